@@ -1,0 +1,64 @@
+# make demo    set up .venv, fetch a small real model, compare the methods on it
+# make test    set up .venv, run the tests
+# make check   linters, types, import rules, tests
+#
+# PYTHON=python3.12                       another interpreter (3.11 or newer)
+# VENV_OPTIONS=--system-site-packages     build on packages that the interpreter already has, such as a CUDA torch
+# TORCH=torch==2.11.0                     another torch
+# ARGS="--tokens 1000"                    options for the demo or for pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_OPTIONS ?=
+JOBS ?= 2
+ARGS ?=
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.kvsketch-installed
+CPU_TORCH := 2.13.0
+
+.PHONY: demo test check lint clean
+.DEFAULT_GOAL := demo
+
+demo: $(STAMP)
+	$(BIN)/kvsketch demo --out build/demo $(ARGS)
+
+# One thread per test process: two processes with two threads each fight over two cores.
+test: $(STAMP)
+	$(BIN)/kvsketch models pull smollm2-135m
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+check: lint test
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "kvsketch needs Python 3.11 or newer; name one with: make PYTHON=python3.12"; exit 1; }
+	@echo "Setting up $(VENV); this takes a few minutes, once."
+	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(INSTALL_TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[gguf,plot,dev]'
+	@touch $@
+
+# A machine without an NVIDIA driver gets a CPU build of torch, so that no CUDA package is fetched: from the package
+# index that pip is set up with or, where that offers CUDA builds only, through uv, which knows PyTorch's CPU builds.
+ifdef TORCH
+INSTALL_TORCH = $(BIN)/python -m pip install --quiet '$(TORCH)'
+else ifneq ($(shell command -v nvidia-smi),)
+INSTALL_TORCH = $(BIN)/python -m pip install --quiet torch
+else ifeq ($(shell uname -s),Linux)
+INSTALL_TORCH = $(BIN)/python -m pip install --quiet 'torch==$(CPU_TORCH)+cpu' 2>/dev/null || \
+	{ $(BIN)/python -m pip install --quiet uv && \
+	  $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu 'torch==$(CPU_TORCH)'; } || \
+	{ echo "No CPU build of torch $(CPU_TORCH) was found. Choose one: make TORCH='torch>=2.9' (may fetch CUDA packages)"; exit 1; }
+else
+INSTALL_TORCH = $(BIN)/python -m pip install --quiet 'torch==$(CPU_TORCH)'
+endif

@@ -1,0 +1,205 @@
+"""Seam 2 into transformers: the attention function that reads a compressed cache.
+
+Models ask `AttentionInterface.get_interface` for the function that attends. At the first use of a compressed cache that method
+is wrapped, once and for the whole process; what it hands out looks whether the key tensor came out of a compressed layer. If so
+this module attends, if not the model's own function runs untouched. `uninstall` takes the wrapper away again.
+
+The two halves: while a layer is exact, the model's own kernel reads it, bit for bit; afterwards `ops.weighted_attention` reads the
+slots, with the (logical) mask looked up at the slots' logical indices.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from kvsketch import ops
+
+if TYPE_CHECKING:
+    from kvsketch.cache import LayerView
+
+TAG = "_kvsketch_view"
+_lock = threading.Lock()
+_original: Callable[..., Any] | None = None
+
+
+def install() -> None:
+    """Wraps `AttentionInterface.get_interface`; does nothing the second time."""
+    global _original
+    with _lock:
+        if _original is not None:
+            return
+        original = _original = AttentionInterface.get_interface
+
+        def get_interface(self: AttentionInterface, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+            return _Dispatch(original(self, *args, **kwargs))
+
+        AttentionInterface.get_interface = get_interface
+
+
+def uninstall() -> None:
+    """Puts `AttentionInterface.get_interface` back; compressed caches then no longer work until `install`."""
+    global _original
+    with _lock:
+        if _original is not None:
+            AttentionInterface.get_interface = _original
+            _original = None
+
+
+class _Dispatch:
+    """The model's own attention function, unless the keys came out of a compressed layer."""
+
+    __slots__ = ("own",)
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self.own = own
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        view = getattr(key, TAG, None)
+        if view is None:
+            return self.own(module, query, key, value, *args, **kwargs)
+        return _attend_module(self.own, view, module, query, key, value, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+
+def _attend_module(
+    own: Callable[..., Any],
+    view: LayerView,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *args: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What a model calls in place of its own function: [B, Hq, n, D] queries in, [B, n, Hq, Dv] out."""
+    refuse_unsupported(module, view, value, kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    weights = None
+    if view.exact:
+        if scaling is not None:
+            kwargs["scaling"] = scaling
+        output, weights = own(module, query, key, value, attention_mask, *args, **kwargs)
+    else:
+        attended = attend(
+            view, query, scale, attention_mask, softcap=softcap_of(module, own, kwargs), sink_logits=kwargs.get("s_aux")
+        )
+        output = attended.transpose(1, 2).contiguous()
+    view.finish(module, query, scale, attention_mask)
+    return output, weights
+
+
+def attend(
+    view: LayerView,
+    query: Tensor,
+    scale: float,
+    mask: Any,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention of [B, Hq, n, D] queries over the slots of a bounded layer; `bias` [1 or B, Hq, 1 or n, L] is logical like the mask."""
+    slot_bias = mask_at_slots(view, query, mask)
+    if bias is not None:
+        slot_bias = _add_bias(slot_bias, at_slots(bias, view.index, query.shape[1]))
+    return ops.weighted_attention(
+        query,
+        view.keys,
+        view.values,
+        view.log_den if view.log_num is None else view.log_num,
+        view.log_den,
+        scale,
+        bias=slot_bias,
+        softcap=softcap,
+        sink_logits=sink_logits,
+    )
+
+
+def mask_at_slots(view: LayerView, query: Tensor, mask: Any) -> Tensor | None:
+    """What each query may see of each slot, [B, H, n, S]; None when it may see every slot."""
+    new = query.shape[2]
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+        visible = None
+        if new > 1:
+            first = view.seen - new
+            query_index = torch.arange(first, first + new, device=query.device)
+            visible = view.index.unsqueeze(2) <= query_index.view(1, 1, -1, 1)
+        if mask is not None:
+            padding = at_slots(mask[:, None, None, :].bool(), view.index, view.keys.shape[1])
+            visible = padding if visible is None else visible & padding
+        return visible
+    if isinstance(mask, Tensor):
+        return at_slots(mask[..., : view.seen], view.index, view.keys.shape[1])
+    if hasattr(mask, "mask_mod"):
+        return _evaluate_mask_mod(view, query, mask.mask_mod)
+    raise TypeError(f"attention mask of type {type(mask).__name__} is not understood; use a tensor, a BlockMask or None")
+
+
+def at_slots(logical: Tensor, index: Tensor, heads: int) -> Tensor:
+    """Columns of a logical tensor [1 or B, 1 or heads, n, L] at the slots' indices [B, H, S]; empty slots read column 0."""
+    batch, kv_heads, slots = index.shape
+    logical = logical.expand(batch, heads if logical.shape[1] == 1 else -1, -1, -1)
+    index = index.clamp_min(0).repeat_interleave(logical.shape[1] // kv_heads, 1)
+    return logical.gather(-1, index.unsqueeze(2).expand(-1, -1, logical.shape[2], -1))
+
+
+def last_row_visible(mask: Any, seen: int) -> Tensor | None:  # [B, L] bool
+    """Which logical tokens the newest query may see: what is left out at the front is left padding."""
+    if isinstance(mask, Tensor):
+        row = mask if mask.dim() == 2 else mask[:, 0, -1]
+        row = row[:, :seen]
+        return row > torch.finfo(row.dtype).min / 2 if mask.dim() == 4 and row.is_floating_point() else row.bool()
+    if hasattr(mask, "mask_mod") and mask.shape[0] is not None:
+        device = mask.kv_num_blocks.device
+        rows = torch.arange(mask.shape[0], device=device).view(-1, 1)
+        columns = torch.arange(seen, device=device).view(1, -1)
+        last = torch.full_like(columns, seen - 1)
+        return mask.mask_mod(*torch.broadcast_tensors(rows, torch.zeros_like(rows), last, columns))
+    return None
+
+
+def _add_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
+    if mask is None:
+        return bias
+    mask = mask.repeat_interleave(bias.shape[1] // mask.shape[1], 1)
+    if mask.dtype == torch.bool:
+        return bias.float().masked_fill(~mask, float("-inf"))
+    return bias.float() + mask
+
+
+def _evaluate_mask_mod(view: LayerView, query: Tensor, mask_mod: Callable[..., Tensor]) -> Tensor:
+    batch, heads, slots = view.index.shape
+    new = query.shape[2]
+    device = query.device
+    rows = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+    heads_index = torch.arange(heads, device=device).view(1, -1, 1, 1)
+    queries = torch.arange(view.seen - new, view.seen, device=device).view(1, 1, -1, 1)
+    columns = view.index.clamp_min(0).unsqueeze(2)
+    return mask_mod(*torch.broadcast_tensors(rows, heads_index, queries, columns))
+
+
+def softcap_of(module: nn.Module, own: Callable[..., Any], kwargs: dict[str, Any]) -> float | None:
+    """The logit soft-cap the model's own function would apply: sdpa ignores it in older releases, and we follow the model."""
+    softcap = kwargs.get("softcap")
+    return None if softcap is None or "sdpa" in getattr(own, "__name__", "") else float(softcap)
+
+
+def refuse_unsupported(module: nn.Module, view: LayerView, value: Tensor, kwargs: dict[str, Any]) -> None:
+    """Raises for attention that a slot table cannot serve, naming the model's attention class."""
+    for name in ("position_bias", "indices", "block_indices"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} passes {name!r} to its attention, which kvsketch cannot compress; use DynamicCache")
+    if value is not view.values and value.shape != view.values.shape:
+        raise ValueError(
+            f"{type(module).__name__} changes keys or values between the cache and its attention, "
+            "which kvsketch cannot compress; use DynamicCache"
+        )

@@ -1,0 +1,27 @@
+"""The command line: kvsketch demo | methods | generate | models | env.
+
+One file per command. Nothing here imports torch or transformers before a command needs them, so that --help is instant.
+"""
+
+from __future__ import annotations
+
+from kvsketch.cli.boundary import OneLineErrors, new_app
+from kvsketch.cli.demo import demo
+from kvsketch.cli.env import env
+from kvsketch.cli.generate import generate
+from kvsketch.cli.methods import methods
+from kvsketch.cli.models import models_app
+
+__all__ = ["app", "main"]
+
+app = new_app("Keep the KV cache of a long-context language model small, and see what it costs.", cls=OneLineErrors)
+app.command()(demo)
+app.command()(methods)
+app.command()(generate)
+app.add_typer(models_app, name="models")
+app.command()(env)
+
+
+def main() -> None:
+    """The `kvsketch` command."""
+    app()

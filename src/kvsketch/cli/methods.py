@@ -1,0 +1,69 @@
+"""kvsketch methods: what can be written after --method."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kvsketch.cli.options import JsonOption
+from kvsketch.cli.output import print_json, results
+
+
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One method, with its formula and paper.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the methods with their families, ideas and parameters."""
+    import kvsketch
+
+    if name is not None and name not in kvsketch.METHODS:
+        raise ValueError(f"unknown method {name!r}; choose from {', '.join(kvsketch.METHODS)}")
+    described = [describe(cls) for key, cls in kvsketch.METHODS.items() if name in (None, key)]
+    if as_json:
+        print_json(described[0] if name else described)
+    elif name:
+        _print_one(kvsketch.METHODS[name], described[0])
+    else:
+        _print_all(described)
+
+
+def describe(cls: type[Any]) -> dict[str, Any]:
+    """A method as plain data: its name, family, idea, and parameters with their defaults."""
+    return {
+        "name": cls.name,
+        "family": cls.family,
+        "idea": (inspect.getdoc(cls) or "").partition("\n")[0],
+        "paper": cls.paper,
+        "parameters": {field.name: _plain(field.default) for field in dataclasses.fields(cls) if field.init},
+    }
+
+
+def _plain(default: Any) -> Any:
+    return default if isinstance(default, (bool, int, float, str, type(None))) else str(default)
+
+
+def _parameters(method: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in method["parameters"].items()) or "-"
+
+
+def _print_all(described: list[dict[str, Any]]) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    table.add_column("family", no_wrap=True)
+    table.add_column("idea", ratio=2)
+    table.add_column("parameters and defaults", ratio=1)
+    for method in described:
+        table.add_row(method["name"], method["family"], method["idea"], _parameters(method))
+    results().print(table)
+    results().print("\nWrite a method as name:key=value:key=value, for instance streamingllm:budget=25%:sinks=8", markup=False)
+
+
+def _print_one(cls: type[Any], method: dict[str, Any]) -> None:
+    lines = [f"{method['name']} ({method['family']})", "", inspect.getdoc(cls) or "", "", f"parameters: {_parameters(method)}"]
+    if method["paper"]:
+        lines.append(f"paper: {method['paper']}")
+    results().print("\n".join(lines), markup=False, highlight=False)

@@ -1,0 +1,15 @@
+"""Options that several commands share, so that they read and mean the same everywhere."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+ModelOption = Annotated[str, typer.Option(help="Short name (`kvsketch models`), local folder, .gguf file or hub name.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU where there is one.")]
+DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; bfloat16 on a GPU, else float32.")]
+
+# The same as kvsketch.models.DEFAULT_MODEL, which a test checks; importing it here would make --help load torch.
+DEFAULT_MODEL = "smollm2-135m"

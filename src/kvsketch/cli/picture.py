@@ -1,0 +1,107 @@
+"""The picture of the demo: divergence from the full cache against the memory a cache takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvsketch.demo import Row
+
+COLOURS = {"evict": "#1b6ca8", "summarise": "#c8553d", "recall": "#3a7d44"}
+FLOOR = 1e-5  # a logarithmic axis has no zero; a smaller divergence is drawn here
+
+
+def draw(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Writes a PNG with one labelled point per method and budget, and the full cache as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    full, compressed = rows[0], rows[1:]
+    figure, axes = pyplot.subplots(figsize=(10, 6.5), dpi=150, layout="constrained")
+    axes.axvline(megabytes(full), color="#666666", linestyle="--", linewidth=1, label="full cache (divergence 0)")
+    for family in dict.fromkeys(row.family for row in compressed):
+        for right in (True, False):
+            _scatter(axes, [row for row in compressed if row.family == family and row.right is right])
+    axes.set(xscale="log", yscale="log", xlabel="cache, MB (measured)")
+    axes.set_ylabel("divergence from the full cache, nats (lower is better)")
+    axes.set_title(title, loc="left", fontsize=11)
+    smallest = min([megabytes(row) for row in rows])
+    ticks = sorted({round(megabytes(row), 1) for row in _spaced(rows)})
+    axes.set_xlim(smallest * 0.85, megabytes(full) * 1.25)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.grid(True, which="major", color="#e4e4e4", linewidth=0.6)
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    _label(axes, compressed)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def megabytes(row: Row) -> float:
+    """All the memory a row's cache takes, on the device and on the host."""
+    return (row.device_bytes + row.host_bytes) / 1e6
+
+
+def _scatter(axes: Any, rows: Sequence[Row]) -> None:
+    if not rows:
+        return
+    family, right = rows[0].family, rows[0].right
+    axes.scatter(
+        [megabytes(row) for row in rows],
+        [max(row.divergence, FLOOR) for row in rows],
+        color=COLOURS.get(family, "#7b4fa3"),
+        marker="o" if right else "X",
+        s=60,
+        zorder=3,
+        label=f"{family}, passkey {'found' if right else 'lost'}",
+    )
+
+
+def _spaced(rows: Sequence[Row]) -> list[Row]:
+    """Rows whose sizes differ by a quarter or more, so that their tick labels do not touch."""
+    kept: list[Row] = []
+    for row in sorted(rows, key=megabytes):
+        if not kept or megabytes(row) > 1.25 * megabytes(kept[-1]):
+            kept.append(row)
+    return kept
+
+
+def _label(axes: Any, rows: Sequence[Row]) -> None:
+    """Writes each method's name to the right of its point, moved up or down where names would overlap."""
+    axes.figure.canvas.draw()
+    points_per_pixel = 72 / axes.figure.dpi
+    for column in _columns(rows):
+        heights = [axes.transData.transform((megabytes(row), max(row.divergence, FLOOR)))[1] for row in column]
+        for row, height, place in zip(column, heights, spread(heights, gap=11 / points_per_pixel), strict=True):
+            axes.annotate(
+                row.method.replace(":budget=", " "),
+                (megabytes(row), max(row.divergence, FLOOR)),
+                xytext=(14, (place - height) * points_per_pixel),
+                textcoords="offset points",
+                va="center",
+                fontsize=8.5,
+                arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": "#999999", "shrinkB": 4},
+            )
+
+
+def _columns(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows of about the same size, each column from the lowest divergence up."""
+    columns: list[list[Row]] = []
+    for row in sorted(rows, key=megabytes):
+        if columns and megabytes(row) < 1.3 * megabytes(columns[-1][0]):
+            columns[-1].append(row)
+        else:
+            columns.append([row])
+    return [sorted(column, key=lambda row: row.divergence) for column in columns]
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Ascending heights moved apart to at least `gap`, with their mean kept."""
+    places: list[float] = []
+    for height in heights:
+        places.append(height if not places else max(height, places[-1] + gap))
+    shift = (sum(places) - sum(heights)) / max(len(places), 1)
+    return [place - shift for place in places]

@@ -1,0 +1,33 @@
+"""The index of methods. Read this first, then the shortest of them, `streamingllm.py`.
+
+| family    | keeps                                                    | verb                         |
+|-----------|----------------------------------------------------------|------------------------------|
+| full      | everything                                               | none                         |
+| evict     | a subset of the tokens, each with weight 1               | compress                     |
+| summarise | a weighted set; numerator and denominator may differ     | compress                     |
+"""
+
+from __future__ import annotations
+
+from kvsketch.methods.base import Method
+from kvsketch.methods.full import Full
+from kvsketch.methods.streamingllm import StreamingLLM
+from kvsketch.methods.text import parse
+from kvsketch.methods.uniform import Uniform
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method
+    for method in (
+        Full,
+        StreamingLLM,
+        Uniform,
+    )
+}
+
+
+def parse_method(text: str | Method) -> Method:
+    """The method that a text such as `streamingllm:budget=1024:sinks=4` describes; a Method is returned as it is."""
+    return text if isinstance(text, Method) else parse(text, METHODS)
+
+
+__all__ = ["METHODS", "Full", "Method", "StreamingLLM", "Uniform", "parse_method"]

@@ -1,0 +1,176 @@
+"""The contract of a method, and the common part of the evicting ones.
+
+A method is a frozen dataclass of its parameters; its state lives in the table of each layer. It has one duty and one right:
+
+    compress(table, queries)    after every forward: bring the table back to the budget, or index it
+    select(table, queries)      before reading: which slots a query reads (None: all of them)
+
+To add a method: one file here with a subclass, one line in `methods/__init__.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsketch.budget import Size
+from kvsketch.slots import NEG_INF, SlotTable
+
+CLOSED = -2  # index of a slot that its row may not use: the row's share of the budget is smaller than the widest row's
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of all methods: parameters, their text form, and the two verbs."""
+
+    name: ClassVar[str]
+    family: ClassVar[str]
+    paper: ClassVar[str] = ""
+    random: ClassVar[bool] = False  # whether the seed changes the result
+
+    def compress(self, table: SlotTable, queries: Tensor) -> None:
+        """Brings `table` back to the budget. `queries` [B, Hq, n, D] are those of the tokens just appended."""
+
+    def maintenance_due(self, table: SlotTable) -> bool:
+        """Whether the compress after the next single token does periodic work that cannot be captured as a graph.
+
+        Answers from host counters alone.
+        """
+        return False
+
+    def budget_tokens(self, table: SlotTable) -> int | None:
+        """Slots the layer may hold for its longest row, None without limit."""
+        return None
+
+    def __str__(self) -> str:
+        changed = [f"{f.name}={_text(getattr(self, f.name))}" for f in dataclasses.fields(self) if _differs(self, f)]
+        return ":".join([self.name, *changed])
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _require(self, name: str, ok: bool, wanted: str) -> None:
+        if not ok:
+            raise ValueError(f"{self.name}: {name}={_text(getattr(self, name))} is not valid; use {wanted}")
+
+
+@dataclass(frozen=True)
+class BudgetedMethod(Method):
+    """A method whose memory is bounded: `budget` tokens per KV head and layer, the sinks and the recent window included."""
+
+    budget: Size | int | str = 1024
+    sinks: int = 4
+    recent: Size | int | str = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._set("budget", Size.parse(self.budget, f"{self.name}: budget"))
+        self._set("recent", Size.parse(self.recent, f"{self.name}: recent", smallest=0))
+        self._require("sinks", isinstance(self.sinks, int) and self.sinks >= 0, "a whole number of tokens, 0 or more")
+        self._require("seed", isinstance(self.seed, int), "a whole number")
+        assert isinstance(self.budget, Size)
+        if self.budget.tokens is not None:
+            least = self.sinks + max(1, self.recent_tokens(self.budget.tokens))
+            if self.budget.tokens < least:
+                raise ValueError(
+                    f"{self.name}: budget={self.budget} cannot hold {self.sinks} sinks and a recent window of {self.recent}; "
+                    f"use budget={least} or more, or smaller sinks and recent"
+                )
+
+    def budget_tokens(self, table: SlotTable) -> int:
+        assert isinstance(self.budget, Size)
+        return self.budget.of(table.prompt_tokens)
+
+    def recent_tokens(self, budget: int) -> int:
+        """The recent window within `budget`, in tokens."""
+        assert isinstance(self.recent, Size)
+        return self.recent.of(budget)
+
+    def row_budgets(self, table: SlotTable) -> Tensor | None:  # [B, 1, 1]
+        """Budget of each row when the budget is a share and left padding makes rows differ; else None."""
+        assert isinstance(self.budget, Size)
+        if self.budget.share is None or table.padding is None:
+            return None
+        prompt = (table.prompt_tokens - table.padding).clamp_min(1)
+        return (prompt.double() * float(self.budget.share) + 1e-9).long().clamp_min(1).view(-1, 1, 1)
+
+
+@dataclass(frozen=True)
+class EvictingMethod(BudgetedMethod):
+    """Keeps the sinks, the recent window and the slots with the largest score; every kept slot has weight 1."""
+
+    family: ClassVar[str] = "evict"
+
+    def observe(self, table: SlotTable, queries: Tensor) -> None:
+        """Takes note of the new tokens' queries; called after every forward, also while nothing needs to go."""
+
+    def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
+        """Worth of each slot, [B, H, S]; the smallest go first."""
+        raise NotImplementedError
+
+    def compress(self, table: SlotTable, queries: Tensor) -> None:
+        self.observe(table, queries)
+        if table.exact and table.length <= self.budget_tokens(table):
+            return
+        evict(table, self.scores(table, queries), self, self.budget_tokens(table))
+
+
+def evict(table: SlotTable, scores: Tensor, method: BudgetedMethod, budget: int) -> None:
+    """Keeps the `budget` slots with the largest scores; sinks and recent tokens rank above all, empty slots below all."""
+    ranked = protected(table, scores, method.sinks, method.recent_tokens(budget))
+    if table.in_place:
+        assert table.index is not None
+        # A closed slot must never become the next one.
+        table.free(torch.where(table.index == CLOSED, -NEG_INF, ranked).argmin(-1, keepdim=True))
+        return
+    count = min(budget, ranked.shape[-1])
+    chosen = ranked.topk(count, dim=-1).indices
+    closed = _closed_ranks(table, method, count)
+    if closed is not None:
+        chosen = torch.where(closed, -1, chosen)
+    # Position order: ties and readers then never depend on the order of top-k.
+    chosen = chosen.sort(-1).values
+    table.rebuild(chosen, budget)
+    rows = method.row_budgets(table)
+    if rows is not None:
+        close_slots(table, rows)
+
+
+def protected(table: SlotTable, scores: Tensor, sinks: int, recent: int) -> Tensor:
+    """`scores` [B, H, S] with sinks above recent tokens above everything, and empty slots at -inf."""
+    position = table.position_slots()
+    scores = scores.float().clamp(-(2.0**80), 2.0**80)
+    # Exact in fp32 for 2**23 positions, so newer recent tokens rank above older ones when not all of them fit.
+    newest_last = (2.0**23 + position.float()) * 2.0**60
+    scores = torch.where(position >= table.real_tokens() - recent, newest_last, scores)
+    scores = torch.where(position < sinks, 2.0**120, scores)
+    return torch.where(position >= 0, scores, NEG_INF)
+
+
+def _closed_ranks(table: SlotTable, method: BudgetedMethod, count: int) -> Tensor | None:
+    rows = method.row_budgets(table)
+    if rows is None:
+        return None
+    return torch.arange(count, device=rows.device) >= rows
+
+
+def close_slots(table: SlotTable, rows: Tensor) -> None:
+    """Closes the empty slots of a bounded table beyond each row's own budget; one stays open for the next token."""
+    assert table.index is not None and table.next_slot is not None
+    empty = table.index < 0
+    surplus = table.length - 1 - rows
+    order = empty.long().cumsum(-1)
+    is_next = torch.zeros_like(empty).scatter_(2, table.next_slot, True)
+    table.index.masked_fill_(empty & (order <= surplus) & ~is_next, CLOSED)
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _differs(method: Method, field: dataclasses.Field[Any]) -> bool:
+    return _text(getattr(method, field.name)) != _text(field.default)

@@ -1,0 +1,31 @@
+"""StreamingLLM: attention sinks and a recent window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvsketch.budget import Size
+from kvsketch.methods.base import EvictingMethod
+from kvsketch.slots import SlotTable
+
+
+@dataclass(frozen=True)
+class StreamingLLM(EvictingMethod):
+    """Keeps the first tokens, which collect attention whatever they say, and the most recent ones.
+
+    Kept positions: [0, sinks) and [n - (budget - sinks), n).
+
+    Paper: Xiao et al., Efficient Streaming Language Models with Attention Sinks (arXiv 2309.17453).
+    Differs from the authors' code: keys keep the rotary positions they were computed with, as in all later comparisons;
+    the authors re-rotate them by their place in the cache.
+    """
+
+    name: ClassVar[str] = "streamingllm"
+    paper: ClassVar[str] = "arXiv 2309.17453"
+    recent: Size | int | str = field(default=0, init=False, repr=False)
+
+    def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
+        return table.position_slots()

@@ -1,0 +1,143 @@
+"""Turn a GGUF file into a folder of bf16 safetensors, config and tokenizer, once; later starts take seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from kvsketch.models.files import home, locked, place, read_json, say, write_json
+from kvsketch.models.gguf_header import Scalar, read_metadata
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RECORD = "kvsketch.json"
+# Part of every record: raise it when the conversion changes, and old copies are made again.
+CONVERSION = 1
+SPECIAL_TOKENS = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+}
+
+
+def converted_folder(name: str, source: str) -> Path | None:
+    """The folder of an earlier conversion of `source` (a hash), or None when there is none that is whole."""
+    folder = home() / "converted" / name
+    record = read_json(folder / RECORD)
+    if record.get("source") != source or record.get("conversion") != CONVERSION:
+        return None
+    return folder if record.get("files") == _file_sizes(folder) else None
+
+
+def convert(gguf: Path, name: str, source: str, progress: bool = True) -> Path:
+    """Return the safetensors folder of `gguf`, whose bytes `source` identifies, converting when there is none."""
+    done = converted_folder(name, source)
+    if done is not None:
+        return done
+    folder = home() / "converted" / name
+    with locked(folder):
+        done = converted_folder(name, source)
+        if done is not None:
+            return done
+        work = folder.with_name(name + ".work")
+        shutil.rmtree(work, ignore_errors=True)
+        if progress:
+            say(f"converting {gguf.name} to safetensors, once (seconds to minutes, by size)")
+        with Console(stderr=True, quiet=not progress).status(f"converting {gguf.name}"), quiet_transformers():
+            _write_converted(gguf, work)
+        record = {"source": source, "conversion": CONVERSION, "files": _file_sizes(work)}
+        write_json(work / RECORD, record)
+        shutil.rmtree(folder, ignore_errors=True)
+        place(work, folder)
+    return folder
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide the bars that transformers draws for single files, and put its setting back."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def identity_of(gguf: Path) -> str:
+    """A key for a user's file by place, size and time: hashing the data would cost every start many seconds."""
+    stat = gguf.stat()
+    return hashlib.sha256(f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != RECORD}
+
+
+def _write_converted(gguf: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    metadata = read_metadata(gguf)
+    if importlib.util.find_spec("accelerate") is None:
+        raise ImportError("reading a GGUF file needs the accelerate package; run `pip install accelerate gguf`")
+    location: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **location)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent), dtype=torch.bfloat16, **location, **_dequantise()
+        )
+    except ImportError as error:
+        raise ImportError(f"reading a GGUF file needs packages: {error}; run `pip install accelerate gguf`") from error
+    except Exception as error:
+        architecture = metadata.get("general.architecture", "unknown")
+        raise ValueError(
+            f"could not read {gguf} (architecture {architecture}): {error}. The file is damaged or cut short, or its "
+            "architecture is not one that transformers reads from GGUF; fetch it again or use a safetensors folder."
+        ) from error
+    restore_special_tokens(tokenizer, metadata)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _dequantise() -> dict[str, Any]:
+    """Releases with a GgufConfig keep the blocks quantised unless told otherwise; the older ones always unpack."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def restore_special_tokens(tokenizer: PreTrainedTokenizerBase, metadata: dict[str, Scalar]) -> None:
+    """Give the tokenizer the special tokens that the file names, and the leading bos token if the file asks for it.
+
+    transformers takes a wrong eos token from some files, and never adds bos; Gemma writes garbage without it.
+    """
+    for attribute, key in SPECIAL_TOKENS.items():
+        if key in metadata:
+            setattr(tokenizer, attribute, tokenizer.convert_ids_to_tokens(int(metadata[key])))
+    if metadata.get("tokenizer.ggml.add_bos_token") and tokenizer.bos_token_id is not None:
+        _prepend_bos(tokenizer)
+
+
+def _prepend_bos(tokenizer: Any) -> None:
+    from tokenizers import processors
+
+    bos = tokenizer.bos_token
+    if tokenizer("a").input_ids[0] == tokenizer.bos_token_id:
+        return
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )

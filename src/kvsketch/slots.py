@@ -1,0 +1,295 @@
+"""What one layer of a compressed cache stores: a table of weighted slots.
+
+    out(q) = sum_i exp(s_i + log_num_i) v_i / sum_i exp(s_i + log_den_i),     s_i = scale * <q, k_i>
+
+A table is in one of two states.
+- exact: every token seen, in order, no weights. Buffers grow. The model's own attention kernel reads them.
+- bounded: a fixed number of slots, written in place. A slot with log_den = -inf and index = -1 is empty; `next_slot` says
+  where the next token goes. A decode step neither allocates slots nor asks the device for a value.
+Between the two verbs of one forward, `append` and the method's `compress`, a bounded table that received several tokens at
+once is longer than its capacity; `compress` brings it back.
+
+Legend: B batch rows, H KV heads, S slots, D head size. This module knows neither transformers nor any method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+NEG_INF = float("-inf")
+
+
+@dataclass
+class SlotTable:
+    """The slots of one layer, and what a method needs to know to rewrite them."""
+
+    layer_idx: int
+    num_layers: int
+    seed: int = 0
+
+    keys: Tensor | None = None  # [B, H, capacity, D]
+    values: Tensor | None = None  # [B, H, capacity, Dv]; fewer slots than keys: the last slots carry a key only
+    index: Tensor | None = None  # [B, H, capacity] int32, logical index of the token, -1 empty; None while exact
+    log_num: Tensor | None = None  # [B, H, capacity] fp32; None: the same as log_den
+    log_den: Tensor | None = None  # [B, H, capacity] fp32; None: all zero (exact)
+    next_slot: Tensor | None = None  # [B, H, 1] int64, where the next single token is written
+    clock: Tensor | None = None  # [1] int64, tokens seen, on the device; None while exact
+    slot_state: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, H, slots, ...], follows the slots
+    row_state: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, ...], follows the batch rows
+
+    seen: int = 0
+    length: int = 0  # slots in use while exact or open; the capacity when bounded
+    new_tokens: int = 0  # tokens appended by the current forward
+    prompt_tokens: int = 0  # tokens seen up to the last forward of several tokens: the whole that a share refers to
+    scale: float = 1.0
+    extra_keys: int = 0  # keys held outside both sums, such as cluster representatives; they count as stored
+    padding: Tensor | None = None  # [B] int64, left-padding tokens of each row; None: no row has any
+
+    # state
+
+    @property
+    def exact(self) -> bool:
+        """True while every token is stored and none is weighted."""
+        return self.index is None
+
+    @property
+    def in_place(self) -> bool:
+        """True when this forward wrote one token into a bounded table: compress must then work in place."""
+        return not self.exact and self.new_tokens == 1
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(batch rows, KV heads, slots in use)"""
+        assert self.keys is not None
+        return self.keys.shape[0], self.keys.shape[1], self.length
+
+    def key_slots(self) -> Tensor:  # [B, H, S, D]
+        assert self.keys is not None
+        return self.keys[:, :, : self.length]
+
+    def value_slots(self) -> Tensor:  # [B, H, S, Dv]
+        assert self.values is not None
+        return self.values[:, :, : self.length]
+
+    def index_slots(self) -> Tensor:  # [B, H, S] int64, -1 empty; left padding counts as empty
+        assert self.keys is not None
+        if self.index is not None:
+            index = self.index.long()
+        else:
+            index = torch.arange(self.length, device=self.keys.device).expand(self.shape)
+        if self.padding is None:
+            return index
+        return torch.where(index >= self.padding.view(-1, 1, 1), index, index.clamp_max(-1))
+
+    def position_slots(self) -> Tensor:  # [B, H, S] int64
+        """Position of each slot's token among the real tokens of its row; negative for an empty slot."""
+        index = self.index_slots()
+        if self.padding is None:
+            return index
+        return torch.where(index >= 0, index - self.padding.view(-1, 1, 1), -1)
+
+    def real_tokens(self) -> Tensor:  # [B, 1, 1] int64
+        """Tokens each row has seen, without its left padding, as a tensor on the device."""
+        assert self.keys is not None
+        seen = self.clock if self.clock is not None else torch.full((1,), self.seen, device=self.keys.device)
+        seen = seen.view(1, 1, 1).expand(self.keys.shape[0], 1, 1)
+        return seen if self.padding is None else seen - self.padding.view(-1, 1, 1)
+
+    def stored(self) -> int:
+        """The most slots any row and head really uses (asks the device)."""
+        if self.keys is None:
+            return 0
+        if self.log_den is None:
+            return self.length
+        used = self.log_den > NEG_INF
+        if self.log_num is not None:
+            used = used | (self.log_num > NEG_INF)
+        return int(used.sum(-1).max()) + self.extra_keys
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held, so that bytes can be measured."""
+        own = (self.keys, self.values, self.index, self.log_num, self.log_den, self.next_slot, self.clock, self.padding)
+        return [t for t in own if t is not None] + [*self.slot_state.values(), *self.row_state.values()]
+
+    # append
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Takes the keys and values of new tokens, [B, H, n, D]."""
+        self.new_tokens = keys.shape[2]
+        if self.exact:
+            self._append_exact(keys, values)
+        elif self.new_tokens == 1:
+            self._write_next(keys, values)
+        else:
+            self._append_open(keys, values)
+        self.seen += self.new_tokens
+        if self.new_tokens > 1 or self.prompt_tokens == 0:
+            self.prompt_tokens = self.seen
+
+    def _append_exact(self, keys: Tensor, values: Tensor) -> None:
+        needed = self.length + keys.shape[2]
+        if self.keys is None or self.values is None:
+            self.keys, self.values = _owned(keys), _owned(values)
+        else:
+            if needed > self.keys.shape[2]:
+                capacity = needed + max(64, needed // 8)
+                self.keys = _grown(self.keys, self.length, capacity)
+                self.values = _grown(self.values, self.length, capacity)
+            self.keys[:, :, self.length : needed] = keys
+            self.values[:, :, self.length : needed] = values
+        self.length = needed
+        self._pad_slot_state()
+
+    def _write_next(self, keys: Tensor, values: Tensor) -> None:
+        """Writes one token into `next_slot`, in place; the slot joins both sums with weight 1."""
+        assert self.keys is not None and self.values is not None and self.index is not None
+        assert self.log_den is not None and self.next_slot is not None and self.clock is not None
+        slot = self.next_slot
+        self.keys.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, keys.shape[-1]), keys)
+        self.values.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, values.shape[-1]), values)
+        self.index.scatter_(2, slot, self.clock.to(self.index.dtype).expand(slot.shape))
+        self.log_den.scatter_(2, slot, 0.0)
+        if self.log_num is not None:
+            self.log_num.scatter_(2, slot, 0.0)
+        for state in self.slot_state.values():
+            state.scatter_(2, slot.view(*slot.shape, *[1] * (state.dim() - 3)).expand(-1, -1, 1, *state.shape[3:]), 0)
+        self.clock += 1
+
+    def _append_open(self, keys: Tensor, values: Tensor) -> None:
+        """Lengthens a bounded table by several tokens, before any key-only slots; compress brings it back."""
+        assert self.keys is not None and self.values is not None and self.index is not None and self.clock is not None
+        batch, heads, new = keys.shape[:3]
+        at = self.values.shape[2]
+        index = torch.arange(self.seen, self.seen + new, device=keys.device, dtype=self.index.dtype)
+        weight = torch.zeros(batch, heads, new, device=keys.device)
+        self.keys, self.values = _inserted(self.keys, at, keys), _inserted(self.values, at, values)
+        self.index = _inserted(self.index, at, index.expand(batch, heads, new))
+        self.log_den = _inserted(self.log_den, at, weight)
+        self.log_num = None if self.log_num is None else _inserted(self.log_num, at, weight)
+        for name, state in self.slot_state.items():
+            self.slot_state[name] = _inserted(state, at, state.new_zeros(batch, heads, new, *state.shape[3:]))
+        self.length += new
+        self.clock += new
+
+    def _pad_slot_state(self) -> None:
+        for name, state in self.slot_state.items():
+            missing = self.length - state.shape[2]
+            if missing > 0:
+                pad = state.new_zeros(*state.shape[:2], missing, *state.shape[3:])
+                self.slot_state[name] = torch.cat([state, pad], 2)
+
+    # compress
+
+    def rebuild(self, chosen: Tensor, room: int, log_den: Tensor | None = None) -> None:
+        """Becomes a bounded table of `room` slots plus one for the next token, filled with the slots `chosen` [B, H, m].
+
+        `chosen` holds slot numbers, -1 for none; `log_den` [B, H, m] gives their weights (default: keep the present ones).
+        """
+        assert self.keys is not None and self.values is not None
+        batch, heads, m = chosen.shape
+        taken, source = chosen >= 0, chosen.clamp_min(0)
+        if log_den is None:
+            log_den = torch.zeros_like(source, dtype=torch.float32)
+            if self.log_den is not None:
+                log_den = self.log_den.gather(2, source)
+        index = self.index_slots().gather(2, source)
+        taken = taken & (index >= 0)
+        fill = room + 1 - m
+        self.keys = _filled(_gather_slots(self.key_slots(), source), fill)
+        self.values = _filled(_gather_slots(self.value_slots(), source), fill)
+        self.slot_state = {n: _filled(_gather_slots(s, source), fill) for n, s in self.slot_state.items()}
+        self.index = _filled(torch.where(taken, index, -1).to(torch.int32), fill, -1)
+        self.log_den = _filled(torch.where(taken, log_den, NEG_INF), fill, NEG_INF)
+        self.length = room + 1
+        self.next_slot = torch.full((batch, heads, 1), room, device=chosen.device)
+        if self.clock is None:
+            self.clock = torch.full((1,), self.seen, device=chosen.device)
+
+    def free(self, victim: Tensor) -> None:
+        """Empties the slots `victim` [B, H, 1] in place; the next token is written there."""
+        assert self.index is not None and self.log_den is not None and self.next_slot is not None
+        self.next_slot.copy_(victim)
+        self.index.scatter_(2, victim, -1)
+        self.log_den.scatter_(2, victim, NEG_INF)
+        if self.log_num is not None:
+            self.log_num.scatter_(2, victim, NEG_INF)
+
+    # rows and roll back
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Reorders, repeats or drops batch rows (beam search)."""
+        for name in ("keys", "values", "index", "log_num", "log_den", "next_slot", "padding"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
+        for state in (self.slot_state, self.row_state):
+            for key, tensor in state.items():
+                state[key] = tensor.index_select(0, rows.to(tensor.device))
+
+    def drop_newest(self, count: int) -> None:
+        """Forgets the last `count` tokens of the current forward, before they were compressed."""
+        if count == 0:
+            return
+        if count > self.new_tokens and not self.exact:
+            raise ValueError(
+                f"cannot roll back {count} tokens: only the {self.new_tokens} tokens of the last forward are still whole"
+            )
+        if self.exact:
+            self.length -= count
+            self.slot_state = {n: s[:, :, : self.length] for n, s in self.slot_state.items()}
+        elif self.in_place:
+            assert self.next_slot is not None
+            self.free(self.next_slot)
+        else:
+            self._drop_open(count)
+        self.seen -= count
+        self.new_tokens = max(self.new_tokens - count, 0)
+        if self.clock is not None:
+            self.clock -= count
+
+    def _drop_open(self, count: int) -> None:
+        assert self.values is not None
+        end = self.values.shape[2]
+        for name in ("keys", "values", "index", "log_den", "log_num"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, _removed(tensor, end - count, end))
+        self.slot_state = {n: _removed(s, end - count, end) for n, s in self.slot_state.items()}
+        self.length -= count
+
+    def cleared(self) -> SlotTable:
+        """An empty table for the same layer."""
+        return SlotTable(self.layer_idx, self.num_layers, self.seed)
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """The tensor itself if nothing else lives in its storage, else a copy, so that measured bytes are true bytes."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
+
+
+def _grown(buffer: Tensor, used: int, capacity: int) -> Tensor:
+    grown = buffer.new_empty(*buffer.shape[:2], capacity, buffer.shape[3])
+    grown[:, :, :used] = buffer[:, :, :used]
+    return grown
+
+
+def _inserted(tensor: Tensor | None, at: int, new: Tensor) -> Tensor:
+    assert tensor is not None
+    return torch.cat([tensor[:, :, :at], new, tensor[:, :, at:]], 2)
+
+
+def _removed(tensor: Tensor, start: int, end: int) -> Tensor:
+    return torch.cat([tensor[:, :, :start], tensor[:, :, end:]], 2)
+
+
+def _filled(tensor: Tensor, count: int, value: float = 0) -> Tensor:
+    return torch.cat([tensor, tensor.new_full((*tensor.shape[:2], count, *tensor.shape[3:]), value)], 2)
+
+
+def _gather_slots(tensor: Tensor, slots: Tensor) -> Tensor:
+    slots = slots.view(*slots.shape, *[1] * (tensor.dim() - 3)).expand(-1, -1, -1, *tensor.shape[3:])
+    return tensor.gather(2, slots)

@@ -1,0 +1,33 @@
+"""Helpers shared by the tests that run whole models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import kvsketch
+
+
+def generate(model: Any, ids: torch.Tensor, cache: Any, **kwargs: Any) -> Any:
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    if kwargs.get("num_beams"):
+        options.pop("output_logits")
+    return model.generate(ids, past_key_values=cache, use_cache=True, **{**options, **kwargs})
+
+
+def padded(batch: torch.Tensor, pads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.ones_like(batch)
+    for row, count in enumerate(pads):
+        mask[row, :count] = 0
+        batch[row, :count] = 0
+    return batch, mask
+
+
+def with_budget(name: str, budget: int) -> str:
+    """The text form of a method with a budget, small sinks and window; methods without a budget as they are."""
+    fields = kvsketch.METHODS[name].__dataclass_fields__
+    wanted = {"budget": budget, "sinks": 2, "recent": 4}
+    settings = [f"{k}={v}" for k, v in wanted.items() if k in fields and fields[k].init]
+    return ":".join([name, *settings])
