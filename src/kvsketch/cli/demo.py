@@ -47,10 +47,10 @@ def demo(
         out.mkdir(parents=True, exist_ok=True)
     loaded, tokenizer = models.load(model, dtype=dtype, device=device)
     document = texts.passkey_document(tokenizer, tokens=tokens, depth=depth, seed=seed)
-    prompt = models.encode_chat(tokenizer, document.text)["input_ids"].to(loaded.device)
+    prompt = document.input_ids.to(loaded.device)
     rows: list[Row] = []
     with _progress() as progress:
-        task = progress.add_task("", total=len(chosen), description=str(chosen[0]))
+        task = progress.add_task(str(chosen[0]), total=len(chosen))
         for row in comparison.compare(loaded, tokenizer, prompt, document.passkey, chosen):
             rows.append(row)
             progress.update(task, advance=1, description=str(chosen[min(len(rows), len(chosen) - 1)]))

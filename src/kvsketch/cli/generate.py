@@ -48,7 +48,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads standard input.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from a text file.")] = None,
     model: ModelOption = DEFAULT_MODEL,
-    method: Annotated[str, typer.Option(help="name:key=value:...; see `kvsketch methods`.")] = "streamingllm:budget=25%",
+    method: Annotated[str, typer.Option(help="name:key=value:...; see `kvsketch methods`.")] = "streamingllm:budget=1024",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 samples.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this much probability mass.")] = 1.0,

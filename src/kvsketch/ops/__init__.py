@@ -121,7 +121,7 @@ def weighted_attention(
     check_arguments(q, k, v, log_num, log_den, bias, softcap, sink_logits, lengths)
     attend = weighted_attention_reference
     kernel = kernel_for("weighted_attention", q.device)
-    if kernel is not None and kernel.supported(q, k, v, bias):
+    if kernel is not None and kernel.supported(q, k, v):
         attend = kernel.weighted_attention
     result = attend(
         q, k, v, log_num, log_den, scale,

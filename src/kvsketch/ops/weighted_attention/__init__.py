@@ -2,8 +2,8 @@
 
     out(q) = sum_i exp(s_i + log_num_i) v_i / sum_i exp(s_i + log_den_i),     s_i = scale * <q, k_i>
 
-`reference.py` is the definition in torch. `kernel.py` launches the Triton programs of `device.py`, with the launch sizes
-of `plan.py`. `kvsketch.ops.weighted_attention` chooses; this module holds what both share: result and shape checks.
+`reference.py` is the definition in torch. `kernel.py` launches the Triton programs of `device.py`, with launch sizes
+from `plan.py`. `kvsketch.ops.weighted_attention` chooses; this module holds what both share: result and shape checks.
 
 Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H query heads per KV head, N queries, S slots, Sv slots that
 carry a value (the last S - Sv carry a key only), D key size, Dv value size.

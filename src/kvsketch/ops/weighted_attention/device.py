@@ -1,6 +1,6 @@
 """Weighted attention for decoding, the Triton programs: one reads the slots in pieces, one combines the pieces.
 
-One program reads one contiguous piece (a split) of the slots of one KV head, for all query heads of its group, and keeps
+One program reads one contiguous piece (a split) of the slots of one KV head, for all query heads of its group. It keeps
 two running sums for each row, in base 2, as origin = max x and total = sum of 2^(x - origin):
 
     num: x_i = log2(e) (s_i + log_num_i), and acc = sum_i 2^(x_i - origin) v_i
@@ -10,6 +10,8 @@ An (output, logsumexp) pair per split would not do: a split may add to one of th
 are one. The grid depends on shapes alone; `lengths` are read on the device.
 Legend: rows are the G * N queries of one KV head, head by head; the rest as in the package docstring.
 """
+
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -109,7 +111,7 @@ def load_weights(base, slots, limit, WEIGHTED: tl.constexpr, MASKED: tl.constexp
 @triton.jit
 def score_tile(
     q, k_base, k_s, start, slots, limit, scale, softcap,
-    logits_ptr, flat_row, row_inside, slots_total, bias_base, bias_row, head_in_group, bias_floor,
+    logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAPPED: tl.constexpr, LOGITS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -124,16 +126,17 @@ def score_tile(
         tl.store(logits_ptr + flat_row[:, None] * slots_total + slots[None, :], s, mask=inside)
     x = s * LOG2E
     if BIAS == "slot":
-        x += load_bias(bias_base + slots, slots < limit, bias_floor)[None, :] * LOG2E
+        x += load_bias(bias_rows + slots, slots < limit, bias_floor)[None, :] * LOG2E
     elif BIAS == "row":
-        x += load_bias(bias_base + head_in_group[:, None] * bias_row + slots[None, :], inside, bias_floor) * LOG2E
+        x += load_bias(bias_rows[:, None] + slots[None, :], inside, bias_floor) * LOG2E
     return x
 
 
 # A cache that grows by a slot per step must not compile a kernel per length.
 @triton.jit(
     do_not_specialize=[
-        "slots_total", "value_slots", "splits", "queries", "num_b", "num_h", "den_b", "den_h", "bias_b", "bias_h", "bias_row"
+        "slots_total", "value_slots", "splits", "queries",
+        "num_b", "num_h", "den_b", "den_h", "bias_b", "bias_h", "bias_g", "bias_n",
     ]
 )  # fmt: skip
 def split_kernel(
@@ -141,9 +144,9 @@ def split_kernel(
     out_ptr, state_ptr, logits_ptr, acc_ptr, sums_ptr,
     scale, softcap, bias_floor,
     slots_total, value_slots, splits, queries, kv_heads,
-    q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, num_b, num_h, den_b, den_h, bias_b, bias_h, bias_row,
+    q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, num_b, num_h, den_b, den_h, bias_b, bias_h, bias_g, bias_n,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     TIED: tl.constexpr, NUM: tl.constexpr, DEN: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, LENGTHS: tl.constexpr, LOGITS: tl.constexpr,
     MASKED: tl.constexpr, DIRECT: tl.constexpr, OVERLAP: tl.constexpr,
@@ -166,13 +169,15 @@ def split_kernel(
     q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=row_inside[:, None] & (d[None, :] < D), other=0.0)
     k_base = k_ptr + b * k_b + h * k_h
     v_base = v_ptr + b * v_b + h * v_h
-    num_base, den_base, bias_base = num_ptr, den_ptr, bias_ptr
+    num_base, den_base, bias_rows = num_ptr, den_ptr, bias_ptr
     if NUM:
         num_base += b * num_b + h * num_h
     if DEN:
         den_base += b * den_b + h * den_h
     if BIAS != "none":
-        bias_base += b * bias_b + h * bias_h
+        bias_rows += b * bias_b + h * bias_h
+    if BIAS == "row":
+        bias_rows += head_in_group.to(tl.int64) * bias_g + (row % queries) * bias_n
 
     limit = slots_total
     if LENGTHS:
@@ -189,12 +194,12 @@ def split_kernel(
     den_total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
 
-    for tile in range(first, tl.minimum(last, value_tiles)):
+    for tile in tl.range(first, tl.minimum(last, value_tiles), num_stages=STAGES):
         start = tile * BLOCK_N
         slots = start + tl.arange(0, BLOCK_N)
         x = score_tile(
             q, k_base, k_s, start, slots, limit, scale, softcap,
-            logits_ptr, flat_row, row_inside, slots_total, bias_base, bias_row, head_in_group, bias_floor,
+            logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
             D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS,
         )  # fmt: skip
         x_num = x + load_weights(num_base, slots, value_limit, NUM, MASKED)[None, :]
@@ -205,12 +210,12 @@ def split_kernel(
             x_den = x + load_weights(den_base, slots, limit, DEN, MASKED)[None, :]
             den_origin, den_total, _, _ = add_terms(den_origin, den_total, x_den)
     if TAIL:
-        for tile in range(tl.maximum(first, value_tiles), last):
+        for tile in tl.range(tl.maximum(first, value_tiles), last, num_stages=STAGES):
             start = tile * BLOCK_N
             slots = start + tl.arange(0, BLOCK_N)
             x = score_tile(
                 q, k_base, k_s, start, slots, limit, scale, softcap,
-                logits_ptr, flat_row, row_inside, slots_total, bias_base, bias_row, head_in_group, bias_floor,
+                logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
                 D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS,
             )  # fmt: skip
             x_den = x + load_weights(den_base, slots, limit, DEN, MASKED)[None, :]

@@ -12,17 +12,16 @@ from torch import Tensor
 
 from kvsketch.ops.weighted_attention import Attended
 from kvsketch.ops.weighted_attention.device import combine_kernel, split_kernel
-from kvsketch.ops.weighted_attention.plan import Plan, plan
+from kvsketch.ops.weighted_attention.plan import Device, Plan, plan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
 COMBINE_COLUMNS = 64
 
 
-def supported(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """True when the kernel serves this call: a bias must be the same for all queries."""
-    sizes = max(q.shape[3], v.shape[3]) <= MAX_HEAD_SIZE and min(*q.shape, *k.shape, *v.shape) > 0
-    return q.dtype in DTYPES and sizes and (bias is None or bias.shape[2] == 1)
+def supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True when the kernel serves tensors of these shapes and this dtype."""
+    return q.dtype in DTYPES and max(q.shape[3], v.shape[3]) <= MAX_HEAD_SIZE and min(*q.shape, *k.shape, *v.shape) > 0
 
 
 def weighted_attention(
@@ -51,12 +50,14 @@ def weighted_attention(
     sink_logits, lengths = (None if tensor is None else tensor.contiguous() for tensor in (sink_logits, lengths))
     bias_kind, bias, bias_floor, bias_strides = _bias_arguments(bias, kv_heads, query_heads)
 
-    block_m = min(64, max(16, triton.next_power_of_2(group * queries)))
+    # Products in true float32 run outside the tensor cores and need the registers.
+    most_rows = 16 if q.dtype == torch.float32 else 64
+    block_m = min(most_rows, max(16, triton.next_power_of_2(group * queries)))
     row_tiles = triton.cdiv(group * queries, block_m)
     block_d, block_dv = (max(16, triton.next_power_of_2(width)) for width in (size, value_size))
     if launch is None:
         slot_bytes = (block_d + block_dv) * q.element_size()
-        launch = plan(batch * kv_heads * row_tiles, slots, slot_bytes, *_device_traits(q.device))
+        launch = plan(batch * kv_heads * row_tiles, slots, slot_bytes, _device(q.device))
     masked = lengths is not None or slots % launch.block_n > 0 or value_slots % launch.block_n > 0
     direct = launch.splits == 1
 
@@ -76,11 +77,11 @@ def weighted_attention(
             slots, value_slots, launch.splits, queries, kv_heads,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_strides(log_num), *_strides(log_den), *bias_strides,
             GROUP=group, D=size, DV=value_size, BLOCK_D=block_d, BLOCK_DV=block_dv,
-            BLOCK_M=block_m, BLOCK_N=launch.block_n,
+            BLOCK_M=block_m, BLOCK_N=launch.block_n, STAGES=launch.stages,
             TIED=tied, NUM=log_num is not None, DEN=log_den is not None, TAIL=value_slots < slots, BIAS=bias_kind,
             CAPPED=softcap is not None, SINKS=sink_logits is not None, LENGTHS=lengths is not None,
             LOGITS=return_logits, MASKED=masked, DIRECT=direct, OVERLAP=launch.overlap and not direct,
-            num_warps=launch.warps, num_stages=launch.stages,
+            num_warps=launch.warps,
         )  # fmt: skip
         if not direct:
             options: dict[str, Any] = {"launch_pdl": True} if launch.overlap else {}
@@ -102,18 +103,20 @@ def _logits_buffer(q: Tensor, slots: int, ragged: bool) -> Tensor:
 
 def _bias_arguments(
     bias: Tensor | None, kv_heads: int, query_heads: int
-) -> tuple[str, Tensor | None, float, tuple[int, int, int]]:
-    """Kind, data, the value that means hidden, and strides by batch row, KV head and query head in the group."""
+) -> tuple[str, Tensor | None, float, tuple[int, int, int, int]]:
+    """Kind, data, the value that means hidden, and strides by batch row, KV head, head in the group and query."""
     if bias is None:
-        return "none", None, 0.0, (0, 0, 0)
+        return "none", None, 0.0, (0, 0, 0, 0)
     bias = _dense_last(bias)
     floor = 0.0 if bias.dtype == torch.bool else torch.finfo(bias.dtype).min
     data = bias.view(torch.uint8) if bias.dtype == torch.bool else bias
-    by_row = bias.stride(0) if bias.shape[0] > 1 else 0
-    by_head = bias.stride(1) if bias.shape[1] > 1 else 0
-    if bias.shape[1] == query_heads != kv_heads:
-        return "row", data, floor, (by_row, by_head * (query_heads // kv_heads), by_head)
-    return "slot", data, floor, (by_row, by_head, 0)
+    batch, head, query = (
+        stride if size > 1 else 0 for stride, size in zip(bias.stride(), bias.shape[:3], strict=False)
+    )
+    per_query_head = bias.shape[1] == query_heads != kv_heads
+    if not per_query_head:
+        return "row" if query else "slot", data, floor, (batch, head, 0, query)
+    return "row", data, floor, (batch, head * (query_heads // kv_heads), head, query)
 
 
 def _dense_last(tensor: Tensor) -> Tensor:
@@ -125,9 +128,10 @@ def _strides(weights: Tensor | None) -> tuple[int, int]:
 
 
 @functools.cache
-def _device_traits(device: torch.device) -> tuple[int, bool]:
-    """Multiprocessors, and whether a kernel may start before the one it depends on has ended."""
+def _device(device: torch.device) -> Device:
     if device.type != "cuda":
-        return 4, False
+        return Device(multiprocessors=4, shared_bytes=64 * 1024, overlap=False)  # Triton's interpreter
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, torch.version.hip is None and properties.major >= 9
+    overlap = torch.version.hip is None and properties.major >= 9
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return Device(properties.multi_processor_count, shared, overlap)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-# Bytes of keys and values in one tile, and the shared memory of one multiprocessor that tiles in flight may fill.
+# Keys and values of one tile. Two programs per multiprocessor with two tiles each in flight keep the memory busy.
 TILE_BYTES = 32 * 1024
-SHARED_BYTES = 200 * 1024
+PROGRAMS_PER_MULTIPROCESSOR = 2
 MAX_SPLITS = 128
 
 
@@ -18,40 +18,50 @@ class Plan:
     block_n: int  # slots per tile
     splits: int  # programs that share the slots of one KV head
     warps: int
-    stages: int  # tiles in flight per program
-    overlap: bool  # start the combining kernel while the splits still run (Hopper and later)
+    stages: int  # tiles in flight per program, the one being worked on included
+    overlap: bool  # start the combining program while the splits still run
 
 
-def plan(programs: int, slots: int, slot_bytes: int, multiprocessors: int, overlap: bool) -> Plan:
-    """Tiles and splits for `programs` heads (times row tiles) of `slots` slots, each with `slot_bytes` of key and value."""
-    return _plan(programs, max(1, slots), slot_bytes, multiprocessors, overlap)
+@dataclass(frozen=True)
+class Device:
+    """What a plan needs to know of the GPU."""
+
+    multiprocessors: int
+    shared_bytes: int  # the most one program may use
+    overlap: bool  # a kernel may start before the one it depends on has ended (Hopper and later)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(programs: int, slots: int, slot_bytes: int, multiprocessors: int, overlap: bool) -> Plan:
-    block_n = _power_of_two_below(min(128, max(16, TILE_BYTES // slot_bytes)))
+def plan(heads: int, slots: int, slot_bytes: int, device: Device) -> Plan:
+    """Tiles and splits for `heads` KV heads (times row tiles) of `slots` slots; `slot_bytes` is a key and a value."""
+    block_n = _power_of_two_below(min(128, min(TILE_BYTES, device.shared_bytes // 3) // slot_bytes))
     # A short cache gives too few tiles to reach every multiprocessor; smaller tiles reach more of them.
-    while block_n > 32 and programs * -(-slots // block_n) < multiprocessors:
+    while block_n > 32 and heads * _ceil_div(slots, block_n) < device.multiprocessors:
         block_n //= 2
-    stages = 3 if block_n * slot_bytes <= TILE_BYTES else 2
-    per_multiprocessor = max(1, min(4, SHARED_BYTES // (stages * block_n * slot_bytes)))
-    splits = best_splits(programs, -(-slots // block_n), multiprocessors * per_multiprocessor)
-    return Plan(block_n, splits, warps=4, stages=stages, overlap=overlap)
+    resident = device.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
+    splits = best_splits(heads, _ceil_div(slots, block_n), resident)
+    return Plan(max(16, block_n), splits, warps=4, stages=3, overlap=device.overlap)
 
 
-def best_splits(programs: int, tiles: int, resident: int) -> int:
-    """The split count with the least estimated time, in tiles read one after the other.
+def best_splits(heads: int, tiles: int, resident: int) -> int:
+    """The fewest splits within 4% of the least estimated time, in tiles read one after the other.
 
     `resident` programs run at a time: a wave lasts as long as its longest split, plus about one tile to start up.
     Combining the splits costs about one more.
     """
 
-    def time(splits: int) -> tuple[int, int]:
-        waves = -(-programs * splits // resident)
-        return waves * (-(-tiles // splits) + 1) + (splits > 1), splits
+    def time(splits: int) -> int:
+        waves = _ceil_div(heads * splits, resident)
+        return waves * (_ceil_div(tiles, splits) + 1) + (splits > 1)
 
-    return min(range(1, min(tiles, MAX_SPLITS) + 1), key=time)
+    choices = range(1, min(tiles, MAX_SPLITS) + 1)
+    enough = 1.04 * min(map(time, choices))
+    return next(splits for splits in choices if time(splits) <= enough)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _power_of_two_below(number: int) -> int:
-    return 1 << (number.bit_length() - 1)
+    return 1 << (max(1, number).bit_length() - 1)

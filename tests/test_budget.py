@@ -1,0 +1,73 @@
+"""Sizes and the text form of methods: everything valid round-trips, everything else is one clear error."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvsketch
+from kvsketch.budget import Size
+
+
+@given(st.integers(1, 10**9))
+def test_tokens_round_trip(tokens: int) -> None:
+    assert Size.parse(tokens) == Size.parse(str(tokens)) == Size.parse(str(Size.parse(tokens)))
+    assert Size.parse(tokens).of(7) == tokens
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 10**6))
+def test_shares_round_trip_and_never_round_to_nothing(a: int, b: int, whole: int) -> None:
+    low, high = min(a, b), max(a, b)
+    size = Size.parse(f"{low}/{high}")
+    assert Size.parse(str(size)) == size
+    assert 1 <= size.of(whole) <= whole
+    assert size.of(whole * high) == whole * low
+
+
+@pytest.mark.parametrize("bad", [0, -3, "0", "-5", "0%", "101%", "3/2", "1/0", "", "many", "1e3", 0.5, None, True, "25 % of it"])
+def test_bad_sizes_name_the_value_and_the_forms(bad: object) -> None:
+    with pytest.raises(ValueError) as error:
+        Size.parse(bad)  # type: ignore[arg-type]
+    assert str(bad) in str(error.value) and "25%" in str(error.value) and "1024" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("streamllm", ["streamllm", "streamingllm", "uniform"]),
+        ("", ["unknown method", "full"]),
+        ("streamingllm:budge=4", ["budge", "budget", "sinks"]),
+        ("streamingllm:budget", ["key=value", "budget"]),
+        ("streamingllm:budget=many", ["many", "1024"]),
+        ("streamingllm:budget=4:budget=5", ["twice"]),
+        ("streamingllm:budget=4:sinks=9", ["9 sinks", "budget=10"]),
+        ("streamingllm:sinks=-1", ["sinks=-1", "0 or more"]),
+        ("streamingllm:sinks=two", ["two", "whole number"]),
+        ("streamingllm:recent=5", ["recent", "budget"]),
+        ("uniform:weights=perhaps", ["perhaps", "true or false"]),
+        ("full:budget=5", ["budget", "parameters: none"]),
+    ],
+)
+def test_bad_methods_name_the_choices(text: str, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        kvsketch.parse_method(text)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_method_or_a_value_error(text: str) -> None:
+    try:
+        method = kvsketch.parse_method(text)
+    except ValueError:
+        return
+    assert kvsketch.parse_method(str(method)) == method
+
+
+@given(st.sampled_from(sorted(kvsketch.METHODS)), st.lists(st.tuples(st.sampled_from("budget sinks recent seed".split()), st.text(max_size=6)), max_size=3))
+def test_any_setting_is_a_method_or_a_value_error(name: str, settings: list[tuple[str, str]]) -> None:
+    try:
+        method = kvsketch.parse_method(":".join([name, *(f"{k}={v}" for k, v in settings)]))
+    except ValueError:
+        return
+    assert kvsketch.parse_method(str(method)) == method
