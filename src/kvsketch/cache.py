@@ -30,9 +30,14 @@ class LayerView:
     values: Tensor
     exact: bool
     seen: int
-    index: Any = None  # [B, H, S] int64, None while exact
     log_num: Tensor | None = None
     log_den: Tensor | None = None
+    kept_index: Tensor | None = None
+
+    @property
+    def index(self) -> Tensor:  # [B, H, S] int64
+        """Logical index of each slot; only looked at when a mask or bias has to be read at the slots."""
+        return self.layer.table.index_slots() if self.kept_index is None else self.kept_index
 
     def finish(self, module: nn.Module, query: Tensor, scale: float, mask: Any) -> None:
         """Called when attention is done. Layers that share this layer's keys only read; the owner compresses."""
@@ -99,11 +104,12 @@ class SlotLayer(CacheLayerMixin):
         table.append(key_states, value_states)
         view = LayerView(self, table.key_slots(), table.value_slots(), table.exact, table.seen)
         if not table.exact:
-            view.index, view.log_num, view.log_den = table.index_slots(), table.log_num, table.log_den
+            view.log_num, view.log_den = table.log_num, table.log_den
             if self.keys_are_shared:
                 # A layer that reads these keys later in this forward must not see what compress changes in place.
                 view.log_num = None if table.log_num is None else table.log_num.clone()
                 view.log_den = None if table.log_den is None else table.log_den.clone()
+                view.kept_index = table.index_slots().clone()
         self.waiting = view
         setattr(view.keys, attention.TAG, view)
         return view.keys, view.values

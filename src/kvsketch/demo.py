@@ -1,12 +1,12 @@
-"""The comparison behind `kvsketch demo`: one long prompt with a passkey in it, read by every method.
+"""The comparison behind `kvsketch demo`: a passkey hidden in a long prompt, looked for through every kind of cache.
 
-For each method: one prefill of the whole prompt, then
-- the method's own greedy answer: tokens, memory and time per token are measured on it;
-- the full cache's answer fed token by token to a copy of the same cache: the divergence
+Prefill is exact whatever the method, so the prompt is read once, and what was read is handed to each method's cache. Then
+- the opening of the answer is fed token by token, so that every digit has to come out of the compressed cache;
+- the method's own greedy answer follows: tokens, memory and time per token are measured on it;
+- the full cache's answer a_1 ... a_n is fed to a copy of the same cache, which gives the divergence
 
-      mean over t >= 2 of KL(p_full(. | prompt, answer_<t) || p_method(. | prompt, answer_<t))
+      1/n sum_t KL(p_full(. | prompt, opening, a_<t) || p_method(. | prompt, opening, a_<t)).
 
-  where t = 1 is left out because prefill is exact, so that the first token is the same for every method.
 This module prints nothing and knows nothing of the command line.
 """
 
@@ -17,15 +17,17 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import kvsketch
-from kvsketch.methods.base import Method
+from kvsketch.cache import CompressedCache, SlotLayer
+from kvsketch.methods import METHODS, Full, Method, parse_method
+from kvsketch.slots import SlotTable
 
+OPENING = "The pass key is"
 MAX_ANSWER_TOKENS = 16
 
 
@@ -39,7 +41,6 @@ class Row:
     tokens_stored: int
     device_bytes: int
     host_bytes: int
-    prefill_seconds: float
     milliseconds_per_token: float
     answer: str
     right: bool
@@ -48,33 +49,27 @@ class Row:
 
 def choose_methods(names: Sequence[str], budgets: Sequence[str]) -> list[Method]:
     """The full cache first, then every named method that takes a budget, at each budget; no names: all of them."""
-    budgeted = [name for name, cls in kvsketch.METHODS.items() if _takes_budget(cls)]
-    unknown = [name for name in names if name not in budgeted and name != "full"]
-    if unknown:
-        raise ValueError(f"unknown method {unknown[0]!r} for the demo; choose from full, {', '.join(budgeted)} or all")
-    chosen = [kvsketch.parse_method("full")]
-    for budget in budgets:
-        chosen += [kvsketch.parse_method(f"{name}:budget={budget}") for name in budgeted if not names or name in names]
-    return chosen
-
-
-def _takes_budget(cls: type[Any]) -> bool:
-    return any(field.name == "budget" for field in dataclasses.fields(cls))
+    budgeted = [name for name, cls in METHODS.items() if any(f.name == "budget" for f in dataclasses.fields(cls))]
+    for name in names:
+        if name not in budgeted:
+            raise ValueError(f"the demo cannot compare {name!r}; choose from {', '.join(budgeted)} (full is always there)")
+    chosen = [name for name in budgeted if not names or name in names]
+    return [Full(), *(parse_method(f"{name}:budget={budget}") for budget in budgets for name in chosen)]
 
 
 def compare(model: Any, tokenizer: Any, prompt: Tensor, passkey: str, methods: Sequence[Method]) -> Iterator[Row]:
     """Yields a row per method; the first method is the reference that the others diverge from."""
+    reading = Reading(model, prompt)
+    opening = tokenizer(OPENING, add_special_tokens=False)["input_ids"]
     reference: list[int] = []
     expected: Tensor | None = None
     for method in methods:
-        cache = kvsketch.CompressedCache(model, method)
-        start = time.perf_counter()
-        first = next_logits(model, prompt, cache)
-        prefill_seconds = time.perf_counter() - start
+        cache = reading.cache_for(method)
+        first = [next_logits(model, token, cache) for token in opening][-1]
         fork = copy.deepcopy(cache)
-        answer, step_seconds = greedy_answer(model, first, cache)
+        answer, seconds = greedy_answer(model, first, cache)
         reference = reference or answer
-        given = forced_log_probs(model, reference, fork)
+        given = forced_log_probs(model, first, reference, fork)
         expected = given if expected is None else expected
         text = tokenizer.decode(answer, skip_special_tokens=True).strip()
         yield Row(
@@ -84,38 +79,69 @@ def compare(model: Any, tokenizer: Any, prompt: Tensor, passkey: str, methods: S
             tokens_stored=cache.tokens_stored,
             device_bytes=cache.device_bytes,
             host_bytes=cache.host_bytes,
-            prefill_seconds=prefill_seconds,
-            milliseconds_per_token=1000 * statistics.median(step_seconds) if step_seconds else float("nan"),
+            milliseconds_per_token=1000 * statistics.median(seconds),
             answer=text,
             right=passkey in text,
             divergence=mean_kl(expected, given),
         )
 
 
+@dataclass(frozen=True)
+class _Recorder(Full):
+    """The full cache, which also keeps each layer's queries."""
+
+    queries: dict[int, Tensor] = field(default_factory=dict)
+
+    def compress(self, table: SlotTable, queries: Tensor) -> None:
+        self.queries[table.layer_idx] = queries
+
+
+class Reading:
+    """A prompt that the model has read once: keys, values and queries of every layer."""
+
+    def __init__(self, model: Any, prompt: Tensor) -> None:
+        self.model = model
+        self.recorder = _Recorder()
+        self.cache = CompressedCache(model, self.recorder)
+        with torch.no_grad():
+            model(prompt, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+    def cache_for(self, method: Method) -> CompressedCache:
+        """The cache as it is after `method` itself has read the prompt."""
+        cache = CompressedCache(self.model, method)
+        for index, (layer, read) in enumerate(zip(cache.layers, self.cache.layers, strict=True)):
+            if not isinstance(read, SlotLayer):
+                cache.layers[index] = copy.deepcopy(read)
+                continue
+            assert isinstance(layer, SlotLayer) and read.keys is not None and read.values is not None
+            layer.update(read.keys.clone(), read.values.clone())
+            layer.finish(self.recorder.queries[index], read.table.scale, None)
+        return cache
+
+
 @torch.no_grad()
-def next_logits(model: Any, tokens: Tensor, cache: Any) -> Tensor:  # [vocabulary]
-    """Feeds `tokens` [1, n] and returns the logits of the token after them, in fp32 on the CPU."""
-    output = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+def next_logits(model: Any, token: int, cache: CompressedCache) -> Tensor:  # [vocabulary]
+    """Feeds one token and returns the logits of the next, in fp32 on the CPU."""
+    output = model(torch.tensor([[token]], device=model.device), past_key_values=cache, use_cache=True)
     return output.logits[0, -1].float().cpu()
 
 
-def greedy_answer(model: Any, logits: Tensor, cache: Any) -> tuple[list[int], list[float]]:
-    """The greedy continuation up to and with an end token, and the seconds of each step after the first."""
-    answer = [int(logits.argmax())]
+def greedy_answer(model: Any, logits: Tensor, cache: CompressedCache) -> tuple[list[int], list[float]]:
+    """The greedy continuation up to and with an end token, and the seconds that feeding each of its tokens took."""
+    answer: list[int] = []
     seconds: list[float] = []
-    while answer[-1] not in _end_tokens(model) and len(answer) < MAX_ANSWER_TOKENS:
-        start = time.perf_counter()
-        logits = next_logits(model, torch.tensor([answer[-1:]], device=model.device), cache)
-        seconds.append(time.perf_counter() - start)
+    while not answer or (answer[-1] not in _end_tokens(model) and len(answer) < MAX_ANSWER_TOKENS):
         answer.append(int(logits.argmax()))
+        start = time.perf_counter()
+        logits = next_logits(model, answer[-1], cache)
+        seconds.append(time.perf_counter() - start)
     return answer, seconds
 
 
-def forced_log_probs(model: Any, answer: Sequence[int], cache: Any) -> Tensor:  # [max(len(answer) - 1, 1), vocabulary]
-    """Log-probabilities of the answer's second and later tokens, when the answer is fed one token at a time."""
-    fed = answer[:-1] or answer
-    steps = [next_logits(model, torch.tensor([[token]], device=model.device), cache) for token in fed]
-    return torch.stack(steps).log_softmax(-1)
+def forced_log_probs(model: Any, first: Tensor, answer: Sequence[int], cache: CompressedCache) -> Tensor:
+    """Log-probabilities [len(answer), vocabulary] of each token of `answer` when it is fed one token at a time."""
+    logits = [first, *(next_logits(model, token, cache) for token in answer[:-1])]
+    return torch.stack(logits).log_softmax(-1)
 
 
 def mean_kl(expected: Tensor, given: Tensor) -> float:
@@ -125,4 +151,4 @@ def mean_kl(expected: Tensor, given: Tensor) -> float:
 
 def _end_tokens(model: Any) -> set[int]:
     ends = model.generation_config.eos_token_id
-    return set(ends) if isinstance(ends, (list, tuple)) else {ends} - {None}
+    return set(ends) if isinstance(ends, (list, tuple)) else {ends}

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvsketch import ops
+
 NEG_INF = float("-inf")
 
 
@@ -148,12 +150,9 @@ class SlotTable:
         assert self.keys is not None and self.values is not None and self.index is not None
         assert self.log_den is not None and self.next_slot is not None and self.clock is not None
         slot = self.next_slot
-        self.keys.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, keys.shape[-1]), keys)
-        self.values.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, values.shape[-1]), values)
-        self.index.scatter_(2, slot, self.clock.to(self.index.dtype).expand(slot.shape))
-        self.log_den.scatter_(2, slot, 0.0)
-        if self.log_num is not None:
-            self.log_num.scatter_(2, slot, 0.0)
+        ops.write_token(
+            self.keys, self.values, self.index, self.log_den, self.log_num, slot, self.clock, keys, values
+        )  # fmt: skip
         for state in self.slot_state.values():
             state.scatter_(2, slot.view(*slot.shape, *[1] * (state.dim() - 3)).expand(-1, -1, 1, *state.shape[3:]), 0)
         self.clock += 1

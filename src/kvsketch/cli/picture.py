@@ -9,7 +9,7 @@ from typing import Any
 from kvsketch.demo import Row
 
 COLOURS = {"evict": "#1b6ca8", "summarise": "#c8553d", "recall": "#3a7d44"}
-FLOOR = 1e-5  # a logarithmic axis has no zero; a smaller divergence is drawn here
+FLOOR = 1e-4  # a logarithmic axis has no zero; a smaller divergence is drawn here
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
@@ -20,29 +20,44 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     full, compressed = rows[0], rows[1:]
-    figure, axes = pyplot.subplots(figsize=(10, 6.5), dpi=150, layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(10, 7), dpi=150, layout="constrained")
     axes.axvline(megabytes(full), color="#666666", linestyle="--", linewidth=1, label="full cache (divergence 0)")
     for family in dict.fromkeys(row.family for row in compressed):
         for right in (True, False):
             _scatter(axes, [row for row in compressed if row.family == family and row.right is right])
-    axes.set(xscale="log", yscale="log", xlabel="cache, MB (measured)")
-    axes.set_ylabel("divergence from the full cache, nats (lower is better)")
+    axes.set(xlabel="cache, MB (measured)", ylabel="divergence from the full cache, nats (lower is better)")
     axes.set_title(title, loc="left", fontsize=11)
-    smallest = min([megabytes(row) for row in rows])
-    ticks = sorted({round(megabytes(row), 1) for row in _spaced(rows)})
-    axes.set_xlim(smallest * 0.85, megabytes(full) * 1.25)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set_xticks([], minor=True)
+    _scale(axes, rows)
     axes.grid(True, which="major", color="#e4e4e4", linewidth=0.6)
-    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=4)
     _label(axes, compressed)
     figure.savefig(path)
     pyplot.close(figure)
 
 
+def _scale(axes: Any, rows: Sequence[Row]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    sizes = [megabytes(row) for row in rows]
+    heights = [_height(row) for row in rows[1:]] or [1.0]
+    ticks = sorted({round(megabytes(row), 1) for row in _spaced(rows)})
+    axes.set(xscale="log", yscale="log")
+    axes.set_xlim(min(sizes) * 0.85, max(sizes) * 1.5)
+    axes.set_ylim(min(heights) * 0.5, max(heights) * 2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 def megabytes(row: Row) -> float:
     """All the memory a row's cache takes, on the device and on the host."""
     return (row.device_bytes + row.host_bytes) / 1e6
+
+
+def _height(row: Row) -> float:
+    return max(row.divergence, FLOOR)
 
 
 def _scatter(axes: Any, rows: Sequence[Row]) -> None:
@@ -51,7 +66,7 @@ def _scatter(axes: Any, rows: Sequence[Row]) -> None:
     family, right = rows[0].family, rows[0].right
     axes.scatter(
         [megabytes(row) for row in rows],
-        [max(row.divergence, FLOOR) for row in rows],
+        [_height(row) for row in rows],
         color=COLOURS.get(family, "#7b4fa3"),
         marker="o" if right else "X",
         s=60,
@@ -74,11 +89,11 @@ def _label(axes: Any, rows: Sequence[Row]) -> None:
     axes.figure.canvas.draw()
     points_per_pixel = 72 / axes.figure.dpi
     for column in _columns(rows):
-        heights = [axes.transData.transform((megabytes(row), max(row.divergence, FLOOR)))[1] for row in column]
+        heights = [axes.transData.transform((megabytes(row), _height(row)))[1] for row in column]
         for row, height, place in zip(column, heights, spread(heights, gap=11 / points_per_pixel), strict=True):
             axes.annotate(
                 row.method.replace(":budget=", " "),
-                (megabytes(row), max(row.divergence, FLOOR)),
+                (megabytes(row), _height(row)),
                 xytext=(14, (place - height) * points_per_pixel),
                 textcoords="offset points",
                 va="center",

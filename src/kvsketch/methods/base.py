@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvsketch import ops
 from kvsketch.budget import Size
-from kvsketch.slots import NEG_INF, SlotTable
-
-CLOSED = -2  # index of a slot that its row may not use: the row's share of the budget is smaller than the widest row's
+from kvsketch.ops.slot_update import CLOSED
+from kvsketch.ops.slot_update.reference import rank
+from kvsketch.slots import SlotTable
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,9 @@ class EvictingMethod(BudgetedMethod):
     def observe(self, table: SlotTable, queries: Tensor) -> None:
         """Takes note of the new tokens' queries; called after every forward, also while nothing needs to go."""
 
-    def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
-        """Worth of each slot, [B, H, S]; the smallest go first."""
-        raise NotImplementedError
+    def scores(self, table: SlotTable, queries: Tensor) -> Tensor | None:
+        """Worth of each slot, [B, H, S]; the smallest go first. None: the oldest go first."""
+        return None
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         self.observe(table, queries)
@@ -119,14 +120,17 @@ class EvictingMethod(BudgetedMethod):
         evict(table, self.scores(table, queries), self, self.budget_tokens(table))
 
 
-def evict(table: SlotTable, scores: Tensor, method: BudgetedMethod, budget: int) -> None:
+def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budget: int) -> None:
     """Keeps the `budget` slots with the largest scores; sinks and recent tokens rank above all, empty slots below all."""
-    ranked = protected(table, scores, method.sinks, method.recent_tokens(budget))
+    recent = method.recent_tokens(budget)
     if table.in_place:
-        assert table.index is not None
-        # A closed slot must never become the next one.
-        table.free(torch.where(table.index == CLOSED, -NEG_INF, ranked).argmin(-1, keepdim=True))
+        assert table.index is not None and table.clock is not None and table.log_den is not None
+        ops.free_lowest(
+            scores, table.index, table.log_den, table.log_num, table.next_slot, table.padding, table.clock, method.sinks, recent
+        )  # fmt: skip
         return
+    seen = torch.full((1,), table.seen, device=table.key_slots().device)
+    ranked = rank(scores, table.index_slots(), table.padding, seen, method.sinks, recent)
     count = min(budget, ranked.shape[-1])
     chosen = ranked.topk(count, dim=-1).indices
     closed = _closed_ranks(table, method, count)
@@ -138,17 +142,6 @@ def evict(table: SlotTable, scores: Tensor, method: BudgetedMethod, budget: int)
     rows = method.row_budgets(table)
     if rows is not None:
         close_slots(table, rows)
-
-
-def protected(table: SlotTable, scores: Tensor, sinks: int, recent: int) -> Tensor:
-    """`scores` [B, H, S] with sinks above recent tokens above everything, and empty slots at -inf."""
-    position = table.position_slots()
-    scores = scores.float().clamp(-(2.0**80), 2.0**80)
-    # Exact in fp32 for 2**23 positions, so newer recent tokens rank above older ones when not all of them fit.
-    newest_last = (2.0**23 + position.float()) * 2.0**60
-    scores = torch.where(position >= table.real_tokens() - recent, newest_last, scores)
-    scores = torch.where(position < sinks, 2.0**120, scores)
-    return torch.where(position >= 0, scores, NEG_INF)
 
 
 def _closed_ranks(table: SlotTable, method: BudgetedMethod, count: int) -> Tensor | None:

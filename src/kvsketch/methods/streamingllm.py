@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import Tensor
-
 from kvsketch.budget import Size
 from kvsketch.methods.base import EvictingMethod
-from kvsketch.slots import SlotTable
 
 
 @dataclass(frozen=True)
@@ -26,6 +23,3 @@ class StreamingLLM(EvictingMethod):
     name: ClassVar[str] = "streamingllm"
     paper: ClassVar[str] = "arXiv 2309.17453"
     recent: Size | int | str = field(default=0, init=False, repr=False)
-
-    def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
-        return table.position_slots()

@@ -17,11 +17,25 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from kvsketch.ops.leader_clustering import Clustering
+from kvsketch.ops.leader_clustering import reference as leader_clustering_reference
 from kvsketch.ops.random import gumbel, uniform
+from kvsketch.ops.reservoir import reference as reservoir_reference
+from kvsketch.ops.slot_update import reference as slot_update_reference
 from kvsketch.ops.weighted_attention import check_arguments
 from kvsketch.ops.weighted_attention.reference import weighted_attention as weighted_attention_reference
 
-__all__ = ["gumbel", "kernel_for", "uniform", "weighted_attention"]
+__all__ = [
+    "covering_radius",
+    "free_lowest",
+    "gumbel",
+    "kernel_for",
+    "leader_clustering",
+    "reservoir",
+    "uniform",
+    "weighted_attention",
+    "write_token",
+]
 
 KERNEL_CHOICES = ("auto", "reference")
 
@@ -133,3 +147,52 @@ def weighted_attention(
     if return_logits:
         extras.append(result.logits)
     return (result.out, *extras) if extras else result.out
+
+
+def write_token(keys: Tensor, *arguments: Tensor | None) -> None:
+    """Writes one token into its slot, in place; see `slot_update.reference.write_token`."""
+    (kernel_for("slot_update", keys.device) or slot_update_reference).write_token(keys, *arguments)
+
+
+def free_lowest(scores: Tensor | None, index: Tensor, *arguments: Any) -> None:
+    """Frees the lowest-ranked slot of each row and head, in place; see `slot_update.reference.free_lowest`."""
+    (kernel_for("slot_update", index.device) or slot_update_reference).free_lowest(scores, index, *arguments)
+
+
+def leader_clustering(
+    keys: Tensor, valid: Tensor, representatives: Tensor, alive: Tensor, delta: Tensor, limit: Tensor
+) -> Clustering:
+    """Clusters a stream of keys: a key farther than delta from all representatives opens a cluster, else joins the nearest.
+
+    keys [B, H, n, D] in stream order; valid [B, n] bool: which of them take part; representatives [B, H, M, D], the first
+    `alive` [B, H] of which exist; delta [B, H]; limit [B, H] or [B, 1], at most M: when so many clusters exist, a far key
+    joins the nearest one all the same. Equal distances go to the older cluster.
+    """
+    kernel = kernel_for("leader_clustering", keys.device)
+    if kernel is None or not kernel.supported(keys):
+        return leader_clustering_reference.leader_clustering(keys, valid, representatives, alive, delta, limit)
+    return kernel.leader_clustering(keys, valid, representatives, alive, delta, limit)
+
+
+def covering_radius(points: Tensor, counts: Tensor, centers: Tensor) -> Tensor:
+    """Radius [B, H] at which greedy k-center (farthest first, from point 0) covers points [B, H, n, D].
+
+    counts [B]: how many points of each row exist; centers [B]: how many centres a row may use.
+    """
+    kernel = kernel_for("leader_clustering", points.device)
+    if kernel is None or points.shape[2] > kernel.MAX_POINTS or points.dtype == torch.float64:
+        return leader_clustering_reference.covering_radius(points, counts, centers)
+    return kernel.covering_radius(points, counts, centers)
+
+
+def reservoir(
+    state: Tensor, positions: Tensor, threshold: Tensor, slots: int, labels: Tensor | None = None, reservoirs: int = 1
+) -> Tensor:
+    """The last token that fired in each slot, [B, H, reservoirs, slots] int64, -1 where none did.
+
+    state [B, H] int64, a hash state (`ops.random`); positions [B, n] of the tokens; threshold [B, H, n] int64: a token fires
+    in a slot when its draw in [0, 2^32) lies below; labels [B, H, n]: the reservoir of each token, anything for tokens
+    whose threshold is 0; None: one reservoir for all.
+    """
+    kernel = kernel_for("reservoir", state.device) or reservoir_reference
+    return kernel.reservoir(state, positions, threshold, slots, labels, reservoirs)

@@ -50,14 +50,15 @@ def weighted_attention(
     sink_logits, lengths = (None if tensor is None else tensor.contiguous() for tensor in (sink_logits, lengths))
     bias_kind, bias, bias_floor, bias_strides = _bias_arguments(bias, kv_heads, query_heads)
 
+    device = _device(q.device)
     # Products in true float32 run outside the tensor cores and need the registers.
-    most_rows = 16 if q.dtype == torch.float32 else 64
+    most_rows = 16 if q.dtype == torch.float32 else 64 if device.shared_bytes > 160 * 1024 else 32
     block_m = min(most_rows, max(16, triton.next_power_of_2(group * queries)))
     row_tiles = triton.cdiv(group * queries, block_m)
     block_d, block_dv = (max(16, triton.next_power_of_2(width)) for width in (size, value_size))
     if launch is None:
         slot_bytes = (block_d + block_dv) * q.element_size()
-        launch = plan(batch * kv_heads * row_tiles, slots, slot_bytes, _device(q.device))
+        launch = plan(batch * kv_heads * row_tiles, slots, slot_bytes, device)
     masked = lengths is not None or slots % launch.block_n > 0 or value_slots % launch.block_n > 0
     direct = launch.splits == 1
 
@@ -110,9 +111,7 @@ def _bias_arguments(
     bias = _dense_last(bias)
     floor = 0.0 if bias.dtype == torch.bool else torch.finfo(bias.dtype).min
     data = bias.view(torch.uint8) if bias.dtype == torch.bool else bias
-    batch, head, query = (
-        stride if size > 1 else 0 for stride, size in zip(bias.stride(), bias.shape[:3], strict=False)
-    )
+    batch, head, query = (bias.stride(dim) if bias.shape[dim] > 1 else 0 for dim in range(3))
     per_query_head = bias.shape[1] == query_heads != kv_heads
     if not per_query_head:
         return "row" if query else "slot", data, floor, (batch, head, 0, query)

@@ -51,8 +51,14 @@ def weighted_attention(
     tied = log_num is log_den and v.shape[2] == slots
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     bias = None if bias is None else _grouped_bias(bias, kv_heads, query_heads, dtype)
-    visible = None if lengths is None else torch.arange(slots, device=k.device) < lengths[..., None]  # [B, H, S]
-    keys, values = k.to(dtype), _without_hidden(v, visible).to(dtype)
+    visible = None
+    if lengths is not None:
+        visible = torch.arange(slots, device=k.device) < lengths[..., None]  # [B, H, S]
+        # What lies beyond the lengths may hold anything, NaN included.
+        v = v.masked_fill(~visible[:, :, : v.shape[2], None], 0.0)
+        log_num = _hide(log_num, visible)
+        log_den = log_num if tied else _hide(log_den, visible)
+    keys, values = k.to(dtype), v.to(dtype)
     sinks = None if sink_logits is None else sink_logits.to(dtype).view(1, kv_heads, group, 1)
 
     block = max(1, MAX_LOGITS // max(1, batch * query_heads * slots))
@@ -72,7 +78,9 @@ def weighted_attention(
         out, num, den = _attend(x, values, log_num, log_den, sinks, tied)
         flat = (batch, query_heads, count)
         kept = logits.view(*flat, slots).float() if return_logits else None
-        blocks.append(Attended(out.view(*flat, -1), num.log.view(flat).float(), den.log.view(flat).float(), kept))
+        blocks.append(
+            Attended(out.view(*flat, v.shape[3]), num.log.view(flat).float(), den.log.view(flat).float(), kept)
+        )
     return _concatenate(blocks, q.dtype)
 
 
@@ -124,11 +132,10 @@ def _grouped_bias(bias: Tensor, kv_heads: int, query_heads: int, dtype: torch.dt
     return bias[:, :, None]
 
 
-def _without_hidden(values: Tensor, visible: Tensor | None) -> Tensor:
-    """Zero what lies beyond the lengths: it may hold anything, NaN included."""
-    if visible is None:
-        return values
-    return values.masked_fill(~visible[:, :, : values.shape[2], None], 0.0)
+def _hide(log_weights: Tensor | None, visible: Tensor) -> Tensor:
+    if log_weights is None:
+        log_weights = torch.zeros(visible.shape, device=visible.device)
+    return log_weights.masked_fill(~visible, NEG_INF)
 
 
 def _concatenate(blocks: list[Attended], dtype: torch.dtype) -> Attended:

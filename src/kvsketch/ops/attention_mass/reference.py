@@ -1,0 +1,100 @@
+"""Attention mass in torch: the definition the kernel is tested against, and the path used on a CPU.
+
+Whole rows are taken a block at a time, so that a row's sum and its share of every column are there together and memory
+stays at one block of rows. Legend: see the package docstring.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops.attention_mass import HIDDEN, Noise, Temperature, stream
+from kvsketch.ops.random import gumbel, hash_combine, to_uniform
+
+NEG_INF = float("-inf")
+MASK = 0xFFFFFFFF
+# Logits held at once.
+MAX_LOGITS = 1 << 22
+
+
+def attention_mass(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    *,
+    seen: int | Tensor,
+    index: Tensor | None,
+    padding: Tensor | None,
+    temperature: Temperature,
+    noise: Noise | None,
+    row_lse: Tensor | None,
+    reduce: str,
+    into: Tensor,
+) -> Tensor:
+    """See `kvsketch.ops.attention_mass`."""
+    batch, query_heads, queries, size = q.shape
+    kv_heads, columns = k.shape[1:3]
+    group = query_heads // kv_heads
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    keys = k.to(dtype).unsqueeze(2)  # [B, H, 1, S, D]
+    rows_q = q.unflatten(1, (kv_heads, group))  # [B, H, G, N, D]
+    places = column_places(k, index, padding)[:, :, None, None]  # [B, H, 1, 1, S]
+    pad = torch.zeros(1, dtype=torch.int64, device=q.device) if padding is None else padding
+    pad = pad.view(-1, 1, 1, 1, 1)
+    tau = temperature_at(temperature, seen, q.device).to(dtype)
+    row_places = (torch.arange(queries, device=q.device) + (seen - queries)).view(1, 1, 1, -1, 1)
+    heads = torch.arange(query_heads, device=q.device).view(1, kv_heads, group, 1, 1)
+
+    mass = torch.zeros(batch, kv_heads, group, columns, dtype=dtype, device=q.device)
+    block = max(1, MAX_LOGITS // max(1, batch * query_heads * columns))
+    for start in range(0, queries, block):
+        rows = slice(start, min(start + block, queries))
+        # Whole prompts are causal: later columns are seen by none of these rows.
+        end = columns if index is not None else columns - queries + rows.stop
+        at = row_places[:, :, :, rows]
+        x = (rows_q[:, :, :, rows].to(dtype) * scale) @ keys[..., :end, :].mT  # [B, H, G, rows, end]
+        if noise is not None:
+            x = x + gumbel(pair_uniform(noise, heads, at - pad, places[..., :end] - pad)).to(dtype)
+        x = (x / tau).masked_fill(places[..., :end] > at, NEG_INF)
+        lse = x.logsumexp(-1) if row_lse is None else row_lse.unflatten(1, (kv_heads, group))[..., rows].to(dtype)
+        empty = (lse == NEG_INF) | (at < pad)[..., 0]
+        shares = (x - lse.masked_fill(empty, 0.0)[..., None]).exp()
+        mass[..., :end] += shares.masked_fill(empty[..., None], 0.0).sum(3)
+    return into.add_(reduce_group(mass, reduce, 2))
+
+
+def column_places(k: Tensor, index: Tensor | None, padding: Tensor | None) -> Tensor:  # [B or 1, H or 1, S] int64
+    """The logical index of each column; HIDDEN for empty slots and left padding."""
+    if index is None:
+        places = torch.arange(k.shape[2], device=k.device).view(1, 1, -1)
+    else:
+        places = index.long()
+    least = 0 if padding is None else padding.view(-1, 1, 1).clamp_min(0)
+    return torch.where(places >= least, places, HIDDEN)
+
+
+def temperature_at(temperature: Temperature, seen: int | Tensor, device: torch.device) -> Tensor:
+    """The temperature when `seen` tokens have been seen, float32, without asking the device."""
+    steps = torch.as_tensor(seen, device=device).float() - temperature.since
+    return temperature.start + steps.clamp(0, temperature.steps) * temperature.slope
+
+
+def pair_uniform(noise: Noise, heads: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Draws in (0, 1) for pairs of positions: a hash of each position, then one cheap hash of the two.
+
+    Two multiplications with a shift between them suffice because the top 23 bits alone are used and because both states
+    are well mixed already; with one multiplication pairs of rows are visibly correlated.
+    """
+    state = hash_combine(torch.tensor(stream(noise), dtype=torch.int64, device=heads.device), heads)
+    x = hash_combine(hash_combine(state, 0), rows) ^ hash_combine(hash_combine(state, 1), columns)
+    x = (x * 0x7FEB352D) & MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    return to_uniform(x)
+
+
+def reduce_group(mass: Tensor, reduce: str, dim: int) -> Tensor:
+    """One number for the query heads of a KV head."""
+    if reduce == "max":
+        return mass.amax(dim).float()
+    return (mass.sum(dim) if reduce == "sum" else mass.mean(dim)).float()

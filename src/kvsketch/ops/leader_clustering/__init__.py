@@ -1,0 +1,25 @@
+"""Leader clustering of a stream of keys, and the radius that a given number of clusters needs.
+
+A key farther than delta from every representative becomes a representative, while there is room; every other key joins
+the nearest one. Representatives never move, so the clusters of a stream do not depend on how it is cut into blocks.
+
+`reference.py` opens one cluster per sweep over the keys, for all heads at once; `kernel.py` walks the stream in tiles, one
+program per head, and then assigns all keys in parallel. `kvsketch.ops` chooses.
+
+Legend: B batch rows, H KV heads, n keys in stream order, M room for representatives, D key size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Clustering(NamedTuple):
+    """Clusters after a stretch of the stream."""
+
+    labels: Tensor  # [B, H, n] int64, cluster of each key; M for keys that do not take part
+    representatives: Tensor  # [B, H, M, D], dtype of the keys
+    alive: Tensor  # [B, H] int64, clusters opened so far
+    overflow: Tensor  # [B, H] int64, first key that found no room for a cluster of its own, n when all did

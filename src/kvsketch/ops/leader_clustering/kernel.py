@@ -1,0 +1,202 @@
+"""Leader clustering on a GPU, in two kernels: one opens clusters, one assigns every key.
+
+Opening is sequential, one program per head. It walks tiles of keys and compares them with all representatives by matrix
+products; only the keys that lie farther than delta are looked at one by one. It ends when a key finds no room, which with a
+bounded number of clusters happens early. Assigning takes, for each key in parallel, the nearest representative that was
+born no later than the key. Legend: see the package docstring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvsketch.ops.leader_clustering import Clustering
+from kvsketch.ops.leader_clustering.reference import squared_distances
+from kvsketch.ops.weighted_attention.device import dot
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_KEY_SIZE = 256
+MAX_POINTS = 8192
+TILE = 64
+# |k|^2 + |x|^2 - 2 <k, x> in float32 is off by less than this share of |k|^2 + |x|^2.
+ROUNDING = tl.constexpr(1e-5)
+INF = tl.constexpr(float("inf"))
+
+
+def supported(keys: Tensor) -> bool:
+    """True when the kernels serve these keys."""
+    return keys.dtype in DTYPES and keys.shape[3] <= MAX_KEY_SIZE and keys.stride(3) == 1 and keys.shape[2] > 0
+
+
+def leader_clustering(
+    keys: Tensor, valid: Tensor, representatives: Tensor, alive: Tensor, delta: Tensor, limit: Tensor
+) -> Clustering:
+    """See `kvsketch.ops.leader_clustering`."""
+    batch, heads, count, size = keys.shape
+    room = representatives.shape[2]
+    valid = valid.to(torch.uint8).contiguous()
+    representatives = representatives.to(keys.dtype).clone(memory_format=torch.contiguous_format)
+    alive = alive.to(torch.int32).contiguous().clone()
+    number = torch.arange(room, device=keys.device, dtype=torch.int32)
+    births = torch.where(number < alive[..., None], -1, count).to(torch.int32)
+    overflow = torch.empty((batch, heads), dtype=torch.int32, device=keys.device)
+    labels = torch.empty((batch, heads, count), dtype=torch.int32, device=keys.device)
+    block = max(16, triton.next_power_of_2(size))
+    with torch.cuda.device(keys.device) if keys.is_cuda else contextlib.nullcontext():
+        open_kernel[(batch * heads,)](
+            keys, valid, representatives, births, alive, overflow,
+            delta.float().contiguous(), limit.expand(batch, heads).to(torch.int32).contiguous(),
+            count, heads, room, *keys.stride()[:3],
+            D=size, BLOCK_D=block, TILE=TILE, num_warps=4,
+        )  # fmt: skip
+        assign_kernel[(triton.cdiv(count, TILE), batch * heads)](
+            keys, valid, representatives, births, alive, labels,
+            count, heads, room, *keys.stride()[:3],
+            D=size, BLOCK_D=block, TILE=TILE, num_warps=4,
+        )  # fmt: skip
+    return Clustering(labels.long(), representatives, alive.long(), overflow.long())
+
+
+def covering_radius(points: Tensor, counts: Tensor, centers: Tensor) -> Tensor:
+    """See `kvsketch.ops.covering_radius`."""
+    batch, heads, count = points.shape[:3]
+    radius = torch.empty((batch, heads), dtype=torch.float32, device=points.device)
+    with torch.cuda.device(points.device) if points.is_cuda else contextlib.nullcontext():
+        farthest_first_kernel[(batch * heads,)](
+            squared_distances(points).float().contiguous(), counts.to(torch.int32).contiguous(),
+            centers.to(torch.int32).contiguous(), radius, count, heads,
+            BLOCK=triton.next_power_of_2(count), num_warps=4,
+        )  # fmt: skip
+    return radius
+
+
+@triton.jit
+def load_keys(base, column, count, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    inside = (column < count)[:, None] & (d < D)[None, :]
+    return tl.load(base + column.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def expanded_distances(keys, key_norms, others):
+    """|k|^2 + |x|^2 - 2 <k, x> for [keys, D] and [others, D], and the |x|^2."""
+    wide = others.to(tl.float32)
+    norms = tl.sum(wide * wide, 1)
+    product = dot(keys, tl.trans(others), tl.zeros((keys.shape[0], others.shape[0]), tl.float32))
+    return key_norms[:, None] + norms[None, :] - 2.0 * product, norms
+
+
+@triton.jit(do_not_specialize=["count", "room"])
+def open_kernel(
+    keys_ptr, valid_ptr, reps_ptr, births_ptr, alive_ptr, overflow_ptr, delta_ptr, limit_ptr,
+    count, heads, room, k_b, k_h, k_n,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Opens the clusters of one head: writes representatives and births, how many are alive, and where room ran out."""
+    head = tl.program_id(0).to(tl.int64)
+    b = head // heads
+    keys = keys_ptr + b * k_b + (head % heads) * k_h
+    valid = valid_ptr + b * count
+    reps = reps_ptr + head * room * D
+    births = births_ptr + head * room
+    alive = tl.load(alive_ptr + head)
+    limit = tl.load(limit_ptr + head)
+    delta = tl.load(delta_ptr + head)
+    threshold = delta * delta
+    d = tl.arange(0, BLOCK_D)
+    overflow = count
+    start = 0
+    while (start < count) & (overflow == count):
+        column = start + tl.arange(0, TILE)
+        takes_part = tl.load(valid + column, mask=column < count, other=0) != 0
+        tile = load_keys(keys, column, count, k_n, D, BLOCK_D)
+        wide = tile.to(tl.float32)
+        norms = tl.sum(wide * wide, 1)
+        nearest = tl.full((TILE,), INF, tl.float32)
+        largest = 0.0
+        for first in range(0, alive, TILE):
+            number = first + tl.arange(0, TILE)
+            others = load_keys(reps, number, alive, D, D, BLOCK_D)
+            distance, other_norms = expanded_distances(tile, norms, others)
+            nearest = tl.minimum(nearest, tl.min(tl.where((number < alive)[None, :], distance, INF), 1))
+            largest = tl.maximum(largest, tl.max(other_norms, 0))
+        unsure = takes_part & (tl.abs(nearest - threshold) <= ROUNDING * (norms + largest))
+        if tl.sum(unsure.to(tl.int32), 0) > 0:
+            # The product form cannot tell which side of delta a key lies on; differences can.
+            nearest = tl.full((TILE,), INF, tl.float32)
+            for number in range(0, alive):
+                other = tl.load(reps + number.to(tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32)
+                difference = wide - other[None, :]
+                nearest = tl.minimum(nearest, tl.sum(difference * difference, 1))
+        far = takes_part & (nearest > threshold)
+        while (tl.sum(far.to(tl.int32), 0) > 0) & (overflow == count):
+            first_far = tl.min(tl.where(far, column, count), 0)
+            if alive < limit:
+                born = tl.load(keys + first_far.to(tl.int64) * k_n + d, mask=d < D, other=0.0)
+                tl.store(reps + alive.to(tl.int64) * D + d, born, mask=d < D)
+                tl.store(births + alive, first_far)
+                difference = wide - born.to(tl.float32)[None, :]
+                far = far & (column > first_far) & (tl.sum(difference * difference, 1) > threshold)
+                alive += 1
+            else:
+                overflow = first_far
+        # The next tile reads the representatives that other threads of this program wrote.
+        tl.debug_barrier()
+        start += TILE
+    tl.store(alive_ptr + head, alive)
+    tl.store(overflow_ptr + head, overflow)
+
+
+@triton.jit(do_not_specialize=["count", "room"])
+def assign_kernel(
+    keys_ptr, valid_ptr, reps_ptr, births_ptr, alive_ptr, labels_ptr,
+    count, heads, room, k_b, k_h, k_n,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The nearest representative born no later than each key of one tile; `room` for keys that do not take part."""
+    head = tl.program_id(1).to(tl.int64)
+    b = head // heads
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tile = load_keys(keys_ptr + b * k_b + (head % heads) * k_h, column, count, k_n, D, BLOCK_D)
+    takes_part = tl.load(valid_ptr + b * count + column, mask=column < count, other=0) != 0
+    wide = tile.to(tl.float32)
+    norms = tl.sum(wide * wide, 1)
+    alive = tl.load(alive_ptr + head)
+    nearest = tl.full((TILE,), INF, tl.float32)
+    label = tl.zeros((TILE,), tl.int32)
+    for first in range(0, alive, TILE):
+        number = first + tl.arange(0, TILE)
+        others = load_keys(reps_ptr + head * room * D, number, alive, D, D, BLOCK_D)
+        birth = tl.load(births_ptr + head * room + number, mask=number < alive, other=count)
+        distance, _ = expanded_distances(tile, norms, others)
+        distance = tl.where(birth[None, :] <= column[:, None], distance, INF)
+        # A key that opened a cluster belongs to it, whatever the rounding of its distance 0.
+        distance = tl.where(birth[None, :] == column[:, None], -INF, distance)
+        smallest, place = tl.min(distance, 1, return_indices=True)
+        closer = smallest < nearest
+        nearest = tl.where(closer, smallest, nearest)
+        label = tl.where(closer, first + place, label)
+    tl.store(labels_ptr + head * count + column, tl.where(takes_part, label, room), mask=column < count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def farthest_first_kernel(distances_ptr, counts_ptr, centers_ptr, radius_ptr, count, heads, BLOCK: tl.constexpr):
+    """Greedy k-center over one head's matrix of squared distances, from point 0; the distance that is left uncovered."""
+    head = tl.program_id(0).to(tl.int64)
+    b = head // heads
+    points = tl.load(counts_ptr + b)
+    centers = tl.load(centers_ptr + b)
+    matrix = distances_ptr + head * count * count
+    number = tl.arange(0, BLOCK)
+    uncovered = tl.load(matrix + number, mask=number < points, other=-1.0)
+    for _ in range(1, centers):
+        _, at = tl.max(uncovered, 0, return_indices=True)
+        row = tl.load(matrix + at.to(tl.int64) * count + number, mask=number < points, other=-1.0)
+        uncovered = tl.minimum(uncovered, row)
+    radius = tl.where(centers > 0, tl.maximum(tl.max(uncovered, 0), 0.0), 0.0)
+    tl.store(radius_ptr + head, tl.sqrt(radius))

@@ -1,0 +1,86 @@
+"""Leader clustering in torch: the definition the kernel is tested against, and the path used on a CPU.
+
+Distances are sums of (k - x)^2 in float32 (float64 for float64), never |k|^2 + |x|^2 - 2 <k, x>: a key equal to a
+representative has distance 0 exactly, so delta = 0 means what it says. Legend: see the package docstring.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops.leader_clustering import Clustering
+
+INF = float("inf")
+
+
+def leader_clustering(
+    keys: Tensor, valid: Tensor, representatives: Tensor, alive: Tensor, delta: Tensor, limit: Tensor
+) -> Clustering:
+    """See `kvsketch.ops.leader_clustering`."""
+    count, room = keys.shape[2], representatives.shape[2]
+    points = _wide(keys)
+    representatives, alive = representatives.clone(), alive.clone()
+    column = torch.arange(count, device=keys.device)
+    threshold = _wide(delta).square()[..., None]
+    nearest, labels = _nearest(points, representatives, alive)
+    newest = torch.full_like(alive, -1)
+    while True:
+        far = valid[:, None] & (nearest > threshold) & (column > newest[..., None])
+        first = torch.where(far, column, count).amin(-1) if count else torch.zeros_like(alive)  # [B, H]
+        opens = (first < count) & (alive < limit)
+        if not bool(opens.any()):
+            break
+        key = _at(keys, first.clamp_max(count - 1))  # [B, H, 1, D]
+        slot = torch.where(opens, alive, 0)
+        kept = torch.where(opens[..., None, None], key, _at(representatives, slot))
+        representatives.scatter_(2, slot[..., None, None].expand_as(kept), kept)
+        distance = (points - _wide(key)).square().sum(-1)
+        closer = opens[..., None] & (column >= first[..., None]) & (distance < nearest)
+        nearest = torch.where(closer, distance, nearest)
+        labels = torch.where(closer, alive[..., None], labels)
+        newest = torch.where(opens, first, newest)
+        alive += opens
+    return Clustering(torch.where(valid[:, None], labels, room), representatives, alive, first)
+
+
+def covering_radius(points: Tensor, counts: Tensor, centers: Tensor) -> Tensor:
+    """See `kvsketch.ops.covering_radius`."""
+    distances = squared_distances(points)
+    number = torch.arange(points.shape[2], device=points.device)
+    uncovered = torch.where(number < counts[:, None, None], distances[:, :, 0], -1.0)  # [B, H, n]
+    radius = torch.zeros_like(uncovered[..., 0])
+    for chosen in range(1, int(centers.max()) + 1):
+        farthest, at = uncovered.max(-1)
+        radius = torch.where(centers[:, None] == chosen, farthest, radius)
+        row = distances.gather(2, at[..., None, None].expand(-1, -1, 1, points.shape[2]))[:, :, 0]
+        uncovered = torch.minimum(uncovered, row)
+    return radius.clamp_min(0.0).sqrt()
+
+
+def squared_distances(points: Tensor) -> Tensor:  # [B, H, n, n]
+    """All squared distances by the product form, seen from the first point so that a common offset costs no precision."""
+    points = _wide(points)
+    points = points - points[:, :, :1]
+    norms = points.square().sum(-1)
+    return (norms[..., None] + norms[..., None, :] - 2.0 * points @ points.mT).clamp_min(0.0)
+
+
+def _nearest(points: Tensor, representatives: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared distance to the nearest representative and its number, [B, H, n]; the lowest number of equals."""
+    nearest = points.new_full(points.shape[:3], INF)
+    labels = torch.zeros_like(nearest, dtype=torch.int64)
+    for slot in range(int(alive.max()) if alive.numel() else 0):
+        distance = (points - _wide(representatives[:, :, slot : slot + 1])).square().sum(-1)
+        closer = (slot < alive[..., None]) & (distance < nearest)
+        nearest = torch.where(closer, distance, nearest)
+        labels = torch.where(closer, slot, labels)
+    return nearest, labels
+
+
+def _at(tensor: Tensor, slot: Tensor) -> Tensor:  # [B, H, 1, D]
+    return tensor.gather(2, slot[..., None, None].expand(-1, -1, 1, tensor.shape[3]))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

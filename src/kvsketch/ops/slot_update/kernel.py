@@ -1,0 +1,117 @@
+"""Slot updates in Triton: one program per batch row and KV head, one launch per update. See reference.py for the formulas."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _write_token(
+    keys, values, index, log_den, log_num, slot, clock, new_key, new_value,
+    heads, size, value_size,
+    key_b, key_h, key_s, value_b, value_h, value_s,
+    new_key_b, new_key_h, new_value_b, new_value_h, slots,
+    HAS_NUM: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    b, h = row // heads, row % heads
+    s = tl.load(slot + row)
+    d = tl.arange(0, BLOCK)
+    k = tl.load(new_key + b * new_key_b + h * new_key_h + d, mask=d < size)
+    tl.store(keys + b * key_b + h * key_h + s * key_s + d, k, mask=d < size)
+    d = tl.arange(0, VALUE_BLOCK)
+    v = tl.load(new_value + b * new_value_b + h * new_value_h + d, mask=d < value_size)
+    tl.store(values + b * value_b + h * value_h + s * value_s + d, v, mask=d < value_size)
+    tl.store(index + row * slots + s, tl.load(clock).to(tl.int32))
+    tl.store(log_den + row * slots + s, 0.0)
+    if HAS_NUM:
+        tl.store(log_num + row * slots + s, 0.0)
+
+
+def write_token(
+    keys: Tensor,
+    values: Tensor,
+    index: Tensor,
+    log_den: Tensor,
+    log_num: Tensor | None,
+    slot: Tensor,
+    clock: Tensor,
+    new_key: Tensor,
+    new_value: Tensor,
+) -> None:
+    """See reference.write_token; index, weights and slot are contiguous, the last dimension of keys and values too."""
+    batch, heads, slots = index.shape
+    size, value_size = keys.shape[3], values.shape[3]
+    _write_token[(batch * heads,)](
+        keys, values, index, log_den, log_den if log_num is None else log_num, slot, clock, new_key, new_value,
+        heads, size, value_size,
+        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
+        new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1), slots,
+        HAS_NUM=log_num is not None,
+        BLOCK=triton.next_power_of_2(size), VALUE_BLOCK=triton.next_power_of_2(value_size), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _free_lowest(
+    scores, index, log_den, log_num, next_slot, padding, seen, heads, slots, sinks, recent,
+    HAS_SCORES: tl.constexpr, HAS_NUM: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    real = tl.load(seen)
+    pad = tl.zeros([], tl.int64)
+    if HAS_PADDING:
+        pad = tl.load(padding + row // heads)
+        real -= pad
+    s = tl.arange(0, BLOCK)
+    lowest = tl.full([BLOCK], float("inf"), tl.float32)
+    where = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, slots, BLOCK):
+        here = s + start
+        token = tl.load(index + row * slots + here, mask=here < slots, other=-2).to(tl.int64)
+        position = token - pad
+        if HAS_SCORES:
+            ranked = tl.load(scores + row * slots + here, mask=here < slots, other=0.0).to(tl.float32)
+            ranked = tl.minimum(tl.maximum(ranked, -1.2089258196146292e24), 1.2089258196146292e24)
+        else:
+            ranked = position.to(tl.float32)
+        ranked = tl.where(
+            position >= real - recent, (8388608.0 + position.to(tl.float32)) * 1.152921504606847e18, ranked
+        )
+        ranked = tl.where(position < sinks, 1.3292279957849159e36, ranked)
+        ranked = tl.where((position >= 0) & (token >= 0), ranked, float("-inf"))
+        ranked = tl.where(token == -2, float("inf"), ranked)
+        better = ranked < lowest
+        lowest = tl.where(better, ranked, lowest)
+        where = tl.where(better, here, where)
+    best = tl.min(lowest, 0)
+    victim = tl.min(tl.where(lowest == best, where, 2147483647), 0)
+    tl.store(next_slot + row, victim.to(tl.int64))
+    tl.store(index + row * slots + victim, -1)
+    tl.store(log_den + row * slots + victim, float("-inf"))
+    if HAS_NUM:
+        tl.store(log_num + row * slots + victim, float("-inf"))
+
+
+def free_lowest(
+    scores: Tensor | None,
+    index: Tensor,
+    log_den: Tensor,
+    log_num: Tensor | None,
+    next_slot: Tensor,
+    padding: Tensor | None,
+    seen: Tensor,
+    sinks: int,
+    recent: int,
+) -> None:
+    """See reference.free_lowest; every tensor is contiguous."""
+    batch, heads, slots = index.shape
+    block = min(2048, triton.next_power_of_2(slots))
+    _free_lowest[(batch * heads,)](
+        index if scores is None else scores.contiguous(), index, log_den, log_den if log_num is None else log_num, next_slot,
+        seen if padding is None else padding, seen, heads, slots, sinks, recent,
+        HAS_SCORES=scores is not None, HAS_NUM=log_num is not None, HAS_PADDING=padding is not None, BLOCK=block,
+        num_warps=max(1, min(8, block // 128)),
+    )  # fmt: skip

@@ -1,0 +1,111 @@
+"""What the operations are tested with: inputs, the definition term by term, and the measure of error."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsketch.ops.weighted_attention import Attended
+
+Attend = Callable[..., Attended]
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@dataclass
+class Inputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_num: Tensor
+    log_den: Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5
+
+    @property
+    def weighted(self) -> tuple[Any, ...]:
+        return self.q, self.k, self.v, self.log_num, self.log_den, self.scale
+
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        return self.q, self.k, self.v, None, None, self.scale
+
+
+def make_inputs(
+    device: torch.device,
+    slots: int = 40,
+    group: int = 2,
+    size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    batch: int = 1,
+    kv_heads: int = 2,
+    queries: int = 1,
+    value_slots: int | None = None,
+    value_size: int | None = None,
+    seed: int = 0,
+) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    value_slots = slots if value_slots is None else value_slots
+    q = normal(batch, kv_heads * group, queries, size)
+    k = normal(batch, kv_heads, slots, size)
+    v = normal(batch, kv_heads, value_slots, value_size or size)
+    log_num, log_den = normal(batch, kv_heads, slots), normal(batch, kv_heads, slots)
+    return Inputs(q.to(device, dtype), k.to(device, dtype), v.to(device, dtype), log_num.to(device), log_den.to(device))
+
+
+def direct(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_num: Tensor | None,
+    log_den: Tensor | None,
+    scale: float,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Attended:
+    """The definition, term by term in float64, without any care for overflow."""
+    group = q.shape[1] // k.shape[1]
+    slots, value_slots = k.shape[2], v.shape[2]
+
+    def per_query_head(tensor: Tensor) -> Tensor:
+        return tensor.double().repeat_interleave(group, 1)
+
+    s = scale * torch.einsum("bhnd,bhsd->bhns", q.double(), per_query_head(k))
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    factor = torch.ones_like(s)
+    if bias is not None:
+        bias = bias.repeat_interleave(group, 1) if bias.shape[1] == k.shape[1] else bias
+        factor = factor * (bias.double() if bias.dtype == torch.bool else bias.double().exp())
+    if lengths is not None:
+        factor = factor * per_query_head(torch.arange(slots, device=q.device) < lengths[..., None])[:, :, None]
+    zeros = torch.zeros(k.shape[:3], device=q.device)
+    terms_num, terms_den = (
+        s.exp() * factor * per_query_head(zeros if weights is None else weights).exp()[:, :, None]
+        for weights in (log_num, log_den)
+    )
+    num = torch.einsum("bhns,bhsd->bhnd", terms_num[..., :value_slots], per_query_head(v))
+    den = terms_den.sum(-1)
+    if sink_logits is not None:
+        den = den + sink_logits.double().exp()[:, None]
+    out = torch.where(den[..., None] > 0, num / den[..., None], 0.0)
+    return Attended(out, terms_num[..., :value_slots].sum(-1).log(), den.log(), s)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of the expected; NaN in either makes it NaN, which no bound accepts."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())

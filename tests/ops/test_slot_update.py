@@ -1,0 +1,71 @@
+"""The in-place slot updates: kernels against the reference, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvsketch.ops.slot_update import reference
+
+kernel = pytest.importorskip("kvsketch.ops.slot_update.kernel", reason="needs Triton")
+
+
+def make_table(device: torch.device, slots: int, dtype: torch.dtype, key_only: int = 0) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(slots)
+    index = torch.stack([torch.randperm(3 * slots, generator=g)[:slots] for _ in range(6)]).view(2, 3, slots).int()
+    index[torch.rand(2, 3, slots, generator=g) < 0.1] = -1
+    index[1, 2, : slots // 2] = -2
+    table = {
+        "keys": torch.randn(2, 3, slots, 24, generator=g).to(dtype),
+        "values": torch.randn(2, 3, slots - key_only, 40, generator=g).to(dtype),
+        "index": index,
+        "log_den": torch.randn(2, 3, slots, generator=g),
+        "log_num": torch.randn(2, 3, slots, generator=g),
+        "next": torch.randint(0, slots - key_only, (2, 3, 1), generator=g),
+        "clock": torch.tensor([3 * slots]),
+        "padding": torch.tensor([0, slots // 3]),
+        "scores": torch.randn(2, 3, slots, generator=g),
+    }
+    return {name: tensor.to(device) for name, tensor in table.items()}
+
+
+@pytest.mark.parametrize("slots", [1, 63, 100, 1000, 2500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("separate", [False, True])
+def test_write_token(device: torch.device, slots: int, dtype: torch.dtype, separate: bool) -> None:
+    results = []
+    for module in (reference, kernel):
+        t = make_table(device, slots, dtype, key_only=slots // 4)
+        new_key = torch.arange(2 * 3 * 24, device=device).view(2, 1, 3, 24).transpose(1, 2).to(dtype)
+        new_value = torch.arange(2 * 3 * 40, device=device).view(2, 3, 1, 40).to(dtype)
+        log_num = t["log_num"] if separate else None
+        module.write_token(t["keys"], t["values"], t["index"], t["log_den"], log_num, t["next"], t["clock"], new_key, new_value)
+        results.append(t)
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+    written = results[0]["index"].gather(2, results[0]["next"])
+    assert (written == 3 * slots).all()
+
+
+@pytest.mark.parametrize("slots", [1, 63, 100, 1000, 2500])
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_free_lowest(device: torch.device, slots: int, scored: bool, padded: bool) -> None:
+    for full in (False, True):
+        results = []
+        for module in (reference, kernel):
+            t = make_table(device, slots, torch.float32)
+            if full:
+                t["index"][t["index"] == -1] = slots
+            scores, padding = (t["scores"] if scored else None), (t["padding"] if padded else None)
+            module.free_lowest(scores, t["index"], t["log_den"], t["log_num"], t["next"], padding, t["clock"], 2, 5)
+            results.append(t)
+        assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+        freed = results[0]["index"].gather(2, results[0]["next"])
+        assert (freed == -1).all() and results[0]["log_den"].gather(2, results[0]["next"]).isneginf().all()
+
+
+def test_sinks_outrank_recent_tokens_outrank_scores() -> None:
+    index = torch.tensor([[[0, 1, 5, 8, 9, -1]]], dtype=torch.int32)
+    ranked = reference.rank(torch.tensor([[[0.0, 0.0, 3e38, 0.0, -3e38, 9.0]]]), index, None, torch.tensor([10]), 2, 2)
+    order = ranked[0, 0].argsort(descending=True).tolist()
+    assert order[:2] in ([0, 1], [1, 0]) and order[2:] == [4, 3, 2, 5]
