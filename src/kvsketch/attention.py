@@ -85,6 +85,8 @@ def _attend_module(
     refuse_unsupported(module, view, value, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     weights = None
+    if view.layer.mask_free and not view.exact:
+        attention_mask = None
     if view.exact:
         if scaling is not None:
             kwargs["scaling"] = scaling

@@ -58,6 +58,7 @@ class SlotLayer(CacheLayerMixin):
         self.method = method
         self.model_name = model_name
         self.keys_are_shared = keys_are_shared
+        self.mask_free = False  # single tokens without a mask: a bounded table holds no padding
         self.waiting: LayerView | None = None  # handed out, not yet attended
         self.pending: Tensor | None = None  # queries of a forward that may still be rolled back
         super().__init__()

@@ -216,6 +216,18 @@ class SlotTable:
         if self.log_num is not None:
             self.log_num.scatter_(2, victim, NEG_INF)
 
+    def bound(self, capacity: int) -> None:
+        """Gives an exact table its fixed shape before anything had to go: all its tokens, and room up to `capacity`."""
+        slots = torch.arange(self.length, device=self.key_slots().device).expand(self.shape)
+        self.rebuild(slots, max(capacity, self.length))
+        assert self.next_slot is not None
+        self.next_slot.fill_(slots.shape[-1])
+
+    def count_replayed(self) -> None:
+        """The host's part of a decode step that the device replayed from a graph."""
+        self.seen += 1
+        self.new_tokens = 1
+
     # rows and roll back
 
     def select_rows(self, rows: Tensor) -> None:

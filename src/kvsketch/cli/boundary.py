@@ -24,7 +24,9 @@ class OneLineErrors(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
         except KeyboardInterrupt:
             print("\ninterrupted", file=sys.stderr)
             raise typer.Exit(130) from None

@@ -36,6 +36,9 @@ class Method:
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         """Brings `table` back to the budget. `queries` [B, Hq, n, D] are those of the tokens just appended."""
 
+    def bound(self, table: SlotTable, max_length: int) -> None:
+        """Gives an exact table its fixed shape ahead of time, so that decoding can be captured; may leave it exact."""
+
     def maintenance_due(self, table: SlotTable) -> bool:
         """Whether the compress after the next single token does periodic work that cannot be captured as a graph.
 
@@ -113,6 +116,9 @@ class EvictingMethod(BudgetedMethod):
         """Worth of each slot, [B, H, S]; the smallest go first. None: the oldest go first."""
         return None
 
+    def bound(self, table: SlotTable, max_length: int) -> None:
+        bound_to_budget(table, self)
+
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         self.observe(table, queries)
         if table.exact and table.length <= self.budget_tokens(table):
@@ -139,6 +145,14 @@ def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budge
     # Position order: ties and readers then never depend on the order of top-k.
     chosen = chosen.sort(-1).values
     table.rebuild(chosen, budget)
+    rows = method.row_budgets(table)
+    if rows is not None:
+        close_slots(table, rows)
+
+
+def bound_to_budget(table: SlotTable, method: BudgetedMethod) -> None:
+    """Gives an exact table the fixed shape of its budget, before anything had to go."""
+    table.bound(method.budget_tokens(table))
     rows = method.row_budgets(table)
     if rows is not None:
         close_slots(table, rows)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
 from kvsketch.methods.base import Method
+from kvsketch.slots import SlotTable
 
 
 @dataclass(frozen=True)
@@ -14,3 +18,24 @@ class Full(Method):
 
     name: ClassVar[str] = "full"
     family: ClassVar[str] = "full"
+
+    def bound(self, table: SlotTable, max_length: int) -> None:
+        table.bound(max_length)
+
+    def maintenance_due(self, table: SlotTable) -> bool:
+        return not table.exact and table.seen + 1 >= table.length
+
+    def compress(self, table: SlotTable, queries: Tensor) -> None:
+        if table.exact:
+            return
+        if table.in_place and table.seen < table.length:
+            assert table.next_slot is not None
+            table.next_slot += 1
+        else:
+            # Slots are used in order; several new tokens stand at the end, after the unused slots.
+            old, new = table.seen - table.new_tokens, table.new_tokens
+            slots = torch.arange(table.length, device=table.key_slots().device)
+            slots = torch.cat([slots[:old], slots[old : old + new] if table.in_place else slots[-new:]])
+            table.rebuild(slots.expand(*table.shape[:2], -1), table.seen + max(64, table.seen // 8))
+            assert table.next_slot is not None
+            table.next_slot.fill_(table.seen)

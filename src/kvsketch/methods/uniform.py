@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import BudgetedMethod, evict
+from kvsketch.methods.base import BudgetedMethod, bound_to_budget, evict
 from kvsketch.slots import SlotTable
 
 
@@ -30,6 +30,9 @@ class Uniform(BudgetedMethod):
     paper: ClassVar[str] = "baseline of arXiv 2502.07861"
     random: ClassVar[bool] = True
     weights: bool = True
+
+    def bound(self, table: SlotTable, max_length: int) -> None:
+        bound_to_budget(table, self)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         budget = self.budget_tokens(table)

@@ -58,9 +58,9 @@ def locked(target: Path) -> Iterator[None]:
         except Timeout:
             say(f"another process is preparing {target.name}; waiting for it")
             lock.acquire()
-    except PermissionError as error:
-        raise PermissionError(
-            f"cannot write to {target.parent}; set {HOME_VARIABLE} to a folder that you can write to"
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        raise FetchError(
+            f"cannot write to {target.parent} ({error.strerror}); set {HOME_VARIABLE} to a folder that you can write to"
         ) from error
     try:
         yield

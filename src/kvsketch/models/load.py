@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors import SafetensorError
 
 from kvsketch.models.catalog import CATALOG, ModelCard
 from kvsketch.models.convert import convert, converted_folder, identity_of, quiet_transformers
@@ -51,11 +52,17 @@ def load(
     folder = resolve(spec, source, progress)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=number_format, use_safetensors=True, trust_remote_code=False
-        )
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=number_format, use_safetensors=True, trust_remote_code=False
+            )
+    except (ValueError, KeyError, OSError, SafetensorError) as error:
+        raise ValueError(
+            f"transformers cannot load {folder}: {error}. Either a file in it is damaged, or the model is no causal "
+            "language model that transformers knows; code that comes with a model is never run"
+        ) from error
     model.to(target).eval().requires_grad_(False)
     return model, tokenizer
 

@@ -17,6 +17,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from kvsketch.ops import attention_mass as attention_mass_checks
+from kvsketch.ops.attention_mass import Noise, Temperature
+from kvsketch.ops.attention_mass.reference import attention_mass as attention_mass_reference
 from kvsketch.ops.leader_clustering import Clustering
 from kvsketch.ops.leader_clustering import reference as leader_clustering_reference
 from kvsketch.ops.random import gumbel, uniform
@@ -26,6 +29,9 @@ from kvsketch.ops.weighted_attention import check_arguments
 from kvsketch.ops.weighted_attention.reference import weighted_attention as weighted_attention_reference
 
 __all__ = [
+    "Noise",
+    "Temperature",
+    "attention_mass",
     "covering_radius",
     "free_lowest",
     "gumbel",
@@ -164,7 +170,7 @@ def leader_clustering(
 ) -> Clustering:
     """Clusters a stream of keys: a key farther than delta from all representatives opens a cluster, else joins the nearest.
 
-    keys [B, H, n, D] in stream order; valid [B, n] bool: which of them take part; representatives [B, H, M, D], the first
+    keys [B, H, n, D] in stream order; valid [B, 1 or H, n]: which of them take part; representatives [B, H, M, D], the first
     `alive` [B, H] of which exist; delta [B, H]; limit [B, H] or [B, 1], at most M: when so many clusters exist, a far key
     joins the nearest one all the same. Equal distances go to the older cluster.
     """
@@ -196,3 +202,44 @@ def reservoir(
     """
     kernel = kernel_for("reservoir", state.device) or reservoir_reference
     return kernel.reservoir(state, positions, threshold, slots, labels, reservoirs)
+
+
+def attention_mass(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    *,
+    seen: int | Tensor | None = None,
+    index: Tensor | None = None,
+    padding: Tensor | None = None,
+    temperature: float | Temperature = 1.0,
+    noise: Noise | None = None,
+    row_lse: Tensor | None = None,
+    reduce: str = "sum",
+    into: Tensor | None = None,
+) -> Tensor:
+    """Attention that each column received from the queries, the column sums of the softmax, [B, H, S] float32:
+
+        mass_j = sum_i exp((s_ij + g_ij) / tau) / sum_j' exp((s_ij' + g_ij') / tau),     s_ij = scale * <q_i, k_j>
+
+    q [B, Hq, N, D], the last N tokens seen; k [B, H, S, D], all tokens in order (S = seen) or, with index [B, H, S], slots
+    in any order that hold the tokens index (negative: empty), `seen` [1] or a number then telling how many tokens were
+    seen. A query sees no later token. padding [B]: left-padding tokens, which neither see nor are seen.
+    temperature: tau, a number or a schedule. noise: g_ij is Gumbel noise, fresh for every row and column but the same at
+    every call; None: 0. row_lse [B, Hq, N]: log of the inner sums if known (plain attention only), which saves a pass.
+    reduce: how the query heads of one KV head become one number: their sum, mean or max over these N queries.
+    into: [B, H, S] float32 to add to, in place; it is returned.
+
+    Memory is that of a few numbers per token and head; with one query nothing is read back by the host.
+    """
+    tau = temperature if isinstance(temperature, Temperature) else Temperature(float(temperature), float(temperature))
+    attention_mass_checks.check_arguments(q, k, scale, seen, index, padding, tau, noise, row_lse, reduce, into)
+    measure = attention_mass_reference
+    kernel = kernel_for("attention_mass", q.device)
+    if kernel is not None and kernel.supported(q, k):
+        measure = kernel.attention_mass
+    return measure(
+        q, k, scale,
+        seen=k.shape[2] if seen is None else seen, index=index, padding=padding, temperature=tau, noise=noise,
+        row_lse=row_lse, reduce=reduce, into=torch.zeros(k.shape[:3], device=q.device) if into is None else into,
+    )  # fmt: skip

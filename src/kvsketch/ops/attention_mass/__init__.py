@@ -56,9 +56,18 @@ def _stream(seed: int, layer: int) -> int:
     return int(hash_combine(torch.tensor(initial_state(seed), dtype=torch.int64), layer))
 
 
+def reduce_group(mass: Tensor, kv_heads: int, reduce: str) -> Tensor:  # [B, H, S] fp32
+    """One number per column for the query heads of each KV head, from one per query head [B, Hq, S]."""
+    grouped = mass.unflatten(1, (kv_heads, -1))
+    if reduce == "max":
+        return grouped.amax(2).float()
+    return (grouped.sum(2) if reduce == "sum" else grouped.mean(2)).float()
+
+
 def check_arguments(
     q: Tensor,
     k: Tensor,
+    scale: float,
     seen: int | Tensor | None,
     index: Tensor | None,
     padding: Tensor | None,
@@ -76,6 +85,8 @@ def check_arguments(
         raise ValueError(
             f"q and k must share one dtype of float32, bfloat16, float16, float64; got q {q.dtype}, k {k.dtype}. Cast them first."
         )
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}.")
     batch, query_heads, queries, size = q.shape
     kv_heads, columns = k.shape[1:3]
     if k.shape[0] != batch or k.shape[3] != size:

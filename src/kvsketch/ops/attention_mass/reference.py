@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.ops.attention_mass import HIDDEN, Noise, Temperature, stream
+from kvsketch.ops.attention_mass import HIDDEN, Noise, Temperature, reduce_group, stream
 from kvsketch.ops.random import gumbel, hash_combine, to_uniform
 
 NEG_INF = float("-inf")
@@ -61,7 +61,7 @@ def attention_mass(
         empty = (lse == NEG_INF) | (at < pad)[..., 0]
         shares = (x - lse.masked_fill(empty, 0.0)[..., None]).exp()
         mass[..., :end] += shares.masked_fill(empty[..., None], 0.0).sum(3)
-    return into.add_(reduce_group(mass, reduce, 2))
+    return into.add_(reduce_group(mass.flatten(1, 2), kv_heads, reduce))
 
 
 def column_places(k: Tensor, index: Tensor | None, padding: Tensor | None) -> Tensor:  # [B or 1, H or 1, S] int64
@@ -92,9 +92,3 @@ def pair_uniform(noise: Noise, heads: Tensor, rows: Tensor, columns: Tensor) -> 
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
     return to_uniform(x)
 
-
-def reduce_group(mass: Tensor, reduce: str, dim: int) -> Tensor:
-    """One number for the query heads of a KV head."""
-    if reduce == "max":
-        return mass.amax(dim).float()
-    return (mass.sum(dim) if reduce == "sum" else mass.mean(dim)).float()

@@ -39,7 +39,7 @@ def leader_clustering(
     """See `kvsketch.ops.leader_clustering`."""
     batch, heads, count, size = keys.shape
     room = representatives.shape[2]
-    valid = valid.to(torch.uint8).contiguous()
+    valid = valid.expand(batch, heads, count).to(torch.uint8).contiguous()
     representatives = representatives.to(keys.dtype).clone(memory_format=torch.contiguous_format)
     alive = alive.to(torch.int32).contiguous().clone()
     number = torch.arange(room, device=keys.device, dtype=torch.int32)
@@ -101,7 +101,7 @@ def open_kernel(
     head = tl.program_id(0).to(tl.int64)
     b = head // heads
     keys = keys_ptr + b * k_b + (head % heads) * k_h
-    valid = valid_ptr + b * count
+    valid = valid_ptr + head * count
     reps = reps_ptr + head * room * D
     births = births_ptr + head * room
     alive = tl.load(alive_ptr + head)
@@ -163,7 +163,7 @@ def assign_kernel(
     b = head // heads
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     tile = load_keys(keys_ptr + b * k_b + (head % heads) * k_h, column, count, k_n, D, BLOCK_D)
-    takes_part = tl.load(valid_ptr + b * count + column, mask=column < count, other=0) != 0
+    takes_part = tl.load(valid_ptr + head * count + column, mask=column < count, other=0) != 0
     wide = tile.to(tl.float32)
     norms = tl.sum(wide * wide, 1)
     alive = tl.load(alive_ptr + head)

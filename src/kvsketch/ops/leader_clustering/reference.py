@@ -26,7 +26,7 @@ def leader_clustering(
     nearest, labels = _nearest(points, representatives, alive)
     newest = torch.full_like(alive, -1)
     while True:
-        far = valid[:, None] & (nearest > threshold) & (column > newest[..., None])
+        far = valid & (nearest > threshold) & (column > newest[..., None])
         first = torch.where(far, column, count).amin(-1) if count else torch.zeros_like(alive)  # [B, H]
         opens = (first < count) & (alive < limit)
         if not bool(opens.any()):
@@ -41,7 +41,7 @@ def leader_clustering(
         labels = torch.where(closer, alive[..., None], labels)
         newest = torch.where(opens, first, newest)
         alive += opens
-    return Clustering(torch.where(valid[:, None], labels, room), representatives, alive, first)
+    return Clustering(torch.where(valid, labels, room), representatives, alive, first)
 
 
 def covering_radius(points: Tensor, counts: Tensor, centers: Tensor) -> Tensor:

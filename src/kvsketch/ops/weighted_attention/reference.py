@@ -77,10 +77,9 @@ def weighted_attention(
             x = x + (bias if bias.shape[3] == 1 else bias[:, :, :, start : start + block])
         out, num, den = _attend(x, values, log_num, log_den, sinks, tied)
         flat = (batch, query_heads, count)
+        out, log_sum_num, log_sum_den = out.view(*flat, v.shape[3]), num.log.view(flat), den.log.view(flat)
         kept = logits.view(*flat, slots).float() if return_logits else None
-        blocks.append(
-            Attended(out.view(*flat, v.shape[3]), num.log.view(flat).float(), den.log.view(flat).float(), kept)
-        )
+        blocks.append(Attended(out, log_sum_num.float(), log_sum_den.float(), kept))
     return _concatenate(blocks, q.dtype)
 
 

@@ -1,0 +1,167 @@
+"""Captured decoding: one decode step recorded as a CUDA graph and replayed for every token.
+
+An eager decode step on a fast GPU is bound by the host that launches its thousand kernels, whatever the cache holds. A compressed
+cache has a fixed shape and is updated in place, so the whole step (model, cache update, compression, choice of the token) can be
+recorded once. transformers prepares everything (`custom_generate`), so all arguments mean what they mean in `model.generate`.
+
+The life of a call: transformers prepares; prefill runs eagerly; the first decode steps run eagerly too, as warm-up; then the step
+is recorded and replayed. A step in which a method does periodic work runs eagerly in between.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsketch.cache import CompressedCache, SlotLayer
+from kvsketch.sampling import Sampler, unsupported
+
+WARM_UP_STEPS = 2
+
+
+def generate(model: Any, inputs: Any, cache: CompressedCache, **options: Any) -> Any:
+    """`model.generate(**inputs, past_key_values=cache, **options)` with captured decode steps; same tokens.
+
+    `inputs` is a tensor of token ids or what a tokenizer returns. Where capture is impossible (no CUDA, beams, an unusual option or
+    model) the eager loop runs, with one warning that says why.
+    """
+    if not isinstance(cache, CompressedCache):
+        raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
+    arguments = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+    reason = _impossible(model, cache, options)
+    if reason is not None:
+        _warn(reason)
+        return model.generate(**arguments, past_key_values=cache, **options)
+    return model.generate(**arguments, past_key_values=cache, custom_generate=_captured_loop, **options)
+
+
+def _impossible(model: Any, cache: CompressedCache, options: dict[str, Any]) -> str | None:
+    if len(cache.slot_layers) < len(cache.layers):
+        return f"{cache.model_name} has sliding-window or linear layers, whose native caches cannot be captured"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{cache.model_name} takes no position_ids and counts positions on the host"
+    for option in ("num_beams", "assistant_model", "prompt_lookup_num_tokens", "return_dict_in_generate"):
+        if options.get(option) not in (None, False, 1):
+            return f"{option}={options[option]!r} needs the eager loop"
+    if model.device.type != "cuda":
+        return f"the model is on {model.device.type}, and only CUDA has graphs"
+    return None
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(f"kvsketch.generate runs the eager loop: {reason}", RuntimeWarning, stacklevel=3)
+
+
+def _captured_loop(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    generation_config: Any = None,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Tensor:
+    """transformers' sampling loop, with the steps after prefill captured."""
+    names = unsupported(logits_processor, stopping_criteria)
+    if names or synced_gpus:
+        _warn(f"{', '.join(names) or 'synced_gpus'} cannot be captured")
+        return type(model)._sample(
+            model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+            generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
+        )  # fmt: skip
+    cache = model_kwargs["past_key_values"]
+    eos, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
+    sampler = Sampler(logits_processor, input_ids, stopping_criteria.max_length, eos, pad, generation_config.do_sample)
+    outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    sampler.before_step()
+    token = sampler.choose(outputs.logits[:, -1])
+    _stream(streamer, token)
+    step = Step(model, cache, sampler, token, stopping_criteria.max_length)
+    while sampler.length < stopping_criteria.max_length and not sampler.finished():
+        step.run()
+        _stream(streamer, step.token)
+    if streamer is not None:
+        streamer.end()
+    return sampler.tokens()
+
+
+def _stream(streamer: Any, token: Tensor) -> None:
+    if streamer is not None:
+        streamer.put(token.squeeze(1).cpu())
+
+
+class Step:
+    """One decode step on fixed addresses: eager while warming up, then a graph."""
+
+    def __init__(self, model: Any, cache: CompressedCache, sampler: Sampler, token: Tensor, max_length: int) -> None:
+        self.model, self.cache, self.sampler = model, cache, sampler
+        self.layers = cache.slot_layers
+        self.token = token.clone()
+        table = self.layers[0].table
+        position = torch.full_like(token, table.seen)
+        self.position = position if table.padding is None else position - table.padding.view(-1, 1)
+        self.graph: Any = None
+        self.addresses: list[int] = []
+        self.steps = 0
+        for layer in self.layers:
+            if layer.table.exact:
+                layer.method.bound(layer.table, max_length)
+
+    def run(self) -> None:
+        """Generates one token."""
+        self.sampler.before_step()
+        bounded = not any(layer.table.exact for layer in self.layers)
+        if any(layer.method.maintenance_due(layer.table) for layer in self.layers):
+            self._forward(bounded)
+            if self.addresses != self._addresses():
+                self.graph = None
+        elif self.steps < WARM_UP_STEPS or not bounded:
+            self._forward(bounded)
+        else:
+            if self.graph is None:
+                self.graph = self._record()
+            self.graph.replay()
+            for layer in self.layers:
+                layer.table.count_replayed()
+        self.steps += 1
+
+    def _forward(self, bounded: bool) -> None:
+        for layer in self.layers:
+            layer.mask_free = True
+        mask = None if bounded else self._padding_mask()
+        try:
+            logits = self.model(
+                input_ids=self.token, position_ids=self.position, past_key_values=self.cache, use_cache=True, attention_mask=mask
+            ).logits
+        finally:
+            for layer in self.layers:
+                layer.mask_free = False
+        self.token.copy_(self.sampler.choose(logits[:, -1]))
+        self.position += 1
+
+    def _padding_mask(self) -> Tensor | None:
+        """The mask that tables still exact need, None when no row is padded."""
+        table = self.layers[0].table
+        if table.padding is None:
+            return None
+        return (torch.arange(table.seen + 1, device=self.token.device)[None] >= table.padding[:, None]).long()
+
+    def _addresses(self) -> list[int]:
+        return [t.data_ptr() for layer in self.layers for t in layer.table.tensors()]
+
+    def _record(self) -> Any:
+        """Captures one step. Capture does not run it, so the host's counters are put back."""
+        self.addresses = self._addresses()
+        counters = [(layer.table.seen, layer.table.new_tokens) for layer in self.layers]
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            self._forward(bounded=True)
+        for layer, (seen, new_tokens) in zip(self.layers, counters, strict=True):
+            layer.table.seen, layer.table.new_tokens = seen, new_tokens
+        return graph

@@ -1,0 +1,273 @@
+"""Attention mass, the Triton programs. All logarithms inside are to base 2; `lse` in memory is natural.
+
+    hash_kernel     the hashes of all row and column positions, so that the noise of a pair costs one small hash
+    row_kernel      lse_i = log sum_j exp(x_ij), one program for a tile of rows, which reads the columns it sees
+    column_kernel   mass_j = sum_i exp(x_ij - lse_i), one program for a tile of columns, which reads the rows that see it
+
+Nothing is shared between programs, so nothing is added atomically and a result does not depend on their order. Noise:
+exp((s + g) / tau) with g = -ln(-ln u) is 2^(factor s - log2(-log2 u) / tau) up to a constant that both passes share.
+Legend: see the package docstring; `first` is the place of row 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvsketch.ops.random.kernel import FIRST_FACTOR, SECOND_FACTOR, hash_combine
+
+# Triton's interpreter stores bfloat16 as integers and multiplies them as such in tl.dot.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+INF = tl.constexpr(float("inf"))
+NEG_INF = tl.constexpr(float("-inf"))
+HIDDEN = tl.constexpr(2**30)
+
+
+@triton.jit
+def dot(a, b):
+    """a b in float32; float32 operands are multiplied as such, not as tf32."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    else:
+        return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def load_tile(
+    base, first, stride, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Rows [first, first + ROWS) of a [.., D] matrix; zero beyond column D and, if MASKED, beyond row `limit`."""
+    rows = tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    pointers = base + tl.cast(first, tl.int64) * stride + rows * stride + d
+    if MASKED:
+        mask = first + rows < limit
+        if D != BLOCK_D:
+            mask = mask & (d < D)
+        return tl.load(pointers, mask=mask, other=0.0)
+    elif D != BLOCK_D:
+        return tl.load(pointers, mask=d < D, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def fast_log2(x, PTX: tl.constexpr):
+    if PTX:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def pair_uniform(row_hash, column_hash):
+    """float32 in (0, 1) for each pair, bit for bit that of the reference, without a conversion from integer to float."""
+    x = (row_hash ^ column_hash) * tl.full((), FIRST_FACTOR, tl.uint32)
+    x = (x ^ (x >> 15)) * tl.full((), SECOND_FACTOR, tl.uint32)
+    one_to_two = ((x >> 9) | tl.full((), 0x3F800000, tl.uint32)).to(tl.float32, bitcast=True)
+    return one_to_two - 0.999999940395355224609375
+
+
+@triton.jit
+def log2_exponential(row_hash, column_hash, PTX: tl.constexpr):
+    """log2(-log2 u), minus the base-2 Gumbel noise up to a constant."""
+    u = pair_uniform(row_hash, column_hash)
+    # The fast logarithm has an absolute error of 2^-22 near 1, where the largest noise comes from: two terms of the series there.
+    below_one = 1.0 - u
+    series = below_one * (LOG2E + below_one * (0.5 * LOG2E))
+    return fast_log2(tl.where(below_one < 0.0078125, series, -fast_log2(u, PTX)), PTX)
+
+
+@triton.jit
+def temperature_at(seen, start, slope, steps, since):
+    passed = tl.minimum(tl.maximum(seen - since, 0), steps)
+    return start + passed.to(tl.float32) * slope
+
+
+@triton.jit
+def column_places(index_base, columns, limit, pad, SLOTS: tl.constexpr):
+    """The place of each column; HIDDEN for empty slots, left padding and columns beyond the last."""
+    if SLOTS:
+        places = tl.load(index_base + columns, mask=columns < limit, other=-1)
+    else:
+        places = columns
+    return tl.where((columns < limit) & (places >= pad), places, HIDDEN)
+
+
+@triton.jit(do_not_specialize=["stream", "seen", "queries", "columns_total", "i_b", "i_h"])
+def hash_kernel(
+    index_ptr, padding_ptr, seen_ptr, row_hash_ptr, column_hash_ptr,
+    stream, seen, queries, columns_total, query_heads, i_b, i_h,
+    GROUP: tl.constexpr, SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Hashes [B, Hq, N] of the row positions and [B, Hq, S] of the column positions."""
+    batch_head = tl.program_id(1).to(tl.int64)
+    b, head = batch_head // query_heads, batch_head % query_heads
+    state = hash_combine(stream, head)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pad = 0
+    if PADDED:
+        pad = tl.load(padding_ptr + b).to(tl.int32)
+    if SEEN:
+        seen = tl.load(seen_ptr).to(tl.int32)
+    row_hash = hash_combine(hash_combine(state, 0), seen - queries + at - pad)
+    tl.store(row_hash_ptr + batch_head * queries + at, row_hash.to(tl.int32, bitcast=True), mask=at < queries)
+    places = column_places(index_ptr + b * i_b + head // GROUP * i_h, at, columns_total, pad, SLOTS)
+    column_hash = hash_combine(hash_combine(state, 1), places - pad)
+    tl.store(column_hash_ptr + batch_head * columns_total + at, column_hash.to(tl.int32, bitcast=True), mask=at < columns_total)
+
+
+@triton.jit
+def logits_tile(
+    q, k, factor, per_tau, row_hash, column_hash, NOISE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """log2(e) (s + g) / tau for a tile [rows, columns]."""
+    x = dot(q, tl.trans(k)) * factor
+    if NOISE:
+        x -= log2_exponential(row_hash[:, None], column_hash[None, :], PTX) * per_tau
+    return x
+
+
+@triton.jit
+def add_columns(
+    q, k_base, k_s, index_base, column_hash_base, row_hash, places, start, columns_total, pad, factor, per_tau, origin, total,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, SLOTS: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The running sums of a tile of rows, as 2^origin * total, with one more tile of columns."""
+    columns = start + tl.arange(0, BLOCK_N)
+    k = load_tile(k_base, start, k_s, columns_total, BLOCK_N, D, BLOCK_D, MASKED)
+    column_hash = row_hash
+    if NOISE:
+        column_hash = tl.load(column_hash_base + columns, mask=columns < columns_total, other=0).to(tl.uint32, bitcast=True)
+    x = logits_tile(q, k, factor, per_tau, row_hash, column_hash, NOISE, PTX)
+    if MASKED:
+        seen_places = column_places(index_base, columns, columns_total, pad, SLOTS)
+        x = tl.where(seen_places[None, :] <= places[:, None], x, NEG_INF)
+    new_origin = tl.maximum(origin, tl.max(x, 1))
+    subtracted = tl.where(new_origin == NEG_INF, 0.0, new_origin)
+    total = total * tl.exp2(origin - subtracted) + tl.sum(tl.exp2(x - subtracted[:, None]), 1)
+    return new_origin, total
+
+
+@triton.jit(do_not_specialize=["seen", "queries", "columns_total", "i_b", "i_h", "since", "steps"])
+def row_kernel(
+    q_ptr, k_ptr, index_ptr, padding_ptr, seen_ptr, row_hash_ptr, column_hash_ptr, lse_ptr,
+    scale, tau_start, tau_slope, steps, since, seen, queries, columns_total, query_heads,
+    q_b, q_h, q_n, k_b, k_h, k_s, i_b, i_h,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Writes lse [B, Hq, N]; -inf for a row that sees nothing."""
+    # The last rows see the most columns: they start first.
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    batch_head = tl.program_id(1).to(tl.int64)
+    b, head = batch_head // query_heads, batch_head % query_heads
+    pad = 0
+    if PADDED:
+        pad = tl.load(padding_ptr + b).to(tl.int32)
+    if SEEN:
+        seen = tl.load(seen_ptr).to(tl.int32)
+    tau = temperature_at(seen, tau_start, tau_slope, steps, since)
+    factor = scale * LOG2E / tau
+    rows = start + tl.arange(0, BLOCK_M)
+    first = seen - queries
+    places = first + rows
+    q = load_tile(q_ptr + b * q_b + head * q_h, start, q_n, queries, BLOCK_M, D, BLOCK_D, True)
+    k_base = k_ptr + b * k_b + head // GROUP * k_h
+    index_base = index_ptr + b * i_b + head // GROUP * i_h if SLOTS else index_ptr
+    column_hash_base = column_hash_ptr + batch_head * columns_total if NOISE else column_hash_ptr
+    row_hash = rows.to(tl.uint32)
+    if NOISE:
+        row_hash = tl.load(row_hash_ptr + batch_head * queries + rows, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
+
+    origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    # Columns [0, whole) are seen by all rows of the tile, columns from `last` on by none.
+    last = columns_total if SLOTS else tl.minimum(first + start + BLOCK_M, columns_total)
+    whole = 0 if SLOTS or PADDED else (first + start + 1) // BLOCK_N * BLOCK_N
+    for column in range(0, whole, BLOCK_N):
+        origin, total = add_columns(
+            q, k_base, k_s, index_base, column_hash_base, row_hash, places, column, columns_total, pad, factor, 1.0 / tau,
+            origin, total, D, BLOCK_D, BLOCK_N, False, SLOTS, NOISE, PTX,
+        )  # fmt: skip
+    begin = whole if SLOTS else tl.maximum(whole, pad // BLOCK_N * BLOCK_N)
+    for column in range(begin, last, BLOCK_N):
+        origin, total = add_columns(
+            q, k_base, k_s, index_base, column_hash_base, row_hash, places, column, columns_total, pad, factor, 1.0 / tau,
+            origin, total, D, BLOCK_D, BLOCK_N, True, SLOTS, NOISE, PTX,
+        )  # fmt: skip
+    tl.store(lse_ptr + batch_head * queries + rows, (origin + tl.log2(total)) * LN2, mask=rows < queries)
+
+
+@triton.jit
+def add_rows(
+    q_base, q_n, k, lse_base, row_hash_base, column_hash, places, start, first, queries, pad, factor, per_tau, sums,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The running sums of a tile of columns with one more tile of rows."""
+    rows = start + tl.arange(0, BLOCK_M)
+    q = load_tile(q_base, start, q_n, queries, BLOCK_M, D, BLOCK_D, True)
+    # An infinite sum takes out a row that is padding, sees nothing or does not exist.
+    lse = tl.load(lse_base + rows, mask=(rows < queries) & (first + rows >= pad), other=INF) * LOG2E
+    lse = tl.where(lse == NEG_INF, INF, lse)
+    row_hash = column_hash
+    if NOISE:
+        row_hash = tl.load(row_hash_base + rows, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
+    x = logits_tile(q, k, factor, per_tau, row_hash, column_hash, NOISE, PTX) - lse[:, None]
+    if MASKED:
+        x = tl.where(places[None, :] <= first + rows[:, None], x, NEG_INF)
+    # One thread of a tensor-core tile holds rows r and r + 8: adding these alone moves nothing between threads.
+    return sums + tl.sum(tl.reshape(tl.exp2(x), (BLOCK_M // 16, 2, 8, BLOCK_N)), 1)
+
+
+@triton.jit(do_not_specialize=["seen", "queries", "columns_total", "i_b", "i_h", "since", "steps"])
+def column_kernel(
+    q_ptr, k_ptr, index_ptr, padding_ptr, seen_ptr, row_hash_ptr, column_hash_ptr, lse_ptr, mass_ptr,
+    scale, tau_start, tau_slope, steps, since, seen, queries, columns_total, query_heads,
+    q_b, q_h, q_n, k_b, k_h, k_s, i_b, i_h,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Writes mass [B, Hq, S]; 0 for a column that no row sees."""
+    start = tl.program_id(0) * BLOCK_N
+    batch_head = tl.program_id(1).to(tl.int64)
+    b, head = batch_head // query_heads, batch_head % query_heads
+    pad = 0
+    if PADDED:
+        pad = tl.load(padding_ptr + b).to(tl.int32)
+    if SEEN:
+        seen = tl.load(seen_ptr).to(tl.int32)
+    tau = temperature_at(seen, tau_start, tau_slope, steps, since)
+    factor = scale * LOG2E / tau
+    columns = start + tl.arange(0, BLOCK_N)
+    first = seen - queries
+    places = column_places(index_ptr + b * i_b + head // GROUP * i_h if SLOTS else index_ptr, columns, columns_total, pad, SLOTS)
+    k = load_tile(k_ptr + b * k_b + head // GROUP * k_h, start, k_s, columns_total, BLOCK_N, D, BLOCK_D, True)
+    q_base = q_ptr + b * q_b + head * q_h
+    lse_base = lse_ptr + batch_head * queries
+    row_hash_base = row_hash_ptr + batch_head * queries if NOISE else row_hash_ptr
+    column_hash = columns.to(tl.uint32)
+    if NOISE:
+        column_hash = tl.load(column_hash_ptr + batch_head * columns_total + columns, mask=columns < columns_total, other=0)
+        column_hash = column_hash.to(tl.uint32, bitcast=True)
+
+    sums = tl.zeros((BLOCK_M // 16, 8, BLOCK_N), tl.float32)
+    # Rows before `begin` see none of the columns, rows from `whole` on see all of them.
+    begin = 0 if SLOTS else tl.maximum(start - first, 0) // BLOCK_M * BLOCK_M
+    whole = queries if SLOTS else tl.cdiv(tl.maximum(start + BLOCK_N - 1 - first, 0), BLOCK_M) * BLOCK_M
+    for row in range(begin, tl.minimum(whole, queries), BLOCK_M):
+        sums = add_rows(
+            q_base, q_n, k, lse_base, row_hash_base, column_hash, places, row, first, queries, pad, factor, 1.0 / tau, sums,
+            D, BLOCK_D, BLOCK_M, BLOCK_N, True, NOISE, PTX,
+        )  # fmt: skip
+    for row in range(whole, queries, BLOCK_M):
+        sums = add_rows(
+            q_base, q_n, k, lse_base, row_hash_base, column_hash, places, row, first, queries, pad, factor, 1.0 / tau, sums,
+            D, BLOCK_D, BLOCK_M, BLOCK_N, False, NOISE, PTX,
+        )  # fmt: skip
+    mass = tl.where(places == HIDDEN, 0.0, tl.sum(tl.sum(sums, 1), 0))
+    tl.store(mass_ptr + batch_head * columns_total + columns, mass, mask=columns < columns_total)

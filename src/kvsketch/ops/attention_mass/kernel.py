@@ -1,0 +1,197 @@
+"""Attention mass on a GPU: launches of the programs of `device.py` (several queries) and `decode.py` (one).
+
+Launch sizes: a tile of logits is [rows, columns]; without noise the tensor cores are the limit and large tiles feed them,
+with noise the hash and the logarithms are, and smaller tiles leave registers for more programs on a multiprocessor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kvsketch.ops.attention_mass import Noise, Temperature, reduce_group, stream
+from kvsketch.ops.attention_mass.decode import logits_kernel, update_kernel
+from kvsketch.ops.attention_mass.device import INTERPRETED, column_kernel, hash_kernel, row_kernel
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_SIZE = 256
+HASH_BLOCK = 1024
+DECODE_COLUMNS = 64
+MAX_DECODE_TILES = 512
+
+
+class Launch(NamedTuple):
+    """Tile sizes and resources of one pass; every choice gives the same result up to rounding."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+class Launches(NamedTuple):
+    row_pass: Launch
+    column_pass: Launch
+
+
+def supported(q: Tensor, k: Tensor) -> bool:
+    """True when the kernel serves this call."""
+    return q.dtype in DTYPES and q.shape[3] <= MAX_HEAD_SIZE and min(*q.shape, *k.shape) > 0
+
+
+def launches(q: Tensor, noise: Noise | None) -> Launches:
+    """The launch sizes for the two passes."""
+    if q.dtype == torch.float32:
+        return Launches(Launch(32, 32, 4, 2), Launch(32, 32, 4, 2))
+    if q.shape[3] > 128:
+        return Launches(Launch(64, 64, 4, 2), Launch(64, 64, 4, 2))
+    if noise is None:
+        return Launches(Launch(128, 128, 8, 2), Launch(128, 128, 8, 2))
+    return Launches(Launch(128, 64, 4, 2), Launch(128, 64, 4, 2))
+
+
+def attention_mass(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    *,
+    seen: int | Tensor,
+    index: Tensor | None,
+    padding: Tensor | None,
+    temperature: Temperature,
+    noise: Noise | None,
+    row_lse: Tensor | None,
+    reduce: str,
+    into: Tensor,
+    launch: Launches | None = None,
+) -> Tensor:
+    """See `kvsketch.ops.attention_mass`; `launch` overrides the launch sizes."""
+    call = _Call(q, k, scale, seen, index, padding, temperature, noise)
+    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+        if q.shape[2] == 1:
+            return _add_one_row(call, reduce, into)
+        return into.add_(reduce_group(_column_sums(call, row_lse, launch or launches(q, noise)), k.shape[1], reduce))
+
+
+class _Call:
+    """The arguments that the programs have in common."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        seen: int | Tensor,
+        index: Tensor | None,
+        padding: Tensor | None,
+        temperature: Temperature,
+        noise: Noise | None,
+    ) -> None:
+        self.q, self.k = _dense_last(q), _dense_last(k)
+        self.batch, self.query_heads, self.queries, self.size = q.shape
+        self.kv_heads, self.columns = k.shape[1:3]
+        self.index = None if index is None else _dense_last(index)
+        self.padding = None if padding is None else padding.contiguous()
+        self.seen_on_device = seen if isinstance(seen, Tensor) else None
+        self.seen = seen if isinstance(seen, int) else 0
+        self.noise = noise
+        self.stream = 0 if noise is None else _signed(stream(noise))
+        self.temperature = (scale, temperature.start, temperature.slope, temperature.steps, temperature.since)
+
+    @property
+    def context(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.index, self.padding, self.seen_on_device
+
+    @property
+    def index_strides(self) -> tuple[int, int]:
+        return (0, 0) if self.index is None else (self.index.stride(0), self.index.stride(1))
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {
+            "SLOTS": self.index is not None,
+            "PADDED": self.padding is not None,
+            "SEEN": self.seen_on_device is not None,
+        }
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {
+            "GROUP": self.query_heads // self.kv_heads,
+            "D": self.size,
+            "BLOCK_D": max(16, triton.next_power_of_2(self.size)),
+            "NOISE": self.noise is not None,
+            "PTX": self.q.is_cuda and not INTERPRETED.value and torch.version.hip is None,
+            **self.flags,
+        }
+
+
+def _column_sums(call: _Call, row_lse: Tensor | None, launch: Launches) -> Tensor:  # [B, Hq, S] fp32
+    """Both passes; the first one is left out when the caller knows its result."""
+    row_hash, column_hash = _position_hashes(call)
+    lse = torch.empty((call.batch, call.query_heads, call.queries), dtype=torch.float32, device=call.q.device)
+    mass = torch.empty((call.batch, call.query_heads, call.columns), dtype=torch.float32, device=call.q.device)
+    numbers = (*call.temperature, call.seen, call.queries, call.columns, call.query_heads)
+    strides = (*call.q.stride()[:3], *call.k.stride()[:3], *call.index_strides)
+    heads = call.batch * call.query_heads
+    if row_lse is None:
+        rows, columns, warps, stages = launch.row_pass
+        row_kernel[(triton.cdiv(call.queries, rows), heads)](
+            call.q, call.k, *call.context, row_hash, column_hash, lse, *numbers, *strides,
+            BLOCK_M=rows, BLOCK_N=columns, num_warps=warps, num_stages=stages, **call.sizes,
+        )  # fmt: skip
+    else:
+        lse = row_lse.float().contiguous()
+    rows, columns, warps, stages = launch.column_pass
+    column_kernel[(triton.cdiv(call.columns, columns), heads)](
+        call.q, call.k, *call.context, row_hash, column_hash, lse, mass, *numbers, *strides,
+        BLOCK_M=rows, BLOCK_N=columns, num_warps=warps, num_stages=stages, **call.sizes,
+    )  # fmt: skip
+    return mass
+
+
+def _position_hashes(call: _Call) -> tuple[Tensor | None, Tensor | None]:
+    if call.noise is None:
+        return None, None
+    shape = (call.batch, call.query_heads)
+    row_hash = torch.empty((*shape, call.queries), dtype=torch.int32, device=call.q.device)
+    column_hash = torch.empty((*shape, call.columns), dtype=torch.int32, device=call.q.device)
+    hash_kernel[(triton.cdiv(max(call.queries, call.columns), HASH_BLOCK), call.batch * call.query_heads)](
+        *call.context, row_hash, column_hash,
+        call.stream, call.seen, call.queries, call.columns, call.query_heads, *call.index_strides,
+        GROUP=call.query_heads // call.kv_heads, BLOCK=HASH_BLOCK, **call.flags,
+    )  # fmt: skip
+    return row_hash, column_hash
+
+
+def _add_one_row(call: _Call, reduce: str, into: Tensor) -> Tensor:
+    group = call.query_heads // call.kv_heads
+    block_g, block_n = max(16, triton.next_power_of_2(group)), DECODE_COLUMNS
+    while block_n < 256 and triton.cdiv(call.columns, block_n) > MAX_DECODE_TILES:
+        block_n *= 2
+    tiles = triton.cdiv(call.columns, block_n)
+    x = torch.empty((call.batch, call.query_heads, call.columns), dtype=torch.float32, device=call.q.device)
+    parts = torch.empty((call.batch, call.query_heads, tiles, 2), dtype=torch.float32, device=call.q.device)
+    grid = (tiles, call.batch * call.kv_heads)
+    logits_kernel[grid](
+        call.q, call.k, *call.context, x, parts, *call.temperature, call.stream, call.seen, call.columns, call.kv_heads,
+        *call.q.stride()[:2], *call.k.stride()[:3], *call.index_strides, BLOCK_G=block_g, BLOCK_N=block_n, **call.sizes,
+    )  # fmt: skip
+    update_kernel[grid](
+        x, parts, into, call.columns,
+        GROUP=group, BLOCK_G=block_g, BLOCK_N=block_n, BLOCK_T=triton.next_power_of_2(tiles), REDUCE=reduce,
+    )  # fmt: skip
+    return into
+
+
+def _dense_last(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _signed(number: int) -> int:
+    """The same 32 bits as a signed number, so that one compiled program serves every seed."""
+    return number - 2**32 if number >= 2**31 else number

@@ -1,0 +1,62 @@
+"""The balancing walk of BalanceKV: signs that split each block of tokens into two halves of almost equal sums.
+
+For the tokens j = 1..b of a block, in order, with the kernel of softmax attention on their keys and values:
+
+    y_j = sum_{l<j} sign_l g_jl,    g_jl = exp(temp scale <k_j, k_l>) (<v_j, v_l> + constant) / R^2
+    greedy: sign_j = -1 if y_j > 0, +1 if y_j < 0, a fair coin if it is zero
+    random: sign_j = +1 with probability 1/2 - y_j / (2 c), cut to [0, 1]
+
+R^2 = exp(temp scale max |k|^2) (max |v|^2 + constant) makes |g| <= 1 by Cauchy-Schwarz; it is divided out inside the
+exponent, so that nothing overflows, and c has no dimension. Then for every query q
+
+    sum_{+} exp(scale <q, k>) v  ~  sum_{-} exp(scale <q, k>) v
+
+up to an error that does not grow with b, where random signs give sqrt(b). Greedy is the walk with c -> 0; a positive
+factor per token j changes none of its signs, so there R uses |k_j| max |k| instead and underflows much later.
+`center` takes the mean key of the block off every key: both halves of the relation then change by the same factor.
+`constant` is one more value coordinate, the same for all tokens: it balances the counts beside the values. Without
+values <v, v> is 1, which balances the softmax denominator.
+
+`reference.py` is the definition in torch, `kernel.py` one Triton program per block; `kvsketch.ops.balance_walk` chooses.
+Legend: B batch rows, H KV heads, S slots, D key size, Dv value size, N blocks, b tokens per block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WALKS = ("greedy", "random")
+FAILURES = ("clip", "raise")
+# A sum below this share of the sum of its absolute terms is rounding, and counts as zero.
+TIE = 1e-6
+
+
+class Walked(NamedTuple):
+    """The signs and, for walks that may fail, where one did."""
+
+    signs: Tensor  # [B, H, N, b] int8: +1, -1, and 0 where there is no token
+    failed: Tensor  # [B, H, N] bool: some |y_j| was larger than c
+
+
+def check_arguments(
+    k: Tensor, v: Tensor | None, slots: Tensor, weights: Tensor | None, walk: str, c: float, on_fail: str
+) -> None:
+    """Raise ValueError when a shape or a choice does not fit."""
+    if k.dim() != 4:
+        raise ValueError(f"k must be [batch, heads, slots, size], got {list(k.shape)}.")
+    if v is not None and (v.dim() != 4 or v.shape[:2] != k.shape[:2]):
+        raise ValueError(f"v must be [{k.shape[0]}, {k.shape[1]}, slots, size], got {list(v.shape)}.")
+    if slots.dim() != 4 or slots.shape[:2] != k.shape[:2] or slots.dtype != torch.int64:
+        wanted = f"[{k.shape[0]}, {k.shape[1]}, blocks, tokens] of int64"
+        raise ValueError(f"slots must be {wanted}, got {list(slots.shape)} of {slots.dtype}.")
+    if weights is not None and weights.shape != k.shape[:3]:
+        raise ValueError(f"weights must be {list(k.shape[:3])}, one per slot, got {list(weights.shape)}.")
+    if walk not in WALKS:
+        raise ValueError(f"walk={walk!r} is not one of {', '.join(WALKS)}.")
+    if on_fail not in FAILURES:
+        raise ValueError(f"on_fail={on_fail!r} is not one of {', '.join(FAILURES)}.")
+    if not c > 0:
+        raise ValueError(f"c={c} must be positive; smaller is greedier.")

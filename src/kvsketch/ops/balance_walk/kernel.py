@@ -1,0 +1,262 @@
+"""The balancing walk in Triton: one program per block of tokens.
+
+The program first reads the block's keys for their mean and largest norm, its values for theirs. Then it takes ROWS
+tokens at a time: y from all earlier tokens by matrix products over tiles of the Gram matrix, which is never stored,
+then the tokens one after the other, which needs only the ROWS x ROWS tile of the Gram matrix on its diagonal. That tile
+passes through a scratch buffer, from which a step loads one row: picking a row out of registers would cost more.
+
+Centred inner products come from raw ones, <k_i - m, k_j - m> = <k_i, k_j> - <k_i, m> - <k_j, m> + <m, m>, so that tensor
+cores multiply the 16-bit keys as they are. Legend: see the package docstring.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvsketch.ops.balance_walk import TIE, Walked
+from kvsketch.ops.random.kernel import hash_combine, to_uniform
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_SIZE = 256
+ROWS, COLUMNS = 32, 64
+LOG2E = 1.4426950408889634
+# Triton's interpreter stores bfloat16 as integers and multiplies them as such in tl.dot.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+TIE_SHARE = tl.constexpr(TIE)
+
+
+def supported(k: Tensor, v: Tensor | None, slots: Tensor) -> bool:
+    """True when the kernel serves this call."""
+    same_type = k.dtype in DTYPES and (v is None or v.dtype == k.dtype)
+    sizes = k.shape[3] <= MAX_SIZE and (v is None or v.shape[3] <= MAX_SIZE)
+    return same_type and sizes and slots.numel() > 0
+
+
+@triton.jit
+def dot(a, b):
+    """a b^T, accumulated in float32; float32 operands are multiplied as such, not as tf32."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), tl.trans(b.to(tl.float32)))
+    else:
+        return tl.dot(a, tl.trans(b), input_precision="ieee")
+
+
+@triton.jit
+def load_rows(base, slot, stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """The rows `slot` of a [slots, SIZE] matrix, zero for a missing slot and from column SIZE on."""
+    columns = tl.arange(0, COLUMNS)[None, :]
+    mask = slot[:, None] >= 0
+    if SIZE != COLUMNS:
+        mask = mask & (columns < SIZE)
+    return tl.load(base + slot[:, None] * stride + columns, mask=mask, other=0.0)
+
+
+@triton.jit
+def gram_tile(
+    k_i, k_j, v_i, v_j, mean_i, mean_j, weight_i, weight_j, origin, exponent, mean_norm, constant, radius,
+    VALUES: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """g of the package docstring for a tile of tokens [i, j]."""
+    s = dot(k_i, k_j) - mean_i[:, None] - mean_j[None, :] + mean_norm
+    g = tl.exp2(s * exponent - origin[:, None])
+    if VALUES:
+        inner = dot(v_i, v_j)
+        if WEIGHTS:
+            inner = inner * weight_i[:, None] * weight_j[None, :]
+        g = g * ((inner + constant) * radius)
+    return g
+
+
+@triton.jit
+def block_statistics(
+    k_base, k_s, v_base, v_s, slot_base, weight_base, mean_ptr, norm_ptr, count, constant,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+    VALUES: tl.constexpr, WEIGHTS: tl.constexpr, CENTER: tl.constexpr,
+):  # fmt: skip
+    """Stores <k_j, mean> and the squared norm of the centred key of each token.
+
+    Returns the number of places up to the last token, |mean|^2, the largest squared norm and 1 / (max |v|^2 + constant).
+    """
+    rows = tl.arange(0, ROWS)
+    mean = tl.zeros((BLOCK_D,), tl.float32)
+    tokens = 0.0
+    end = 0
+    for start in range(0, count, ROWS):
+        slot = tl.load(slot_base + start + rows, mask=start + rows < count, other=-1)
+        tokens += tl.sum((slot >= 0).to(tl.float32))
+        end = tl.maximum(end, tl.max(tl.where(slot >= 0, start + rows + 1, 0)))
+        if CENTER:
+            mean += tl.sum(load_rows(k_base, slot, k_s, D, BLOCK_D).to(tl.float32), 0)
+    mean = mean / tl.maximum(tokens, 1.0)
+    mean_norm = tl.sum(mean * mean)
+    largest = 0.0
+    largest_value = 0.0
+    for start in range(0, end, ROWS):
+        slot = tl.load(slot_base + start + rows, mask=start + rows < count, other=-1)
+        k_tile = load_rows(k_base, slot, k_s, D, BLOCK_D).to(tl.float32)
+        to_mean = tl.sum(k_tile * mean[None, :], 1)
+        norm = tl.maximum(tl.sum(k_tile * k_tile, 1) - 2.0 * to_mean + mean_norm, 0.0)
+        norm = tl.where(slot >= 0, norm, 0.0)
+        largest = tl.maximum(largest, tl.max(norm))
+        tl.store(mean_ptr + start + rows, to_mean)
+        tl.store(norm_ptr + start + rows, norm)
+        if VALUES:
+            v_tile = load_rows(v_base, slot, v_s, DV, BLOCK_DV).to(tl.float32)
+            if WEIGHTS:
+                v_tile = v_tile * tl.load(weight_base + slot, mask=slot >= 0, other=0.0)[:, None]
+            largest_value = tl.maximum(largest_value, tl.max(tl.sum(v_tile * v_tile, 1)))
+    radius = largest_value + constant
+    return end, mean_norm, largest, tl.where(radius > 0.0, 1.0 / radius, 0.0)
+
+
+@triton.jit
+def walk_tile(tile_ptr, y_ptr, tie_ptr, u_ptr, half_over_c, worst, ROWS: tl.constexpr, GREEDY: tl.constexpr):
+    """The signs of ROWS tokens, one after the other, and the largest |y| so far."""
+    lanes = tl.arange(0, ROWS)
+    signs = tl.zeros((ROWS,), tl.float32)
+    row = tl.load(tile_ptr + lanes)
+    for j in tl.static_range(ROWS):
+        y = tl.load(y_ptr + j) + tl.sum(row * signs)
+        if j + 1 < ROWS:
+            row = tl.load(tile_ptr + (j + 1) * ROWS + lanes)
+        u = tl.load(u_ptr + j)
+        if GREEDY:
+            coin = tl.where(u < 0.5, 1.0, -1.0)
+            sign = tl.where(tl.abs(y) <= tl.load(tie_ptr + j), coin, tl.where(y < 0.0, 1.0, -1.0))
+        else:
+            sign = tl.where(u < 0.5 - y * half_over_c, 1.0, -1.0)
+        worst = tl.maximum(worst, tl.abs(y))
+        signs = tl.where(lanes == j, sign, signs)
+    return signs, worst
+
+
+@triton.jit(do_not_specialize=["state", "heads", "blocks", "count", "count_padded"])
+def walk_kernel(
+    k, v, slots, weights, ids, signs, failed, scratch,
+    state, exponent, constant, half_over_c, c, heads, blocks, count, count_padded,
+    k_b, k_h, k_s, v_b, v_h, v_s, weight_b, weight_h, id_b, id_h, id_n,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    VALUES: tl.constexpr, WEIGHTS: tl.constexpr, CENTER: tl.constexpr, GREEDY: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    n, h, b = program % blocks, (program // blocks) % heads, program // (blocks * heads)
+    k_base, v_base = k + b * k_b + h * k_h, v + b * v_b + h * v_h
+    weight_base = weights + b * weight_b + h * weight_h
+    slot_base, sign_base = slots + program * count, signs + program * count
+    mean_ptr = scratch + program * (2 * count_padded + ROWS * (ROWS + 3))
+    norm_ptr = mean_ptr + count_padded
+    y_ptr = norm_ptr + count_padded
+    tie_ptr, u_ptr, tile_ptr = y_ptr + ROWS, y_ptr + 2 * ROWS, y_ptr + 3 * ROWS
+    draws = hash_combine(hash_combine(state, h), tl.load(ids + b * id_b + h * id_h + n * id_n))
+
+    end, mean_norm, largest, radius = block_statistics(
+        k_base, k_s, v_base, v_s, slot_base, weight_base, mean_ptr, norm_ptr, count, constant,
+        D, DV, BLOCK_D, BLOCK_DV, ROWS, VALUES, WEIGHTS, CENTER,
+    )  # fmt: skip
+    tl.debug_barrier()
+
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    worst = 0.0
+    for start in range(0, end, ROWS):
+        i = start + rows
+        slot_i = tl.load(slot_base + i, mask=i < count, other=-1)
+        k_i = load_rows(k_base, slot_i, k_s, D, BLOCK_D)
+        mean_i, norm_i = tl.load(mean_ptr + i), tl.load(norm_ptr + i)
+        v_i, weight_i = k_i, mean_i
+        if VALUES:
+            v_i = load_rows(v_base, slot_i, v_s, DV, BLOCK_DV)
+        if WEIGHTS:
+            weight_i = tl.load(weight_base + slot_i, mask=slot_i >= 0, other=0.0)
+        if GREEDY:
+            origin = exponent * tl.sqrt(norm_i * largest)
+        else:
+            origin = exponent * largest + tl.zeros((ROWS,), tl.float32)
+        y = tl.zeros((ROWS,), tl.float32)
+        size = tl.zeros((ROWS,), tl.float32)
+        for before in range(0, start, COLUMNS):
+            j = before + columns
+            slot_j = tl.load(slot_base + j, mask=j < start, other=-1)
+            k_j = load_rows(k_base, slot_j, k_s, D, BLOCK_D)
+            mean_j = tl.load(mean_ptr + j, mask=j < start, other=0.0)
+            v_j, weight_j = k_j, mean_j
+            if VALUES:
+                v_j = load_rows(v_base, slot_j, v_s, DV, BLOCK_DV)
+            if WEIGHTS:
+                weight_j = tl.load(weight_base + slot_j, mask=slot_j >= 0, other=0.0)
+            g = gram_tile(
+                k_i, k_j, v_i, v_j, mean_i, mean_j, weight_i, weight_j,
+                origin, exponent, mean_norm, constant, radius, VALUES, WEIGHTS,
+            )  # fmt: skip
+            g = tl.where(slot_j[None, :] >= 0, g, 0.0)
+            sign_j = tl.load(sign_base + j, mask=j < start, other=0).to(tl.float32)
+            y += tl.sum(g * sign_j[None, :], 1)
+            size += tl.sum(tl.abs(g), 1)
+        g = gram_tile(
+            k_i, k_i, v_i, v_i, mean_i, mean_i, weight_i, weight_i,
+            origin, exponent, mean_norm, constant, radius, VALUES, WEIGHTS,
+        )  # fmt: skip
+        g = tl.where((rows[None, :] < rows[:, None]) & (slot_i[None, :] >= 0) & (slot_i[:, None] >= 0), g, 0.0)
+        size += tl.sum(tl.abs(g), 1)
+        y = tl.where(slot_i >= 0, y, 0.0)
+        tl.store(tile_ptr + rows[:, None] * ROWS + rows[None, :], g)
+        tl.store(y_ptr + rows, y)
+        tl.store(tie_ptr + rows, size * TIE_SHARE)
+        tl.store(u_ptr + rows, to_uniform(hash_combine(draws, i)))
+        tl.debug_barrier()
+        decided, worst = walk_tile(tile_ptr, y_ptr, tie_ptr, u_ptr, half_over_c, worst, ROWS, GREEDY)
+        tl.store(sign_base + i, tl.where(slot_i >= 0, decided, 0.0).to(tl.int8), mask=i < count)
+        tl.debug_barrier()
+    tl.store(failed + program, worst > c)
+
+
+def balance_walk(
+    k: Tensor,
+    v: Tensor | None,
+    slots: Tensor,
+    scale: float,
+    *,
+    weights: Tensor | None = None,
+    state: int = 0,
+    ids: Tensor | None = None,
+    walk: str = "greedy",
+    c: float = 1.0,
+    temp: float = 1.0,
+    center: bool = True,
+    constant: float = 0.0,
+    on_fail: str = "clip",
+) -> Walked:
+    """See `kvsketch.ops.balance_walk`; this one never raises but says where the walk failed."""
+    batch, heads, blocks, count = slots.shape
+    device = k.device
+    k, v = (None if t is None else t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
+    assert k is not None
+    slots = slots.contiguous()
+    weights = None if weights is None else weights.float().contiguous()
+    ids = (torch.arange(blocks, device=device) if ids is None else ids).expand(batch, heads, blocks)
+    count_padded = triton.cdiv(count, ROWS) * ROWS
+    programs = batch * heads * blocks
+    scratch = torch.empty(programs * (2 * count_padded + ROWS * (ROWS + 3)), dtype=torch.float32, device=device)
+    signs = torch.zeros(slots.shape, dtype=torch.int8, device=device)
+    failed = torch.empty((batch, heads, blocks), dtype=torch.bool, device=device)
+    values = k if v is None else v
+    sizes = k.shape[3], values.shape[3]
+    padded = (max(16, triton.next_power_of_2(size)) for size in sizes)
+    with torch.cuda.device(device) if k.is_cuda else contextlib.nullcontext():
+        walk_kernel[(programs,)](
+            k, values, slots, scratch if weights is None else weights, ids, signs, failed, scratch,
+            state, scale * temp * LOG2E, constant, 0.5 / c, c, heads, blocks, count, count_padded,
+            *k.stride()[:3], *values.stride()[:3], *((0, 0) if weights is None else weights.stride()[:2]), *ids.stride(),
+            *sizes, *padded, ROWS, COLUMNS,
+            VALUES=v is not None, WEIGHTS=weights is not None, CENTER=center, GREEDY=walk == "greedy",
+            num_warps=4,
+        )  # fmt: skip
+    return Walked(signs, failed)

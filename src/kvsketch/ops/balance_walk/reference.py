@@ -1,0 +1,116 @@
+"""The balancing walk in torch: the definition the kernel is tested against, and the path used on a CPU.
+
+Legend: M blocks at a time, b tokens per block; the rest as in the package docstring.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops.balance_walk import TIE, Walked
+from kvsketch.ops.random import hash_combine, to_uniform
+
+# Gram entries held at once; blocks are taken in groups so that a long prompt fits in memory.
+MAX_GRAM = 1 << 24
+
+
+def balance_walk(
+    k: Tensor,
+    v: Tensor | None,
+    slots: Tensor,
+    scale: float,
+    *,
+    weights: Tensor | None = None,
+    state: int = 0,
+    ids: Tensor | None = None,
+    walk: str = "greedy",
+    c: float = 1.0,
+    temp: float = 1.0,
+    center: bool = True,
+    constant: float = 0.0,
+    on_fail: str = "clip",
+) -> Walked:
+    """See `kvsketch.ops.balance_walk`; this one never raises but says where the walk failed."""
+    uniforms = block_uniforms(slots, state, ids).flatten(0, 2)
+    batch, heads, blocks, size = slots.shape
+    rows = torch.arange(batch * heads, device=slots.device).repeat_interleave(blocks)
+    places = slots.flatten(0, 2)  # [B * H * N, b]
+    signs = torch.zeros_like(places, dtype=torch.int8)
+    failed = torch.zeros(places.shape[0], dtype=torch.bool, device=slots.device)
+    group = max(1, MAX_GRAM // max(1, size * size))
+    for start in range(0, places.shape[0], group):
+        part = slice(start, start + group)
+        gathered = _gather(k, v, weights, rows[part], places[part])
+        gram = normalized_gram(*gathered, places[part] >= 0, scale * temp, center, constant, by_row=walk == "greedy")
+        signs[part], failed[part] = walk_blocks(gram, places[part] >= 0, uniforms[part], walk, c)
+    return Walked(signs.view(slots.shape), failed.view(batch, heads, blocks))
+
+
+def normalized_gram(
+    k: Tensor,  # [M, b, D]
+    v: Tensor | None,  # [M, b, Dv]
+    valid: Tensor,  # [M, b]
+    scale: float,
+    center: bool = False,
+    constant: float = 0.0,
+    by_row: bool = False,
+) -> Tensor:  # [M, b, b]
+    """g of the package docstring, zero where a token is missing; `by_row` uses |k_j| max |k| in R."""
+    real = valid.to(k.dtype)
+    k = k * real[..., None]
+    if center:
+        mean = k.sum(1) / real.sum(1).clamp_min(1.0)[:, None]
+        k = (k - mean[:, None]) * real[..., None]
+    norm = k.norm(dim=-1)
+    largest = norm.amax(-1, keepdim=True)
+    origin = norm * largest if by_row else largest.square().expand_as(norm)
+    gram = (scale * (k @ k.mT - origin[..., None])).exp()
+    if v is not None:
+        v = v * real[..., None]
+        radius = v.square().sum(-1).amax(-1) + constant
+        gram = gram * (v @ v.mT + constant) / radius.masked_fill(radius == 0, 1.0)[:, None, None]
+    return gram * real[:, None, :] * real[..., None]
+
+
+def walk_blocks(gram: Tensor, valid: Tensor, uniforms: Tensor, walk: str, c: float) -> tuple[Tensor, Tensor]:
+    """Signs [M, b] int8 of the walk over each Gram matrix [M, b, b], and whether some |y_j| was larger than c, [M]."""
+    y = torch.zeros_like(uniforms)
+    tie = TIE * gram.tril(-1).abs().sum(-1)
+    signs = torch.zeros_like(valid, dtype=torch.int8)
+    largest = torch.zeros_like(y[:, 0])
+    for j in range(gram.shape[1]):
+        step, u = y[:, j], uniforms[:, j]
+        largest = torch.maximum(largest, step.abs())
+        if walk == "greedy":
+            up = torch.where(step.abs() <= tie[:, j], u < 0.5, step < 0)
+        else:
+            up = u < 0.5 - step / (2 * c)
+        sign = torch.where(up, 1.0, -1.0) * valid[:, j]
+        signs[:, j] = sign.to(torch.int8)
+        y = y + sign[:, None] * gram[:, :, j]
+    return signs, largest > c
+
+
+def block_uniforms(slots: Tensor, state: int, ids: Tensor | None) -> Tensor:
+    """The draw of each token [B, H, N, b]: the random state continued by head, block id and place in the block."""
+    _, heads, blocks, size = slots.shape
+    device = slots.device
+    if ids is None:
+        ids = torch.arange(blocks, device=device)
+    by_head = hash_combine(torch.tensor(state, device=device), torch.arange(heads, device=device)[:, None])
+    by_block = hash_combine(by_head, ids)[..., None]
+    return to_uniform(hash_combine(by_block, torch.arange(size, device=device))).expand(slots.shape)
+
+
+def _gather(
+    k: Tensor, v: Tensor | None, weights: Tensor | None, rows: Tensor, places: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Keys and weighted values of the blocks, [M, b, D] and [M, b, Dv], in float32 (float64 for float64)."""
+    dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
+    at = (rows[:, None], places.clamp_min(0))
+    keys = k.flatten(0, 1)[at].to(dtype)
+    if v is None:
+        return keys, None
+    values = v.flatten(0, 1)[at].to(dtype)
+    return keys, values if weights is None else values * weights.flatten(0, 1)[at][..., None].to(dtype)

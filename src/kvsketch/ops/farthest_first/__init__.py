@@ -1,0 +1,58 @@
+"""Greedy k-center: centers chosen one after the other, each the key farthest from those before it.
+
+    S_1 = {first key},   S_{t+1} = S_t + argmax_i D_t(i),   D_t(i) = min over c in S_t of ||k_i - k_c||^2
+
+Ties go to the lowest index. Squared distances are |k_i|^2 + |k_c|^2 - 2 <k_i, k_c> in float32; what lies below the rounding
+of that sum counts as 0, so that equal keys have distance 0. The radius, max_i sqrt(D_k(i)), is at most twice the best
+possible (Gonzalez 1985). `reference.py` is the definition in torch. `kernel.py` takes many centers per pass over the keys:
+
+- candidates are the PER_TILE farthest keys of each tile of consecutive keys; every other key is at most as far as its
+  tile's runner-up. D only falls, so as long as the farthest candidate lies above all runners-up it is the farthest key.
+- `exact` replays the greedy choice among the candidates up to that point; the centers are those of the definition.
+- `coarse` accepts at once every candidate at least SLACK times as far as the farthest one, unless a farther candidate lies
+  within that distance. Centers stay SLACK * radius apart, so the radius is at most 2 / SLACK times the best possible.
+
+Legend: B batch rows, H KV heads, N keys, D head size, M candidates.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FORMS = ("exact", "coarse")
+PER_TILE = 4
+MAX_TILES = 64
+MIN_TILE = 32
+SLACK = 0.9
+# A squared distance below this share of |k_i|^2 + |k_c|^2 is rounding.
+ROUNDING = 2.0**-18
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Centers(NamedTuple):
+    """The chosen keys in the order of choice, and how far the farthest other key is from them."""
+
+    index: Tensor  # [B, H, count] int64, -1 where a row has fewer keys
+    radius: Tensor  # [B, H] float32
+
+
+def tile_size(keys: int) -> int:
+    """Consecutive keys that share PER_TILE candidates: a power of two that makes at most MAX_TILES tiles."""
+    return max(MIN_TILE, 1 << (-(-keys // MAX_TILES) - 1).bit_length())
+
+
+def check_arguments(keys: Tensor, count: int, valid: Tensor | None, given: int, form: str) -> None:
+    """Raise ValueError when a shape, a dtype or a choice does not fit the others."""
+    if keys.dim() != 4:
+        raise ValueError(f"keys must have 4 dimensions [batch, heads, keys, size], got {list(keys.shape)}.")
+    if keys.dtype not in DTYPES:
+        raise ValueError(f"keys must be float32, bfloat16, float16 or float64, got {keys.dtype}. Cast them first.")
+    if valid is not None and (valid.dtype != torch.bool or valid.shape != keys.shape[:3]):
+        raise ValueError(f"valid must be bool {list(keys.shape[:3])}, got {valid.dtype} {list(valid.shape)}.")
+    if count < 0 or given < 1:
+        raise ValueError(f"count={count} must be 0 or more and given={given} 1 or more.")
+    if form not in FORMS:
+        raise ValueError(f"form={form!r} is not one of {', '.join(FORMS)}.")

@@ -1,0 +1,245 @@
+"""Farthest-first centers on a GPU: rounds of three Triton programs, so that one pass over the keys serves many centers.
+
+    sweep    each tile: distances to the centers of the last round, then its farthest keys and the runner-up
+    gram     distances between the candidates of all tiles
+    choose   one program per head: replays the greedy choice (exact), or accepts what is far apart (coarse)
+
+A head whose last round found no new center is idle: its programs return at once. The host looks every CHECK rounds whether
+all are. Legend: see the package docstring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvsketch.ops.farthest_first import PER_TILE, ROUNDING, SLACK, Centers, tile_size
+from kvsketch.ops.farthest_first.reference import fill_with_equals, first_centers
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_SIZE = 256
+# Candidate numbers and key numbers share 32 bits when the farthest candidate is looked up.
+MAX_KEYS = 1 << 23
+CHECK = 8
+BLOCK_CENTERS = 32
+GRAM_ROWS = 64
+CHOOSE_ROWS = 32
+
+
+def supported(keys: Tensor) -> bool:
+    """True when the kernel serves this call."""
+    sizes = 0 < keys.shape[2] < MAX_KEYS and 0 < keys.shape[3] <= MAX_HEAD_SIZE
+    return keys.dtype in DTYPES and sizes and keys.stride(3) == 1 and keys.shape[0] * keys.shape[1] > 0
+
+
+def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: str) -> Centers:
+    """See `kvsketch.ops.farthest_first`."""
+    batch, heads, length, size = keys.shape
+    index, nearest = first_centers(valid, count, given)
+    chosen = index.to(torch.int32).contiguous()
+    rows, device = batch * heads, keys.device
+    tile = tile_size(length)
+    tiles = triton.cdiv(length, tile)
+    candidates = max(16, triton.next_power_of_2(tiles * PER_TILE))
+    stop = (chosen >= 0).sum(-1, dtype=torch.int32).flatten()
+    start = torch.zeros_like(stop)
+    value = torch.full((rows, candidates), -1.0, device=device)
+    candidate = torch.zeros((rows, candidates), dtype=torch.int32, device=device)
+    runner_up = torch.empty((rows, tiles), device=device)
+    distance = torch.empty((rows, candidates, candidates), device=device)
+    accepted = torch.empty((rows, candidates), dtype=torch.int32, device=device)
+    radius = torch.zeros(rows, device=device)
+
+    block_d = max(16, triton.next_power_of_2(size))
+    shape = (heads, length, *keys.stride()[:3])
+    sizes = {"D": size, "BLOCK_D": block_d, "ROUNDING": ROUNDING}
+    gram_rows = min(GRAM_ROWS, candidates)
+
+    def play_round() -> None:
+        sweep_kernel[(tiles, rows)](
+            keys, nearest, chosen, start, stop, value, candidate, runner_up, count, candidates, *shape,
+            TILE=tile, BLOCK=min(128, tile), CENTERS=BLOCK_CENTERS, PER_TILE=PER_TILE, **sizes, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        gram_kernel[(candidates // gram_rows, rows)](
+            keys, candidate, start, stop, distance, *shape,
+            M=candidates, ROWS=gram_rows, COLUMNS=gram_rows, **sizes, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        if form == "exact":
+            replay_kernel[(rows,)](
+                value, candidate, runner_up, distance, chosen, start, stop, radius, count, tiles,
+                M=candidates, BLOCK_TILES=triton.next_power_of_2(tiles), num_warps=1,
+            )  # fmt: skip
+        else:
+            accept_kernel[(rows,)](
+                value, candidate, distance, accepted, chosen, start, stop, radius, count, SLACK * SLACK,
+                M=candidates, ROWS=min(CHOOSE_ROWS, candidates), num_warps=8,
+            )  # fmt: skip
+
+    with torch.cuda.device(device) if keys.is_cuda else contextlib.nullcontext():
+        while bool((start < stop).any()):
+            for _ in range(CHECK):
+                play_round()
+    index = chosen.long()
+    fill_with_equals(index, nearest)
+    return Centers(index, radius.view(batch, heads))
+
+
+@triton.jit
+def load_keys(keys, row, heads, offsets, inside, key_b, key_h, key_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Keys [len(offsets), BLOCK_D] of one head, zero outside."""
+    d = tl.arange(0, BLOCK_D)
+    base = keys + (row // heads).to(tl.int64) * key_b + (row % heads).to(tl.int64) * key_h
+    pointers = base + offsets.to(tl.int64)[:, None] * key_n + d[None, :]
+    return tl.load(pointers, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def squared_norms(points):
+    x = points.to(tl.float32)
+    return tl.sum(x * x, 1)
+
+
+@triton.jit
+def squared_distances(points, norms, others, ROUNDING: tl.constexpr):
+    """Between points [N, D] and others [M, D]: [N, M]."""
+    total = norms[:, None] + squared_norms(others)[None, :]
+    distance = total - 2.0 * tl.dot(points, tl.trans(others), input_precision="ieee")
+    return tl.where(distance <= ROUNDING * total, 0.0, distance)
+
+
+@triton.jit
+def sweep_kernel(
+    keys, nearest, chosen, start, stop, value, candidate, runner_up, count, candidates, heads, length, key_b, key_h, key_n,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, CENTERS: tl.constexpr, PER_TILE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
+    tile, row = tl.program_id(0), tl.program_id(1)
+    first, last = tl.load(start + row), tl.load(stop + row)
+    if first >= last:
+        return
+    own = nearest + row.to(tl.int64) * length
+    for block in range(0, TILE, BLOCK):
+        here = tile * TILE + block + tl.arange(0, BLOCK)
+        points = load_keys(keys, row, heads, here, here < length, key_b, key_h, key_n, D, BLOCK_D)
+        norms = squared_norms(points)
+        lowest = tl.load(own + here, mask=here < length, other=-1.0)
+        for c in range(first, last, CENTERS):
+            place = c + tl.arange(0, CENTERS)
+            center = tl.load(chosen + row * count + place, mask=place < last, other=-1)
+            others = load_keys(keys, row, heads, center, center >= 0, key_b, key_h, key_n, D, BLOCK_D)
+            distance = squared_distances(points, norms, others, ROUNDING)
+            distance = tl.where((center >= 0)[None, :], distance, float("inf"))
+            distance = tl.where(here[:, None] == center[None, :], -1.0, distance)
+            lowest = tl.minimum(lowest, tl.min(distance, 1))
+        tl.store(own + here, lowest, mask=here < length)
+    # The whole tile is read back in another layout than it was written.
+    tl.debug_barrier()
+    s = tl.arange(0, TILE)
+    here = tile * TILE + s
+    rest = tl.load(own + here, mask=here < length, other=-2.0)
+    at = row * candidates + tile * PER_TILE
+    for i in tl.static_range(PER_TILE):
+        best = tl.max(rest, 0)
+        place = tl.min(tl.where(rest == best, s, TILE), 0)
+        tl.store(value + at + i, best)
+        tl.store(candidate + at + i, tl.minimum(tile * TILE + place, length - 1))
+        rest = tl.where(s == place, -2.0, rest)
+    tl.store(runner_up + row * tl.num_programs(0) + tile, tl.max(rest, 0))
+
+
+@triton.jit
+def gram_kernel(
+    keys, candidate, start, stop, distance, heads, length, key_b, key_h, key_n,
+    M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
+    part, row = tl.program_id(0), tl.program_id(1)
+    if tl.load(start + row) >= tl.load(stop + row):
+        return
+    i = part * ROWS + tl.arange(0, ROWS)
+    ours = tl.load(candidate + row * M + i)
+    points = load_keys(keys, row, heads, ours, ours < length, key_b, key_h, key_n, D, BLOCK_D)
+    norms = squared_norms(points)
+    for c in range(0, M, COLUMNS):
+        j = c + tl.arange(0, COLUMNS)
+        theirs = tl.load(candidate + row * M + j)
+        others = load_keys(keys, row, heads, theirs, theirs < length, key_b, key_h, key_n, D, BLOCK_D)
+        pairs = squared_distances(points, norms, others, ROUNDING)
+        tl.store(distance + row.to(tl.int64) * M * M + i[:, None] * M + j[None, :], pairs)
+
+
+@triton.jit
+def farthest(value, candidate, M: tl.constexpr):
+    """The largest value, its candidate number and its key number; equal values go to the lowest key.
+
+    All three travel through one reduction: the bits of a float that is not negative order like the float.
+    """
+    low = (tl.full([M], 8388607, tl.int64) - candidate) * M + tl.arange(0, M)
+    best = tl.max((value.to(tl.int32, bitcast=True).to(tl.int64) << 32) + low, 0)
+    low_bits = best & 0xFFFFFFFF
+    return (best >> 32).to(tl.int32).to(tl.float32, bitcast=True), (low_bits % M).to(tl.int32), (8388607 - low_bits // M).to(tl.int32)
+
+
+@triton.jit
+def replay_kernel(
+    value, candidate, runner_up, distance, chosen, start, stop, radius, count, tiles,
+    M: tl.constexpr, BLOCK_TILES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    first, last = tl.load(start + row), tl.load(stop + row)
+    if first >= last:
+        return
+    t, m = tl.arange(0, BLOCK_TILES), tl.arange(0, M)
+    bound = tl.max(tl.load(runner_up + row * tiles + t, mask=t < tiles, other=-2.0), 0)
+    values = tl.load(value + row * M + m)
+    ours = tl.load(candidate + row * M + m)
+    best, place, key = farthest(values, ours, M)
+    tl.store(radius + row, tl.sqrt(tl.maximum(best, 0.0)))
+    total = last
+    # The first choice is the farthest key of all. The following ones are while they lie above every runner-up.
+    while (total < count) & (best > 0.0) & ((total == last) | (best > bound)):
+        tl.store(chosen + row * count + total, key)
+        pairs = tl.load(distance + row.to(tl.int64) * M * M + place * M + m)
+        values = tl.where(m == place, -1.0, tl.minimum(values, pairs))
+        total += 1
+        best, place, key = farthest(values, ours, M)
+    tl.store(start + row, last)
+    tl.store(stop + row, total)
+
+
+@triton.jit
+def accept_kernel(
+    value, candidate, distance, accepted, chosen, start, stop, radius, count, slack_squared,
+    M: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    first, last = tl.load(start + row), tl.load(stop + row)
+    if first >= last:
+        return
+    m = tl.arange(0, M)
+    values, theirs = tl.load(value + row * M + m), tl.load(candidate + row * M + m)
+    best = tl.max(values, 0)
+    tl.store(radius + row, tl.sqrt(tl.maximum(best, 0.0)))
+    reach = slack_squared * best
+    for r in range(0, M, ROWS):
+        i = r + tl.arange(0, ROWS)
+        mine, ours = tl.load(value + row * M + i), tl.load(candidate + row * M + i)
+        ahead = (values[None, :] > mine[:, None]) | ((values[None, :] == mine[:, None]) & (theirs[None, :] < ours[:, None]))
+        pairs = tl.load(distance + row.to(tl.int64) * M * M + i[:, None] * M + m[None, :])
+        covered = tl.max((ahead & (pairs < reach)).to(tl.int32), 1)
+        tl.store(accepted + row * M + i, ((mine > 0.0) & (mine >= reach) & (covered == 0)).to(tl.int32))
+    # The flags are read back in another layout than they were written.
+    tl.debug_barrier()
+    flags = tl.load(accepted + row * M + m)
+    for r in range(0, M, ROWS):
+        i = r + tl.arange(0, ROWS)
+        mine, ours, flag = tl.load(value + row * M + i), tl.load(candidate + row * M + i), tl.load(accepted + row * M + i)
+        ahead = (values[None, :] > mine[:, None]) | ((values[None, :] == mine[:, None]) & (theirs[None, :] < ours[:, None]))
+        place = last + tl.sum(ahead.to(tl.int32) * flags[None, :], 1)
+        tl.store(chosen + row * count + place, ours, mask=(flag > 0) & (place < count))
+    tl.store(start + row, last)
+    tl.store(stop + row, tl.minimum(count, last + tl.sum(flags, 0)))

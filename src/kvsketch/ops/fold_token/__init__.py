@@ -1,0 +1,78 @@
+"""One token of a stream folded into SubGen's structure, in place: the decode step of the method `subgen`.
+
+The slots of one head lie in five stretches:
+
+    sinks | ring | hold | samples | clusters x per_cluster
+
+Sinks, ring (the recent window and one place for the next token) and hold carry exact tokens, samples the (key, value)
+pairs of the numerator, the clusters' slots the keys of the denominator. Rows of a batch may use less of each stretch
+than there is: `plan` says how much. `hold` is for rows that still fit their budget while others no longer do.
+
+`reference.py` is the definition in torch, `kernel.py` the same in one launch. `kvsketch.ops` chooses.
+
+Legend: B batch rows, H KV heads, K key slots, V value slots, s samples, m clusters, t slots per cluster, D key size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+NUMERATOR, DENOMINATOR, MERGE = 0, 1, 2  # streams of random draws
+
+
+class Layout(NamedTuple):
+    """How many slots each stretch has; the same for all rows and heads."""
+
+    sinks: int
+    ring: int
+    hold: int
+    samples: int
+    clusters: int
+    per_cluster: int
+
+    @property
+    def exact(self) -> int:
+        """Slots of exact tokens."""
+        return self.sinks + self.ring + self.hold
+
+    @property
+    def valued(self) -> int:
+        """Slots with a value."""
+        return self.exact + self.samples
+
+    @property
+    def total(self) -> int:
+        return self.valued + self.clusters * self.per_cluster
+
+
+class Plan(NamedTuple):
+    """How much of the layout a row uses."""
+
+    sinks: int
+    recent: int
+    hold: int
+    samples: int
+    clusters: int
+    per_cluster: int
+
+
+class State(NamedTuple):
+    """Everything a step reads and writes."""
+
+    keys: Tensor  # [B, H, K, D]
+    values: Tensor  # [B, H, V, Dv]
+    index: Tensor  # [B, H, K] int32, -1 empty
+    log_num: Tensor | None  # [B, H, K] fp32; None: the numerator's weights serve both sums and lie in log_den
+    log_den: Tensor  # [B, H, K] fp32
+    next_slot: Tensor  # [B, H, 1] int64
+    clock: Tensor  # [1] int64, tokens seen
+    padding: Tensor | None  # [B] int64
+    plan: Tensor  # [B, 6] int64, the fields of Plan
+    representatives: Tensor  # [B, H, m, D]
+    counts: Tensor  # [B, H, m] int32
+    delta: Tensor  # [B, H] fp32
+    mu: Tensor  # [B, H] fp64, sum of the squared norms of the values folded so far
+    shares: Tensor  # [B, H, s] fp32, log(copies) - log|v|^2; -inf for an empty slot and a copy counted elsewhere
+    streams: Tensor  # [B, H, 3] int64, hash states of the draws

@@ -1,0 +1,135 @@
+"""Folding one token in torch: the definition the kernel is tested against, and the path used on a CPU.
+
+No value is read back by the host and no shape depends on data. Legend: see the package docstring.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR, Layout, State
+from kvsketch.ops.reservoir.reference import draws, thresholds
+
+NEG_INF = float("-inf")
+
+
+def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
+    """See `kvsketch.ops.fold_token`."""
+    real = state.clock if state.padding is None else state.clock - state.padding
+    real = real.expand(state.plan.shape[0])
+    slot = slot_of(real, state.plan, layout).view(-1, 1, 1).expand(state.next_slot.shape)
+    index = state.index.gather(2, slot)  # [B, H, 1]
+    position = index.long() if state.padding is None else index - state.padding.view(-1, 1, 1)
+    sinks, samples = state.plan[:, 0].view(-1, 1, 1), state.plan[:, 3].view(-1, 1, 1)
+    folds = (index >= 0) & (position >= sinks) & (samples > 0)  # [B, H, 1]
+    key, value = (_at(tensor, slot) for tensor in (state.keys, state.values))
+    _fold_numerator(state, layout, key, value, index, position, folds)
+    state.shares.copy_(
+        numerator_shares(state.values[:, :, layout.exact :], state.index[:, :, layout.exact : layout.valued], coalesce)
+    )
+    weights = state.log_den if state.log_num is None else state.log_num
+    weights[:, :, layout.exact : layout.valued] = numerator_weights(state.mu, state.shares, state.plan)
+    if layout.clusters:
+        _fold_denominator(state, layout, key, index, position, folds)
+        samples_index = state.index[:, :, layout.valued :].unflatten(2, (layout.clusters, layout.per_cluster))
+        log_den = denominator_weights(state.counts, samples_index, state.plan, coalesce)
+        state.log_den[:, :, layout.valued :] = log_den.flatten(2)
+    state.next_slot.copy_(slot)
+    state.index.scatter_(2, slot, -1)
+    state.log_den.scatter_(2, slot, NEG_INF)
+    if state.log_num is not None:
+        state.log_num.scatter_(2, slot, NEG_INF)
+
+
+def slot_of(position: Tensor, plan: Tensor, layout: Layout) -> Tensor:  # [B]
+    """Where the exact token at `position` [B] of each row lies: in the ring, the place of the token that leaves for it."""
+    sinks, recent, hold = plan[:, 0], plan[:, 1], plan[:, 2]
+    ring = layout.sinks + position % (recent + 1)
+    held = layout.sinks + layout.ring + position - sinks
+    return torch.where(position < sinks, position, torch.where(position < sinks + hold, held, ring))
+
+
+def numerator_shares(values: Tensor, index: Tensor, coalesce: bool) -> Tensor:  # [B, H, s]
+    """log(copies) - log|v|^2 of each sample; -inf for empty slots and, when coalesced, for all copies but the first."""
+    share = -2.0 * norms(values).log()
+    if coalesce:
+        share = share + log_copies(index)
+    return torch.where(index >= 0, share, NEG_INF)
+
+
+def numerator_weights(mu: Tensor, shares: Tensor, plan: Tensor) -> Tensor:  # [B, H, s]
+    """log mu - log s + share."""
+    return mu.log().float()[..., None] - plan[:, 3].float().log().view(-1, 1, 1) + shares
+
+
+def denominator_weights(counts: Tensor, index: Tensor, plan: Tensor, coalesce: bool) -> Tensor:  # [B, H, m, t]
+    """log n_i - log t, and log(copies) when coalesced."""
+    weight = counts.float().log()[..., None] - plan[:, 5].float().log().view(-1, 1, 1, 1)
+    if coalesce:
+        weight = weight + log_copies(index)
+    return torch.where(index >= 0, weight, NEG_INF)
+
+
+def log_copies(index: Tensor) -> Tensor:
+    """log of how often each entry occurs along the last dimension, at its first occurrence; -inf at the others."""
+    ordered, order = index.sort(-1, stable=True)
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    run = first.long().cumsum(-1) - 1
+    sizes = torch.zeros_like(run).scatter_add_(-1, run, torch.ones_like(run))
+    copies = torch.where(first, sizes.gather(-1, run), 0)
+    return torch.zeros_like(copies).scatter_(-1, order, copies).float().log()
+
+
+def norms(values: Tensor) -> Tensor:
+    """|v| in float32 (float64 for float64)."""
+    return torch.linalg.vector_norm(values, dim=-1, dtype=torch.promote_types(values.dtype, torch.float32))
+
+
+def _fold_numerator(
+    state: State, layout: Layout, key: Tensor, value: Tensor, index: Tensor, position: Tensor, folds: Tensor
+) -> None:
+    """Every sample becomes the token with probability |v|^2 / (mu + |v|^2)."""
+    weight = torch.where(folds, norms(value).double().square(), 0.0)  # [B, H, 1]
+    state.mu.add_(weight[..., 0])
+    threshold = thresholds(weight, state.mu[..., None])
+    drawn = draws(state.streams[..., NUMERATOR], position[:, 0], layout.samples)[:, :, 0]  # [B, H, s]
+    used = torch.arange(layout.samples, device=drawn.device) < state.plan[:, 3].view(-1, 1, 1)
+    fired = (drawn < threshold) & used
+    stretch = slice(layout.exact, layout.valued)
+    _write(state.keys[:, :, stretch], fired, key)
+    _write(state.values[:, :, stretch], fired, value)
+    state.index[:, :, stretch].copy_(torch.where(fired, index, state.index[:, :, stretch]))
+
+
+def _fold_denominator(state: State, layout: Layout, key: Tensor, index: Tensor, position: Tensor, folds: Tensor) -> None:
+    """The token opens a cluster or joins the nearest, whose slots it takes with probability 1 / n each."""
+    wide = torch.promote_types(key.dtype, torch.float32)
+    distance = (state.representatives.to(wide) - key.to(wide)).square().sum(-1)  # [B, H, m]
+    alive = (state.counts > 0).sum(-1, keepdim=True)
+    number = torch.arange(layout.clusters, device=key.device)
+    nearest, label = torch.where(number < alive, distance, float("inf")).min(-1, keepdim=True)
+    opens = (nearest > state.delta[..., None].square()) & (alive < state.plan[:, 4].view(-1, 1, 1))
+    label = torch.where(opens, alive, label)
+    state.counts.scatter_add_(2, label, folds.to(state.counts.dtype))
+    at = label[..., None].expand_as(key)
+    state.representatives.scatter_(2, at, torch.where((opens & folds)[..., None], key, state.representatives.gather(2, at)))
+
+    count = state.counts.gather(2, label)
+    threshold = torch.where(folds, thresholds(torch.ones_like(count), count.clamp_min(1)), 0)
+    slots = torch.arange(layout.per_cluster, device=key.device)
+    fired = draws(state.streams[..., DENOMINATOR], position[:, 0], layout.per_cluster)[:, :, 0] < threshold  # [B, H, t]
+    fired = fired & (slots < state.plan[:, 5].view(-1, 1, 1))
+    target = layout.valued + label * layout.per_cluster + slots
+    at = target[..., None].expand(-1, -1, -1, key.shape[3])
+    state.keys.scatter_(2, at, torch.where(fired[..., None], key, state.keys.gather(2, at)))
+    state.index.scatter_(2, target, torch.where(fired, index, state.index.gather(2, target)))
+
+
+def _write(stretch: Tensor, fired: Tensor, content: Tensor) -> None:
+    stretch.copy_(torch.where(fired[..., None], content, stretch))
+
+
+def _at(tensor: Tensor, slot: Tensor) -> Tensor:
+    return tensor.gather(2, slot[..., None].expand(-1, -1, -1, tensor.shape[3]))

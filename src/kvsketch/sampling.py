@@ -1,0 +1,79 @@
+"""The choice of the next token inside a captured step: what transformers' generate does, with counters on the device.
+
+The warpers (temperature, top-k, top-p) and the repetition penalty are transformers' own objects; only what depends on the length
+of the text is rewritten, because a captured graph cannot see a growing tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STATELESS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "InfNanRemoveLogitsProcessor")
+OF_HISTORY = ("RepetitionPenaltyLogitsProcessor",)
+OF_LENGTH = ("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
+STOPPING = ("MaxLengthCriteria", "EosTokenCriteria")
+
+
+def unsupported(processors: Sequence[Any], criteria: Sequence[Any]) -> list[str]:
+    """Names of logits processors and stopping criteria that a captured step cannot follow."""
+    known = STATELESS + OF_HISTORY + OF_LENGTH
+    names = [type(p).__name__ for p in processors if type(p).__name__ not in known]
+    names += [type(p).__name__ for p in processors if getattr(p, "prompt_ignore_length", None)]
+    return names + [type(c).__name__ for c in criteria if type(c).__name__ not in STOPPING]
+
+
+class Sampler:
+    """Chooses tokens into a preallocated history [B, max_length]; every step does the same work on the same addresses."""
+
+    def __init__(
+        self, processors: Sequence[Any], input_ids: Tensor, max_length: int, eos: Tensor | None, pad: Tensor | None, do_sample: bool
+    ) -> None:
+        batch, length = input_ids.shape
+        self.do_sample, self.eos, self.pad = do_sample, eos, pad
+        self.processors = [p for p in processors if type(p).__name__ not in OF_LENGTH]
+        self.min_length = max((_min_length(p) for p in processors if type(p).__name__ in OF_LENGTH), default=0)
+        self.suppress_eos = torch.full((1,), self.min_length > length, device=input_ids.device)
+        # Places not yet written repeat the first token, so that a penalty on repeated tokens sees nothing new.
+        self.history = input_ids[:, :1].repeat(1, max_length)
+        self.history[:, :length] = input_ids
+        self.place = torch.full((batch, 1), length, device=input_ids.device)
+        self.unfinished = torch.ones(batch, dtype=torch.long, device=input_ids.device)
+        self.length = length  # the host's own count
+
+    def choose(self, logits: Tensor) -> Tensor:  # [B, V] -> [B, 1]
+        """One step; runs eagerly or under capture."""
+        scores = logits.to(torch.float32, copy=True)
+        if self.min_length and self.eos is not None:
+            scores[:, self.eos] = torch.where(self.suppress_eos, float("-inf"), scores[:, self.eos])
+        for processor in self.processors:
+            scores = processor(self.history, scores)
+        token = torch.multinomial(scores.softmax(-1), 1).squeeze(1) if self.do_sample else scores.argmax(-1)
+        if self.eos is not None:
+            token = token * self.unfinished + (self.pad if self.pad is not None else 0) * (1 - self.unfinished)
+            self.unfinished &= ~(token[:, None] == self.eos[None]).any(-1)
+        self.history.scatter_(1, self.place, token[:, None])
+        self.place += 1
+        return token[:, None]
+
+    def before_step(self) -> None:
+        """The host's part of a step: ends the ban on the end-of-text token when the text is long enough."""
+        if self.min_length == self.length:
+            self.suppress_eos.fill_(False)
+        self.length += 1
+
+    def finished(self) -> bool:
+        """Whether every row has ended (asks the device; only when there is an end-of-text token)."""
+        return self.eos is not None and not bool(self.unfinished.any())
+
+    def tokens(self) -> Tensor:
+        return self.history[:, : self.length]
+
+
+def _min_length(processor: Any) -> int:
+    if hasattr(processor, "min_new_tokens"):
+        return int(processor.prompt_length_to_skip + processor.min_new_tokens)
+    return int(processor.min_length)

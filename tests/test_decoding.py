@@ -1,0 +1,132 @@
+"""Captured decoding gives the tokens of `model.generate`. Without a GPU the recorded step is run instead of replayed."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from common import padded, with_budget
+
+import kvsketch
+from kvsketch import CompressedCache, decoding
+
+METHODS = list(kvsketch.METHODS)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class RunInsteadOfReplay:
+    """Stands in for a CUDA graph on a CPU: same bookkeeping, the step is run at each replay."""
+
+    def __init__(self, step: decoding.Step) -> None:
+        self.step = step
+
+    def replay(self) -> None:
+        counters = [(layer.table.seen, layer.table.new_tokens, layer.table.prompt_tokens) for layer in self.step.layers]
+        self.step._forward(bounded=True)
+        for layer, values in zip(self.step.layers, counters, strict=True):
+            layer.table.seen, layer.table.new_tokens, layer.table.prompt_tokens = values
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        possible = decoding._impossible
+
+        def impossible(model: Any, cache: CompressedCache, options: dict[str, Any]) -> str | None:
+            reason = possible(model, cache, options)
+            return None if reason is not None and "only CUDA" in reason else reason
+
+        def record(step: decoding.Step) -> RunInsteadOfReplay:
+            step.addresses = step._addresses()
+            return RunInsteadOfReplay(step)
+
+        monkeypatch.setattr(decoding, "_impossible", impossible)
+        monkeypatch.setattr(decoding.Step, "_record", record)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 0.7, "top_k": 30, "top_p": 0.9},
+    "penalty": {"do_sample": False, "repetition_penalty": 1.3},
+    "eos_and_min_length": {"do_sample": False, "eos_token_id": [5, 17, 30, 44, 60, 71, 80, 90], "min_new_tokens": 6},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("mode", OPTIONS)
+@pytest.mark.parametrize("pads", [[0, 0], [0, 9]], ids=["alone", "left_padded"])
+@pytest.mark.parametrize("length", [12, 40], ids=["short_prompt", "long_prompt"])
+def test_same_tokens_as_generate(name: str, mode: str, pads: list[int], length: int) -> None:
+    model = zoo.build("llama").to(DEVICE)
+    ids, mask = (t.to(DEVICE) for t in padded(zoo.tokens(2, length), pads))
+    caches = [CompressedCache(model, with_budget(name, 20)) for _ in range(2)]
+    torch.manual_seed(1)
+    expected = model.generate(ids, attention_mask=mask, past_key_values=caches[0], max_new_tokens=30, **OPTIONS[mode])
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        ours = kvsketch.generate(
+            model, {"input_ids": ids, "attention_mask": mask}, caches[1], max_new_tokens=30, **OPTIONS[mode]
+        )
+    assert ours.tolist() == expected.tolist()
+    assert caches[0].tokens_seen == caches[1].tokens_seen
+    assert caches[0].tokens_stored == caches[1].tokens_stored
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_second_turn_after_captured_decoding(name: str) -> None:
+    model = zoo.build("llama").to(DEVICE)
+    first, second = zoo.tokens(1, 40).to(DEVICE), zoo.tokens(1, 9, seed=2).to(DEVICE)
+    transcripts = []
+    for captured in (False, True):
+        cache = CompressedCache(model, with_budget(name, 20))
+        text = first
+        for turn in range(3):
+            options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+            if captured and turn != 1:
+                text = kvsketch.generate(model, text, cache, **options)
+            else:
+                text = model.generate(text, past_key_values=cache, **options)
+            text = torch.cat([text, second], 1)
+        transcripts.append(text.tolist())
+    assert transcripts[0] == transcripts[1]
+
+
+def test_a_streamer_hears_every_token() -> None:
+    model, ids = zoo.build("llama").to(DEVICE), zoo.tokens(1, 20).to(DEVICE)
+    heard: list[int] = []
+
+    class Ear:
+        def put(self, value: torch.Tensor) -> None:
+            heard.extend(value.flatten().tolist())
+
+        def end(self) -> None:
+            heard.append(-1)
+
+    out = kvsketch.generate(model, ids, CompressedCache(model, "streamingllm:budget=12"), max_new_tokens=9, do_sample=False, streamer=Ear())
+    assert heard == [*out[0].tolist(), -1]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "word"),
+    [
+        ("llama", {"num_beams": 2}, "num_beams=2"),
+        ("llama", {"no_repeat_ngram_size": 2}, "NoRepeatNGram"),
+        ("gemma3", {}, "sliding"),
+        ("mpt", {}, "position"),
+    ],
+)
+def test_what_cannot_be_captured_runs_eagerly_and_says_why(family: str, options: dict[str, Any], word: str) -> None:
+    model, ids = zoo.build(family).to(DEVICE), zoo.tokens(1, 20).to(DEVICE)
+    expected = model.generate(ids, past_key_values=CompressedCache(model, "streamingllm:budget=12"), max_new_tokens=6, do_sample=False, **options)
+    with pytest.warns(RuntimeWarning, match=word):
+        ours = kvsketch.generate(model, ids, CompressedCache(model, "streamingllm:budget=12"), max_new_tokens=6, do_sample=False, **options)
+    assert ours.tolist() == expected.tolist()
+
+
+def test_a_foreign_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match="CompressedCache"):
+        kvsketch.generate(zoo.build("llama"), zoo.tokens(1, 4), None)  # type: ignore[arg-type]
