@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import save_tiny_model
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from typer.testing import CliRunner
 
 import kvsketch
+import zoo
 from kvsketch import environment, models
 from kvsketch.cli import app
 from kvsketch.cli.boundary import one_line
+from kvsketch.cli.generate import full_cache_bytes
 from kvsketch.cli.options import DEFAULT_MODEL
+from tiny import save_tiny_model
 
 PROMPT = "The cat sat on the mat, and the dog sat on the cat. " * 3
 
@@ -115,6 +118,16 @@ def test_generate_gives_the_models_own_text_with_the_full_cache(folder: str) -> 
     assert found["tokens_seen"] == found["tokens_stored"] == cache.get_seq_length()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("length", [5, 40])
+def test_the_full_cache_is_measured_with_its_sliding_layers(family: str, length: int) -> None:
+    model = zoo.build(family)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(zoo.tokens(1, length), past_key_values=cache, use_cache=True)
+    assert full_cache_bytes(model, length) == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
 def test_generate_streams_text_and_says_what_the_cache_took(folder: str) -> None:
     command = ("generate", PROMPT, "--model", folder, "--method", "streamingllm:budget=16", "--max-new-tokens", "6")
     streamed, found = run(*command), read_json(*command)
@@ -148,7 +161,7 @@ def test_generate_samples_by_seed(folder: str) -> None:
 
 
 def test_generate_notes_a_prompt_beyond_the_context(folder: str) -> None:
-    result = run("generate", "a" * 4090, "--model", folder, "--max-new-tokens", "8", "--method", "streamingllm:budget=32")
+    result = run("generate", "a" * 4090, "--model", folder, "--max-new-tokens", "8", "--method", "uniform:budget=99")
     assert result.exit_code == 0
     assert "4,098 tokens go beyond the 4,096" in result.stderr
 
@@ -224,8 +237,7 @@ def test_one_line_joins_lines_and_names_the_file() -> None:
     assert one_line(ValueError()) == "ValueError"
 
 
-@pytest.mark.parametrize("options", [["--json"], []])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("options", "unbuffered"), [(["--json"], ""), ([], "1")])
 def test_a_reader_that_leaves_early_sees_no_traceback(options: list[str], unbuffered: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", "from kvsketch.cli import main; main()", "methods", *options],

@@ -10,6 +10,7 @@ is recorded and replayed. A step in which a method does periodic work runs eager
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from typing import Any
@@ -36,7 +37,9 @@ def generate(model: Any, inputs: Any, cache: CompressedCache, **options: Any) ->
     if reason is not None:
         _warn(reason)
         return model.generate(**arguments, past_key_values=cache, **options)
-    return model.generate(**arguments, past_key_values=cache, custom_generate=_captured_loop, **options)
+    # transformers shows the streamer the prompt but does not hand it on to a custom loop.
+    loop = functools.partial(_captured_loop, streamer=options.get("streamer"))
+    return model.generate(**arguments, past_key_values=cache, custom_generate=loop, **options)
 
 
 def _impossible(model: Any, cache: CompressedCache, options: dict[str, Any]) -> str | None:

@@ -1,6 +1,6 @@
 """The comparison behind `kvsketch demo`: a passkey hidden in a long prompt, looked for through every kind of cache.
 
-Prefill is exact whatever the method, so the prompt is read once, and what was read is handed to each method's cache. Then
+Prefill is exact whatever the method, so the prompt is read once and handed to each method's cache. Then
 - the opening of the answer is fed token by token, so that every digit has to come out of the compressed cache;
 - the method's own greedy answer follows: tokens, memory and time per token are measured on it;
 - the full cache's answer a_1 ... a_n is fed to a copy of the same cache, which gives the divergence
@@ -52,7 +52,9 @@ def choose_methods(names: Sequence[str], budgets: Sequence[str]) -> list[Method]
     budgeted = [name for name, cls in METHODS.items() if any(f.name == "budget" for f in dataclasses.fields(cls))]
     for name in names:
         if name not in budgeted:
-            raise ValueError(f"the demo cannot compare {name!r}; choose from {', '.join(budgeted)} (full is always there)")
+            raise ValueError(
+                f"the demo cannot compare {name!r}; choose from {', '.join(budgeted)}; full is always there"
+            )
     chosen = [name for name in budgeted if not names or name in names]
     return [Full(), *(parse_method(f"{name}:budget={budget}") for budget in budgets for name in chosen)]
 

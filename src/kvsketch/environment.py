@@ -78,7 +78,7 @@ def installed(package: str) -> str | None:
 
 
 def untested(package: str, version: str | None) -> str | None:
-    """A warning when `version` lies outside the tested range; every patch release of the newest minor one lies inside."""
+    """A warning when `version` lies outside the tested range, in which patch releases of the newest one count."""
     if version is None:
         return None
     oldest, newest = (Version(bound) for bound in TESTED[package])

@@ -109,7 +109,10 @@ class SlotTable:
         used = self.log_den > NEG_INF
         if self.log_num is not None:
             used = used | (self.log_num > NEG_INF)
-        return int(used.sum(-1).max()) + self.extra_keys
+        slots = used.sum(-1)
+        if "extra_keys" in self.row_state:  # [B, 1], keys held outside both sums that not every row has
+            slots = slots + self.row_state["extra_keys"]
+        return int(slots.max()) + self.extra_keys
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held, so that bytes can be measured."""

@@ -50,4 +50,6 @@ def one_line(error: BaseException) -> str:
 
 def new_app(help_text: str, **options: Any) -> typer.Typer:
     """A typer application that leaves exceptions to the boundary."""
-    return typer.Typer(help=help_text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, **options)
+    return typer.Typer(
+        help=help_text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, **options
+    )

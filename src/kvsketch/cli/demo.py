@@ -76,9 +76,11 @@ def demo(
 def summary(rows: Sequence[Row]) -> list[str]:
     """What was lost and what was saved, in words; the first row is the full cache."""
     full, compressed = rows[0], rows[1:]
-    lines = ["divergence: KL in nats from the full cache's next-token distribution, mean over its answer; 0 is no change"]
+    lines = [
+        "divergence: KL in nats from the full cache's next-token distribution, mean over its answer; 0 is the same"
+    ]
     if not full.right:
-        lines.append("the full cache itself misses the passkey: the task is too hard for this model here, compare divergences only")
+        lines.append("the full cache itself misses the passkey: too hard for this model; compare the divergences only")
         return lines
     lost = [row.method for row in compressed if not row.right]
     lines.append(f"lost the passkey: {', '.join(lost) or 'none'}")

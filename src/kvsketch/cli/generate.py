@@ -7,15 +7,15 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelOption
 from kvsketch.cli.output import megabytes, print_json, remarks
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+# A number of tokens, not a share: a share of a short prompt leaves next to nothing.
+DEFAULT_METHOD = "streamingllm:budget=1024"
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads standard input.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from a text file.")] = None,
     model: ModelOption = DEFAULT_MODEL,
-    method: Annotated[str, typer.Option(help="name:key=value:...; see `kvsketch methods`.")] = "streamingllm:budget=1024",
+    method: Annotated[str, typer.Option(help="name:key=value:...; see `kvsketch methods`.")] = DEFAULT_METHOD,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 samples.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this much probability mass.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
@@ -61,34 +61,42 @@ def generate(
     """Generate text with a compressed cache; the memory line goes to standard error."""
     text = read_prompt(prompt, file)
 
-    import torch
-    from transformers import TextStreamer
-
     import kvsketch
     from kvsketch import models
 
     parsed = kvsketch.parse_method(method)
     loaded, tokenizer = models.load(model, dtype=dtype, device=device)
     inputs = tokenizer(text, return_tensors="pt") if raw else models.encode_chat(tokenizer, text)
-    inputs = inputs.to(loaded.device)
-    prompt_tokens = inputs["input_ids"].shape[1]
-    _warn_beyond_context(loaded, prompt_tokens + max_new_tokens)
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
-    cache = kvsketch.CompressedCache(loaded, parsed)
+    _note_beyond_context(loaded, inputs["input_ids"].shape[1] + max_new_tokens)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_p": top_p}
+    generation = _run(model, loaded, tokenizer, inputs, parsed, seed, options, stream=not as_json)
+    if as_json:
+        print_json(dataclasses.asdict(generation))
+    else:
+        remarks().print(generation.memory_line(), markup=False, soft_wrap=True)
+
+
+def _run(
+    name: str, model: Any, tokenizer: Any, inputs: Any, method: Any, seed: int, options: dict[str, Any], stream: bool
+) -> Generation:
+    import torch
+    from transformers import TextStreamer
+
+    from kvsketch import CompressedCache
+
+    cache = CompressedCache(model, method)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
     torch.manual_seed(seed)
     start = time.perf_counter()
-    output = loaded.generate(
-        **inputs,
-        **sampling,
-        past_key_values=cache,
-        max_new_tokens=max_new_tokens,
-        streamer=None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-    )
+    output = model.generate(**inputs.to(model.device), **options, past_key_values=cache, streamer=streamer)
     seconds = time.perf_counter() - start
+    prompt_tokens = inputs["input_ids"].shape[1]
     new = output[0, prompt_tokens:]
-    generation = Generation(
-        model=model,
-        method=str(parsed),
+    return Generation(
+        model=name,
+        method=str(method),
         text=tokenizer.decode(new, skip_special_tokens=True),
         prompt_tokens=prompt_tokens,
         new_tokens=len(new),
@@ -97,12 +105,8 @@ def generate(
         tokens_stored=cache.tokens_stored,
         device_bytes=cache.device_bytes,
         host_bytes=cache.host_bytes,
-        full_bytes=full_cache_bytes(loaded, cache.tokens_seen),
+        full_bytes=full_cache_bytes(model, cache.tokens_seen),
     )
-    if as_json:
-        print_json(dataclasses.asdict(generation))
-    else:
-        remarks().print(generation.memory_line(), markup=False, soft_wrap=True)
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -123,8 +127,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-def full_cache_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """Bytes of the model's own cache after `tokens` tokens: measured on one token, a sliding layer never above its window."""
+def full_cache_bytes(model: Any, tokens: int) -> int:
+    """Bytes of the model's own cache after `tokens` tokens, measured on one token; a sliding layer keeps its window."""
     import torch
     from transformers import DynamicCache
 
@@ -133,14 +137,13 @@ def full_cache_bytes(model: PreTrainedModel, tokens: int) -> int:
         model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
     total = 0
     for layer in cache.layers:
-        if getattr(layer, "keys", None) is None or layer.values is None:
-            continue
-        kept = min(tokens, layer.sliding_window - 1) if getattr(layer, "sliding_window", None) else tokens
-        total += kept * (layer.keys.nbytes + layer.values.nbytes)
+        window = getattr(layer, "sliding_window", None)
+        kept = min(tokens, window - 1) if window else tokens
+        total += kept * sum(t.nbytes for t in (getattr(layer, n, None) for n in ("keys", "values")) if t is not None)
     return total
 
 
-def _warn_beyond_context(model: PreTrainedModel, tokens: int) -> None:
+def _note_beyond_context(model: Any, tokens: int) -> None:
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and tokens > context:
         remarks().print(f"note: {tokens:,} tokens go beyond the {context:,} that this model was trained for")

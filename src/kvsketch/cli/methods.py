@@ -59,11 +59,14 @@ def _print_all(described: list[dict[str, Any]]) -> None:
     for method in described:
         table.add_row(method["name"], method["family"], method["idea"], _parameters(method))
     results().print(table)
-    results().print("\nWrite a method as name:key=value:key=value, for instance streamingllm:budget=25%:sinks=8", markup=False)
+    results().print(
+        "\nWrite a method as name:key=value:key=value, for instance uniform:budget=25%:sinks=8", markup=False
+    )
 
 
 def _print_one(cls: type[Any], method: dict[str, Any]) -> None:
-    lines = [f"{method['name']} ({method['family']})", "", inspect.getdoc(cls) or "", "", f"parameters: {_parameters(method)}"]
+    head, body = f"{method['name']} ({method['family']})", inspect.getdoc(cls) or ""
+    lines = [head, "", body, "", f"parameters: {_parameters(method)}"]
     if method["paper"]:
         lines.append(f"paper: {method['paper']}")
     results().print("\n".join(lines), markup=False, highlight=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from kvsketch.methods.base import Method
 from kvsketch.methods.full import Full
 from kvsketch.methods.streamingllm import StreamingLLM
+from kvsketch.methods.subgen import SubGen
 from kvsketch.methods.text import parse
 from kvsketch.methods.uniform import Uniform
 
@@ -21,6 +22,7 @@ METHODS: dict[str, type[Method]] = {
         Full,
         StreamingLLM,
         Uniform,
+        SubGen,
     )
 }
 
@@ -30,4 +32,4 @@ def parse_method(text: str | Method) -> Method:
     return text if isinstance(text, Method) else parse(text, METHODS)
 
 
-__all__ = ["METHODS", "Full", "Method", "StreamingLLM", "Uniform", "parse_method"]
+__all__ = ["METHODS", "Full", "Method", "StreamingLLM", "SubGen", "Uniform", "parse_method"]

@@ -65,10 +65,10 @@ class Sketch:
         return (self.counts > 0).sum(-1)
 
     @classmethod
-    def empty(cls, like: Tokens, samples: Tensor, clusters: Tensor, per_cluster: Tensor, seed: int, layer: int) -> Sketch:
-        """A structure for the heads and sizes of `like` that has seen nothing; sizes are [B]."""
+    def empty(cls, like: Tokens, samples: int, clusters: int, per_cluster: int, seed: int = 0, layer: int = 0) -> Sketch:
+        """A structure for the heads and sizes of `like` that has seen nothing; every row may use all the room."""
         batch, heads, _, size = like.keys.shape
-        s, m, t = (int(used.max()) for used in (samples, clusters, per_cluster))
+        s, m, t = samples, clusters, per_cluster
         device = like.keys.device
         return cls(
             keys=like.keys.new_zeros(batch, heads, s, size),
@@ -81,9 +81,9 @@ class Sketch:
             den_index=torch.full((batch, heads, m, t), -1, device=device),
             delta=torch.zeros(batch, heads, device=device),
             streams=stream_states(seed, layer, batch, heads, device),
-            samples=samples,
-            clusters=clusters,
-            per_cluster=per_cluster,
+            samples=torch.full((batch,), s, device=device),
+            clusters=torch.full((batch,), m, device=device),
+            per_cluster=torch.full((batch,), t, device=device),
         )
 
 
@@ -98,9 +98,8 @@ def stream_states(seed: int, layer: int, batch: int, heads: int, device: torch.d
 def fold(sketch: Sketch, tokens: Tokens, policy: str) -> Sketch:
     """The structure after these tokens."""
     sketch = fold_numerator(sketch, tokens)
-    if sketch.representatives.shape[2] == 0 and policy != "grow":
-        return sketch
-    return fold_denominator(sketch, tokens, policy)
+    has_denominator = sketch.den_keys.shape[3] > 0
+    return fold_denominator(sketch, tokens, policy) if has_denominator else sketch
 
 
 def fold_numerator(sketch: Sketch, tokens: Tokens) -> Sketch:
@@ -136,7 +135,8 @@ def fold_denominator(sketch: Sketch, tokens: Tokens, policy: str) -> Sketch:
         )
         full = found.overflow < column.shape[0]
         if policy == "absorb" or not bool(full.any()):
-            return join(sketch, tokens, found.labels, found.representatives)
+            joined = join(sketch, tokens, found.labels, found.representatives)
+            return with_room(joined, max(1, int(joined.alive.max()))) if policy == "grow" else joined
         if policy == "grow":
             sketch = with_room(sketch, max(16, 2 * room))
             continue
@@ -217,6 +217,42 @@ def merge(sketch: Sketch, labels: Tensor, representatives: Tensor, event: Tensor
     )
 
 
+def resized(sketch: Sketch, sizes: Tensor, room: tuple[int, int, int], event: Tensor, grows: bool) -> Sketch:
+    """The structure for other sizes [B, 3] (s, m, t), as when a share of a longer prompt allows more; `room` for the largest.
+
+    A further slot repeats an earlier one, which keeps every slot's law; clusters beyond the limit pour into the nearest.
+    """
+    samples, clusters, per_cluster = sizes.unbind(1)
+    sketch = with_room(sketch, max(room[1], sketch.counts.shape[2]))
+    pick = (torch.arange(room[0], device=sizes.device) % sketch.samples.clamp_min(1)[:, None])[:, None]
+    pick = pick.expand(*sketch.mu.shape, -1)
+    within = (torch.arange(room[2], device=sizes.device) % sketch.per_cluster.clamp_min(1)[:, None])[:, None, None]
+    within = within.expand(*sketch.counts.shape, -1)
+    # One more empty slot, so that there is something to repeat where there was none.
+    pad = torch.nn.functional.pad
+    den_keys = pad(sketch.den_keys, (0, 0, 0, 1))
+    index = pad(sketch.index, (0, 1), value=-1).gather(2, pick)
+    den_index = pad(sketch.den_index, (0, 1), value=-1).gather(3, within)
+    sketch = replace(
+        sketch,
+        keys=gather_slots(pad(sketch.keys, (0, 0, 0, 1)), pick),
+        values=gather_slots(pad(sketch.values, (0, 0, 0, 1)), pick),
+        index=torch.where(used(samples, room[0]), index, -1),
+        den_keys=den_keys.gather(3, within[..., None].expand(-1, -1, -1, -1, den_keys.shape[4])),
+        den_index=torch.where(used(per_cluster, room[2])[:, None], den_index, -1),
+        samples=samples,
+        clusters=clusters,
+        per_cluster=per_cluster,
+    )
+    if grows or room[2] == 0:
+        return sketch
+    number = torch.arange(sketch.counts.shape[2], device=sizes.device)
+    points = sketch.representatives.float()
+    nearest = torch.where(used(clusters, len(number))[:, None], torch.cdist(points, points), float("inf")).argmin(-1)
+    labels = torch.where(used(clusters, len(number)), number, nearest)
+    return with_room(merge(sketch, labels, sketch.representatives, event), room[1])
+
+
 def with_room(sketch: Sketch, clusters: int) -> Sketch:
     """The same structure with slots for `clusters` clusters."""
     more = clusters - sketch.counts.shape[2]
@@ -232,7 +268,7 @@ def with_room(sketch: Sketch, clusters: int) -> Sketch:
 
 def running_counts(labels: Tensor, counts: Tensor) -> Tensor:  # [B, H, n]
     """Members of each token's cluster right after it joined; labels m: any number."""
-    ordered, order = labels.sort(-1, stable=True)
+    ordered, order = labels.sort(dim=-1, stable=True)
     joined = occurrences(labels, counts.shape[2] + 1)
     first = joined.cumsum(-1) - joined
     before = torch.nn.functional.pad(counts, (0, 1)) - first

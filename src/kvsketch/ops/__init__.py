@@ -20,6 +20,8 @@ from torch import Tensor
 from kvsketch.ops import attention_mass as attention_mass_checks
 from kvsketch.ops.attention_mass import Noise, Temperature
 from kvsketch.ops.attention_mass.reference import attention_mass as attention_mass_reference
+from kvsketch.ops.fold_token import Layout, State
+from kvsketch.ops.fold_token import reference as fold_token_reference
 from kvsketch.ops.leader_clustering import Clustering
 from kvsketch.ops.leader_clustering import reference as leader_clustering_reference
 from kvsketch.ops.random import gumbel, uniform
@@ -33,6 +35,7 @@ __all__ = [
     "Temperature",
     "attention_mass",
     "covering_radius",
+    "fold_token",
     "free_lowest",
     "gumbel",
     "kernel_for",
@@ -243,3 +246,17 @@ def attention_mass(
         seen=k.shape[2] if seen is None else seen, index=index, padding=padding, temperature=tau, noise=noise,
         row_lse=row_lse, reduce=reduce, into=torch.zeros(k.shape[:3], device=q.device) if into is None else into,
     )  # fmt: skip
+
+
+def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
+    """Folds the token that leaves each row's window into SubGen's structure, in place, and frees its slot for the next token.
+
+    The numerator's samples take it with probability |v|^2 / mu each; it opens a cluster or joins the nearest, whose slots take
+    it with probability 1 / n each; the weights of all samples follow. With `coalesce` the first of several copies of a token
+    carries the weight of all. Draws depend on (streams, position, slot) alone.
+    """
+    kernel = kernel_for("fold_token", state.keys.device)
+    if kernel is None or not kernel.supported(state):
+        fold_token_reference.fold_token(state, layout, coalesce)
+    else:
+        kernel.fold_token(state, layout, coalesce)

@@ -45,7 +45,7 @@ def logits_kernel(
     tau = temperature_at(seen, tau_start, tau_slope, steps, since)
     columns = start + tl.arange(0, BLOCK_N)
     heads = tl.arange(0, BLOCK_G)
-    places = column_places(index_ptr + b * i_b + h * i_h if SLOTS else index_ptr, columns, columns_total, pad, SLOTS)
+    places = column_places(index_ptr, b * i_b + h * i_h, columns, columns_total, pad, SLOTS)
     q = load_tile(q_ptr + b * q_b + h * GROUP * q_h, 0, q_h, GROUP, BLOCK_G, D, BLOCK_D, True)
     k = load_tile(k_ptr + b * k_b + h * k_h, start, k_s, columns_total, BLOCK_N, D, BLOCK_D, True)
     x = dot(q, tl.trans(k)) * (scale * LOG2E / tau)

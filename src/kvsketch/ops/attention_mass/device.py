@@ -87,10 +87,10 @@ def temperature_at(seen, start, slope, steps, since):
 
 
 @triton.jit
-def column_places(index_base, columns, limit, pad, SLOTS: tl.constexpr):
+def column_places(index_ptr, offset, columns, limit, pad, SLOTS: tl.constexpr):
     """The place of each column; HIDDEN for empty slots, left padding and columns beyond the last."""
     if SLOTS:
-        places = tl.load(index_base + columns, mask=columns < limit, other=-1)
+        places = tl.load(index_ptr + offset + columns, mask=columns < limit, other=-1)
     else:
         places = columns
     return tl.where((columns < limit) & (places >= pad), places, HIDDEN)
@@ -114,7 +114,7 @@ def hash_kernel(
         seen = tl.load(seen_ptr).to(tl.int32)
     row_hash = hash_combine(hash_combine(state, 0), seen - queries + at - pad)
     tl.store(row_hash_ptr + batch_head * queries + at, row_hash.to(tl.int32, bitcast=True), mask=at < queries)
-    places = column_places(index_ptr + b * i_b + head // GROUP * i_h, at, columns_total, pad, SLOTS)
+    places = column_places(index_ptr, b * i_b + head // GROUP * i_h, at, columns_total, pad, SLOTS)
     column_hash = hash_combine(hash_combine(state, 1), places - pad)
     tl.store(column_hash_ptr + batch_head * columns_total + at, column_hash.to(tl.int32, bitcast=True), mask=at < columns_total)
 
@@ -132,7 +132,7 @@ def logits_tile(
 
 @triton.jit
 def add_columns(
-    q, k_base, k_s, index_base, column_hash_base, row_hash, places, start, columns_total, pad, factor, per_tau, origin, total,
+    q, k_base, k_s, index_ptr, index_offset, column_hash_ptr, hash_offset, row_hash, places, start, columns_total, pad, factor, per_tau, origin, total,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, SLOTS: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -141,10 +141,10 @@ def add_columns(
     k = load_tile(k_base, start, k_s, columns_total, BLOCK_N, D, BLOCK_D, MASKED)
     column_hash = row_hash
     if NOISE:
-        column_hash = tl.load(column_hash_base + columns, mask=columns < columns_total, other=0).to(tl.uint32, bitcast=True)
+        column_hash = tl.load(column_hash_ptr + hash_offset + columns, mask=columns < columns_total, other=0).to(tl.uint32, bitcast=True)
     x = logits_tile(q, k, factor, per_tau, row_hash, column_hash, NOISE, PTX)
     if MASKED:
-        seen_places = column_places(index_base, columns, columns_total, pad, SLOTS)
+        seen_places = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS)
         x = tl.where(seen_places[None, :] <= places[:, None], x, NEG_INF)
     new_origin = tl.maximum(origin, tl.max(x, 1))
     subtracted = tl.where(new_origin == NEG_INF, 0.0, new_origin)
@@ -177,8 +177,7 @@ def row_kernel(
     places = first + rows
     q = load_tile(q_ptr + b * q_b + head * q_h, start, q_n, queries, BLOCK_M, D, BLOCK_D, True)
     k_base = k_ptr + b * k_b + head // GROUP * k_h
-    index_base = index_ptr + b * i_b + head // GROUP * i_h if SLOTS else index_ptr
-    column_hash_base = column_hash_ptr + batch_head * columns_total if NOISE else column_hash_ptr
+    index_offset, hash_offset = b * i_b + head // GROUP * i_h, batch_head * columns_total
     row_hash = rows.to(tl.uint32)
     if NOISE:
         row_hash = tl.load(row_hash_ptr + batch_head * queries + rows, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
@@ -190,13 +189,13 @@ def row_kernel(
     whole = 0 if SLOTS or PADDED else (first + start + 1) // BLOCK_N * BLOCK_N
     for column in range(0, whole, BLOCK_N):
         origin, total = add_columns(
-            q, k_base, k_s, index_base, column_hash_base, row_hash, places, column, columns_total, pad, factor, 1.0 / tau,
+            q, k_base, k_s, index_ptr, index_offset, column_hash_ptr, hash_offset, row_hash, places, column, columns_total, pad, factor, 1.0 / tau,
             origin, total, D, BLOCK_D, BLOCK_N, False, SLOTS, NOISE, PTX,
         )  # fmt: skip
     begin = whole if SLOTS else tl.maximum(whole, pad // BLOCK_N * BLOCK_N)
     for column in range(begin, last, BLOCK_N):
         origin, total = add_columns(
-            q, k_base, k_s, index_base, column_hash_base, row_hash, places, column, columns_total, pad, factor, 1.0 / tau,
+            q, k_base, k_s, index_ptr, index_offset, column_hash_ptr, hash_offset, row_hash, places, column, columns_total, pad, factor, 1.0 / tau,
             origin, total, D, BLOCK_D, BLOCK_N, True, SLOTS, NOISE, PTX,
         )  # fmt: skip
     tl.store(lse_ptr + batch_head * queries + rows, (origin + tl.log2(total)) * LN2, mask=rows < queries)
@@ -204,7 +203,7 @@ def row_kernel(
 
 @triton.jit
 def add_rows(
-    q_base, q_n, k, lse_base, row_hash_base, column_hash, places, start, first, queries, pad, factor, per_tau, sums,
+    q_base, q_n, k, lse_ptr, row_hash_ptr, row_offset, column_hash, places, start, first, queries, pad, factor, per_tau, sums,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -212,11 +211,11 @@ def add_rows(
     rows = start + tl.arange(0, BLOCK_M)
     q = load_tile(q_base, start, q_n, queries, BLOCK_M, D, BLOCK_D, True)
     # An infinite sum takes out a row that is padding, sees nothing or does not exist.
-    lse = tl.load(lse_base + rows, mask=(rows < queries) & (first + rows >= pad), other=INF) * LOG2E
+    lse = tl.load(lse_ptr + row_offset + rows, mask=(rows < queries) & (first + rows >= pad), other=INF) * LOG2E
     lse = tl.where(lse == NEG_INF, INF, lse)
     row_hash = column_hash
     if NOISE:
-        row_hash = tl.load(row_hash_base + rows, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
+        row_hash = tl.load(row_hash_ptr + row_offset + rows, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
     x = logits_tile(q, k, factor, per_tau, row_hash, column_hash, NOISE, PTX) - lse[:, None]
     if MASKED:
         x = tl.where(places[None, :] <= first + rows[:, None], x, NEG_INF)
@@ -245,11 +244,10 @@ def column_kernel(
     factor = scale * LOG2E / tau
     columns = start + tl.arange(0, BLOCK_N)
     first = seen - queries
-    places = column_places(index_ptr + b * i_b + head // GROUP * i_h if SLOTS else index_ptr, columns, columns_total, pad, SLOTS)
+    places = column_places(index_ptr, b * i_b + head // GROUP * i_h, columns, columns_total, pad, SLOTS)
     k = load_tile(k_ptr + b * k_b + head // GROUP * k_h, start, k_s, columns_total, BLOCK_N, D, BLOCK_D, True)
     q_base = q_ptr + b * q_b + head * q_h
-    lse_base = lse_ptr + batch_head * queries
-    row_hash_base = row_hash_ptr + batch_head * queries if NOISE else row_hash_ptr
+    row_offset = batch_head * queries
     column_hash = columns.to(tl.uint32)
     if NOISE:
         column_hash = tl.load(column_hash_ptr + batch_head * columns_total + columns, mask=columns < columns_total, other=0)
@@ -261,12 +259,12 @@ def column_kernel(
     whole = queries if SLOTS else tl.cdiv(tl.maximum(start + BLOCK_N - 1 - first, 0), BLOCK_M) * BLOCK_M
     for row in range(begin, tl.minimum(whole, queries), BLOCK_M):
         sums = add_rows(
-            q_base, q_n, k, lse_base, row_hash_base, column_hash, places, row, first, queries, pad, factor, 1.0 / tau, sums,
+            q_base, q_n, k, lse_ptr, row_hash_ptr, row_offset, column_hash, places, row, first, queries, pad, factor, 1.0 / tau, sums,
             D, BLOCK_D, BLOCK_M, BLOCK_N, True, NOISE, PTX,
         )  # fmt: skip
     for row in range(whole, queries, BLOCK_M):
         sums = add_rows(
-            q_base, q_n, k, lse_base, row_hash_base, column_hash, places, row, first, queries, pad, factor, 1.0 / tau, sums,
+            q_base, q_n, k, lse_ptr, row_hash_ptr, row_offset, column_hash, places, row, first, queries, pad, factor, 1.0 / tau, sums,
             D, BLOCK_D, BLOCK_M, BLOCK_N, False, NOISE, PTX,
         )  # fmt: skip
     mass = tl.where(places == HIDDEN, 0.0, tl.sum(tl.sum(sums, 1), 0))

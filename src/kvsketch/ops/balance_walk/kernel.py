@@ -3,7 +3,7 @@
 The program first reads the block's keys for their mean and largest norm, its values for theirs. Then it takes ROWS
 tokens at a time: y from all earlier tokens by matrix products over tiles of the Gram matrix, which is never stored,
 then the tokens one after the other, which needs only the ROWS x ROWS tile of the Gram matrix on its diagonal. That tile
-passes through a scratch buffer, from which a step loads one row: picking a row out of registers would cost more.
+passes through a scratch buffer, from which a step loads one column: picking it out of registers would cost more.
 
 Centred inner products come from raw ones, <k_i - m, k_j - m> = <k_i, k_j> - <k_i, m> - <k_j, m> + <m, m>, so that tensor
 cores multiply the 16-bit keys as they are. Legend: see the package docstring.
@@ -76,19 +76,19 @@ def gram_tile(
 
 @triton.jit
 def block_statistics(
-    k_base, k_s, v_base, v_s, slot_base, weight_base, mean_ptr, norm_ptr, count, constant,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+    k_base, k_s, v_base, v_s, slot_base, weight_base, mean_ptr, norm_ptr, count, count_padded, constant,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr,
     VALUES: tl.constexpr, WEIGHTS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
     """Stores <k_j, mean> and the squared norm of the centred key of each token.
 
     Returns the number of places up to the last token, |mean|^2, the largest squared norm and 1 / (max |v|^2 + constant).
     """
-    rows = tl.arange(0, ROWS)
+    rows = tl.arange(0, TILE)
     mean = tl.zeros((BLOCK_D,), tl.float32)
     tokens = 0.0
     end = 0
-    for start in range(0, count, ROWS):
+    for start in range(0, count, TILE):
         slot = tl.load(slot_base + start + rows, mask=start + rows < count, other=-1)
         tokens += tl.sum((slot >= 0).to(tl.float32))
         end = tl.maximum(end, tl.max(tl.where(slot >= 0, start + rows + 1, 0)))
@@ -98,15 +98,15 @@ def block_statistics(
     mean_norm = tl.sum(mean * mean)
     largest = 0.0
     largest_value = 0.0
-    for start in range(0, end, ROWS):
+    for start in range(0, end, TILE):
         slot = tl.load(slot_base + start + rows, mask=start + rows < count, other=-1)
         k_tile = load_rows(k_base, slot, k_s, D, BLOCK_D).to(tl.float32)
         to_mean = tl.sum(k_tile * mean[None, :], 1)
         norm = tl.maximum(tl.sum(k_tile * k_tile, 1) - 2.0 * to_mean + mean_norm, 0.0)
         norm = tl.where(slot >= 0, norm, 0.0)
         largest = tl.maximum(largest, tl.max(norm))
-        tl.store(mean_ptr + start + rows, to_mean)
-        tl.store(norm_ptr + start + rows, norm)
+        tl.store(mean_ptr + start + rows, to_mean, mask=start + rows < count_padded)
+        tl.store(norm_ptr + start + rows, norm, mask=start + rows < count_padded)
         if VALUES:
             v_tile = load_rows(v_base, slot, v_s, DV, BLOCK_DV).to(tl.float32)
             if WEIGHTS:
@@ -117,24 +117,26 @@ def block_statistics(
 
 
 @triton.jit
-def walk_tile(tile_ptr, y_ptr, tie_ptr, u_ptr, half_over_c, worst, ROWS: tl.constexpr, GREEDY: tl.constexpr):
-    """The signs of ROWS tokens, one after the other, and the largest |y| so far."""
+def walk_tile(columns_ptr, y_ptr, tie_ptr, u, half_over_c, ROWS: tl.constexpr, GREEDY: tl.constexpr):
+    """The signs of ROWS tokens, one after the other, and their y; `columns_ptr` holds the columns of their Gram tile.
+
+    Every token decides at every step; the one whose turn it is tells the others, which takes one shuffle.
+    """
     lanes = tl.arange(0, ROWS)
+    y, tie = tl.load(y_ptr + lanes), tl.load(tie_ptr + lanes)
     signs = tl.zeros((ROWS,), tl.float32)
-    row = tl.load(tile_ptr + lanes)
+    coin = tl.where(u < 0.5, 1.0, -1.0)
     for j in tl.static_range(ROWS):
-        y = tl.load(y_ptr + j) + tl.sum(row * signs)
-        if j + 1 < ROWS:
-            row = tl.load(tile_ptr + (j + 1) * ROWS + lanes)
-        u = tl.load(u_ptr + j)
+        column = tl.load(columns_ptr + j * ROWS + lanes)
         if GREEDY:
-            coin = tl.where(u < 0.5, 1.0, -1.0)
-            sign = tl.where(tl.abs(y) <= tl.load(tie_ptr + j), coin, tl.where(y < 0.0, 1.0, -1.0))
+            own = tl.where(tl.abs(y) <= tie, coin, tl.where(y < 0.0, 1.0, -1.0))
         else:
-            sign = tl.where(u < 0.5 - y * half_over_c, 1.0, -1.0)
-        worst = tl.maximum(worst, tl.abs(y))
+            own = tl.where(u < 0.5 - y * half_over_c, 1.0, -1.0)
+        sign = tl.gather(own, tl.full((ROWS,), j, tl.int32), 0)
+        # Zero on and above the diagonal of the tile: a decided y stays as it was.
+        y += sign * column
         signs = tl.where(lanes == j, sign, signs)
-    return signs, worst
+    return signs, y
 
 
 @triton.jit(do_not_specialize=["state", "heads", "blocks", "count", "count_padded"])
@@ -151,15 +153,15 @@ def walk_kernel(
     k_base, v_base = k + b * k_b + h * k_h, v + b * v_b + h * v_h
     weight_base = weights + b * weight_b + h * weight_h
     slot_base, sign_base = slots + program * count, signs + program * count
-    mean_ptr = scratch + program * (2 * count_padded + ROWS * (ROWS + 3))
+    mean_ptr = scratch + program * (2 * count_padded + ROWS * (ROWS + 2))
     norm_ptr = mean_ptr + count_padded
     y_ptr = norm_ptr + count_padded
-    tie_ptr, u_ptr, tile_ptr = y_ptr + ROWS, y_ptr + 2 * ROWS, y_ptr + 3 * ROWS
+    tie_ptr, tile_ptr = y_ptr + ROWS, y_ptr + 2 * ROWS
     draws = hash_combine(hash_combine(state, h), tl.load(ids + b * id_b + h * id_h + n * id_n))
 
     end, mean_norm, largest, radius = block_statistics(
-        k_base, k_s, v_base, v_s, slot_base, weight_base, mean_ptr, norm_ptr, count, constant,
-        D, DV, BLOCK_D, BLOCK_DV, ROWS, VALUES, WEIGHTS, CENTER,
+        k_base, k_s, v_base, v_s, slot_base, weight_base, mean_ptr, norm_ptr, count, count_padded, constant,
+        D, DV, BLOCK_D, BLOCK_DV, COLUMNS, VALUES, WEIGHTS, CENTER,
     )  # fmt: skip
     tl.debug_barrier()
 
@@ -206,13 +208,13 @@ def walk_kernel(
         )  # fmt: skip
         g = tl.where((rows[None, :] < rows[:, None]) & (slot_i[None, :] >= 0) & (slot_i[:, None] >= 0), g, 0.0)
         size += tl.sum(tl.abs(g), 1)
-        y = tl.where(slot_i >= 0, y, 0.0)
-        tl.store(tile_ptr + rows[:, None] * ROWS + rows[None, :], g)
+        tl.store(tile_ptr + rows[None, :] * ROWS + rows[:, None], g)
         tl.store(y_ptr + rows, y)
         tl.store(tie_ptr + rows, size * TIE_SHARE)
-        tl.store(u_ptr + rows, to_uniform(hash_combine(draws, i)))
         tl.debug_barrier()
-        decided, worst = walk_tile(tile_ptr, y_ptr, tie_ptr, u_ptr, half_over_c, worst, ROWS, GREEDY)
+        u = to_uniform(hash_combine(draws, i))
+        decided, y = walk_tile(tile_ptr, y_ptr, tie_ptr, u, half_over_c, ROWS, GREEDY)
+        worst = tl.maximum(worst, tl.max(tl.where(slot_i >= 0, tl.abs(y), 0.0)))
         tl.store(sign_base + i, tl.where(slot_i >= 0, decided, 0.0).to(tl.int8), mask=i < count)
         tl.debug_barrier()
     tl.store(failed + program, worst > c)
@@ -244,11 +246,13 @@ def balance_walk(
     ids = (torch.arange(blocks, device=device) if ids is None else ids).expand(batch, heads, blocks)
     count_padded = triton.cdiv(count, ROWS) * ROWS
     programs = batch * heads * blocks
-    scratch = torch.empty(programs * (2 * count_padded + ROWS * (ROWS + 3)), dtype=torch.float32, device=device)
+    scratch = torch.empty(programs * (2 * count_padded + ROWS * (ROWS + 2)), dtype=torch.float32, device=device)
     signs = torch.zeros(slots.shape, dtype=torch.int8, device=device)
     failed = torch.empty((batch, heads, blocks), dtype=torch.bool, device=device)
     values = k if v is None else v
     sizes = k.shape[3], values.shape[3]
+    # As a signed 32-bit number, so that its size never asks for another compilation.
+    state = state - (1 << 32) if state >= 1 << 31 else state
     padded = (max(16, triton.next_power_of_2(size)) for size in sizes)
     with torch.cuda.device(device) if k.is_cuda else contextlib.nullcontext():
         walk_kernel[(programs,)](

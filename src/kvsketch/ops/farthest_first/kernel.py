@@ -26,8 +26,11 @@ MAX_HEAD_SIZE = 256
 MAX_KEYS = 1 << 23
 CHECK = 8
 BLOCK_CENTERS = 32
-GRAM_ROWS = 64
-CHOOSE_ROWS = 32
+ACCEPT_ROWS = 32
+# Bytes of keys in one block; float32 products have no tensor core and unroll into registers, so they get half.
+BLOCK_BYTES = {2: 32 * 1024, 4: 16 * 1024}
+# Triton's interpreter stores bfloat16 as integers and multiplies them as such in tl.dot.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def supported(keys: Tensor) -> bool:
@@ -57,12 +60,13 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
     block_d = max(16, triton.next_power_of_2(size))
     shape = (heads, length, *keys.stride()[:3])
     sizes = {"D": size, "BLOCK_D": block_d, "ROUNDING": ROUNDING}
-    gram_rows = min(GRAM_ROWS, candidates)
+    block = max(16, BLOCK_BYTES[keys.element_size()] // (block_d * keys.element_size()))
+    gram_rows = max(16, min(block // 2, candidates))
 
     def play_round() -> None:
         sweep_kernel[(tiles, rows)](
             keys, nearest, chosen, start, stop, value, candidate, runner_up, count, candidates, *shape,
-            TILE=tile, BLOCK=min(128, tile), CENTERS=BLOCK_CENTERS, PER_TILE=PER_TILE, **sizes, num_warps=4, num_stages=2,
+            TILE=tile, BLOCK=min(block, tile), CENTERS=BLOCK_CENTERS, PER_TILE=PER_TILE, **sizes, num_warps=4, num_stages=2,
         )  # fmt: skip
         gram_kernel[(candidates // gram_rows, rows)](
             keys, candidate, start, stop, distance, *shape,
@@ -76,7 +80,7 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
         else:
             accept_kernel[(rows,)](
                 value, candidate, distance, accepted, chosen, start, stop, radius, count, SLACK * SLACK,
-                M=candidates, ROWS=min(CHOOSE_ROWS, candidates), num_warps=8,
+                M=candidates, ROWS=min(ACCEPT_ROWS, candidates), num_warps=8,
             )  # fmt: skip
 
     with torch.cuda.device(device) if keys.is_cuda else contextlib.nullcontext():
@@ -107,6 +111,8 @@ def squared_norms(points):
 def squared_distances(points, norms, others, ROUNDING: tl.constexpr):
     """Between points [N, D] and others [M, D]: [N, M]."""
     total = norms[:, None] + squared_norms(others)[None, :]
+    if INTERPRETED:
+        points, others = points.to(tl.float32), others.to(tl.float32)
     distance = total - 2.0 * tl.dot(points, tl.trans(others), input_precision="ieee")
     return tl.where(distance <= ROUNDING * total, 0.0, distance)
 

@@ -73,7 +73,7 @@ def denominator_weights(counts: Tensor, index: Tensor, plan: Tensor, coalesce: b
 
 def log_copies(index: Tensor) -> Tensor:
     """log of how often each entry occurs along the last dimension, at its first occurrence; -inf at the others."""
-    ordered, order = index.sort(-1, stable=True)
+    ordered, order = index.sort(dim=-1, stable=True)
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
     run = first.long().cumsum(-1) - 1

@@ -20,7 +20,7 @@ def uniform(seed: int, *coordinates: int | Tensor) -> Tensor:
     """Draws in (0, 1), float32, one for each element of the broadcast integer coordinates (taken modulo 2^32)."""
     tensors = [c for c in coordinates if isinstance(c, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
-    state = torch.tensor(initial_state(seed), dtype=torch.int64, device=device)
+    state = torch.full((), initial_state(seed), dtype=torch.int64, device=device)
     for coordinate in coordinates:
         state = hash_combine(state, coordinate)
     return to_uniform(state)
@@ -41,7 +41,10 @@ def hash_combine(state: Tensor, coordinate: int | Tensor) -> Tensor:
     """The state after one more coordinate; int64 tensors that hold 32-bit numbers."""
     if isinstance(coordinate, Tensor) and coordinate.is_floating_point():
         raise ValueError(f"coordinates must be integers, got a tensor of {coordinate.dtype}; convert it with .long().")
-    inner = torch.as_tensor(coordinate, device=state.device).to(torch.int64)
+    if isinstance(coordinate, int):
+        # A fill, not a copy from the host: this also runs while a CUDA graph is captured.
+        coordinate = torch.full((), coordinate & MASK, dtype=torch.int64, device=state.device)
+    inner = coordinate.to(state.device, torch.int64)
     return _mix((state + _mix((inner + GOLDEN) & MASK)) & MASK)
 
 

@@ -50,7 +50,6 @@ def weighted_attention(
     group = query_heads // kv_heads
     tied = log_num is log_den and v.shape[2] == slots
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    bias = None if bias is None else _grouped_bias(bias, kv_heads, query_heads, dtype)
     visible = None
     if lengths is not None:
         visible = torch.arange(slots, device=k.device) < lengths[..., None]  # [B, H, S]
@@ -74,7 +73,8 @@ def weighted_attention(
             logits = logits.masked_fill(~visible[:, :, None, None], NEG_INF)
         x = logits
         if bias is not None:
-            x = x + (bias if bias.shape[3] == 1 else bias[:, :, :, start : start + block])
+            part = bias if bias.shape[2] == 1 else bias[:, :, start : start + block]
+            x = x + _grouped_bias(part, kv_heads, query_heads, dtype)
         out, num, den = _attend(x, values, log_num, log_den, sinks, tied)
         flat = (batch, query_heads, count)
         out, log_sum_num, log_sum_den = out.view(*flat, v.shape[3]), num.log.view(flat), den.log.view(flat)
@@ -125,8 +125,7 @@ def _grouped_bias(bias: Tensor, kv_heads: int, query_heads: int, dtype: torch.dt
         bias = torch.zeros_like(bias, dtype=dtype).masked_fill(~bias, NEG_INF)
     else:
         bias = bias.to(dtype).masked_fill(bias <= torch.finfo(bias.dtype).min, NEG_INF)
-    heads = bias.shape[1]
-    if heads == query_heads:
+    if bias.shape[1] == query_heads:
         return bias.unflatten(1, (kv_heads, query_heads // kv_heads))
     return bias[:, :, None]
 

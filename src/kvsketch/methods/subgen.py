@@ -1,0 +1,145 @@
+"""SubGen / ClusterGen, Algorithm 1: online clustering of keys for the denominator, sampling of values for the numerator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.budget import Size
+from kvsketch.methods import subgen_slots as slots
+from kvsketch.methods.base import BudgetedMethod
+from kvsketch.methods.subgen_sketch import POLICIES
+from kvsketch.ops.fold_token import Plan
+from kvsketch.slots import SlotTable
+
+NORMALIZERS = ("paper", "self", "clipped")
+SAMPLES_PER_CLUSTER = 8
+
+
+@dataclass(frozen=True)
+class SubGen(BudgetedMethod):
+    """Samples values by squared norm for the numerator, and keys of online clusters for the denominator.
+
+        z   = sum over s pairs (k, v) drawn with probability |v|^2 / mu of  mu / (s |v|^2) exp(scale <q, k>) v
+        tau = sum over clusters i, and t keys k drawn uniformly from its n_i members, of  n_i / t exp(scale <q, k>)
+        out = z / tau
+
+    A key farther than delta from all representatives opens a cluster, others join the nearest. Both sums are unbiased;
+    sinks and recent window are exact and in both, and a token enters Algorithm 1 when it leaves the window.
+    budget = sinks + recent + s + clusters (t + 1): half of what the exact tokens leave goes to each sum.
+
+    Paper: Zandieh, Han, Mirrokni, Karbasi, SubGen (arXiv 2402.06082), later named ClusterGen. With t of order
+    eps^-2 e^(2 delta r scale) log n and s of order eps^-2 d the error is at most eps |softmax| |V|_op for |q| <= r.
+    Their experiments run another algorithm: see the method kcenter. No code of theirs is public; what the paper leaves open:
+    - delta: the radius at which greedy k-center covers the first middle keys with as many centres as there are clusters.
+    - capacity: `policy=absorb` lets far keys join the nearest cluster once there is no room, `double` doubles delta and merges
+      clusters, `grow` is the paper's unbounded form: clusters then exceed the budget. The last two ask the device each step.
+    - normalizer: z / tau can be scaled arbitrarily when a heavy key is in one sum only. `clipped` bounds the ratio of
+      the sums' weights to [1 / rho, rho], `self` normalises by the samples' own weights and needs no clusters, `paper` does neither.
+    - scale: the paper omits 1 / sqrt(d). The samples follow |v|^2 (its text says |k|^2, its proof |v|^2).
+    """
+
+    name: ClassVar[str] = "subgen"
+    family: ClassVar[str] = "summarise"
+    paper: ClassVar[str] = "arXiv 2402.06082"
+    random: ClassVar[bool] = True
+    recent: Size | int | str = "25%"
+    s: int | None = None
+    t: int | None = None
+    clusters: int | None = None
+    delta: float | None = None
+    policy: str = "absorb"
+    normalizer: str = "clipped"
+    rho: float = 4.0
+    coalesce: bool = True
+    form: str = "stream"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("s", "t", "clusters"):
+            size = getattr(self, name)
+            self._require(name, size is None or (isinstance(size, int) and size > 0), "a whole number above 0, or none")
+        self._require("delta", self.delta is None or 0 <= self.delta < math.inf, "a distance of 0 or more, or none")
+        self._require("policy", self.policy in POLICIES, f"one of {', '.join(POLICIES)}")
+        self._require("normalizer", self.normalizer in NORMALIZERS, f"one of {', '.join(NORMALIZERS)}")
+        self._require("rho", 1 <= self.rho < math.inf, "a number of 1 or more")
+        self._require("form", self.form == "stream", "stream; the papers' experiments are the method kcenter")
+        assert isinstance(self.budget, Size)
+        if self.budget.tokens is not None:
+            self._require_room(self.budget.tokens)
+
+    @property
+    def clip(self) -> float | None:
+        return math.log(self.rho) if self.normalizer == "clipped" else None
+
+    def maintenance_due(self, table: SlotTable) -> bool:
+        return not table.exact and (self.policy != "absorb" or table.seen + 1 > min(slots.exact_until(table)))
+
+    def compress(self, table: SlotTable, queries: Tensor) -> None:
+        if table.exact:
+            if table.length > self.budget_tokens(table):
+                self._rewrite(table)
+            return
+        layout = slots.layout_of(table)
+        whole = table.length == layout.total and table.seen <= min(slots.exact_until(table))
+        if table.in_place and whole and self.policy == "absorb":
+            ops.fold_token(slots.state_of(table), layout, self.coalesce)
+        else:
+            self._rewrite(table)
+
+    def health(self, table: SlotTable, queries: Tensor) -> Tensor:  # [B, Hq, n]
+        """log of the numerator's weights over the denominator, for each query: near 0 when both sums agree."""
+        num = table.log_den if table.log_num is None else table.log_num
+        _, (log_num, log_den) = ops.weighted_attention(
+            queries, table.key_slots(), table.value_slots(), num, table.log_den, table.scale, return_state=True
+        )
+        return log_num - log_den
+
+    def plan(self, budget: int) -> Plan:
+        """How a budget divides; what does not fit a small one shrinks: first the window, then the sinks, then the samples."""
+        least = 1 if self.normalizer == "self" else 3
+        sinks = max(0, min(self.sinks, budget - least - 1))
+        recent = min(self.recent_tokens(budget), budget - sinks - least)
+        if recent < 0 or budget < least + 2:
+            sinks = min(self.sinks, budget - 1)
+            return Plan(sinks, budget - sinks, 0, 0, 0, 0)
+        hold = budget - sinks - recent
+        return Plan(sinks, recent, hold, *self._split(hold))
+
+    def _split(self, rest: int) -> tuple[int, int, int]:
+        """(s, clusters, t) within `rest` slots."""
+        if self.normalizer == "self":
+            return min(self.s or rest, rest), 0, 0
+        den = rest // 2 if self.s is None else rest - self.s
+        if self.s is None and self.t is not None and self.clusters is not None:
+            den = self.clusters * (self.t + 1)
+        den = max(2, min(den, rest - 1))
+        t = math.isqrt(den) - 1 if self.clusters is None else den // self.clusters - 1
+        t = max(1, min(t, SAMPLES_PER_CLUSTER)) if self.t is None else min(self.t, den - 1)
+        clusters = den // (t + 1) if self.clusters is None else min(self.clusters, den // (t + 1))
+        room = rest - clusters * (t + 1)
+        return min(self.s or room, room), clusters, t
+
+    def _require_room(self, budget: int) -> None:
+        plan = self.plan(budget)
+        wanted = (self.sinks, self.recent_tokens(budget), self.s, self.clusters, self.t)
+        got = (plan.sinks, plan.recent, plan.samples, plan.clusters, plan.per_cluster)
+        if self.normalizer == "self":
+            wanted, got = wanted[:3], got[:3]
+        if any(w not in (None, g) for w, g in zip(wanted, got, strict=True)):
+            raise ValueError(
+                f"{self.name}: budget={budget} cannot hold sinks + recent + s + clusters (t + 1) with sinks={self.sinks}, "
+                f"recent={self.recent}, s={self.s}, clusters={self.clusters}, t={self.t}; use a larger budget or smaller sizes"
+            )
+
+    def _rewrite(self, table: SlotTable) -> None:
+        """Brings a table that is exact, or longer than its layout, or holds a row that outgrew its budget, into form."""
+        assert table.keys is not None
+        shares = self.row_budgets(table)
+        budgets = [self.budget_tokens(table)] * table.keys.shape[0] if shares is None else shares.flatten().tolist()
+        plans = [self.plan(budget) for budget in budgets]
+        slots.rewrite(table, budgets, plans, self.policy, self.delta, self.coalesce, self.seed + table.seed)

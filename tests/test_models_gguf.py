@@ -1,0 +1,227 @@
+"""GGUF files: the header, the conversion to safetensors, and what happens to damaged ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvsketch import models
+from kvsketch.models import convert
+from kvsketch.models.gguf_header import read_metadata
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+
+CONFIG = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def byte_letters() -> list[str]:
+    """The 256 printable stand-ins of byte-level vocabularies, in the order of the bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+    return [letters[byte] for byte in range(256)]
+
+
+def write_gguf(path: Path, add_bos: bool = True, chat_template: str | None = None) -> Path:
+    """A small random Llama in float32 with a byte-level tokenizer."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(CONFIG["max_position_embeddings"])
+    writer.add_embedding_length(CONFIG["hidden_size"])
+    writer.add_feed_forward_length(CONFIG["intermediate_size"])
+    writer.add_block_count(CONFIG["num_hidden_layers"])
+    writer.add_head_count(CONFIG["num_attention_heads"])
+    writer.add_head_count_kv(CONFIG["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(259)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*byte_letters(), "<pad>", "<s>", "</s>"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * 3)
+    writer.add_token_merges(["a b"])
+    writer.add_pad_token_id(256)
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
+    writer.add_add_bos_token(add_bos)
+    if chat_template:
+        writer.add_chat_template(chat_template)
+    generator = torch.Generator().manual_seed(0)
+
+    def add(name: str, *shape: int) -> None:
+        tensor = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.02
+        writer.add_tensor(name, tensor.numpy())
+
+    hidden, inner, kv = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["hidden_size"] // 2
+    add("token_embd.weight", 259, hidden)
+    add("output.weight", 259, hidden)
+    add("output_norm.weight", hidden)
+    for layer in range(CONFIG["num_hidden_layers"]):
+        for name, rows in (("attn_q", hidden), ("attn_k", kv), ("attn_v", kv), ("attn_output", hidden)):
+            add(f"blk.{layer}.{name}.weight", rows, hidden)
+        for name in ("attn_norm", "ffn_norm"):
+            add(f"blk.{layer}.{name}.weight", hidden)
+        for name in ("ffn_gate", "ffn_up"):
+            add(f"blk.{layer}.{name}.weight", inner, hidden)
+        add(f"blk.{layer}.ffn_down.weight", hidden, inner)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVSKETCH_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "small.gguf")
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that were really converted, in order."""
+    converted: list[Path] = []
+    original = convert._write_converted
+
+    def recorded(source: Path, folder: Path) -> None:
+        converted.append(source)
+        original(source, folder)
+
+    monkeypatch.setattr(convert, "_write_converted", recorded)
+    return converted
+
+
+def load(file: Path) -> tuple[torch.nn.Module, object]:
+    return models.load(file, device="cpu", progress=False)
+
+
+def test_header_gives_the_scalars_and_skips_the_arrays(file: Path) -> None:
+    metadata = read_metadata(file)
+    assert metadata["general.architecture"] == "llama"
+    assert metadata["llama.block_count"] == 2
+    assert metadata["llama.rope.freq_base"] == 10_000.0
+    assert metadata["tokenizer.ggml.eos_token_id"] == 258
+    assert metadata["tokenizer.ggml.add_bos_token"] is True
+    assert "tokenizer.ggml.tokens" not in metadata
+
+
+def test_weights_survive_the_conversion(file: Path, cache: Path) -> None:
+    model, _ = load(file)
+    stored = {tensor.name: torch.tensor(tensor.data) for tensor in gguf.GGUFReader(file).tensors}
+    rounded = stored["blk.1.ffn_down.weight"].to(torch.bfloat16).to(torch.float32)
+    assert torch.equal(model.model.layers[1].mlp.down_proj.weight, rounded)
+    assert model.config.rope_parameters["rope_theta"] == 10_000.0
+
+
+def test_the_tokenizer_has_the_special_tokens_of_the_file(file: Path, cache: Path) -> None:
+    for _ in ("fresh", "from the converted copy"):
+        _, tokenizer = load(file)
+        assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<s>", "</s>", "<pad>")
+        assert tokenizer("hi").input_ids == [257, ord("h"), ord("i")]
+        assert tokenizer.decode([ord("h"), ord("i"), 258], skip_special_tokens=True) == "hi"
+
+
+def test_bos_is_added_only_where_the_file_asks_for_it(tmp_path: Path, cache: Path) -> None:
+    _, tokenizer = load(write_gguf(tmp_path / "no-bos.gguf", add_bos=False))
+    assert tokenizer("hi").input_ids == [ord("h"), ord("i")]
+
+
+def test_the_chat_template_of_the_file_is_used(tmp_path: Path, cache: Path) -> None:
+    template = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
+    _, tokenizer = load(write_gguf(tmp_path / "chat.gguf", chat_template=template))
+    assert models.encode_chat(tokenizer, "hi")["input_ids"].tolist() == [[257, ord("h"), ord("i"), 258]]
+
+
+def test_a_file_is_converted_once(file: Path, cache: Path, conversions: list[Path]) -> None:
+    first, _ = load(file)
+    second, _ = load(file)
+    assert conversions == [file]
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert not list(cache.rglob("*.work"))
+    assert not [path for path in cache.rglob("*") if path.suffix in (".bin", ".pt")]
+
+
+def test_a_changed_file_is_converted_again(file: Path, cache: Path, conversions: list[Path]) -> None:
+    load(file)
+    os.utime(file, ns=(0, 0))
+    load(file)
+    assert len(conversions) == 2
+
+
+@pytest.mark.parametrize("damage", ["shortened", "deleted", "record"])
+def test_a_damaged_copy_is_made_again(file: Path, cache: Path, conversions: list[Path], damage: str) -> None:
+    folder = models.resolve(file, progress=False)
+    weights = folder / "model.safetensors"
+    if damage == "shortened":
+        weights.write_bytes(weights.read_bytes()[:-10])
+    elif damage == "deleted":
+        weights.unlink()
+    else:
+        (folder / convert.RECORD).write_text("{ cut")
+    load(file)
+    assert len(conversions) == 2
+
+
+def test_an_interrupted_conversion_leaves_no_copy(
+    file: Path, cache: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(path: Path, content: dict[str, object]) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "write_json", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            load(file)
+    assert [path.name for path in (cache / "converted").iterdir() if path.is_dir() and path.suffix != ".work"] == []
+    load(file)
+    assert len(conversions) == 2
+    assert not list(cache.rglob("*.work"))
+
+
+def test_a_built_in_model_needs_no_gguf_once_it_is_converted(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = models.card("smollm2-135m")
+    convert.convert(file, card.name, card.sha256, progress=False)
+    monkeypatch.setattr("kvsketch.models.load.pull", lambda *arguments: pytest.fail("pulled again"))
+    assert models.resolve(card.name) == cache / "converted" / card.name
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.95])
+def test_a_cut_file_is_reported(file: Path, cache: Path, share: float) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(ValueError, match=r"small\.gguf.*(not a GGUF file|cut short)"):
+        load(file)
+    assert not [
+        path for path in cache.rglob("*") if path.is_dir() and path.name.startswith("small-") and path.suffix != ".work"
+    ]
+
+
+def test_noise_behind_the_magic_is_reported(tmp_path: Path, cache: Path) -> None:
+    file = tmp_path / "noise.gguf"
+    file.write_bytes(b"GGUF" + bytes(range(256)) * 8)
+    with pytest.raises(ValueError, match=r"header of .*noise\.gguf is damaged.*GGUF version"):
+        load(file)
+
+
+def test_missing_packages_are_named(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install accelerate gguf"):
+        load(file)
