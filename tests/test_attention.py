@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface
 
+import zoo
 from kvsketch import CompressedCache, attention
 
 SEEN, NEW = 12, 3
@@ -40,7 +40,13 @@ def test_every_kind_of_mask_says_the_same(slots: torch.Tensor) -> None:
     i = torch.arange(SEEN - NEW, SEEN)[:, None]
     boolean = (torch.arange(SEEN)[None] <= i)[None, None] & padding[:, None, None]
     block = create_block_mask(
-        lambda b, h, q, kv: (kv <= q + SEEN - NEW) & (kv >= torch.tensor(pads)[b]), 2, None, NEW, SEEN, device="cpu", BLOCK_SIZE=4
+        lambda b, h, q, kv: (kv <= q + SEEN - NEW) & (kv >= torch.tensor(pads)[b]),
+        2,
+        None,
+        NEW,
+        SEEN,
+        device="cpu",
+        BLOCK_SIZE=4,
     )
     # transformers' own mask functions count queries from the start of the text
     block.mask_mod = lambda b, h, q, kv: (kv <= q) & (kv >= torch.tensor(pads)[b])
@@ -60,8 +66,10 @@ def test_every_kind_of_mask_says_the_same(slots: torch.Tensor) -> None:
 def test_no_mask_and_one_query_sees_everything(slots: torch.Tensor) -> None:
     assert attention.mask_at_slots(view_of(slots), torch.zeros(2, 4, 1, 8), None) is None
     causal = attention.mask_at_slots(view_of(slots), torch.zeros(2, 4, NEW, 8), None)
-    assert causal is not None and torch.equal(causal[slots.unsqueeze(2).expand_as(causal) >= 0],
-                                              expected(slots, [0, 0])[slots.unsqueeze(2).expand_as(causal) >= 0])
+    assert causal is not None and torch.equal(
+        causal[slots.unsqueeze(2).expand_as(causal) >= 0],
+        expected(slots, [0, 0])[slots.unsqueeze(2).expand_as(causal) >= 0],
+    )
 
 
 def test_unknown_masks_are_refused(slots: torch.Tensor) -> None:
@@ -107,7 +115,9 @@ def test_attention_that_changes_values_is_refused() -> None:
 def test_phi3_long_rope_keeps_the_users_cache() -> None:
     long_rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
                  "original_max_position_embeddings": 16}  # fmt: skip
-    model = zoo.build("phi3", rope_parameters=long_rope, original_max_position_embeddings=16, max_position_embeddings=64)
+    model = zoo.build(
+        "phi3", rope_parameters=long_rope, original_max_position_embeddings=16, max_position_embeddings=64
+    )
     cache = CompressedCache(model, "streamingllm:budget=8")
     out = model.generate(zoo.tokens(1, 30), past_key_values=cache, max_new_tokens=4, do_sample=False)
     assert out.shape == (1, 34) and cache.tokens_seen == 33 and cache.tokens_stored == 8

@@ -25,9 +25,11 @@ def test_shares_round_trip_and_never_round_to_nothing(a: int, b: int, whole: int
     assert size.of(whole * high) == whole * low
 
 
-@pytest.mark.parametrize("bad", [0, -3, "0", "-5", "0%", "101%", "3/2", "1/0", "", "many", "1e3", 0.5, None, True, "25 % of it"])
+@pytest.mark.parametrize(
+    "bad", [0, -3, "0", "-5", "0%", "101%", "3/2", "1/0", "", "many", "1e3", 0.5, None, True, "25 % of it"]
+)
 def test_bad_sizes_name_the_value_and_the_forms(bad: object) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="size|small|outside") as error:
         Size.parse(bad)  # type: ignore[arg-type]
     assert str(bad) in str(error.value) and "25%" in str(error.value) and "1024" in str(error.value)
 
@@ -50,7 +52,7 @@ def test_bad_sizes_name_the_value_and_the_forms(bad: object) -> None:
     ],
 )
 def test_bad_methods_name_the_choices(text: str, words: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=".") as error:
         kvsketch.parse_method(text)
     assert all(word in str(error.value) for word in words), str(error.value)
 
@@ -64,7 +66,10 @@ def test_any_text_is_a_method_or_a_value_error(text: str) -> None:
     assert kvsketch.parse_method(str(method)) == method
 
 
-@given(st.sampled_from(sorted(kvsketch.METHODS)), st.lists(st.tuples(st.sampled_from("budget sinks recent seed".split()), st.text(max_size=6)), max_size=3))
+@given(
+    st.sampled_from(sorted(kvsketch.METHODS)),
+    st.lists(st.tuples(st.sampled_from(["budget", "sinks", "recent", "seed"]), st.text(max_size=6)), max_size=3),
+)
 def test_any_setting_is_a_method_or_a_value_error(name: str, settings: list[tuple[str, str]]) -> None:
     try:
         method = kvsketch.parse_method(":".join([name, *(f"{k}={v}" for k, v in settings)]))

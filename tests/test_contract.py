@@ -1,4 +1,6 @@
-"""What every method promises, whatever it does: budget, bytes, counting, sinks, padding, beams, seeds, extreme numbers."""
+"""What every method promises, whatever it does: budget, bytes, counting, sinks, padding, beams, seeds, extreme
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ import dataclasses
 
 import pytest
 import torch
-import zoo
-from common import generate, padded, with_budget
 from transformers import DynamicCache
 
 import kvsketch
+import zoo
+from common import generate, padded, with_budget
 from kvsketch import CompressedCache
 from kvsketch.slots import SlotTable
 
@@ -36,7 +38,12 @@ def test_budget_and_bytes_hold_at_every_step(name: str, family: str) -> None:
             assert cache.tokens_stored <= 16
             assert cache.tokens_seen == cache.get_seq_length() == end
     assert cache.host_bytes == 0
-    uncompressed = sum(t.numel() * t.element_size() for l in cache.layers if l not in cache.slot_layers for t in (l.keys, l.values))
+    uncompressed = sum(
+        t.numel() * t.element_size()
+        for layer in cache.layers
+        if layer not in cache.slot_layers
+        for t in (layer.keys, layer.values)
+    )
     assert cache.device_bytes - uncompressed < 0.45 * (full_bytes(model, ids) - uncompressed)
 
 
@@ -83,7 +90,14 @@ def test_a_row_alone_equals_that_row_in_a_left_padded_batch(name: str, budget: s
 def test_beams_reorder_everything(name: str) -> None:
     """Each returned beam must equal its own text replayed alone through a cache of the same method."""
     model, ids = zoo.build("llama"), zoo.tokens(1, 40)
-    out = generate(model, ids, CompressedCache(model, with_budget(name, 16)), num_beams=4, num_return_sequences=4, output_scores=True)
+    out = generate(
+        model,
+        ids,
+        CompressedCache(model, with_budget(name, 16)),
+        num_beams=4,
+        num_return_sequences=4,
+        output_scores=True,
+    )
     for sequence, score in zip(out.sequences, out.sequences_scores, strict=True):
         cache = CompressedCache(model, with_budget(name, 16))
         with torch.no_grad():
@@ -109,7 +123,9 @@ def test_rolled_back_tokens_leave_no_trace(name: str) -> None:
     """Prompt lookup under eviction: candidates that were rejected change nothing that is said afterwards."""
     model, ids = zoo.build("llama"), zoo.tokens(1, 6).repeat(1, 6)
     cache = CompressedCache(model, with_budget(name, 16))
-    looked_up = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
+    looked_up = model.generate(
+        ids, past_key_values=cache, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3
+    )
     assert looked_up.shape[1] == 48 and cache.tokens_seen == 47
     assert name == "full" or cache.tokens_stored <= 16
 
@@ -143,7 +159,9 @@ def test_extreme_logits_stay_finite(name: str, dtype: torch.dtype) -> None:
         table.scale = 1.0
         if new == 1 and not table.exact:
             num = table.log_den if table.log_num is None else table.log_num
-            out = kvsketch.ops.weighted_attention(queries, table.key_slots(), table.value_slots(), num, table.log_den, 1.0)
+            out = kvsketch.ops.weighted_attention(
+                queries, table.key_slots(), table.value_slots(), num, table.log_den, 1.0
+            )
             assert out.isfinite().all()
         method.compress(table, queries)
         assert all(t.isfinite().all() for t in (table.key_slots(), table.value_slots()))

@@ -1,4 +1,6 @@
-"""Captured decoding gives the tokens of `model.generate`. Without a GPU the recorded step is run instead of replayed."""
+"""Captured decoding gives the tokens of `model.generate`. Without a GPU the recorded step is run instead of
+replayed.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from common import padded, with_budget
 
 import kvsketch
+import zoo
+from common import padded, with_budget
 from kvsketch import CompressedCache, decoding
 
 METHODS = list(kvsketch.METHODS)
@@ -106,7 +108,9 @@ def test_a_streamer_hears_every_token() -> None:
         def end(self) -> None:
             heard.append(-1)
 
-    out = kvsketch.generate(model, ids, CompressedCache(model, "streamingllm:budget=12"), max_new_tokens=9, do_sample=False, streamer=Ear())
+    out = kvsketch.generate(
+        model, ids, CompressedCache(model, "streamingllm:budget=12"), max_new_tokens=9, do_sample=False, streamer=Ear()
+    )
     assert heard == [*out[0].tolist(), -1]
 
 
@@ -121,9 +125,17 @@ def test_a_streamer_hears_every_token() -> None:
 )
 def test_what_cannot_be_captured_runs_eagerly_and_says_why(family: str, options: dict[str, Any], word: str) -> None:
     model, ids = zoo.build(family).to(DEVICE), zoo.tokens(1, 20).to(DEVICE)
-    expected = model.generate(ids, past_key_values=CompressedCache(model, "streamingllm:budget=12"), max_new_tokens=6, do_sample=False, **options)
+    expected = model.generate(
+        ids,
+        past_key_values=CompressedCache(model, "streamingllm:budget=12"),
+        max_new_tokens=6,
+        do_sample=False,
+        **options,
+    )
     with pytest.warns(RuntimeWarning, match=word):
-        ours = kvsketch.generate(model, ids, CompressedCache(model, "streamingllm:budget=12"), max_new_tokens=6, do_sample=False, **options)
+        ours = kvsketch.generate(
+            model, ids, CompressedCache(model, "streamingllm:budget=12"), max_new_tokens=6, do_sample=False, **options
+        )
     assert ours.tolist() == expected.tolist()
 
 

@@ -44,15 +44,15 @@ def write_gguf(path: Path, add_bos: bool = True, chat_template: str | None = Non
     writer.add_head_count_kv(CONFIG["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(259)
+    writer.add_vocab_size(260)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list([*byte_letters(), "<pad>", "<s>", "</s>"])
-    writer.add_token_types([gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * 3)
+    writer.add_token_list([*byte_letters(), "ab", "<pad>", "<s>", "</s>"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL] * 3)
     writer.add_token_merges(["a b"])
-    writer.add_pad_token_id(256)
-    writer.add_bos_token_id(257)
-    writer.add_eos_token_id(258)
+    writer.add_pad_token_id(257)
+    writer.add_bos_token_id(258)
+    writer.add_eos_token_id(259)
     writer.add_add_bos_token(add_bos)
     if chat_template:
         writer.add_chat_template(chat_template)
@@ -63,8 +63,8 @@ def write_gguf(path: Path, add_bos: bool = True, chat_template: str | None = Non
         writer.add_tensor(name, tensor.numpy())
 
     hidden, inner, kv = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["hidden_size"] // 2
-    add("token_embd.weight", 259, hidden)
-    add("output.weight", 259, hidden)
+    add("token_embd.weight", 260, hidden)
+    add("output.weight", 260, hidden)
     add("output_norm.weight", hidden)
     for layer in range(CONFIG["num_hidden_layers"]):
         for name, rows in (("attn_q", hidden), ("attn_k", kv), ("attn_v", kv), ("attn_output", hidden)):
@@ -115,7 +115,7 @@ def test_header_gives_the_scalars_and_skips_the_arrays(file: Path) -> None:
     assert metadata["general.architecture"] == "llama"
     assert metadata["llama.block_count"] == 2
     assert metadata["llama.rope.freq_base"] == 10_000.0
-    assert metadata["tokenizer.ggml.eos_token_id"] == 258
+    assert metadata["tokenizer.ggml.eos_token_id"] == 259
     assert metadata["tokenizer.ggml.add_bos_token"] is True
     assert "tokenizer.ggml.tokens" not in metadata
 
@@ -132,8 +132,8 @@ def test_the_tokenizer_has_the_special_tokens_of_the_file(file: Path, cache: Pat
     for _ in ("fresh", "from the converted copy"):
         _, tokenizer = load(file)
         assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<s>", "</s>", "<pad>")
-        assert tokenizer("hi").input_ids == [257, ord("h"), ord("i")]
-        assert tokenizer.decode([ord("h"), ord("i"), 258], skip_special_tokens=True) == "hi"
+        assert tokenizer("cab").input_ids == [258, ord("c"), 256]
+        assert tokenizer.decode([ord("h"), ord("i"), 259], skip_special_tokens=True) == "hi"
 
 
 def test_bos_is_added_only_where_the_file_asks_for_it(tmp_path: Path, cache: Path) -> None:
@@ -144,7 +144,7 @@ def test_bos_is_added_only_where_the_file_asks_for_it(tmp_path: Path, cache: Pat
 def test_the_chat_template_of_the_file_is_used(tmp_path: Path, cache: Path) -> None:
     template = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
     _, tokenizer = load(write_gguf(tmp_path / "chat.gguf", chat_template=template))
-    assert models.encode_chat(tokenizer, "hi")["input_ids"].tolist() == [[257, ord("h"), ord("i"), 258]]
+    assert models.encode_chat(tokenizer, "hi")["input_ids"].tolist() == [[258, ord("h"), ord("i"), 259]]
 
 
 def test_a_file_is_converted_once(file: Path, cache: Path, conversions: list[Path]) -> None:
@@ -199,7 +199,7 @@ def test_a_built_in_model_needs_no_gguf_once_it_is_converted(
 ) -> None:
     card = models.card("smollm2-135m")
     convert.convert(file, card.name, card.sha256, progress=False)
-    monkeypatch.setattr("kvsketch.models.load.pull", lambda *arguments: pytest.fail("pulled again"))
+    monkeypatch.setattr("kvsketch.models.loading.pull", lambda *arguments: pytest.fail("pulled again"))
     assert models.resolve(card.name) == cache / "converted" / card.name
 
 
@@ -209,9 +209,7 @@ def test_a_cut_file_is_reported(file: Path, cache: Path, share: float) -> None:
     file.write_bytes(data[: int(len(data) * share)])
     with pytest.raises(ValueError, match=r"small\.gguf.*(not a GGUF file|cut short)"):
         load(file)
-    assert not [
-        path for path in cache.rglob("*") if path.is_dir() and path.name.startswith("small-") and path.suffix != ".work"
-    ]
+    assert not [path for path in cache.rglob("*") if path.name.endswith(".safetensors")]
 
 
 def test_noise_behind_the_magic_is_reported(tmp_path: Path, cache: Path) -> None:

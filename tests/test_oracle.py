@@ -1,8 +1,8 @@
 """Eviction and weights against an oracle without any cache.
 
-One forward of the unmodified model over the whole text, under a 4D mask that says what each query could still see, must give the
-logits of step-by-step generation. Weights join the mask as additive log-weights. A method that keeps different tokens per head is
-checked on a one-layer model, where one mask per head says everything.
+One forward of the unmodified model over the whole text, under a 4D mask that says what each query could still see,
+must give the logits of step-by-step generation. Weights join the mask as additive log-weights. A method that keeps
+different tokens per head is checked on a one-layer model, where one mask per head says everything.
 """
 
 from __future__ import annotations
@@ -11,24 +11,30 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from common import padded, with_budget
 
 import kvsketch
+import zoo
+from common import padded, with_budget
 from kvsketch import CompressedCache
 
 SINKS, BUDGET, PROMPT, STEPS = 2, 12, 30, 14
 ONE_WEIGHT = [name for name, method in kvsketch.METHODS.items() if method.family in ("evict",) or name == "uniform"]
 
 
-def step_by_step(model: Any, ids: torch.Tensor, cache: CompressedCache, chunks: list[int], mask: torch.Tensor) -> torch.Tensor:
+def step_by_step(
+    model: Any, ids: torch.Tensor, cache: CompressedCache, chunks: list[int], mask: torch.Tensor
+) -> torch.Tensor:
     """Logits of every position when the text is fed in the given chunks."""
     logits, start = [], 0
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     for chunk in chunks:
         end = start + chunk
         out = model(
-            ids[:, start:end], attention_mask=mask[:, :end], position_ids=positions[:, start:end], past_key_values=cache, use_cache=True
+            ids[:, start:end],
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, start:end],
+            past_key_values=cache,
+            use_cache=True,
         )
         logits.append(out.logits)
         start = end
@@ -94,7 +100,9 @@ def test_streamingllm_equals_the_masked_model(family: str, schedule: str, pads: 
     real = mask.bool()
     scale = expected[real].norm()
     assert (ours - expected)[real].norm() / scale < 2e-5
-    assert (exact - expected)[real].norm() / scale > 1e-3, "the oracle must differ from the full cache, or the test has no teeth"
+    assert (exact - expected)[real].norm() / scale > 1e-3, (
+        "the oracle must differ from the full cache, or the test has no teeth"
+    )
     assert cache.tokens_stored <= BUDGET and cache.tokens_seen == ids.shape[1]
 
 
@@ -114,16 +122,25 @@ def test_each_head_sees_what_its_table_says(name: str, pads: list[int]) -> None:
     with torch.no_grad():
         for chunk in chunks:
             rows = slice(start, start + chunk)
-            bias[:, :, rows, rows] = torch.zeros(chunk, chunk).masked_fill(~torch.ones(chunk, chunk).tril().bool(), float("-inf"))
+            bias[:, :, rows, rows] = torch.zeros(chunk, chunk).masked_fill(
+                ~torch.ones(chunk, chunk).tril().bool(), float("-inf")
+            )
             table = table_of.table
             if not table.exact:
-                index, weight = table.index.long().repeat_interleave(groups, 1), table.log_den.repeat_interleave(groups, 1)
+                index, weight = (
+                    table.index.long().repeat_interleave(groups, 1),
+                    table.log_den.repeat_interleave(groups, 1),
+                )
                 for b, h, s in (index >= 0).nonzero().tolist():
                     bias[b, h, rows, index[b, h, s]] = weight[b, h, s]
             elif start:
                 bias[:, :, rows, :start] = 0.0
             out = model(
-                ids[:, rows], attention_mask=mask[:, : start + chunk], position_ids=positions[:, rows], past_key_values=cache, use_cache=True
+                ids[:, rows],
+                attention_mask=mask[:, : start + chunk],
+                position_ids=positions[:, rows],
+                past_key_values=cache,
+                use_cache=True,
             )
             logits.append(out.logits)
             start += chunk

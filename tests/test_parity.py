@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from common import generate, padded, with_budget
 from transformers import DynamicCache
 
 import kvsketch
+import zoo
+from common import generate, padded, with_budget
 from kvsketch import CompressedCache, attention
 
-METHODS = [name for name in kvsketch.METHODS]
+METHODS = list(kvsketch.METHODS)
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -28,7 +28,9 @@ def assert_same(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("method", ["full", "streamingllm:budget=64"])
 def test_families_give_the_tokens_of_dynamic_cache(family: str, method: str) -> None:
     model, ids = zoo.build(family), zoo.tokens(2, 20)
-    assert_same(generate(model, ids, CompressedCache(model, method)), generate(model, ids, DynamicCache(config=model.config)))
+    assert_same(
+        generate(model, ids, CompressedCache(model, method)), generate(model, ids, DynamicCache(config=model.config))
+    )
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
@@ -80,7 +82,9 @@ def test_prompt_lookup_decoding(name: str) -> None:
     model = zoo.build("llama")
     ids = zoo.tokens(1, 6).repeat(1, 4)
     cache = CompressedCache(model, with_budget(name, 96))
-    looked_up = model.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False, prompt_lookup_num_tokens=3)
+    looked_up = model.generate(
+        ids, past_key_values=cache, max_new_tokens=16, do_sample=False, prompt_lookup_num_tokens=3
+    )
     plain = model.generate(ids, max_new_tokens=16, do_sample=False)
     assert looked_up.tolist() == plain.tolist()
     assert cache.tokens_seen == plain.shape[1] - 1
@@ -157,7 +161,10 @@ def test_use_serves_callers_that_cannot_pass_a_cache() -> None:
         with kvsketch.use(model, "full"):
             assert model.generate(ids, max_new_tokens=8, do_sample=False).tolist() == plain.tolist()
     passed = CompressedCache(model, "streamingllm:budget=12")
-    assert first.tolist() == again.tolist() == model.generate(ids, past_key_values=passed, max_new_tokens=8, do_sample=False).tolist()
+    assert (
+        first.tolist()
+        == again.tolist()
+        == model.generate(ids, past_key_values=passed, max_new_tokens=8, do_sample=False).tolist()
+    )
     assert model.generate(ids, max_new_tokens=8, do_sample=False).tolist() == plain.tolist()
     assert "generate" not in vars(model)
-

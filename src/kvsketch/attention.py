@@ -1,11 +1,12 @@
 """Seam 2 into transformers: the attention function that reads a compressed cache.
 
-Models ask `AttentionInterface.get_interface` for the function that attends. At the first use of a compressed cache that method
-is wrapped, once and for the whole process; what it hands out looks whether the key tensor came out of a compressed layer. If so
-this module attends, if not the model's own function runs untouched. `uninstall` takes the wrapper away again.
+Models ask `AttentionInterface.get_interface` for the function that attends. At the first use of a compressed cache
+that method is wrapped, once and for the whole process; what it hands out looks whether the key tensor came out of a
+compressed layer. If so this module attends, if not the model's own function runs untouched. `uninstall` takes the
+wrapper away again.
 
-The two halves: while a layer is exact, the model's own kernel reads it, bit for bit; afterwards `ops.weighted_attention` reads the
-slots, with the (logical) mask looked up at the slots' logical indices.
+The two halves: while a layer is exact, the model's own kernel reads it, bit for bit; afterwards
+`ops.weighted_attention` reads the slots, with the (logical) mask looked up at the slots' logical indices.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ def attend(
     sink_logits: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention of [B, Hq, n, D] queries over the slots of a bounded layer; `bias` [1 or B, Hq, 1 or n, L] is logical like the mask."""
+    """Attention of [B, Hq, n, D] queries over the slots of a bounded layer; `bias` [1 or B, Hq, 1 or n, L] is
+    logical like the mask.
+    """
     slot_bias = mask_at_slots(view, query, mask)
     if bias is not None:
         slot_bias = _add_bias(slot_bias, at_slots(bias, view.index, query.shape[1]))
@@ -143,12 +146,16 @@ def mask_at_slots(view: LayerView, query: Tensor, mask: Any) -> Tensor | None:
         return at_slots(mask[..., : view.seen], view.index, view.keys.shape[1])
     if hasattr(mask, "mask_mod"):
         return _evaluate_mask_mod(view, query, mask.mask_mod)
-    raise TypeError(f"attention mask of type {type(mask).__name__} is not understood; use a tensor, a BlockMask or None")
+    raise TypeError(
+        f"attention mask of type {type(mask).__name__} is not understood; use a tensor, a BlockMask or None"
+    )
 
 
 def at_slots(logical: Tensor, index: Tensor, heads: int) -> Tensor:
-    """Columns of a logical tensor [1 or B, 1 or heads, n, L] at the slots' indices [B, H, S]; empty slots read column 0."""
-    batch, kv_heads, slots = index.shape
+    """Columns of a logical tensor [1 or B, 1 or heads, n, L] at the slots' indices [B, H, S]; empty slots read
+    column 0.
+    """
+    batch, kv_heads, _slots = index.shape
     logical = logical.expand(batch, heads if logical.shape[1] == 1 else -1, -1, -1)
     index = index.clamp_min(0).repeat_interleave(logical.shape[1] // kv_heads, 1)
     return logical.gather(-1, index.unsqueeze(2).expand(-1, -1, logical.shape[2], -1))
@@ -179,7 +186,7 @@ def _add_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
 
 
 def _evaluate_mask_mod(view: LayerView, query: Tensor, mask_mod: Callable[..., Tensor]) -> Tensor:
-    batch, heads, slots = view.index.shape
+    batch, heads, _slots = view.index.shape
     new = query.shape[2]
     device = query.device
     rows = torch.arange(batch, device=device).view(-1, 1, 1, 1)
@@ -190,7 +197,9 @@ def _evaluate_mask_mod(view: LayerView, query: Tensor, mask_mod: Callable[..., T
 
 
 def softcap_of(module: nn.Module, own: Callable[..., Any], kwargs: dict[str, Any]) -> float | None:
-    """The logit soft-cap the model's own function would apply: sdpa ignores it in older releases, and we follow the model."""
+    """The logit soft-cap the model's own function would apply: sdpa ignores it in older releases, and we follow
+    the model.
+    """
     softcap = kwargs.get("softcap")
     return None if softcap is None or "sdpa" in getattr(own, "__name__", "") else float(softcap)
 
@@ -199,7 +208,10 @@ def refuse_unsupported(module: nn.Module, view: LayerView, value: Tensor, kwargs
     """Raises for attention that a slot table cannot serve, naming the model's attention class."""
     for name in ("position_bias", "indices", "block_indices"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} passes {name!r} to its attention, which kvsketch cannot compress; use DynamicCache")
+            raise ValueError(
+                f"{type(module).__name__} passes {name!r} to its attention, which kvsketch cannot "
+                f"compress; use DynamicCache"
+            )
     if value is not view.values and value.shape != view.values.shape:
         raise ValueError(
             f"{type(module).__name__} changes keys or values between the cache and its attention, "

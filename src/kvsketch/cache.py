@@ -1,8 +1,9 @@
 """Seam 1 into transformers: the cache. Everything transformers asks is answered in logical coordinates.
 
-The life of a token: `update` appends its key and value to the table of each layer and returns key and value tensors, the key
-tensor carrying a view of the layer; the attention function (attention.py) finds the view, attends, and tells the layer, which
-lets its method compress the table. `tokens_seen` counts what the model has read, `tokens_stored` what memory still holds.
+The life of a token: `update` appends its key and value to the table of each layer and returns key and value tensors,
+the key tensor carrying a view of the layer; the attention function (attention.py) finds the view, attends, and tells
+the layer, which lets its method compress the table. `tokens_seen` counts what the model has read, `tokens_stored` what
+memory still holds.
 """
 
 from __future__ import annotations
@@ -153,9 +154,11 @@ class SlotLayer(CacheLayerMixin):
     def require_claimed(self) -> None:
         if self.waiting is not None:
             raise RuntimeError(
-                f"the attention of {self.model_name} (layer {self.table.layer_idx}) never read the compressed cache: it does not go "
+                f"the attention of {self.model_name} (layer {self.table.layer_idx}) never read the "
+                f"compressed cache: it does not go "
                 f"through transformers' AttentionInterface, so kvsketch cannot serve this model. "
-                f"Families with an adapter: {', '.join(families.ADAPTED)}. Use transformers.DynamicCache for this model."
+                f"Families with an adapter: {', '.join(families.ADAPTED)}. Use "
+                f"transformers.DynamicCache for this model."
             )
 
     # roll back, rows
@@ -192,7 +195,9 @@ class SlotLayer(CacheLayerMixin):
             self.table.select_rows(rows)
 
     def offload(self) -> None:
-        raise ValueError("a compressed cache is not offloaded by transformers; choose a recall method with offload instead")
+        raise ValueError(
+            "a compressed cache is not offloaded by transformers; choose a recall method with offload instead"
+        )
 
 
 class CompressedCache(Cache):
@@ -200,8 +205,8 @@ class CompressedCache(Cache):
 
         cache = CompressedCache(model, "streamingllm:budget=1024")
 
-    `model` is a model or its config; `method` a text form or a Method. Full-attention layers are compressed; sliding-window
-    and linear-attention layers stay native. The model is not changed.
+    `model` is a model or its config; `method` a text form or a Method. Full-attention layers are compressed;
+    sliding-window and linear-attention layers stay native. The model is not changed.
     """
 
     def __init__(self, model: nn.Module | PretrainedConfig, method: str | Method = "full", *, seed: int = 0) -> None:
@@ -218,19 +223,27 @@ class CompressedCache(Cache):
         text_config = config.get_text_config(decoder=True)
         shared = bool(getattr(text_config, "num_kv_shared_layers", 0))
         layers = [
-            SlotLayer(SlotTable(i, len(native), seed), self.method, self.model_name, shared) if type(layer) is DynamicLayer else layer
+            SlotLayer(SlotTable(i, len(native), seed), self.method, self.model_name, shared)
+            if type(layer) is DynamicLayer
+            else layer
             for i, layer in enumerate(native)
         ]
         super().__init__(layers=layers)
+        for rank, layer in enumerate(self.slot_layers):
+            layer.table.rank, layer.table.compressed_layers = rank, len(self.slot_layers)
         if not self.slot_layers:
-            raise ValueError(f"{self.model_name} has no full-attention layer to compress; use transformers.DynamicCache")
+            raise ValueError(
+                f"{self.model_name} has no full-attention layer to compress; use transformers.DynamicCache"
+            )
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
         """The layers that the method compresses."""
         return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if layer_idx > 0 and isinstance(self.layers[layer_idx - 1], SlotLayer):
             self.layers[layer_idx - 1].require_claimed()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -247,7 +260,9 @@ class CompressedCache(Cache):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of every tensor the cache holds on the model's device: keys, values, weights, index and state, native layers included."""
+        """Bytes of every tensor the cache holds on the model's device: keys, values, weights, index and state,
+        native layers included.
+        """
         return sum(t.numel() * t.element_size() for layer in self.layers for t in _layer_tensors(layer))
 
     @property
@@ -256,7 +271,8 @@ class CompressedCache(Cache):
         return 0
 
     def __repr__(self) -> str:
-        return f"CompressedCache({self.model_name}, '{self.method}', tokens_seen={self.tokens_seen}, tokens_stored={self.tokens_stored})"
+        counts = f"tokens_seen={self.tokens_seen}, tokens_stored={self.tokens_stored}"
+        return f"CompressedCache({self.model_name}, '{self.method}', {counts})"
 
 
 def _layer_tensors(layer: Any) -> list[Tensor]:

@@ -1,11 +1,12 @@
 """Captured decoding: one decode step recorded as a CUDA graph and replayed for every token.
 
-An eager decode step on a fast GPU is bound by the host that launches its thousand kernels, whatever the cache holds. A compressed
-cache has a fixed shape and is updated in place, so the whole step (model, cache update, compression, choice of the token) can be
-recorded once. transformers prepares everything (`custom_generate`), so all arguments mean what they mean in `model.generate`.
+An eager decode step on a fast GPU is bound by the host that launches its thousand kernels, whatever the cache holds.
+A compressed cache has a fixed shape and is updated in place, so the whole step (model, cache update, compression,
+choice of the token) can be recorded once. transformers prepares everything (`custom_generate`), so all arguments mean
+what they mean in `model.generate`.
 
-The life of a call: transformers prepares; prefill runs eagerly; the first decode steps run eagerly too, as warm-up; then the step
-is recorded and replayed. A step in which a method does periodic work runs eagerly in between.
+The life of a call: transformers prepares; prefill runs eagerly; the first decode steps run eagerly too, as warm-up;
+then the step is recorded and replayed. A step in which a method does periodic work runs eagerly in between.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache import CompressedCache, SlotLayer
+from kvsketch.cache import CompressedCache
 from kvsketch.sampling import Sampler, unsupported
 
 WARM_UP_STEPS = 2
@@ -27,8 +28,8 @@ WARM_UP_STEPS = 2
 def generate(model: Any, inputs: Any, cache: CompressedCache, **options: Any) -> Any:
     """`model.generate(**inputs, past_key_values=cache, **options)` with captured decode steps; same tokens.
 
-    `inputs` is a tensor of token ids or what a tokenizer returns. Where capture is impossible (no CUDA, beams, an unusual option or
-    model) the eager loop runs, with one warning that says why.
+    `inputs` is a tensor of token ids or what a tokenizer returns. Where capture is impossible (no CUDA, beams, an
+    unusual option or model) the eager loop runs, with one warning that says why.
     """
     if not isinstance(cache, CompressedCache):
         raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
@@ -139,7 +140,11 @@ class Step:
         mask = None if bounded else self._padding_mask()
         try:
             logits = self.model(
-                input_ids=self.token, position_ids=self.position, past_key_values=self.cache, use_cache=True, attention_mask=mask
+                input_ids=self.token,
+                position_ids=self.position,
+                past_key_values=self.cache,
+                use_cache=True,
+                attention_mask=mask,
             ).logits
         finally:
             for layer in self.layers:

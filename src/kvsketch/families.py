@@ -1,7 +1,8 @@
 """Adapters for the model families that bypass transformers' AttentionInterface, or that drop a user's cache.
 
-Each adapter wraps one method of one class the first time a compressed cache is made for that family; with any other cache the
-original runs untouched. A family with neither the interface nor an adapter is refused with its name when its keys go unread.
+Each adapter wraps one method of one class the first time a compressed cache is made for that family; with any other
+cache the original runs untouched. A family with neither the interface nor an adapter is refused with its name when
+its keys go unread.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def _mpt_forward(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """MPT attends inside its forward, with ALiBi: the bias of key j is slope * (j - newest), a function of the logical index."""
+    """MPT attends inside its forward, with ALiBi: the bias of key j is slope * (j - newest), a function of the
+    logical index.
+    """
     if not hasattr(past_key_values, "tokens_stored"):
         return original(self, hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
     batch, new, _ = hidden_states.shape

@@ -1,7 +1,7 @@
 """The choice of the next token inside a captured step: what transformers' generate does, with counters on the device.
 
-The warpers (temperature, top-k, top-p) and the repetition penalty are transformers' own objects; only what depends on the length
-of the text is rewritten, because a captured graph cannot see a growing tensor.
+The warpers (temperature, top-k, top-p) and the repetition penalty are transformers' own objects; only what depends on
+the length of the text is rewritten, because a captured graph cannot see a growing tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-STATELESS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "InfNanRemoveLogitsProcessor")
+STATELESS = (
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+)
 OF_HISTORY = ("RepetitionPenaltyLogitsProcessor",)
 OF_LENGTH = ("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
 STOPPING = ("MaxLengthCriteria", "EosTokenCriteria")
@@ -27,10 +33,18 @@ def unsupported(processors: Sequence[Any], criteria: Sequence[Any]) -> list[str]
 
 
 class Sampler:
-    """Chooses tokens into a preallocated history [B, max_length]; every step does the same work on the same addresses."""
+    """Chooses tokens into a preallocated history [B, max_length]; every step does the same work on the same
+    addresses.
+    """
 
     def __init__(
-        self, processors: Sequence[Any], input_ids: Tensor, max_length: int, eos: Tensor | None, pad: Tensor | None, do_sample: bool
+        self,
+        processors: Sequence[Any],
+        input_ids: Tensor,
+        max_length: int,
+        eos: Tensor | None,
+        pad: Tensor | None,
+        do_sample: bool,
     ) -> None:
         batch, length = input_ids.shape
         self.do_sample, self.eos, self.pad = do_sample, eos, pad

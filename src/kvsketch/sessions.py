@@ -70,7 +70,9 @@ def _with_cache(model: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
         kwargs["past_key_values"] = session.cache
         result = generate(model, *args, **kwargs)
         if session.cache.tokens_seen == 0:
-            raise RuntimeError(f"{session.cache.model_name} generated without reading the compressed cache; is use_cache off?")
+            raise RuntimeError(
+                f"{session.cache.model_name} generated without reading the compressed cache; is use_cache off?"
+            )
         return result
 
     return wrapped

@@ -4,10 +4,11 @@
 
 A table is in one of two states.
 - exact: every token seen, in order, no weights. Buffers grow. The model's own attention kernel reads them.
-- bounded: a fixed number of slots, written in place. A slot with log_den = -inf and index = -1 is empty; `next_slot` says
+- bounded: a fixed number of slots, written in place. A slot with log_den = -inf and index = -1 is empty; `next_slot`
+says
   where the next token goes. A decode step neither allocates slots nor asks the device for a value.
-Between the two verbs of one forward, `append` and the method's `compress`, a bounded table that received several tokens at
-once is longer than its capacity; `compress` brings it back.
+Between the two verbs of one forward, `append` and the method's `compress`, a bounded table that received several
+tokens at once is longer than its capacity; `compress` brings it back.
 
 Legend: B batch rows, H KV heads, S slots, D head size. This module knows neither transformers nor any method.
 """
@@ -49,6 +50,12 @@ class SlotTable:
     scale: float = 1.0
     extra_keys: int = 0  # keys held outside both sums, such as cluster representatives; they count as stored
     padding: Tensor | None = None  # [B] int64, left-padding tokens of each row; None: no row has any
+    rank: int = -1  # place of the layer among those the method compresses; -1: its place among all
+    compressed_layers: int = 0  # how many those are; 0: all
+
+    def __post_init__(self) -> None:
+        self.rank = self.layer_idx if self.rank < 0 else self.rank
+        self.compressed_layers = self.compressed_layers or self.num_layers
 
     # state
 
@@ -186,9 +193,9 @@ class SlotTable:
     # compress
 
     def rebuild(self, chosen: Tensor, room: int, log_den: Tensor | None = None) -> None:
-        """Becomes a bounded table of `room` slots plus one for the next token, filled with the slots `chosen` [B, H, m].
+        """Becomes a bounded table of `room` slots plus one for the next token, filled with the chosen slots.
 
-        `chosen` holds slot numbers, -1 for none; `log_den` [B, H, m] gives their weights (default: keep the present ones).
+        `chosen` [B, H, m] holds slot numbers, -1 for none; `log_den` [B, H, m] their weights, by default the present ones.
         """
         assert self.keys is not None and self.values is not None
         batch, heads, m = chosen.shape
@@ -249,7 +256,8 @@ class SlotTable:
             return
         if count > self.new_tokens and not self.exact:
             raise ValueError(
-                f"cannot roll back {count} tokens: only the {self.new_tokens} tokens of the last forward are still whole"
+                f"cannot roll back {count} tokens: only the {self.new_tokens} tokens of the last "
+                f"forward are still whole"
             )
         if self.exact:
             self.length -= count
@@ -276,7 +284,9 @@ class SlotTable:
 
     def cleared(self) -> SlotTable:
         """An empty table for the same layer."""
-        return SlotTable(self.layer_idx, self.num_layers, self.seed)
+        return SlotTable(
+            self.layer_idx, self.num_layers, self.seed, rank=self.rank, compressed_layers=self.compressed_layers
+        )
 
 
 def _owned(tensor: Tensor) -> Tensor:

@@ -39,7 +39,9 @@ def test_write_token(device: torch.device, slots: int, dtype: torch.dtype, separ
         new_key = torch.arange(2 * 3 * 24, device=device).view(2, 1, 3, 24).transpose(1, 2).to(dtype)
         new_value = torch.arange(2 * 3 * 40, device=device).view(2, 3, 1, 40).to(dtype)
         log_num = t["log_num"] if separate else None
-        module.write_token(t["keys"], t["values"], t["index"], t["log_den"], log_num, t["next"], t["clock"], new_key, new_value)
+        module.write_token(
+            t["keys"], t["values"], t["index"], t["log_den"], log_num, t["next"], t["clock"], new_key, new_value
+        )
         results.append(t)
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
     written = results[0]["index"].gather(2, results[0]["next"])

@@ -1,12 +1,11 @@
 """Records: one JSON object per line, with everything needed to judge or repeat a number.
 
-    kind      what was measured, such as "kernel" or "decode"
-    command   the command line
-    commit    git commit of the source, and whether the tree had changes; null outside a checkout
-    machine   GPU, processor architecture, system
-    versions  Python, kvsketch, torch, CUDA, triton, transformers
-    seed, time, data
-A number from a changed tree can be told from one of a commit by `commit.dirty`.
+kind      what was measured, such as "kernel" or "decode"
+command   the command line
+commit    git commit of the package's source, and whether it had changes; null outside a checkout
+machine   GPU, processor architecture, system
+versions  Python, kvsketch, torch, CUDA, triton, transformers
+seed, time, data
 """
 
 from __future__ import annotations
@@ -81,11 +80,11 @@ def commit() -> dict[str, Any] | None:
     """Commit of the checkout the package runs from; KVSKETCH_COMMIT names it where the sources travel without git."""
     if named := os.environ.get("KVSKETCH_COMMIT"):
         return {"hash": named.removesuffix("-dirty"), "dirty": named.endswith("-dirty")}
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     found = _git(folder, "rev-parse", "HEAD")
     if found is None or _git(folder, "ls-files", "--error-unmatch", __file__) is None:
         return None
-    return {"hash": found, "dirty": bool(_git(folder, "status", "--porcelain", "--", ":/"))}
+    return {"hash": found, "dirty": bool(_git(folder, "status", "--porcelain", "--", "."))}
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

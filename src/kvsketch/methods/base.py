@@ -1,6 +1,7 @@
 """The contract of a method, and the common part of the evicting ones.
 
-A method is a frozen dataclass of its parameters; its state lives in the table of each layer. It has one duty and one right:
+A method is a frozen dataclass of its parameters; its state lives in the table of each layer. It has one duty and one
+right:
 
     compress(table, queries)    after every forward: bring the table back to the budget, or index it
     select(table, queries)      before reading: which slots a query reads (None: all of them)
@@ -64,7 +65,9 @@ class Method:
 
 @dataclass(frozen=True)
 class BudgetedMethod(Method):
-    """A method whose memory is bounded: `budget` tokens per KV head and layer, the sinks and the recent window included."""
+    """A method whose memory is bounded: `budget` tokens per KV head and layer, the sinks and the recent window
+    included.
+    """
 
     budget: Size | int | str = 1024
     sinks: int = 4
@@ -81,7 +84,8 @@ class BudgetedMethod(Method):
             least = self.sinks + max(1, self.recent_tokens(self.budget.tokens))
             if self.budget.tokens < least:
                 raise ValueError(
-                    f"{self.name}: budget={self.budget} cannot hold {self.sinks} sinks and a recent window of {self.recent}; "
+                    f"{self.name}: budget={self.budget} cannot hold {self.sinks} sinks and a recent "
+                    f"window of {self.recent}; "
                     f"use budget={least} or more, or smaller sinks and recent"
                 )
 
@@ -93,6 +97,14 @@ class BudgetedMethod(Method):
         """The recent window within `budget`, in tokens."""
         assert isinstance(self.recent, Size)
         return self.recent.of(budget)
+
+    def recent_window(self, table: SlotTable, budget: int) -> int | Tensor:
+        """Recent tokens that always stay: one number, or one for each row, [B, 1, 1], where shares make rows differ."""
+        assert isinstance(self.recent, Size)
+        rows = self.row_budgets(table)
+        if rows is None or self.recent.share is None:
+            return self.recent_tokens(budget)
+        return (rows.double() * float(self.recent.share) + 1e-9).long().clamp_min(1)
 
     def row_budgets(self, table: SlotTable) -> Tensor | None:  # [B, 1, 1]
         """Budget of each row when the budget is a share and left padding makes rows differ; else None."""
@@ -127,13 +139,25 @@ class EvictingMethod(BudgetedMethod):
 
 
 def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budget: int) -> None:
-    """Keeps the `budget` slots with the largest scores; sinks and recent tokens rank above all, empty slots below all."""
-    recent = method.recent_tokens(budget)
+    """Keeps the `budget` slots with the largest scores; sinks and recent tokens rank above all, empty slots below
+    all.
+    """
+    recent = method.recent_window(table, budget)
+    if isinstance(recent, Tensor):
+        scores, recent = _with_recent(table, scores, recent), 0
     if table.in_place:
         assert table.index is not None and table.clock is not None and table.log_den is not None
         ops.free_lowest(
-            scores, table.index, table.log_den, table.log_num, table.next_slot, table.padding, table.clock, method.sinks, recent
-        )  # fmt: skip
+            scores,
+            table.index,
+            table.log_den,
+            table.log_num,
+            table.next_slot,
+            table.padding,
+            table.clock,
+            method.sinks,
+            recent,
+        )
         return
     seen = torch.full((1,), table.seen, device=table.key_slots().device)
     ranked = rank(scores, table.index_slots(), table.padding, seen, method.sinks, recent)
@@ -156,6 +180,13 @@ def bound_to_budget(table: SlotTable, method: BudgetedMethod) -> None:
     rows = method.row_budgets(table)
     if rows is not None:
         close_slots(table, rows)
+
+
+def _with_recent(table: SlotTable, scores: Tensor | None, recent: Tensor) -> Tensor:
+    """Scores that put each row's own last `recent` [B, 1, 1] tokens above all others, newer ones above older ones."""
+    position = table.position_slots()
+    scores = position.float() if scores is None else scores.float().clamp(-(2.0**70), 2.0**70)
+    return torch.where(position >= table.real_tokens() - recent, (2.0**23 + position.float()) * 2.0**50, scores)
 
 
 def _closed_ranks(table: SlotTable, method: BudgetedMethod, count: int) -> Tensor | None:

@@ -17,9 +17,9 @@ from kvsketch.slots import SlotTable
 class Uniform(BudgetedMethod):
     """Keeps a uniform sample of the middle tokens, each standing for the tokens that were not drawn.
 
-    Sinks and recent window are exact. Of the n middle tokens the m with the largest uniform priority u(seed, layer, head,
-    position) stay; each weighs log(n / m) in both sums, so both are unbiased. Dropping the smallest priority one token at
-    a time leaves the same sample as drawing it at the end. `weights=false` keeps the sample unweighted.
+    Sinks and recent window are exact. Of the n middle tokens the m with the largest uniform priority u(seed, layer,
+    head, position) stay; each weighs log(n / m) in both sums, so both are unbiased. Dropping the smallest priority one
+    token at a time leaves the same sample as drawing it at the end. `weights=false` keeps the sample unweighted.
 
     The baseline of BalanceKV (arXiv 2502.07861), there as a random half taken T times with weight 2^T; drawing m of n
     directly gives every rate, not only powers of two.
@@ -40,13 +40,13 @@ class Uniform(BudgetedMethod):
             return
         evict(table, self._priorities(table), self, budget)
         if self.weights:
-            self._reweigh(table, self.recent_tokens(budget))
+            self._reweigh(table, self.recent_window(table, budget))
 
     def _priorities(self, table: SlotTable) -> Tensor:  # [B, H, S]
         heads = torch.arange(table.shape[1], device=table.key_slots().device).view(1, -1, 1)
         return ops.uniform(self.seed + table.seed, table.layer_idx, heads, table.position_slots())
 
-    def _reweigh(self, table: SlotTable, recent: int) -> None:
+    def _reweigh(self, table: SlotTable, recent: int | Tensor) -> None:
         assert table.log_den is not None
         position = table.position_slots()
         middle = (position >= self.sinks) & (position < table.real_tokens() - recent)

@@ -3,7 +3,7 @@
 from kvsketch.models.catalog import CATALOG, DEFAULT_MODEL, ModelCard, Part, card
 from kvsketch.models.fetch import is_pulled, pull
 from kvsketch.models.files import FetchError, WrongHashError, home
-from kvsketch.models.load import encode_chat, load, resolve
+from kvsketch.models.loading import encode_chat, load, resolve
 
 __all__ = [
     "CATALOG",

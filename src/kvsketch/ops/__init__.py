@@ -18,8 +18,13 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops import attention_mass as attention_mass_checks
+from kvsketch.ops import balance_walk as balance_walk_checks
 from kvsketch.ops.attention_mass import Noise, Temperature
 from kvsketch.ops.attention_mass.reference import attention_mass as attention_mass_reference
+from kvsketch.ops.balance_walk.reference import balance_walk as balance_walk_reference
+from kvsketch.ops.farthest_first import Centers
+from kvsketch.ops.farthest_first import check_arguments as check_farthest_first
+from kvsketch.ops.farthest_first import reference as farthest_first_reference
 from kvsketch.ops.fold_token import Layout, State
 from kvsketch.ops.fold_token import reference as fold_token_reference
 from kvsketch.ops.leader_clustering import Clustering
@@ -34,12 +39,15 @@ __all__ = [
     "Noise",
     "Temperature",
     "attention_mass",
+    "balance_walk",
     "covering_radius",
+    "farthest_first",
     "fold_token",
     "free_lowest",
     "gumbel",
     "kernel_for",
     "leader_clustering",
+    "nearest_center",
     "reservoir",
     "uniform",
     "weighted_attention",
@@ -260,3 +268,75 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
         fold_token_reference.fold_token(state, layout, coalesce)
     else:
         kernel.fold_token(state, layout, coalesce)
+
+
+def balance_walk(
+    k: Tensor,
+    v: Tensor | None,
+    slots: Tensor,
+    scale: float,
+    *,
+    weights: Tensor | None = None,
+    state: int = 0,
+    ids: Tensor | None = None,
+    walk: str = "greedy",
+    c: float = 1.0,
+    temp: float = 1.0,
+    center: bool = True,
+    constant: float = 0.0,
+    on_fail: str = "clip",
+) -> Tensor:
+    """Signs that split each block of tokens into two halves with almost the same attention sums, [B, H, N, b] int8.
+
+        y_j = sum_{l<j} sign_l g_jl,    g_jl = exp(temp scale <k_j, k_l>) (<v_j, v_l> + constant) / R^2,    |g| <= 1
+
+    k [B, H, S, D]; v [B, H, at least the slots named, Dv], None: <v, v> is 1; slots [B, H, N, b] int64: the tokens of
+    each block in order, -1 for none, which gets sign 0; weights [B, H, S] multiply the values.
+    walk: greedy takes the sign against y_j, random takes +1 with probability 1/2 - y_j / (2 c), cut to [0, 1].
+    center: keys relative to the mean key of their block. on_fail: what |y_j| > c does, clip or raise RuntimeError.
+    state, ids [B, H, N] integers (default: the block's number): where draws come from; the draw of a token is the random
+    state continued by head, id and place in the block.
+    """
+    balance_walk_checks.check_arguments(k, v, slots, weights, walk, c, on_fail)
+    run = balance_walk_reference
+    kernel = kernel_for("balance_walk", k.device)
+    if kernel is not None and kernel.supported(k, v, slots):
+        run = kernel.balance_walk
+    walked = run(
+        k, v, slots, scale,
+        weights=weights, state=state, ids=ids, walk=walk, c=c, temp=temp, center=center, constant=constant,
+    )  # fmt: skip
+    if on_fail == "raise" and bool(walked.failed.any()):
+        count = int(walked.failed.sum())
+        raise RuntimeError(
+            f"the balancing walk failed on {count} of {walked.failed.numel()} blocks: a partial sum exceeded c={c:g}; "
+            "use a larger c, another seed, or on_fail='clip'."
+        )
+    return walked.signs
+
+
+def farthest_first(
+    keys: Tensor, count: int, *, valid: Tensor | None = None, given: int = 1, form: Literal["exact", "coarse"] = "exact"
+) -> Centers:
+    """Greedy k-center: `count` keys of each head, each the farthest from those chosen before it (`farthest_first` package).
+
+    keys [B, H, N, D]; valid [B, H, N] bool: the keys that take part (None: all). The first `given` valid keys are centers
+    from the start. form: `exact`, or `coarse` with fewer passes over the keys and a radius at most 1 / 0.9 times the bound.
+    Returns the index [B, H, count] int64 of the centers in the order of choice, -1 where there are no more keys, and the
+    radius [B, H] float32. A smaller count gives the beginning of the same list.
+    """
+    check_farthest_first(keys, count, valid, given, form)
+    if valid is None:
+        valid = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
+    kernel = kernel_for("farthest_first", keys.device)
+    if kernel is None or not kernel.supported(keys):
+        return farthest_first_reference.farthest_first(keys, count, valid, given, form)
+    return kernel.farthest_first(keys, count, valid, given, form)
+
+
+def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
+    """Which of the centers is nearest to each key: its place in `centers`, [B, H, N] int64; ties go to the earlier place.
+
+    keys [B, H, N, D]; centers [B, H, m] int64, key numbers or -1 for none. Runs in torch on every device.
+    """
+    return farthest_first_reference.nearest_center(keys, centers)

@@ -234,9 +234,8 @@ def balance_walk(
     temp: float = 1.0,
     center: bool = True,
     constant: float = 0.0,
-    on_fail: str = "clip",
 ) -> Walked:
-    """See `kvsketch.ops.balance_walk`; this one never raises but says where the walk failed."""
+    """See `kvsketch.ops.balance_walk`; this one says where a random walk failed."""
     batch, heads, blocks, count = slots.shape
     device = k.device
     k, v = (None if t is None else t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))

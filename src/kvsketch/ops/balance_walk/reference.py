@@ -29,9 +29,8 @@ def balance_walk(
     temp: float = 1.0,
     center: bool = True,
     constant: float = 0.0,
-    on_fail: str = "clip",
 ) -> Walked:
-    """See `kvsketch.ops.balance_walk`; this one never raises but says where the walk failed."""
+    """See `kvsketch.ops.balance_walk`; this one says where a random walk failed."""
     uniforms = block_uniforms(slots, state, ids).flatten(0, 2)
     batch, heads, blocks, size = slots.shape
     rows = torch.arange(batch * heads, device=slots.device).repeat_interleave(blocks)

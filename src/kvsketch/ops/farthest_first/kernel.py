@@ -60,7 +60,7 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
     block_d = max(16, triton.next_power_of_2(size))
     shape = (heads, length, *keys.stride()[:3])
     sizes = {"D": size, "BLOCK_D": block_d, "ROUNDING": ROUNDING}
-    block = max(16, BLOCK_BYTES[keys.element_size()] // (block_d * keys.element_size()))
+    block = max(16, min(128, BLOCK_BYTES[keys.element_size()] // (block_d * keys.element_size())))
     gram_rows = max(16, min(block // 2, candidates))
 
     def play_round() -> None:

@@ -1,4 +1,6 @@
-"""Slot updates in Triton: one program per batch row and KV head, one launch per update. See reference.py for the formulas."""
+"""Slot updates in Triton: one program per batch row and KV head, one launch per update. See reference.py for the
+formulas.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,8 @@ def free_lowest(
     batch, heads, slots = index.shape
     block = min(2048, triton.next_power_of_2(slots))
     _free_lowest[(batch * heads,)](
-        index if scores is None else scores.contiguous(), index, log_den, log_den if log_num is None else log_num, next_slot,
+        index if scores is None else scores.contiguous(),
+        index, log_den, log_den if log_num is None else log_num, next_slot,
         seen if padding is None else padding, seen, heads, slots, sinks, recent,
         HAS_SCORES=scores is not None, HAS_NUM=log_num is not None, HAS_PADDING=padding is not None, BLOCK=block,
         num_warps=max(1, min(8, block // 128)),

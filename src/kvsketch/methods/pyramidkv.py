@@ -1,0 +1,71 @@
+"""PyramidKV: SnapKV's scores, with more room in the lower layers than in the upper ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsketch.budget import Size
+from kvsketch.methods.snapkv import SnapKV, _whole
+from kvsketch.slots import SlotTable
+
+
+@dataclass(frozen=True)
+class PyramidKV(SnapKV):
+    """Scores tokens as SnapKV does and gives the lower layers a larger budget than the upper ones.
+
+    `budget` is the mean over the compressed layers. With base = budget - sinks - window, layer l of L keeps sinks, window and
+
+        high - ceil(l * (high - low) / (L - 1)),     low = base // beta,     high = 2 base - low
+
+    tokens. A prompt of n tokens with high >= n - sinks - window has high = n - sinks - window, low = 2 base - high; one with
+    n <= budget or n < 2 base gives every layer `budget`. `beta=1` is SnapKV.
+
+    Paper: Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling (arXiv 2406.02069).
+    Differs from the authors' code: as SnapKV; and their step (high - low) // (L - 1) is rounded down, so that the layers
+    keep up to L / 2 tokens more than promised on average; here the mean never exceeds the budget. Layers with native
+    sliding windows do not count as layers.
+    """
+
+    name: ClassVar[str] = "pyramidkv"
+    paper: ClassVar[str] = "arXiv 2406.02069"
+    beta: int = 20
+
+    def __post_init__(self) -> None:
+        self._require("beta", _whole(self.beta) and self.beta >= 1, "a whole number, 1 (all layers alike) or more")
+        super().__post_init__()
+
+    def layer_tokens(self, prompt: int, rank: int, layers: int) -> int:
+        """What layer `rank` of `layers` may keep of a prompt."""
+        assert isinstance(self.budget, Size)
+        budget = self.budget.of(prompt)
+        fixed = self.sinks + self.recent_tokens(budget)
+        base = budget - fixed
+        if layers < 2 or prompt <= budget or prompt < 2 * base:
+            return budget
+        low = base // self.beta
+        high = 2 * base - low
+        if high >= prompt - fixed:
+            high = prompt - fixed
+            low = 2 * base - high
+        return fixed + high - -(-rank * (high - low) // (layers - 1))
+
+    def budget_tokens(self, table: SlotTable) -> int:
+        if table.in_place:
+            return table.length - 1
+        if table.padding is None:
+            return self.layer_tokens(table.prompt_tokens, table.rank, table.compressed_layers)
+        return max(self._rows(table))
+
+    def row_budgets(self, table: SlotTable) -> Tensor | None:
+        if table.padding is None:
+            return None
+        return torch.tensor(self._rows(table), device=table.padding.device).view(-1, 1, 1)
+
+    def _rows(self, table: SlotTable) -> list[int]:
+        assert table.padding is not None
+        prompts = (table.prompt_tokens - table.padding).clamp_min(1).tolist()
+        return [self.layer_tokens(prompt, table.rank, table.compressed_layers) for prompt in prompts]

@@ -1,0 +1,99 @@
+"""How much each row of a table may hold and when it is full, counted on the host.
+
+Rows differ by their left padding. A row is full at a token count that is known in advance, and then again after every `freed`
+tokens, because making room frees a known number of slots. So a plain decode step neither asks the device nor does any work for
+rows that are not full, and a row does the same alone as in any batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsketch.budget import Size
+from kvsketch.slots import SlotTable
+
+
+class Row(NamedTuple):
+    """What one row may hold, and what it has seen."""
+
+    seen: int  # real tokens
+    budget: int
+    sinks: int
+    recent: int
+    freed: int  # slots that making room during decoding frees
+
+    @property
+    def middle(self) -> int:
+        """Slots between the sinks and the recent window."""
+        return self.budget - self.sinks - self.recent
+
+
+def rows_of(table: SlotTable, budget: Size, sinks: int, recent: Size, default: int, block: int) -> list[Row]:
+    """The rows of a table; sinks and recent windows of `default` tokens shrink to an eighth of a small budget."""
+    assert table.keys is not None
+    padding = [0] * table.keys.shape[0] if table.padding is None else table.padding.tolist()
+    rows = []
+    for pad in padding:
+        tokens = budget.of(max(1, table.prompt_tokens - pad))
+        first = min(within(sinks, default, tokens), tokens - 1)
+        last = min(within(recent.of(tokens), default, tokens), tokens - first)
+        freed = max(1, min(block // 2, (tokens - first - last) // 16))
+        rows.append(Row(table.seen - pad, tokens, first, last, freed))
+    return rows
+
+
+def within(size: int, default: int, budget: int) -> int:
+    """A size that was left at its default shrinks to an eighth of a small budget; any other stays."""
+    return min(size, budget // 8) if size == default else size
+
+
+def set_schedule(table: SlotTable, rows: list[Row], full_at: list[int]) -> None:
+    """Remembers when each row is full: at the real token number `full_at`, then every `freed` tokens."""
+    assert table.keys is not None
+    padding = [table.seen - row.seen for row in rows]
+    host = [[pad, at, row.freed] for pad, at, row in zip(padding, full_at, rows, strict=True)]
+    limits = [
+        [row.sinks, row.recent, at, row.freed, min(2 * row.freed, row.middle + 1)]
+        for at, row in zip(full_at, rows, strict=True)
+    ]
+    table.row_state["schedule"] = torch.tensor(host)
+    table.row_state["limits"] = torch.tensor(limits, device=table.keys.device)
+
+
+def due(table: SlotTable, ahead: int = 0) -> bool:
+    """Whether some row is full, `ahead` tokens from now; asks nothing of the device."""
+    schedule = table.row_state.get("schedule")
+    if schedule is None:
+        return False
+    passed = ((table.seen + ahead - padding - full_at, freed) for padding, full_at, freed in schedule.tolist())
+    return any(tokens >= 0 and tokens % freed == 0 for tokens, freed in passed)
+
+
+def due_rows(table: SlotTable) -> Tensor:  # [B, 1, 1]
+    """Which rows are full, on the device."""
+    _, _, full_at, freed, _ = limits_of(table)
+    passed = table.real_tokens() - full_at
+    return (passed >= 0) & (passed % freed == 0)
+
+
+def middle_slots(table: SlotTable) -> Tensor:  # [B, H, S]
+    """Slots whose tokens lie between the sinks and the recent window of their row."""
+    sinks, recent, *_ = limits_of(table)
+    position = table.position_slots()
+    return (position >= sinks) & (position < table.real_tokens() - recent)
+
+
+def limits_of(table: SlotTable) -> list[Tensor]:
+    """Sinks, recent window, full_at, freed and the tokens to halve of each row, each [B, 1, 1]."""
+    return [column.view(-1, 1, 1) for column in table.row_state["limits"].unbind(1)]
+
+
+def compact(mask: Tensor, width: int) -> Tensor:
+    """The slots where `mask` [B, H, S] is true, in order, as [B, H, width] slot numbers; -1 beyond the last."""
+    rank = mask.cumsum(-1) - 1
+    place = torch.where(mask & (rank < width), rank, width)
+    slots = torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape)
+    return place.new_full((*mask.shape[:2], width + 1), -1).scatter_(2, place, slots)[..., :width]

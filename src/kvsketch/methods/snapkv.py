@@ -1,0 +1,106 @@
+"""SnapKV: the last queries of the prompt vote for what stays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.budget import Size
+from kvsketch.methods.base import BudgetedMethod, EvictingMethod
+from kvsketch.slots import SlotTable
+
+POOLS = ("avg", "max")
+REDUCTIONS = ("sum", "mean", "max")
+
+
+@dataclass(frozen=True)
+class SnapKV(EvictingMethod):
+    """Keeps the tokens that the last queries attend to, their neighbours with them, and the last tokens themselves.
+
+        score(j) = pool_k over positions of  sum over the last `window` queries i of  softmax_j(scale * <q_i, k_j>)
+
+    with the causal mask inside the window, the query heads of a KV head reduced to one number (`gqa_reduce`) before the
+    pooling, and no vote from or for left padding. The last `window` tokens (at most half of the budget) always stay and
+    are not pooled; the best scores fill the rest. `kernel=1` turns the pooling off.
+
+    While decoding the votes fade: n new tokens make it  score <- max(0, 1 - n / window) * score + their votes, so that a
+    prompt of at least `window` tokens counts alone, as in the paper, and each generated query replaces 1/window of the
+    old votes. Votes of single tokens are not pooled. Tokens that were evicted are no longer voted on.
+
+    Paper: Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (arXiv 2404.14469).
+    Differs from the authors' code: scores and slots are per KV head, theirs per query head, which stores G times the bytes;
+    the budget holds while decoding too, where theirs keeps every generated token; contexts shorter than the window and
+    left-padded batches work; `sinks` may be protected on top (default 0, as theirs).
+    """
+
+    name: ClassVar[str] = "snapkv"
+    paper: ClassVar[str] = "arXiv 2404.14469"
+    sinks: int = 0
+    recent: Size | int | str = field(default=0, init=False, repr=False)
+    window: int = 32
+    kernel: int = 5
+    pool: str = "avg"
+    gqa_reduce: str = "sum"
+
+    def __post_init__(self) -> None:
+        self._require("window", _whole(self.window) and self.window >= 1, "a whole number of queries, 1 or more")
+        odd = _whole(self.kernel) and self.kernel >= 1 and self.kernel % 2 == 1
+        self._require("kernel", odd, "an odd number of positions, 1 (no pooling) or more")
+        self._require("pool", self.pool in POOLS, " or ".join(POOLS))
+        self._require("gqa_reduce", self.gqa_reduce in REDUCTIONS, ", ".join(REDUCTIONS))
+        super().__post_init__()
+
+    def recent_tokens(self, budget: int) -> int:
+        return max(1, min(self.window, (budget - self.sinks) // 2))
+
+    def recent_window(self, table: SlotTable, budget: int) -> int | Tensor:
+        rows = BudgetedMethod.row_budgets(self, table)
+        if rows is None:
+            return self.recent_tokens(BudgetedMethod.budget_tokens(self, table))
+        return ((rows - self.sinks) // 2).clamp(1, self.window)
+
+    def observe(self, table: SlotTable, queries: Tensor) -> None:
+        votes = queries[:, :, -self.window :]
+        fade = max(0.0, 1.0 - table.new_tokens / self.window)
+        if table.in_place:
+            score = table.slot_state["score"].mul_(fade)
+            self._count(table, votes, score)
+            return
+        old = table.slot_state.get("score")
+        new = self._count(table, votes, torch.zeros(table.shape, device=queries.device))
+        if table.new_tokens > 1:
+            new = self._pooled(table, new)
+        table.slot_state["score"] = new if old is None else new.add_(old, alpha=fade)
+
+    def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
+        return table.slot_state["score"]
+
+    def _count(self, table: SlotTable, votes: Tensor, into: Tensor) -> Tensor:
+        where = {} if table.exact else {"index": table.index, "seen": table.clock}
+        return ops.attention_mass(
+            votes, table.key_slots(), table.scale, padding=table.padding, reduce=self.gqa_reduce, into=into, **where
+        )  # fmt: skip
+
+    def _pooled(self, table: SlotTable, votes: Tensor) -> Tensor:
+        """Votes [B, H, S] pooled over the stored neighbours in position order; the recent window stays as it is."""
+        position = table.position_slots()
+        recent = position >= table.real_tokens() - self.recent_window(table, 0)
+        # Tokens that take no part add nothing to their neighbours, like the zeros beyond the ends of the prompt.
+        pooled = torch.where(recent | (position < 0), 0.0, votes)
+        order = None if table.exact else position.argsort(-1)
+        pooled = self._pool(pooled if order is None else pooled.gather(2, order))
+        pooled = pooled if order is None else torch.empty_like(pooled).scatter_(2, order, pooled)
+        return torch.where(recent, votes, pooled)
+
+    def _pool(self, votes: Tensor) -> Tensor:
+        pool = F.avg_pool1d if self.pool == "avg" else F.max_pool1d
+        return pool(votes, self.kernel, stride=1, padding=self.kernel // 2)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

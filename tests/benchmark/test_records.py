@@ -1,0 +1,66 @@
+"""Records say where a number came from, and files of them survive several writers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvsketch.benchmark import records
+
+
+def test_a_record_carries_its_origin() -> None:
+    record = records.make_record("kernel", {"median_us": 5.5}, seed=3)
+    assert list(record) == ["kind", "command", "commit", "machine", "versions", "seed", "time", "data"]
+    assert record["seed"] == 3
+    assert record["data"] == {"median_us": 5.5}
+    assert record["versions"]["torch"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", record["time"])
+    assert json.loads(json.dumps(record)) == record
+
+
+def test_commit_is_the_checkout_or_what_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    records.commit.cache_clear()
+    monkeypatch.setenv("KVSKETCH_COMMIT", "abc123-dirty")
+    assert records.commit() == {"hash": "abc123", "dirty": True}
+    records.commit.cache_clear()
+    monkeypatch.delenv("KVSKETCH_COMMIT")
+    found = records.commit()
+    assert found is None or re.fullmatch(r"[0-9a-f]{40,64}", found["hash"])
+
+
+def test_command_names_no_folders(tmp_path: Path) -> None:
+    script = tmp_path / "tool"
+    script.write_text("from kvsketch.benchmark.records import command\nprint(command())\n")
+    for arguments, expected in (
+        ([str(script), "--out", "a b"], "tool --out 'a b'"),
+        (["-c", "from kvsketch.benchmark.records import command; print(command()[:9])"], "python -c"),
+    ):
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
+
+
+def test_many_writers_do_not_mix_lines(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "records.jsonl"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: records.append(path, {"number": number, "text": "é" * 5000}), range(64)))
+    assert sorted(record["number"] for record in records.read(path)) == list(range(64))
+
+
+def test_reading(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    assert list(records.read(path)) == []
+    path.write_text('{"kind": "a"}\n{"kind": ')
+    with pytest.raises(ValueError, match="line 2 is not a record"):
+        list(records.read(path))
+
+
+def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        records.append(tmp_path / "records.jsonl", {"median_us": float("nan")})
+    assert not (tmp_path / "records.jsonl").exists()
