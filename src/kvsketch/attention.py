@@ -40,7 +40,7 @@ def install() -> None:
         def get_interface(self: AttentionInterface, *args: Any, **kwargs: Any) -> Callable[..., Any]:
             return _Dispatch(original(self, *args, **kwargs))
 
-        AttentionInterface.get_interface = get_interface
+        setattr(AttentionInterface, "get_interface", get_interface)  # noqa: B010
 
 
 def uninstall() -> None:
@@ -48,7 +48,7 @@ def uninstall() -> None:
     global _original
     with _lock:
         if _original is not None:
-            AttentionInterface.get_interface = _original
+            setattr(AttentionInterface, "get_interface", _original)  # noqa: B010
             _original = None
 
 

@@ -78,19 +78,19 @@ class SlotLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
+    def keys(self) -> Tensor | None:
         return None if self.table.keys is None else self.table.key_slots()
 
     @keys.setter
-    def keys(self, value: None) -> None:
+    def keys(self, value: Tensor | None) -> None:
         """transformers assigns None when it builds a layer; the table holds the keys."""
 
     @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
+    def values(self) -> Tensor | None:
         return None if self.table.values is None else self.table.value_slots()
 
     @values.setter
-    def values(self, value: None) -> None:
+    def values(self, value: Tensor | None) -> None:
         """transformers assigns None when it builds a layer; the table holds the values."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -244,8 +244,9 @@ class CompressedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if layer_idx > 0 and isinstance(self.layers[layer_idx - 1], SlotLayer):
-            self.layers[layer_idx - 1].require_claimed()
+        before = self.layers[layer_idx - 1] if layer_idx > 0 else None
+        if isinstance(before, SlotLayer):
+            before.require_claimed()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvsketch import attention
@@ -41,7 +41,7 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 
 
 def _attend_with_float_mask(
-    original: Callable[..., Any], self: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None
+    original: Callable[..., Any], self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None
 ) -> tuple[Tensor, Tensor | None]:
     """GPT-J and CodeGen: `_attn` takes [B, H, n, D] queries and an additive mask, and returns [B, H, n, D]."""
     view = getattr(key, attention.TAG, None)

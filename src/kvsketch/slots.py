@@ -195,7 +195,7 @@ class SlotTable:
     def rebuild(self, chosen: Tensor, room: int, log_den: Tensor | None = None) -> None:
         """Becomes a bounded table of `room` slots plus one for the next token, filled with the chosen slots.
 
-        `chosen` [B, H, m] holds slot numbers, -1 for none; `log_den` [B, H, m] their weights, by default the present ones.
+        `chosen` [B, H, m] holds slot numbers, -1 for none; `log_den` [B, H, m] their weights, else as now.
         """
         assert self.keys is not None and self.values is not None
         batch, heads, m = chosen.shape

@@ -4,8 +4,8 @@
     python -m kvsketch.benchmark.kernels --sweep --out results/sweep.jsonl
 
 Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128, bfloat16, one query. "cold": the calls of a graph
-take input sets in turn that together exceed the L2 cache; "warm": one set that fits. Our results are first compared with
-the reference at every size, and nothing is reported when one differs.
+take input sets in turn that together exceed the L2 cache; "warm": one set that fits. Our results are first compared
+with the reference at every size, and nothing is reported when one differs.
 """
 
 from __future__ import annotations

@@ -34,6 +34,9 @@ class Stored(NamedTuple):
         keys = table.key_slots()
         return cls(slot, keys.gather(2, slot.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1])), position)
 
+    def in_order(self, state: Tensor) -> Tensor:
+        return state if self.slot is None else state.gather(2, self.slot)
+
     def slots(self, chosen: Tensor) -> Tensor:
         return chosen if self.slot is None else torch.where(chosen < 0, -1, self.slot.gather(2, chosen.clamp_min(0)))
 
@@ -92,16 +95,30 @@ class KCenter(BudgetedMethod):
         evict(table, -table.position_slots().float(), self, budget)
 
     def _choose(self, table: SlotTable, budget: int) -> None:
+        """Becomes a bounded table of centers and recent window, in position order."""
         stored = Stored.of(table)
-        window, rows = self.recent_window(table, budget), self.row_budgets(table)
-        middle = (stored.position >= 0) & (stored.position < table.real_tokens() - window)
+        window, widest, rows = self.recent_window(table, budget), self.recent_tokens(budget), self.row_budgets(table)
+        old = (stored.position >= 0) & (stored.position < table.real_tokens() - window)
         centers = ops.farthest_first(
-            stored.keys, max(0, budget - self.recent_tokens(budget)), valid=middle, given=max(1, self.sinks), form=self.form
+            stored.keys, budget - widest, valid=old, given=max(1, self.sinks), form="coarse" if self.form == "coarse" else "exact"
         ).index  # fmt: skip
         if rows is not None:
             # The centers of a smaller budget are the first ones of a larger one.
             centers = centers.masked_fill(torch.arange(centers.shape[2], device=centers.device) >= rows - window, -1)
-        length = stored.position.shape[2]
-        newest = torch.arange(max(0, length - self.recent_tokens(budget)), length, device=centers.device)
-        newest = newest.expand(*centers.shape[:2], -1)
-        recent = torch.where((stored.position >= 0) & ~middle, 0, -1).gather(2, newest).where(...)
+        newest = torch.arange(old.shape[2], device=centers.device)[-widest:].expand(*centers.shape[:2], -1)
+        recent = torch.where(old.gather(2, newest) | (stored.position.gather(2, newest) < 0), -1, newest)
+        chosen, order = torch.cat([centers, recent], -1).sort(-1)
+        weights = None
+        if self.weights == "count":
+            present = stored.in_order(torch.zeros(table.shape, device=centers.device) if table.log_den is None else table.log_den)
+            counted = _counted(stored.keys, centers, torch.where(old, present.exp(), 0.0))
+            weights = torch.cat([counted, present.gather(2, newest)], -1).gather(2, order)
+        table.rebuild(stored.slots(chosen), budget, weights)
+        if rows is not None:
+            close_slots(table, rows)
+
+
+def _counted(keys: Tensor, centers: Tensor, mass: Tensor) -> Tensor:  # [B, H, m]
+    """Log of the mass [B, H, S] of the keys nearest to each center."""
+    place = ops.nearest_center(keys, centers)
+    return torch.zeros_like(centers, dtype=torch.float32).scatter_add_(2, place, mass).clamp_min(1.0).log()

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from kvsketch.models.files import home, locked, place, read_json, say, write_json
 from kvsketch.models.gguf_header import Scalar, read_metadata
 
@@ -52,7 +50,7 @@ def convert(gguf: Path, name: str, source: str, progress: bool = True) -> Path:
         shutil.rmtree(work, ignore_errors=True)
         if progress:
             say(f"converting {gguf.name} to safetensors, once (seconds to minutes, by size)")
-        with Console(stderr=True, quiet=not progress).status(f"converting {gguf.name}"), quiet_transformers():
+        with quiet_transformers():
             _write_converted(gguf, work)
         record = {"source": source, "conversion": CONVERSION, "files": _file_sizes(work)}
         write_json(work / RECORD, record)
@@ -63,7 +61,7 @@ def convert(gguf: Path, name: str, source: str, progress: bool = True) -> Path:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide the bars that transformers draws for single files, and put its setting back."""
+    """Hide the bars that transformers draws for steps of seconds, and put its setting back."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
