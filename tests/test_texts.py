@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvsketch import models, texts
 
-WORDS = "The quick brown fox of Mr. J. Smith jumps over 3.5 lazy dogs in the U.S. today.".split()
+SENTENCE = "The quick brown fox of Mr. J. Smith jumps over 3.5 lazy dogs in the U.S. today."
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def made_up_speeches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[st
     """Three speeches in a wheel that pip would have fetched."""
     speeches = {
         f"180{number}-Nobody-1": "\n\n".join(
-            f"Speech {number} has a paragraph {paragraph} here. " + " ".join(WORDS) for paragraph in range(40)
+            f"Speech {number} has a paragraph {paragraph} here. " + SENTENCE for paragraph in range(40)
         )
         for number in range(3)
     }
@@ -73,7 +73,7 @@ def test_the_prompt_fills_its_tokens_up_to_a_sentence(
 ) -> None:
     found = texts.passkey_document(tokenizer, tokens, 0.5, seed)
     assert found.input_ids.shape == (1, len(found.prompt.split()))
-    assert tokens - len(WORDS) < found.input_ids.shape[1] <= tokens
+    assert tokens - len(SENTENCE.split()) < found.input_ids.shape[1] <= tokens
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.1, 0.25, 0.5, 0.9, 1.0])

@@ -86,16 +86,18 @@ def _attend_module(
     refuse_unsupported(module, view, value, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     weights = None
+    softcap, sink_logits = softcap_of(module, own, kwargs), kwargs.get("s_aux")
     if view.layer.mask_free and not view.exact:
         attention_mask = None
-    if view.exact:
+    recalled = view.recall(query, scale, softcap, sink_logits)
+    if recalled is not None:
+        output = recalled.transpose(1, 2).contiguous()
+    elif view.exact:
         if scaling is not None:
             kwargs["scaling"] = scaling
         output, weights = own(module, query, key, value, attention_mask, *args, **kwargs)
     else:
-        attended = attend(
-            view, query, scale, attention_mask, softcap=softcap_of(module, own, kwargs), sink_logits=kwargs.get("s_aux")
-        )
+        attended = attend(view, query, scale, attention_mask, softcap=softcap, sink_logits=sink_logits)
         output = attended.transpose(1, 2).contiguous()
     view.finish(module, query, scale, attention_mask)
     return output, weights
@@ -126,6 +128,7 @@ def attend(
         bias=slot_bias,
         softcap=softcap,
         sink_logits=sink_logits,
+        clip=view.layer.method.clip,
     )
 
 

@@ -40,6 +40,15 @@ class LayerView:
         """Logical index of each slot; only looked at when a mask or bias has to be read at the slots."""
         return self.layer.table.index_slots() if self.kept_index is None else self.kept_index
 
+    def recall(
+        self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
+    ) -> Tensor | None:
+        """The answer of a method that lets a single query read a part of the slots; None when it reads all."""
+        if query.shape[2] != 1:
+            return None
+        self.layer.table.scale = scale
+        return self.layer.method.attend(self.layer.table, query, softcap, sink_logits)
+
     def finish(self, module: nn.Module, query: Tensor, scale: float, mask: Any) -> None:
         """Called when attention is done. Layers that share this layer's keys only read; the owner compresses."""
         if getattr(module, "layer_idx", self.layer.table.layer_idx) == self.layer.table.layer_idx:

@@ -42,6 +42,7 @@ class SlotTable:
     clock: Tensor | None = None  # [1] int64, tokens seen, on the device; None while exact
     slot_state: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, H, slots, ...], follows the slots
     row_state: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, ...], follows the batch rows
+    marks: dict[str, int] = field(default_factory=dict)  # what a method remembers on the host
 
     seen: int = 0
     length: int = 0  # slots in use while exact or open; the capacity when bounded

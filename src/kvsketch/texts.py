@@ -30,7 +30,7 @@ LONGEST_SPEECH = "1981-Carter-1"
 
 INTRODUCTION = "A pass key is hidden in the following text. Find it and remember it.\n\n"
 HIDDEN_SENTENCE = "The pass key is {passkey}. Remember it: {passkey} is the pass key. "
-QUESTION = "What is the pass key that is hidden in the text above?"
+QUESTION = "What is the pass key? Answer with the number."
 # After a full stop that ends a word, not an initial or a number, before a capital letter; or between paragraphs.
 SENTENCE_BREAK = re.compile(r"(?<=[a-z][.!?])\s+(?=[A-Z])|\n\n+")
 # No tokenizer packs English prose this tightly, so this much text always fills the tokens.
@@ -89,11 +89,11 @@ def passkey_document(
             f"{tokens} tokens cannot hold the passkey, the question and a sentence of text; "
             f"use at least {_length(with_sentences(1))}"
         )
-    if _length(with_sentences(len(sentences))) <= tokens:
+    if _length(with_sentences(len(sentences))) < tokens:
         raise ValueError(
             f"there is not enough text for {tokens} tokens; use at most {_length(with_sentences(len(sentences)))}"
         )
-    fits, too_many = 1, len(sentences)
+    fits, too_many = 1, len(sentences) + 1
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         if _length(with_sentences(middle)) <= tokens:

@@ -203,10 +203,10 @@ def test_cluster_slots_are_uniform_over_the_members() -> None:
     assert sketch.alive.item() == 4
     for c in range(4):
         assert p_value(sketch.den_index[0, 0, c], (labels == c).double()) > LEAST_P
-    count = torch.zeros(60, dtype=torch.int64).scatter(0, (labels == 0).nonzero()[:, 0], torch.arange(1, 1 + int((labels == 0).sum())))
-    late = thresholds(torch.ones(60), count.clamp_min(1) + 1.0) * (count > 0)
-    slots = ops.reservoir(sketch.streams[..., DENOMINATOR], tokens.positions, late.to(DEVICE).expand(1, 1, -1), 20_000)
-    assert p_value(slots[slots >= 0], (labels == 0).double()) < LEAST_P, "a probability of 1 / (n + 1) is rejected"
+    member = labels == 0
+    old_count = thresholds(torch.ones(60), (member.cumsum(0) - 1).clamp_min(1)) * member
+    slots = ops.reservoir(sketch.streams[..., DENOMINATOR], tokens.positions, old_count.to(DEVICE).expand(1, 1, -1), 20_000)
+    assert p_value(slots, member.double()) < LEAST_P, "the count before the token, instead of after, is rejected"
 
 
 @pytest.mark.parametrize("per_cluster", [1, 8])
@@ -224,7 +224,12 @@ def test_denominator_is_unbiased_with_the_exact_variance(per_cluster: int) -> No
     tau = denominator(sketch, query).cpu()
     assert off_by(tau, float(e.sum())) < SIGMAS
     assert off_by((tau - e.sum()).square(), variance) < SIGMAS
-    assert off_by(denominator(replace(sketch, counts=sketch.counts + 1), query).cpu(), float(e.sum())) > SIGMAS
+    without_counts = replace(sketch, counts=torch.full_like(sketch.counts, 30))
+    assert off_by(denominator(without_counts, query).cpu(), float(e.sum())) > SIGMAS
+    if per_cluster > 1:
+        one_draw = sketch.den_keys[..., :1, :].expand_as(sketch.den_keys)
+        tau = denominator(replace(sketch, den_keys=one_draw), query, coalesce=False).cpu()
+        assert off_by((tau - e.sum()).square(), variance) > SIGMAS, "slots that are not independent"
 
 
 def test_clusterable_keys_need_no_more_clusters_than_parts() -> None:

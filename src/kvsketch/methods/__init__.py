@@ -9,8 +9,12 @@
 
 from __future__ import annotations
 
+from kvsketch.methods.balancekv import BalanceKV
 from kvsketch.methods.base import Method
 from kvsketch.methods.full import Full
+from kvsketch.methods.kcenter import KCenter
+from kvsketch.methods.pyramidkv import PyramidKV
+from kvsketch.methods.snapkv import SnapKV
 from kvsketch.methods.streamingllm import StreamingLLM
 from kvsketch.methods.subgen import SubGen
 from kvsketch.methods.text import parse
@@ -22,7 +26,11 @@ METHODS: dict[str, type[Method]] = {
         Full,
         StreamingLLM,
         Uniform,
+        SnapKV,
+        PyramidKV,
+        KCenter,
         SubGen,
+        BalanceKV,
     )
 }
 
@@ -32,4 +40,16 @@ def parse_method(text: str | Method) -> Method:
     return text if isinstance(text, Method) else parse(text, METHODS)
 
 
-__all__ = ["METHODS", "Full", "Method", "StreamingLLM", "SubGen", "Uniform", "parse_method"]
+__all__ = [
+    "METHODS",
+    "BalanceKV",
+    "Full",
+    "KCenter",
+    "Method",
+    "PyramidKV",
+    "SnapKV",
+    "StreamingLLM",
+    "SubGen",
+    "Uniform",
+    "parse_method",
+]

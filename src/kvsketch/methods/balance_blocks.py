@@ -123,16 +123,18 @@ def _strict_half(signs: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tensor,
 def _weighted_half(signs: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
     """Drops one sign class until half the run is gone; the other class counts twice up to there, later tokens once.
 
-    With h = lengths // 2 that is the class which reaches h members first or, if both do, last.
+    With h = lengths // 2 that is the class which reaches h members. If both do, the run ends where the second does, and
+    the +1 class goes: the walk starts with a fair coin, so neither older nor newer tokens are favoured.
     """
     half = lengths // 2
     minus, plus = (signs < 0).cumsum(-1), (signs > 0).cumsum(-1)
     never = signs.shape[-1]
     minus_full, plus_full = ((cumulated < half).sum(-1, keepdim=True) for cumulated in (minus, plus))
-    both = torch.maximum(minus_full, plus_full) < never
-    last = torch.where(both, torch.maximum(minus_full, plus_full), torch.minimum(minus_full, plus_full))
-    dropped_sign = torch.where(last == plus_full, 1, -1)
-    members = torch.where(last == plus_full, plus, minus)
+    last = torch.maximum(minus_full, plus_full)
+    both = last < never
+    last = torch.where(both, last, torch.minimum(minus_full, plus_full))
+    drop_plus = both | (last == plus_full)
+    dropped_sign, members = torch.where(drop_plus, 1, -1), torch.where(drop_plus, plus, minus)
     keep = (signs != 0) & ((signs != dropped_sign) | (members > half))
     double = (signs == -dropped_sign) & (torch.arange(never, device=signs.device) <= last)
     kept = keep.cumsum(-1)

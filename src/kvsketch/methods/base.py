@@ -4,7 +4,7 @@ A method is a frozen dataclass of its parameters; its state lives in the table o
 right:
 
     compress(table, queries)    after every forward: bring the table back to the budget, or index it
-    select(table, queries)      before reading: which slots a query reads (None: all of them)
+    attend(table, query, ...)   answer one query from a part of the slots (None: it reads all of them)
 
 To add a method: one file here with a subclass, one line in `methods/__init__.py`.
 """
@@ -34,8 +34,19 @@ class Method:
     paper: ClassVar[str] = ""
     random: ClassVar[bool] = False  # whether the seed changes the result
 
+    @property
+    def clip(self) -> float | None:
+        """How far the logarithms of the two sums may lie apart when slots are read; None: as far as they do."""
+        return None
+
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         """Brings `table` back to the budget. `queries` [B, Hq, n, D] are those of the tokens just appended."""
+
+    def attend(
+        self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
+    ) -> Tensor | None:
+        """Attention of one query per row, [B, Hq, 1, D], over the part of the slots it needs; None: over all of them."""
+        return None
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         """Gives an exact table its fixed shape ahead of time, so that decoding can be captured; may leave it exact."""

@@ -100,16 +100,16 @@ class KCenter(BudgetedMethod):
         window, widest, rows = self.recent_window(table, budget), self.recent_tokens(budget), self.row_budgets(table)
         old = (stored.position >= 0) & (stored.position < table.real_tokens() - window)
         centers = ops.farthest_first(
-            stored.keys, budget - widest, valid=old, given=max(1, self.sinks), form="coarse" if self.form == "coarse" else "exact"
+            stored.keys, budget - widest, valid=old, given=max(1, self.sinks), form=self.form
         ).index  # fmt: skip
         if rows is not None:
             # The centers of a smaller budget are the first ones of a larger one.
             centers = centers.masked_fill(torch.arange(centers.shape[2], device=centers.device) >= rows - window, -1)
-        newest = torch.arange(old.shape[2], device=centers.device)[-widest:].expand(*centers.shape[:2], -1)
+        newest = torch.arange(old.shape[2] - widest, old.shape[2], device=centers.device).expand(*centers.shape[:2], -1)
         recent = torch.where(old.gather(2, newest) | (stored.position.gather(2, newest) < 0), -1, newest)
         chosen, order = torch.cat([centers, recent], -1).sort(-1)
         weights = None
-        if self.weights == "count":
+        if self.weights == "count" and centers.shape[2] > 0:
             present = stored.in_order(torch.zeros(table.shape, device=centers.device) if table.log_den is None else table.log_den)
             counted = _counted(stored.keys, centers, torch.where(old, present.exp(), 0.0))
             weights = torch.cat([counted, present.gather(2, newest)], -1).gather(2, order)

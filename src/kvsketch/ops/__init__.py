@@ -94,6 +94,7 @@ def weighted_attention(
     softcap: float | None = ...,
     sink_logits: Tensor | None = ...,
     lengths: Tensor | None = ...,
+    clip: float | None = ...,
     return_state: Literal[False] = ...,
     return_logits: Literal[False] = ...,
 ) -> Tensor: ...
@@ -112,6 +113,7 @@ def weighted_attention(
     softcap: float | None = ...,
     sink_logits: Tensor | None = ...,
     lengths: Tensor | None = ...,
+    clip: float | None = ...,
     return_state: bool = ...,
     return_logits: bool = ...,
 ) -> Any: ...
@@ -129,6 +131,7 @@ def weighted_attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     lengths: Tensor | None = None,
+    clip: float | None = None,
     return_state: bool = False,
     return_logits: bool = False,
 ) -> Any:
@@ -143,20 +146,22 @@ def weighted_attention(
     softcap: s_i becomes softcap * tanh(s_i / softcap). sink_logits [Hq]: one more logit in the denominator.
     lengths [B, H] integers: slots from there on are not read and may hold anything; other slots must be finite even
       when their weights are -inf.
+    clip: the denominator is moved to within a factor exp(clip) of the numerator's sum of weights, before the sink logit joins
+      it; the sums returned are those before.
     An empty numerator or denominator gives 0. Internally float32 (float64 for float64); the result has the dtype of q.
 
     Returns out [B, Hq, N, Dv]. With return_state, (out, (log of the numerator's weights, log of the denominator)), each
     [B, Hq, N] float32. With return_logits, s_i [B, Hq, N, S] float32 (after softcap, without bias and weights, -inf
     beyond lengths) comes last.
     """
-    check_arguments(q, k, v, log_num, log_den, bias, softcap, sink_logits, lengths)
+    check_arguments(q, k, v, log_num, log_den, bias, softcap, sink_logits, lengths, clip)
     attend = weighted_attention_reference
     kernel = kernel_for("weighted_attention", q.device)
     if kernel is not None and kernel.supported(q, k, v):
         attend = kernel.weighted_attention
     result = attend(
         q, k, v, log_num, log_den, scale,
-        bias=bias, softcap=softcap, sink_logits=sink_logits, lengths=lengths, return_logits=return_logits,
+        bias=bias, softcap=softcap, sink_logits=sink_logits, lengths=lengths, clip=clip, return_logits=return_logits,
     )  # fmt: skip
     extras: list[Any] = []
     if return_state:
@@ -316,7 +321,7 @@ def balance_walk(
 
 
 def farthest_first(
-    keys: Tensor, count: int, *, valid: Tensor | None = None, given: int = 1, form: Literal["exact", "coarse"] = "exact"
+    keys: Tensor, count: int, *, valid: Tensor | None = None, given: int = 1, form: str = "exact"
 ) -> Centers:
     """Greedy k-center: `count` keys of each head, each the farthest from those chosen before it (`farthest_first` package).
 

@@ -18,11 +18,29 @@ from kvsketch.ops.attention_mass.device import (
     NEG_INF,
     column_places,
     dot,
-    load_tile,
     log2_exponential,
     temperature_at,
 )
 from kvsketch.ops.random.kernel import hash_combine
+
+
+@triton.jit
+def load_tile(
+    base, first, stride, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Rows [first, first + ROWS) of a [.., D] matrix; zero beyond column D and, if MASKED, beyond row `limit`."""
+    rows = tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    pointers = base + tl.cast(first, tl.int64) * stride + rows * stride + d
+    if MASKED:
+        mask = first + rows < limit
+        if D != BLOCK_D:
+            mask = mask & (d < D)
+        return tl.load(pointers, mask=mask, other=0.0)
+    elif D != BLOCK_D:
+        return tl.load(pointers, mask=d < D, other=0.0)
+    else:
+        return tl.load(pointers)
 
 
 @triton.jit(do_not_specialize=["stream", "seen", "columns_total", "i_b", "i_h", "since", "steps"])

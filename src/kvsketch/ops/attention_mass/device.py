@@ -35,22 +35,9 @@ def dot(a, b):
 
 
 @triton.jit
-def load_tile(
-    base, first, stride, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    """Rows [first, first + ROWS) of a [.., D] matrix; zero beyond column D and, if MASKED, beyond row `limit`."""
-    rows = tl.arange(0, ROWS)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    pointers = base + tl.cast(first, tl.int64) * stride + rows * stride + d
-    if MASKED:
-        mask = first + rows < limit
-        if D != BLOCK_D:
-            mask = mask & (d < D)
-        return tl.load(pointers, mask=mask, other=0.0)
-    elif D != BLOCK_D:
-        return tl.load(pointers, mask=d < D, other=0.0)
-    else:
-        return tl.load(pointers)
+def load_tile(descriptor, b, head, first, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows [first, first + ROWS) of one head of [B, heads, .., D]; zero outside."""
+    return tl.reshape(descriptor.load([b, head, first, 0]), (ROWS, BLOCK_D))
 
 
 @triton.jit
@@ -132,13 +119,14 @@ def logits_tile(
 
 @triton.jit
 def add_columns(
-    q, k_base, k_s, index_ptr, index_offset, column_hash_ptr, hash_offset, row_hash, places, start, columns_total, pad, factor, per_tau, origin, total,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, k_tiles, b, head, index_ptr, index_offset, column_hash_ptr, hash_offset, row_hash, places,
+    start, columns_total, pad, factor, per_tau, origin, total,
+    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, SLOTS: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The running sums of a tile of rows, as 2^origin * total, with one more tile of columns."""
     columns = start + tl.arange(0, BLOCK_N)
-    k = load_tile(k_base, start, k_s, columns_total, BLOCK_N, D, BLOCK_D, MASKED)
+    k = load_tile(k_tiles, b, head // GROUP, start, BLOCK_N, BLOCK_D)
     column_hash = row_hash
     if NOISE:
         column_hash = tl.load(column_hash_ptr + hash_offset + columns, mask=columns < columns_total, other=0).to(tl.uint32, bitcast=True)
@@ -154,17 +142,16 @@ def add_columns(
 
 @triton.jit(do_not_specialize=["seen", "queries", "columns_total", "i_b", "i_h", "since", "steps"])
 def row_kernel(
-    q_ptr, k_ptr, index_ptr, padding_ptr, seen_ptr, row_hash_ptr, column_hash_ptr, lse_ptr,
-    scale, tau_start, tau_slope, steps, since, seen, queries, columns_total, query_heads,
-    q_b, q_h, q_n, k_b, k_h, k_s, i_b, i_h,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q_tiles, k_tiles, index_ptr, padding_ptr, seen_ptr, row_hash_ptr, column_hash_ptr, lse_ptr,
+    scale, tau_start, tau_slope, steps, since, seen, queries, columns_total, query_heads, i_b, i_h,
+    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes lse [B, Hq, N]; -inf for a row that sees nothing."""
     # The last rows see the most columns: they start first.
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    b, head = tl.program_id(1) // query_heads, tl.program_id(1) % query_heads
     batch_head = tl.program_id(1).to(tl.int64)
-    b, head = batch_head // query_heads, batch_head % query_heads
     pad = 0
     if PADDED:
         pad = tl.load(padding_ptr + b).to(tl.int32)
@@ -175,8 +162,7 @@ def row_kernel(
     rows = start + tl.arange(0, BLOCK_M)
     first = seen - queries
     places = first + rows
-    q = load_tile(q_ptr + b * q_b + head * q_h, start, q_n, queries, BLOCK_M, D, BLOCK_D, True)
-    k_base = k_ptr + b * k_b + head // GROUP * k_h
+    q = load_tile(q_tiles, b, head, start, BLOCK_M, BLOCK_D)
     index_offset, hash_offset = b * i_b + head // GROUP * i_h, batch_head * columns_total
     row_hash = rows.to(tl.uint32)
     if NOISE:
@@ -189,27 +175,30 @@ def row_kernel(
     whole = 0 if SLOTS or PADDED else (first + start + 1) // BLOCK_N * BLOCK_N
     for column in range(0, whole, BLOCK_N):
         origin, total = add_columns(
-            q, k_base, k_s, index_ptr, index_offset, column_hash_ptr, hash_offset, row_hash, places, column, columns_total, pad, factor, 1.0 / tau,
-            origin, total, D, BLOCK_D, BLOCK_N, False, SLOTS, NOISE, PTX,
+            q, k_tiles, b, head, index_ptr, index_offset, column_hash_ptr, hash_offset, row_hash, places,
+            column, columns_total, pad, factor, 1.0 / tau, origin, total,
+            GROUP, BLOCK_D, BLOCK_N, False, SLOTS, NOISE, PTX,
         )  # fmt: skip
     begin = whole if SLOTS else tl.maximum(whole, pad // BLOCK_N * BLOCK_N)
     for column in range(begin, last, BLOCK_N):
         origin, total = add_columns(
-            q, k_base, k_s, index_ptr, index_offset, column_hash_ptr, hash_offset, row_hash, places, column, columns_total, pad, factor, 1.0 / tau,
-            origin, total, D, BLOCK_D, BLOCK_N, True, SLOTS, NOISE, PTX,
+            q, k_tiles, b, head, index_ptr, index_offset, column_hash_ptr, hash_offset, row_hash, places,
+            column, columns_total, pad, factor, 1.0 / tau, origin, total,
+            GROUP, BLOCK_D, BLOCK_N, True, SLOTS, NOISE, PTX,
         )  # fmt: skip
     tl.store(lse_ptr + batch_head * queries + rows, (origin + tl.log2(total)) * LN2, mask=rows < queries)
 
 
 @triton.jit
 def add_rows(
-    q_base, q_n, k, lse_ptr, row_hash_ptr, row_offset, column_hash, places, start, first, queries, pad, factor, per_tau, sums,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+    q_tiles, b, head, k, index_ptr, index_offset, lse_ptr, row_hash_ptr, row_offset, column_hash, columns, columns_total,
+    start, first, queries, pad, factor, per_tau, sums,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, SLOTS: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The running sums of a tile of columns with one more tile of rows."""
     rows = start + tl.arange(0, BLOCK_M)
-    q = load_tile(q_base, start, q_n, queries, BLOCK_M, D, BLOCK_D, True)
+    q = load_tile(q_tiles, b, head, start, BLOCK_M, BLOCK_D)
     # An infinite sum takes out a row that is padding, sees nothing or does not exist.
     lse = tl.load(lse_ptr + row_offset + rows, mask=(rows < queries) & (first + rows >= pad), other=INF) * LOG2E
     lse = tl.where(lse == NEG_INF, INF, lse)
@@ -218,6 +207,7 @@ def add_rows(
         row_hash = tl.load(row_hash_ptr + row_offset + rows, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
     x = logits_tile(q, k, factor, per_tau, row_hash, column_hash, NOISE, PTX) - lse[:, None]
     if MASKED:
+        places = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS)
         x = tl.where(places[None, :] <= first + rows[:, None], x, NEG_INF)
     # One thread of a tensor-core tile holds rows r and r + 8: adding these alone moves nothing between threads.
     return sums + tl.sum(tl.reshape(tl.exp2(x), (BLOCK_M // 16, 2, 8, BLOCK_N)), 1)
@@ -225,16 +215,15 @@ def add_rows(
 
 @triton.jit(do_not_specialize=["seen", "queries", "columns_total", "i_b", "i_h", "since", "steps"])
 def column_kernel(
-    q_ptr, k_ptr, index_ptr, padding_ptr, seen_ptr, row_hash_ptr, column_hash_ptr, lse_ptr, mass_ptr,
-    scale, tau_start, tau_slope, steps, since, seen, queries, columns_total, query_heads,
-    q_b, q_h, q_n, k_b, k_h, k_s, i_b, i_h,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q_tiles, k_tiles, index_ptr, padding_ptr, seen_ptr, row_hash_ptr, column_hash_ptr, lse_ptr, mass_ptr,
+    scale, tau_start, tau_slope, steps, since, seen, queries, columns_total, query_heads, i_b, i_h,
+    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes mass [B, Hq, S]; 0 for a column that no row sees."""
     start = tl.program_id(0) * BLOCK_N
+    b, head = tl.program_id(1) // query_heads, tl.program_id(1) % query_heads
     batch_head = tl.program_id(1).to(tl.int64)
-    b, head = batch_head // query_heads, batch_head % query_heads
     pad = 0
     if PADDED:
         pad = tl.load(padding_ptr + b).to(tl.int32)
@@ -244,10 +233,8 @@ def column_kernel(
     factor = scale * LOG2E / tau
     columns = start + tl.arange(0, BLOCK_N)
     first = seen - queries
-    places = column_places(index_ptr, b * i_b + head // GROUP * i_h, columns, columns_total, pad, SLOTS)
-    k = load_tile(k_ptr + b * k_b + head // GROUP * k_h, start, k_s, columns_total, BLOCK_N, D, BLOCK_D, True)
-    q_base = q_ptr + b * q_b + head * q_h
-    row_offset = batch_head * queries
+    k = load_tile(k_tiles, b, head // GROUP, start, BLOCK_N, BLOCK_D)
+    index_offset, row_offset = b * i_b + head // GROUP * i_h, batch_head * queries
     column_hash = columns.to(tl.uint32)
     if NOISE:
         column_hash = tl.load(column_hash_ptr + batch_head * columns_total + columns, mask=columns < columns_total, other=0)
@@ -259,13 +246,16 @@ def column_kernel(
     whole = queries if SLOTS else tl.cdiv(tl.maximum(start + BLOCK_N - 1 - first, 0), BLOCK_M) * BLOCK_M
     for row in range(begin, tl.minimum(whole, queries), BLOCK_M):
         sums = add_rows(
-            q_base, q_n, k, lse_ptr, row_hash_ptr, row_offset, column_hash, places, row, first, queries, pad, factor, 1.0 / tau, sums,
-            D, BLOCK_D, BLOCK_M, BLOCK_N, True, NOISE, PTX,
+            q_tiles, b, head, k, index_ptr, index_offset, lse_ptr, row_hash_ptr, row_offset, column_hash, columns, columns_total,
+            row, first, queries, pad, factor, 1.0 / tau, sums,
+            BLOCK_D, BLOCK_M, BLOCK_N, True, SLOTS, NOISE, PTX,
         )  # fmt: skip
     for row in range(whole, queries, BLOCK_M):
         sums = add_rows(
-            q_base, q_n, k, lse_ptr, row_hash_ptr, row_offset, column_hash, places, row, first, queries, pad, factor, 1.0 / tau, sums,
-            D, BLOCK_D, BLOCK_M, BLOCK_N, False, NOISE, PTX,
+            q_tiles, b, head, k, index_ptr, index_offset, lse_ptr, row_hash_ptr, row_offset, column_hash, columns, columns_total,
+            row, first, queries, pad, factor, 1.0 / tau, sums,
+            BLOCK_D, BLOCK_M, BLOCK_N, False, SLOTS, NOISE, PTX,
         )  # fmt: skip
+    places = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS)
     mass = tl.where(places == HIDDEN, 0.0, tl.sum(tl.sum(sums, 1), 0))
     tl.store(mass_ptr + batch_head * columns_total + columns, mass, mask=columns < columns_total)

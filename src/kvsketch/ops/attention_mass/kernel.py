@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvsketch.ops.attention_mass import Noise, Temperature, reduce_group, stream
 from kvsketch.ops.attention_mass.decode import logits_kernel, update_kernel
@@ -122,8 +123,7 @@ class _Call:
     def sizes(self) -> dict[str, Any]:
         return {
             "GROUP": self.query_heads // self.kv_heads,
-            "D": self.size,
-            "BLOCK_D": max(16, triton.next_power_of_2(self.size)),
+            "BLOCK_D": _block_size(self.size),
             "NOISE": self.noise is not None,
             "PTX": self.q.is_cuda and not INTERPRETED.value and torch.version.hip is None,
             **self.flags,
@@ -135,20 +135,20 @@ def _column_sums(call: _Call, row_lse: Tensor | None, launch: Launches) -> Tenso
     row_hash, column_hash = _position_hashes(call)
     lse = torch.empty((call.batch, call.query_heads, call.queries), dtype=torch.float32, device=call.q.device)
     mass = torch.empty((call.batch, call.query_heads, call.columns), dtype=torch.float32, device=call.q.device)
-    numbers = (*call.temperature, call.seen, call.queries, call.columns, call.query_heads)
-    strides = (*call.q.stride()[:3], *call.k.stride()[:3], *call.index_strides)
+    numbers = (*call.temperature, call.seen, call.queries, call.columns, call.query_heads, *call.index_strides)
+    q, k = _tileable(call.q), _tileable(call.k)
     heads = call.batch * call.query_heads
     if row_lse is None:
         rows, columns, warps, stages = launch.row_pass
         row_kernel[(triton.cdiv(call.queries, rows), heads)](
-            call.q, call.k, *call.context, row_hash, column_hash, lse, *numbers, *strides,
+            _tiles(q, rows), _tiles(k, columns), *call.context, row_hash, column_hash, lse, *numbers,
             BLOCK_M=rows, BLOCK_N=columns, num_warps=warps, num_stages=stages, **call.sizes,
         )  # fmt: skip
     else:
         lse = row_lse.float().contiguous()
     rows, columns, warps, stages = launch.column_pass
     column_kernel[(triton.cdiv(call.columns, columns), heads)](
-        call.q, call.k, *call.context, row_hash, column_hash, lse, mass, *numbers, *strides,
+        _tiles(q, rows), _tiles(k, columns), *call.context, row_hash, column_hash, lse, mass, *numbers,
         BLOCK_M=rows, BLOCK_N=columns, num_warps=warps, num_stages=stages, **call.sizes,
     )  # fmt: skip
     return mass
@@ -179,13 +179,32 @@ def _add_one_row(call: _Call, reduce: str, into: Tensor) -> Tensor:
     grid = (tiles, call.batch * call.kv_heads)
     logits_kernel[grid](
         call.q, call.k, *call.context, x, parts, *call.temperature, call.stream, call.seen, call.columns, call.kv_heads,
-        *call.q.stride()[:2], *call.k.stride()[:3], *call.index_strides, BLOCK_G=block_g, BLOCK_N=block_n, **call.sizes,
+        *call.q.stride()[:2], *call.k.stride()[:3], *call.index_strides,
+        D=call.size, BLOCK_G=block_g, BLOCK_N=block_n, **call.sizes,
     )  # fmt: skip
     update_kernel[grid](
         x, parts, into, call.columns,
         GROUP=group, BLOCK_G=block_g, BLOCK_N=block_n, BLOCK_T=triton.next_power_of_2(tiles), REDUCE=reduce,
     )  # fmt: skip
     return into
+
+
+def _tileable(tensor: Tensor) -> Tensor:
+    """The tensor itself if tiles of it can be described to the copy engine, else a copy with an aligned head size."""
+    element = tensor.element_size()
+    aligned = all(stride * element % 16 == 0 and stride > 0 for stride in tensor.stride()[:-1])
+    if aligned and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % (16 // element))).contiguous()
+
+
+def _tiles(tensor: Tensor, count: int) -> TensorDescriptor:
+    """Tiles of `count` rows of one head."""
+    return TensorDescriptor.from_tensor(tensor, [1, 1, count, _block_size(tensor.shape[-1])])
+
+
+def _block_size(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
 
 
 def _dense_last(tensor: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ def check_arguments(
     softcap: float | None,
     sink_logits: Tensor | None,
     lengths: Tensor | None,
+    clip: float | None = None,
 ) -> None:
     """Raise ValueError when a shape or dtype does not fit the others."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -65,6 +66,8 @@ def check_arguments(
         raise ValueError(f"sink_logits must be [{query_heads}], one per query head, got {_shape(sink_logits)}.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, got {softcap}; pass None for no cap.")
+    if clip is not None and not clip >= 0:
+        raise ValueError(f"clip must be 0 or more, got {clip}; pass None to take the sums as they are.")
     if bias is not None:
         _check_bias(bias, (batch, query_heads, queries, slots), kv_heads)
 

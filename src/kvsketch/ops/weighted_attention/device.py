@@ -60,6 +60,16 @@ def add_sink(origin, total, sink):
 
 
 @triton.jit
+def clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip, CLIPPED: tl.constexpr):
+    """The denominator moved to within a factor 2^log2_clip of the numerator's weights; an empty one stays empty."""
+    if CLIPPED:
+        num = num_origin + tl.log2(num_total)
+        den_origin = tl.minimum(tl.maximum(den_origin + tl.log2(den_total), num - log2_clip), num + log2_clip)
+        den_total = tl.where(den_total > 0.0, 1.0, 0.0)
+    return den_origin, den_total
+
+
+@triton.jit
 def normalizer(num_origin, num_total, den_origin, den_total):
     """What acc is multiplied by; 0 when either sum is empty."""
     ratio = tl.exp2(num_origin - den_origin + tl.log2(num_total) - tl.log2(den_total)) / num_total
@@ -142,13 +152,13 @@ def score_tile(
 def split_kernel(
     q_ptr, k_ptr, v_ptr, num_ptr, den_ptr, bias_ptr, sink_ptr, length_ptr,
     out_ptr, state_ptr, logits_ptr, acc_ptr, sums_ptr,
-    scale, softcap, bias_floor,
+    scale, softcap, bias_floor, log2_clip,
     slots_total, value_slots, splits, queries, kv_heads,
     q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, num_b, num_h, den_b, den_h, bias_b, bias_h, bias_g, bias_n,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     TIED: tl.constexpr, NUM: tl.constexpr, DEN: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr,
-    CAPPED: tl.constexpr, SINKS: tl.constexpr, LENGTHS: tl.constexpr, LOGITS: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, LENGTHS: tl.constexpr, CLIPPED: tl.constexpr, LOGITS: tl.constexpr,
     MASKED: tl.constexpr, DIRECT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sums over one piece of the slots of one KV head; the output itself when there is one piece (DIRECT)."""
@@ -225,12 +235,13 @@ def split_kernel(
     column_inside = row_inside[:, None] & (columns[None, :] < DV)
     if DIRECT:
         if TIED:
-            den_origin = num_origin
-            den_total = num_total
+            den_origin, den_total = num_origin, num_total
+        by_origin, by_total = clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip, CLIPPED)
         if SINKS:
-            sink = tl.load(sink_ptr + h * GROUP + head_in_group, mask=row_inside, other=NEG_INF)
-            den_origin, den_total = add_sink(den_origin, den_total, sink.to(tl.float32))
-        out = acc * normalizer(num_origin, num_total, den_origin, den_total)[:, None]
+            sink = tl.load(sink_ptr + h * GROUP + head_in_group, mask=row_inside, other=NEG_INF).to(tl.float32)
+            den_origin, den_total = add_sink(den_origin, den_total, sink)
+            by_origin, by_total = add_sink(by_origin, by_total, sink)
+        out = acc * normalizer(num_origin, num_total, by_origin, by_total)[:, None]
         out_rows = out_ptr + flat_row[:, None] * DV
         tl.store(out_rows + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=column_inside)
         tl.store(state_ptr + flat_row, (num_origin + tl.log2(num_total)) * LN2, mask=row_inside)
@@ -248,9 +259,9 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=["splits", "queries"])
 def combine_kernel(
-    acc_ptr, sums_ptr, sink_ptr, out_ptr, state_ptr, splits, queries, query_heads,
+    acc_ptr, sums_ptr, sink_ptr, out_ptr, state_ptr, log2_clip, splits, queries, query_heads,
     DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    TIED: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+    TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Output of one row, COLUMNS of it, from the sums of its splits."""
     if OVERLAP:
@@ -263,15 +274,17 @@ def combine_kernel(
     den_origin, den_total = num_origin, num_total
     if not TIED:
         den_origin, den_total, _ = merge_sums(sums_ptr + place * 4 + 2, inside)
+    by_origin, by_total = clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip, CLIPPED)
     if SINKS:
         sink = tl.load(sink_ptr + (row // queries) % query_heads).to(tl.float32)
         den_origin, den_total = add_sink(den_origin, den_total, sink)
+        by_origin, by_total = add_sink(by_origin, by_total, sink)
 
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     pieces = tl.load(
         acc_ptr + place[:, None] * DV + column[None, :], mask=inside[:, None] & (column[None, :] < DV), other=0.0
     )
-    out = tl.sum(pieces * share[:, None], 0) * normalizer(num_origin, num_total, den_origin, den_total)
+    out = tl.sum(pieces * share[:, None], 0) * normalizer(num_origin, num_total, by_origin, by_total)
     tl.store(out_ptr + row * DV + column, out.to(out_ptr.dtype.element_ty), mask=column < DV)
     if tl.program_id(1) == 0:
         tl.store(state_ptr + row, (num_origin + tl.log2(num_total)) * LN2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ def weighted_attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     lengths: Tensor | None = None,
+    clip: float | None = None,
     return_logits: bool = False,
     launch: Plan | None = None,
 ) -> Attended:
@@ -49,6 +51,7 @@ def weighted_attention(
     log_num, log_den = (None if tensor is None else _dense_last(tensor.float()) for tensor in (log_num, log_den))
     sink_logits, lengths = (None if tensor is None else tensor.contiguous() for tensor in (sink_logits, lengths))
     bias_kind, bias, bias_floor, bias_strides = _bias_arguments(bias, kv_heads, query_heads)
+    clipped, log2_clip = clip is not None and not tied, (clip or 0.0) / math.log(2.0)
 
     traits = device_traits(q.device)
     # Products in true float32 run outside the tensor cores and need the registers.
@@ -74,22 +77,22 @@ def weighted_attention(
         split_kernel[(launch.splits, row_tiles, batch * kv_heads)](
             q, k, v, log_num, log_den, bias, sink_logits, lengths,
             out, state, logits, acc, sums,
-            scale, softcap or 0.0, bias_floor,
+            scale, softcap or 0.0, bias_floor, log2_clip,
             slots, value_slots, launch.splits, queries, kv_heads,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_strides(log_num), *_strides(log_den), *bias_strides,
             GROUP=group, D=size, DV=value_size, BLOCK_D=block_d, BLOCK_DV=block_dv,
             BLOCK_M=block_m, BLOCK_N=launch.block_n, STAGES=launch.stages,
             TIED=tied, NUM=log_num is not None, DEN=log_den is not None, TAIL=value_slots < slots, BIAS=bias_kind,
             CAPPED=softcap is not None, SINKS=sink_logits is not None, LENGTHS=lengths is not None,
-            LOGITS=return_logits, MASKED=masked, DIRECT=direct, OVERLAP=launch.overlap and not direct,
+            CLIPPED=clipped, LOGITS=return_logits, MASKED=masked, DIRECT=direct, OVERLAP=launch.overlap and not direct,
             num_warps=launch.warps,
         )  # fmt: skip
         if not direct:
             options: dict[str, Any] = {"launch_pdl": True} if launch.overlap else {}
             combine_kernel[(rows, triton.cdiv(value_size, COMBINE_COLUMNS))](
-                acc, sums, sink_logits, out, state, launch.splits, queries, query_heads,
+                acc, sums, sink_logits, out, state, log2_clip, launch.splits, queries, query_heads,
                 DV=value_size, COLUMNS=COMBINE_COLUMNS, BLOCK_SPLITS=triton.next_power_of_2(launch.splits),
-                TIED=tied, SINKS=sink_logits is not None, OVERLAP=launch.overlap,
+                TIED=tied, SINKS=sink_logits is not None, CLIPPED=clipped, OVERLAP=launch.overlap,
                 num_warps=4, **options,
             )  # fmt: skip
     return Attended(out, state[0], state[1], logits)

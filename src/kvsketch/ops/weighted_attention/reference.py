@@ -42,6 +42,7 @@ def weighted_attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     lengths: Tensor | None = None,
+    clip: float | None = None,
     return_logits: bool = False,
 ) -> Attended:
     """See `kvsketch.ops.weighted_attention`."""
@@ -75,7 +76,7 @@ def weighted_attention(
         if bias is not None:
             part = bias if bias.shape[2] == 1 else bias[:, :, start : start + block]
             x = x + _grouped_bias(part, kv_heads, query_heads, dtype)
-        out, num, den = _attend(x, values, log_num, log_den, sinks, tied)
+        out, num, den = _attend(x, values, log_num, log_den, sinks, None if tied else clip, tied)
         flat = (batch, query_heads, count)
         out, log_sum_num, log_sum_den = out.view(*flat, v.shape[3]), num.log.view(flat), den.log.view(flat)
         kept = logits.view(*flat, slots).float() if return_logits else None
@@ -84,16 +85,23 @@ def weighted_attention(
 
 
 def _attend(
-    x: Tensor, values: Tensor, log_num: Tensor | None, log_den: Tensor | None, sinks: Tensor | None, tied: bool
+    x: Tensor,
+    values: Tensor,
+    log_num: Tensor | None,
+    log_den: Tensor | None,
+    sinks: Tensor | None,
+    clip: float | None,
+    tied: bool,
 ) -> tuple[Tensor, Sum, Sum]:
     """Output [B, H, G, N, Dv] and both sums, from logits x [B, H, G, N, S] and values [B, H, Sv, Dv]."""
     terms, num = _exponentiate(_weighted(x[..., : values.shape[2]], log_num))
     den = num if tied else _exponentiate(_weighted(x, log_den))[1]
+    divisor = den if clip is None else _clipped(den, num, clip)
     if sinks is not None:
-        den = _with_term(den, sinks.expand_as(den.origin))
+        den, divisor = (_with_term(total, sinks.expand_as(total.origin)) for total in (den, divisor))
     acc = (terms.flatten(2, 3) @ values).view(*x.shape[:-1], values.shape[3])
-    ratio = (num.origin - den.origin + num.total.log() - den.total.log()).exp()
-    empty = (num.total == 0) | (den.total == 0)
+    ratio = (num.origin - divisor.origin + num.total.log() - divisor.total.log()).exp()
+    empty = (num.total == 0) | (divisor.total == 0)
     return acc * (ratio / num.total).masked_fill(empty, 0.0)[..., None], num, den
 
 
@@ -110,6 +118,12 @@ def _exponentiate(x: Tensor) -> tuple[Tensor, Sum]:
     origin = x.amax(-1)
     terms = (x - origin.masked_fill(origin == NEG_INF, 0.0)[..., None]).exp()
     return terms, Sum(origin, terms.sum(-1))
+
+
+def _clipped(den: Sum, num: Sum, clip: float) -> Sum:
+    """The denominator moved to within a factor exp(clip) of the numerator's weights; an empty one stays empty."""
+    bounded = torch.minimum(torch.maximum(den.log, num.log - clip), num.log + clip)
+    return Sum(bounded, (den.total > 0).to(den.total.dtype))
 
 
 def _with_term(total: Sum, x: Tensor) -> Sum:

@@ -1,0 +1,192 @@
+"""SoftmaxBalance and MergeAndReduce: the streaming structures of BalanceKV's theorems, on plain keys and values.
+
+SoftmaxBalance halves a batch: of the two sign classes of the balancing walk it keeps the smaller one, with weight 2.
+MergeAndReduce halves a stream over and over: C^0 collects t tokens, is halved into C^1, which is halved into C^2 when it holds
+the halves of two batches, and so on:
+
+    C^l is halved when the number of tokens j is a multiple of t 2^l        |C^l| <= t
+    sum_j exp(scale <q, k_j>) v_j  ~  sum_l 2^l sum_{C^l} exp(scale <q, k>) v
+
+A token is described by its arrival number `rank`, from 0, and its level, -1 once it is gone. Tokens of level l whose ranks
+share rank // (t 2^l) form one batch, so all batches of a level are independent of each other: a prompt is reduced level by
+level, in parallel, with the result of reading it token by token.
+
+Paper: arXiv 2502.07861, Algorithms 2 and 3 (line 6 of the latter tests j, not p).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.ops.random import hash_combine, initial_state
+
+# keys, values or None, batches of slots [B, H, N, b], ids of the batches [B, H, N] -> which tokens stay [B, H, N, b]
+Balance = Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]
+
+
+def softmax_balance(
+    k: Tensor,
+    v: Tensor | None,
+    slots: Tensor,
+    scale: float,
+    *,
+    ids: Tensor | None = None,
+    state: int = 0,
+    walk: str = "random",
+    c: float = 1.0,
+    temp: float = 1.0,
+    center: bool = False,
+    on_fail: str = "clip",
+) -> Tensor:
+    """The smaller sign class of each batch, a mask like `slots` [B, H, N, b]; at most half of the batch's tokens."""
+    signs = ops.balance_walk(
+        k, v, slots, scale, ids=ids, state=state, walk=walk, c=c, temp=temp, center=center, on_fail=on_fail
+    )
+    plus, minus = ((signs == sign).sum(-1, keepdim=True) for sign in (1, -1))
+    return (signs != 0) & (signs == torch.where(plus <= minus, 1, -1))
+
+
+def theory_c(batch: int, delta: float) -> float:
+    """30 ln(n / delta): with this c a walk over n tokens fails with probability at most delta."""
+    return 30.0 * torch.log(torch.tensor(batch / delta, dtype=torch.float64)).item()
+
+
+class Grouped(NamedTuple):
+    """Slots sorted by group, then by order: [B, H, m], m the most slots in any group list."""
+
+    slots: Tensor
+    valid: Tensor
+    group: Tensor  # number of the slot's group, 0, 1, ... in ascending order
+    place: Tensor  # place of the slot in its group
+    label: Tensor  # the label of the slot's group
+
+
+def grouped(label: Tensor, order: Tensor, taking_part: Tensor) -> Grouped:
+    """Sorts the slots that take part by (label, order), all [B, H, S] with non-negative labels and orders below 2^31."""
+    key = torch.where(taking_part, (label << 31) + order, torch.iinfo(torch.int64).max)
+    width = int(taking_part.sum(-1).max())
+    key, slots = (t[..., :width] for t in key.sort(-1))
+    valid = key < torch.iinfo(torch.int64).max
+    label = torch.where(valid, key >> 31, -1)
+    first = label != torch.nn.functional.pad(label, (1, 0), value=-2)[..., :-1]
+    number = first.cumsum(-1) - 1
+    index = torch.arange(width, device=key.device).expand_as(key)
+    start = torch.where(first, index, 0).cummax(-1).values
+    return Grouped(slots, valid, number, index - start, label)
+
+
+def merge_and_reduce(
+    k: Tensor,  # [B, H, S, D]
+    v: Tensor | None,
+    level: Tensor,  # [B, H, S], -1 for slots that do not take part
+    rank: Tensor,  # [B, H, S], arrival number within the slot's stream
+    arrived: Tensor,  # [B, H or 1, S or 1], tokens that arrived in the slot's stream
+    batch: Tensor,  # [B, H, 1], t
+    balance: Balance,
+    stream: Tensor | None = None,  # [B, H, S], number of the slot's stream when there are several, below 128
+    top: int | None = None,  # the last level, which is never halved; None: log2(arrived / t), rounded up
+) -> Tensor:
+    """The levels after every batch that is complete was halved."""
+    number = 0
+    while number <= int(level.max()) and (top is None or number < top):
+        span = batch << number
+        ready = (level == number) & (rank // span < arrived // span)
+        if top is None:
+            ready &= arrived > span
+        if bool(ready.any()):
+            level = _reduce(k, v, level, rank, rank // span, ready, balance, stream, number)
+        number += 1
+    return level
+
+
+def _reduce(
+    k: Tensor,
+    v: Tensor | None,
+    level: Tensor,
+    rank: Tensor,
+    node: Tensor,
+    ready: Tensor,
+    balance: Balance,
+    stream: Tensor | None,
+    number: int,
+) -> Tensor:
+    """Halves each batch (one stream, one node) of the slots that are ready, all of level `number`."""
+    # 24 bits of node, 7 of stream: the label also tells batches apart in the draws.
+    label = node if stream is None else (stream << 24) + node
+    tokens = grouped(label, rank, ready)
+    batches, width = int(tokens.group.max()) + 1, int(tokens.place.max()) + 1
+    at = torch.where(tokens.valid, tokens.group * width + tokens.place, batches * width)
+    shape = (*level.shape[:2], batches * width + 1)
+    slots = level.new_full(shape, -1).scatter_(2, at, tokens.slots)[..., :-1].unflatten(-1, (batches, width))
+    group = torch.where(tokens.valid, tokens.group, batches)
+    ids = level.new_zeros((*level.shape[:2], batches + 1)).scatter_(2, group, tokens.label)[..., :-1]
+    keep = balance(k, v, slots, (ids << 6) + number).flatten(2)
+    kept = torch.nn.functional.pad(keep, (0, 1)).gather(2, at)
+    old = level.gather(2, tokens.slots)
+    new = torch.where(tokens.valid, torch.where(kept, number + 1, -1), old)
+    return level.scatter(2, tokens.slots, new)
+
+
+class MergeAndReduce:
+    """MergeAndReduce over one stream of keys [n, D] and values [n, Dv]; without values it estimates sum exp(scale <q, k>)."""
+
+    def __init__(
+        self,
+        batch: int,
+        scale: float,
+        *,
+        top: int | None = None,
+        c: float = 1.0,
+        walk: str = "random",
+        center: bool = False,
+        on_fail: str = "clip",
+        seed: int = 0,
+    ) -> None:
+        self.batch, self.scale, self.top, self.arrived = batch, scale, top, 0
+        self.options = {"c": c, "walk": walk, "center": center, "on_fail": on_fail, "state": initial_state(seed)}
+        self.keys = self.values = torch.empty(1, 1, 0, 0)
+        self.rank = self.level = torch.empty(1, 1, 0, dtype=torch.int64)
+
+    def extend(self, k: Tensor, v: Tensor | None = None) -> None:
+        """Takes the next tokens of the stream and halves every batch they complete."""
+        first = self.arrived == 0
+        new_rank = torch.arange(self.arrived, self.arrived + k.shape[0], device=k.device)[None, None]
+        self.arrived += k.shape[0]
+        values = k[:, :0] if v is None else v
+        self.keys = k[None, None] if first else torch.cat([self.keys, k[None, None]], 2)
+        self.values = values[None, None] if first else torch.cat([self.values, values[None, None]], 2)
+        self.rank = new_rank if first else torch.cat([self.rank, new_rank], 2)
+        self.level = torch.zeros_like(new_rank) if first else torch.cat([self.level, torch.zeros_like(new_rank)], 2)
+        level = merge_and_reduce(
+            self.keys, None if v is None else self.values, self.level, self.rank,
+            torch.full((1, 1, 1), self.arrived, device=k.device), torch.full((1, 1, 1), self.batch, device=k.device),
+            self._balance, top=self.top,
+        )  # fmt: skip
+        alive = level[0, 0] >= 0
+        self.keys, self.values = self.keys[:, :, alive], self.values[:, :, alive]
+        self.rank, self.level = self.rank[..., alive], level[..., alive]
+
+    def _balance(self, k: Tensor, v: Tensor | None, slots: Tensor, ids: Tensor) -> Tensor:
+        return softmax_balance(k, v, slots, self.scale, ids=ids, **self.options)  # type: ignore[arg-type]
+
+    def sizes(self) -> list[int]:
+        """|C^0|, |C^1|, ..."""
+        return torch.bincount(self.level[0, 0]).tolist()
+
+    def estimate(self, q: Tensor) -> Tensor:
+        """sum_l 2^l sum_{C^l} exp(scale <q, k>) v for queries [m, D]: [m, Dv], or [m] without values."""
+        terms = (self.scale * q @ self.keys[0, 0].T).exp() * 2.0 ** self.level[0, 0]
+        return terms @ self.values[0, 0] if self.values.shape[-1] else terms.sum(-1)
+
+
+def stream_state(seed: int, *coordinates: int) -> int:
+    """The random state of one stream: the seed continued by its coordinates."""
+    state = torch.tensor(initial_state(seed))
+    for coordinate in coordinates:
+        state = hash_combine(state, coordinate)
+    return int(state)

@@ -1,0 +1,44 @@
+"""Which tokens belong to which cluster, as one list sorted by cluster, and the means of the clusters.
+
+    order    the slots 0..n-1 by label, ascending inside a cluster; slots without a cluster (label -1) come last
+    sizes    how many slots each cluster has
+    offsets  where each cluster begins in `order`
+
+`reference.py` sorts in torch. `kernel.py` takes one launch: a program owns a block of neighbouring clusters, counts the slots
+of all earlier ones, collects its own in order, and sorts those. No slot is written twice and nothing is added atomically,
+so a result never depends on timing.
+
+Legend: B batch rows, H KV heads, n slots, C clusters, D size of a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ClusterIndex(NamedTuple):
+    """Cluster c holds the slots order[offsets[c] : offsets[c] + sizes[c]]."""
+
+    order: Tensor  # [B, H, n] int32
+    sizes: Tensor  # [B, H, C] int32
+    offsets: Tensor  # [B, H, C] int32
+
+
+def check_labels(labels: Tensor, clusters: int) -> None:
+    """Raise ValueError when the arguments of `cluster_index` do not fit."""
+    if labels.dim() != 3 or labels.dtype != torch.int32:
+        raise ValueError(f"labels must be int32 [batch, heads, slots], got {labels.dtype} {list(labels.shape)}.")
+    if clusters < 1:
+        raise ValueError(f"clusters={clusters} must be 1 or more.")
+
+
+def check_rows(rows: Tensor, index: ClusterIndex) -> None:
+    """Raise ValueError when the arguments of `cluster_means` do not fit."""
+    if rows.dim() != 4 or rows.shape[:3] != index.order.shape:
+        raise ValueError(
+            f"rows must be [batch, heads, slots, size] with the first three of order {list(index.order.shape)}, "
+            f"got {list(rows.shape)}."
+        )

@@ -1,0 +1,170 @@
+"""k-means on a GPU: one launch to begin, and in each round one to assign, one to sort by label, one to average.
+
+assign: a program holds a tile of keys and walks over the centroids. A score is lifted by |k| to be positive; then its bits
+order like the score, and the lowest of them can hold the centroid's number in its tile, counted down: one integer maximum
+finds score and centroid, and the lowest centroid of equals. Scores closer than |k| / 2^16 count as equal.
+Legend: see the package docstring.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvsketch.ops.cluster_index.kernel import cluster_index, empty_index, inverse_norm, update_means
+from kvsketch.ops.cluster_index.kernel import supported as index_supported
+from kvsketch.ops.kmeans import Clusters, live_clusters
+from kvsketch.ops.random import initial_state
+from kvsketch.ops.random.kernel import hash_combine, to_uniform
+from kvsketch.ops.weighted_attention.device import dot
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_KEY_SIZE = 256
+BEGIN_ROWS = 32
+
+
+class Launch(NamedTuple):
+    """Tiles and resources of the assignment; every choice gives the same result up to rounding."""
+
+    keys: int
+    clusters: int
+    warps: int
+    stages: int
+
+
+def supported(keys: Tensor) -> bool:
+    """True when the kernels serve these keys."""
+    return keys.dtype in DTYPES and index_supported(keys.shape[2], keys.shape[3]) and keys.shape[3] <= MAX_KEY_SIZE and (
+        keys.shape[0] * keys.shape[1] > 0
+    )  # fmt: skip
+
+
+def launch_for(dtype: torch.dtype, size: int) -> Launch:
+    """Launch sizes for keys of this dtype and (padded) size."""
+    if dtype == torch.float32:
+        return Launch(64, 64, 4, 2)
+    # Every tile of keys reads all centroids: large tiles keep that traffic below what the matrix units need.
+    return Launch(256, 64, 8, 3) if size <= 128 else Launch(128, 64, 8, 2)
+
+
+def kmeans(
+    keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, seed: int, layer: int, centroid: str,
+    launch: Launch | None = None,
+) -> Clusters:  # fmt: skip
+    """See `kvsketch.ops.kmeans`; `launch` overrides the launch sizes."""
+    batch, heads, length, size = keys.shape
+    device, dtype = keys.device, keys.dtype
+    keys = keys if keys.stride(3) == 1 else keys.contiguous()
+    first, live = live_clusters(keys, clusters, start, counts)
+    block_d = max(16, triton.next_power_of_2(size))
+    launch = launch or launch_for(dtype, block_d)
+    padded = triton.cdiv(clusters, launch.clusters) * launch.clusters
+    directions = torch.zeros((batch * heads, padded, block_d), dtype=dtype, device=device)
+    centroids = torch.empty((batch, heads, clusters, size), dtype=torch.float32, device=device)
+    labels = torch.empty((batch, heads, length), dtype=torch.int32, device=device)
+    index = empty_index(batch, heads, length, clusters, device)
+    normalized = centroid == "normalized"
+    shape: dict[str, Any] = {"D": size, "BLOCK_D": block_d}
+
+    def assign() -> None:
+        assign_kernel[(triton.cdiv(length, launch.keys), batch * heads)](
+            keys, directions, first, live, labels, heads, length, padded, *keys.stride()[:3],
+            KEYS=launch.keys, CLUSTERS=launch.clusters, STAGES=launch.stages, **shape, num_warps=launch.warps,
+        )  # fmt: skip
+
+    with torch.cuda.device(device) if keys.is_cuda else contextlib.nullcontext():
+        begin_kernel[(triton.cdiv(clusters, BEGIN_ROWS), batch * heads)](
+            keys, first, live, centroids, directions, initial_state(seed), layer,
+            heads, length, clusters, padded, *keys.stride()[:3],
+            ROWS=BEGIN_ROWS, NORMALIZED=normalized, **shape, num_warps=4,
+        )  # fmt: skip
+        for _ in range(rounds):
+            assign()
+            cluster_index(labels, clusters, index)
+            update_means(keys, index, centroids, directions, normalized)
+        assign()
+    return Clusters(centroids, labels)
+
+
+@triton.jit(do_not_specialize=["state", "layer", "length", "clusters", "padded"])
+def begin_kernel(
+    keys_ptr, first_ptr, live_ptr, centroids_ptr, directions_ptr, state, layer,
+    heads, length, clusters, padded, k_b, k_h, k_n,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, NORMALIZED: tl.constexpr,
+):  # fmt: skip
+    """The first centroids of one head: a key of each run of keys; 0 beyond the live clusters."""
+    head = tl.program_id(1).to(tl.int64)
+    b, h = head // heads, head % heads
+    begin = tl.load(first_ptr + b).to(tl.int64)
+    live = tl.load(live_ptr + b).to(tl.int64)
+    run = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    runs = tl.maximum(live, 1)
+    edge = run * (length - begin) // runs
+    width = (run + 1) * (length - begin) // runs - edge
+    draw = to_uniform(hash_combine(hash_combine(hash_combine(state, layer), h), run))
+    drawn = tl.minimum((draw * width.to(tl.float32)).to(tl.int64), width - 1)
+    slot = begin + edge + drawn
+    d = tl.arange(0, BLOCK_D)
+    alive = (run < live)[:, None] & (d < D)[None, :]
+    key = tl.load(keys_ptr + b * k_b + h * k_h + slot[:, None] * k_n + d[None, :], mask=alive, other=0.0).to(tl.float32)
+    direction = key * inverse_norm(tl.sum(key * key, 1))[:, None]
+    written = (run < clusters)[:, None]
+    at = (head * clusters + run)[:, None] * D + d[None, :]
+    tl.store(centroids_ptr + at, direction if NORMALIZED else key, mask=written & (d < D)[None, :])
+    at = (head * padded + run)[:, None] * BLOCK_D + d[None, :]
+    tl.store(directions_ptr + at, direction.to(directions_ptr.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def closest(keys, lift, directions, first, live, best, label, BLOCK_D: tl.constexpr, CLUSTERS: tl.constexpr, MASKED: tl.constexpr):
+    """The best score so far and its centroid, after the centroids [first, first + CLUSTERS)."""
+    column = tl.arange(0, CLUSTERS)
+    pointers = directions + (first + column).to(tl.int64)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    score = dot(keys, tl.trans(tl.load(pointers)), tl.zeros((keys.shape[0], CLUSTERS), tl.float32)) + lift[:, None]
+    if MASKED:
+        score = tl.where((first + column < live)[None, :], score, 0.0)
+    packed = (score.to(tl.int32, bitcast=True) & -CLUSTERS) | (CLUSTERS - 1 - column)[None, :]
+    top = tl.max(packed, 1)
+    better = (top & -CLUSTERS) > best
+    label = tl.where(better, first + CLUSTERS - 1 - (top & (CLUSTERS - 1)), label)
+    return tl.where(better, top & -CLUSTERS, best), label
+
+
+@triton.jit(do_not_specialize=["length", "padded"])
+def assign_kernel(
+    keys_ptr, directions_ptr, first_ptr, live_ptr, labels_ptr, heads, length, padded, k_b, k_h, k_n,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, CLUSTERS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Labels of one tile of keys, -1 before the first key of the row."""
+    head = tl.program_id(1).to(tl.int64)
+    b, h = head // heads, head % heads
+    slot = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    begin = tl.load(first_ptr + b)
+    live = tl.load(live_ptr + b)
+    d = tl.arange(0, BLOCK_D)
+    inside = (slot < length)[:, None] & (d < D)[None, :]
+    pointers = keys_ptr + b * k_b + h * k_h + slot.to(tl.int64)[:, None] * k_n + d[None, :]
+    keys = tl.load(pointers, mask=inside, other=0.0)
+    wide = keys.to(tl.float32)
+    lift = tl.sqrt(tl.sum(wide * wide, 1)) * 1.01 + 1e-30
+    directions = directions_ptr + head * padded * BLOCK_D
+
+    best = tl.zeros((KEYS,), tl.int32)
+    label = tl.zeros((KEYS,), tl.int32)
+    whole = live // CLUSTERS * CLUSTERS
+    # A tile of padding has nothing to assign.
+    if tl.program_id(0) * KEYS + KEYS <= begin:
+        whole = 0
+    for first in tl.range(0, whole, CLUSTERS, num_stages=STAGES):
+        best, label = closest(keys, lift, directions, first, live, best, label, BLOCK_D, CLUSTERS, False)
+    if whole < live:
+        best, label = closest(keys, lift, directions, whole, live, best, label, BLOCK_D, CLUSTERS, True)
+    label = tl.where((slot >= begin) & (live > 0), label, -1)
+    tl.store(labels_ptr + head * length + slot, label, mask=slot < length)

@@ -1,0 +1,73 @@
+"""k-means in torch: the definition the kernel is tested against, and the path used on a CPU.
+
+Rows are taken one by one, each without its padding, so that a row's result is the same in any batch to the last bit.
+Legend: see the package docstring.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops.cluster_index.reference import cluster_sums
+from kvsketch.ops.kmeans import Clusters, live_clusters
+from kvsketch.ops.random import uniform
+
+# Keys whose scores are held at once.
+BLOCK = 2048
+
+
+def kmeans(
+    keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, seed: int, layer: int, centroid: str
+) -> Clusters:
+    """See `kvsketch.ops.kmeans`."""
+    batch, heads, length, size = keys.shape
+    centroids = torch.zeros((batch, heads, clusters, size), dtype=torch.float32, device=keys.device)
+    labels = torch.full((batch, heads, length), -1, dtype=torch.int32, device=keys.device)
+    first, live = live_clusters(keys, clusters, start, counts)
+    for row, (begin, alive) in enumerate(zip(first.tolist(), live.tolist(), strict=True)):
+        if alive:
+            means, assigned = _cluster_row(keys[row, :, begin:], alive, rounds, seed, layer, centroid)
+            centroids[row, :, :alive] = means
+            labels[row, :, begin:] = assigned
+    return Clusters(centroids, labels)
+
+
+def _cluster_row(
+    keys: Tensor, clusters: int, rounds: int, seed: int, layer: int, centroid: str
+) -> tuple[Tensor, Tensor]:
+    """Centroids [H, C, D] and labels [H, n] of keys [H, n, D], n >= clusters."""
+    points = keys.to(torch.promote_types(keys.dtype, torch.float32))
+    members = _directions(points) if centroid == "normalized" else points
+    chosen = first_keys(keys.shape[0], keys.shape[1], clusters, seed, layer, keys.device)
+    means = members.gather(1, chosen[..., None].expand(-1, -1, keys.shape[2]))
+    labels = _assign(points, means, keys.dtype)
+    for _ in range(rounds):
+        sums = cluster_sums(members[None], labels[None], clusters)[0]
+        sizes = torch.zeros(means.shape[:2], dtype=points.dtype, device=keys.device)
+        sizes.scatter_add_(1, labels, torch.ones_like(labels, dtype=points.dtype))
+        means = torch.where(sizes[..., None] > 0, sums / sizes.clamp_min(1)[..., None], means)
+        before, labels = labels, _assign(points, means, keys.dtype)
+        if torch.equal(before, labels):
+            break
+    return means.float(), labels
+
+
+def first_keys(heads: int, keys: int, clusters: int, seed: int, layer: int, device: torch.device) -> Tensor:
+    """The keys [H, C] that k-means starts from: one of each of C runs of equal length."""
+    run = torch.arange(clusters + 1, device=device)
+    edge = run * keys // clusters
+    width = edge[1:] - edge[:-1]
+    head = torch.arange(heads, device=device)[:, None]
+    drawn = (uniform(seed, layer, head, run[:-1]) * width).long()
+    return edge[:-1] + torch.minimum(drawn, width - 1)
+
+
+def _assign(points: Tensor, means: Tensor, dtype: torch.dtype) -> Tensor:
+    """The centroid of largest cosine to each key, [H, n] int64; the lowest of equals."""
+    directions = _directions(means).to(dtype).to(points.dtype).mT
+    return torch.cat([(block @ directions).argmax(-1) for block in points.split(BLOCK, 1)], 1)
+
+
+def _directions(vectors: Tensor) -> Tensor:
+    return vectors / vectors.norm(dim=-1, keepdim=True).clamp_min(1e-15)
