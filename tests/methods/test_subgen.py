@@ -1,8 +1,8 @@
-"""SubGen's structure on plain keys and values: the lemmas of the paper, exact variances, and blocked against token by token.
+"""SubGen's structure on plain keys and values: the paper's lemmas, exact variances, blocks against the token loop.
 
 Draws depend on the head, so heads that hold the same keys and values are independent runs. Seeds are fixed; each
-statistical check states the chance with which a right implementation would fail it for a random seed, and each is shown to
-reject a law that is wrong.
+statistical check states the chance with which a right implementation would fail it for a random seed, and each is shown
+to reject a law that is wrong.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ def stream(keys: Tensor, values: Tensor, heads: int = 1, start: int = 0) -> Toke
 
 def part(tokens: Tokens, start: int, end: int) -> Tokens:
     cut = slice(start, end)
-    return Tokens(
-        tokens.keys[:, :, cut], tokens.values[:, :, cut], tokens.index[:, cut], tokens.positions[:, cut], tokens.valid[:, cut]
-    )
+    rows = (tensor[:, cut] for tensor in (tokens.index, tokens.positions, tokens.valid))
+    return Tokens(tokens.keys[:, :, cut], tokens.values[:, :, cut], *rows)
 
 
 def run(
-    tokens: Tokens, s: int, t: int, delta: float, policy: str = "grow", clusters: int = 1, block: int | None = None, seed: int = 0
+    tokens: Tokens, s: int, t: int, delta: float, policy: str = "grow", clusters: int = 1, block: int | None = None
 ) -> Sketch:
-    sketch = Sketch.empty(tokens, s, clusters, t, seed)
+    sketch = Sketch.empty(tokens, s, clusters, t)
     sketch = replace(sketch, delta=torch.full_like(sketch.delta, delta))
     count = tokens.keys.shape[2]
     for start in range(0, count, block or count):
@@ -205,7 +204,8 @@ def test_cluster_slots_are_uniform_over_the_members() -> None:
         assert p_value(sketch.den_index[0, 0, c], (labels == c).double()) > LEAST_P
     member = labels == 0
     old_count = thresholds(torch.ones(60), (member.cumsum(0) - 1).clamp_min(1)) * member
-    slots = ops.reservoir(sketch.streams[..., DENOMINATOR], tokens.positions, old_count.to(DEVICE).expand(1, 1, -1), 20_000)
+    old_count = old_count.to(DEVICE).expand(1, 1, -1)
+    slots = ops.reservoir(sketch.streams[..., DENOMINATOR], tokens.positions, old_count, 20_000)
     assert p_value(slots, member.double()) < LEAST_P, "the count before the token, instead of after, is rejected"
 
 
@@ -243,7 +243,9 @@ def test_clusterable_keys_need_no_more_clusters_than_parts() -> None:
 # T7: blocked against token by token
 
 
-def token_loop(keys: Tensor, values: Tensor, s: int, t: int, delta: float, limit: int, streams: Tensor) -> tuple[list, list, list, list]:
+def token_loop(
+    keys: Tensor, values: Tensor, s: int, t: int, delta: float, limit: int, streams: Tensor
+) -> tuple[list[int], list[int], list[int], list[list[int]]]:
     """Algorithm 1 as the paper writes it: (samples, representatives, counts, cluster slots) as token numbers."""
     mu, samples = 0.0, [-1] * s
     leaders: list[int] = []

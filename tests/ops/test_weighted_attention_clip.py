@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from conftest import Attend, needs_triton
 from torch import Tensor
 
+from conftest import Attend, needs_triton
 from kvsketch import ops
 from kvsketch.ops.weighted_attention.plan import Plan
 

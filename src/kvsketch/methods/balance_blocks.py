@@ -75,7 +75,7 @@ def make_room(method: BalanceKV, table: SlotTable) -> None:
     due = row_schedule.due_rows(table)
     lengths = row_schedule.limits_of(table)[-1] * due
     candidates = row_schedule.middle_slots(table) & due
-    width = min(2 * max(freed for _, _, freed in table.row_state["schedule"].tolist()), table.length)
+    width = min(2 * row_schedule.most_freed(table), table.length)
     slots, valid = _lightest(candidates, table.log_den, table.position_slots(), width, lengths)
     valid &= torch.arange(width, device=slots.device) < lengths
     keep, double = halve(method, table, torch.where(valid, slots, -1), lengths, num, lengths == 1, 0)

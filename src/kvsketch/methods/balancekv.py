@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,19 +9,47 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.budget import Size
-from kvsketch.methods import balance_blocks, row_schedule
+from kvsketch.methods import balance_blocks, balance_stream, row_schedule
 from kvsketch.methods.base import BudgetedMethod
+from kvsketch.methods.merge_reduce import theory_c
 from kvsketch.methods.row_schedule import Row
 from kvsketch.ops.balance_walk import WALKS
 from kvsketch.slots import SlotTable
 
-FORMS = ("block", "stream", "paper")
+CHOICES = {
+    "form": ("block", "stream", "paper"),
+    "walk": ("auto", *WALKS),
+    "selection": ("weighted", "strict"),
+    "den_weight": ("pow2", "same"),
+}
 DEFAULT_WINDOW = 32
 
 
 @dataclass(frozen=True)
 class BalanceKV(BudgetedMethod):
-    """Keeps one half of the tokens, chosen so that both halves have almost the same attention sums, then halves again."""
+    """Keeps one of two halves of the tokens that have almost the same attention sums, with twice the weight.
+
+    The balancing walk (ops.balance_walk) gives the tokens of a block signs such that for every query q
+    sum_+ exp(s) v ~ sum_- exp(s) v; the difference does not grow with the block, a random half errs by its square root.
+
+    form=block, the practical algorithm: runs of tokens are halved in blocks of `block` neighbours, keys relative to the
+      block's mean, until the budget holds; the last halving takes the oldest tokens only, as many as needed. log_den of a
+      token halved l times is l log 2, or log_num with den_weight=same. selection=weighted doubles what it keeps up to the
+      point where half of a run is dropped; strict drops exactly one class, cut or topped up. rounds=T halves everything T
+      times as the paper does, at once, when the budget is exceeded.
+    form=stream, the theorem's algorithm under a budget: value-norm buckets, MergeAndReduce for each, and one more over the
+      keys alone for the denominator (methods/merge_reduce.py). form=paper is the same with a fixed batch size `block`: its
+      memory grows with the logarithm of the context, not with `budget`.
+
+    Guarantee (stream and paper, c=theory): |out - exact| <= eps |softmax|_2 |V|_F with t = O*(exp(2 scale r^2) / eps) slots per
+    set, where independent samples need 1 / eps^2. The block form has none: one sample serves both sums.
+
+    Papers: Han et al., arXiv 2502.07861, and its NeurIPS 2025 version, whose code has the weighted selection.
+    Differs from the authors' code: missing tokens of a block are masked, not zeros in its mean and its sums; sums are float32, not
+    bfloat16; the Gram matrix is normalised, so it cannot overflow; the first sign of a block is a fair coin; any budget is
+    met, not only powers of two; generated tokens are compressed as well; no needle detection. Differs from the paper's
+    listings: buckets are 2^i <= |v| < 2^(i+1), negligible ones go at eps / (2n), line 6 of MergeAndReduce tests j.
+    """
 
     name: ClassVar[str] = "balancekv"
     family: ClassVar[str] = "summarise"
@@ -33,13 +60,15 @@ class BalanceKV(BudgetedMethod):
     form: str = "block"
     block: int = 256
     rounds: int | None = None
-    walk: str = "auto"
+    walk: str = "auto"  # greedy for blocks, random for streams
     c: float | str = 1.0
     temp: float = 1.0
     center: bool = True
     selection: str = "weighted"
     den_weight: str = "pow2"
     count_term: float = 0.025
+    epsilon: float = 0.1
+    delta: float = 0.01
 
     def __post_init__(self) -> None:
         budget = Size.parse(self.budget, f"{self.name}: budget")
@@ -48,36 +77,78 @@ class BalanceKV(BudgetedMethod):
             if self.recent == DEFAULT_WINDOW:
                 self._set("recent", row_schedule.within(DEFAULT_WINDOW, DEFAULT_WINDOW, budget.tokens))
         super().__post_init__()
+        for name, choices in CHOICES.items():
+            self._require(name, getattr(self, name) in choices, " or ".join(choices))
+        self._require("block", isinstance(self.block, int) and self.block >= 2, "2 or more tokens, such as 256")
+        self._require("rounds", self.rounds is None or self.rounds >= 0, "none or a whole number of halvings, 0 or more")
+        self._require("rounds", self.rounds is None or self.form == "block", "none, or form=block")
+        self._require("c", self.c == "theory" or (not isinstance(self.c, str) and self.c > 0), "a positive number or theory")
+        self._require("c", self.c != "theory" or self.form != "block", "a positive number, or form=stream or form=paper")
+        for name in ("temp", "epsilon", "delta"):
+            self._require(name, getattr(self, name) > 0, "a positive number")
+        self._require("count_term", self.count_term >= 0, "a number, 0 or more")
 
     @property
     def tied(self) -> bool:
-        return self.selection == "strict" or self.den_weight == "same"
+        """Whether numerator and denominator have the same weights."""
+        return self.form == "block" and (self.selection == "strict" or self.den_weight == "same")
 
     @property
     def walk_name(self) -> str:
-        return "greedy" if self.walk == "auto" else self.walk
+        automatic = "greedy" if self.form == "block" else "random"
+        return automatic if self.walk == "auto" else self.walk
 
     @property
     def walk_c(self) -> float:
-        return float(self.c)
+        longest = self.block if self.form == "paper" else balance_stream.LARGEST_BATCH
+        return theory_c(longest, self.delta) if self.c == "theory" else float(self.c)
 
-    def _rows(self, table: SlotTable) -> list[Row]:
-        return row_schedule.rows_of(table, self.budget, self.sinks, self.recent, DEFAULT_WINDOW, self.block)
+    @property
+    def on_fail(self) -> str:
+        return "raise" if self.c == "theory" else "clip"
 
     def maintenance_due(self, table: SlotTable) -> bool:
         return not table.exact and row_schedule.due(table, ahead=1)
 
     def bound(self, table: SlotTable, max_length: int) -> None:
-        balance_blocks.bound(self, table, self._rows(table))
+        if self.form == "block":
+            balance_blocks.bound(self, table, self._rows(table))
+        elif self.form == "stream":
+            balance_stream.bound(self, table, self._rows(table))
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
-        if table.in_place and table.length == self.budget_tokens(table) + 1:
-            if row_schedule.due(table):
-                balance_blocks.make_room(self, table)
-            assert table.index is not None and table.log_den is not None and table.clock is not None
-            ops.free_lowest(None, table.index, table.log_den, table.log_num, table.next_slot, table.padding, table.clock, 0, 0)
+        if table.in_place and row_schedule.in_place(table):
+            self._step(table, queries)
             return
         rows = self._rows(table)
-        if table.exact and all(row.seen <= row.budget for row in rows):
+        if table.exact and not any(self._exceeds(row) for row in rows):
             return
-        balance_blocks.compress(self, table, rows)
+        if self.form == "block":
+            balance_blocks.compress(self, table, rows)
+        else:
+            balance_stream.compress(self, table, rows, queries)
+
+    def _step(self, table: SlotTable, queries: Tensor) -> None:
+        """One decoded token: every so often room is made, and always the next token gets a free slot."""
+        if row_schedule.due(table):
+            if self.form == "block":
+                balance_blocks.make_room(self, table)
+            elif self.form == "stream":
+                balance_stream.make_room(self, table, queries)
+            else:
+                balance_stream.compress(self, table, self._rows(table), queries)
+                return
+        assert table.index is not None and table.log_den is not None and table.clock is not None
+        # Some slot is empty, and empty slots rank lowest.
+        ops.free_lowest(
+            None, table.index, table.log_den, table.log_num, table.next_slot, table.padding, table.clock, 0, 0
+        )  # fmt: skip
+
+    def _exceeds(self, row: Row) -> bool:
+        if self.form == "paper":
+            return row.seen - row.sinks - row.recent >= self.block
+        return row.seen > row.budget
+
+    def _rows(self, table: SlotTable) -> list[Row]:
+        assert isinstance(self.budget, Size) and isinstance(self.recent, Size)
+        return row_schedule.rows_of(table, self.budget, self.sinks, self.recent, DEFAULT_WINDOW, self.block)

@@ -21,17 +21,18 @@ TAIL = "tail_start"  # [B] int32, first slot that no cluster holds
 class ClusterKV(RecallingMethod):
     """Clusters the keys by direction and lets each query head read the clusters whose centroids it likes best.
 
-    After prefill the keys beside the sinks are clustered per KV head by cosine k-means; a centroid is the mean of its raw keys.
-    A query head ranks clusters by <q, centroid>, takes the shortest prefix that holds `budget` tokens (sinks included) and trims
-    the last cluster. Generated tokens are read in full until `recluster` of them form `recluster_into` new clusters.
+    After prefill the keys beside the sinks are clustered per KV head by cosine k-means; a centroid is the mean of its
+    raw keys. A query head ranks clusters by <q, centroid>, takes the shortest prefix that holds `budget` tokens (sinks
+    included) and trims the last cluster. Generated tokens are read in full until `recluster` of them form
+    `recluster_into` new clusters.
 
-    `completion`: what a query leaves unread still counts, one slot per cluster (centroid, mean value, log of the number of unread
-    tokens). Ours, not the paper's: it reads no further token and lowers the error. `tokens_per_cluster=80:completion=false` is the
-    paper's setting; finer clusters find the needed tokens more surely.
+    `completion`: what a query leaves unread still counts, one slot per cluster (centroid, mean value, log of the
+    number of unread tokens). Ours, not the paper's: it reads no further token and lowers the error.
+    `tokens_per_cluster=80:completion=false` is the paper's setting; finer clusters find the needed tokens more surely.
 
-    Paper: Liu et al., ClusterKV (arXiv 2412.03213). Differs from the authors' code: initial keys are drawn without replacement,
-    sums are kept in fp32, the sort holds any number of clusters, the trimmed cluster keeps its earliest tokens, batches and left
-    padding work; generated tokens form 4 clusters as in the paper (the code: 8, or none).
+    Paper: Liu et al., ClusterKV (arXiv 2412.03213). Differs from the authors' code: initial keys are drawn without
+    replacement, sums are kept in fp32, the sort holds any number of clusters, the trimmed cluster keeps its earliest
+    tokens, batches and left padding work; generated tokens form 4 clusters as in the paper (the code: 8, or none).
     """
 
     name: ClassVar[str] = "clusterkv"
@@ -66,7 +67,9 @@ class ClusterKV(RecallingMethod):
             self._add_clusters(table, start, self.recluster_into if table.new_tokens == 1 else None)
 
     def _add_clusters(self, table: SlotTable, start: int, count: int | None) -> None:
-        """Appends clusters of the slots [start, seen); rows with different padding are clustered each by its own length."""
+        """Appends clusters of the slots [start, seen); rows with different padding are clustered each by its own
+        length.
+        """
         keys, values = table.key_slots()[:, :, : table.seen], table.value_slots()[:, :, : table.seen]
         padding = [0] * keys.shape[0] if table.padding is None else table.padding.tolist()
         parts: dict[int, tuple[list[int], dict[str, Tensor]]] = {}

@@ -17,11 +17,12 @@ from kvsketch.slots import SlotTable
 class Quest(RecallingMethod):
     """Reads the pages of 16 tokens whose per-channel minimum and maximum allow the largest inner product.
 
-    score(page, q) = sum_c max(q_c * min_c, q_c * max_c)  >=  <q, k> for every key k of the page; each query head reads the
-    top max(3, budget // page) pages, of prompt and generated text alike, and the page still being filled.
+    score(page, q) = sum_c max(q_c * min_c, q_c * max_c)  >=  <q, k> for every key k of the page; each query head
+    reads the top max(3, budget // page) pages, of prompt and generated text alike, and the page still being filled.
 
     Paper: Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference (arXiv 2406.10774).
-    Differs from the authors' code: batches of several rows with left padding, pages per KV head without copies per query head.
+    Differs from the authors' code: batches of several rows with left padding, pages per KV head without copies per
+    query head.
     """
 
     name: ClassVar[str] = "quest"
@@ -92,7 +93,9 @@ class Quest(RecallingMethod):
         )
 
     def choose_rows(self, table: SlotTable, query: Tensor, pages: int) -> Tensor:  # [B, Hq, pages * page] int32
-        """Slots of the best pages of each query head; the page being filled, which holds the query's own token, is one."""
+        """Slots of the best pages of each query head; the page being filled, which holds the query's own token, is
+        one.
+        """
         scores = page_scores(query, table.row_state["page_min"], table.row_state["page_max"])
         last = self._last_position(table)  # [B, 1, 1], the query's own position: it is in the store already
         number = torch.arange(scores.shape[-1], device=scores.device)

@@ -53,8 +53,7 @@ def within(size: int, default: int, budget: int) -> int:
 def set_schedule(table: SlotTable, rows: list[Row], full_at: list[int]) -> None:
     """Remembers when each row is full: at the real token number `full_at`, then every `freed` tokens."""
     assert table.keys is not None
-    padding = [table.seen - row.seen for row in rows]
-    host = [[pad, at, row.freed] for pad, at, row in zip(padding, full_at, rows, strict=True)]
+    host = [[table.seen - row.seen, at, row.freed, table.length] for at, row in zip(full_at, rows, strict=True)]
     limits = [
         [row.sinks, row.recent, at, row.freed, min(2 * row.freed, row.middle + 1)]
         for at, row in zip(full_at, rows, strict=True)
@@ -63,13 +62,23 @@ def set_schedule(table: SlotTable, rows: list[Row], full_at: list[int]) -> None:
     table.row_state["limits"] = torch.tensor(limits, device=table.keys.device)
 
 
+def in_place(table: SlotTable) -> bool:
+    """Whether one token was written into a table of its fixed shape (a roll back may leave one token in a longer table)."""
+    return table.in_place and table.row_state["schedule"][0, 3] == table.length
+
+
 def due(table: SlotTable, ahead: int = 0) -> bool:
     """Whether some row is full, `ahead` tokens from now; asks nothing of the device."""
     schedule = table.row_state.get("schedule")
     if schedule is None:
         return False
-    passed = ((table.seen + ahead - padding - full_at, freed) for padding, full_at, freed in schedule.tolist())
+    passed = ((table.seen + ahead - padding - full_at, freed) for padding, full_at, freed, _ in schedule.tolist())
     return any(tokens >= 0 and tokens % freed == 0 for tokens, freed in passed)
+
+
+def most_freed(table: SlotTable) -> int:
+    """The most slots that making room frees in any row; asks nothing of the device."""
+    return int(table.row_state["schedule"][:, 2].max())
 
 
 def due_rows(table: SlotTable) -> Tensor:  # [B, 1, 1]

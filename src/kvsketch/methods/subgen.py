@@ -1,4 +1,4 @@
-"""SubGen / ClusterGen, Algorithm 1: online clustering of keys for the denominator, sampling of values for the numerator."""
+"""SubGen / ClusterGen, Algorithm 1: clusters of keys for the denominator, samples of values for the numerator."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ class SubGen(BudgetedMethod):
 
     Paper: Zandieh, Han, Mirrokni, Karbasi, SubGen (arXiv 2402.06082), later named ClusterGen. With t of order
     eps^-2 e^(2 delta r scale) log n and s of order eps^-2 d the error is at most eps |softmax| |V|_op for |q| <= r.
-    Their experiments run another algorithm: see the method kcenter. No code of theirs is public; what the paper leaves open:
-    - delta: the radius at which greedy k-center covers the first middle keys with as many centres as there are clusters.
-    - capacity: `policy=absorb` lets far keys join the nearest cluster once there is no room, `double` doubles delta and merges
-      clusters, `grow` is the paper's unbounded form: clusters then exceed the budget. The last two ask the device each step.
+    Their experiments run another algorithm: see the method kcenter. No code of theirs is public; the paper leaves open:
+    - delta: here the radius at which greedy k-center covers the first middle keys with `clusters` centres.
+    - capacity: `policy=absorb` lets far keys join the nearest cluster once there is no room, `double` doubles delta and
+      merges clusters, `grow` is the paper's unbounded form, whose clusters exceed the budget. The last two ask the
+      device at each step.
     - normalizer: z / tau can be scaled arbitrarily when a heavy key is in one sum only. `clipped` bounds the ratio of
-      the sums' weights to [1 / rho, rho], `self` normalises by the samples' own weights and needs no clusters, `paper` does neither.
-    - scale: the paper omits 1 / sqrt(d). The samples follow |v|^2 (its text says |k|^2, its proof |v|^2).
+      the sums to [1 / rho, rho], `self` divides by the samples' own weights, without clusters, `paper` does neither.
+    - scale: the paper omits 1 / sqrt(d). Samples follow |v|^2, as in its proof; its text says |k|^2.
     """
 
     name: ClassVar[str] = "subgen"
@@ -76,6 +77,10 @@ class SubGen(BudgetedMethod):
     def clip(self) -> float | None:
         return math.log(self.rho) if self.normalizer == "clipped" else None
 
+    def bound(self, table: SlotTable, max_length: int) -> None:
+        if self.policy == "absorb":
+            self._rewrite(table)
+
     def maintenance_due(self, table: SlotTable) -> bool:
         return not table.exact and (self.policy != "absorb" or table.seen + 1 > min(slots.exact_until(table)))
 
@@ -100,7 +105,7 @@ class SubGen(BudgetedMethod):
         return log_num - log_den
 
     def plan(self, budget: int) -> Plan:
-        """How a budget divides; what does not fit a small one shrinks: first the window, then the sinks, then the samples."""
+        """How a budget divides. What does not fit shrinks: the window first, then the sinks, then the samples."""
         least = 1 if self.normalizer == "self" else 3
         sinks = max(0, min(self.sinks, budget - least - 1))
         recent = min(self.recent_tokens(budget), budget - sinks - least)
@@ -126,18 +131,18 @@ class SubGen(BudgetedMethod):
 
     def _require_room(self, budget: int) -> None:
         plan = self.plan(budget)
-        wanted = (self.sinks, self.recent_tokens(budget), self.s, self.clusters, self.t)
-        got = (plan.sinks, plan.recent, plan.samples, plan.clusters, plan.per_cluster)
-        if self.normalizer == "self":
-            wanted, got = wanted[:3], got[:3]
-        if any(w not in (None, g) for w, g in zip(wanted, got, strict=True)):
+        asked = [(self.sinks, plan.sinks), (self.recent_tokens(budget), plan.recent), (self.s, plan.samples)]
+        if self.normalizer != "self":
+            asked += [(self.clusters, plan.clusters), (self.t, plan.per_cluster)]
+        if any(wanted not in (None, got) for wanted, got in asked):
             raise ValueError(
-                f"{self.name}: budget={budget} cannot hold sinks + recent + s + clusters (t + 1) with sinks={self.sinks}, "
-                f"recent={self.recent}, s={self.s}, clusters={self.clusters}, t={self.t}; use a larger budget or smaller sizes"
+                f"{self.name}: budget={budget} cannot hold sinks + recent + s + clusters (t + 1) for "
+                f"sinks={self.sinks}, recent={self.recent}, s={self.s}, clusters={self.clusters}, t={self.t}; "
+                "use a larger budget or smaller sizes"
             )
 
     def _rewrite(self, table: SlotTable) -> None:
-        """Brings a table that is exact, or longer than its layout, or holds a row that outgrew its budget, into form."""
+        """Brings a table into form that is exact, or too long, or holds a row that outgrew its budget."""
         assert table.keys is not None
         shares = self.row_budgets(table)
         budgets = [self.budget_tokens(table)] * table.keys.shape[0] if shares is None else shares.flatten().tolist()

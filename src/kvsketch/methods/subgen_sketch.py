@@ -44,7 +44,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Sketch:
-    """M, D and mu for every row and head. Rows may use fewer samples, clusters and slots per cluster than there is room for."""
+    """M, D and mu for every row and head; a row may use fewer samples, clusters and slots than there is room for."""
 
     keys: Tensor  # [B, H, s, D]
     values: Tensor  # [B, H, s, Dv]
@@ -65,10 +65,9 @@ class Sketch:
         return (self.counts > 0).sum(-1)
 
     @classmethod
-    def empty(cls, like: Tokens, samples: int, clusters: int, per_cluster: int, seed: int = 0, layer: int = 0) -> Sketch:
+    def empty(cls, like: Tokens, s: int, m: int, t: int, seed: int = 0, layer: int = 0) -> Sketch:
         """A structure for the heads and sizes of `like` that has seen nothing; every row may use all the room."""
         batch, heads, _, size = like.keys.shape
-        s, m, t = samples, clusters, per_cluster
         device = like.keys.device
         return cls(
             keys=like.keys.new_zeros(batch, heads, s, size),
@@ -147,14 +146,13 @@ def fold_denominator(sketch: Sketch, tokens: Tokens, policy: str) -> Sketch:
 
 
 def join(sketch: Sketch, tokens: Tokens, labels: Tensor, representatives: Tensor) -> Sketch:
-    """The tokens become members of the clusters `labels` [B, H, n] (m: of none), and take their slots with probability 1 / n."""
+    """The tokens join the clusters `labels` [B, H, n] (m: none) and take each of their slots with probability 1 / n."""
     clusters, per_cluster = sketch.den_keys.shape[2:4]
     member = labels < clusters
     running = running_counts(labels, sketch.counts)
     threshold = torch.where(member, thresholds(torch.ones_like(running), running.clamp_min(1)), 0)
-    last = ops.reservoir(
-        sketch.streams[..., DENOMINATOR], tokens.positions, threshold, per_cluster, labels.clamp_max(clusters - 1), clusters
-    )
+    target = labels.clamp_max(clusters - 1)
+    last = ops.reservoir(sketch.streams[..., DENOMINATOR], tokens.positions, threshold, per_cluster, target, clusters)
     fired = (last >= 0) & used(sketch.per_cluster, per_cluster)[:, None]
     keys, index = tokens.taken(last.clamp_min(0))
     return replace(
@@ -167,7 +165,7 @@ def join(sketch: Sketch, tokens: Tokens, labels: Tensor, representatives: Tensor
 
 
 def doubled(sketch: Sketch, tokens: Tokens, overflow: Tensor, full: Tensor) -> Sketch:
-    """Where `full`, doubles delta until two of the representatives and the token at `overflow` lie within it, and merges.
+    """Where `full`, doubles delta until two of the representatives and the key at `overflow` lie within it, and merges.
 
     Members then lie within 2 delta of their representative (Charikar et al., Incremental clustering, 1997).
     """
@@ -176,7 +174,8 @@ def doubled(sketch: Sketch, tokens: Tokens, overflow: Tensor, full: Tensor) -> S
     points = torch.cat([sketch.representatives, key], 2).float()
     distances = (points[:, :, :, None] - points[:, :, None]).square().sum(-1).sqrt()
     exists = torch.cat([sketch.counts > 0, torch.ones_like(at, dtype=torch.bool)], -1)
-    pair = exists[..., None] & exists[..., None, :] & ~torch.eye(points.shape[2], dtype=torch.bool, device=points.device)
+    different = ~torch.eye(points.shape[2], dtype=torch.bool, device=points.device)
+    pair = exists[..., None] & exists[..., None, :] & different
     closest = torch.where(pair, distances, float("inf")).amin((-1, -2))
     delta = sketch.delta * (closest / sketch.delta).log2().ceil().clamp_min(1.0).exp2()
     delta = torch.where(delta < closest, 2.0 * delta, delta)
@@ -192,7 +191,7 @@ def doubled(sketch: Sketch, tokens: Tokens, overflow: Tensor, full: Tensor) -> S
 
 
 def merge(sketch: Sketch, labels: Tensor, representatives: Tensor, event: Tensor) -> Sketch:
-    """Pours cluster i into cluster labels[i] (m: nowhere); a slot takes that of cluster i with probability n_i / sum of n.
+    """Pours cluster i into cluster labels[i] (m: nowhere); a slot takes that of i with probability n_i / sum of n.
 
     `event` [B, H] tells the draws of one merge from those of another.
     """
@@ -215,42 +214,6 @@ def merge(sketch: Sketch, labels: Tensor, representatives: Tensor, event: Tensor
         den_keys=sketch.den_keys.gather(2, source[..., None].expand_as(sketch.den_keys)),
         den_index=fill,
     )
-
-
-def resized(sketch: Sketch, sizes: Tensor, room: tuple[int, int, int], event: Tensor, grows: bool) -> Sketch:
-    """The structure for other sizes [B, 3] (s, m, t), as when a share of a longer prompt allows more; `room` for the largest.
-
-    A further slot repeats an earlier one, which keeps every slot's law; clusters beyond the limit pour into the nearest.
-    """
-    samples, clusters, per_cluster = sizes.unbind(1)
-    sketch = with_room(sketch, max(room[1], sketch.counts.shape[2]))
-    pick = (torch.arange(room[0], device=sizes.device) % sketch.samples.clamp_min(1)[:, None])[:, None]
-    pick = pick.expand(*sketch.mu.shape, -1)
-    within = (torch.arange(room[2], device=sizes.device) % sketch.per_cluster.clamp_min(1)[:, None])[:, None, None]
-    within = within.expand(*sketch.counts.shape, -1)
-    # One more empty slot, so that there is something to repeat where there was none.
-    pad = torch.nn.functional.pad
-    den_keys = pad(sketch.den_keys, (0, 0, 0, 1))
-    index = pad(sketch.index, (0, 1), value=-1).gather(2, pick)
-    den_index = pad(sketch.den_index, (0, 1), value=-1).gather(3, within)
-    sketch = replace(
-        sketch,
-        keys=gather_slots(pad(sketch.keys, (0, 0, 0, 1)), pick),
-        values=gather_slots(pad(sketch.values, (0, 0, 0, 1)), pick),
-        index=torch.where(used(samples, room[0]), index, -1),
-        den_keys=den_keys.gather(3, within[..., None].expand(-1, -1, -1, -1, den_keys.shape[4])),
-        den_index=torch.where(used(per_cluster, room[2])[:, None], den_index, -1),
-        samples=samples,
-        clusters=clusters,
-        per_cluster=per_cluster,
-    )
-    if grows or room[2] == 0:
-        return sketch
-    number = torch.arange(sketch.counts.shape[2], device=sizes.device)
-    points = sketch.representatives.float()
-    nearest = torch.where(used(clusters, len(number))[:, None], torch.cdist(points, points), float("inf")).argmin(-1)
-    labels = torch.where(used(clusters, len(number)), number, nearest)
-    return with_room(merge(sketch, labels, sketch.representatives, event), room[1])
 
 
 def with_room(sketch: Sketch, clusters: int) -> Sketch:

@@ -1,8 +1,8 @@
 """How SubGen's structure lies in a slot table, and how a table that is exact or too long is brought into that form.
 
-A row keeps every token exactly until it exceeds its own budget; then the tokens between its sinks and its recent window pass
-into the structure, in order, and from then on each token does as it leaves the window. All of it is keyed by positions,
-so a row does the same alone and in a batch. See `ops/fold_token` for the order of the slots.
+A row keeps every token exactly until it exceeds its own budget; then the tokens between its sinks and its recent window
+pass into the structure, in order, and from then on each token does as it leaves the window. All of it is keyed by
+positions, so a row does the same alone and in a batch. See `ops/fold_token` for the order of the slots.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.subgen_sketch import Sketch, Tokens, fold, gather_slots, resized
+from kvsketch.methods.subgen_sketch import Sketch, Tokens, fold, gather_slots, merge, used, with_room
 from kvsketch.ops.fold_token import Layout, Plan, State
 from kvsketch.ops.fold_token.reference import denominator_weights, numerator_shares, numerator_weights, slot_of
 from kvsketch.slots import NEG_INF, SlotTable
 
 FOREVER = 1 << 62
-# Keys the radius of the clusters is taken from; four per cluster if that is more, or it would fit the sample, not the keys.
+# Keys that delta is taken from, or four per cluster if that is more: a radius with fewer would fit the sample alone.
 KEYS_FOR_DELTA = 512
+ROW_STATE = ("plan", "representatives", "counts", "delta", "mu", "shares", "streams")
 
 
 def rewrite(
@@ -57,24 +58,29 @@ def rewrite(
             radius = covering_radii(tokens, plans, available)
         sketch = replace(sketch, delta=torch.where(torch.tensor(started, device=device)[:, None], radius, sketch.delta))
 
-    structured = torch.tensor([n == FOREVER and p.samples > 0 for n, p in zip(until, plans, strict=True)], device=device)
-    leaves = (tokens.positions >= plan[:, :1]) & (tokens.positions < real - plan[:, 1:2]) & structured[:, None]
+    structured = torch.tensor([[n == FOREVER and p.samples > 0] for n, p in zip(until, plans, strict=True)])
+    leaves = (tokens.positions >= plan[:, :1]) & (tokens.positions < real - plan[:, 1:2]) & structured.to(device)
     sketch = fold(sketch, replace(tokens, valid=leaves), policy)
     write(table, tokens, sketch, plans, until, coalesce)
 
 
 def covering_radii(tokens: Tokens, plans: list[Plan], available: list[int]) -> Tensor:  # [B, H]
-    """delta: the radius at which greedy k-center covers the first middle keys with as many centres as there are clusters.
+    """delta: the radius at which greedy k-center covers the first middle keys with a centre per cluster.
 
-    The sample is one that every row has when it first exceeds its budget, so delta does not depend on the prompt's chunks.
+    Every row has these keys when it first exceeds its budget, so delta does not depend on how the prompt is chunked.
     """
     device = tokens.keys.device
+    heads = tokens.keys.shape[1]
     wanted = [min(n, max(KEYS_FOR_DELTA, 4 * p.clusters)) for n, p in zip(available, plans, strict=True)]
-    sinks = torch.tensor([[p.sinks] for p in plans], device=device)
-    columns, _ = columns_of(tokens, sinks + torch.arange(max(wanted), device=device))
-    points = gather_slots(tokens.keys, columns[:, None].expand(-1, tokens.keys.shape[1], -1))
-    centers = torch.tensor([p.clusters for p in plans], device=device)
-    return ops.covering_radius(points, torch.tensor(wanted, device=device), centers).float()
+    number = torch.arange(max(wanted), device=device)
+    columns, _ = columns_of(tokens, number + torch.tensor([[p.sinks] for p in plans], device=device))
+    points = gather_slots(tokens.keys, columns[:, None].expand(-1, heads, -1))
+    valid = (number < torch.tensor(wanted, device=device)[:, None])[:, None].expand(points.shape[:3])
+    radius = torch.zeros(points.shape[:2], device=device)
+    for clusters in {p.clusters for p in plans} - {0}:
+        rows = torch.tensor([i for i, p in enumerate(plans) if p.clusters == clusters], device=device)
+        radius[rows] = ops.farthest_first(points[rows], clusters, valid=valid[rows]).radius
+    return radius
 
 
 def layout_of(table: SlotTable) -> Layout:
@@ -83,7 +89,7 @@ def layout_of(table: SlotTable) -> Layout:
 
 
 def exact_until(table: SlotTable) -> list[int]:
-    """For each row the number of tokens seen up to which it keeps everything, from the host; FOREVER once it does not."""
+    """How many tokens seen each row keeps whole, from the host; FOREVER once it does not any more."""
     return table.row_state["host"][:, 0].tolist()
 
 
@@ -98,8 +104,8 @@ def state_of(table: SlotTable) -> State:
     assert table.log_den is not None and table.next_slot is not None and table.clock is not None
     rows = table.row_state
     return State(
-        table.keys, table.values, table.index, table.log_num, table.log_den, table.next_slot, table.clock, table.padding,
-        rows["plan"], rows["representatives"], rows["counts"], rows["delta"], rows["mu"], rows["shares"], rows["streams"],
+        table.keys, table.values, table.index, table.log_num, table.log_den, table.next_slot, table.clock,
+        table.padding, *(rows[name] for name in ROW_STATE),
     )  # fmt: skip
 
 
@@ -150,7 +156,46 @@ def columns_of(tokens: Tokens, wanted: Tensor) -> tuple[Tensor, Tensor]:
     return columns, (wanted >= 0) & (tokens.positions.gather(1, columns) == wanted)
 
 
-def write(table: SlotTable, tokens: Tokens, sketch: Sketch, plans: list[Plan], until: list[int], coalesce: bool) -> None:
+def resized(sketch: Sketch, sizes: Tensor, room: tuple[int, int, int], event: Tensor, grows: bool) -> Sketch:
+    """The structure for other sizes (s, m, t) [B, 3], as when a share of a longer prompt allows more.
+
+    A further slot repeats an earlier one, which keeps every slot's law; clusters beyond the limit pour into the
+    nearest. `room`: the largest sizes.
+    """
+    samples, clusters, per_cluster = sizes.unbind(1)
+    sketch = with_room(sketch, max(room[1], sketch.counts.shape[2]))
+    pick = (torch.arange(room[0], device=sizes.device) % sketch.samples.clamp_min(1)[:, None])[:, None]
+    pick = pick.expand(*sketch.mu.shape, -1)
+    within = (torch.arange(room[2], device=sizes.device) % sketch.per_cluster.clamp_min(1)[:, None])[:, None, None]
+    within = within.expand(*sketch.counts.shape, -1)
+    # One more empty slot, so that there is something to repeat where there was none.
+    pad = torch.nn.functional.pad
+    den_keys = pad(sketch.den_keys, (0, 0, 0, 1))
+    index = pad(sketch.index, (0, 1), value=-1).gather(2, pick)
+    den_index = pad(sketch.den_index, (0, 1), value=-1).gather(3, within)
+    sketch = replace(
+        sketch,
+        keys=gather_slots(pad(sketch.keys, (0, 0, 0, 1)), pick),
+        values=gather_slots(pad(sketch.values, (0, 0, 0, 1)), pick),
+        index=torch.where(used(samples, room[0]), index, -1),
+        den_keys=den_keys.gather(3, within[..., None].expand(-1, -1, -1, -1, den_keys.shape[4])),
+        den_index=torch.where(used(per_cluster, room[2])[:, None], den_index, -1),
+        samples=samples,
+        clusters=clusters,
+        per_cluster=per_cluster,
+    )
+    if grows or room[2] == 0:
+        return sketch
+    number = torch.arange(sketch.counts.shape[2], device=sizes.device)
+    points = sketch.representatives.float()
+    nearest = torch.where(used(clusters, len(number))[:, None], torch.cdist(points, points), float("inf")).argmin(-1)
+    labels = torch.where(used(clusters, len(number)), number, nearest)
+    return with_room(merge(sketch, labels, sketch.representatives, event), room[1])
+
+
+def write(
+    table: SlotTable, tokens: Tokens, sketch: Sketch, plans: list[Plan], until: list[int], coalesce: bool
+) -> None:
     """Fills a table with the exact tokens that the plans keep, and with the structure."""
     device = tokens.keys.device
     layout = common_layout(plans, sketch)

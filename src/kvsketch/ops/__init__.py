@@ -22,15 +22,26 @@ from kvsketch.ops import balance_walk as balance_walk_checks
 from kvsketch.ops.attention_mass import Noise, Temperature
 from kvsketch.ops.attention_mass.reference import attention_mass as attention_mass_reference
 from kvsketch.ops.balance_walk.reference import balance_walk as balance_walk_reference
+from kvsketch.ops.cluster_index import ClusterIndex, check_labels, check_rows
+from kvsketch.ops.cluster_index import reference as cluster_index_reference
 from kvsketch.ops.farthest_first import Centers
 from kvsketch.ops.farthest_first import check_arguments as check_farthest_first
 from kvsketch.ops.farthest_first import reference as farthest_first_reference
 from kvsketch.ops.fold_token import Layout, State
 from kvsketch.ops.fold_token import reference as fold_token_reference
+from kvsketch.ops.indexed_attention import Arguments as IndexedArguments
+from kvsketch.ops.indexed_attention import Extra, Spans
+from kvsketch.ops.indexed_attention import reference as indexed_attention_reference
+from kvsketch.ops.kmeans import Clusters
+from kvsketch.ops.kmeans import check_arguments as check_kmeans
+from kvsketch.ops.kmeans import reference as kmeans_reference
 from kvsketch.ops.leader_clustering import Clustering
 from kvsketch.ops.leader_clustering import reference as leader_clustering_reference
 from kvsketch.ops.random import gumbel, uniform
 from kvsketch.ops.reservoir import reference as reservoir_reference
+from kvsketch.ops.select_clusters import Selection, check_scores
+from kvsketch.ops.select_clusters import check_arguments as check_selection
+from kvsketch.ops.select_clusters import reference as select_clusters_reference
 from kvsketch.ops.slot_update import reference as slot_update_reference
 from kvsketch.ops.weighted_attention import check_arguments
 from kvsketch.ops.weighted_attention.reference import weighted_attention as weighted_attention_reference
@@ -40,15 +51,20 @@ __all__ = [
     "Temperature",
     "attention_mass",
     "balance_walk",
-    "covering_radius",
+    "cluster_index",
+    "cluster_means",
+    "cluster_scores",
     "farthest_first",
     "fold_token",
     "free_lowest",
     "gumbel",
+    "indexed_attention",
     "kernel_for",
+    "kmeans",
     "leader_clustering",
     "nearest_center",
     "reservoir",
+    "select_clusters",
     "uniform",
     "weighted_attention",
     "write_token",
@@ -196,17 +212,6 @@ def leader_clustering(
     return kernel.leader_clustering(keys, valid, representatives, alive, delta, limit)
 
 
-def covering_radius(points: Tensor, counts: Tensor, centers: Tensor) -> Tensor:
-    """Radius [B, H] at which greedy k-center (farthest first, from point 0) covers points [B, H, n, D].
-
-    counts [B]: how many points of each row exist; centers [B]: how many centres a row may use.
-    """
-    kernel = kernel_for("leader_clustering", points.device)
-    if kernel is None or points.shape[2] > kernel.MAX_POINTS or points.dtype == torch.float64:
-        return leader_clustering_reference.covering_radius(points, counts, centers)
-    return kernel.covering_radius(points, counts, centers)
-
-
 def reservoir(
     state: Tensor, positions: Tensor, threshold: Tensor, slots: int, labels: Tensor | None = None, reservoirs: int = 1
 ) -> Tensor:
@@ -345,3 +350,112 @@ def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
     keys [B, H, N, D]; centers [B, H, m] int64, key numbers or -1 for none. Runs in torch on every device.
     """
     return farthest_first_reference.nearest_center(keys, centers)
+
+
+def kmeans(
+    keys: Tensor,
+    clusters: int,
+    *,
+    start: Tensor | None = None,
+    counts: Tensor | None = None,
+    rounds: int = 20,
+    seed: int = 0,
+    layer: int = 0,
+    centroid: str = "mean",
+) -> Clusters:
+    """Clusters of keys [B, H, n, D] by direction: centroids [B, H, clusters, D] float32 and labels [B, H, n] int32.
+
+    start [B]: the first key of each row that takes part (left padding, sinks); earlier ones get label -1. counts [B]: clusters
+    of each row, at most `clusters`; None: all of them; a row never has more than keys, the rest stay empty with centroid 0.
+    centroid: "mean" of the raw keys or of the "normalized" ones. The draw depends on (seed, layer, head) and on how many keys
+    the row has. See `kvsketch.ops.kmeans` for the rounds.
+    """
+    check_kmeans(keys, clusters, start, counts, rounds, centroid)
+    kernel = kernel_for("kmeans", keys.device)
+    chosen = kernel if kernel is not None and kernel.supported(keys) else kmeans_reference
+    return chosen.kmeans(keys, clusters, start, counts, rounds, seed, layer, centroid)
+
+
+def cluster_index(labels: Tensor, clusters: int) -> ClusterIndex:
+    """The slots of labels [B, H, n] int32 sorted by label, in ascending order inside one, those of label -1 last.
+
+    Returns order [B, H, n], sizes [B, H, clusters] and offsets [B, H, clusters] into the order, all int32.
+    """
+    check_labels(labels, clusters)
+    kernel = kernel_for("cluster_index", labels.device)
+    chosen = kernel if kernel is not None and kernel.supported(labels.shape[2]) else cluster_index_reference
+    return chosen.cluster_index(labels, clusters)
+
+
+def cluster_means(rows: Tensor, index: ClusterIndex) -> Tensor:
+    """Mean of rows [B, H, n, D] over each cluster of the index, [B, H, C, D] float32, 0 for an empty one."""
+    check_rows(rows, index)
+    kernel = kernel_for("cluster_index", rows.device)
+    chosen = kernel if kernel is not None and kernel.supported(*rows.shape[2:]) else cluster_index_reference
+    return chosen.cluster_means(rows, index)
+
+
+def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
+    """Inner products <q, centroid> of q [B, Hq, 1, D] with centroids [B, H, C, D], [B, Hq, C] float32."""
+    check_scores(q, centroids)
+    kernel = kernel_for("select_clusters", q.device)
+    served = kernel is not None and kernel.supported(*centroids.shape[2:])
+    return (kernel if kernel is not None and served else select_clusters_reference).cluster_scores(q, centroids)
+
+
+def select_clusters(
+    scores: Tensor, sizes: Tensor, offsets: Tensor, order: Tensor, budget: int, *, slot_offset: int = 0
+) -> Selection:
+    """The slots of the best clusters, exactly `budget` of them where so many exist; the last cluster is trimmed.
+
+    scores [B, L, C] float32, for each query head or each KV head (L); sizes, offsets [B, H, C] and order [B, H, n] as from
+    `cluster_index`. A score of -inf excludes a cluster; equal scores go to the lower number; a trimmed cluster keeps the
+    first tokens of its order. slot_offset is added to every slot.
+    Returns rows [B, L, budget] int32 (-1 behind the last), taken [B, L, C] int32 and log_unread [B, L, C] float32.
+    """
+    index = ClusterIndex(order, sizes, offsets)
+    check_selection(scores, index, budget)
+    kernel = kernel_for("select_clusters", scores.device)
+    chosen = kernel if kernel is not None and kernel.supported(scores.shape[2]) else select_clusters_reference
+    return chosen.select_clusters(scores, index, budget, slot_offset)
+
+
+def indexed_attention(
+    q: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    rows: Tensor,
+    scale: float,
+    *,
+    span_start: Tensor | None = None,
+    span_end: Tensor | None = None,
+    max_span: int = 0,
+    extra_k: Tensor | None = None,
+    extra_v: Tensor | None = None,
+    extra_log_weight: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    return_state: bool = False,
+) -> Any:
+    """Attention of q [B, Hq, 1, D] to chosen rows of k_store [B, H, N, D] and v_store [B, H, N, Dv], read where they lie:
+
+        out = (sum_i exp(s_i) v_i + sum_c exp(s_c + w_c) v_c) / (sum_i exp(s_i) + sum_c exp(s_c + w_c)),  s = scale <q, k>
+
+    rows int32 [B, Hq, M], or [B, H, M] for lists that a group shares: slots, negative to skip.
+    span_start, span_end int32 [B, R]: slots [start, end) that every query reads as well, at most max_span in a row.
+    extra_k [B, H, C, D], extra_v [B, H, C, Dv], extra_log_weight [B, Hq, C]: the second sums; -inf leaves a slot out.
+    softcap and sink_logits as in `weighted_attention`. The stores may lie in pinned host memory while the rest is on a GPU.
+
+    Returns out [B, Hq, 1, Dv] in the dtype of q, 0 where nothing is read. With return_state, (out, (log of the numerator's
+    weights, log of the denominator)), each [B, Hq, 1] float32.
+    """
+    spans = None if span_start is None or span_end is None else Spans(span_start, span_end, max_span)
+    extra = None
+    if extra_k is not None and extra_v is not None and extra_log_weight is not None:
+        extra = Extra(extra_k, extra_v, extra_log_weight)
+    call = IndexedArguments(q, k_store, v_store, rows, scale, spans, extra, softcap, sink_logits)
+    call.check()
+    kernel = kernel_for("indexed_attention", q.device)
+    chosen = kernel if kernel is not None and kernel.supported(call) else indexed_attention_reference
+    result = chosen.indexed_attention(call)
+    return (result.out, (result.log_sum_num, result.log_sum_den)) if return_state else result.out

@@ -41,9 +41,15 @@ def load_tile(descriptor, b, head, first, ROWS: tl.constexpr, BLOCK_D: tl.conste
 
 
 @triton.jit
-def fast_log2(x, PTX: tl.constexpr):
-    if PTX:
+def fast_log2(x, NEGATE: tl.constexpr, PTX: tl.constexpr):
+    """log2(x), or log2(-x)."""
+    if PTX and NEGATE:
+        negated: tl.constexpr = "{.reg .f32 t; neg.f32 t, $1; lg2.approx.ftz.f32 $0, t;}"
+        return tl.inline_asm_elementwise(negated, "=f,f", [x], tl.float32, True, 1)
+    elif PTX:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    elif NEGATE:
+        return tl.log2(-x)
     else:
         return tl.log2(x)
 
@@ -59,12 +65,10 @@ def pair_uniform(row_hash, column_hash):
 
 @triton.jit
 def log2_exponential(row_hash, column_hash, PTX: tl.constexpr):
-    """log2(-log2 u), minus the base-2 Gumbel noise up to a constant."""
+    """log2(-log2 u): minus the Gumbel noise, to base 2 and up to a constant; it lies between -24 and 5."""
     u = pair_uniform(row_hash, column_hash)
-    # The fast logarithm has an absolute error of 2^-22 near 1, where the largest noise comes from: two terms of the series there.
-    below_one = 1.0 - u
-    series = below_one * (LOG2E + below_one * (0.5 * LOG2E))
-    return fast_log2(tl.where(below_one < 0.0078125, series, -fast_log2(u, PTX)), PTX)
+    # The fast logarithm is off by up to 2^-22 near 1, where the largest noise comes from; ln u <= u - 1 is sharp there.
+    return fast_log2(tl.minimum(fast_log2(u, False, PTX), (u - 1.0) * LOG2E), True, PTX)
 
 
 @triton.jit
@@ -107,17 +111,6 @@ def hash_kernel(
 
 
 @triton.jit
-def logits_tile(
-    q, k, factor, per_tau, row_hash, column_hash, NOISE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """log2(e) (s + g) / tau for a tile [rows, columns]."""
-    x = dot(q, tl.trans(k)) * factor
-    if NOISE:
-        x -= log2_exponential(row_hash[:, None], column_hash[None, :], PTX) * per_tau
-    return x
-
-
-@triton.jit
 def add_columns(
     q, k_tiles, b, head, index_ptr, index_offset, column_hash_ptr, hash_offset, row_hash, places,
     start, columns_total, pad, factor, per_tau, origin, total,
@@ -126,18 +119,19 @@ def add_columns(
 ):  # fmt: skip
     """The running sums of a tile of rows, as 2^origin * total, with one more tile of columns."""
     columns = start + tl.arange(0, BLOCK_N)
-    k = load_tile(k_tiles, b, head // GROUP, start, BLOCK_N, BLOCK_D)
-    column_hash = row_hash
-    if NOISE:
-        column_hash = tl.load(column_hash_ptr + hash_offset + columns, mask=columns < columns_total, other=0).to(tl.uint32, bitcast=True)
-    x = logits_tile(q, k, factor, per_tau, row_hash, column_hash, NOISE, PTX)
+    s = dot(q, tl.trans(load_tile(k_tiles, b, head // GROUP, start, BLOCK_N, BLOCK_D)))
     if MASKED:
-        seen_places = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS)
-        x = tl.where(seen_places[None, :] <= places[:, None], x, NEG_INF)
-    new_origin = tl.maximum(origin, tl.max(x, 1))
+        column_at = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS)
+        s = tl.where(column_at[None, :] <= places[:, None], s, NEG_INF)
+    # The maximum without noise will do as origin: noise adds less than float32 has room for.
+    new_origin = tl.maximum(origin, tl.max(s, 1) * factor)
     subtracted = tl.where(new_origin == NEG_INF, 0.0, new_origin)
-    total = total * tl.exp2(origin - subtracted) + tl.sum(tl.exp2(x - subtracted[:, None]), 1)
-    return new_origin, total
+    x = s * factor - subtracted[:, None]
+    if NOISE:
+        pointers = column_hash_ptr + hash_offset + columns
+        column_hash = tl.load(pointers, mask=columns < columns_total, other=0) if MASKED else tl.load(pointers)
+        x -= log2_exponential(row_hash[:, None], column_hash.to(tl.uint32, bitcast=True)[None, :], PTX) * per_tau
+    return new_origin, total * tl.exp2(origin - subtracted) + tl.sum(tl.exp2(x), 1)
 
 
 @triton.jit(do_not_specialize=["seen", "queries", "columns_total", "i_b", "i_h", "since", "steps"])
@@ -189,38 +183,19 @@ def row_kernel(
     tl.store(lse_ptr + batch_head * queries + rows, (origin + tl.log2(total)) * LN2, mask=rows < queries)
 
 
-@triton.jit
-def add_rows(
-    q_tiles, b, head, k, index_ptr, index_offset, lse_ptr, row_hash_ptr, row_offset, column_hash, columns, columns_total,
-    start, first, queries, pad, factor, per_tau, sums,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, SLOTS: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """The running sums of a tile of columns with one more tile of rows."""
-    rows = start + tl.arange(0, BLOCK_M)
-    q = load_tile(q_tiles, b, head, start, BLOCK_M, BLOCK_D)
-    # An infinite sum takes out a row that is padding, sees nothing or does not exist.
-    lse = tl.load(lse_ptr + row_offset + rows, mask=(rows < queries) & (first + rows >= pad), other=INF) * LOG2E
-    lse = tl.where(lse == NEG_INF, INF, lse)
-    row_hash = column_hash
-    if NOISE:
-        row_hash = tl.load(row_hash_ptr + row_offset + rows, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
-    x = logits_tile(q, k, factor, per_tau, row_hash, column_hash, NOISE, PTX) - lse[:, None]
-    if MASKED:
-        places = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS)
-        x = tl.where(places[None, :] <= first + rows[:, None], x, NEG_INF)
-    # One thread of a tensor-core tile holds rows r and r + 8: adding these alone moves nothing between threads.
-    return sums + tl.sum(tl.reshape(tl.exp2(x), (BLOCK_M // 16, 2, 8, BLOCK_N)), 1)
-
-
 @triton.jit(do_not_specialize=["seen", "queries", "columns_total", "i_b", "i_h", "since", "steps"])
 def column_kernel(
     q_tiles, k_tiles, index_ptr, padding_ptr, seen_ptr, row_hash_ptr, column_hash_ptr, lse_ptr, mass_ptr,
     scale, tau_start, tau_slope, steps, since, seen, queries, columns_total, query_heads, i_b, i_h,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Writes mass [B, Hq, S]; 0 for a column that no row sees."""
+    """Writes (MASKED) or adds to mass [B, Hq, S]; 0 for a column that no row sees.
+
+    Two launches: MASKED for the tiles of rows of which some see some columns, else for those that see them all. In one
+    program the registers of the first, a small part of the work, would halve the speed of the second.
+    """
     start = tl.program_id(0) * BLOCK_N
     b, head = tl.program_id(1) // query_heads, tl.program_id(1) % query_heads
     batch_head = tl.program_id(1).to(tl.int64)
@@ -231,31 +206,44 @@ def column_kernel(
         seen = tl.load(seen_ptr).to(tl.int32)
     tau = temperature_at(seen, tau_start, tau_slope, steps, since)
     factor = scale * LOG2E / tau
-    columns = start + tl.arange(0, BLOCK_N)
     first = seen - queries
-    k = load_tile(k_tiles, b, head // GROUP, start, BLOCK_N, BLOCK_D)
+    columns = start + tl.arange(0, BLOCK_N)
     index_offset, row_offset = b * i_b + head // GROUP * i_h, batch_head * queries
+    mass_pointers = mass_ptr + batch_head * columns_total + columns
+    k = load_tile(k_tiles, b, head // GROUP, start, BLOCK_N, BLOCK_D)
     column_hash = columns.to(tl.uint32)
     if NOISE:
         column_hash = tl.load(column_hash_ptr + batch_head * columns_total + columns, mask=columns < columns_total, other=0)
         column_hash = column_hash.to(tl.uint32, bitcast=True)
 
-    sums = tl.zeros((BLOCK_M // 16, 8, BLOCK_N), tl.float32)
     # Rows before `begin` see none of the columns, rows from `whole` on see all of them.
     begin = 0 if SLOTS else tl.maximum(start - first, 0) // BLOCK_M * BLOCK_M
     whole = queries if SLOTS else tl.cdiv(tl.maximum(start + BLOCK_N - 1 - first, 0), BLOCK_M) * BLOCK_M
-    for row in range(begin, tl.minimum(whole, queries), BLOCK_M):
-        sums = add_rows(
-            q_tiles, b, head, k, index_ptr, index_offset, lse_ptr, row_hash_ptr, row_offset, column_hash, columns, columns_total,
-            row, first, queries, pad, factor, 1.0 / tau, sums,
-            BLOCK_D, BLOCK_M, BLOCK_N, True, SLOTS, NOISE, PTX,
-        )  # fmt: skip
-    for row in range(whole, queries, BLOCK_M):
-        sums = add_rows(
-            q_tiles, b, head, k, index_ptr, index_offset, lse_ptr, row_hash_ptr, row_offset, column_hash, columns, columns_total,
-            row, first, queries, pad, factor, 1.0 / tau, sums,
-            BLOCK_D, BLOCK_M, BLOCK_N, False, SLOTS, NOISE, PTX,
-        )  # fmt: skip
-    places = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS)
-    mass = tl.where(places == HIDDEN, 0.0, tl.sum(tl.sum(sums, 1), 0))
-    tl.store(mass_ptr + batch_head * columns_total + columns, mass, mask=columns < columns_total)
+    if MASKED:
+        last = tl.minimum(whole, queries)
+    else:
+        begin = whole
+        last = queries
+    sums = tl.zeros((BLOCK_M // 16, 8, BLOCK_N), tl.float32)
+    for row in range(begin, last, BLOCK_M):
+        rows = row + tl.arange(0, BLOCK_M)
+        q = load_tile(q_tiles, b, head, row, BLOCK_M, BLOCK_D)
+        # An infinite sum takes out a row that is padding, sees nothing or does not exist.
+        lse = tl.load(lse_ptr + row_offset + rows, mask=(rows < queries) & (first + rows >= pad), other=INF) * LOG2E
+        lse = tl.where(lse == NEG_INF, INF, lse)
+        x = dot(q, tl.trans(k)) * factor - lse[:, None]
+        if NOISE:
+            pointers = row_hash_ptr + row_offset + rows
+            row_hash = tl.load(pointers, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
+            x -= log2_exponential(row_hash[:, None], column_hash[None, :], PTX) * (1.0 / tau)
+        if MASKED:
+            places = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS)
+            x = tl.where(places[None, :] <= first + rows[:, None], x, NEG_INF)
+        # One thread of a tensor-core tile holds rows r and r + 8: adding these alone moves nothing between threads.
+        sums += tl.sum(tl.reshape(tl.exp2(x), (BLOCK_M // 16, 2, 8, BLOCK_N)), 1)
+
+    mass = tl.sum(tl.sum(sums, 1), 0)
+    if not MASKED:
+        mass += tl.load(mass_pointers, mask=columns < columns_total, other=0.0)
+    visible = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS) < HIDDEN
+    tl.store(mass_pointers, tl.where(visible, mass, 0.0), mask=columns < columns_total)

@@ -32,6 +32,7 @@ class Launch(NamedTuple):
     columns: int
     warps: int
     stages: int
+    registers: int | None = None  # the most a thread may use, so that more programs fit on a multiprocessor
 
 
 class Launches(NamedTuple):
@@ -52,7 +53,7 @@ def launches(q: Tensor, noise: Noise | None) -> Launches:
         return Launches(Launch(64, 64, 4, 2), Launch(64, 64, 4, 2))
     if noise is None:
         return Launches(Launch(128, 128, 8, 2), Launch(128, 128, 8, 2))
-    return Launches(Launch(128, 64, 4, 2), Launch(128, 64, 4, 2))
+    return Launches(Launch(64, 64, 4, 2, 128), Launch(64, 64, 4, 2, 128))
 
 
 def attention_mass(
@@ -99,6 +100,7 @@ class _Call:
         self.padding = None if padding is None else padding.contiguous()
         self.seen_on_device = seen if isinstance(seen, Tensor) else None
         self.seen = seen if isinstance(seen, int) else 0
+        self.ptx = q.is_cuda and not INTERPRETED.value and torch.version.hip is None
         self.noise = noise
         self.stream = 0 if noise is None else _signed(stream(noise))
         self.temperature = (scale, temperature.start, temperature.slope, temperature.steps, temperature.since)
@@ -125,9 +127,15 @@ class _Call:
             "GROUP": self.query_heads // self.kv_heads,
             "BLOCK_D": _block_size(self.size),
             "NOISE": self.noise is not None,
-            "PTX": self.q.is_cuda and not INTERPRETED.value and torch.version.hip is None,
+            "PTX": self.ptx,
             **self.flags,
         }
+
+    def resources(self, launch: Launch) -> dict[str, Any]:
+        options = {"BLOCK_M": launch.rows, "BLOCK_N": launch.columns, "num_warps": launch.warps, "num_stages": launch.stages}
+        if self.ptx and launch.registers is not None:
+            options["maxnreg"] = launch.registers
+        return options
 
 
 def _column_sums(call: _Call, row_lse: Tensor | None, launch: Launches) -> Tensor:  # [B, Hq, S] fp32
@@ -139,18 +147,20 @@ def _column_sums(call: _Call, row_lse: Tensor | None, launch: Launches) -> Tenso
     q, k = _tileable(call.q), _tileable(call.k)
     heads = call.batch * call.query_heads
     if row_lse is None:
-        rows, columns, warps, stages = launch.row_pass
+        rows, columns = launch.row_pass[:2]
         row_kernel[(triton.cdiv(call.queries, rows), heads)](
             _tiles(q, rows), _tiles(k, columns), *call.context, row_hash, column_hash, lse, *numbers,
-            BLOCK_M=rows, BLOCK_N=columns, num_warps=warps, num_stages=stages, **call.sizes,
+            **call.sizes, **call.resources(launch.row_pass),
         )  # fmt: skip
     else:
         lse = row_lse.float().contiguous()
-    rows, columns, warps, stages = launch.column_pass
-    column_kernel[(triton.cdiv(call.columns, columns), heads)](
-        _tiles(q, rows), _tiles(k, columns), *call.context, row_hash, column_hash, lse, mass, *numbers,
-        BLOCK_M=rows, BLOCK_N=columns, num_warps=warps, num_stages=stages, **call.sizes,
-    )  # fmt: skip
+    rows, columns = launch.column_pass[:2]
+    # Slots are in no order, so no tile of rows is known to see all of a tile of them.
+    for masked in (True,) if call.index is not None else (True, False):
+        column_kernel[(triton.cdiv(call.columns, columns), heads)](
+            _tiles(q, rows), _tiles(k, columns), *call.context, row_hash, column_hash, lse, mass, *numbers,
+            MASKED=masked, **call.sizes, **call.resources(launch.column_pass),
+        )  # fmt: skip
     return mass
 
 

@@ -14,7 +14,7 @@ from kvsketch.ops.cluster_index import ClusterIndex
 def cluster_index(labels: Tensor, clusters: int) -> ClusterIndex:
     """See `kvsketch.ops.cluster_index`."""
     bins = torch.where(labels < 0, clusters, labels).long()
-    order = bins.argsort(-1, stable=True).to(torch.int32)
+    order = bins.argsort(dim=-1, stable=True).to(torch.int32)
     sizes = torch.zeros((*labels.shape[:2], clusters + 1), dtype=torch.int32, device=labels.device)
     sizes.scatter_add_(2, bins, torch.ones_like(labels))
     sizes = sizes[..., :clusters].contiguous()

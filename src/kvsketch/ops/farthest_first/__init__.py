@@ -6,8 +6,9 @@ Ties go to the lowest index. Squared distances are |k_i|^2 + |k_c|^2 - 2 <k_i, k
 of that sum counts as 0, so that equal keys have distance 0. The radius, max_i sqrt(D_k(i)), is at most twice the best
 possible (Gonzalez 1985). `reference.py` is the definition in torch. `kernel.py` takes many centers per pass over the keys:
 
-- candidates are the PER_TILE farthest keys of each tile of consecutive keys; every other key is at most as far as its
-  tile's runner-up. D only falls, so as long as the farthest candidate lies above all runners-up it is the farthest key.
+- candidates are the PER_TILE farthest keys of each tile of consecutive keys, tiles being counted from the first key that
+  takes part; every other key is at most as far as its tile's runner-up. D only falls, so as long as the farthest candidate
+  lies above all runners-up it is the farthest key.
 - `exact` replays the greedy choice among the candidates up to that point; the centers are those of the definition.
 - `coarse` accepts at once every candidate at least SLACK times as far as the farthest one, unless a farther candidate lies
   within that distance. Centers stay SLACK * radius apart, so the radius is at most 2 / SLACK times the best possible.
@@ -39,8 +40,23 @@ class Centers(NamedTuple):
     radius: Tensor  # [B, H] float32
 
 
-def tile_size(keys: int) -> int:
-    """Consecutive keys that share PER_TILE candidates: a power of two that makes at most MAX_TILES tiles."""
+class Tiles(NamedTuple):
+    """Where the tiles of each row and head begin, and how many keys each has: a power of two, at most MAX_TILES tiles."""
+
+    origin: Tensor  # [B, H] int64, the first key that takes part
+    width: Tensor  # [B, H] int64
+
+    @classmethod
+    def of(cls, valid: Tensor) -> Tiles:
+        """From the row's own keys alone, so that left padding changes no choice."""
+        origin = valid.byte().argmax(-1)
+        least = (valid.shape[2] - origin + MAX_TILES - 1) // MAX_TILES
+        powers = MIN_TILE * 2 ** torch.arange(32, device=valid.device)
+        return cls(origin, powers[torch.searchsorted(powers, least)])
+
+
+def widest_tile(keys: int) -> int:
+    """The width of a tile when all of `keys` take part; no row has wider ones."""
     return max(MIN_TILE, 1 << (-(-keys // MAX_TILES) - 1).bit_length())
 
 

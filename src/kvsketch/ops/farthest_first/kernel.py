@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.ops.farthest_first import PER_TILE, ROUNDING, SLACK, Centers, tile_size
+from kvsketch.ops.farthest_first import MAX_TILES, MIN_TILE, PER_TILE, ROUNDING, SLACK, Centers, Tiles, widest_tile
 from kvsketch.ops.farthest_first.reference import fill_with_equals, first_centers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,14 +45,15 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
     index, nearest = first_centers(valid, count, given)
     chosen = index.to(torch.int32).contiguous()
     rows, device = batch * heads, keys.device
-    tile = tile_size(length)
-    tiles = triton.cdiv(length, tile)
+    tile = widest_tile(length)
+    tiles = min(MAX_TILES, triton.cdiv(length, MIN_TILE))
+    origin, width = (tensor.to(torch.int32).contiguous() for tensor in Tiles.of(valid))
     candidates = max(16, triton.next_power_of_2(tiles * PER_TILE))
     stop = (chosen >= 0).sum(-1, dtype=torch.int32).flatten()
     start = torch.zeros_like(stop)
     value = torch.full((rows, candidates), -1.0, device=device)
     candidate = torch.zeros((rows, candidates), dtype=torch.int32, device=device)
-    runner_up = torch.empty((rows, tiles), device=device)
+    runner_up = torch.full((rows, tiles), -2.0, device=device)
     distance = torch.empty((rows, candidates, candidates), device=device)
     accepted = torch.empty((rows, candidates), dtype=torch.int32, device=device)
     radius = torch.zeros(rows, device=device)
@@ -65,7 +66,7 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
 
     def play_round() -> None:
         sweep_kernel[(tiles, rows)](
-            keys, nearest, chosen, start, stop, value, candidate, runner_up, count, candidates, *shape,
+            keys, nearest, origin, width, chosen, start, stop, value, candidate, runner_up, count, candidates, *shape,
             TILE=tile, BLOCK=min(block, tile), CENTERS=BLOCK_CENTERS, PER_TILE=PER_TILE, **sizes, num_warps=4, num_stages=2,
         )  # fmt: skip
         gram_kernel[(candidates // gram_rows, rows)](
@@ -119,20 +120,24 @@ def squared_distances(points, norms, others, ROUNDING: tl.constexpr):
 
 @triton.jit
 def sweep_kernel(
-    keys, nearest, chosen, start, stop, value, candidate, runner_up, count, candidates, heads, length, key_b, key_h, key_n,
+    keys, nearest, origin, width, chosen, start, stop, value, candidate, runner_up, count, candidates,
+    heads, length, key_b, key_h, key_n,
     TILE: tl.constexpr, BLOCK: tl.constexpr, CENTERS: tl.constexpr, PER_TILE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
     tile, row = tl.program_id(0), tl.program_id(1)
     first, last = tl.load(start + row), tl.load(stop + row)
-    if first >= last:
+    members = tl.load(width + row)
+    begin = tl.load(origin + row) + tile * members
+    end = tl.minimum(begin + members, length)
+    if (first >= last) | (begin >= end):
         return
     own = nearest + row.to(tl.int64) * length
-    for block in range(0, TILE, BLOCK):
-        here = tile * TILE + block + tl.arange(0, BLOCK)
-        points = load_keys(keys, row, heads, here, here < length, key_b, key_h, key_n, D, BLOCK_D)
+    for block in range(0, members, BLOCK):
+        here = begin + block + tl.arange(0, BLOCK)
+        points = load_keys(keys, row, heads, here, here < end, key_b, key_h, key_n, D, BLOCK_D)
         norms = squared_norms(points)
-        lowest = tl.load(own + here, mask=here < length, other=-1.0)
+        lowest = tl.load(own + here, mask=here < end, other=-1.0)
         for c in range(first, last, CENTERS):
             place = c + tl.arange(0, CENTERS)
             center = tl.load(chosen + row * count + place, mask=place < last, other=-1)
@@ -141,18 +146,17 @@ def sweep_kernel(
             distance = tl.where((center >= 0)[None, :], distance, float("inf"))
             distance = tl.where(here[:, None] == center[None, :], -1.0, distance)
             lowest = tl.minimum(lowest, tl.min(distance, 1))
-        tl.store(own + here, lowest, mask=here < length)
+        tl.store(own + here, lowest, mask=here < end)
     # The whole tile is read back in another layout than it was written.
     tl.debug_barrier()
     s = tl.arange(0, TILE)
-    here = tile * TILE + s
-    rest = tl.load(own + here, mask=here < length, other=-2.0)
+    rest = tl.load(own + begin + s, mask=begin + s < end, other=-2.0)
     at = row * candidates + tile * PER_TILE
     for i in tl.static_range(PER_TILE):
         best = tl.max(rest, 0)
         place = tl.min(tl.where(rest == best, s, TILE), 0)
         tl.store(value + at + i, best)
-        tl.store(candidate + at + i, tl.minimum(tile * TILE + place, length - 1))
+        tl.store(candidate + at + i, tl.minimum(begin + place, length - 1))
         rest = tl.where(s == place, -2.0, rest)
     tl.store(runner_up + row * tl.num_programs(0) + tile, tl.max(rest, 0))
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsketch.ops.farthest_first import PER_TILE, ROUNDING, SLACK, Centers, tile_size
+from kvsketch.ops.farthest_first import MAX_TILES, PER_TILE, ROUNDING, SLACK, Centers, Tiles
 
 # Distances held at once by `nearest_center`.
 MAX_DISTANCES = 1 << 25
@@ -45,7 +45,7 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
             index[..., step : step + 1] = torch.where(value >= 0, farthest, -1)
             cover(nearest, points, index[..., step : step + 1])
     else:
-        _fill_coarsely(index, nearest, points)
+        _fill_coarsely(index, nearest, points, Tiles.of(valid))
     return Centers(index, radius_of(nearest))
 
 
@@ -105,10 +105,10 @@ def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
     return place.scatter(2, at, torch.where(centers >= 0, own, place.gather(2, at)))
 
 
-def _fill_coarsely(index: Tensor, nearest: Tensor, points: Points) -> None:
+def _fill_coarsely(index: Tensor, nearest: Tensor, points: Points, tiles: Tiles) -> None:
     count = index.shape[2]
     while True:
-        value, candidate = _candidates(nearest)
+        value, candidate = _candidates(nearest, tiles)
         missing = (index < 0).sum(-1, keepdim=True)
         value = value.masked_fill(missing == 0, -1.0)
         reach = SLACK**2 * value.amax(-1, keepdim=True)
@@ -128,12 +128,19 @@ def _fill_coarsely(index: Tensor, nearest: Tensor, points: Points) -> None:
     fill_with_equals(index, nearest)
 
 
-def _candidates(nearest: Tensor) -> tuple[Tensor, Tensor]:
-    """The PER_TILE farthest keys of each tile: values and key numbers, [B, H, M]."""
-    keys = nearest.shape[2]
-    tile = tile_size(keys)
-    tiles = torch.nn.functional.pad(nearest, (0, -keys % tile), value=-2.0).unflatten(2, (-1, tile))
-    # A stable sort, because top-k breaks ties as it likes.
-    value, place = tiles.sort(dim=-1, descending=True, stable=True)
-    start = torch.arange(tiles.shape[2], device=nearest.device).unsqueeze(-1) * tile
-    return value[..., :PER_TILE].flatten(2), (start + place)[..., :PER_TILE].flatten(2).clamp_max(keys - 1)
+def _candidates(nearest: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """The PER_TILE farthest keys of each tile: values, negative for none, and key numbers, [B, H, M]."""
+    number = torch.arange(nearest.shape[2], device=nearest.device).expand(nearest.shape)
+    offset = number - tiles.origin.unsqueeze(-1)
+    tile = torch.where(offset >= 0, offset // tiles.width.unsqueeze(-1), MAX_TILES)
+    # By tile, the farthest first, the lowest number first: two stable sorts, because top-k breaks ties as it likes.
+    order = nearest.sort(dim=-1, descending=True, stable=True).indices
+    order = order.gather(2, tile.gather(2, order).sort(dim=-1, stable=True).indices)
+    tile = tile.gather(2, order)
+    members = torch.zeros_like(tile[..., :1]).repeat(1, 1, MAX_TILES + 1).scatter_add_(2, tile, torch.ones_like(tile))
+    rank = number - (members.cumsum(-1) - members).gather(2, tile)
+    slots = MAX_TILES * PER_TILE
+    place = torch.where((rank < PER_TILE) & (tile < MAX_TILES), tile * PER_TILE + rank, slots)
+    value = nearest.new_full((*nearest.shape[:2], slots + 1), -2.0).scatter_(2, place, nearest.gather(2, order))
+    candidate = order.new_zeros((*nearest.shape[:2], slots + 1)).scatter_(2, place, order)
+    return value[..., :slots], candidate[..., :slots]

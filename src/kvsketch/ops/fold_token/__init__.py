@@ -15,6 +15,7 @@ Legend: B batch rows, H KV heads, K key slots, V value slots, s samples, m clust
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -58,7 +59,8 @@ class Plan(NamedTuple):
     per_cluster: int
 
 
-class State(NamedTuple):
+@dataclass(frozen=True)
+class State:
     """Everything a step reads and writes."""
 
     keys: Tensor  # [B, H, K, D]

@@ -1,7 +1,7 @@
 """Folding one token in Triton: one program per batch row and KV head, one launch per step. Same draws as the reference.
 
-A step rarely changes a sample: what it writes is found from the draws alone, and the shares of the samples are computed anew
-only when one fired. Barriers stand where one thread writes what others have just read, or will read.
+A step rarely changes a sample: what it writes is found from the draws alone, and the shares of the samples are computed
+anew only when one fired. Barriers stand where one thread writes what others have just read, or will read.
 Legend: see the package docstring.
 """
 
@@ -37,8 +37,9 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
     value_size = state.values.shape[3]
     with torch.cuda.device(state.keys.device) if state.keys.is_cuda else contextlib.nullcontext():
         fold_kernel[(batch * heads,)](
-            state.keys, state.values, state.index, state.log_den if state.log_num is None else state.log_num, state.log_den,
-            state.next_slot, state.clock, state.clock if state.padding is None else state.padding, state.plan,
+            state.keys, state.values, state.index,
+            state.log_den if state.log_num is None else state.log_num, state.log_den, state.next_slot,
+            state.clock, state.clock if state.padding is None else state.padding, state.plan,
             state.representatives, state.counts, state.delta, state.mu, state.shares, state.streams,
             heads, slots, *layout, *state.keys.stride()[:3], *state.values.stride()[:3],
             D=size, DV=value_size,
@@ -88,8 +89,9 @@ def fold_kernel(
 
     if (token >= 0) & (position >= own_sinks) & (own_samples > 0):
         fold_numerator(
-            keys, values, index, num_ptr + head * slots, mu_ptr + head, shares_ptr + head * samples, streams_ptr + head * 3,
-            key, value, token, position, mu, first, samples, own_samples, k_s, v_s, D, DV, BLOCK_D, BLOCK_DV, TILE, COALESCE,
+            keys, values, index, num_ptr + head * slots, mu_ptr + head, shares_ptr + head * samples,
+            streams_ptr + head * 3, key, value, token, position, mu, first, samples, own_samples, k_s, v_s,
+            D, DV, BLOCK_D, BLOCK_DV, TILE, COALESCE,
         )  # fmt: skip
         if SEPARATE:
             fold_denominator(

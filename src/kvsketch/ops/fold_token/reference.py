@@ -43,7 +43,7 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
 
 
 def slot_of(position: Tensor, plan: Tensor, layout: Layout) -> Tensor:  # [B]
-    """Where the exact token at `position` [B] of each row lies: in the ring, the place of the token that leaves for it."""
+    """Where the exact token at `position` [B] of a row lies: in the ring, the place of the token that leaves for it."""
     sinks, recent, hold = plan[:, 0], plan[:, 1], plan[:, 2]
     ring = layout.sinks + position % (recent + 1)
     held = layout.sinks + layout.ring + position - sinks
@@ -103,7 +103,9 @@ def _fold_numerator(
     state.index[:, :, stretch].copy_(torch.where(fired, index, state.index[:, :, stretch]))
 
 
-def _fold_denominator(state: State, layout: Layout, key: Tensor, index: Tensor, position: Tensor, folds: Tensor) -> None:
+def _fold_denominator(
+    state: State, layout: Layout, key: Tensor, index: Tensor, position: Tensor, folds: Tensor
+) -> None:
     """The token opens a cluster or joins the nearest, whose slots it takes with probability 1 / n each."""
     wide = torch.promote_types(key.dtype, torch.float32)
     distance = (state.representatives.to(wide) - key.to(wide)).square().sum(-1)  # [B, H, m]
@@ -114,7 +116,9 @@ def _fold_denominator(state: State, layout: Layout, key: Tensor, index: Tensor, 
     label = torch.where(opens, alive, label)
     state.counts.scatter_add_(2, label, folds.to(state.counts.dtype))
     at = label[..., None].expand_as(key)
-    state.representatives.scatter_(2, at, torch.where((opens & folds)[..., None], key, state.representatives.gather(2, at)))
+    state.representatives.scatter_(
+        2, at, torch.where((opens & folds)[..., None], key, state.representatives.gather(2, at))
+    )
 
     count = state.counts.gather(2, label)
     threshold = torch.where(folds, thresholds(torch.ones_like(count), count.clamp_min(1)), 0)

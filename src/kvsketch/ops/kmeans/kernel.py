@@ -49,7 +49,7 @@ def supported(keys: Tensor) -> bool:
 def launch_for(dtype: torch.dtype, size: int) -> Launch:
     """Launch sizes for keys of this dtype and (padded) size."""
     if dtype == torch.float32:
-        return Launch(64, 64, 4, 2)
+        return Launch(64, 64, 4, 2) if size <= 128 else Launch(32, 32, 4, 2)
     # Every tile of keys reads all centroids: large tiles keep that traffic below what the matrix units need.
     return Launch(256, 64, 8, 3) if size <= 128 else Launch(128, 64, 8, 2)
 
@@ -122,21 +122,6 @@ def begin_kernel(
     tl.store(directions_ptr + at, direction.to(directions_ptr.dtype.element_ty), mask=written)
 
 
-@triton.jit
-def closest(keys, lift, directions, first, live, best, label, BLOCK_D: tl.constexpr, CLUSTERS: tl.constexpr, MASKED: tl.constexpr):
-    """The best score so far and its centroid, after the centroids [first, first + CLUSTERS)."""
-    column = tl.arange(0, CLUSTERS)
-    pointers = directions + (first + column).to(tl.int64)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    score = dot(keys, tl.trans(tl.load(pointers)), tl.zeros((keys.shape[0], CLUSTERS), tl.float32)) + lift[:, None]
-    if MASKED:
-        score = tl.where((first + column < live)[None, :], score, 0.0)
-    packed = (score.to(tl.int32, bitcast=True) & -CLUSTERS) | (CLUSTERS - 1 - column)[None, :]
-    top = tl.max(packed, 1)
-    better = (top & -CLUSTERS) > best
-    label = tl.where(better, first + CLUSTERS - 1 - (top & (CLUSTERS - 1)), label)
-    return tl.where(better, top & -CLUSTERS, best), label
-
-
 @triton.jit(do_not_specialize=["length", "padded"])
 def assign_kernel(
     keys_ptr, directions_ptr, first_ptr, live_ptr, labels_ptr, heads, length, padded, k_b, k_h, k_n,
@@ -156,15 +141,20 @@ def assign_kernel(
     lift = tl.sqrt(tl.sum(wide * wide, 1)) * 1.01 + 1e-30
     directions = directions_ptr + head * padded * BLOCK_D
 
+    # A tile of padding has nothing to assign.
+    last = live if tl.program_id(0) * KEYS + KEYS > begin else 0
+    column = tl.arange(0, CLUSTERS)
+    number = CLUSTERS - 1 - column
+    tile_offsets = column[:, None] * BLOCK_D + d[None, :]
     best = tl.zeros((KEYS,), tl.int32)
     label = tl.zeros((KEYS,), tl.int32)
-    whole = live // CLUSTERS * CLUSTERS
-    # A tile of padding has nothing to assign.
-    if tl.program_id(0) * KEYS + KEYS <= begin:
-        whole = 0
-    for first in tl.range(0, whole, CLUSTERS, num_stages=STAGES):
-        best, label = closest(keys, lift, directions, first, live, best, label, BLOCK_D, CLUSTERS, False)
-    if whole < live:
-        best, label = closest(keys, lift, directions, whole, live, best, label, BLOCK_D, CLUSTERS, True)
+    for c in tl.range(0, last, CLUSTERS, num_stages=STAGES):
+        tile = tl.load(directions + c * BLOCK_D + tile_offsets)
+        score = dot(keys, tl.trans(tile), tl.broadcast_to(lift[:, None], (KEYS, CLUSTERS)))
+        high_bits = tl.where(c + column < live, -CLUSTERS, 0)
+        top = tl.max((score.to(tl.int32, bitcast=True) & high_bits[None, :]) | number[None, :], 1)
+        better = (top & -CLUSTERS) > best
+        label = tl.where(better, c + CLUSTERS - 1 - (top & (CLUSTERS - 1)), label)
+        best = tl.where(better, top & -CLUSTERS, best)
     label = tl.where((slot >= begin) & (live > 0), label, -1)
     tl.store(labels_ptr + head * length + slot, label, mask=slot < length)

@@ -1,9 +1,9 @@
 """Leader clustering on a GPU, in two kernels: one opens clusters, one assigns every key.
 
 Opening is sequential, one program per head. It walks tiles of keys and compares them with all representatives by matrix
-products; only the keys that lie farther than delta are looked at one by one. It ends when a key finds no room, which with a
-bounded number of clusters happens early. Assigning takes, for each key in parallel, the nearest representative that was
-born no later than the key. Legend: see the package docstring.
+products; only the keys that lie farther than delta are looked at one by one. It ends when a key finds no room, which
+with a bounded number of clusters happens early. Assigning takes, for each key in parallel, the nearest representative
+that was born no later than the key. Legend: see the package docstring.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.leader_clustering import Clustering
-from kvsketch.ops.leader_clustering.reference import squared_distances
 from kvsketch.ops.weighted_attention.device import dot
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_KEY_SIZE = 256
-MAX_POINTS = 8192
 TILE = 64
 # |k|^2 + |x|^2 - 2 <k, x> in float32 is off by less than this share of |k|^2 + |x|^2.
 ROUNDING = tl.constexpr(1e-5)
@@ -60,19 +58,6 @@ def leader_clustering(
             D=size, BLOCK_D=block, TILE=TILE, num_warps=4,
         )  # fmt: skip
     return Clustering(labels.long(), representatives, alive.long(), overflow.long())
-
-
-def covering_radius(points: Tensor, counts: Tensor, centers: Tensor) -> Tensor:
-    """See `kvsketch.ops.covering_radius`."""
-    batch, heads, count = points.shape[:3]
-    radius = torch.empty((batch, heads), dtype=torch.float32, device=points.device)
-    with torch.cuda.device(points.device) if points.is_cuda else contextlib.nullcontext():
-        farthest_first_kernel[(batch * heads,)](
-            squared_distances(points).float().contiguous(), counts.to(torch.int32).contiguous(),
-            centers.to(torch.int32).contiguous(), radius, count, heads,
-            BLOCK=triton.next_power_of_2(count), num_warps=4,
-        )  # fmt: skip
-    return radius
 
 
 @triton.jit
@@ -129,8 +114,8 @@ def open_kernel(
         if tl.sum(unsure.to(tl.int32), 0) > 0:
             # The product form cannot tell which side of delta a key lies on; differences can.
             nearest = tl.full((TILE,), INF, tl.float32)
-            for number in range(0, alive):
-                other = tl.load(reps + number.to(tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32)
+            for number in range(alive):
+                other = tl.load(reps + number * D + d, mask=d < D, other=0.0).to(tl.float32)
                 difference = wide - other[None, :]
                 nearest = tl.minimum(nearest, tl.sum(difference * difference, 1))
         far = takes_part & (nearest > threshold)
@@ -182,21 +167,3 @@ def assign_kernel(
         nearest = tl.where(closer, smallest, nearest)
         label = tl.where(closer, first + place, label)
     tl.store(labels_ptr + head * count + column, tl.where(takes_part, label, room), mask=column < count)
-
-
-@triton.jit(do_not_specialize=["count"])
-def farthest_first_kernel(distances_ptr, counts_ptr, centers_ptr, radius_ptr, count, heads, BLOCK: tl.constexpr):
-    """Greedy k-center over one head's matrix of squared distances, from point 0; the distance that is left uncovered."""
-    head = tl.program_id(0).to(tl.int64)
-    b = head // heads
-    points = tl.load(counts_ptr + b)
-    centers = tl.load(centers_ptr + b)
-    matrix = distances_ptr + head * count * count
-    number = tl.arange(0, BLOCK)
-    uncovered = tl.load(matrix + number, mask=number < points, other=-1.0)
-    for _ in range(1, centers):
-        _, at = tl.max(uncovered, 0, return_indices=True)
-        row = tl.load(matrix + at.to(tl.int64) * count + number, mask=number < points, other=-1.0)
-        uncovered = tl.minimum(uncovered, row)
-    radius = tl.where(centers > 0, tl.maximum(tl.max(uncovered, 0), 0.0), 0.0)
-    tl.store(radius_ptr + head, tl.sqrt(radius))

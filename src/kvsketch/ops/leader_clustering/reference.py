@@ -44,28 +44,6 @@ def leader_clustering(
     return Clustering(torch.where(valid, labels, room), representatives, alive, first)
 
 
-def covering_radius(points: Tensor, counts: Tensor, centers: Tensor) -> Tensor:
-    """See `kvsketch.ops.covering_radius`."""
-    distances = squared_distances(points)
-    number = torch.arange(points.shape[2], device=points.device)
-    uncovered = torch.where(number < counts[:, None, None], distances[:, :, 0], -1.0)  # [B, H, n]
-    radius = torch.zeros_like(uncovered[..., 0])
-    for chosen in range(1, int(centers.max()) + 1):
-        farthest, at = uncovered.max(-1)
-        radius = torch.where(centers[:, None] == chosen, farthest, radius)
-        row = distances.gather(2, at[..., None, None].expand(-1, -1, 1, points.shape[2]))[:, :, 0]
-        uncovered = torch.minimum(uncovered, row)
-    return radius.clamp_min(0.0).sqrt()
-
-
-def squared_distances(points: Tensor) -> Tensor:  # [B, H, n, n]
-    """All squared distances by the product form, seen from the first point so that a common offset costs no precision."""
-    points = _wide(points)
-    points = points - points[:, :, :1]
-    norms = points.square().sum(-1)
-    return (norms[..., None] + norms[..., None, :] - 2.0 * points @ points.mT).clamp_min(0.0)
-
-
 def _nearest(points: Tensor, representatives: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]:
     """Squared distance to the nearest representative and its number, [B, H, n]; the lowest number of equals."""
     nearest = points.new_full(points.shape[:3], INF)

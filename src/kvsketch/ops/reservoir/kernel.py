@@ -60,7 +60,8 @@ def reservoir_kernel(
         if LABELLED:
             label = tl.load(label_ptr + head * count + token, mask=inside, other=0)
             target = out + label[:, None] * slots + slot[None, :]
-            tl.atomic_max(target, tl.zeros((TILE, SLOTS), tl.int32) + token[:, None], mask=fired & (slot < slots)[None, :])
+            fired = fired & (slot < slots)[None, :]
+            tl.atomic_max(target, tl.broadcast_to(token[:, None], (TILE, SLOTS)), mask=fired)
         else:
             newest = tl.maximum(newest, tl.max(tl.where(fired, token[:, None], -1), 0))
     if not LABELLED:

@@ -16,7 +16,7 @@ MAX_DRAWS = 1 << 22
 
 
 def thresholds(weights: Tensor, totals: Tensor) -> Tensor:
-    """2^32 weight / total as integers; 0, which never fires, for a weight of zero. `totals` include the weight itself."""
+    """2^32 weight / total as integers, 0 for a weight of zero, which never fires; `totals` include the weight."""
     probability = torch.where(weights > 0, weights.double() / totals.double(), 0.0)
     return (probability * CERTAIN).round().long()
 

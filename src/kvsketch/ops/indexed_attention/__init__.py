@@ -1,0 +1,120 @@
+"""Attention of one query to chosen rows of a store of keys and values, read where they lie.
+
+    out(q) = ( sum_i exp(s_i) v_i + sum_c exp(s_c + w_c) v_c ) / ( sum_i exp(s_i) + sum_c exp(s_c + w_c) )
+
+i runs over the listed rows and over a few contiguous spans that every query reads; s = scale * <q, k>. The second terms are
+optional: one slot for what each cluster leaves unread, its mean key k_c, mean value v_c and w_c = log of the unread tokens.
+
+`reference.py` is the definition in torch. `kernel.py` launches the Triton program of `device.py`: rows are gathered by pointer
+inside the kernel, so a store may also lie in pinned host memory. `kvsketch.ops.indexed_attention` chooses.
+
+Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H, L lists (Hq: one per query head; H: one per group), M rows per
+list, N slots of the store, R spans, C extra slots, D key size, Dv value size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Spans(NamedTuple):
+    """Slots [start, end) that every query of a row reads."""
+
+    start: Tensor  # [B, R] int32
+    end: Tensor  # [B, R] int32
+    most: int  # no row's spans are longer than this, all together
+
+
+class Extra(NamedTuple):
+    """Slots read in addition, each with a weight of its own for every query head."""
+
+    k: Tensor  # [B, H, C, D]
+    v: Tensor  # [B, H, C, Dv]
+    log_weight: Tensor  # [B, Hq, C] float32, -inf: not read
+
+
+class Indexed(NamedTuple):
+    """The output, and the log of the sums it was divided by."""
+
+    out: Tensor  # [B, Hq, 1, Dv], dtype of q
+    log_sum_num: Tensor  # [B, Hq, 1] float32, without the sink logit
+    log_sum_den: Tensor  # [B, Hq, 1] float32
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Everything one call reads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rows: Tensor
+    scale: float
+    spans: Spans | None = None
+    extra: Extra | None = None
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+
+    def check(self) -> None:
+        """Raise ValueError when a shape or dtype does not fit the others."""
+        q, k, v = self.q, self.k, self.v
+        for name, tensor in (("q", q), ("k_store", k), ("v_store", v)):
+            if tensor.dim() != 4:
+                raise ValueError(f"{name} must have 4 dimensions [batch, heads, slots, size], got {_shape(tensor)}.")
+            if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
+                raise ValueError(
+                    f"q, k_store and v_store must share one dtype of float32, bfloat16, float16, float64; "
+                    f"got {q.dtype}, {k.dtype}, {v.dtype}. Cast them first."
+                )
+        batch, query_heads, queries, size = q.shape
+        heads = k.shape[1]
+        if queries != 1:
+            raise ValueError(f"q must hold one query, got {queries}; read several with weighted_attention.")
+        if k.shape[0] != batch or k.shape[3] != size or v.shape[:3] != k.shape[:3]:
+            raise ValueError(f"k_store {_shape(k)} and v_store {_shape(v)} must fit q {_shape(q)} and one another.")
+        if heads == 0 or query_heads % heads:
+            raise ValueError(f"q has {query_heads} heads, which is not a multiple of the {heads} heads of k_store.")
+        if self.rows.dim() != 3 or self.rows.shape[0] != batch or self.rows.shape[1] not in (query_heads, heads):
+            raise ValueError(f"rows must be [{batch}, {query_heads} or {heads}, rows], got {_shape(self.rows)}.")
+        if self.rows.dtype != torch.int32:
+            raise ValueError(f"rows must be int32 slot numbers, got {self.rows.dtype}.")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap must be positive, got {self.softcap}; pass None for no cap.")
+        if self.sink_logits is not None and tuple(self.sink_logits.shape) != (query_heads,):
+            raise ValueError(f"sink_logits must be [{query_heads}], one per query head, got {_shape(self.sink_logits)}.")
+        if self.spans is not None:
+            _check_spans(self.spans, batch)
+        if self.extra is not None:
+            _check_extra(self.extra, q, v.shape[3], heads)
+
+
+def _check_spans(spans: Spans, batch: int) -> None:
+    start, end, most = spans
+    if start.dim() != 2 or start.shape[0] != batch or start.shape != end.shape:
+        raise ValueError(f"span_start and span_end must be [{batch}, spans], got {_shape(start)} and {_shape(end)}.")
+    if start.dtype != torch.int32 or end.dtype != torch.int32:
+        raise ValueError(f"span_start and span_end must be int32, got {start.dtype} and {end.dtype}.")
+    if most < 1:
+        raise ValueError(f"max_span={most} must be the most tokens that the spans of a row hold, 1 or more.")
+
+
+def _check_extra(extra: Extra, q: Tensor, value_size: int, heads: int) -> None:
+    batch, query_heads, _, size = q.shape
+    count = extra.k.shape[2] if extra.k.dim() == 4 else -1
+    for name, tensor, expected in (
+        ("extra_k", extra.k, (batch, heads, count, size)),
+        ("extra_v", extra.v, (batch, heads, count, value_size)),
+        ("extra_log_weight", extra.log_weight, (batch, query_heads, count)),
+    ):
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"{name} must be {list(expected)}, got {_shape(tensor)}.")
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)

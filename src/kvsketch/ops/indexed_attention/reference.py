@@ -1,0 +1,77 @@
+"""Indexed attention in torch: the definition the kernel is tested against, and the path used on a CPU.
+
+Legend: see the package docstring.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops.indexed_attention import Arguments, Indexed, Spans
+
+NEG_INF = float("-inf")
+
+
+def indexed_attention(call: Arguments) -> Indexed:
+    """See `kvsketch.ops.indexed_attention`."""
+    batch, query_heads, _, size = call.q.shape
+    heads = call.k.shape[1]
+    dtype = torch.promote_types(call.q.dtype, torch.float32)
+    # Queries that read the same rows of the store stand together: [B, H, lists, queries, D].
+    lists = call.rows.shape[1] // heads
+    q = call.q.reshape(batch, heads, lists, query_heads // heads // lists, size).to(dtype)
+
+    slots, visible = _slots(call.rows, call.spans, batch, heads, lists)
+    k, v = (_gather(store, slots).to(dtype) for store in (call.k, call.v))  # [B, H, lists, slots, D]
+    logits = _capped(call.scale * q @ k.mT, call.softcap).masked_fill(~visible[..., None, :], NEG_INF)
+    logits = logits.reshape(batch, query_heads, -1)
+    if call.extra is not None:
+        group = q.reshape(batch, heads, -1, size)
+        extra = _capped(call.scale * group @ call.extra.k.to(dtype).mT, call.softcap)
+        extra = extra.reshape(batch, query_heads, -1) + call.extra.log_weight.to(dtype)
+        logits = torch.cat([logits, extra], 2)
+
+    origin = logits.amax(2, keepdim=True) if logits.shape[2] else logits.new_full((batch, query_heads, 1), NEG_INF)
+    if call.sink_logits is not None:
+        origin = torch.maximum(origin, call.sink_logits.to(dtype).view(1, -1, 1))
+    origin = origin.masked_fill(origin == NEG_INF, 0.0)
+    terms = (logits - origin).exp()
+    total = terms.sum(2, keepdim=True)
+    out = (terms[..., : slots.shape[3]].reshape(*q.shape[:4], -1) @ v).reshape(batch, query_heads, -1)
+    if call.extra is not None:
+        unread = terms[..., slots.shape[3] :].reshape(batch, heads, query_heads // heads, -1)
+        out = out + (unread @ call.extra.v.to(dtype)).reshape(batch, query_heads, -1)
+    divisor = total
+    if call.sink_logits is not None:
+        divisor = total + (call.sink_logits.to(dtype).view(1, -1, 1) - origin).exp()
+    out = torch.where(total > 0, out / divisor, 0.0)
+    log_sums = ((origin + part.log()).float() for part in (total, divisor))
+    return Indexed(out[:, :, None].to(call.q.dtype), *log_sums)
+
+
+def _slots(rows: Tensor, spans: Spans | None, batch: int, heads: int, lists: int) -> tuple[Tensor, Tensor]:
+    """Slots that each list reads and whether each is really there, [B, H, lists, rows + spans.most]."""
+    slots = rows.view(batch, heads, lists, -1).long()
+    visible = slots >= 0
+    if spans is not None:
+        lengths = (spans.end - spans.start).clamp_min(0).long()
+        ends = lengths.cumsum(1)
+        place = torch.arange(spans.most, device=rows.device).expand(batch, -1).contiguous()
+        span = torch.searchsorted(ends, place, right=True)
+        exists = span < lengths.shape[1]
+        span = span.clamp_max(lengths.shape[1] - 1)
+        always = spans.start.long().gather(1, span) + place - (ends - lengths).gather(1, span)
+        slots = torch.cat([slots, always[:, None, None].expand(-1, heads, lists, -1)], 3)
+        visible = torch.cat([visible, exists[:, None, None].expand(-1, heads, lists, -1)], 3)
+    return slots.where(visible, 0), visible
+
+
+def _gather(store: Tensor, slots: Tensor) -> Tensor:
+    """Rows [B, H, lists, slots, size] of a store [B, H, N, size]."""
+    flat = slots.flatten(2)[..., None].expand(-1, -1, -1, store.shape[3])
+    return store.gather(2, flat).view(*slots.shape, store.shape[3])
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -1,0 +1,144 @@
+"""Selection of clusters on a GPU: one launch for the scores, one for the lists. Legend: see the package docstring."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvsketch.ops.cluster_index import ClusterIndex
+from kvsketch.ops.select_clusters import Selection
+
+# Scores and sizes of one list live in the registers of one program.
+MAX_CLUSTERS = 16384
+MAX_KEY_SIZE = 512
+SCORE_CLUSTERS = 32
+ROW_BLOCK = 1024
+NEG_INF = tl.constexpr(float("-inf"))
+
+
+def supported(clusters: int, size: int = 1) -> bool:
+    """True when the kernels serve so many clusters of keys of this size."""
+    return 0 < clusters <= MAX_CLUSTERS and 0 < size <= MAX_KEY_SIZE
+
+
+def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
+    """See `kvsketch.ops.cluster_scores`."""
+    batch, heads, clusters, size = centroids.shape
+    q = q if q.stride(3) == 1 else q.contiguous()
+    centroids = centroids if centroids.stride(3) == 1 else centroids.contiguous()
+    scores = torch.empty((batch, q.shape[1], clusters), dtype=torch.float32, device=q.device)
+    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+        score_kernel[(triton.cdiv(clusters, SCORE_CLUSTERS), batch * heads)](
+            q, centroids, scores, heads, clusters, *q.stride()[:2], *centroids.stride()[:3],
+            GROUP=q.shape[1] // heads, D=size, BLOCK_D=triton.next_power_of_2(size), CLUSTERS=SCORE_CLUSTERS, num_warps=4,
+        )  # fmt: skip
+    return scores
+
+
+def select_clusters(scores: Tensor, index: ClusterIndex, budget: int, slot_offset: int) -> Selection:
+    """See `kvsketch.ops.select_clusters`."""
+    batch, lists, clusters = scores.shape
+    heads, slots = index.order.shape[1:]
+    options = {"dtype": torch.int32, "device": scores.device}
+    rows = torch.empty((batch, lists, budget), **options)
+    taken, shifts = (torch.empty((batch, lists, clusters), **options) for _ in range(2))
+    log_unread = torch.empty((batch, lists, clusters), dtype=torch.float32, device=scores.device)
+    block = max(128, triton.next_power_of_2(clusters))
+    with torch.cuda.device(scores.device) if scores.is_cuda else contextlib.nullcontext():
+        select_kernel[(batch * lists,)](
+            scores.contiguous(), *(tensor.contiguous() for tensor in index), rows, taken, log_unread, shifts,
+            clusters, slots, budget, slot_offset, lists // heads,
+            CLUSTERS=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(budget)), num_warps=min(16, max(4, block // 512)),
+        )  # fmt: skip
+    return Selection(rows, taken, log_unread)
+
+
+@triton.jit(do_not_specialize=["clusters"])
+def score_kernel(
+    q_ptr, centroids_ptr, scores_ptr, heads, clusters, q_b, q_h, c_b, c_h, c_n,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CLUSTERS: tl.constexpr,
+):  # fmt: skip
+    """<q, mu_c> of a tile of clusters of one KV head with all query heads of its group, in float32."""
+    head = tl.program_id(1).to(tl.int64)
+    b, h = head // heads, head % heads
+    cluster = tl.program_id(0) * CLUSTERS + tl.arange(0, CLUSTERS)
+    d = tl.arange(0, BLOCK_D)
+    base = centroids_ptr + b * c_b + h * c_h
+    inside = (cluster < clusters)[:, None] & (d < D)[None, :]
+    tile = tl.load(base + cluster.to(tl.int64)[:, None] * c_n + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    for g in tl.static_range(GROUP):
+        q = tl.load(q_ptr + b * q_b + (h * GROUP + g) * q_h + d, mask=d < D, other=0.0).to(tl.float32)
+        score = tl.sum(tile * q[None, :], 1)
+        tl.store(scores_ptr + (head * GROUP + g) * clusters + cluster, score, mask=cluster < clusters)
+
+
+@triton.jit
+def ordered_bits(score):
+    """A uint32 that orders like the float32; both zeros are one number."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["clusters", "slots", "budget", "slot_offset"])
+def select_kernel(
+    scores_ptr, order_ptr, sizes_ptr, offsets_ptr, rows_ptr, taken_ptr, log_unread_ptr, shifts_ptr,
+    clusters, slots, budget, slot_offset, group,
+    CLUSTERS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The list of one list head. `shifts` is scratch: for the n-th cluster taken, from place in the list to place in the order."""
+    list_head = tl.program_id(0).to(tl.int64)
+    head = list_head // group
+    cluster = tl.arange(0, CLUSTERS)
+    inside = cluster < clusters
+    score = tl.load(scores_ptr + list_head * clusters + cluster, mask=inside, other=NEG_INF)
+    size = tl.load(sizes_ptr + head * clusters + cluster, mask=inside, other=0)
+    offset = tl.load(offsets_ptr + head * clusters + cluster, mask=inside, other=0)
+    # A comparison with NaN is false, so this hides clusters that score NaN as well.
+    wanted = tl.where(score > NEG_INF, size, 0)
+    key = ordered_bits(score)
+
+    # The largest number that clusters with enough tokens reach: the score of the last cluster taken.
+    threshold = tl.full((), 0, tl.uint32)
+    bit = tl.full((), 2147483648, tl.uint32)
+    for _ in range(32):
+        trial = threshold | bit
+        if tl.sum(tl.where(key >= trial, wanted, 0), 0) >= budget:
+            threshold = trial
+        bit = bit >> 1
+    above = key > threshold
+    ties = tl.where(key == threshold, wanted, 0)
+    missing = budget - tl.sum(tl.where(above, wanted, 0), 0)
+    before = tl.cumsum(ties, 0) - ties
+    take = tl.where(above, wanted, tl.minimum(tl.maximum(missing - before, 0), ties))
+    tl.store(taken_ptr + list_head * clusters + cluster, take, mask=inside)
+    unread = tl.log((size - take).to(tl.float32))
+    tl.store(log_unread_ptr + list_head * clusters + cluster, tl.where(size > take, unread, NEG_INF), mask=inside)
+
+    # Marks the first token of each cluster in the list; the running count of marks then names the cluster of every token.
+    rows = rows_ptr + list_head * budget
+    shifts = shifts_ptr + list_head * clusters
+    for start in range(0, budget, ROWS):
+        place = start + tl.arange(0, ROWS)
+        tl.store(rows + place, tl.zeros((ROWS,), tl.int32), mask=place < budget)
+    tl.debug_barrier()
+    chosen = (take > 0).to(tl.int32)
+    first = tl.cumsum(take, 0) - take
+    number = tl.cumsum(chosen, 0) - 1
+    tl.store(rows + first, chosen, mask=chosen > 0)
+    tl.store(shifts + number, offset - first, mask=chosen > 0)
+    tl.debug_barrier()
+    total = tl.sum(take, 0)
+    marked = 0
+    for start in range(0, budget, ROWS):
+        place = start + tl.arange(0, ROWS)
+        marks = tl.load(rows + place, mask=place < budget, other=0)
+        shift = tl.load(shifts + marked + tl.cumsum(marks, 0) - 1, mask=place < total, other=0)
+        slot = tl.load(order_ptr + head * slots + place + shift, mask=place < total, other=0)
+        tl.store(rows + place, tl.where(place < total, slot + slot_offset, -1), mask=place < budget)
+        marked += tl.sum(marks, 0)

@@ -1,0 +1,48 @@
+"""Selection of clusters in torch: the definition the kernel is tested against, and the path used on a CPU.
+
+Legend: see the package docstring.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops.cluster_index import ClusterIndex
+from kvsketch.ops.select_clusters import Selection
+
+NEG_INF = float("-inf")
+
+
+def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
+    """See `kvsketch.ops.cluster_scores`."""
+    batch, heads, clusters, size = centroids.shape
+    rows = q.reshape(batch, heads, -1, size).to(torch.float32)
+    return (rows @ centroids.to(torch.float32).mT).view(batch, q.shape[1], clusters)
+
+
+def select_clusters(scores: Tensor, index: ClusterIndex, budget: int, slot_offset: int) -> Selection:
+    """See `kvsketch.ops.select_clusters`."""
+    group = scores.shape[1] // index.sizes.shape[1]
+    sizes, offsets = (tensor.repeat_interleave(group, 1).long() for tensor in (index.sizes, index.offsets))
+    scores = torch.where(scores.isnan(), NEG_INF, scores)
+    wanted = sizes.masked_fill(scores == NEG_INF, 0)
+
+    ranking = scores.argsort(dim=-1, descending=True, stable=True)
+    ranked = wanted.gather(2, ranking)
+    before = ranked.cumsum(2) - ranked
+    taken = torch.zeros_like(sizes).scatter_(2, ranking, (budget - before).clamp_min(0).minimum(ranked))
+
+    # The n-th token of the list belongs to the first cluster whose tokens end after n.
+    ends = taken.cumsum(2)
+    place = torch.arange(budget, device=scores.device).expand(*scores.shape[:2], budget).contiguous()
+    cluster = torch.searchsorted(ends, place, right=True).clamp_max(scores.shape[2] - 1)
+    source = offsets.gather(2, cluster) + place - (ends - taken).gather(2, cluster)
+    exists = place < ends[..., -1:]
+    order = index.order.repeat_interleave(group, 1)
+    rows = order.gather(2, source.where(exists, 0)) + slot_offset
+    return Selection(
+        rows.masked_fill(~exists, -1).to(torch.int32),
+        taken.to(torch.int32),
+        (sizes - taken).to(torch.float32).log(),
+    )
