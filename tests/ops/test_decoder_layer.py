@@ -8,7 +8,8 @@ import torch
 from kvsketch.ops.decoder_layer import reference
 
 kernel = pytest.importorskip("kvsketch.ops.decoder_layer.kernel", reason="needs Triton")
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+# Two units in the last place: Triton's interpreter truncates where the GPU rounds.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 DTYPES = list(TOLERANCE)
 
 

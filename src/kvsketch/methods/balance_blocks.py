@@ -1,8 +1,8 @@
 """BalanceKV in practice: halves runs of tokens, block by block, until each row of a table fits its budget.
 
-A halving takes a run of tokens, lets the balancing walk split it into two sign classes and keeps one of them with doubled
-weight. Which tokens: those of the smallest weight, the oldest first, and no more of them than needed. So the weights in a table
-differ by one halving, the budget is used up, and a decode step halves only as many tokens as it takes to free some slots.
+A halving takes a run of tokens, lets the balancing walk split it into two sign classes and keeps one of them with twice
+the weight. Which tokens: those of the smallest weight, the oldest first, and no more of them than needed. So the budget
+is used up, and during decoding a short run is halved every so often, which frees a known number of slots.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def make_room(method: BalanceKV, table: SlotTable) -> None:
     keep, double = halve(method, table, torch.where(valid, slots, -1), lengths, num, lengths == 1, 0)
     drop = valid & ~keep
     table.index.scatter_(2, slots, table.index.gather(2, slots).masked_fill(drop, -1))
-    raised = {id(num): double, id(table.log_den): double if num is table.log_den or method.den_weight == "same" else keep}
-    for weights in {id(num): num, id(table.log_den): table.log_den}.values():
+    doubled = [(num, double)] if table.log_num is None else [(num, double), (table.log_den, keep)]
+    for weights, raised in doubled:
         old = weights.gather(2, slots)
-        weights.scatter_(2, slots, torch.where(raised[id(weights)], old + LN2, old).masked_fill(drop, NEG_INF))
+        weights.scatter_(2, slots, torch.where(raised, old + LN2, old).masked_fill(drop, NEG_INF))
 
 
 def halve(
@@ -109,7 +109,7 @@ def halve(
     )  # fmt: skip
     signs = signs.flatten(2)[..., : run.shape[-1]]
     floored = torch.as_tensor(floor, device=run.device).view(-1, 1, 1)
-    return (_strict_half if method.selection == "strict" else _weighted_half)(signs, lengths, floored)
+    return (_strict_half if method.select == "strict" else _weighted_half)(signs, lengths, floored)
 
 
 def _strict_half(signs: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,7 +220,7 @@ def _require_room(method: BalanceKV, rows: list[Row], stored: list[int]) -> None
     for row, count in zip(rows, stored, strict=True):
         if count > row.budget:
             raise ValueError(
-                f"balancekv: rounds={method.rounds} leaves {count} of {row.seen} tokens, more than budget={row.budget}; "
+                f"balancekv: rounds={method.rounds} leaves {count} of {row.seen} tokens, over budget={row.budget}; "
                 f"use rounds={_rounds_needed(row)} or more, leave rounds out, or use budget={count}"
             )
 

@@ -3,12 +3,12 @@
     numerator    one MergeAndReduce for each value norm bucket 2^i <= |v| < 2^(i+1)
     denominator  one MergeAndReduce over the keys alone (v = 1), an own sample
 
-A token enters both when it leaves the recent window. While both hold it, it has one slot with two weights; once the numerator
-has dropped it, its key moves to a slot without a value. Levels are the weights themselves, l log 2. Beside its slots a head
-remembers each token's bucket and arrival number, the arrivals of each bucket, and its two batch sizes.
+A token enters both when it leaves the recent window. While both hold it, it has one slot with two weights; once the
+numerator has dropped it, its key moves to a slot without a value. Levels are the weights themselves, l log 2. Beside
+its slots a head remembers each token's bucket and arrival number, the arrivals in each bucket, and two batch sizes.
 
-Under a budget each batch size t is a power of two that a head halves whenever its slots do not suffice: with t / 2 every set of
-a t-structure splits into complete batches, so the result is a t / 2-structure.
+Under a budget a batch size t is a power of two that a head halves whenever its slots do not suffice: each set of a
+structure for t falls into complete batches of t / 2, so halving those leaves a structure for t / 2.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _enter(table: SlotTable, middle: Tensor) -> None:
 
 
 def _negligible(method: BalanceKV, table: SlotTable, bucket: Tensor, rows: Tensor, queries: Tensor) -> Tensor:
-    """Tokens of buckets that cannot matter: 2^(i+1) <= epsilon / (2n) exp(-scale r^2) max |v|, r bounding keys and queries."""
+    """Tokens of buckets with 2^(i+1) <= epsilon / (2n) exp(-scale r^2) max |v|, where r bounds keys and queries."""
     largest = table.row_state["largest"]
     batch, heads, _ = table.shape
     position = table.position_slots()
@@ -180,9 +180,9 @@ def _numerator(method: BalanceKV, table: SlotTable, bucket: Tensor, rows: Tensor
     balance = _balance(method, table, structure=1)
 
     def reduce(level: Tensor, batch: Tensor) -> Tensor:
-        keys = table.key_slots()[:, :, :count]
-        reduced = merge_and_reduce(keys, values, level[..., :count], rank, arrived, batch.long(), balance, stream=bucket)
-        return torch.cat([reduced, level[..., count:]], -1)
+        keys, own = table.key_slots()[:, :, :count], level[..., :count]
+        own = merge_and_reduce(keys, values, own, rank, arrived, batch.long(), balance, stream=bucket)
+        return torch.cat([own, level[..., count:]], -1)
 
     return reduce
 
@@ -200,11 +200,13 @@ def _denominator(method: BalanceKV, table: SlotTable, rows: Tensor) -> Reduce:
 
 
 def _balance(method: BalanceKV, table: SlotTable, structure: int) -> Balance:
-    options = {"walk": method.walk_name, "c": method.walk_c, "temp": method.temp, "center": method.center}
     state = stream_state(method.seed + table.seed, table.layer_idx, structure)
 
     def balance(k: Tensor, v: Tensor | None, slots: Tensor, ids: Tensor) -> Tensor:
-        return softmax_balance(k, v, slots, table.scale, ids=ids, state=state, on_fail=method.on_fail, **options)  # type: ignore[arg-type]
+        return softmax_balance(
+            k, v, slots, table.scale, ids=ids, state=state, walk=method.walk_name, c=method.walk_c,
+            temp=method.temp, center=method.center, on_fail=method.on_fail,
+        )  # fmt: skip
 
     return balance
 
@@ -212,7 +214,7 @@ def _balance(method: BalanceKV, table: SlotTable, structure: int) -> Balance:
 def _fit(
     level: Tensor, size: Tensor, counted: Tensor, limit: Tensor, rows: Tensor, batch: Tensor, reduce: Reduce
 ) -> Tensor:
-    """Halves the batch size of heads whose `counted` tokens exceed `limit`; in the end the smallest 2^(level + size) go."""
+    """Halves the batch size of heads whose `counted` tokens exceed `limit`; then the smallest 2^(level + size) go."""
     held = (level >= 0) & counted
     while True:
         over = (held.sum(-1, keepdim=True) > limit) & rows & (batch > SMALLEST_BATCH)
@@ -222,12 +224,12 @@ def _fit(
         level = reduce(level, batch)
         held = (level >= 0) & counted
     order = torch.where(held, level + size, -1).argsort(dim=-1, descending=True, stable=True)
-    place = torch.empty_like(order).scatter_(2, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+    place = order.argsort(dim=-1)
     return torch.where(held & (place >= limit) & rows, -1, level)
 
 
 def _write(table: SlotTable, num: Tensor, den: Tensor, room: int, keys_room: int) -> None:
-    """`room` + 1 slots with a value, then `keys_room` slots with a key only; copied where the table has this shape already."""
+    """`room` + 1 slots with a value, then `keys_room` with a key only; copied if the table has this shape already."""
     values = table.value_slots()
     with_value = compact(num[..., : values.shape[2]] >= 0, room)
     keys_only = compact((den >= 0) & (num < 0), keys_room)
@@ -235,9 +237,8 @@ def _write(table: SlotTable, num: Tensor, den: Tensor, room: int, keys_room: int
     source, empty = chosen.clamp_min(0), chosen < 0
     index = table.index_slots().gather(2, source).masked_fill(empty, -1)
     index[..., room + 1 :].masked_fill_(empty[..., room + 1 :], CLOSED)
-    log_num, log_den = (
-        torch.where(level < 0, NEG_INF, level * LN2).gather(2, source).masked_fill(empty, NEG_INF) for level in (num, den)
-    )
+    num, den = (level.gather(2, source).masked_fill(empty, -1) for level in (num, den))
+    log_num, log_den = (torch.where(level < 0, NEG_INF, level * LN2) for level in (num, den))
     log_num[..., room + 1 :] = NEG_INF
     slot_state = {name: state.gather(2, source).masked_fill(empty, 0) for name, state in table.slot_state.items()}
     new = {

@@ -19,7 +19,7 @@ from kvsketch.slots import SlotTable
 CHOICES = {
     "form": ("block", "stream", "paper"),
     "walk": ("auto", *WALKS),
-    "selection": ("weighted", "strict"),
+    "select": ("weighted", "strict"),
     "den_weight": ("pow2", "same"),
 }
 DEFAULT_WINDOW = 32
@@ -29,26 +29,25 @@ DEFAULT_WINDOW = 32
 class BalanceKV(BudgetedMethod):
     """Keeps one of two halves of the tokens that have almost the same attention sums, with twice the weight.
 
-    The balancing walk (ops.balance_walk) gives the tokens of a block signs such that for every query q
-    sum_+ exp(s) v ~ sum_- exp(s) v; the difference does not grow with the block, a random half errs by its square root.
+    The balancing walk (ops.balance_walk) gives the tokens of a block signs with sum_+ exp(s) v ~ sum_- exp(s) v for every
+    query; the difference does not grow with the block, where a random half errs by its square root.
 
-    form=block, the practical algorithm: runs of tokens are halved in blocks of `block` neighbours, keys relative to the
-      block's mean, until the budget holds; the last halving takes the oldest tokens only, as many as needed. log_den of a
-      token halved l times is l log 2, or log_num with den_weight=same. selection=weighted doubles what it keeps up to the
-      point where half of a run is dropped; strict drops exactly one class, cut or topped up. rounds=T halves everything T
-      times as the paper does, at once, when the budget is exceeded.
-    form=stream, the theorem's algorithm under a budget: value-norm buckets, MergeAndReduce for each, and one more over the
-      keys alone for the denominator (methods/merge_reduce.py). form=paper is the same with a fixed batch size `block`: its
-      memory grows with the logarithm of the context, not with `budget`.
+    form=block, the practical algorithm: runs of neighbours are halved in blocks of `block` tokens, keys relative to the
+    block's mean, until the budget holds; the last halving takes only as many of the oldest tokens as needed. A token
+    halved l times has log_den = l log 2, or log_num with den_weight=same. select=weighted doubles what it keeps up to
+    where half of the run is dropped, select=strict all of it. rounds=T halves everything T times, as published.
+    form=stream, the theorem's algorithm within the budget: MergeAndReduce (methods/merge_reduce.py) for each bucket of
+    value norms, and over the keys alone for the denominator. form=paper: the same with batches of `block` tokens; its
+    memory grows with the logarithm of the context and does not heed the budget.
 
-    Guarantee (stream and paper, c=theory): |out - exact| <= eps |softmax|_2 |V|_F with t = O*(exp(2 scale r^2) / eps) slots per
-    set, where independent samples need 1 / eps^2. The block form has none: one sample serves both sums.
+    Guarantee (stream, paper, c=theory): |out - exact| <= eps |softmax|_2 |V|_F with sets of O*(exp(2 scale r^2) / eps)
+    tokens; independent samples need 1 / eps^2. The block form has none: one sample serves both sums.
 
     Papers: Han et al., arXiv 2502.07861, and its NeurIPS 2025 version, whose code has the weighted selection.
-    Differs from the authors' code: missing tokens of a block are masked, not zeros in its mean and its sums; sums are float32, not
-    bfloat16; the Gram matrix is normalised, so it cannot overflow; the first sign of a block is a fair coin; any budget is
-    met, not only powers of two; generated tokens are compressed as well; no needle detection. Differs from the paper's
-    listings: buckets are 2^i <= |v| < 2^(i+1), negligible ones go at eps / (2n), line 6 of MergeAndReduce tests j.
+    Differs from the authors' code: places without a token are masked, not zeros; the Gram matrix is normalised, which
+    cannot overflow, and float32; the first sign is a fair coin; any budget is met, not only powers of two; generated
+    tokens are compressed too; no needle detection. Differs from the paper's listings: buckets are 2^i <= |v| < 2^(i+1),
+    negligible ones go at eps / (2n), and line 6 of MergeAndReduce tests j.
     """
 
     name: ClassVar[str] = "balancekv"
@@ -64,7 +63,7 @@ class BalanceKV(BudgetedMethod):
     c: float | str = 1.0
     temp: float = 1.0
     center: bool = True
-    selection: str = "weighted"
+    select: str = "weighted"
     den_weight: str = "pow2"
     count_term: float = 0.025
     epsilon: float = 0.1
@@ -80,10 +79,11 @@ class BalanceKV(BudgetedMethod):
         for name, choices in CHOICES.items():
             self._require(name, getattr(self, name) in choices, " or ".join(choices))
         self._require("block", isinstance(self.block, int) and self.block >= 2, "2 or more tokens, such as 256")
-        self._require("rounds", self.rounds is None or self.rounds >= 0, "none or a whole number of halvings, 0 or more")
-        self._require("rounds", self.rounds is None or self.form == "block", "none, or form=block")
-        self._require("c", self.c == "theory" or (not isinstance(self.c, str) and self.c > 0), "a positive number or theory")
-        self._require("c", self.c != "theory" or self.form != "block", "a positive number, or form=stream or form=paper")
+        halvings = self.rounds is None or (self.rounds >= 0 and self.form == "block")
+        self._require("rounds", halvings, "none, or with form=block a number of halvings, 0 or more")
+        theory = self.c == "theory" and self.form != "block"
+        ok = theory if isinstance(self.c, str) else self.c > 0
+        self._require("c", ok, "a positive number or, unless form=block, theory")
         for name in ("temp", "epsilon", "delta"):
             self._require(name, getattr(self, name) > 0, "a positive number")
         self._require("count_term", self.count_term >= 0, "a number, 0 or more")
@@ -91,7 +91,7 @@ class BalanceKV(BudgetedMethod):
     @property
     def tied(self) -> bool:
         """Whether numerator and denominator have the same weights."""
-        return self.form == "block" and (self.selection == "strict" or self.den_weight == "same")
+        return self.form == "block" and (self.select == "strict" or self.den_weight == "same")
 
     @property
     def walk_name(self) -> str:

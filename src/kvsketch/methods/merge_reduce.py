@@ -1,15 +1,15 @@
 """SoftmaxBalance and MergeAndReduce: the streaming structures of BalanceKV's theorems, on plain keys and values.
 
 SoftmaxBalance halves a batch: of the two sign classes of the balancing walk it keeps the smaller one, with weight 2.
-MergeAndReduce halves a stream over and over: C^0 collects t tokens, is halved into C^1, which is halved into C^2 when it holds
-the halves of two batches, and so on:
+MergeAndReduce halves a stream over and over: C^0 collects t tokens and is halved into C^1, which is halved into C^2
+when it holds the halves of two batches, and so on:
 
     C^l is halved when the number of tokens j is a multiple of t 2^l        |C^l| <= t
     sum_j exp(scale <q, k_j>) v_j  ~  sum_l 2^l sum_{C^l} exp(scale <q, k>) v
 
-A token is described by its arrival number `rank`, from 0, and its level, -1 once it is gone. Tokens of level l whose ranks
-share rank // (t 2^l) form one batch, so all batches of a level are independent of each other: a prompt is reduced level by
-level, in parallel, with the result of reading it token by token.
+A token is described by its arrival number `rank`, from 0, and its level, -1 once it is gone. Tokens of level l whose
+ranks share rank // (t 2^l) form one batch, and the batches of a level are independent of each other: a prompt is
+reduced level by level, in parallel, with the result of reading it token by token.
 
 Paper: arXiv 2502.07861, Algorithms 2 and 3 (line 6 of the latter tests j, not p).
 """
@@ -67,7 +67,7 @@ class Grouped(NamedTuple):
 
 
 def grouped(label: Tensor, order: Tensor, taking_part: Tensor) -> Grouped:
-    """Sorts the slots that take part by (label, order), all [B, H, S] with non-negative labels and orders below 2^31."""
+    """Sorts the slots that take part by (label, order), both [B, H, S] and from 0 to 2^31."""
     key = torch.where(taking_part, (label << 31) + order, torch.iinfo(torch.int64).max)
     width = int(taking_part.sum(-1).max())
     key, slots = (t[..., :width] for t in key.sort(-1))
@@ -133,7 +133,7 @@ def _reduce(
 
 
 class MergeAndReduce:
-    """MergeAndReduce over one stream of keys [n, D] and values [n, Dv]; without values it estimates sum exp(scale <q, k>)."""
+    """MergeAndReduce over one stream of keys [n, D] and values [n, Dv] or, for the softmax denominator, keys alone."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """How much each row of a table may hold and when it is full, counted on the host.
 
-Rows differ by their left padding. A row is full at a token count that is known in advance, and then again after every `freed`
-tokens, because making room frees a known number of slots. So a plain decode step neither asks the device nor does any work for
-rows that are not full, and a row does the same alone as in any batch.
+Rows differ by their left padding. A row is full at a token count that is known in advance, and then again after every
+`freed` tokens, because making room frees a known number of slots. So a plain decode step neither asks the device nor
+works for rows that are not full, and a row does the same alone as in any batch.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def set_schedule(table: SlotTable, rows: list[Row], full_at: list[int]) -> None:
 
 
 def in_place(table: SlotTable) -> bool:
-    """Whether one token was written into a table of its fixed shape (a roll back may leave one token in a longer table)."""
-    return table.in_place and table.row_state["schedule"][0, 3] == table.length
+    """Whether one token was written into a table of its fixed shape; a roll back may leave one in a longer table."""
+    return table.in_place and int(table.row_state["schedule"][0, 3]) == table.length
 
 
 def due(table: SlotTable, ahead: int = 0) -> bool:

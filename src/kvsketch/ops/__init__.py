@@ -304,8 +304,8 @@ def balance_walk(
     each block in order, -1 for none, which gets sign 0; weights [B, H, S] multiply the values.
     walk: greedy takes the sign against y_j, random takes +1 with probability 1/2 - y_j / (2 c), cut to [0, 1].
     center: keys relative to the mean key of their block. on_fail: what |y_j| > c does, clip or raise RuntimeError.
-    state, ids [B, H, N] integers (default: the block's number): where draws come from; the draw of a token is the random
-    state continued by head, id and place in the block.
+    state, ids [B, H, N] integers (default: the block's number): where draws come from; the draw of a token is the
+    random state continued by head, id and place in the block.
     """
     balance_walk_checks.check_arguments(k, v, slots, weights, walk, c, on_fail)
     run = balance_walk_reference
@@ -361,19 +361,20 @@ def kmeans(
     rounds: int = 20,
     seed: int = 0,
     layer: int = 0,
+    first_position: int = 0,
     centroid: str = "mean",
 ) -> Clusters:
     """Clusters of keys [B, H, n, D] by direction: centroids [B, H, clusters, D] float32 and labels [B, H, n] int32.
 
     start [B]: the first key of each row that takes part (left padding, sinks); earlier ones get label -1. counts [B]: clusters
     of each row, at most `clusters`; None: all of them; a row never has more than keys, the rest stay empty with centroid 0.
-    centroid: "mean" of the raw keys or of the "normalized" ones. The draw depends on (seed, layer, head) and on how many keys
-    the row has. See `kvsketch.ops.kmeans` for the rounds.
+    centroid: "mean" of the raw keys or of the "normalized" ones. The draw depends on (seed, layer, head, first_position) and on
+    how many keys the row has. See `kvsketch.ops.kmeans` for the rounds.
     """
     check_kmeans(keys, clusters, start, counts, rounds, centroid)
     kernel = kernel_for("kmeans", keys.device)
     chosen = kernel if kernel is not None and kernel.supported(keys) else kmeans_reference
-    return chosen.kmeans(keys, clusters, start, counts, rounds, seed, layer, centroid)
+    return chosen.kmeans(keys, clusters, start, counts, rounds, (seed, layer, first_position), centroid)
 
 
 def cluster_index(labels: Tensor, clusters: int) -> ClusterIndex:
@@ -427,8 +428,7 @@ def indexed_attention(
     rows: Tensor,
     scale: float,
     *,
-    span_start: Tensor | None = None,
-    span_end: Tensor | None = None,
+    spans: Tensor | None = None,
     max_span: int = 0,
     extra_k: Tensor | None = None,
     extra_v: Tensor | None = None,
@@ -442,18 +442,18 @@ def indexed_attention(
         out = (sum_i exp(s_i) v_i + sum_c exp(s_c + w_c) v_c) / (sum_i exp(s_i) + sum_c exp(s_c + w_c)),  s = scale <q, k>
 
     rows int32 [B, Hq, M], or [B, H, M] for lists that a group shares: slots, negative to skip.
-    span_start, span_end int32 [B, R]: slots [start, end) that every query reads as well, at most max_span in a row.
-    extra_k [B, H, C, D], extra_v [B, H, C, Dv], extra_log_weight [B, Hq, C]: the second sums; -inf leaves a slot out.
+    spans int32 [B, R, 2]: slots [start, end) that every query reads as well, together at most max_span in a row.
+    extra_k [B, H, C, D], extra_v [B, H, C, Dv], extra_log_weight [B, Hq or H, C]: the second sums; -inf leaves a slot out.
     softcap and sink_logits as in `weighted_attention`. The stores may lie in pinned host memory while the rest is on a GPU.
 
     Returns out [B, Hq, 1, Dv] in the dtype of q, 0 where nothing is read. With return_state, (out, (log of the numerator's
     weights, log of the denominator)), each [B, Hq, 1] float32.
     """
-    spans = None if span_start is None or span_end is None else Spans(span_start, span_end, max_span)
+    always = None if spans is None else Spans(spans, max_span)
     extra = None
     if extra_k is not None and extra_v is not None and extra_log_weight is not None:
         extra = Extra(extra_k, extra_v, extra_log_weight)
-    call = IndexedArguments(q, k_store, v_store, rows, scale, spans, extra, softcap, sink_logits)
+    call = IndexedArguments(q, k_store, v_store, rows, scale, always, extra, softcap, sink_logits)
     call.check()
     kernel = kernel_for("indexed_attention", q.device)
     chosen = kernel if kernel is not None and kernel.supported(call) else indexed_attention_reference

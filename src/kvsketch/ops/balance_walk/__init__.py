@@ -17,7 +17,7 @@ factor per token j changes none of its signs, so there R uses |k_j| max |k| inst
 `constant` is one more value coordinate, the same for all tokens: it balances the counts beside the values. Without
 values <v, v> is 1, which balances the softmax denominator.
 
-`reference.py` is the definition in torch, `kernel.py` one Triton program per block; `kvsketch.ops.balance_walk` chooses.
+`reference.py` is the definition in torch, `kernel.py` one Triton program per block; `ops.balance_walk` chooses.
 Legend: B batch rows, H KV heads, S slots, D key size, Dv value size, N blocks, b tokens per block.
 """
 

@@ -5,8 +5,8 @@ tokens at a time: y from all earlier tokens by matrix products over tiles of the
 then the tokens one after the other, which needs only the ROWS x ROWS tile of the Gram matrix on its diagonal. That tile
 passes through a scratch buffer, from which a step loads one column: picking it out of registers would cost more.
 
-Centred inner products come from raw ones, <k_i - m, k_j - m> = <k_i, k_j> - <k_i, m> - <k_j, m> + <m, m>, so that tensor
-cores multiply the 16-bit keys as they are. Legend: see the package docstring.
+Centred inner products come from raw ones, <k_i - m, k_j - m> = <k_i, k_j> - <k_i, m> - <k_j, m> + <m, m>, so that
+tensor cores multiply the 16-bit keys as they are. Legend: see the package docstring.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -82,7 +82,7 @@ def block_statistics(
 ):  # fmt: skip
     """Stores <k_j, mean> and the squared norm of the centred key of each token.
 
-    Returns the number of places up to the last token, |mean|^2, the largest squared norm and 1 / (max |v|^2 + constant).
+    Returns the places up to the last token, |mean|^2, the largest squared norm and 1 / (max |v|^2 + constant).
     """
     rows = tl.arange(0, TILE)
     mean = tl.zeros((BLOCK_D,), tl.float32)
@@ -178,10 +178,7 @@ def walk_kernel(
             v_i = load_rows(v_base, slot_i, v_s, DV, BLOCK_DV)
         if WEIGHTS:
             weight_i = tl.load(weight_base + slot_i, mask=slot_i >= 0, other=0.0)
-        if GREEDY:
-            origin = exponent * tl.sqrt(norm_i * largest)
-        else:
-            origin = exponent * largest + tl.zeros((ROWS,), tl.float32)
+        origin = exponent * (tl.sqrt(norm_i * largest) if GREEDY else tl.zeros((ROWS,), tl.float32) + largest)
         y = tl.zeros((ROWS,), tl.float32)
         size = tl.zeros((ROWS,), tl.float32)
         for before in range(0, start, COLUMNS):
@@ -238,8 +235,8 @@ def balance_walk(
     """See `kvsketch.ops.balance_walk`; this one says where a random walk failed."""
     batch, heads, blocks, count = slots.shape
     device = k.device
-    k, v = (None if t is None else t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
-    assert k is not None
+    values = k if v is None else v
+    k, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, values))
     slots = slots.contiguous()
     weights = None if weights is None else weights.float().contiguous()
     ids = (torch.arange(blocks, device=device) if ids is None else ids).expand(batch, heads, blocks)
@@ -248,7 +245,6 @@ def balance_walk(
     scratch = torch.empty(programs * (2 * count_padded + ROWS * (ROWS + 2)), dtype=torch.float32, device=device)
     signs = torch.zeros(slots.shape, dtype=torch.int8, device=device)
     failed = torch.empty((batch, heads, blocks), dtype=torch.bool, device=device)
-    values = k if v is None else v
     sizes = k.shape[3], values.shape[3]
     # As a signed 32-bit number, so that its size never asks for another compilation.
     state = state - (1 << 32) if state >= 1 << 31 else state
@@ -257,7 +253,8 @@ def balance_walk(
         walk_kernel[(programs,)](
             k, values, slots, scratch if weights is None else weights, ids, signs, failed, scratch,
             state, scale * temp * LOG2E, constant, 0.5 / c, c, heads, blocks, count, count_padded,
-            *k.stride()[:3], *values.stride()[:3], *((0, 0) if weights is None else weights.stride()[:2]), *ids.stride(),
+            *k.stride()[:3], *values.stride()[:3],
+            *((0, 0) if weights is None else weights.stride()[:2]), *ids.stride(),
             *sizes, *padded, ROWS, COLUMNS,
             VALUES=v is not None, WEIGHTS=weights is not None, CENTER=center, GREEDY=walk == "greedy",
             num_warps=4,

@@ -81,10 +81,8 @@ def walk_blocks(gram: Tensor, valid: Tensor, uniforms: Tensor, walk: str, c: flo
     for j in range(gram.shape[1]):
         step, u = y[:, j], uniforms[:, j]
         largest = torch.maximum(largest, step.abs())
-        if walk == "greedy":
-            up = torch.where(step.abs() <= tie[:, j], u < 0.5, step < 0)
-        else:
-            up = u < 0.5 - step / (2 * c)
+        tied = step.abs() <= tie[:, j]
+        up = torch.where(tied, u < 0.5, step < 0) if walk == "greedy" else u < 0.5 - step / (2 * c)
         sign = torch.where(up, 1.0, -1.0) * valid[:, j]
         signs[:, j] = sign.to(torch.int8)
         y = y + sign[:, None] * gram[:, :, j]

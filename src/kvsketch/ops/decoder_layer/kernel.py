@@ -17,8 +17,9 @@ def _rms_norm(x, weight, out, size, eps, BLOCK: tl.constexpr):
     value = tl.load(x + row * size + i, mask=i < size, other=0.0)
     normal = value.to(tl.float32)
     normal = normal * tl.rsqrt(tl.sum(normal * normal, 0) / size + eps)
-    scale = tl.load(weight + i, mask=i < size, other=0.0)
-    tl.store(out + row * size + i, scale * normal.to(value.dtype), mask=i < size)
+    normal = normal.to(value.dtype).to(tl.float32)
+    scale = tl.load(weight + i, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(out + row * size + i, (scale * normal).to(value.dtype), mask=i < size)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,21 +45,18 @@ def _rotate(
     target = tl.where(is_query, q_out, k_out) + ((b * rows + head) * new + n) * 2 * half
     inside = i < half
     first = tl.load(source + i, mask=inside, other=0.0)
-    second = tl.load(source + half + i, mask=inside, other=0.0)
-    angle = cos + b * cos_b + n * cos_n
-    other = sin + b * cos_b + n * cos_n
-    cos_first, cos_second = (
-        tl.load(angle + i, mask=inside, other=0.0),
-        tl.load(angle + half + i, mask=inside, other=0.0),
-    )
-    sin_first, sin_second = (
-        tl.load(other + i, mask=inside, other=0.0),
-        tl.load(other + half + i, mask=inside, other=0.0),
-    )
     dtype = first.dtype
+    first = first.to(tl.float32)
+    second = tl.load(source + half + i, mask=inside, other=0.0).to(tl.float32)
+    angle = cos + b * cos_b + n * cos_n + i
+    cos_first = tl.load(angle, mask=inside, other=0.0).to(tl.float32)
+    cos_second = tl.load(angle + half, mask=inside, other=0.0).to(tl.float32)
+    angle = sin + b * cos_b + n * cos_n + i
+    sin_first = tl.load(angle, mask=inside, other=0.0).to(tl.float32)
+    sin_second = tl.load(angle + half, mask=inside, other=0.0).to(tl.float32)
     # Products are rounded before they are added, as torch does between its launches.
-    low = (first * cos_first).to(dtype) + (-second * sin_first).to(dtype)
-    high = (second * cos_second).to(dtype) + (first * sin_second).to(dtype)
+    low = (first * cos_first).to(dtype).to(tl.float32) - (second * sin_first).to(dtype).to(tl.float32)
+    high = (second * cos_second).to(dtype).to(tl.float32) + (first * sin_second).to(dtype).to(tl.float32)
     tl.store(target + i, low.to(dtype), mask=inside)
     tl.store(target + half + i, high.to(dtype), mask=inside)
 
@@ -81,10 +79,10 @@ def _gated_silu(gate, up, out, count, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     g = tl.load(gate + i, mask=inside, other=0.0)
-    u = tl.load(up + i, mask=inside, other=0.0)
+    u = tl.load(up + i, mask=inside, other=0.0).to(tl.float32)
     wide = g.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(g.dtype)
-    tl.store(out + i, silu * u, mask=inside)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(g.dtype).to(tl.float32)
+    tl.store(out + i, (silu * u).to(g.dtype), mask=inside)
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:

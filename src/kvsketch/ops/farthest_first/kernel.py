@@ -89,7 +89,8 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
             for _ in range(CHECK):
                 play_round()
     index = chosen.long()
-    fill_with_equals(index, nearest)
+    if bool((stop < count).any()):
+        fill_with_equals(index, nearest)
     return Centers(index, radius.view(batch, heads))
 
 

@@ -26,8 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Spans(NamedTuple):
     """Slots [start, end) that every query of a row reads."""
 
-    start: Tensor  # [B, R] int32
-    end: Tensor  # [B, R] int32
+    edges: Tensor  # [B, R, 2] int32, start and end
     most: int  # no row's spans are longer than this, all together
 
 
@@ -36,7 +35,7 @@ class Extra(NamedTuple):
 
     k: Tensor  # [B, H, C, D]
     v: Tensor  # [B, H, C, Dv]
-    log_weight: Tensor  # [B, Hq, C] float32, -inf: not read
+    log_weight: Tensor  # [B, Hq or H, C] float32, -inf: not read
 
 
 class Indexed(NamedTuple):
@@ -95,11 +94,9 @@ class Arguments:
 
 
 def _check_spans(spans: Spans, batch: int) -> None:
-    start, end, most = spans
-    if start.dim() != 2 or start.shape[0] != batch or start.shape != end.shape:
-        raise ValueError(f"span_start and span_end must be [{batch}, spans], got {_shape(start)} and {_shape(end)}.")
-    if start.dtype != torch.int32 or end.dtype != torch.int32:
-        raise ValueError(f"span_start and span_end must be int32, got {start.dtype} and {end.dtype}.")
+    edges, most = spans
+    if edges.dim() != 3 or edges.shape[0] != batch or edges.shape[2] != 2 or edges.dtype != torch.int32:
+        raise ValueError(f"spans must be int32 [{batch}, spans, 2], start and end, got {edges.dtype} {_shape(edges)}.")
     if most < 1:
         raise ValueError(f"max_span={most} must be the most tokens that the spans of a row hold, 1 or more.")
 
@@ -107,13 +104,14 @@ def _check_spans(spans: Spans, batch: int) -> None:
 def _check_extra(extra: Extra, q: Tensor, value_size: int, heads: int) -> None:
     batch, query_heads, _, size = q.shape
     count = extra.k.shape[2] if extra.k.dim() == 4 else -1
-    for name, tensor, expected in (
-        ("extra_k", extra.k, (batch, heads, count, size)),
-        ("extra_v", extra.v, (batch, heads, count, value_size)),
-        ("extra_log_weight", extra.log_weight, (batch, query_heads, count)),
-    ):
-        if tuple(tensor.shape) != expected:
-            raise ValueError(f"{name} must be {list(expected)}, got {_shape(tensor)}.")
+    if tuple(extra.k.shape) != (batch, heads, count, size):
+        raise ValueError(f"extra_k must be [{batch}, {heads}, slots, {size}], got {_shape(extra.k)}.")
+    if tuple(extra.v.shape) != (batch, heads, count, value_size):
+        raise ValueError(f"extra_v must be [{batch}, {heads}, {count}, {value_size}], got {_shape(extra.v)}.")
+    if tuple(extra.log_weight.shape) not in ((batch, query_heads, count), (batch, heads, count)):
+        raise ValueError(
+            f"extra_log_weight must be [{batch}, {query_heads} or {heads}, {count}], got {_shape(extra.log_weight)}."
+        )
 
 
 def _shape(tensor: Tensor) -> list[int]:

@@ -35,27 +35,27 @@ def load_rows(base, slot, stride, visible, SIZE: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
-def span_slots(start_ptr, end_ptr, place, SPANS: tl.constexpr):
-    """Slots at places of the concatenated spans, and whether each exists."""
-    slot = tl.zeros(place.shape, tl.int32)
+def span_slots(spans_ptr, place, limit, SPANS: tl.constexpr):
+    """Slots at places of the concatenated spans, -1 behind the last and from `limit` on."""
+    slot = tl.full(place.shape, -1, tl.int32)
     before = 0
     for r in tl.static_range(SPANS):
-        start = tl.load(start_ptr + r)
-        length = tl.maximum(tl.load(end_ptr + r) - start, 0)
+        start = tl.load(spans_ptr + 2 * r)
+        length = tl.maximum(tl.load(spans_ptr + 2 * r + 1) - start, 0)
         slot = tl.where(place >= before, start + place - before, slot)
         before += length
-    return slot, place < before
+    return tl.where(place < tl.minimum(before, limit), slot, -1)
 
 
 @triton.jit(
     do_not_specialize=["row_count", "span_count", "extra_count", "list_splits", "span_splits", "extra_splits"]
 )
 def pieces_kernel(
-    q_ptr, k_ptr, v_ptr, rows_ptr, start_ptr, end_ptr, extra_k_ptr, extra_v_ptr, extra_w_ptr, acc_ptr, sums_ptr,
+    q_ptr, k_ptr, v_ptr, rows_ptr, spans_ptr, extra_k_ptr, extra_v_ptr, extra_w_ptr, acc_ptr, sums_ptr,
     scale, softcap, row_count, span_count, extra_count, list_splits, span_splits, extra_splits, kv_heads,
     q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, ek_b, ek_h, ek_n, ev_b, ev_h, ev_n,
-    GROUP: tl.constexpr, LISTS: tl.constexpr, SPANS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, LISTS: tl.constexpr, SPANS: tl.constexpr, WEIGHTS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     CAPPED: tl.constexpr, EXTRA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sums over one piece, for the query heads of one KV head that read it."""
@@ -93,11 +93,9 @@ def pieces_kernel(
     for tile in tl.range(tiles * split // splits, tiles * (split + 1) // splits, num_stages=STAGES):
         place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         slot = tl.load(listed + place, mask=place < list_end, other=-1)
-        visible = slot >= 0
         if SPANS > 0:
-            span_slot, exists = span_slots(start_ptr + b * SPANS, end_ptr + b * SPANS, place, SPANS)
-            slot = tl.where(in_list, slot, span_slot)
-            visible = tl.where(in_list, visible, exists & (place < span_count))
+            slot = tl.where(in_list, slot, span_slots(spans_ptr + b * SPANS * 2, place, span_count, SPANS))
+        visible = slot >= 0
         k = load_rows(k_base, slot, k_n, visible, D, BLOCK_D)
         x = tl.where(visible[None, :], logits_of(q, k, scale, softcap, CAPPED), NEG_INF)
         origin, total, terms, shrink = add_terms(origin, total, x)
@@ -107,7 +105,7 @@ def pieces_kernel(
     if EXTRA:
         extra_split = split - span_splits
         tiles = tl.where(in_list | in_spans, 0, tl.cdiv(extra_count, BLOCK_N))
-        weights = extra_w_ptr + (head * GROUP + query) * extra_count
+        weights = extra_w_ptr + (head * WEIGHTS + tl.where(WEIGHTS > 1, query, 0)) * extra_count
         extra_k_base = extra_k_ptr + b * ek_b + h * ek_h
         extra_v_base = extra_v_ptr + b * ev_b + h * ev_h
         first = tiles * extra_split // tl.maximum(extra_splits, 1)

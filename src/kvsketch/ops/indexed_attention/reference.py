@@ -29,7 +29,8 @@ def indexed_attention(call: Arguments) -> Indexed:
     if call.extra is not None:
         group = q.reshape(batch, heads, -1, size)
         extra = _capped(call.scale * group @ call.extra.k.to(dtype).mT, call.softcap)
-        extra = extra.reshape(batch, query_heads, -1) + call.extra.log_weight.to(dtype)
+        weight = call.extra.log_weight.to(dtype)
+        extra = extra.reshape(batch, query_heads, -1) + weight.repeat_interleave(query_heads // weight.shape[1], 1)
         logits = torch.cat([logits, extra], 2)
 
     origin = logits.amax(2, keepdim=True) if logits.shape[2] else logits.new_full((batch, query_heads, 1), NEG_INF)
@@ -55,13 +56,14 @@ def _slots(rows: Tensor, spans: Spans | None, batch: int, heads: int, lists: int
     slots = rows.view(batch, heads, lists, -1).long()
     visible = slots >= 0
     if spans is not None:
-        lengths = (spans.end - spans.start).clamp_min(0).long()
+        starts = spans.edges[..., 0].long()
+        lengths = (spans.edges[..., 1] - starts).clamp_min(0)
         ends = lengths.cumsum(1)
         place = torch.arange(spans.most, device=rows.device).expand(batch, -1).contiguous()
         span = torch.searchsorted(ends, place, right=True)
         exists = span < lengths.shape[1]
         span = span.clamp_max(lengths.shape[1] - 1)
-        always = spans.start.long().gather(1, span) + place - (ends - lengths).gather(1, span)
+        always = starts.gather(1, span) + place - (ends - lengths).gather(1, span)
         slots = torch.cat([slots, always[:, None, None].expand(-1, heads, lists, -1)], 3)
         visible = torch.cat([visible, exists[:, None, None].expand(-1, heads, lists, -1)], 3)
     return slots.where(visible, 0), visible

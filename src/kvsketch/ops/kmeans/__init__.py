@@ -7,7 +7,7 @@
 number of rounds is given, not found; with "normalized" (spherical k-means) sum_i <k_i / |k_i|, d_label_i> never falls.
 
 The first centroids are keys: the row's m keys are cut into c runs of equal length (to one key) and each run gives one key,
-drawn from (seed, layer, head, number of the run). They are distinct, every key is as likely as any other of its run, and a
+drawn from (seed, layer, first_position, head, number of the run). They are distinct, every key is as likely as any other of its run, and a
 row's draw does not depend on the batch or the padding around it. Each row has min(its count, its keys) live clusters; the
 others stay empty, with centroid 0.
 
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 CENTROIDS = ("mean", "normalized")
+# Seed, layer and position of the first key: what the draws of one call depend on beside head and run.
+Stream = tuple[int, int, int]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

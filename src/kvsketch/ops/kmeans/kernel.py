@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvsketch.ops.cluster_index.kernel import cluster_index, empty_index, inverse_norm, update_means
 from kvsketch.ops.cluster_index.kernel import supported as index_supported
-from kvsketch.ops.kmeans import Clusters, live_clusters
+from kvsketch.ops.kmeans import Clusters, Stream, live_clusters
 from kvsketch.ops.random import initial_state
 from kvsketch.ops.random.kernel import hash_combine, to_uniform
 from kvsketch.ops.weighted_attention.device import dot
@@ -55,7 +55,7 @@ def launch_for(dtype: torch.dtype, size: int) -> Launch:
 
 
 def kmeans(
-    keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, seed: int, layer: int, centroid: str,
+    keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, stream: Stream, centroid: str,
     launch: Launch | None = None,
 ) -> Clusters:  # fmt: skip
     """See `kvsketch.ops.kmeans`; `launch` overrides the launch sizes."""
@@ -81,7 +81,7 @@ def kmeans(
 
     with torch.cuda.device(device) if keys.is_cuda else contextlib.nullcontext():
         begin_kernel[(triton.cdiv(clusters, BEGIN_ROWS), batch * heads)](
-            keys, first, live, centroids, directions, initial_state(seed), layer,
+            keys, first, live, centroids, directions, initial_state(stream[0]), *stream[1:],
             heads, length, clusters, padded, *keys.stride()[:3],
             ROWS=BEGIN_ROWS, NORMALIZED=normalized, **shape, num_warps=4,
         )  # fmt: skip
@@ -93,9 +93,9 @@ def kmeans(
     return Clusters(centroids, labels)
 
 
-@triton.jit(do_not_specialize=["state", "layer", "length", "clusters", "padded"])
+@triton.jit(do_not_specialize=["state", "layer", "position", "length", "clusters", "padded"])
 def begin_kernel(
-    keys_ptr, first_ptr, live_ptr, centroids_ptr, directions_ptr, state, layer,
+    keys_ptr, first_ptr, live_ptr, centroids_ptr, directions_ptr, state, layer, position,
     heads, length, clusters, padded, k_b, k_h, k_n,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +108,7 @@ def begin_kernel(
     runs = tl.maximum(live, 1)
     edge = run * (length - begin) // runs
     width = (run + 1) * (length - begin) // runs - edge
-    draw = to_uniform(hash_combine(hash_combine(hash_combine(state, layer), h), run))
+    draw = to_uniform(hash_combine(hash_combine(hash_combine(hash_combine(state, layer), position), h), run))
     drawn = tl.minimum((draw * width.to(tl.float32)).to(tl.int64), width - 1)
     slot = begin + edge + drawn
     d = tl.arange(0, BLOCK_D)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.cluster_index.reference import cluster_sums
-from kvsketch.ops.kmeans import Clusters, live_clusters
+from kvsketch.ops.kmeans import Clusters, Stream, live_clusters
 from kvsketch.ops.random import uniform
 
 # Keys whose scores are held at once.
@@ -18,7 +18,7 @@ BLOCK = 2048
 
 
 def kmeans(
-    keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, seed: int, layer: int, centroid: str
+    keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, stream: Stream, centroid: str
 ) -> Clusters:
     """See `kvsketch.ops.kmeans`."""
     batch, heads, length, size = keys.shape
@@ -27,19 +27,17 @@ def kmeans(
     first, live = live_clusters(keys, clusters, start, counts)
     for row, (begin, alive) in enumerate(zip(first.tolist(), live.tolist(), strict=True)):
         if alive:
-            means, assigned = _cluster_row(keys[row, :, begin:], alive, rounds, seed, layer, centroid)
+            means, assigned = _cluster_row(keys[row, :, begin:], alive, rounds, stream, centroid)
             centroids[row, :, :alive] = means
             labels[row, :, begin:] = assigned
     return Clusters(centroids, labels)
 
 
-def _cluster_row(
-    keys: Tensor, clusters: int, rounds: int, seed: int, layer: int, centroid: str
-) -> tuple[Tensor, Tensor]:
+def _cluster_row(keys: Tensor, clusters: int, rounds: int, stream: Stream, centroid: str) -> tuple[Tensor, Tensor]:
     """Centroids [H, C, D] and labels [H, n] of keys [H, n, D], n >= clusters."""
     points = keys.to(torch.promote_types(keys.dtype, torch.float32))
     members = _directions(points) if centroid == "normalized" else points
-    chosen = first_keys(keys.shape[0], keys.shape[1], clusters, seed, layer, keys.device)
+    chosen = first_keys(keys.shape[0], keys.shape[1], clusters, stream, keys.device)
     means = members.gather(1, chosen[..., None].expand(-1, -1, keys.shape[2]))
     labels = _assign(points, means, keys.dtype)
     for _ in range(rounds):
@@ -53,13 +51,13 @@ def _cluster_row(
     return means.float(), labels
 
 
-def first_keys(heads: int, keys: int, clusters: int, seed: int, layer: int, device: torch.device) -> Tensor:
+def first_keys(heads: int, keys: int, clusters: int, stream: Stream, device: torch.device) -> Tensor:
     """The keys [H, C] that k-means starts from: one of each of C runs of equal length."""
     run = torch.arange(clusters + 1, device=device)
     edge = run * keys // clusters
     width = edge[1:] - edge[:-1]
     head = torch.arange(heads, device=device)[:, None]
-    drawn = (uniform(seed, layer, head, run[:-1]) * width).long()
+    drawn = (uniform(*stream, head, run[:-1]) * width).long()
     return edge[:-1] + torch.minimum(drawn, width - 1)
 
 
