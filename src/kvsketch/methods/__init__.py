@@ -5,15 +5,20 @@
 | full      | everything                                               | none                         |
 | evict     | a subset of the tokens, each with weight 1               | compress                     |
 | summarise | a weighted set; numerator and denominator may differ     | compress                     |
+| recall    | everything; a query reads a part of it                   | compress indexes, attend     |
 """
 
 from __future__ import annotations
 
 from kvsketch.methods.balancekv import BalanceKV
 from kvsketch.methods.base import Method
+from kvsketch.methods.clusterkv import ClusterKV
 from kvsketch.methods.full import Full
+from kvsketch.methods.h2o import H2O
 from kvsketch.methods.kcenter import KCenter
+from kvsketch.methods.keyformer import Keyformer
 from kvsketch.methods.pyramidkv import PyramidKV
+from kvsketch.methods.quest import Quest
 from kvsketch.methods.snapkv import SnapKV
 from kvsketch.methods.streamingllm import StreamingLLM
 from kvsketch.methods.subgen import SubGen
@@ -26,11 +31,15 @@ METHODS: dict[str, type[Method]] = {
         Full,
         StreamingLLM,
         Uniform,
+        H2O,
+        Keyformer,
         SnapKV,
         PyramidKV,
         KCenter,
         SubGen,
         BalanceKV,
+        Quest,
+        ClusterKV,
     )
 }
 
@@ -41,12 +50,16 @@ def parse_method(text: str | Method) -> Method:
 
 
 __all__ = [
+    "H2O",
     "METHODS",
     "BalanceKV",
+    "ClusterKV",
     "Full",
     "KCenter",
+    "Keyformer",
     "Method",
     "PyramidKV",
+    "Quest",
     "SnapKV",
     "StreamingLLM",
     "SubGen",

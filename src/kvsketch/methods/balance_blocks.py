@@ -8,6 +8,7 @@ is used up, and during decoding a short run is halved every so often, which free
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods import row_schedule
-from kvsketch.methods.row_schedule import Row, compact
+from kvsketch.methods.row_schedule import Row, compact, to_device
 from kvsketch.ops.random import hash_combine, initial_state
 from kvsketch.slots import NEG_INF, SlotTable
 
@@ -28,37 +29,99 @@ HEAVIEST = 64  # halvings that any token can have gone through
 
 def compress(method: BalanceKV, table: SlotTable, rows: list[Row]) -> None:
     """Brings an exact or lengthened table back to the budget of its rows and to its fixed shape."""
-    stored = [row.seen for row in rows] if table.exact else (table.index_slots() >= 0).sum(-1)[:, 0].tolist()
-    freed = [row.freed - 1 if table.new_tokens == 1 else 0 for row in rows]
-    surplus = [max(0, s - r.budget + f if s > r.budget else 0) for s, r, f in zip(stored, rows, freed, strict=True)]
     row_schedule.set_schedule(table, rows, [0] * len(rows))
-    position, middle = table.position_slots(), row_schedule.middle_slots(table)
-    den = torch.zeros(table.shape, device=position.device) if table.log_den is None else table.log_den.clone()
-    num = den if method.tied else den.clone() if table.log_num is None else table.log_num.clone()
-    alive = position >= 0
-    weighted = not table.exact
-    for number in range(HEAVIEST if method.rounds is None or not table.exact else method.rounds):
-        counts = _halved(method, table, rows, stored, surplus, middle & alive, den)
-        if not any(counts):
-            break
-        lengths = torch.tensor(counts, device=den.device).view(-1, 1, 1)
-        if table.exact and (number == 0 or method.den_weight == "pow2"):
-            run = compact(middle & alive, max(counts))
-        else:
-            run, there = _lightest(middle & alive, den, position, max(counts), lengths.clamp_max(method.block))
-            run = torch.where(there, run, -1)
-        run = torch.where(torch.arange(run.shape[-1], device=run.device) < lengths, run, -1)
-        floor = [c == 1 or (method.rounds is not None and table.exact) for c in counts]
-        keep, double = halve(method, table, run, lengths, num if weighted else None, floor, number)
-        _reweigh(method, run, keep, double, num, den, alive)
-        gone = [(c + f) // 2 for c, f in zip(counts, floor, strict=True)]
-        stored = [s - g for s, g in zip(stored, gone, strict=True)]
-        surplus = [max(0, s - g) for s, g in zip(surplus, gone, strict=True)]
-        weighted = True
-    _require_room(method, rows, stored)
-    _write(table, alive, num, den, max(row.budget for row in rows), tied=method.tied)
-    full_at = [row.seen + row.budget - s + 1 for row, s in zip(rows, stored, strict=True)]
+    rest = Remaining.of(method, table, rows)
+    while rest.halve():
+        pass
+    _require_room(method, rows, rest.stored)
+    _write(table, rest, max(row.budget for row in rows), tied=method.tied)
+    full_at = [row.seen + row.budget - stored + 1 for row, stored in zip(rows, rest.stored, strict=True)]
     row_schedule.set_schedule(table, rows, full_at)
+
+
+@dataclass
+class Remaining:
+    """What is left of a table while it is halved: tokens, their weights, and counts of them on the host."""
+
+    method: BalanceKV
+    table: SlotTable
+    rows: list[Row]
+    stored: list[int]  # tokens of each row
+    surplus: list[int]  # tokens that have to go
+    middle: Tensor  # [B, H, S], slots that may be halved
+    alive: Tensor
+    num: Tensor
+    den: Tensor
+    passes: int = 0
+
+    @classmethod
+    def of(cls, method: BalanceKV, table: SlotTable, rows: list[Row]) -> Remaining:
+        real = table.index_slots() >= 0
+        stored = [row.seen for row in rows] if table.exact else real.sum(-1)[:, 0].tolist()
+        # A decoded token makes room for more than itself, so that the next ones need not.
+        extra = [row.freed - 1 if table.new_tokens == 1 else 0 for row in rows]
+        over = [count - row.budget for count, row in zip(stored, rows, strict=True)]
+        surplus = [o + e if o > 0 else 0 for o, e in zip(over, extra, strict=True)]
+        den = torch.zeros(table.shape, device=real.device) if table.log_den is None else table.log_den.clone()
+        num = den if method.tied else den.clone() if table.log_num is None else table.log_num.clone()
+        return cls(method, table, rows, stored, surplus, row_schedule.middle_slots(table), real, num, den)
+
+    @property
+    def published(self) -> bool:
+        """Whether everything is halved a given number of times, whatever the budget."""
+        return self.table.exact and self.method.rounds is not None
+
+    def halve(self) -> bool:
+        """One halving of each row that needs it; False when none does."""
+        counts = self._counts()
+        if not any(counts):
+            return False
+        lengths = to_device(counts, self.den.device).view(-1, 1, 1)
+        run = self._run(max(counts), lengths)
+        weights = self.num if self.passes or not self.table.exact else None
+        floor = (lengths == 1) | self.published
+        keep, double = halve(self.method, self.table, run, lengths, weights, floor, self.passes)
+        self._apply(run, keep, double)
+        gone = [(count + (self.published or count == 1)) // 2 for count in counts]
+        self.stored = [s - g for s, g in zip(self.stored, gone, strict=True)]
+        self.surplus = [max(0, s - g) for s, g in zip(self.surplus, gone, strict=True)]
+        self.passes += 1
+        return True
+
+    def _counts(self) -> list[int]:
+        """How many tokens of each row the next halving takes: twice the surplus, as far as tokens of one weight go."""
+        if self.published and self.passes == self.method.rounds:
+            return [0] * len(self.rows)
+        if self.table.exact:
+            middle = [max(0, s - r.sinks - r.recent) for s, r in zip(self.stored, self.rows, strict=True)]
+            return middle if self.published else [min(2 * s, m) for s, m in zip(self.surplus, middle, strict=True)]
+        if not any(self.surplus):
+            return [0] * len(self.rows)
+        counts = _level_counts(_level(self.den), self.middle & self.alive)
+        wanted = to_device([min(2 * s, self.method.block) for s in self.surplus], self.den.device).view(-1, 1, 1)
+        at_level = counts.gather(2, _first_level(counts, wanted))
+        available = torch.where(at_level >= wanted, at_level, counts.sum(-1, keepdim=True)).amin((1, 2)).tolist()
+        return [min(2 * s, count) for s, count in zip(self.surplus, available, strict=True)]
+
+    def _run(self, width: int, lengths: Tensor) -> Tensor:
+        """The slots to halve, [B, H, width]; -1 beyond the `lengths` [B, 1, 1] of the rows."""
+        candidates = self.middle & self.alive
+        if self.table.exact and (self.passes == 0 or self.method.den_weight == "pow2"):
+            run = compact(candidates, width)
+        else:
+            position = self.table.position_slots()
+            run, there = _lightest(candidates, self.den, position, width, lengths.clamp_max(self.method.block))
+            run = torch.where(there, run, -1)
+        return torch.where(torch.arange(width, device=run.device) < lengths, run, -1)
+
+    def _apply(self, run: Tensor, keep: Tensor, double: Tensor) -> None:
+        """Doubles weights and removes the dropped; adding zero leaves alone the slot that -1 is read as."""
+        at = run.clamp_min(0)
+        self.num.scatter_add_(2, at, double * LN2)
+        if self.num is not self.den:
+            self.den.scatter_add_(2, at, keep * LN2)
+        dropped = torch.zeros_like(self.den).scatter_add_(2, at, ((run >= 0) & ~keep).float())
+        self.alive &= dropped == 0
 
 
 def bound(method: BalanceKV, table: SlotTable, rows: list[Row]) -> None:
@@ -93,10 +156,13 @@ def halve(
     run: Tensor,
     lengths: Tensor,
     log_weights: Tensor | None,
-    floor: list[bool] | Tensor,
+    floor: Tensor,
     number: int,
 ) -> tuple[Tensor, Tensor]:
-    """Which tokens of each run [B, H, X] stay, and which of those count twice; a run has `lengths` [B, 1, 1] tokens."""
+    """Which tokens of each run [B, H, X] stay, and which of those count twice.
+
+    Runs have `lengths` [B, 1, 1] tokens; of an odd number the larger half stays, where `floor` [B, 1, 1] the smaller.
+    """
     size = min(method.block, run.shape[-1])
     blocks = torch.nn.functional.pad(run, (0, -run.shape[-1] % size), value=-1).unflatten(-1, (-1, size))
     state = torch.tensor(initial_state(method.seed + table.seed))
@@ -108,8 +174,7 @@ def halve(
         walk=method.walk_name, c=method.walk_c, temp=method.temp, center=method.center, constant=method.count_term,
     )  # fmt: skip
     signs = signs.flatten(2)[..., : run.shape[-1]]
-    floored = torch.as_tensor(floor, device=run.device).view(-1, 1, 1)
-    return (_strict_half if method.select == "strict" else _weighted_half)(signs, lengths, floored)
+    return (_strict_half if method.select == "strict" else _weighted_half)(signs, lengths, floor)
 
 
 def _strict_half(signs: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,31 +207,6 @@ def _weighted_half(signs: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tenso
     return keep & ~surplus, double & keep & ~surplus
 
 
-def _halved(
-    method: BalanceKV,
-    table: SlotTable,
-    rows: list[Row],
-    stored: list[int],
-    surplus: list[int],
-    middle: Tensor,
-    den: Tensor,
-) -> list[int]:
-    """How many tokens of each row the next halving takes: twice the surplus, as far as tokens of one weight go."""
-    if table.exact:
-        in_middle = [max(0, s - r.sinks - r.recent) for s, r in zip(stored, rows, strict=True)]
-        if method.rounds is not None:
-            return in_middle
-        return [min(2 * s, m) for s, m in zip(surplus, in_middle, strict=True)]
-    if not any(surplus):
-        return [0] * len(rows)
-    level = _level(den)
-    counts = _level_counts(level, middle)
-    wanted = torch.tensor([min(2 * s, method.block) for s in surplus], device=den.device).view(-1, 1, 1)
-    at_level = counts.gather(2, _first_level(counts, wanted))
-    available = torch.where(at_level >= wanted, at_level, counts.sum(-1, keepdim=True)).amin((1, 2)).tolist()
-    return [min(2 * s, count) for s, count in zip(surplus, available, strict=True)]
-
-
 def _level(den: Tensor) -> Tensor:
     """How often each token was halved (for weights that follow the numerator: how often it was doubled)."""
     return (den.clamp_min(0) / LN2).round().long().clamp_max(HEAVIEST - 1)
@@ -193,26 +233,14 @@ def _lightest(candidates: Tensor, den: Tensor, position: Tensor, count: int, wan
     return lowest.indices, lowest.values < 1 << 62
 
 
-def _reweigh(
-    method: BalanceKV, run: Tensor, keep: Tensor, double: Tensor, num: Tensor, den: Tensor, alive: Tensor
-) -> None:
-    """Doubles weights and removes the dropped; adding zero leaves alone what -1 points at."""
-    at = run.clamp_min(0)
-    num.scatter_add_(2, at, double * LN2)
-    if num is not den:
-        den.scatter_add_(2, at, keep * LN2)
-    dropped = torch.zeros_like(den).scatter_add_(2, at, ((run >= 0) & ~keep).float())
-    alive &= dropped == 0
-
-
-def _write(table: SlotTable, alive: Tensor, num: Tensor, den: Tensor, room: int, tied: bool) -> None:
+def _write(table: SlotTable, rest: Remaining, room: int, tied: bool) -> None:
     """The bounded table of the tokens that are left, in the order of their slots."""
-    chosen = compact(alive, room)
+    chosen = compact(rest.alive, room)
     source, empty = chosen.clamp_min(0), chosen < 0
-    table.rebuild(chosen, room, den.gather(2, source))
+    table.rebuild(chosen, room, rest.den.gather(2, source))
     table.log_num = None
     if not tied:
-        weights = num.gather(2, source).masked_fill(empty, NEG_INF)
+        weights = rest.num.gather(2, source).masked_fill(empty, NEG_INF)
         table.log_num = torch.nn.functional.pad(weights, (0, 1), value=NEG_INF)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvsketch.methods import row_schedule
 from kvsketch.methods.merge_reduce import Balance, grouped, merge_and_reduce, softmax_balance, stream_state
-from kvsketch.methods.row_schedule import Row, compact
+from kvsketch.methods.row_schedule import Row, compact, to_device
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.slots import NEG_INF, SlotTable
 
@@ -46,8 +46,8 @@ def compress(method: BalanceKV, table: SlotTable, rows: list[Row], queries: Tens
     limits = None if unbounded else list(zip(target, keys_only, strict=True))
     device = table.key_slots().device
     if limits is not None:
-        table.row_state["capacity"] = torch.tensor(limits, device=device)
-    num, den = _summarise(method, table, torch.tensor(over, device=device).view(-1, 1, 1), queries)
+        table.row_state["capacity"] = to_device(limits, device)
+    num, den = _summarise(method, table, to_device(over, device).view(-1, 1, 1), queries)
     if unbounded:
         room = int((num >= 0).sum(-1).max()) + method.block
         keys_room = int(((den >= 0) & (num < 0)).sum(-1).max())
@@ -63,6 +63,9 @@ def compress(method: BalanceKV, table: SlotTable, rows: list[Row], queries: Tens
 
 def make_room(method: BalanceKV, table: SlotTable, queries: Tensor) -> None:
     """Summarises what the rows that are full have read since the last time, and copies the result into the table."""
+    if method.form == "paper":
+        compress(method, table, method.rows(table), queries)
+        return
     assert table.values is not None
     room = table.values.shape[2] - 1
     num, den = _summarise(method, table, row_schedule.due_rows(table), queries)
@@ -75,7 +78,7 @@ def bound(method: BalanceKV, table: SlotTable, rows: list[Row]) -> None:
     _set_up(method, table, rows)
     values, keys_only = zip(*(shares(row) for row in rows), strict=True)
     target = [[v + 1 - row.freed, k] for v, k, row in zip(values, keys_only, rows, strict=True)]
-    table.row_state["capacity"] = torch.tensor(target, device=table.key_slots().device)
+    table.row_state["capacity"] = to_device(target, table.key_slots().device)
     level = torch.where(table.position_slots() >= 0, 0, -1)
     _write(table, level, level, max(row.budget for row in rows), max(keys_only))
     row_schedule.set_schedule(table, rows, [row.budget + 1 for row in rows])

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvsketch import ops
 from kvsketch.budget import Size
 from kvsketch.methods import balance_blocks, balance_stream, row_schedule
 from kvsketch.methods.base import BudgetedMethod
@@ -29,8 +28,8 @@ DEFAULT_WINDOW = 32
 class BalanceKV(BudgetedMethod):
     """Keeps one of two halves of the tokens that have almost the same attention sums, with twice the weight.
 
-    The balancing walk (ops.balance_walk) gives the tokens of a block signs with sum_+ exp(s) v ~ sum_- exp(s) v for every
-    query; the difference does not grow with the block, where a random half errs by its square root.
+    The balancing walk (ops.balance_walk) gives the tokens of a block signs with sum_+ exp(s) v ~ sum_- exp(s) v for
+    every query; the difference does not grow with the block, where a random half errs by its square root.
 
     form=block, the practical algorithm: runs of neighbours are halved in blocks of `block` tokens, keys relative to the
     block's mean, until the budget holds; the last halving takes only as many of the oldest tokens as needed. A token
@@ -112,15 +111,15 @@ class BalanceKV(BudgetedMethod):
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         if self.form == "block":
-            balance_blocks.bound(self, table, self._rows(table))
+            balance_blocks.bound(self, table, self.rows(table))
         elif self.form == "stream":
-            balance_stream.bound(self, table, self._rows(table))
+            balance_stream.bound(self, table, self.rows(table))
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
-        if table.in_place and row_schedule.in_place(table):
+        if row_schedule.in_place(table):
             self._step(table, queries)
             return
-        rows = self._rows(table)
+        rows = self.rows(table)
         if table.exact and not any(self._exceeds(row) for row in rows):
             return
         if self.form == "block":
@@ -133,22 +132,16 @@ class BalanceKV(BudgetedMethod):
         if row_schedule.due(table):
             if self.form == "block":
                 balance_blocks.make_room(self, table)
-            elif self.form == "stream":
-                balance_stream.make_room(self, table, queries)
             else:
-                balance_stream.compress(self, table, self._rows(table), queries)
-                return
-        assert table.index is not None and table.log_den is not None and table.clock is not None
-        # Some slot is empty, and empty slots rank lowest.
-        ops.free_lowest(
-            None, table.index, table.log_den, table.log_num, table.next_slot, table.padding, table.clock, 0, 0
-        )  # fmt: skip
+                balance_stream.make_room(self, table, queries)
+        row_schedule.find_free_slot(table)
 
     def _exceeds(self, row: Row) -> bool:
         if self.form == "paper":
             return row.seen - row.sinks - row.recent >= self.block
         return row.seen > row.budget
 
-    def _rows(self, table: SlotTable) -> list[Row]:
+    def rows(self, table: SlotTable) -> list[Row]:
+        """What each row of the table may hold."""
         assert isinstance(self.budget, Size) and isinstance(self.recent, Size)
         return row_schedule.rows_of(table, self.budget, self.sinks, self.recent, DEFAULT_WINDOW, self.block)

@@ -67,54 +67,40 @@ class ClusterKV(RecallingMethod):
             self._add_clusters(table, start, self.recluster_into if table.new_tokens == 1 else None)
 
     def _add_clusters(self, table: SlotTable, start: int, count: int | None) -> None:
-        """Appends clusters of the slots [start, seen); rows with different padding are clustered each by its own
-        length.
-        """
-        keys, values = table.key_slots()[:, :, : table.seen], table.value_slots()[:, :, : table.seen]
+        """Appends clusters of the slots [start, seen); each row is clustered without its padding and sinks."""
+        keys, values = (t[:, :, start : table.seen] for t in (table.key_slots(), table.value_slots()))
         padding = [0] * keys.shape[0] if table.padding is None else table.padding.tolist()
-        parts: dict[int, tuple[list[int], dict[str, Tensor]]] = {}
-        for pad in sorted(set(padding)):
-            rows = [row for row, p in enumerate(padding) if p == pad]
-            first = max(start, pad + self.sinks)
-            n = max(table.seen - first, 0)
-            clusters = min(n, count or max(1, round((n + self.sinks * (start == 0)) / self.tokens_per_cluster)))
-            parts[pad] = rows, self._cluster(table, keys[rows, :, first:], values[rows, :, first:], clusters, first - pad, first)
-        self._append(table, parts, start)
+        first = [min(max(start, pad + self.sinks), table.seen) for pad in padding]
+        counts = [self._clusters(table.seen - f, count, whole_prompt=start == 0) for f in first]
+        clustered = ops.kmeans(
+            keys,
+            max(counts),
+            start=torch.tensor([f - start for f in first], device=keys.device),
+            counts=torch.tensor(counts, device=keys.device),
+            rounds=self.rounds,
+            seed=self.seed + table.seed,
+            layer=table.layer_idx,
+        )
+        index = ops.cluster_index(clustered.labels, max(counts))
+        used, ordered = table.marks.get(SIZES, 0), table.marks.get(ORDER, 0)
+        new = {
+            CENTROIDS: ops.cluster_means(keys, index).to(keys.dtype),
+            MEANS: ops.cluster_means(values, index).to(values.dtype),
+            SIZES: index.sizes,
+            OFFSETS: index.offsets + ordered,
+            ORDER: index.order + start,
+        }
+        for name, tensor in new.items():
+            _append(table, name, tensor, ordered if name == ORDER else used)
+        table.marks[SIZES], table.marks[ORDER] = used + max(counts), ordered + index.order.shape[2]
         table.marks[TAIL] = table.seen
         tail = torch.full((keys.shape[0],), table.seen, dtype=torch.int32, device=keys.device)
-        if TAIL in table.row_state:
-            table.row_state[TAIL].copy_(tail)
-        else:
-            table.row_state[TAIL] = tail
+        table.row_state.setdefault(TAIL, tail).copy_(tail)
 
-    def _cluster(self, table: SlotTable, keys: Tensor, values: Tensor, clusters: int, position: int, slot: int) -> dict[str, Tensor]:
-        """Clusters of `keys` [b, H, n, D], whose first key has the given position and slot."""
-        _, labels = ops.kmeans(
-            keys, clusters, rounds=self.rounds, seed=self.seed + table.seed, layer=table.layer_idx, first_position=position
-        )
-        order, sizes, offsets = ops.cluster_index(labels, clusters)
-        count = sizes.clamp_min(1).unsqueeze(-1)
-        return {
-            CENTROIDS: (_sum_by_label(keys, labels, clusters) / count).to(keys.dtype),
-            MEANS: (_sum_by_label(values, labels, clusters) / count).to(values.dtype),
-            SIZES: sizes,
-            OFFSETS: offsets,
-            ORDER: order + slot,
-        }
-
-    def _append(self, table: SlotTable, parts: dict[int, tuple[list[int], dict[str, Tensor]]], start: int) -> None:
-        """Writes new clusters behind those the index already holds; a row with fewer gets clusters of size 0."""
-        new = max(part[SIZES].shape[-1] for _, part in parts.values())
-        length = max(part[ORDER].shape[-1] for _, part in parts.values())
-        used, ordered = table.marks.get(SIZES, 0), table.marks.get(ORDER, 0)
-        example = next(iter(parts.values()))[1]
-        for name in (CENTROIDS, MEANS, SIZES, OFFSETS, ORDER):
-            at, more = (ordered, length) if name == ORDER else (used, new)
-            target = _with_room(table, name, example[name], at + more)
-            for rows, part in parts.values():
-                tensor = part[name] + ordered if name == OFFSETS else part[name]
-                target[rows, :, at : at + tensor.shape[2]] = tensor
-        table.marks[SIZES], table.marks[ORDER] = used + new, ordered + length
+    def _clusters(self, tokens: int, count: int | None, whole_prompt: bool) -> int:
+        """Clusters for so many tokens: `count`, or one for `tokens_per_cluster`, of a prompt with its sinks."""
+        wanted = count or max(1, round((tokens + self.sinks * whole_prompt) / self.tokens_per_cluster))
+        return max(1, min(tokens, wanted))
 
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
@@ -122,36 +108,35 @@ class ClusterKV(RecallingMethod):
         if TAIL not in table.row_state:
             return None
         state = table.row_state
-        scores = self._scores(query, state[CENTROIDS])
-        rows, taken = ops.select_clusters(
-            scores, state[SIZES], state[OFFSETS], state[ORDER], self.budget_tokens(table) - self.sinks
+        selected = ops.select_clusters(
+            self._scores(query, state[CENTROIDS]),
+            state[SIZES],
+            state[OFFSETS],
+            state[ORDER],
+            self.budget_tokens(table) - self.sinks,
         )
-        unread = None
-        if self.completion:
-            sizes = state[SIZES].repeat_interleave(taken.shape[1] // state[SIZES].shape[1], 1)
-            unread = (sizes - taken).float().log()
         assert table.keys is not None and table.values is not None
         return ops.indexed_attention(
             query,
             table.keys,
             table.values,
-            rows,
+            selected.rows,
             table.scale,
             spans=self._spans(table),
             max_span=self.sinks + self.recluster + 1,
             extra_k=state[CENTROIDS] if self.completion else None,
             extra_v=state[MEANS] if self.completion else None,
-            extra_log_weight=unread,
+            extra_log_weight=selected.log_unread if self.completion else None,
             softcap=softcap,
             sink_logits=sink_logits,
         )
 
     def _scores(self, query: Tensor, centroids: Tensor) -> Tensor:  # [B, Hq or H, C] float32
-        batch, heads, _, size = query.shape
-        scores = query.view(batch, centroids.shape[1], -1, size) @ centroids.transpose(-1, -2)
-        if self.share_in_group:
-            return scores.float().softmax(-1).sum(2)
-        return scores.float().view(batch, heads, -1)
+        scores = ops.cluster_scores(query, centroids)
+        if not self.share_in_group:
+            return scores
+        grouped = scores.view(scores.shape[0], centroids.shape[1], -1, scores.shape[2])
+        return grouped.softmax(-1).sum(2)
 
     def _spans(self, table: SlotTable) -> Tensor:  # [B, 2, 2] int32: [start, end) of sinks and tail
         tail = table.row_state[TAIL]
@@ -160,19 +145,12 @@ class ClusterKV(RecallingMethod):
         return torch.stack([torch.stack([pad, pad + self.sinks], -1), torch.stack([tail, seen], -1)], 1)
 
 
-def _sum_by_label(rows: Tensor, labels: Tensor, clusters: int) -> Tensor:  # [b, H, C, D] float32
-    sums = torch.zeros(*rows.shape[:2], clusters, rows.shape[3], device=rows.device)
-    return sums.scatter_add_(2, labels.long().unsqueeze(-1).expand_as(rows), rows.float())
-
-
-def _with_room(table: SlotTable, name: str, example: Tensor, needed: int) -> Tensor:
-    """The index tensor `name`, lengthened to hold `needed` entries and some more when it is too short."""
-    present = table.row_state.get(name)
-    if present is not None and present.shape[2] >= needed:
-        return present
-    batch = table.shape[0]
-    longer = example.new_zeros(batch, example.shape[1], needed + needed // 8 + 64, *example.shape[3:])
-    if present is not None:
-        longer[:, :, : present.shape[2]] = present
-    table.row_state[name] = longer
-    return longer
+def _append(table: SlotTable, name: str, new: Tensor, at: int) -> None:
+    """Writes `new` behind the first `at` entries of the index tensor `name`, which is lengthened when it is too short."""
+    present, needed = table.row_state.get(name), at + new.shape[2]
+    if present is None or present.shape[2] < needed:
+        longer = new.new_zeros(*new.shape[:2], needed + needed // 8 + 64, *new.shape[3:])
+        if present is not None:
+            longer[:, :, :at] = present[:, :, :at]
+        table.row_state[name] = present = longer
+    present[:, :, at:needed] = new

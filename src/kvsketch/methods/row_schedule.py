@@ -7,11 +7,13 @@ works for rows that are not full, and a row does the same alone as in any batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvsketch import ops
 from kvsketch.budget import Size
 from kvsketch.slots import SlotTable
 
@@ -59,7 +61,7 @@ def set_schedule(table: SlotTable, rows: list[Row], full_at: list[int]) -> None:
         for at, row in zip(full_at, rows, strict=True)
     ]
     table.row_state["schedule"] = torch.tensor(host)
-    table.row_state["limits"] = torch.tensor(limits, device=table.keys.device)
+    table.row_state["limits"] = to_device(limits, table.keys.device)
 
 
 def in_place(table: SlotTable) -> bool:
@@ -88,6 +90,14 @@ def due_rows(table: SlotTable) -> Tensor:  # [B, 1, 1]
     return (passed >= 0) & (passed % freed == 0)
 
 
+def find_free_slot(table: SlotTable) -> None:
+    """Names an empty slot as the next to be written: some slot is, and empty slots rank lowest."""
+    assert table.index is not None and table.log_den is not None
+    ops.free_lowest(
+        None, table.index, table.log_den, table.log_num, table.next_slot, table.padding, table.clock, 0, 0
+    )  # fmt: skip
+
+
 def middle_slots(table: SlotTable) -> Tensor:  # [B, H, S]
     """Slots whose tokens lie between the sinks and the recent window of their row."""
     sinks, recent, *_ = limits_of(table)
@@ -98,6 +108,12 @@ def middle_slots(table: SlotTable) -> Tensor:  # [B, H, S]
 def limits_of(table: SlotTable) -> list[Tensor]:
     """Sinks, recent window, full_at, freed and the tokens to halve of each row, each [B, 1, 1]."""
     return [column.view(-1, 1, 1) for column in table.row_state["limits"].unbind(1)]
+
+
+def to_device(numbers: Sequence[object], device: torch.device) -> Tensor:
+    """Numbers of the host as a tensor on the device, without waiting for the device."""
+    tensor = torch.tensor(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def compact(mask: Tensor, width: int) -> Tensor:

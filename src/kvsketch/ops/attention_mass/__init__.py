@@ -2,13 +2,13 @@
 
     mass_j = sum over rows i that see j of  exp((s_ij + g_ij) / tau) / sum_j' exp((s_ij' + g_ij') / tau)
 
-with s_ij = scale * <q_i, k_j> and, on request, Gumbel noise g_ij. `reference.py` is the definition in torch, a block of
-rows at a time. `kernel.py` launches the Triton programs of `device.py`: one pass for the logarithm of each row's sum, one
-that draws the same noise again and adds up the columns; memory grows with the number of tokens, not with its square.
-`kvsketch.ops.attention_mass` chooses; this module holds what both share.
+with s_ij = scale * <q_i, k_j> and, on request, Gumbel noise g_ij. `reference.py` is the definition in torch, a block
+of rows at a time. `kernel.py` launches the Triton programs of `device.py` (one pass for the logarithm of each row's
+sum, one that draws the same noise again and adds up the columns) and of `decode.py` (a single query). Memory grows
+with the number of tokens, not with its square. `kvsketch.ops.attention_mass` chooses; this module holds what is shared.
 
-Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H query heads per KV head, N queries, S columns (keys), D head
-size. A row is one query of one query head. A place is a logical index, a position is that index without left padding.
+Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H query heads per KV head, N queries, S columns (keys), D
+head size. A row is one query of one query head. A place is a logical index, a position is that without left padding.
 """
 
 from __future__ import annotations
@@ -83,19 +83,22 @@ def check_arguments(
             raise ValueError(f"{name} must have 4 dimensions [batch, heads, length, size], got {list(tensor.shape)}.")
     if q.dtype not in DTYPES or k.dtype != q.dtype:
         raise ValueError(
-            f"q and k must share one dtype of float32, bfloat16, float16, float64; got q {q.dtype}, k {k.dtype}. Cast them first."
+            f"q and k must share one dtype of float32, bfloat16, float16, float64; "
+            f"got q {q.dtype}, k {k.dtype}. Cast them first."
         )
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}.")
     batch, query_heads, queries, size = q.shape
     kv_heads, columns = k.shape[1:3]
     if k.shape[0] != batch or k.shape[3] != size:
-        raise ValueError(f"k must be [{batch}, heads, columns, {size}] to match q {list(q.shape)}, got {list(k.shape)}.")
+        raise ValueError(
+            f"k must be [{batch}, heads, columns, {size}] to match q {list(q.shape)}, got {list(k.shape)}."
+        )
     if kv_heads == 0 or query_heads % kv_heads:
         raise ValueError(f"q has {query_heads} heads, which is not a multiple of the {kv_heads} heads of k.")
     if index is None and (seen is not None or queries > columns):
         raise ValueError(
-            f"without index, k holds every token seen, so {queries} queries need at least as many columns (got {columns}) "
+            f"without index, k holds every token seen: {queries} queries need as many columns or more, not {columns}, "
             f"and seen follows from k; pass index [{batch}, {kv_heads}, {columns}] for slots in any order."
         )
     if index is not None and seen is None:
@@ -116,4 +119,6 @@ def check_arguments(
     if not (temperature.start > 0 and temperature.end > 0 and temperature.steps >= 1):
         raise ValueError(f"{temperature} must have positive temperatures and at least one step.")
     if row_lse is not None and (noise is not None or temperature.start != 1.0 or temperature.end != 1.0):
-        raise ValueError("row_lse holds the sums of plain attention: it serves temperature 1 without noise only; pass None.")
+        raise ValueError(
+            "row_lse holds the sums of plain attention: it serves temperature 1 without noise only; pass None."
+        )

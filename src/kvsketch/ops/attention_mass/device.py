@@ -2,7 +2,8 @@
 
     hash_kernel     the hashes of all row and column positions, so that the noise of a pair costs one small hash
     row_kernel      lse_i = log sum_j exp(x_ij), one program for a tile of rows, which reads the columns it sees
-    column_kernel   mass_j = sum_i exp(x_ij - lse_i), one program for a tile of columns, which reads the rows that see it
+    column_kernel   mass_j = sum_i exp(x_ij - lse_i), one program for a tile of columns, which reads the rows that see
+    it
 
 Nothing is shared between programs, so nothing is added atomically and a result does not depend on their order. Noise:
 exp((s + g) / tau) with g = -ln(-ln u) is 2^(factor s - log2(-log2 u) / tau) up to a constant that both passes share.
@@ -56,7 +57,7 @@ def fast_log2(x, NEGATE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def pair_uniform(row_hash, column_hash):
-    """float32 in (0, 1) for each pair, bit for bit that of the reference, without a conversion from integer to float."""
+    """float32 in (0, 1) for each pair, bit for bit that of the reference, without the slow conversion of an integer."""
     x = (row_hash ^ column_hash) * tl.full((), FIRST_FACTOR, tl.uint32)
     x = (x ^ (x >> 15)) * tl.full((), SECOND_FACTOR, tl.uint32)
     one_to_two = ((x >> 9) | tl.full((), 0x3F800000, tl.uint32)).to(tl.float32, bitcast=True)
@@ -80,10 +81,7 @@ def temperature_at(seen, start, slope, steps, since):
 @triton.jit
 def column_places(index_ptr, offset, columns, limit, pad, SLOTS: tl.constexpr):
     """The place of each column; HIDDEN for empty slots, left padding and columns beyond the last."""
-    if SLOTS:
-        places = tl.load(index_ptr + offset + columns, mask=columns < limit, other=-1)
-    else:
-        places = columns
+    places = tl.load(index_ptr + offset + columns, mask=columns < limit, other=-1) if SLOTS else columns
     return tl.where((columns < limit) & (places >= pad), places, HIDDEN)
 
 
@@ -104,10 +102,12 @@ def hash_kernel(
     if SEEN:
         seen = tl.load(seen_ptr).to(tl.int32)
     row_hash = hash_combine(hash_combine(state, 0), seen - queries + at - pad)
-    tl.store(row_hash_ptr + batch_head * queries + at, row_hash.to(tl.int32, bitcast=True), mask=at < queries)
+    row_pointers = row_hash_ptr + batch_head * queries + at
+    tl.store(row_pointers, row_hash.to(tl.int32, bitcast=True), mask=at < queries)
     places = column_places(index_ptr, b * i_b + head // GROUP * i_h, at, columns_total, pad, SLOTS)
     column_hash = hash_combine(hash_combine(state, 1), places - pad)
-    tl.store(column_hash_ptr + batch_head * columns_total + at, column_hash.to(tl.int32, bitcast=True), mask=at < columns_total)
+    column_pointers = column_hash_ptr + batch_head * columns_total + at
+    tl.store(column_pointers, column_hash.to(tl.int32, bitcast=True), mask=at < columns_total)
 
 
 @triton.jit
@@ -160,7 +160,8 @@ def row_kernel(
     index_offset, hash_offset = b * i_b + head // GROUP * i_h, batch_head * columns_total
     row_hash = rows.to(tl.uint32)
     if NOISE:
-        row_hash = tl.load(row_hash_ptr + batch_head * queries + rows, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
+        pointers = row_hash_ptr + batch_head * queries + rows
+        row_hash = tl.load(pointers, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
 
     origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -213,8 +214,8 @@ def column_kernel(
     k = load_tile(k_tiles, b, head // GROUP, start, BLOCK_N, BLOCK_D)
     column_hash = columns.to(tl.uint32)
     if NOISE:
-        column_hash = tl.load(column_hash_ptr + batch_head * columns_total + columns, mask=columns < columns_total, other=0)
-        column_hash = column_hash.to(tl.uint32, bitcast=True)
+        pointers = column_hash_ptr + batch_head * columns_total + columns
+        column_hash = tl.load(pointers, mask=columns < columns_total, other=0).to(tl.uint32, bitcast=True)
 
     # Rows before `begin` see none of the columns, rows from `whole` on see all of them.
     begin = 0 if SLOTS else tl.maximum(start - first, 0) // BLOCK_M * BLOCK_M

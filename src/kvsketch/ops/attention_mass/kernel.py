@@ -1,7 +1,7 @@
 """Attention mass on a GPU: launches of the programs of `device.py` (several queries) and `decode.py` (one).
 
-Launch sizes: a tile of logits is [rows, columns]; without noise the tensor cores are the limit and large tiles feed them,
-with noise the hash and the logarithms are, and smaller tiles leave registers for more programs on a multiprocessor.
+Launch sizes: a tile of logits is [rows, columns]. Without noise the tensor cores are the limit and large tiles feed
+them; with noise the hash and the logarithms are, and small tiles leave room for more programs on a multiprocessor.
 """
 
 from __future__ import annotations
@@ -132,7 +132,12 @@ class _Call:
         }
 
     def resources(self, launch: Launch) -> dict[str, Any]:
-        options = {"BLOCK_M": launch.rows, "BLOCK_N": launch.columns, "num_warps": launch.warps, "num_stages": launch.stages}
+        options = {
+            "BLOCK_M": launch.rows,
+            "BLOCK_N": launch.columns,
+            "num_warps": launch.warps,
+            "num_stages": launch.stages,
+        }
         if self.ptx and launch.registers is not None:
             options["maxnreg"] = launch.registers
         return options

@@ -33,7 +33,7 @@ def attention_mass(
     into: Tensor,
 ) -> Tensor:
     """See `kvsketch.ops.attention_mass`."""
-    batch, query_heads, queries, size = q.shape
+    batch, query_heads, queries = q.shape[:3]
     kv_heads, columns = k.shape[1:3]
     group = query_heads // kv_heads
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -66,10 +66,7 @@ def attention_mass(
 
 def column_places(k: Tensor, index: Tensor | None, padding: Tensor | None) -> Tensor:  # [B or 1, H or 1, S] int64
     """The logical index of each column; HIDDEN for empty slots and left padding."""
-    if index is None:
-        places = torch.arange(k.shape[2], device=k.device).view(1, 1, -1)
-    else:
-        places = index.long()
+    places = torch.arange(k.shape[2], device=k.device).view(1, 1, -1) if index is None else index.long()
     least = 0 if padding is None else padding.view(-1, 1, 1).clamp_min(0)
     return torch.where(places >= least, places, HIDDEN)
 
@@ -91,4 +88,3 @@ def pair_uniform(noise: Noise, heads: Tensor, rows: Tensor, columns: Tensor) -> 
     x = (x * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
     return to_uniform(x)
-

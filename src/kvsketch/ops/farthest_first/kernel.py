@@ -63,11 +63,14 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
     sizes = {"D": size, "BLOCK_D": block_d, "ROUNDING": ROUNDING}
     block = max(16, min(128, BLOCK_BYTES[keys.element_size()] // (block_d * keys.element_size())))
     gram_rows = max(16, min(block // 2, candidates))
+    # With 128 registers four sweeps fit on a multiprocessor, which at 32k keys and 8 heads is all of them at once.
+    capped = {"maxnreg": 128} if keys.is_cuda and torch.version.hip is None and keys.element_size() == 2 else {}
 
     def play_round() -> None:
         sweep_kernel[(tiles, rows)](
             keys, nearest, origin, width, chosen, start, stop, value, candidate, runner_up, count, candidates, *shape,
-            TILE=tile, BLOCK=min(block, tile), CENTERS=BLOCK_CENTERS, PER_TILE=PER_TILE, **sizes, num_warps=4, num_stages=2,
+            TILE=tile, BLOCK=min(block, tile), CENTERS=BLOCK_CENTERS, PER_TILE=PER_TILE,
+            **sizes, **capped, num_warps=4, num_stages=2,
         )  # fmt: skip
         gram_kernel[(candidates // gram_rows, rows)](
             keys, candidate, start, stop, distance, *shape,

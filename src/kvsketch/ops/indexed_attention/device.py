@@ -74,7 +74,7 @@ def pieces_kernel(
     query = tl.arange(0, BLOCK_M)
     reads = query < GROUP
     if LISTS > 1:
-        reads = reads & ((query == which) | (piece >= list_pieces))
+        reads = reads & (query == tl.where(in_list, which, query))
 
     d = tl.arange(0, BLOCK_D)
     q_mask = (query < GROUP)[:, None] & (d < D)[None, :]

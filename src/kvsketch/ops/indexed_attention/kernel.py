@@ -60,19 +60,18 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Indexed:
             q, call.k, call.v, rows, edges, extra_k, extra_v, log_weight, acc, sums,
             call.scale, call.softcap or 0.0,
             row_count, span_count, extra_count, launch.list_splits, launch.span_splits, launch.extra_splits,
-            heads,
-            *q.stride()[:2], *call.k.stride()[:3], *call.v.stride()[:3], *_strides(extra_k), *_strides(extra_v),
+            heads, *q.stride()[:2], *call.k.stride()[:3], *call.v.stride()[:3], *_strides(extra_k), *_strides(extra_v),
             GROUP=group, LISTS=lists, SPANS=0 if edges is None else edges.shape[1],
-                WEIGHTS=1 if log_weight is None else log_weight.shape[1] // heads, D=size, DV=value_size,
-            BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=max(16, triton.next_power_of_2(group)),
+            WEIGHTS=1 if log_weight is None else log_weight.shape[1] // heads,
+            D=size, DV=value_size, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=max(16, triton.next_power_of_2(group)),
             BLOCK_N=launch.block_n, STAGES=launch.stages,
             CAPPED=call.softcap is not None, EXTRA=extra is not None, OVERLAP=launch.overlap,
             num_warps=launch.warps,
         )  # fmt: skip
         combine_kernel[(batch * query_heads, triton.cdiv(value_size, COMBINE_COLUMNS))](
-            acc, sums, sink_logits, out, state, pieces, 1, query_heads,
+            acc, sums, sink_logits, out, state, 0.0, pieces, 1, query_heads,
             DV=value_size, COLUMNS=COMBINE_COLUMNS, BLOCK_SPLITS=triton.next_power_of_2(pieces),
-            TIED=True, SINKS=sink_logits is not None, OVERLAP=launch.overlap, num_warps=4, **options,
+            TIED=True, SINKS=sink_logits is not None, CLIPPED=False, OVERLAP=launch.overlap, num_warps=4, **options,
         )  # fmt: skip
     return Indexed(out, state[0], state[1])
 

@@ -117,7 +117,7 @@ def select_kernel(
     before = tl.cumsum(ties, 0) - ties
     take = tl.where(above, wanted, tl.minimum(tl.maximum(missing - before, 0), ties))
     tl.store(taken_ptr + list_head * clusters + cluster, take, mask=inside)
-    unread = tl.log((size - take).to(tl.float32))
+    unread = tl.log(tl.maximum(size - take, 1).to(tl.float32))
     tl.store(log_unread_ptr + list_head * clusters + cluster, tl.where(size > take, unread, NEG_INF), mask=inside)
 
     # Marks the first token of each cluster in the list; the running count of marks then names the cluster of every token.

@@ -1,0 +1,77 @@
+"""H2O: the tokens that received most attention so far stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.budget import Size
+from kvsketch.methods.base import EvictingMethod
+from kvsketch.slots import SlotTable
+
+REDUCTIONS = ("sum", "mean", "max")
+
+
+@dataclass(frozen=True)
+class H2O(EvictingMethod):
+    """Keeps the heavy hitters, the tokens with the largest sum of attention over all queries so far, and the recent
+    ones.
+
+        score(j) = sum over queries i that saw j of  softmax_j(scale * <q_i, k_j>)
+
+    The softmax of a query runs over what was stored when it came: all tokens of the prompt, then the kept ones.
+    `recent` tokens always stay (a share is of the budget, half of it by default), the rest of the budget goes to the
+    best scores, and each generated token evicts one. Early tokens are seen by more queries and score higher for that
+    alone.
+
+    The query heads of a KV head share one score: their sum, mean or max (`gqa_reduce`; max is over the queries of one
+    forward). Sums over a prompt come from `ops.attention_mass`, in memory proportional to its length.
+
+    Paper: Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models (arXiv
+    2306.14048). Its guarantee, greedy eviction near the best under a submodular model of attention, is about that
+    model. Differs from the authors' code: theirs forms the n x n matrix, sums over the batch (of one) and hides evicted
+    tokens behind a mask; a token leaving the window is invisible there for one step, here it stays if its score is high
+    enough. Left padding neither scores nor is scored.
+    """
+
+    name: ClassVar[str] = "h2o"
+    paper: ClassVar[str] = "arXiv 2306.14048"
+    sinks: int = 0
+    recent: Size | int | str = "50%"
+    gqa_reduce: str = "sum"
+
+    def __post_init__(self) -> None:
+        self._require("gqa_reduce", self.gqa_reduce in REDUCTIONS, ", ".join(REDUCTIONS))
+        super().__post_init__()
+
+    def observe(self, table: SlotTable, queries: Tensor) -> None:
+        score = table.slot_state.get("score")
+        if score is None:
+            score = table.slot_state["score"] = torch.zeros(table.shape, device=queries.device)
+        ops.attention_mass(
+            queries,
+            table.key_slots(),
+            table.scale,
+            seen=table.clock,
+            index=table.index,
+            padding=table.padding,
+            temperature=self.temperature(table),
+            noise=self.noise_of(table),
+            reduce=self.gqa_reduce,
+            into=score,
+        )
+
+    def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
+        return table.slot_state["score"]
+
+    def temperature(self, table: SlotTable) -> ops.Temperature:
+        """The temperature of the softmax that is summed up."""
+        return ops.Temperature()
+
+    def noise_of(self, table: SlotTable) -> ops.Noise | None:
+        """The noise on its logits."""
+        return None

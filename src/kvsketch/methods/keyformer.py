@@ -1,0 +1,99 @@
+"""Keyformer: H2O's score with Gumbel noise and a rising temperature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.budget import Size
+from kvsketch.methods.base import BudgetedMethod
+from kvsketch.methods.h2o import H2O
+from kvsketch.slots import SlotTable
+
+COMPATIBILITY = ("intended", "official")
+LATER_THAN_ALL = 2.0**24
+
+
+@dataclass(frozen=True)
+class Keyformer(H2O):
+    """Keeps the tokens with the largest accumulated share of a noisy, softened softmax, and the recent ones.
+
+        score(j) = sum over queries i that saw j of  softmax_j((scale * <q_i, k_j> + g_ij) / tau_t)
+        tau_t = tau_init + (tau_end - tau_init) * min(t, horizon) / horizon
+
+    g_ij is standard Gumbel noise, fresh for every query and token (`noise=false` turns it off), t counts generated
+    tokens and is 0 for the prompt. Noise and temperature shape the score only; what the model reads is plain attention
+    over the kept tokens. `horizon` is the number of tokens to be generated. Without noise and with tau_init = tau_end
+    = 1 this is H2O.
+
+    Adnan et al., Keyformer: KV Cache Reduction through Key Tokens Selection for Efficient Generative Inference (arXiv
+    2403.09054). No guarantee: only the argmax of logits plus Gumbel noise follows the softmax, its mean does not, and
+    the noise favours no position; early tokens score higher because more queries see them.
+
+    Differs from the authors' code, which keeps everything and masks it: scores are per sequence and KV head, theirs
+    per query head and summed over batch and beams; a share of the prompt leaves its padding out; padded queries do not
+    score. Their mask is one column too wide: a token leaving the window is always dropped, so that the key tokens never
+    change after the prompt. `compat=official` does the same, with recent - 1 stored and one incoming token as window.
+    """
+
+    name: ClassVar[str] = "keyformer"
+    paper: ClassVar[str] = "arXiv 2403.09054"
+    random: ClassVar[bool] = True
+    budget: Size | int | str = "60%"
+    recent: Size | int | str = "30%"
+    tau_init: float = 1.0
+    tau_end: float = 2.0
+    horizon: int = 128
+    noise: bool = True
+    compat: str = "intended"
+
+    def __post_init__(self) -> None:
+        for name in ("tau_init", "tau_end"):
+            self._require(name, getattr(self, name) > 0, "a temperature above 0")
+        self._require("horizon", isinstance(self.horizon, int) and self.horizon >= 1, "a number of tokens, 1 or more")
+        self._require("compat", self.compat in COMPATIBILITY, " or ".join(COMPATIBILITY))
+        super().__post_init__()
+
+    def temperature(self, table: SlotTable) -> ops.Temperature:
+        return ops.Temperature(self.tau_init, self.tau_end, self.horizon, table.prompt_tokens)
+
+    def noise_of(self, table: SlotTable) -> ops.Noise | None:
+        return ops.Noise(self.seed + table.seed, table.layer_idx) if self.noise else None
+
+    def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
+        score = table.slot_state["score"]
+        return score if self.compat == "intended" else self._frozen(table, score)
+
+    def _frozen(self, table: SlotTable, score: Tensor) -> Tensor:
+        """The score where a key token of the prompt sits; below all of them, oldest first, what came or left later."""
+        position = table.position_slots()
+        prompt = table.prompt_tokens if table.padding is None else table.prompt_tokens - table.padding.view(-1, 1, 1)
+        window = self.recent_window(table, self.budget_tokens(table)) + 1
+        return torch.where(position < prompt - window, score, position.float() - LATER_THAN_ALL)
+
+    # The official budget and window count the incoming token, which is not stored yet.
+
+    def budget_tokens(self, table: SlotTable) -> int:
+        return max(1, super().budget_tokens(table) - self._incoming)
+
+    def row_budgets(self, table: SlotTable) -> Tensor | None:
+        rows = super().row_budgets(table)
+        return None if rows is None else (rows - self._incoming).clamp_min(1)
+
+    def recent_tokens(self, budget: int) -> int:
+        return max(0, super().recent_tokens(budget + self._incoming) - self._incoming)
+
+    def recent_window(self, table: SlotTable, budget: int) -> int | Tensor:
+        rows = BudgetedMethod.row_budgets(self, table)
+        assert isinstance(self.recent, Size)
+        if rows is None or self.recent.share is None:
+            return self.recent_tokens(budget)
+        return (rows.double() * float(self.recent.share) + 1e-9).long().clamp_min(1) - self._incoming
+
+    @property
+    def _incoming(self) -> int:
+        return int(self.compat == "official")
