@@ -20,6 +20,7 @@ from kvsketch import attention, families
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.slots import SlotTable
+from kvsketch.storage.hot_set import hit_rate
 
 
 @dataclass
@@ -112,6 +113,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
         self.settle()
         table = self.table
+        self.method.prepare(table, key_states, value_states)
         table.append(key_states, value_states)
         view = LayerView(self, table.key_slots(), table.value_slots(), table.exact, table.seen)
         if not table.exact:
@@ -278,7 +280,13 @@ class CompressedCache(Cache):
     @property
     def host_bytes(self) -> int:
         """Bytes the cache holds in host memory beside the device."""
-        return 0
+        tensors = (t for layer in self.slot_layers for t in layer.table.host_tensors())
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """With offload=host, the share of reads that found their token on the device; None before the first."""
+        return hit_rate(layer.table for layer in self.slot_layers)
 
     def __repr__(self) -> str:
         counts = f"tokens_seen={self.tokens_seen}, tokens_stored={self.tokens_stored}"

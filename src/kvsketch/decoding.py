@@ -162,7 +162,8 @@ class Step:
         return (torch.arange(table.seen + 1, device=self.token.device)[None] >= table.padding[:, None]).long()
 
     def _addresses(self) -> list[int]:
-        return [t.data_ptr() for layer in self.layers for t in layer.table.tensors()]
+        tables = [layer.table for layer in self.layers]
+        return [t.data_ptr() for table in tables for t in (*table.tensors(), *table.host_tensors())]
 
     def _record(self) -> Any:
         """Captures one step. Capture does not run it, so the host's counters are put back."""

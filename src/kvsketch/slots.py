@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.storage.host import HostStore
 
 NEG_INF = float("-inf")
 
@@ -43,6 +44,7 @@ class SlotTable:
     slot_state: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, H, slots, ...], follows the slots
     row_state: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, ...], follows the batch rows
     marks: dict[str, int] = field(default_factory=dict)  # what a method remembers on the host
+    host: HostStore | None = None  # keys and values in host memory (`storage.offloaded`)
 
     seen: int = 0
     length: int = 0  # slots in use while exact or open; the capacity when bounded
@@ -112,6 +114,8 @@ class SlotTable:
         """The most slots any row and head really uses (asks the device)."""
         if self.keys is None:
             return 0
+        if self.host is not None:
+            return int(self.real_tokens().max())
         if self.log_den is None:
             return self.length
         used = self.log_den > NEG_INF
@@ -123,9 +127,13 @@ class SlotTable:
         return int(slots.max()) + self.extra_keys
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held, so that bytes can be measured."""
+        """Every tensor held on the device, so that bytes can be measured."""
         own = (self.keys, self.values, self.index, self.log_num, self.log_den, self.next_slot, self.clock, self.padding)
         return [t for t in own if t is not None] + [*self.slot_state.values(), *self.row_state.values()]
+
+    def host_tensors(self) -> list[Tensor]:
+        """Every tensor held in host memory beside the device."""
+        return [] if self.host is None else self.host.tensors()
 
     # append
 

@@ -183,7 +183,9 @@ def test_count_weights_are_exact_for_repeated_tokens() -> None:
     assert errors["count"] < 1e-5 < 1e-2 < errors["none"]
 
 
-@pytest.mark.parametrize("method", ["kcenter:budget=25%", "kcenter:budget=30:recent=30%:weights=count", "kcenter:budget=20:form=coarse"])
+@pytest.mark.parametrize(
+    "method", ["kcenter:budget=25%", "kcenter:budget=30:recent=30%:weights=count", "kcenter:budget=20:form=coarse"]
+)
 def test_rows_of_a_batch_choose_as_if_alone(method: str) -> None:
     """Windows and budgets that are shares follow each row's own length; a row that fits whole stays whole."""
     model = zoo.build("qwen2")

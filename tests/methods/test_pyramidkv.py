@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +24,7 @@ def test_the_papers_numbers() -> None:
     """Capacity 2048, window 32, 32 layers, a long prompt: 3932 tokens beside the window below, 100 above."""
     tokens = schedule(PyramidKV(budget=2048), 32768, 32)
     assert tokens[0] == 3932 + 32 and tokens[-1] == 100 + 32
-    steps = {a - b for a, b in zip(tokens, tokens[1:], strict=False)}
+    steps = {a - b for a, b in itertools.pairwise(tokens)}
     assert steps <= {123, 124}, "equal steps up to rounding: 3832 / 31"
     assert 2047 <= sum(tokens) / 32 <= 2048
     rounded_down = [3932 + 32 - layer * (3832 // 31) for layer in range(32)]
@@ -75,7 +77,11 @@ def test_only_compressed_layers_count() -> None:
     kinds = ["sliding_attention", "full_attention"] * 3
     model = zoo.build("gemma3", num_hidden_layers=6, layer_types=kinds)
     cache = CompressedCache(model, "pyramidkv:budget=20:window=4")
-    assert [(layer.table.rank, layer.table.compressed_layers) for layer in cache.slot_layers] == [(0, 3), (1, 3), (2, 3)]
+    assert [(layer.table.rank, layer.table.compressed_layers) for layer in cache.slot_layers] == [
+        (0, 3),
+        (1, 3),
+        (2, 3),
+    ]
     with torch.no_grad():
         model(zoo.tokens(1, 90), past_key_values=cache)
     assert [layer.table.stored() for layer in cache.slot_layers] == [36, 20, 4]

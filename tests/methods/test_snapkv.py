@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-
 import kvsketch
 from kvsketch.methods import SnapKV
 from kvsketch.slots import SlotTable
@@ -34,7 +33,9 @@ class Text:
         keys = self.keys[0, head, seen].double()
         rows = []
         for member in range(GROUP):
-            rows.append(torch.softmax(SCALE * keys @ self.queries[0, head * GROUP + member, query].double(), 0).tolist())
+            rows.append(
+                torch.softmax(SCALE * keys @ self.queries[0, head * GROUP + member, query].double(), 0).tolist()
+            )
         given = {t: [row[i] for row in rows] for i, t in enumerate(seen)}
         return {t: given.get(t, [0.0] * GROUP) for t in tokens}
 
@@ -232,5 +233,3 @@ def test_bytes_are_those_of_the_slots() -> None:
     slots = HEADS * 21
     expected = slots * (2 * SIZE * 4 + 4 + 4 + 4) + HEADS * 8 + 8
     assert sum(t.numel() * t.element_size() for t in table.tensors()) == expected
-
-

@@ -126,7 +126,7 @@ def test_coarse_is_the_same_in_kernel_and_reference(
 
 @pytest.mark.parametrize("form", ["exact", "coarse"])
 def test_radius_is_near_the_planted_one(choose: Choose, device: torch.device, form: str) -> None:
-    """Gonzalez: at most twice the best radius, so at most twice the planted one; 2 / SLACK times for the coarse form."""
+    """At most twice the best radius, so at most twice the planted one; 2 / SLACK times for the coarse form."""
     bound = 2.0 if form == "exact" else 2.0 / SLACK
     for seed in range(3):
         keys, planted = clusters(120, 8, seed=seed)
@@ -154,7 +154,9 @@ def test_coarse_centers_keep_apart(choose: Choose, device: torch.device) -> None
     exact = choose(keys.to(device), 40)
     assert float(found.radius) <= 1.1 * float(exact.radius)
     first = torch.arange(40)[None, None]
-    assert insertion_distances(keys, first).min() < SLACK * radius(keys, first), "the check must reject the first tokens"
+    assert insertion_distances(keys, first).min() < SLACK * radius(keys, first), (
+        "the check must reject the first tokens"
+    )
 
 
 @pytest.mark.parametrize("form", ["exact", "coarse"])
@@ -259,12 +261,13 @@ def test_wrong_arguments_say_what_is_wrong() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_long_prompts_on_a_gpu(dtype: torch.dtype) -> None:
-    """Sums are added in another order, so that two keys that are equally far may change places; few are."""
+    """Sums are added in another order, so that keys that are equally far may change places; few are."""
     keys = normal(1, 8, 8192, 128).to("cuda", dtype)
     ours = ops.farthest_first(keys, 512)
     valid = torch.ones(keys.shape[:3], dtype=torch.bool, device="cuda")
     expected = reference.farthest_first(keys, 512, valid, 1, "exact")
-    torch.testing.assert_close(ours.radius, expected.radius, atol=1e-3, rtol=1e-3)
-    assert float((ours.index == expected.index).float().mean()) > 0.9
+    torch.testing.assert_close(ours.radius, expected.radius, atol=0, rtol=1e-2)
+    chosen = [torch.zeros_like(valid).scatter_(2, found.index, True) for found in (ours, expected)]
+    assert float((chosen[0] & chosen[1]).sum() / chosen[1].sum()) > 0.9
     coarse = ops.farthest_first(keys, 512, form="coarse")
     assert bool((coarse.radius <= 1.05 * expected.radius).all())

@@ -121,7 +121,9 @@ def test_radius_zero_tells_equal_keys_from_almost_equal_ones(cluster: Cluster, d
 def test_invalid_keys_and_full_heads_open_nothing(cluster: Cluster, device: torch.device) -> None:
     keys = torch.randn(1, 2, 70, 8, generator=torch.Generator().manual_seed(1)).to(device)
     representatives, alive, delta, limit = start(keys, 3, 0.1)
-    nothing = cluster(keys, torch.zeros(1, 1, 70, dtype=torch.bool, device=device), representatives, alive, delta, limit)
+    nothing = cluster(
+        keys, torch.zeros(1, 1, 70, dtype=torch.bool, device=device), representatives, alive, delta, limit
+    )
     assert (nothing.labels == 3).all()
     assert (nothing.alive == 0).all()
     assert (nothing.overflow == 70).all()

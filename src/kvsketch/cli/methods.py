@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from typing import Annotated, Any
 
 import typer
@@ -36,10 +37,16 @@ def describe(cls: type[Any]) -> dict[str, Any]:
     return {
         "name": cls.name,
         "family": cls.family,
-        "idea": (inspect.getdoc(cls) or "").partition("\n")[0],
+        "idea": first_sentence(inspect.getdoc(cls) or ""),
         "paper": cls.paper,
         "parameters": {field.name: _plain(field.default) for field in dataclasses.fields(cls) if field.init},
     }
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a docstring, on one line."""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s", paragraph, maxsplit=1)[0]
 
 
 def _plain(default: Any) -> Any:

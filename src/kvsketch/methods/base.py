@@ -39,6 +39,9 @@ class Method:
         """How far the logarithms of the two sums may lie apart when slots are read; None: as far as they do."""
         return None
 
+    def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
+        """Makes `table` ready for new tokens [B, H, n, D], before they are appended."""
+
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         """Brings `table` back to the budget. `queries` [B, Hq, n, D] are those of the tokens just appended."""
 

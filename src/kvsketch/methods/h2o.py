@@ -44,6 +44,9 @@ class H2O(EvictingMethod):
     recent: Size | int | str = "50%"
     gqa_reduce: str = "sum"
 
+    # Attention may leave the logarithms of its row sums, [B, Hq, n], in row_state["row_lse"]: half of the work is done.
+    wants_row_lse: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         self._require("gqa_reduce", self.gqa_reduce in REDUCTIONS, ", ".join(REDUCTIONS))
         super().__post_init__()
@@ -52,6 +55,7 @@ class H2O(EvictingMethod):
         score = table.slot_state.get("score")
         if score is None:
             score = table.slot_state["score"] = torch.zeros(table.shape, device=queries.device)
+        row_lse = table.row_state.pop("row_lse", None)
         ops.attention_mass(
             queries,
             table.key_slots(),
@@ -61,6 +65,7 @@ class H2O(EvictingMethod):
             padding=table.padding,
             temperature=self.temperature(table),
             noise=self.noise_of(table),
+            row_lse=None if row_lse is None else row_lse[:, :, : queries.shape[2]],
             reduce=self.gqa_reduce,
             into=score,
         )

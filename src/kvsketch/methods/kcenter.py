@@ -47,17 +47,17 @@ class KCenter(BudgetedMethod):
 
         S <- S + argmax_i  min over c in S of ||k_i - k_c||,     until |S| = budget - recent
 
-    over the tokens before the window, per KV head, on the stored (rotated) keys. The first max(1, sinks) tokens are centers
-    from the start. `weights=count` weighs a center by log n, n = tokens nearest to it, in both sums; default: weight 1.
-    `form=coarse` takes several far keys per pass over the prompt. Every token lies within twice the smallest possible
-    radius of a center (2 / 0.9 times for `coarse`).
+    over the tokens before the window, per KV head, on the stored (rotated) keys. The first max(1, sinks) tokens are
+    centers from the start. `weights=count` weighs a center by log n, n = tokens nearest to it, in both sums; default:
+    weight 1. `form=coarse` takes several far keys per pass over the prompt. Every token lies within twice the
+    smallest possible radius of a center (2 / 0.9 times for `coarse`).
 
-    The search runs after every forward of several tokens. Single tokens slide: what leaves the window while the budget is
-    full is dropped and the centers stay. `slide=false` is the papers' form: generated tokens never go, memory grows by
-    what is generated, and `budget` bounds the rest.
+    The search runs after every forward of several tokens. Single tokens slide: what leaves the window while the
+    budget is full is dropped and the centers stay. `slide=false` is the papers' form: generated tokens never go,
+    memory grows by what is generated, and `budget` bounds the rest.
 
-    Papers: Zandieh et al., SubGen (arXiv 2402.06082) and ClusterGen, section Experiments; the search is Gonzalez' (1985).
-    No code of the authors is public. Their first center is arbitrary; here it is token 0, the attention sink.
+    Papers: Zandieh et al., SubGen (arXiv 2402.06082) and ClusterGen, section Experiments; the search is Gonzalez'
+    (1985). No code of the authors is public. Their first center is arbitrary; here it is token 0, the attention sink.
     """
 
     name: ClassVar[str] = "kcenter"
@@ -110,9 +110,8 @@ class KCenter(BudgetedMethod):
         chosen, order = torch.cat([centers, recent], -1).sort(-1)
         weights = None
         if self.weights == "count" and centers.shape[2] > 0:
-            present = stored.in_order(
-                torch.zeros(table.shape, device=centers.device) if table.log_den is None else table.log_den
-            )
+            plain = torch.zeros(table.shape, device=centers.device)
+            present = stored.in_order(plain if table.log_den is None else table.log_den)
             counted = _counted(stored.keys, centers, torch.where(old, present.exp(), 0.0))
             weights = torch.cat([counted, present.gather(2, newest)], -1).gather(2, order)
         table.rebuild(stored.slots(chosen), budget, weights)

@@ -43,6 +43,7 @@ class Keyformer(H2O):
     name: ClassVar[str] = "keyformer"
     paper: ClassVar[str] = "arXiv 2403.09054"
     random: ClassVar[bool] = True
+    wants_row_lse: ClassVar[bool] = False
     budget: Size | int | str = "60%"
     recent: Size | int | str = "30%"
     tau_init: float = 1.0

@@ -17,17 +17,18 @@ from kvsketch.slots import SlotTable
 class PyramidKV(SnapKV):
     """Scores tokens as SnapKV does and gives the lower layers a larger budget than the upper ones.
 
-    `budget` is the mean over the compressed layers. With base = budget - sinks - window, layer l of L keeps sinks, window and
+    `budget` is the mean over the compressed layers. With base = budget - sinks - window, layer l of L keeps sinks,
+    window and
 
         high - ceil(l * (high - low) / (L - 1)),     low = base // beta,     high = 2 base - low
 
-    tokens. A prompt of n tokens with high >= n - sinks - window has high = n - sinks - window, low = 2 base - high; one with
-    n <= budget or n < 2 base gives every layer `budget`. `beta=1` is SnapKV.
+    tokens. A prompt of n tokens with high >= n - sinks - window has high = n - sinks - window, low = 2 base - high;
+    one with n <= budget or n < 2 base gives every layer `budget`. `beta=1` is SnapKV.
 
-    Paper: Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling (arXiv 2406.02069).
-    Differs from the authors' code: as SnapKV; and their step (high - low) // (L - 1) is rounded down, so that the layers
-    keep up to L / 2 tokens more than promised on average; here the mean never exceeds the budget. Layers with native
-    sliding windows do not count as layers.
+    Paper: Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling (arXiv
+    2406.02069). Differs from the authors' code: as SnapKV; and their step (high - low) // (L - 1) is rounded down, so
+    that the layers keep up to L / 2 tokens more than promised on average; here the mean never exceeds the budget.
+    Layers with native sliding windows do not count as layers.
     """
 
     name: ClassVar[str] = "pyramidkv"

@@ -28,13 +28,13 @@ class SnapKV(EvictingMethod):
     pooling, and no vote from or for left padding. The last `window` tokens (at most half of the budget) always stay and
     are not pooled; the best scores fill the rest. `kernel=1` turns the pooling off.
 
-    While decoding the votes fade: n new tokens make it  score <- max(0, 1 - n / window) * score + their votes, so that a
-    prompt of at least `window` tokens counts alone, as in the paper, and each generated query replaces 1/window of the
-    old votes. Votes of single tokens are not pooled. Tokens that were evicted are no longer voted on.
+    While decoding the votes fade: n new tokens make it  score <- max(0, 1 - n / window) * score + their votes, so
+    that a prompt of at least `window` tokens counts alone, as in the paper, and each generated query replaces
+    1/window of the old votes. Votes of single tokens are not pooled. Tokens that were evicted are no longer voted on.
 
-    Paper: Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (arXiv 2404.14469).
-    Differs from the authors' code: scores and slots are per KV head, theirs per query head, which stores G times the bytes;
-    the budget holds while decoding too, where theirs keeps every generated token; contexts shorter than the window and
+    Paper: Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (arXiv 2404.14469). Differs from
+    the authors' code: scores and slots are per KV head, theirs per query head, which stores G times the bytes; the
+    budget holds while decoding too, where theirs keeps every generated token; contexts shorter than the window and
     left-padded batches work; `sinks` may be protected on top (default 0, as theirs).
     """
 
@@ -81,9 +81,10 @@ class SnapKV(EvictingMethod):
         return table.slot_state["score"]
 
     def _count(self, table: SlotTable, votes: Tensor, into: Tensor) -> Tensor:
-        where = {} if table.exact else {"index": table.index, "seen": table.clock}
+        index, seen = (None, None) if table.exact else (table.index, table.clock)
         return ops.attention_mass(
-            votes, table.key_slots(), table.scale, padding=table.padding, reduce=self.gqa_reduce, into=into, **where
+            votes, table.key_slots(), table.scale,
+            seen=seen, index=index, padding=table.padding, reduce=self.gqa_reduce, into=into,
         )  # fmt: skip
 
     def _pooled(self, table: SlotTable, votes: Tensor) -> Tensor:

@@ -29,6 +29,9 @@ from kvsketch.ops.farthest_first import check_arguments as check_farthest_first
 from kvsketch.ops.farthest_first import reference as farthest_first_reference
 from kvsketch.ops.fold_token import Layout, State
 from kvsketch.ops.fold_token import reference as fold_token_reference
+from kvsketch.ops.hot_rows import Buffer, HotPlaces, Store
+from kvsketch.ops.hot_rows import check_arguments as check_hot_rows
+from kvsketch.ops.hot_rows import reference as hot_rows_reference
 from kvsketch.ops.indexed_attention import Arguments as IndexedArguments
 from kvsketch.ops.indexed_attention import Extra, Spans
 from kvsketch.ops.indexed_attention import reference as indexed_attention_reference
@@ -58,6 +61,7 @@ __all__ = [
     "fold_token",
     "free_lowest",
     "gumbel",
+    "hot_rows",
     "indexed_attention",
     "kernel_for",
     "kmeans",
@@ -366,10 +370,10 @@ def kmeans(
 ) -> Clusters:
     """Clusters of keys [B, H, n, D] by direction: centroids [B, H, clusters, D] float32 and labels [B, H, n] int32.
 
-    start [B]: the first key of each row that takes part (left padding, sinks); earlier ones get label -1. counts [B]: clusters
-    of each row, at most `clusters`; None: all of them; a row never has more than keys, the rest stay empty with centroid 0.
-    centroid: "mean" of the raw keys or of the "normalized" ones. The draw depends on (seed, layer, head, first_position) and on
-    how many keys the row has. See `kvsketch.ops.kmeans` for the rounds.
+    start [B]: the first key of each row that takes part (left padding, sinks); earlier ones get label -1. counts [B]:
+    clusters of each row, at most `clusters`; None: all; a row never has more than keys, the rest stay empty with
+    centroid 0. centroid: "mean" of the raw keys or of the "normalized" ones. The draw depends on (seed, layer,
+    first_position, head) and on how many keys the row has. The package docstring says what a round does.
     """
     check_kmeans(keys, clusters, start, counts, rounds, centroid)
     kernel = kernel_for("kmeans", keys.device)
@@ -409,9 +413,9 @@ def select_clusters(
 ) -> Selection:
     """The slots of the best clusters, exactly `budget` of them where so many exist; the last cluster is trimmed.
 
-    scores [B, L, C] float32, for each query head or each KV head (L); sizes, offsets [B, H, C] and order [B, H, n] as from
-    `cluster_index`. A score of -inf excludes a cluster; equal scores go to the lower number; a trimmed cluster keeps the
-    first tokens of its order. slot_offset is added to every slot.
+    scores [B, L, C] float32, for each query head or each KV head (L); sizes, offsets [B, H, C] and order [B, H, n] as
+    from `cluster_index`. A score of -inf excludes a cluster; equal scores go to the lower number; a trimmed cluster
+    keeps the first tokens of its order. slot_offset is added to every slot.
     Returns rows [B, L, budget] int32 (-1 behind the last), taken [B, L, C] int32 and log_unread [B, L, C] float32.
     """
     index = ClusterIndex(order, sizes, offsets)
@@ -419,6 +423,18 @@ def select_clusters(
     kernel = kernel_for("select_clusters", scores.device)
     chosen = kernel if kernel is not None and kernel.supported(scores.shape[2]) else select_clusters_reference
     return chosen.select_clusters(scores, index, budget, slot_offset)
+
+
+def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> Tensor:
+    """Where the tokens that `rows` names lie on the device, after those that did not were copied out of the store, in place.
+
+    rows [B, L, M] int32: tokens, -1 for none, in lists of each query head or each KV head; tail [B] int32: the tokens from here
+    on lie in the buffer's tail. Returns slots of the buffer, [B, L, M] int32, -1 for none. See `kvsketch.ops.hot_rows`.
+    """
+    check_hot_rows(rows, tail, hot, store, buffer)
+    kernel = kernel_for("hot_rows", rows.device)
+    chosen = kernel if kernel is not None and kernel.supported(store, buffer) else hot_rows_reference
+    return chosen.hot_rows(rows, tail, hot, store, buffer)
 
 
 def indexed_attention(
@@ -437,22 +453,25 @@ def indexed_attention(
     sink_logits: Tensor | None = None,
     return_state: bool = False,
 ) -> Any:
-    """Attention of q [B, Hq, 1, D] to chosen rows of k_store [B, H, N, D] and v_store [B, H, N, Dv], read where they lie:
+    """Attention of q [B, Hq, 1, D] to chosen rows of k_store [B, H, N, D] and v_store [B, H, N, Dv], where they lie:
 
-        out = (sum_i exp(s_i) v_i + sum_c exp(s_c + w_c) v_c) / (sum_i exp(s_i) + sum_c exp(s_c + w_c)),  s = scale <q, k>
+        out = (sum_i exp(s_i) v_i + sum_c exp(s_c + w_c) v_c) / (sum_i exp(s_i) + sum_c exp(s_c + w_c))
 
-    rows int32 [B, Hq, M], or [B, H, M] for lists that a group shares: slots, negative to skip.
+    with s = scale * <q, k>. rows int32 [B, Hq, M], or [B, H, M] for lists that a group shares: slots, negative to skip.
     spans int32 [B, R, 2]: slots [start, end) that every query reads as well, together at most max_span in a row.
-    extra_k [B, H, C, D], extra_v [B, H, C, Dv], extra_log_weight [B, Hq or H, C]: the second sums; -inf leaves a slot out.
-    softcap and sink_logits as in `weighted_attention`. The stores may lie in pinned host memory while the rest is on a GPU.
+    extra_k [B, H, C, D], extra_v [B, H, C, Dv], extra_log_weight [B, Hq or H, C]: the second sums; -inf leaves a slot
+    out. softcap and sink_logits as in `weighted_attention`. The stores may lie in pinned host memory while the rest is
+    on a GPU.
 
-    Returns out [B, Hq, 1, Dv] in the dtype of q, 0 where nothing is read. With return_state, (out, (log of the numerator's
-    weights, log of the denominator)), each [B, Hq, 1] float32.
+    Returns out [B, Hq, 1, Dv] in the dtype of q, 0 where nothing is read. With return_state, (out, (log of the
+    numerator's weights, log of the denominator)), each [B, Hq, 1] float32.
     """
     always = None if spans is None else Spans(spans, max_span)
     extra = None
     if extra_k is not None and extra_v is not None and extra_log_weight is not None:
         extra = Extra(extra_k, extra_v, extra_log_weight)
+    elif not (extra_k is None and extra_v is None and extra_log_weight is None):
+        raise ValueError("extra_k, extra_v and extra_log_weight belong together: pass all three or none.")
     call = IndexedArguments(q, k_store, v_store, rows, scale, always, extra, softcap, sink_logits)
     call.check()
     kernel = kernel_for("indexed_attention", q.device)

@@ -57,10 +57,12 @@ def attention_mass(
         if noise is not None:
             x = x + gumbel(pair_uniform(noise, heads, at - pad, places[..., :end] - pad)).to(dtype)
         x = (x / tau).masked_fill(places[..., :end] > at, NEG_INF)
-        lse = x.logsumexp(-1) if row_lse is None else row_lse.unflatten(1, (kv_heads, group))[..., rows].to(dtype)
-        empty = (lse == NEG_INF) | (at < pad)[..., 0]
-        shares = (x - lse.masked_fill(empty, 0.0)[..., None]).exp()
-        mass[..., :end] += shares.masked_fill(empty[..., None], 0.0).sum(3)
+        if row_lse is None:
+            shares = x.softmax(-1)
+        else:
+            shares = (x - row_lse.unflatten(1, (kv_heads, group))[..., rows, None].to(dtype)).exp()
+        sees_nothing = (x == NEG_INF).all(-1, keepdim=True) | (at < pad)
+        mass[..., :end] += shares.masked_fill(sees_nothing, 0.0).sum(3)
     return into.add_(reduce_group(mass.flatten(1, 2), kv_heads, reduce))
 
 

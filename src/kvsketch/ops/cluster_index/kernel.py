@@ -16,7 +16,7 @@ from kvsketch.ops.cluster_index import ClusterIndex
 # A slot and its cluster inside the block travel in one int32.
 MAX_SLOTS = 1 << 25
 BLOCKS = (16, 32, 64)
-# About as many programs as the multiprocessors of a large GPU: every program reads all labels, so more only cost traffic.
+# Every program reads all labels: many more programs than a large GPU has multiprocessors only cost traffic.
 PROGRAMS = 256
 CHUNK = 2048
 MEMBERS = 128
@@ -154,7 +154,7 @@ def mean_kernel(
     base = rows_ptr + (head // heads) * row_b + (head % heads) * row_h
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
-    for start in range(0, size, ROWS):
+    for start in tl.range(0, size, ROWS, num_stages=3):
         member = start + tl.arange(0, ROWS)
         slot = tl.load(members + member, mask=member < size, other=0).to(tl.int64)
         inside = (member < size)[:, None] & (d < D)[None, :]

@@ -2,22 +2,25 @@
 
     S_1 = {first key},   S_{t+1} = S_t + argmax_i D_t(i),   D_t(i) = min over c in S_t of ||k_i - k_c||^2
 
-Ties go to the lowest index. Squared distances are |k_i|^2 + |k_c|^2 - 2 <k_i, k_c> in float32; what lies below the rounding
-of that sum counts as 0, so that equal keys have distance 0. The radius, max_i sqrt(D_k(i)), is at most twice the best
-possible (Gonzalez 1985). `reference.py` is the definition in torch. `kernel.py` takes many centers per pass over the keys:
+Ties go to the lowest index. Squared distances are |k_i|^2 + |k_c|^2 - 2 <k_i, k_c> in float32; what lies below the
+rounding of that sum counts as 0, so that equal keys have distance 0. The radius, max_i sqrt(D_k(i)), is at most twice
+the best possible (Gonzalez 1985). `reference.py` is the definition in torch. `kernel.py` takes many centers per pass
+over the keys:
 
-- candidates are the PER_TILE farthest keys of each tile of consecutive keys, tiles being counted from the first key that
-  takes part; every other key is at most as far as its tile's runner-up. D only falls, so as long as the farthest candidate
-  lies above all runners-up it is the farthest key.
+- candidates are the PER_TILE farthest keys of each tile of consecutive keys, tiles being counted from the first key
+  that takes part; every other key is at most as far as its tile's runner-up. D only falls, so as long as the farthest
+  candidate lies above all runners-up it is the farthest key.
 - `exact` replays the greedy choice among the candidates up to that point; the centers are those of the definition.
-- `coarse` accepts at once every candidate at least SLACK times as far as the farthest one, unless a farther candidate lies
-  within that distance. Centers stay SLACK * radius apart, so the radius is at most 2 / SLACK times the best possible.
+- `coarse` accepts at once every candidate at least SLACK times as far as the farthest one, unless a farther candidate
+  lies within that distance. Centers stay SLACK * radius apart, so the radius is at most 2 / SLACK times the best
+  possible.
 
 Legend: B batch rows, H KV heads, N keys, D head size, M candidates.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,11 +32,12 @@ MAX_TILES = 64
 MIN_TILE = 32
 SLACK = 0.9
 # A squared distance below this share of |k_i|^2 + |k_c|^2 is rounding.
-ROUNDING = 2.0**-18
+ROUNDING = 2.0**-16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Centers(NamedTuple):
+@dataclass(frozen=True)
+class Centers:
     """The chosen keys in the order of choice, and how far the farthest other key is from them."""
 
     index: Tensor  # [B, H, count] int64, -1 where a row has fewer keys
@@ -41,7 +45,7 @@ class Centers(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Where the tiles of each row and head begin, and how many keys each has: a power of two, at most MAX_TILES tiles."""
+    """Where the tiles of each row and head begin, and how many keys each has: a power of two, for MAX_TILES at most."""
 
     origin: Tensor  # [B, H] int64, the first key that takes part
     width: Tensor  # [B, H] int64

@@ -4,8 +4,8 @@
     gram     distances between the candidates of all tiles
     choose   one program per head: replays the greedy choice (exact), or accepts what is far apart (coarse)
 
-A head whose last round found no new center is idle: its programs return at once. The host looks every CHECK rounds whether
-all are. Legend: see the package docstring.
+A head whose last round found no new center is idle: its programs return at once. The host looks every CHECK rounds
+whether all are. Legend: see the package docstring.
 """
 
 from __future__ import annotations
@@ -195,7 +195,8 @@ def farthest(value, candidate, M: tl.constexpr):
     low = (tl.full([M], 8388607, tl.int64) - candidate) * M + tl.arange(0, M)
     best = tl.max((value.to(tl.int32, bitcast=True).to(tl.int64) << 32) + low, 0)
     low_bits = best & 0xFFFFFFFF
-    return (best >> 32).to(tl.int32).to(tl.float32, bitcast=True), (low_bits % M).to(tl.int32), (8388607 - low_bits // M).to(tl.int32)
+    largest = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return largest, (low_bits % M).to(tl.int32), (8388607 - low_bits // M).to(tl.int32)
 
 
 @triton.jit
@@ -226,6 +227,13 @@ def replay_kernel(
 
 
 @triton.jit
+def comes_before(values, theirs, mine, ours):
+    """[i, j]: candidate j is farther than candidate i, or as far with a lower number."""
+    tie = (values[None, :] == mine[:, None]) & (theirs[None, :] < ours[:, None])
+    return (values[None, :] > mine[:, None]) | tie
+
+
+@triton.jit
 def accept_kernel(
     value, candidate, distance, accepted, chosen, start, stop, radius, count, slack_squared,
     M: tl.constexpr, ROWS: tl.constexpr,
@@ -242,7 +250,7 @@ def accept_kernel(
     for r in range(0, M, ROWS):
         i = r + tl.arange(0, ROWS)
         mine, ours = tl.load(value + row * M + i), tl.load(candidate + row * M + i)
-        ahead = (values[None, :] > mine[:, None]) | ((values[None, :] == mine[:, None]) & (theirs[None, :] < ours[:, None]))
+        ahead = comes_before(values, theirs, mine, ours)
         pairs = tl.load(distance + row.to(tl.int64) * M * M + i[:, None] * M + m[None, :])
         covered = tl.max((ahead & (pairs < reach)).to(tl.int32), 1)
         tl.store(accepted + row * M + i, ((mine > 0.0) & (mine >= reach) & (covered == 0)).to(tl.int32))
@@ -251,8 +259,9 @@ def accept_kernel(
     flags = tl.load(accepted + row * M + m)
     for r in range(0, M, ROWS):
         i = r + tl.arange(0, ROWS)
-        mine, ours, flag = tl.load(value + row * M + i), tl.load(candidate + row * M + i), tl.load(accepted + row * M + i)
-        ahead = (values[None, :] > mine[:, None]) | ((values[None, :] == mine[:, None]) & (theirs[None, :] < ours[:, None]))
+        mine, ours = tl.load(value + row * M + i), tl.load(candidate + row * M + i)
+        flag = tl.load(accepted + row * M + i)
+        ahead = comes_before(values, theirs, mine, ours)
         place = last + tl.sum(ahead.to(tl.int32) * flags[None, :], 1)
         tl.store(chosen + row * count + place, ours, mask=(flag > 0) & (place < count))
     tl.store(start + row, last)

@@ -1,7 +1,7 @@
 """Farthest-first centers in torch: the definition the kernel is tested against, and the path used on a CPU.
 
-`nearest` [B, H, N] is the squared distance of each key to its nearest center, -1 for a center and for a key that takes no
-part. Legend: see the package docstring.
+`nearest` [B, H, N] is the squared distance of each key to its nearest center, -1 for a center and for a key that
+takes no part. Legend: see the package docstring.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Points(NamedTuple):
 
     def at(self, index: Tensor) -> Points:
         rows = index.clamp_min(0)
-        return Points(self.keys.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, self.keys.shape[-1])), self.norms.gather(2, rows))
+        return Points(
+            self.keys.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, self.keys.shape[-1])), self.norms.gather(2, rows)
+        )
 
 
 def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: str) -> Centers:

@@ -60,12 +60,12 @@ def numerator_shares(values: Tensor, index: Tensor, coalesce: bool) -> Tensor:  
 
 def numerator_weights(mu: Tensor, shares: Tensor, plan: Tensor) -> Tensor:  # [B, H, s]
     """log mu - log s + share."""
-    return mu.log().float()[..., None] - plan[:, 3].float().log().view(-1, 1, 1) + shares
+    return mu.log().float()[..., None] - plan[:, 3].clamp_min(1).float().log().view(-1, 1, 1) + shares
 
 
 def denominator_weights(counts: Tensor, index: Tensor, plan: Tensor, coalesce: bool) -> Tensor:  # [B, H, m, t]
     """log n_i - log t, and log(copies) when coalesced."""
-    weight = counts.float().log()[..., None] - plan[:, 5].float().log().view(-1, 1, 1, 1)
+    weight = counts.float().log()[..., None] - plan[:, 5].clamp_min(1).float().log().view(-1, 1, 1, 1)
     if coalesce:
         weight = weight + log_copies(index)
     return torch.where(index >= 0, weight, NEG_INF)

@@ -2,14 +2,16 @@
 
     out(q) = ( sum_i exp(s_i) v_i + sum_c exp(s_c + w_c) v_c ) / ( sum_i exp(s_i) + sum_c exp(s_c + w_c) )
 
-i runs over the listed rows and over a few contiguous spans that every query reads; s = scale * <q, k>. The second terms are
-optional: one slot for what each cluster leaves unread, its mean key k_c, mean value v_c and w_c = log of the unread tokens.
+i runs over the listed rows and over a few contiguous spans that every query reads; s = scale * <q, k>. The second terms
+are optional: one slot for what each cluster leaves unread, its mean key k_c, its mean value v_c, and w_c = log of the
+number of unread tokens.
 
-`reference.py` is the definition in torch. `kernel.py` launches the Triton program of `device.py`: rows are gathered by pointer
-inside the kernel, so a store may also lie in pinned host memory. `kvsketch.ops.indexed_attention` chooses.
+`reference.py` is the definition in torch. `kernel.py` launches the Triton program of `device.py`, with sizes from
+`plan.py`: rows are gathered by pointer inside the kernel, so a store may also lie in pinned host memory.
+`kvsketch.ops.indexed_attention` chooses; this module holds what both share: arguments, checks and result.
 
-Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H, L lists (Hq: one per query head; H: one per group), M rows per
-list, N slots of the store, R spans, C extra slots, D key size, Dv value size.
+Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H, L lists (Hq: one per query head; H: one per group), M rows
+per list, N slots of the store, R spans, C extra slots, D key size, Dv value size.
 """
 
 from __future__ import annotations
@@ -86,7 +88,9 @@ class Arguments:
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap must be positive, got {self.softcap}; pass None for no cap.")
         if self.sink_logits is not None and tuple(self.sink_logits.shape) != (query_heads,):
-            raise ValueError(f"sink_logits must be [{query_heads}], one per query head, got {_shape(self.sink_logits)}.")
+            raise ValueError(
+                f"sink_logits must be [{query_heads}], one per query head, got {_shape(self.sink_logits)}."
+            )
         if self.spans is not None:
             _check_spans(self.spans, batch)
         if self.extra is not None:

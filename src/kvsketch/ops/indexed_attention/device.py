@@ -1,8 +1,8 @@
 """Indexed attention, the Triton program: one program reads one piece of what the queries of a KV head read.
 
-Three kinds of pieces: a part of a list of rows, a part of the spans, a part of the extra slots. A list may belong to one query
-head; the other heads of the group are then computed along with it and not stored, since a tile of the matrix units has
-room for 16 queries and the time goes into reading. Sums are kept in base 2 as in weighted attention, whose program combines them.
+A piece is a part of a list of rows, of the spans, or of the extra slots. A list may belong to one query head; the other
+heads of the group are then computed along with it and not stored: a tile of the matrix units has room for 16 queries,
+and the time goes into reading. Sums are kept in base 2 as in weighted attention, whose program combines them.
 Legend: see the package docstring.
 """
 
@@ -47,15 +47,14 @@ def span_slots(spans_ptr, place, limit, SPANS: tl.constexpr):
     return tl.where(place < tl.minimum(before, limit), slot, -1)
 
 
-@triton.jit(
-    do_not_specialize=["row_count", "span_count", "extra_count", "list_splits", "span_splits", "extra_splits"]
-)
+@triton.jit(do_not_specialize=["row_count", "span_count", "extra_count", "list_splits", "span_splits", "extra_splits"])
 def pieces_kernel(
     q_ptr, k_ptr, v_ptr, rows_ptr, spans_ptr, extra_k_ptr, extra_v_ptr, extra_w_ptr, acc_ptr, sums_ptr,
     scale, softcap, row_count, span_count, extra_count, list_splits, span_splits, extra_splits, kv_heads,
     q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, ek_b, ek_h, ek_n, ev_b, ev_h, ev_n,
     GROUP: tl.constexpr, LISTS: tl.constexpr, SPANS: tl.constexpr, WEIGHTS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     CAPPED: tl.constexpr, EXTRA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sums over one piece, for the query heads of one KV head that read it."""

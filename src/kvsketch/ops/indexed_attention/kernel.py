@@ -19,7 +19,9 @@ from kvsketch.ops.weighted_attention.kernel import COMBINE_COLUMNS, DTYPES, MAX_
 def supported(call: Arguments) -> bool:
     """True when the kernel serves this call."""
     shapes = (*call.q.shape, *call.k.shape, *call.v.shape)
-    something = call.rows.shape[2] > 0 or call.spans is not None or (call.extra is not None and call.extra.k.shape[2] > 0)
+    something = (
+        call.rows.shape[2] > 0 or call.spans is not None or (call.extra is not None and call.extra.k.shape[2] > 0)
+    )
     return (
         call.q.dtype in DTYPES
         and max(call.q.shape[3], call.v.shape[3]) <= MAX_HEAD_SIZE

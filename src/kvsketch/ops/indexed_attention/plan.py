@@ -30,16 +30,17 @@ class Plan:
 
 @functools.lru_cache(maxsize=4096)
 def plan(heads: int, lists: int, rows: int, spans: int, extras: int, slot_bytes: int, device: Device) -> Plan:
-    """Tiles and splits for `heads` KV heads with `lists` lists of `rows` each, `spans` span slots and `extras` extra slots."""
+    """Tiles and splits for `heads` KV heads, each with `lists` lists of `rows`, and slots in spans and extra slots."""
     block_n = max(16, min(128, min(TILE_BYTES, device.shared_bytes // 3) // slot_bytes))
     block_n = 1 << (block_n.bit_length() - 1)
-    parts = [_ceil_div(slots, block_n) for slots in (rows, spans, extras)]
+    parts = tuple(_ceil_div(slots, block_n) for slots in (rows, spans, extras))
     tiles = heads * (lists * parts[0] + parts[1] + parts[2])
     # Every program has about the same number of tiles, so that all end together.
     share = max(1, _ceil_div(tiles, device.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR))
     while sum(_ceil_div(part, share) for part in parts) > MAX_PIECES:
         share *= 2
-    return Plan(block_n, *(_ceil_div(part, share) for part in parts), warps=4, stages=3, overlap=device.overlap)
+    list_splits, span_splits, extra_splits = (_ceil_div(part, share) for part in parts)
+    return Plan(block_n, list_splits, span_splits, extra_splits, warps=4, stages=3, overlap=device.overlap)
 
 
 def _ceil_div(a: int, b: int) -> int:

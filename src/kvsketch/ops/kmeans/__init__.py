@@ -1,26 +1,27 @@
 """k-means of keys by direction: what clusters of a recalled cache are made of.
 
-    assign   label_i = argmax_c <k_i, d_c>,   d_c = mu_c / |mu_c| in the dtype of the keys;  equal scores: the lowest c
-    update   mu_c = mean of the keys with label c  ("mean"),  or of k_i / |k_i|  ("normalized");  empty: mu_c stays
+    assign   label_i = argmax_c <k_i, d_c>,  d_c = mu_c / |mu_c| in the dtype of the keys; equal scores: the lowest c
+    update   mu_c = mean of the keys with label c ("mean") or of k_i / |k_i| ("normalized"); empty: mu_c stays
 
-`rounds` of both, then one last assignment. Assigning by cosine while averaging raw keys descends no common objective, so the
-number of rounds is given, not found; with "normalized" (spherical k-means) sum_i <k_i / |k_i|, d_label_i> never falls.
+`rounds` of both, then one last assignment. Assigning by cosine while averaging raw keys descends no common objective,
+so the number of rounds is given, not found; with "normalized" (spherical k-means) sum_i <k_i / |k_i|, d_label_i> never
+falls.
 
-The first centroids are keys: the row's m keys are cut into c runs of equal length (to one key) and each run gives one key,
-drawn from (seed, layer, first_position, head, number of the run). They are distinct, every key is as likely as any other of its run, and a
-row's draw does not depend on the batch or the padding around it. Each row has min(its count, its keys) live clusters; the
-others stay empty, with centroid 0.
+The first centroids are keys: the m keys of a row are cut into c runs of equal length (to one key), and each run gives
+one key, drawn from (seed, layer, first_position, head, number of the run). They are distinct, every key is as likely as
+any other of its run, and a row's draw does not depend on the batch or the padding around it. Each row has min(its
+count, its keys) live clusters; the others stay empty, with centroid 0.
 
-`reference.py` is the definition in torch. `kernel.py` never holds scores in memory: a program keeps the best cluster of each
-of its keys while it walks over the centroids; `ops.cluster_index` then sorts the keys by label, and each cluster sums its
-own in order. Results do not depend on timing.
+`reference.py` is the definition in torch. `kernel.py` never holds scores in memory: a program keeps the best cluster of
+each of its keys while it walks over the centroids; `ops.cluster_index` then sorts the keys by label, and each cluster
+sums its own in order. Results do not depend on timing.
 
 Legend: B batch rows, H KV heads, n keys, C clusters, D key size.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,15 +55,14 @@ def check_arguments(
         raise ValueError(f"centroid={centroid!r} is not one of {', '.join(CENTROIDS)}.")
     for name, numbers in (("start", start), ("counts", counts)):
         if numbers is not None and (numbers.is_floating_point() or numbers.shape != keys.shape[:1]):
-            raise ValueError(
-                f"{name} must be integers [{keys.shape[0]}], one per batch row, got {numbers.dtype} {list(numbers.shape)}."
-            )
+            got = f"{numbers.dtype} {list(numbers.shape)}"
+            raise ValueError(f"{name} must be integers [{keys.shape[0]}], one per batch row, got {got}.")
 
 
 def live_clusters(keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None) -> tuple[Tensor, Tensor]:
     """First key and number of live clusters of each row, [B] int32 each."""
     batch, _, length, _ = keys.shape
-    options = {"dtype": torch.int32, "device": keys.device}
+    options: dict[str, Any] = {"dtype": torch.int32, "device": keys.device}
     first = torch.zeros(batch, **options) if start is None else start.to(**options).clamp(0, length)
     most = torch.full((batch,), clusters, **options) if counts is None else counts.to(**options).clamp(0, clusters)
     return first, torch.minimum(most, length - first)

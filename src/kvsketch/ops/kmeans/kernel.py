@@ -1,8 +1,8 @@
 """k-means on a GPU: one launch to begin, and in each round one to assign, one to sort by label, one to average.
 
-assign: a program holds a tile of keys and walks over the centroids. A score is lifted by |k| to be positive; then its bits
-order like the score, and the lowest of them can hold the centroid's number in its tile, counted down: one integer maximum
-finds score and centroid, and the lowest centroid of equals. Scores closer than |k| / 2^16 count as equal.
+assign: a program holds a tile of keys and walks over the centroids. A score is lifted by |k| to be positive; then its
+bits order like the score, and the lowest of them can hold the centroid's number in its tile, counted down: one integer
+maximum finds score and centroid, and the lowest centroid of equals. Scores closer than |k| / 2^16 count as equal.
 Legend: see the package docstring.
 """
 
@@ -41,9 +41,8 @@ class Launch(NamedTuple):
 
 def supported(keys: Tensor) -> bool:
     """True when the kernels serve these keys."""
-    return keys.dtype in DTYPES and index_supported(keys.shape[2], keys.shape[3]) and keys.shape[3] <= MAX_KEY_SIZE and (
-        keys.shape[0] * keys.shape[1] > 0
-    )  # fmt: skip
+    batch, heads, length, size = keys.shape
+    return keys.dtype in DTYPES and batch * heads > 0 and size <= MAX_KEY_SIZE and index_supported(length, size)
 
 
 def launch_for(dtype: torch.dtype, size: int) -> Launch:
@@ -55,9 +54,15 @@ def launch_for(dtype: torch.dtype, size: int) -> Launch:
 
 
 def kmeans(
-    keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, stream: Stream, centroid: str,
+    keys: Tensor,
+    clusters: int,
+    start: Tensor | None,
+    counts: Tensor | None,
+    rounds: int,
+    stream: Stream,
+    centroid: str,
     launch: Launch | None = None,
-) -> Clusters:  # fmt: skip
+) -> Clusters:
     """See `kvsketch.ops.kmeans`; `launch` overrides the launch sizes."""
     batch, heads, length, size = keys.shape
     device, dtype = keys.device, keys.dtype

@@ -4,11 +4,13 @@
     take the shortest run of them that holds at least `budget` tokens
     of the last cluster taken, take only as many tokens as are missing, those of lowest position
 
-A cluster that scores -inf is never taken. The tokens come as one list of slots for each list head (a query head, or a KV head
-when its group shares a choice), cluster by cluster in the order of their numbers, -1 where fewer exist than the budget.
+A cluster that scores -inf is never taken. The tokens come as one list of slots for each list head (a query head, or a
+KV head when its group shares a choice), cluster by cluster in the order of their numbers, -1 where fewer exist than the
+budget.
 
-`reference.py` does what is written above. `kernel.py` needs no sort: the score of the last cluster taken is found bit by bit,
-one weighted count for each of its 32 bits, by one program for each list. Shapes are static and nothing is read back by the host.
+`reference.py` does what is written above. `kernel.py` needs no sort: the score of the last cluster taken is found bit
+by bit, one weighted count for each of its 32 bits, by one program for each list. Shapes are static and nothing is read
+back by the host.
 
 Legend: B batch rows, H KV heads, L list heads (a multiple of H), C clusters, n slots, D key size.
 """
@@ -39,7 +41,9 @@ def check_scores(q: Tensor, centroids: Tensor) -> None:
             f"got {list(q.shape)} and {list(centroids.shape)}."
         )
     if q.shape[0] != centroids.shape[0] or q.shape[3] != centroids.shape[3] or q.shape[1] % centroids.shape[1]:
-        raise ValueError(f"q {list(q.shape)} does not fit centroids {list(centroids.shape)}: batch, size, head multiple.")
+        raise ValueError(
+            f"q {list(q.shape)} does not fit centroids {list(centroids.shape)}: batch, size, head multiple."
+        )
 
 
 def check_arguments(scores: Tensor, index: ClusterIndex, budget: int) -> None:

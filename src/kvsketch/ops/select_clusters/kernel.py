@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 import triton
@@ -36,7 +37,8 @@ def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         score_kernel[(triton.cdiv(clusters, SCORE_CLUSTERS), batch * heads)](
             q, centroids, scores, heads, clusters, *q.stride()[:2], *centroids.stride()[:3],
-            GROUP=q.shape[1] // heads, D=size, BLOCK_D=triton.next_power_of_2(size), CLUSTERS=SCORE_CLUSTERS, num_warps=4,
+            GROUP=q.shape[1] // heads, D=size, BLOCK_D=triton.next_power_of_2(size), CLUSTERS=SCORE_CLUSTERS,
+            num_warps=4,
         )  # fmt: skip
     return scores
 
@@ -45,7 +47,7 @@ def select_clusters(scores: Tensor, index: ClusterIndex, budget: int, slot_offse
     """See `kvsketch.ops.select_clusters`."""
     batch, lists, clusters = scores.shape
     heads, slots = index.order.shape[1:]
-    options = {"dtype": torch.int32, "device": scores.device}
+    options: dict[str, Any] = {"dtype": torch.int32, "device": scores.device}
     rows = torch.empty((batch, lists, budget), **options)
     taken, shifts = (torch.empty((batch, lists, clusters), **options) for _ in range(2))
     log_unread = torch.empty((batch, lists, clusters), dtype=torch.float32, device=scores.device)
@@ -54,7 +56,8 @@ def select_clusters(scores: Tensor, index: ClusterIndex, budget: int, slot_offse
         select_kernel[(batch * lists,)](
             scores.contiguous(), *(tensor.contiguous() for tensor in index), rows, taken, log_unread, shifts,
             clusters, slots, budget, slot_offset, lists // heads,
-            CLUSTERS=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(budget)), num_warps=min(16, max(4, block // 512)),
+            CLUSTERS=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(budget)),
+            num_warps=min(16, max(4, block // 256)),
         )  # fmt: skip
     return Selection(rows, taken, log_unread)
 
@@ -91,7 +94,10 @@ def select_kernel(
     clusters, slots, budget, slot_offset, group,
     CLUSTERS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The list of one list head. `shifts` is scratch: for the n-th cluster taken, from place in the list to place in the order."""
+    """The list of one list head.
+
+    `shifts` is scratch: what to add to a place in the list to find the place in the order, for each cluster taken.
+    """
     list_head = tl.program_id(0).to(tl.int64)
     head = list_head // group
     cluster = tl.arange(0, CLUSTERS)
@@ -120,7 +126,7 @@ def select_kernel(
     unread = tl.log(tl.maximum(size - take, 1).to(tl.float32))
     tl.store(log_unread_ptr + list_head * clusters + cluster, tl.where(size > take, unread, NEG_INF), mask=inside)
 
-    # Marks the first token of each cluster in the list; the running count of marks then names the cluster of every token.
+    # Marks the first token of each cluster in the list; the running count of marks then tells the cluster of a token.
     rows = rows_ptr + list_head * budget
     shifts = shifts_ptr + list_head * clusters
     for start in range(0, budget, ROWS):

@@ -1,0 +1,94 @@
+"""Rows of a store in host memory, brought to a fixed number of places on the device before they are read.
+
+A call takes lists of tokens and returns where each of them lies on the device:
+
+    tail     a token at or behind the row's `tail` lies in the tail, which is always there
+    hit      a token that has a hot place stays in it
+    miss     any other token takes the hot place that was not read for the longest time, and its key and value are copied there
+
+Several lists of one KV head may name the same token; it is copied once. Ages are counted in calls and all from OLDEST on are
+equal; of places equally old the lower one goes first; places taken are filled in order, with tokens in the order of the last
+list entry that names them. So results never depend on timing. There must be as many hot places as entries in all lists of a
+KV head; what was read in the last R calls is then still there when there are R times as many.
+
+`reference.py` is the definition in torch. `kernel.py` takes two launches, one program per KV head that decides and one that
+copies, straight out of pinned memory; nothing is read back by the host.
+
+Legend: B batch rows, H KV heads, L lists (a multiple of H), M entries per list, N tokens of the store, C hot places.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+OLDEST = 63
+# The columns of `counts`.
+CALLS, READS, HITS, COPIES = range(4)
+
+
+class HotPlaces(NamedTuple):
+    """Which token lies in which hot place."""
+
+    place_of: Tensor  # [B, H, N] int32, -1 for a token without a place
+    token_of: Tensor  # [B, H, C] int32, -1 for an empty place
+    last_read: Tensor  # [B, H, C] int32, the call that read the place last
+    counts: Tensor  # [B, H, 4] int64: calls, entries that asked for the store, those of them that were hits, rows copied
+
+
+class Store(NamedTuple):
+    """Keys and values in host memory; batch rows that began alike may share a row of it."""
+
+    keys: Tensor  # [R, H, N, D]
+    values: Tensor  # [R, H, N, Dv]
+    row: Tensor  # [B] int32, on the device: the row of the store that a batch row reads
+
+
+class Buffer(NamedTuple):
+    """Keys and values on the device: the tail begins at slot `first_tail`, the hot places at slot `first_hot`."""
+
+    keys: Tensor  # [B, H, S, D]
+    values: Tensor  # [B, H, S, Dv]
+    first_tail: int
+    first_hot: int
+
+
+def new_places(batch: int, heads: int, tokens: int, places: int, device: torch.device) -> HotPlaces:
+    """Empty places for a store of `tokens` tokens."""
+    options = {"dtype": torch.int32, "device": device}
+    return HotPlaces(
+        torch.full((batch, heads, tokens), -1, **options),
+        torch.full((batch, heads, places), -1, **options),
+        torch.full((batch, heads, places), -OLDEST, **options),
+        torch.zeros((batch, heads, 4), dtype=torch.int64, device=device),
+    )
+
+
+def check_arguments(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> None:
+    """Raise ValueError when a shape or dtype does not fit the others."""
+    batch, heads, places = hot.token_of.shape
+    if rows.dim() != 3 or rows.shape[0] != batch or rows.shape[1] % heads or rows.dtype != torch.int32:
+        raise ValueError(
+            f"rows must be int32 [{batch}, a multiple of {heads}, entries], got {rows.dtype} {list(rows.shape)}."
+        )
+    if rows.shape[1] // heads * rows.shape[2] > places:
+        raise ValueError(
+            f"{rows.shape[1] // heads} lists of {rows.shape[2]} entries need as many hot places, not {places}; make more."
+        )
+    for name, tensor in (("tail", tail), ("store row", store.row)):
+        if tensor.shape != (batch,) or tensor.dtype != torch.int32:
+            raise ValueError(f"{name} must be int32 [{batch}], got {tensor.dtype} {list(tensor.shape)}.")
+    for stored, near in ((store.keys, buffer.keys), (store.values, buffer.values)):
+        if stored.dtype != near.dtype or stored.shape[1] != heads or stored.shape[3] != near.shape[3]:
+            raise ValueError(
+                f"store {stored.dtype} {list(stored.shape)} does not fit buffer {near.dtype} {list(near.shape)}: "
+                f"dtype, heads, size."
+            )
+    if store.keys.shape[2] != hot.place_of.shape[2]:
+        raise ValueError(f"the store holds {store.keys.shape[2]} tokens, place_of {hot.place_of.shape[2]}; use one number.")
+    if buffer.first_hot + places > buffer.keys.shape[2]:
+        raise ValueError(
+            f"{places} hot places from slot {buffer.first_hot} on do not fit {buffer.keys.shape[2]} slots; make more."
+        )

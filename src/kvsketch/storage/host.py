@@ -1,0 +1,169 @@
+"""Keys and values of one layer in host memory: pinned where a GPU reads them, plain tensors elsewhere.
+
+Pinned memory is mapped page by page and registered with CUDA, because torch's own pinned allocator rounds every request up
+to a power of two. Kernels read it through the host's address.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GIB = 1 << 30
+
+
+class HostStore:
+    """Keys [R, H, capacity, D] and values [R, H, capacity, Dv], of which the first `length` tokens are written."""
+
+    def __init__(self, keys: Tensor, values: Tensor, rows: int, capacity: int) -> None:
+        """An empty store for tokens like those of keys [B, H, n, D] and values [B, H, n, Dv]."""
+        self.device, self.length, self.capacity = keys.device, 0, capacity
+        shapes = [(rows, t.shape[1], capacity, t.shape[3]) for t in (keys, values)]
+        require_host_memory(store_bytes(keys, values, rows, capacity))
+        self.keys, self.values = (self._allocate(shape, keys.dtype) for shape in shapes)
+        self._written: Any = None  # the event after copies that run beside the device's own work
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.device.type != "cuda":
+            return torch.empty(shape, dtype=dtype)
+        buffer = mmap.mmap(-1, torch.Size(shape).numel() * dtype.itemsize)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+        tensor = torch.frombuffer(buffer, dtype=dtype).view(shape)
+        cuda = torch.cuda.cudart()
+        error = int(cuda.cudaHostRegister(tensor.data_ptr(), len(buffer), 0))
+        if error:
+            raise MemoryError(
+                f"CUDA cannot pin {len(buffer) / GIB:.2f} GiB of host memory (error {error}); {_free_text()}. "
+                f"Free host memory or use offload=none."
+            )
+        weakref.finalize(self, _unpin, self.device, tensor.data_ptr(), buffer)
+        return tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [self.keys, self.values]
+
+    def write(self, start: int, keys: Tensor, values: Tensor, aside: bool = False) -> None:
+        """Copies tokens [R, H, n, D] to places [start, start + n); `aside`: beside the work of the current stream."""
+        if self.device.type != "cuda":
+            self._copy_in(start, keys, values)
+        elif aside:
+            stream, current = _side_stream(self.device), torch.cuda.current_stream(self.device)
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                self._copy_in(start, keys, values)
+                self._written = stream.record_event()
+            for tensor in (keys, values):
+                tensor.record_stream(stream)
+        else:
+            self.wait()
+            self._copy_in(start, keys, values)
+        self.length = start + keys.shape[2]
+
+    def _copy_in(self, start: int, keys: Tensor, values: Tensor) -> None:
+        for far, near in ((self.keys, keys), (self.values, values)):
+            for row in range(far.shape[0]):
+                for head in range(far.shape[1]):
+                    # One head at a time: only a contiguous copy runs without a detour.
+                    place = far[row, head, start : start + near.shape[2]]
+                    place.copy_(near[row, head], non_blocking=True)
+
+    def read(self, rows: list[int], keys: Tensor, values: Tensor) -> None:
+        """Copies all tokens of the named store rows to the first places of keys and values [B, H, at least length, D]."""
+        self.wait()
+        for far, near in ((self.keys, keys), (self.values, values)):
+            for to, row in enumerate(rows):
+                for head in range(far.shape[1]):
+                    near[to, head, : self.length].copy_(far[row, head, : self.length], non_blocking=True)
+
+    def moved(self, rows: list[int], capacity: int) -> HostStore:
+        """A store of its own with the named rows of this one, and room for `capacity` tokens."""
+        self.synchronize()
+        other = HostStore.__new__(HostStore)
+        other.device, other.length, other.capacity, other._written = self.device, self.length, capacity, None
+        require_host_memory(store_bytes(self.keys, self.values, len(rows), capacity))
+        for name in ("keys", "values"):
+            far = getattr(self, name)
+            near = other._allocate((len(rows), far.shape[1], capacity, far.shape[3]), far.dtype)
+            for to, row in enumerate(rows):
+                near[to, :, : self.length] = far[row, :, : self.length]
+            setattr(other, name, near)
+        return other
+
+    def wait(self) -> None:
+        """Work that the current stream does from here on sees what was written aside."""
+        if self._written is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._written)
+            self._written = None
+
+    def synchronize(self) -> None:
+        """The host may read the store."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self._written = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
+        return self.moved(list(range(self.keys.shape[0])), self.capacity)
+
+
+def store_bytes(keys: Tensor, values: Tensor, rows: int, capacity: int) -> int:
+    """Bytes of a store for tokens like these."""
+    return rows * keys.shape[1] * capacity * (keys.shape[3] + values.shape[3]) * keys.element_size()
+
+
+def require_host_memory(needed: int) -> None:
+    """Raises MemoryError when `needed` bytes of host memory are not there."""
+    if needed > free_host_memory():
+        raise MemoryError(
+            f"offload=host needs {needed / GIB:.2f} GiB of host memory for keys and values; {_free_text()}. "
+            f"Use a shorter prompt, fewer rows or beams, free host memory, or offload=none."
+        )
+
+
+def free_host_memory() -> int:
+    """Bytes that the machine, and the control group this process runs in, can still give."""
+    free = [_machine_memory(), _group_memory()]
+    return min(size for size in free if size is not None)
+
+
+def _machine_memory() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _group_memory(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a container may still take, page cache that can go included; None without a limit."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) - used + int(stat.get("inactive_file", 0))
+
+
+def _free_text() -> str:
+    return f"{free_host_memory() / GIB:.2f} GiB are free"
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _unpin(device: torch.device, address: int, buffer: mmap.mmap) -> None:
+    """Takes the memory back from CUDA once nothing on the device can still read it; then the buffer goes."""
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,99 @@
+"""H2O keeps what the definition keeps, and its score is the attention each token received."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from heavy_hitters import kept, random_stream, simulate, tables
+
+from kvsketch.methods.h2o import H2O
+
+SCHEDULES = {
+    "prompt_then_tokens": [40] + [1] * 25,
+    "short_prompt": [5] + [1] * 40,
+    "chunks": [9, 14, 1, 1, 12, 1, 1, 1, 7],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("group", [1, 3])
+def test_keeps_what_the_definition_keeps(schedule: str, group: int) -> None:
+    method = H2O(budget=16, recent=5)
+    stream = random_stream(SCHEDULES[schedule], group=group)
+    for table, expected in zip(tables(method, stream), simulate(method, stream), strict=True):
+        for ours, theirs in zip(kept(table), expected, strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(abs(ours[j] - theirs[j]) < 1e-4 for j in theirs)
+
+
+def test_a_wrong_score_is_noticed() -> None:
+    """The comparison has teeth: the mean over a group ranks the same, the maximum does not."""
+    stream = random_stream([40, *[1] * 25])
+    for reduce, same in (("mean", True), ("max", False)):
+        method = H2O(budget=16, recent=5, gqa_reduce=reduce)
+        equal = all(
+            [head.keys() for head in kept(table)] == [head.keys() for head in expected]
+            for table, expected in zip(tables(method, stream), simulate(method, stream), strict=True)
+        )
+        assert equal == same
+
+
+def test_a_heavy_hitter_outlives_every_other_token() -> None:
+    stream = random_stream([30, *[1] * 40], heads=1, group=1)
+    # Every query points at token 3, which is no sink and soon not recent.
+    stream.keys[0, 0, 3] = stream.queries[0, 0].mean(0) * 0 + 4.0
+    stream.queries += 1.0
+    for table in tables(H2O(budget=8), stream):
+        assert 3 in kept(table)[0]
+    assert sorted(kept(table)[0])[-4:] == [66, 67, 68, 69]
+
+
+def test_scores_of_an_exact_table_sum_to_the_queries() -> None:
+    stream = random_stream([20, 1, 1, 6], group=2)
+    for table, end in zip(tables(H2O(budget=64), stream), stream.ends, strict=True):
+        assert table.exact
+        torch.testing.assert_close(table.slot_state["score"].sum(-1), torch.full((1, 2), 2.0 * end))
+
+
+def test_left_padding_neither_scores_nor_is_scored() -> None:
+    stream = random_stream([40, *[1] * 12], batch=3)
+    padding = [0, 13, 27]
+    for method in (H2O(budget=12, recent=4), H2O(budget="40%", recent="30%")):
+        *_, together = tables(method, stream, padding)
+        for row, pad in enumerate(padding):
+            alone = random_stream([40 - pad, *[1] * 12])
+            alone.keys, alone.queries = stream.keys[row : row + 1, :, pad:], stream.queries[row : row + 1, :, pad:]
+            *_, table = tables(method, alone)
+            for ours, theirs in zip(kept(together, row), kept(table), strict=True):
+                assert ours.keys() == theirs.keys()
+                assert all(abs(ours[j] - theirs[j]) < 1e-4 for j in theirs)
+
+
+def test_a_decode_step_works_in_place() -> None:
+    steps = tables(H2O(budget=12), random_stream([30, *[1] * 5]))
+    table = next(steps)
+    tensors = [t for t in table.tensors() if t is not table.padding]
+    before = [t.data_ptr() for t in tensors]
+    for table in steps:
+        assert [t.data_ptr() for t in table.tensors()] == before
+
+
+def test_row_sums_that_attention_left_are_used_once() -> None:
+    method, stream = H2O(budget=64), random_stream([20])
+    table = next(tables(method, stream))
+    plain = table.slot_state["score"].clone()
+    logits = stream.scale * (stream.queries @ stream.keys.repeat_interleave(2, 1).mT)
+    row_lse = logits.masked_fill(~torch.ones(20, 20).tril().bool(), float("-inf")).logsumexp(-1)
+    for shift in (0.0, 1.0):
+        del table.slot_state["score"]
+        table.row_state["row_lse"] = row_lse + shift
+        method.observe(table, stream.queries)
+        torch.testing.assert_close(table.slot_state["score"] * torch.tensor(shift).exp(), plain)
+        assert "row_lse" not in table.row_state
+
+
+def test_defaults_and_choices() -> None:
+    method = H2O()
+    assert (str(method.budget), str(method.recent), method.sinks, str(method)) == ("1024", "50%", 0, "h2o")
+    with pytest.raises(ValueError, match=r"h2o: gqa_reduce=median is not valid; use sum, mean, max"):
+        H2O(gqa_reduce="median")

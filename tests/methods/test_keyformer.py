@@ -1,0 +1,158 @@
+"""Keyformer: counts, equality with H2O, the temperature, and what the released code does differently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from heavy_hitters import Stream, kept, random_stream, simulate, tables
+
+import zoo
+from common import generate
+from kvsketch import CompressedCache
+from kvsketch.methods.h2o import H2O
+from kvsketch.methods.keyformer import Keyformer
+from kvsketch.ops.attention_mass import reference
+
+PROMPT, STEPS = 40, 30
+KEPT, WINDOW = 24, 7  # 60% of the prompt, 30% of that
+
+
+@pytest.mark.parametrize("compat", ["intended", "official"])
+def test_counts_and_recent_window(compat: str) -> None:
+    incoming = int(compat == "official")
+    stream = random_stream([PROMPT, *[1] * STEPS])
+    for table, end in zip(tables(Keyformer(compat=compat), stream), stream.ends, strict=True):
+        for head in kept(table):
+            assert len(head) == KEPT - incoming
+            assert set(range(end - WINDOW + incoming, end)) <= head.keys()
+
+
+@pytest.mark.parametrize("compat", ["intended", "official"])
+@pytest.mark.parametrize("options", [{}, {"noise": False}, {"horizon": 9}, {"tau_init": 3.0, "tau_end": 0.5}])
+def test_keeps_what_the_definition_keeps(compat: str, options: dict[str, Any]) -> None:
+    method, stream = Keyformer(compat=compat, **options), random_stream([PROMPT, *[1] * STEPS])
+    for table, expected in zip(tables(method, stream, seed=4), simulate(method, stream, seed=4), strict=True):
+        for ours, theirs in zip(kept(table), expected, strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(abs(ours[j] - theirs[j]) < 1e-4 for j in theirs)
+
+
+@pytest.mark.parametrize("chunks", [[PROMPT, *[1] * STEPS], [9, 14, 1, 1, 12, 1, 1]], ids=["prompt", "chunks"])
+def test_without_noise_and_temperature_it_is_h2o(chunks: list[int]) -> None:
+    stream = random_stream(chunks, batch=2)
+    settings = {"budget": "60%", "recent": "30%"}
+    plain = Keyformer(noise=False, tau_init=1.0, tau_end=1.0)
+    pairs = [(plain, True), (Keyformer(noise=False), False), (Keyformer(tau_end=1.0), False)]
+    for method, same in pairs:
+        for ours, theirs in zip(tables(method, stream, [0, 6]), tables(H2O(**settings), stream, [0, 6]), strict=True):
+            equal = torch.equal(ours.slot_state["score"], theirs.slot_state["score"])
+            if same:
+                assert equal
+                assert torch.equal(ours.position_slots(), theirs.position_slots())
+        assert equal == same
+
+
+def test_temperature_schedule() -> None:
+    stream = random_stream([20, *[1] * 10])
+    method = Keyformer(budget=64, tau_init=1.0, tau_end=2.0, horizon=8)
+    for table, generated in zip(tables(method, stream), range(11), strict=True):
+        tau = reference.temperature_at(method.temperature(table), table.seen, torch.device("cpu"))
+        assert float(tau) == pytest.approx(1.0 + min(generated, 8) / 8)
+
+
+def test_noise_changes_what_is_kept_and_nothing_else() -> None:
+    """With room for every token the model says the same for every seed; with less room the seeds part ways."""
+    model, ids = zoo.build("llama"), zoo.tokens(1, 40)
+    roomy, tight = [
+        [generate(model, ids, CompressedCache(model, f"keyformer:budget={budget}:seed={s}")).logits for s in (0, 1)]
+        for budget in (64, 10)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*roomy, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(*tight, strict=True))
+
+
+def hot_token_stream(hot: int) -> Stream:
+    """Every query looks for the generated token `hot` as soon as it exists; all other keys are alike."""
+    stream = random_stream([PROMPT, *[1] * STEPS], heads=1, group=1)
+    direction = torch.zeros(8)
+    direction[0] = 6.0
+    stream.keys *= 0.1
+    stream.queries[:] = direction
+    stream.keys[0, 0, hot] = direction
+    return stream
+
+
+@pytest.mark.parametrize(("compat", "stays"), [("intended", True), ("official", False)])
+def test_a_hot_generated_token_becomes_a_key_token(compat: str, stays: bool) -> None:
+    hot = PROMPT + 3
+    stream = hot_token_stream(hot)
+    seen_by_next = {
+        end: hot in kept(table)[0]
+        for table, end in zip(tables(Keyformer(compat=compat), stream), stream.ends, strict=True)
+    }
+    last = hot + WINDOW
+    assert all(seen_by_next[end] for end in range(hot + 1, last))
+    assert all(seen_by_next[end] == stays for end in range(last, PROMPT + STEPS + 1))
+
+
+def test_official_key_tokens_never_change() -> None:
+    stream = hot_token_stream(PROMPT + 3)
+    sets = {}
+    for compat in ("official", "intended"):
+        sets[compat] = [
+            {p for p in kept(table)[0] if p < PROMPT - WINDOW} for table in tables(Keyformer(compat=compat), stream)
+        ]
+    assert all(s == sets["official"][0] for s in sets["official"])
+    assert sets["intended"][-1] != sets["intended"][0]
+    assert len(sets["official"][0]) == KEPT - WINDOW
+    assert PROMPT - WINDOW not in kept(next(tables(Keyformer(compat="official"), stream)))[0]
+
+
+def test_the_whole_prompt_as_budget_keeps_the_prompt() -> None:
+    model, ids = zoo.build("llama"), zoo.tokens(1, 30)
+    with torch.no_grad():
+        ours, full = CompressedCache(model, "keyformer:budget=100%"), CompressedCache(model, "full")
+        for cache in (ours, full):
+            model(ids, past_key_values=cache)
+        first = [model(ids[:, :1], past_key_values=cache).logits for cache in (ours, full)]
+        assert torch.equal(*first)
+        second = [model(ids[:, 1:2], past_key_values=cache).logits for cache in (ours, full)]
+        assert not torch.equal(*second)
+    assert ours.tokens_stored == 30
+
+
+@pytest.mark.parametrize("compat", ["intended", "official"])
+def test_a_row_does_not_depend_on_its_batch(compat: str) -> None:
+    stream, method = random_stream([PROMPT, *[1] * 12], batch=3), Keyformer(compat=compat)
+    padding = [0, 13, 30]
+    *_, together = tables(method, stream, padding)
+    for row, pad in enumerate(padding):
+        alone = Stream(
+            stream.keys[row : row + 1, :, pad:], stream.queries[row : row + 1, :, pad:], [PROMPT - pad, *[1] * 12]
+        )
+        *_, table = tables(method, alone)
+        for ours, theirs in zip(kept(together, row), kept(table), strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(abs(ours[j] - theirs[j]) < 1e-4 for j in theirs)
+
+
+def test_a_group_adds_the_scores_of_its_query_heads() -> None:
+    grouped, method = random_stream([PROMPT], heads=2, group=3), Keyformer(budget="100%")
+    copies = Stream(grouped.keys.repeat_interleave(3, 1), grouped.queries, grouped.chunks)
+    ours, theirs = next(tables(method, grouped)), next(tables(method, copies))
+    torch.testing.assert_close(ours.slot_state["score"], theirs.slot_state["score"].unflatten(1, (2, 3)).sum(2))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ({"tau_end": 0.0}, r"keyformer: tau_end=0.0 is not valid; use a temperature above 0"),
+        ({"horizon": 0}, r"keyformer: horizon=0 is not valid; use a number of tokens, 1 or more"),
+        ({"compat": "released"}, r"keyformer: compat=released is not valid; use intended or official"),
+    ],
+)
+def test_wrong_parameters_are_named(text: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Keyformer(**text)

@@ -1,0 +1,44 @@
+"""What the operations of the recall methods are tested with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New buffers hold NaN, or an unlikely number, until they are written."""
+    allocate = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        buffer = allocate(*args, **kwargs)
+        return buffer.fill_(float("nan") if buffer.is_floating_point() else 3)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def cones(directions: int, keys: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys [n, D] around directions 18 degrees apart, lengths from 1 to 10, and the direction of each."""
+    generator = torch.Generator().manual_seed(seed)
+    size = directions + 4
+    centers = torch.eye(directions + 1, size)[1:]
+    centers[:, 0] = 19.0**0.5
+    truth = torch.randint(0, directions, (keys,), generator=generator)
+    noise = 0.02 * torch.randn(keys, size, generator=generator)
+    units = torch.nn.functional.normalize(centers[truth] / 20.0**0.5 + noise, dim=-1)
+    return units * 10.0 ** torch.rand(keys, 1, generator=generator), truth
+
+
+def cosine_scores(keys: Tensor, centroids: Tensor) -> Tensor:
+    """Cosines [B, H, n, C] in float64; a vector of length 0 has cosine 0 with everything."""
+    keys, centroids = (
+        tensor.double() / tensor.double().norm(dim=-1, keepdim=True).clamp_min(1e-15) for tensor in (keys, centroids)
+    )
+    return keys @ centroids.mT

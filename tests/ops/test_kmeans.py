@@ -1,0 +1,270 @@
+"""k-means by direction, reference and kernel alike; on a CPU the kernel runs in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from formula import needs_triton
+from recall_inputs import cones, cosine_scores, normal, poison
+from scipy.stats import chisquare
+from sklearn.cluster import KMeans
+from sklearn.metrics import adjusted_rand_score
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.ops.kmeans import Clusters, reference
+
+Cluster = Callable[..., Clusters]
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """k-means by one implementation, whose new buffers hold NaN until they are written."""
+    poison(monkeypatch)
+    if request.param == "reference":
+        implementation: Callable[..., Clusters] = reference.kmeans
+    else:
+        from kvsketch.ops.kmeans import kernel
+
+        implementation = kernel.kmeans
+
+    def call(
+        keys: Tensor, clusters: int, rounds: int, *, start: Tensor | None = None, counts: Tensor | None = None,
+        stream: tuple[int, int, int] = (0, 0, 0), centroid: str = "mean",
+    ) -> Clusters:  # fmt: skip
+        return implementation(keys, clusters, start, counts, rounds, stream, centroid)
+
+    return call
+
+
+def first_centroids(keys: Tensor, clusters: int) -> Tensor:
+    chosen = reference.first_keys(keys.shape[1], keys.shape[2], clusters, (0, 0, 0), keys.device)
+    return keys.gather(2, chosen[None, ..., None].expand(*keys.shape[:2], clusters, keys.shape[3])).float()
+
+
+@pytest.mark.parametrize(
+    ("keys", "clusters", "size", "dtype"),
+    [
+        (1, 1, 64, torch.float32),
+        (63, 5, 24, torch.float32),
+        (100, 9, 80, torch.bfloat16),
+        (200, 70, 16, torch.float32),
+        (63, 3, 256, torch.float16),
+        (1000, 6, 128, torch.bfloat16),
+    ],
+)
+def test_every_key_belongs_to_the_centroid_of_largest_cosine(
+    cluster: Cluster, device: torch.device, keys: int, clusters: int, size: int, dtype: torch.dtype
+) -> None:
+    data = normal(1, 2, keys, size, dtype=dtype).to(device)
+    centroids, labels = cluster(data, clusters, 1)
+    assert centroids.shape == (1, 2, clusters, size) and centroids.dtype == torch.float32
+    assert labels.shape == (1, 2, keys) and labels.dtype == torch.int32
+    cosines = cosine_scores(data, centroids)
+    own = cosines.gather(3, labels.long()[..., None])[..., 0]
+    assert float((cosines.amax(-1) - own).max()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("centroid", ["mean", "normalized"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_round_is_the_mean_of_what_was_assigned(
+    cluster: Cluster, device: torch.device, centroid: str, dtype: torch.dtype
+) -> None:
+    data, _ = cones(4, 90)
+    data = data.to(device, dtype)[None, None]
+    labels = cluster(data, 4, 0, centroid=centroid).labels
+    expected = first_centroids(data, 4)
+    for c in range(4):
+        members = data[labels == c].double()
+        if centroid == "normalized":
+            members = members / members.norm(dim=-1, keepdim=True)
+            expected[0, 0, c] /= expected[0, 0, c].norm()
+        if len(members):
+            expected[0, 0, c] = members.mean(0)
+    centroids = cluster(data, 4, 1, centroid=centroid).centroids
+    torch.testing.assert_close(centroids, expected, atol=1e-5, rtol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("centroid", ["mean", "normalized"])
+def test_kernel_equals_reference(device: torch.device, centroid: str) -> None:
+    from kvsketch.ops.kmeans import kernel
+
+    data = normal(1, 2, 150, 24).to(device)
+    arguments: tuple[Any, ...] = (data, 7, torch.tensor([7], device=device), None, 2, (3, 4, 5), centroid)
+    expected, actual = reference.kmeans(*arguments), kernel.kmeans(*arguments)
+    assert torch.equal(expected.labels, actual.labels)
+    torch.testing.assert_close(actual.centroids, expected.centroids, atol=1e-6, rtol=1e-5)
+
+
+@needs_triton
+def test_every_launch_gives_the_same(device: torch.device) -> None:
+    from kvsketch.ops.kmeans import kernel
+
+    data = normal(1, 1, 100, 16).to(device)
+    results = [
+        kernel.kmeans(data, 20, None, None, 1, (0, 0, 0), "mean", launch=kernel.Launch(keys, clusters, 4, 2))
+        for keys, clusters in ((16, 16), (128, 32))
+    ]
+    assert torch.equal(results[0].labels, results[1].labels)
+    torch.testing.assert_close(results[0].centroids, results[1].centroids)
+
+
+def test_planted_directions_are_found_whatever_the_lengths(cluster: Cluster, device: torch.device) -> None:
+    """Heads draw different first keys; the best of them finds the directions, which distances cannot."""
+    keys, truth = cones(4, 160)
+    centroids, labels = cluster(keys.to(device).expand(1, 4, -1, -1), 4, 4)
+    objective = cosine_scores(keys.to(device), centroids).amax(-1).mean(-1)
+    best = labels[0, int(objective.argmax())].cpu()
+    assert adjusted_rand_score(truth, best) == 1.0
+    by_distance = KMeans(4, n_init=10, random_state=0).fit(keys.numpy()).labels_
+    assert adjusted_rand_score(truth, by_distance) < 0.8
+
+
+def objectives(cluster: Cluster, keys: Tensor, clusters: int, rounds: int, centroid: str) -> Tensor:
+    """Sum over keys of the cosine to their own centroid after 0..rounds rounds, [rounds + 1, H]."""
+    totals = []
+    for done in range(rounds + 1):
+        centroids, labels = cluster(keys, clusters, done, centroid=centroid)
+        totals.append(cosine_scores(keys, centroids).gather(3, labels.long()[..., None]).sum((2, 3))[0])
+    return torch.stack(totals)
+
+
+def test_spherical_objective_never_falls(cluster: Cluster, device: torch.device) -> None:
+    keys = (normal(1, 2, 80, 8) * 100.0 ** normal(1, 2, 80, 1, seed=1)).to(device)
+    totals = objectives(cluster, keys, 5, 3, "normalized")
+    assert bool((totals.diff(dim=0) > -1e-3).all())
+    assert bool((totals[-1] > totals[0] + 1.0).all())
+
+
+def test_means_of_raw_keys_promise_no_such_thing(device: torch.device) -> None:
+    keys = (normal(1, 8, 80, 8) * 100.0 ** normal(1, 8, 80, 1, seed=1)).to(device)
+
+    def cluster(keys: Tensor, clusters: int, rounds: int, centroid: str) -> Clusters:
+        return reference.kmeans(keys, clusters, None, None, rounds, (0, 0, 0), centroid)
+
+    assert bool((objectives(cluster, keys, 5, 5, "mean").diff(dim=0) < -1.0).any())
+
+
+def test_equal_keys_share_the_first_cluster_and_empty_ones_keep_their_centroid(
+    cluster: Cluster, device: torch.device
+) -> None:
+    keys = normal(1, 1, 1, 16).to(device) * 2.0 ** (torch.arange(40, device=device) % 3)[:, None]
+    centroids, labels = cluster(keys, 4, 2)
+    assert bool((labels == 0).all())
+    torch.testing.assert_close(centroids[:, :, 0], keys.mean(2))
+    torch.testing.assert_close(centroids[:, :, 1:], first_centroids(keys, 4)[:, :, 1:])
+
+
+def test_keys_of_length_zero_and_opposite_keys(cluster: Cluster, device: torch.device) -> None:
+    keys = normal(1, 1, 40, 16).to(device)
+    keys[:, :, ::3] = 0.0
+    keys[:, :, 1::3] = -keys[:, :, 2::3]
+    centroids, labels = cluster(keys, 6, 2)
+    assert bool(centroids.isfinite().all())
+    assert labels[0, 0, ::3].unique().numel() == 1
+    one = cluster(keys, 1, 2)
+    assert bool((one.labels == 0).all())
+    torch.testing.assert_close(one.centroids[:, :, 0], keys.mean(2), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("clusters", [30, 37])
+def test_as_many_clusters_as_keys(cluster: Cluster, device: torch.device, clusters: int) -> None:
+    keys = normal(1, 1, 30, 32).to(device)
+    centroids, labels = cluster(keys, clusters, 1)
+    assert torch.equal(labels[0, 0].cpu(), torch.arange(30, dtype=torch.int32))
+    torch.testing.assert_close(centroids[:, :, :30], keys)
+    assert bool((centroids[:, :, 30:] == 0).all())
+
+
+def test_a_row_alone_equals_the_row_in_a_padded_batch(cluster: Cluster, device: torch.device) -> None:
+    long, short = normal(1, 2, 70, 16, seed=1).to(device), normal(1, 2, 41, 16, seed=2).to(device)
+    padded = torch.cat([torch.full((1, 2, 29, 16), 7.0, device=device), short], 2)
+    batch = torch.cat([long, padded])
+    start, counts = torch.tensor([0, 29], device=device), torch.tensor([6, 4], device=device)
+    together = cluster(batch, 6, 2, start=start, counts=counts)
+    for row, (keys, clusters) in enumerate(((long, 6), (short, 4))):
+        alone = cluster(keys, clusters, 2)
+        assert torch.equal(together.labels[row, :, 70 - keys.shape[2] :], alone.labels[0])
+        assert torch.equal(together.centroids[row, :, :clusters], alone.centroids[0])
+    assert bool((together.labels[1, :, :29] == -1).all())
+    assert bool((together.centroids[1, :, 4:] == 0).all())
+
+
+def test_a_row_of_padding_alone_has_no_clusters(cluster: Cluster, device: torch.device) -> None:
+    keys = normal(2, 1, 20, 16).to(device)
+    centroids, labels = cluster(keys, 3, 1, start=torch.tensor([20, 0], device=device))
+    assert bool((labels[0] == -1).all()) and bool((labels[1] >= 0).all())
+    assert bool((centroids[0] == 0).all())
+
+
+def test_strided_keys(cluster: Cluster, device: torch.device) -> None:
+    keys = normal(1, 50, 2, 16).to(device).transpose(1, 2)
+    strided, dense = cluster(keys, 4, 1), cluster(keys.contiguous(), 4, 1)
+    assert torch.equal(strided.labels, dense.labels)
+    assert torch.equal(strided.centroids, dense.centroids)
+
+
+def test_first_keys_are_distinct_and_every_key_is_as_likely_as_the_next() -> None:
+    draws = torch.cat([reference.first_keys(40, 60, 12, (seed, 1, 2), torch.device("cpu")) for seed in range(50)])
+    assert all(len(set(row)) == 12 for row in draws.tolist())
+    counts = torch.bincount(draws.flatten(), minlength=60)
+    # One false alarm in a thousand choices of seeds.
+    assert chisquare(counts.numpy()).pvalue > 1e-3
+    assert chisquare(torch.bincount((draws // 2).flatten() * 2, minlength=60).numpy()).pvalue < 1e-3
+
+
+@pytest.mark.parametrize("stream", [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_draws_differ_by_seed_layer_position_and_head(cluster: Cluster, device: torch.device, stream: Any) -> None:
+    keys = normal(1, 1, 64, 16).to(device).expand(1, 2, -1, -1)
+    first, second = cluster(keys, 4, 0), cluster(keys, 4, 0, stream=stream)
+    assert not torch.equal(first.centroids, second.centroids)
+    assert not torch.equal(first.centroids[:, 0], first.centroids[:, 1])
+
+
+def test_float64_falls_back_to_the_reference(device: torch.device) -> None:
+    clusters = ops.kmeans(normal(1, 1, 30, 8).double().to(device), 3, rounds=2)
+    assert clusters.centroids.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": torch.zeros(2, 5, 4)}, "keys must have 4 dimensions"),
+        ({"keys": torch.zeros(2, 1, 5, 4).int()}, "keys must be float32"),
+        ({"clusters": 0}, "clusters=0 must be 1 or more"),
+        ({"rounds": -1}, "rounds=-1 must be 0 or more"),
+        ({"centroid": "median"}, "centroid='median' is not one of mean, normalized"),
+        ({"start": torch.zeros(3).int()}, r"start must be integers \[2\]"),
+        ({"counts": torch.zeros(2)}, r"counts must be integers \[2\]"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ops.kmeans(**({"keys": torch.zeros(2, 1, 5, 4), "clusters": 2} | change))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+class TestOnTheGpu:
+    @pytest.mark.parametrize(("keys", "clusters", "size"), [(4000, 200, 128), (3001, 65, 64), (1000, 1000, 256)])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_labels_are_best(
+        self, device: torch.device, keys: int, clusters: int, size: int, dtype: torch.dtype
+    ) -> None:
+        data = normal(2, 3, keys, size, dtype=dtype).to(device)
+        centroids, labels = ops.kmeans(data, clusters, rounds=4, start=torch.tensor([0, 300], device=device))
+        for row, start in enumerate((0, 300)):
+            cosines = cosine_scores(data[row, :, start:], centroids[row])
+            own = cosines.gather(2, labels[row, :, start:].long()[..., None])[..., 0]
+            assert float((cosines.amax(-1) - own).max()) < TOLERANCE[dtype]
+
+    def test_runs_repeat_to_the_bit(self, device: torch.device) -> None:
+        data = normal(1, 8, 8000, 128, dtype=torch.bfloat16).to(device)
+        first, second = (ops.kmeans(data, 400, rounds=5) for _ in range(2))
+        assert torch.equal(first.labels, second.labels)
+        assert torch.equal(first.centroids, second.centroids)
