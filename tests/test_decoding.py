@@ -20,16 +20,29 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class RunInsteadOfReplay:
-    """Stands in for a CUDA graph on a CPU: same bookkeeping, the step is run at each replay."""
+    """Stands in for a CUDA graph on a CPU: same bookkeeping, the step is run at each replay.
+
+    A graph repeats the branches that the host took when it was recorded; a step in which a method would take others must
+    not be replayed.
+    """
 
     def __init__(self, step: decoding.Step) -> None:
         self.step = step
+        self.branches = self._branches()
+
+    def _branches(self) -> list[object]:
+        return [
+            (layer.table.exact, sorted(layer.table.row_state), sorted(layer.table.slot_state))
+            for layer in self.step.layers
+        ]
 
     def replay(self) -> None:
+        assert self.branches == self._branches(), "the tables changed, yet the old graph was replayed"
         counters = [(layer.table.seen, layer.table.new_tokens, layer.table.prompt_tokens) for layer in self.step.layers]
         self.step._forward(bounded=True)
         for layer, values in zip(self.step.layers, counters, strict=True):
             layer.table.seen, layer.table.new_tokens, layer.table.prompt_tokens = values
+        assert self.branches == self._branches(), "a replayed step did work that a graph cannot repeat"
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, Unigram
+from transformers import PreTrainedTokenizerFast
 
 from kvsketch import models
 from kvsketch.models import convert
@@ -223,3 +226,13 @@ def test_missing_packages_are_named(file: Path, cache: Path, monkeypatch: pytest
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install accelerate gguf"):
         load(file)
+
+
+def test_a_tokenizer_that_spells_letter_by_letter_is_refused(file: Path) -> None:
+    metadata = read_metadata(file)
+    merging = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0}, [])))
+    unigram = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(Unigram([("a", 0.0)])))
+    convert.refuse_unigram(merging, {**metadata, "tokenizer.ggml.model": "llama"})
+    convert.refuse_unigram(unigram, {**metadata, "tokenizer.ggml.model": "t5"})
+    with pytest.raises(ValueError, match=r"transformers 5\.18 or newer"):
+        convert.refuse_unigram(unigram, {**metadata, "tokenizer.ggml.model": "llama"})

@@ -115,6 +115,11 @@ def attend(
     """Attention of [B, Hq, n, D] queries over the slots of a bounded layer; `bias` [1 or B, Hq, 1 or n, L] is
     logical like the mask.
     """
+    if view.layer.table.host is not None and not view.exact:
+        raise ValueError(
+            f"the attention of {view.layer.model_name} reads every token, which offload=host keeps in host memory; "
+            f"use offload=none"
+        )
     slot_bias = mask_at_slots(view, query, mask)
     if bias is not None:
         slot_bias = _add_bias(slot_bias, at_slots(bias, view.index, query.shape[1]))

@@ -23,6 +23,10 @@ from kvsketch.slots import SlotTable
 from kvsketch.storage.hot_set import hit_rate
 
 
+class UnsupportedModelError(ValueError):
+    """The model's attention cannot read a compressed cache."""
+
+
 @dataclass
 class LayerView:
     """What one forward reads of one layer: travels on the key tensor from the cache to the attention function."""
@@ -164,7 +168,7 @@ class SlotLayer(CacheLayerMixin):
 
     def require_claimed(self) -> None:
         if self.waiting is not None:
-            raise RuntimeError(
+            raise UnsupportedModelError(
                 f"the attention of {self.model_name} (layer {self.table.layer_idx}) never read the "
                 f"compressed cache: it does not go "
                 f"through transformers' AttentionInterface, so kvsketch cannot serve this model. "

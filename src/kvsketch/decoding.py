@@ -112,6 +112,7 @@ class Step:
         self.position = position if table.padding is None else position - table.padding.view(-1, 1)
         self.graph: Any = None
         self.addresses: list[int] = []
+        self.regime: list[object] = []
         self.steps = 0
         for layer in self.layers:
             if layer.table.exact:
@@ -121,6 +122,7 @@ class Step:
         """Generates one token."""
         self.sampler.before_step()
         bounded = not any(layer.table.exact for layer in self.layers)
+        regime = [layer.method.regime(layer.table) for layer in self.layers]
         if any(layer.method.maintenance_due(layer.table) for layer in self.layers):
             self._forward(bounded)
             if self.addresses != self._addresses():
@@ -128,8 +130,8 @@ class Step:
         elif self.steps < WARM_UP_STEPS or not bounded:
             self._forward(bounded)
         else:
-            if self.graph is None:
-                self.graph = self._record()
+            if self.graph is None or self.regime != regime:
+                self.graph, self.regime = self._record(), regime
             self.graph.replay()
             for layer in self.layers:
                 layer.table.count_replayed()

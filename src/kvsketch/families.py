@@ -48,7 +48,10 @@ def _attend_with_float_mask(
     if view is None:
         return original(self, query, key, value, attention_mask)
     scale = 1.0 / float(self.scale_attn)
-    if view.exact:
+    recalled = view.recall(query.to(value.dtype), scale, None, None)
+    if recalled is not None:
+        output, weights = recalled, None
+    elif view.exact:
         output, weights = original(self, query, key, value, attention_mask)
     else:
         output, weights = attention.attend(view, query.to(value.dtype), scale, attention_mask), None

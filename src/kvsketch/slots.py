@@ -156,7 +156,7 @@ class SlotTable:
             self.keys, self.values = _owned(keys), _owned(values)
         else:
             if needed > self.keys.shape[2]:
-                capacity = needed + max(64, needed // 8)
+                capacity = needed + max(64, needed // 64)
                 self.keys = _grown(self.keys, self.length, capacity)
                 self.values = _grown(self.values, self.length, capacity)
             self.keys[:, :, self.length : needed] = keys

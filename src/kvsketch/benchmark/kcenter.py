@@ -75,7 +75,7 @@ def difference(keys: Tensor, ours: Centers, expected: Centers) -> str | None:
     untrue = largest_error(ours.radius, true_radius(keys, ours))
     if same > SAME_CENTERS and error < SAME_RADIUS and untrue < TRUE_RADIUS:
         return None
-    return f"same centers {same:.0%}, radius off by {error:.1e} from the reference and by {untrue:.1e} from its own centers"
+    return f"same centers {same:.0%}, radius off by {error:.1e}, and by {untrue:.1e} from that of its own centers"
 
 
 def marks(keys: Tensor, centers: Centers) -> Tensor:  # [B, H, N] bool

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.benchmark import records

@@ -85,12 +85,17 @@ def _run(
     from transformers import TextStreamer
 
     from kvsketch import CompressedCache
+    from kvsketch import generate as captured_generate
 
     cache = CompressedCache(model, method)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
     torch.manual_seed(seed)
     start = time.perf_counter()
-    output = model.generate(**inputs.to(model.device), **options, past_key_values=cache, streamer=streamer)
+    inputs = inputs.to(model.device)
+    if model.device.type == "cuda":
+        output = captured_generate(model, inputs, cache, streamer=streamer, **options)
+    else:
+        output = model.generate(**inputs, past_key_values=cache, streamer=streamer, **options)
     seconds = time.perf_counter() - start
     prompt_tokens = inputs["input_ids"].shape[1]
     new = output[0, prompt_tokens:]

@@ -27,8 +27,8 @@ LN2 = math.log(2.0)
 HEAVIEST = 64  # halvings that any token can have gone through
 
 
-def compress(method: BalanceKV, table: SlotTable, rows: list[Row]) -> None:
-    """Brings an exact or lengthened table back to the budget of its rows and to its fixed shape."""
+def compress(method: BalanceKV, table: SlotTable, rows: list[Row], queries: Tensor) -> None:
+    """Brings an exact or lengthened table back to the budget of its rows and to its fixed shape; needs no queries."""
     row_schedule.set_schedule(table, rows, [0] * len(rows))
     rest = Remaining.of(method, table, rows)
     while rest.halve():
@@ -131,7 +131,7 @@ def bound(method: BalanceKV, table: SlotTable, rows: list[Row]) -> None:
     row_schedule.set_schedule(table, rows, [row.budget + 1 for row in rows])
 
 
-def make_room(method: BalanceKV, table: SlotTable) -> None:
+def make_room(method: BalanceKV, table: SlotTable, queries: Tensor) -> None:
     """Halves the lightest tokens of the rows that are full, in place and without asking the device."""
     assert table.index is not None and table.log_den is not None
     num = table.log_den if table.log_num is None else table.log_num

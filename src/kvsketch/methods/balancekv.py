@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar
 
 from torch import Tensor
@@ -36,7 +38,8 @@ class BalanceKV(BudgetedMethod):
     halved l times has log_den = l log 2, or log_num with den_weight=same. select=weighted doubles what it keeps up to
     where half of the run is dropped, select=strict all of it. rounds=T halves everything T times, as published.
     form=stream, the theorem's algorithm within the budget: MergeAndReduce (methods/merge_reduce.py) for each bucket of
-    value norms, and over the keys alone for the denominator. form=paper: the same with batches of `block` tokens; its
+    value norms, and over the keys alone for the denominator. The two sums are kept within a factor `rho` of each other
+    (none: as published), since a heavy key may be in one only. form=paper: the same with batches of `block` tokens; its
     memory grows with the logarithm of the context and does not heed the budget.
 
     Guarantee (stream, paper, c=theory): |out - exact| <= eps |softmax|_2 |V|_F with sets of O*(exp(2 scale r^2) / eps)
@@ -65,6 +68,7 @@ class BalanceKV(BudgetedMethod):
     select: str = "weighted"
     den_weight: str = "pow2"
     count_term: float = 0.025
+    rho: float | None = 4.0
     epsilon: float = 0.1
     delta: float = 0.01
 
@@ -86,6 +90,11 @@ class BalanceKV(BudgetedMethod):
         for name in ("temp", "epsilon", "delta"):
             self._require(name, getattr(self, name) > 0, "a positive number")
         self._require("count_term", self.count_term >= 0, "a number, 0 or more")
+        self._require("rho", self.rho is None or self.rho >= 1, "none or a number of 1 or more")
+
+    @property
+    def clip(self) -> float | None:
+        return None if self.form == "block" or self.rho is None else math.log(self.rho)
 
     @property
     def tied(self) -> bool:
@@ -106,42 +115,31 @@ class BalanceKV(BudgetedMethod):
     def on_fail(self) -> str:
         return "raise" if self.c == "theory" else "clip"
 
+    def rows(self, table: SlotTable) -> list[Row]:
+        """What each row of the table may hold."""
+        assert isinstance(self.budget, Size) and isinstance(self.recent, Size)
+        return row_schedule.rows_of(table, self.budget, self.sinks, self.recent, DEFAULT_WINDOW, self.block)
+
     def maintenance_due(self, table: SlotTable) -> bool:
         return not table.exact and row_schedule.due(table, ahead=1)
 
     def bound(self, table: SlotTable, max_length: int) -> None:
-        if self.form == "block":
-            balance_blocks.bound(self, table, self.rows(table))
-        elif self.form == "stream":
-            balance_stream.bound(self, table, self.rows(table))
+        if self.form != "paper":
+            self._algorithm.bound(self, table, self.rows(table))
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         if row_schedule.in_place(table):
-            self._step(table, queries)
-            return
-        rows = self.rows(table)
-        if table.exact and not any(self._exceeds(row) for row in rows):
-            return
-        if self.form == "block":
-            balance_blocks.compress(self, table, rows)
-        else:
-            balance_stream.compress(self, table, rows, queries)
+            if row_schedule.due(table):
+                self._algorithm.make_room(self, table, queries)
+            row_schedule.find_free_slot(table)
+        elif not table.exact or any(self._exceeds(row) for row in self.rows(table)):
+            self._algorithm.compress(self, table, self.rows(table), queries)
 
-    def _step(self, table: SlotTable, queries: Tensor) -> None:
-        """One decoded token: every so often room is made, and always the next token gets a free slot."""
-        if row_schedule.due(table):
-            if self.form == "block":
-                balance_blocks.make_room(self, table)
-            else:
-                balance_stream.make_room(self, table, queries)
-        row_schedule.find_free_slot(table)
+    @property
+    def _algorithm(self) -> ModuleType:
+        return balance_blocks if self.form == "block" else balance_stream
 
     def _exceeds(self, row: Row) -> bool:
         if self.form == "paper":
             return row.seen - row.sinks - row.recent >= self.block
         return row.seen > row.budget
-
-    def rows(self, table: SlotTable) -> list[Row]:
-        """What each row of the table may hold."""
-        assert isinstance(self.budget, Size) and isinstance(self.recent, Size)
-        return row_schedule.rows_of(table, self.budget, self.sinks, self.recent, DEFAULT_WINDOW, self.block)

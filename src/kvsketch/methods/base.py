@@ -61,6 +61,10 @@ class Method:
         """
         return False
 
+    def regime(self, table: SlotTable) -> object:
+        """What the host's branches in the next single-token step depend on; when it changes, a captured step is stale."""
+        return None
+
     def budget_tokens(self, table: SlotTable) -> int | None:
         """Slots the layer may hold for its longest row, None without limit."""
         return None

@@ -36,6 +36,6 @@ class Full(Method):
             old, new = table.seen - table.new_tokens, table.new_tokens
             slots = torch.arange(table.length, device=table.key_slots().device)
             slots = torch.cat([slots[:old], slots[old : old + new] if table.in_place else slots[-new:]])
-            table.rebuild(slots.expand(*table.shape[:2], -1), table.seen + max(64, table.seen // 8))
+            table.rebuild(slots.expand(*table.shape[:2], -1), table.seen + max(64, table.seen // 64))
             assert table.next_slot is not None
             table.next_slot.fill_(table.seen)

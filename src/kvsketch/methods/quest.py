@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.recall import RecallingMethod
+from kvsketch.methods.recall import BUDGETS, RecallingMethod
 from kvsketch.slots import SlotTable
+from kvsketch.storage import offloaded
+
+# [B, H, pages, D]: smallest and largest key channels of each page; the last page takes what belongs to none.
+PAGE_MIN, PAGE_MAX = "page_min", "page_max"
+LEAST_PAGES = 3
 
 
 @dataclass(frozen=True)
@@ -27,86 +32,95 @@ class Quest(RecallingMethod):
 
     name: ClassVar[str] = "quest"
     paper: ClassVar[str] = "arXiv 2406.10774"
-    sinks: int = 0
+    sinks: int = field(default=0, init=False)
     page: int = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("page", isinstance(self.page, int) and self.page >= 1, "a whole number of tokens, 1 or more")
 
-    def index(self, table: SlotTable) -> None:
-        """Keeps the minimum and maximum of each page up to date; a page starts at a multiple of `page` real tokens."""
-        first = "page_min" not in table.row_state
-        if table.new_tokens == 1 and not first and not self._outgrown(table):
-            self._add_token(table)
-        else:
-            self._add_all(table)
+    @property
+    def tail_tokens(self) -> int:
+        return 16 * self.page
+
+    def pages_read(self, budget: int) -> int:
+        return max(LEAST_PAGES, budget // self.page)
+
+    def rows_read(self, table: SlotTable) -> int:
+        return self.page * self.pages_read(self.budget_tokens(table))
+
+    def is_indexed(self, table: SlotTable) -> bool:
+        return PAGE_MIN in table.row_state
 
     def maintenance_due(self, table: SlotTable) -> bool:
-        indexed = table.layer_idx >= self.skip_layers
-        return super().maintenance_due(table) or (indexed and self._outgrown(table, coming=1))
+        outgrown = self.is_indexed(table) and self._pages(table.seen + 1) > table.row_state[PAGE_MIN].shape[2]
+        return outgrown or super().maintenance_due(table)
 
-    def bound(self, table: SlotTable, max_length: int) -> None:
-        super().bound(table, max_length)
-        if table.layer_idx >= self.skip_layers:
-            self._add_all(table)
+    def index(self, table: SlotTable) -> None:
+        """Keeps the bounds of each page up to date; a page starts at a multiple of `page` real tokens."""
+        if not self.is_indexed(table) and table.seen <= self.budget_tokens(table):
+            return
+        new = table.new_tokens if self.is_indexed(table) else table.seen
+        self._reserve(table)
+        keys = offloaded.newest(table, table.seen - new)[0] if new > 1 else self._newest_key(table)
+        position = table.real_tokens() - new + torch.arange(new, device=keys.device)  # [B, 1, new]
+        last = table.row_state[PAGE_MIN].shape[2] - 1
+        page = torch.where(position >= 0, position // self.page, last).unsqueeze(-1).expand(keys.shape)
+        table.row_state[PAGE_MIN].scatter_reduce_(2, page, keys, "amin")
+        table.row_state[PAGE_MAX].scatter_reduce_(2, page, keys, "amax")
 
-    def _outgrown(self, table: SlotTable, coming: int = 0) -> bool:
-        pages = table.row_state.get("page_min")
-        return pages is None or table.seen + coming > pages.shape[2] * self.page
+    def _pages(self, tokens: int) -> int:
+        """Pages of so many tokens, and the last one."""
+        return -(-tokens // self.page) + 1
 
-    def _add_all(self, table: SlotTable) -> None:
-        keys, position = table.key_slots(), table.position_slots()
-        batch, heads, slots, size = keys.shape
-        pages = -(-(max(slots, table.seen) + 4 * self.page) // self.page)
-        page = torch.where(position >= 0, position // self.page, pages)  # one page more, for empty slots
-        page = page.unsqueeze(-1).expand(-1, -1, -1, size)
-        for name, start, reduce in (("page_min", float("inf"), "amin"), ("page_max", float("-inf"), "amax")):
-            bounds = keys.new_full((batch, heads, pages + 1, size), start)
-            table.row_state[name] = bounds.scatter_reduce_(2, page, keys, reduce)[:, :, :pages].contiguous()
+    def _reserve(self, table: SlotTable) -> None:
+        """Makes room for the pages of all tokens, and some more when there is too little."""
+        keys, needed = table.key_slots(), self._pages(table.seen)
+        present = table.row_state[PAGE_MIN].shape[2] if self.is_indexed(table) else 0
+        if needed <= present:
+            return
+        for name, nothing in ((PAGE_MIN, float("inf")), (PAGE_MAX, float("-inf"))):
+            bounds = keys.new_full((*keys.shape[:2], needed + max(8, needed // 8), keys.shape[3]), nothing)
+            if present:
+                bounds[:, :, : present - 1] = table.row_state[name][:, :, :-1]
+            table.row_state[name] = bounds
 
-    def _add_token(self, table: SlotTable) -> None:
-        last = self._last_position(table)  # [B, 1, 1]
-        key = self._newest_key(table)  # [B, H, 1, D]
-        page = (last // self.page).unsqueeze(-1).expand(-1, key.shape[1], 1, key.shape[3])
-        for name, reduce in (("page_min", "amin"), ("page_max", "amax")):
-            table.row_state[name].scatter_reduce_(2, page, key, reduce)
-
-    def _last_position(self, table: SlotTable) -> Tensor:
-        return table.real_tokens() - 1
-
-    def _newest_key(self, table: SlotTable) -> Tensor:
-        slot = (self.seen_on_device(table) - 1).view(1, 1, 1, 1)
+    def _newest_key(self, table: SlotTable) -> Tensor:  # [B, H, 1, D]
         keys = table.key_slots()
-        return keys.gather(2, slot.expand(keys.shape[0], keys.shape[1], 1, keys.shape[3]))
+        if table.next_slot is None:
+            return keys[:, :, -1:]
+        return keys.gather(2, (table.next_slot - 1).unsqueeze(-1).expand(-1, -1, 1, keys.shape[3]))
 
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
     ) -> Tensor | None:
-        budget = self.budget_tokens(table)
-        if table.layer_idx < self.skip_layers or "page_min" not in table.row_state or table.seen <= budget:
+        if not self.is_indexed(table):
             return None
-        rows = self.choose_rows(table, query, max(3, budget // self.page))
+        rows = self.slots_of(table, self.choose_rows(table, query))
         assert table.keys is not None and table.values is not None
         return ops.indexed_attention(
             query, table.keys, table.values, rows, table.scale, softcap=softcap, sink_logits=sink_logits
         )
 
-    def choose_rows(self, table: SlotTable, query: Tensor, pages: int) -> Tensor:  # [B, Hq, pages * page] int32
-        """Slots of the best pages of each query head; the page being filled, which holds the query's own token, is
+    def choose_rows(self, table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq, rows_read] int32
+        """Tokens of the best pages of each query head; the page being filled, which holds the query's own token, is
         one.
         """
-        scores = page_scores(query, table.row_state["page_min"], table.row_state["page_max"])
-        last = self._last_position(table)  # [B, 1, 1], the query's own position: it is in the store already
+        pages = self.rows_read(table) // self.page
+        scores = page_scores(query, table.row_state[PAGE_MIN], table.row_state[PAGE_MAX])
+        newest = table.real_tokens() - 1  # [B, 1, 1], the query's own position: it is in the store already
         number = torch.arange(scores.shape[-1], device=scores.device)
         # Pages not begun hold infinities, whose scores are not numbers; they are put last here.
-        scores = torch.where(number == last // self.page, float("inf"), scores)
-        scores = torch.where(number > last // self.page, float("-inf"), scores)
+        scores = torch.where(number == newest // self.page, float("inf"), scores)
+        scores = torch.where(number > newest // self.page, float("-inf"), scores)
         chosen = scores.topk(min(pages, scores.shape[-1]), dim=-1).indices
         position = chosen.unsqueeze(-1) * self.page + torch.arange(self.page, device=scores.device)
-        position = position.flatten(2)
-        slot = position if table.padding is None else position + table.padding.view(-1, 1, 1)
-        return torch.where(position <= last, slot, -1).int()
+        token = position if table.padding is None else position + table.padding.view(-1, 1, 1, 1)
+        wanted = position <= newest.unsqueeze(-1)
+        if BUDGETS in table.row_state:
+            own = (table.row_state[BUDGETS] // self.page).clamp_min(LEAST_PAGES).view(-1, 1, 1, 1)
+            wanted &= torch.arange(chosen.shape[-1], device=scores.device).unsqueeze(-1) < own
+        return torch.where(wanted, token, -1).int().flatten(2)
 
 
 def page_scores(query: Tensor, page_min: Tensor, page_max: Tensor) -> Tensor:  # [B, Hq, P] float32

@@ -12,6 +12,11 @@ from kvsketch.budget import Size
 from kvsketch.methods.base import Method
 from kvsketch.methods.full import Full
 from kvsketch.slots import SlotTable
+from kvsketch.storage import offloaded
+from kvsketch.storage.hot_set import TAIL
+
+OFFLOADS = ("none", "host")
+BUDGETS = "budgets"  # [B] int32, what each row reads when the budget is a share and padding makes rows differ
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,8 @@ class RecallingMethod(Method):
     """Keeps every token and lets each query read `budget` of them, the sinks included.
 
     The first `skip_layers` layers read everything, as in the papers: their attention is too flat to select from.
+    With `offload=host` the keys and values of the other layers lie in host memory; the device holds the index, sinks
+    and tail, and the rows that the last `keep_steps` steps read. The answers are the same.
     """
 
     family: ClassVar[str] = "recall"
@@ -26,6 +33,8 @@ class RecallingMethod(Method):
     sinks: int = 16
     skip_layers: int = 2
     seed: int = 0
+    offload: str = "none"
+    keep_steps: int = 1
 
     def __post_init__(self) -> None:
         self._set("budget", Size.parse(self.budget, f"{self.name}: budget"))
@@ -33,28 +42,97 @@ class RecallingMethod(Method):
             value = getattr(self, name)
             self._require(name, isinstance(value, int) and value >= 0, "a whole number, 0 or more")
         self._require("seed", isinstance(self.seed, int), "a whole number")
+        self._require("offload", self.offload in OFFLOADS, " or ".join(OFFLOADS))
+        self._require("keep_steps", isinstance(self.keep_steps, int) and self.keep_steps >= 1, "a whole number, 1 or more")
         assert isinstance(self.budget, Size)
         if self.budget.tokens is not None and self.budget.tokens <= self.sinks:
             raise ValueError(f"{self.name}: budget={self.budget} leaves nothing beside {self.sinks} sinks; use more")
 
+    # what a method adds: its index, and how much of the store a query head reads
+
+    @property
+    def tail_tokens(self) -> int:
+        """Generated tokens that stay on the device of an offloaded layer before they move to the host together."""
+        raise NotImplementedError
+
+    def rows_read(self, table: SlotTable) -> int:
+        """Tokens of the store that one list names; with one list for each query head, or for each KV head."""
+        raise NotImplementedError
+
+    def lists(self, group: int) -> int:
+        """Lists of one KV head whose `group` query heads read it."""
+        return group
+
+    def is_indexed(self, table: SlotTable) -> bool:
+        """Whether the table has an index, so that queries read a part of it."""
+        raise NotImplementedError
+
+    def index(self, table: SlotTable) -> None:
+        """Takes the tokens of the last forward into the index; called after every forward of a layer that selects."""
+
+    # budgets
+
     def budget_tokens(self, table: SlotTable) -> int:
-        """Tokens a query reads in this layer."""
+        """Tokens a query reads in this layer, of the longest row."""
         assert isinstance(self.budget, Size)
         return self.budget.of(table.prompt_tokens)
 
-    def index(self, table: SlotTable) -> None:
-        """Takes the tokens of the last forward into the index; called after every forward of an indexed layer."""
+    def _note_row_budgets(self, table: SlotTable) -> None:
+        assert isinstance(self.budget, Size)
+        if self.budget.share is None or table.padding is None:
+            return
+        prompt = (table.prompt_tokens - table.padding).clamp_min(1)
+        budgets = (prompt.double() * float(self.budget.share) + 1e-9).int().clamp_min(1)
+        table.row_state.setdefault(BUDGETS, budgets).copy_(budgets)
 
-    def bound(self, table: SlotTable, max_length: int) -> None:
-        table.bound(max_length)
+    # the life of a token
 
-    def maintenance_due(self, table: SlotTable) -> bool:
-        return Full.maintenance_due(Full(), table)
+    def selects(self, table: SlotTable) -> bool:
+        """Whether queries of this layer read a part of its tokens, once there are more than the budget."""
+        return table.layer_idx >= self.skip_layers
+
+    def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
+        if self.offload == "none" or keys.shape[2] == 1:
+            return
+        # The first layer asks for the memory of all, before any of them works.
+        if (table.seen == 0 or self.selects(table)) and table.seen + keys.shape[2] > self.budget_tokens(table):
+            skipped = max(0, self.skip_layers - table.layer_idx)
+            offloaded.require_room(table, keys, values, table.compressed_layers - table.rank - skipped)
+        if offloaded.is_offloaded(table):
+            offloaded.restore(table, keys.shape[2])
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
-        Full.compress(Full(), table, queries)
-        if table.layer_idx >= self.skip_layers:
+        if offloaded.is_offloaded(table):
+            assert table.next_slot is not None and table.host is not None
+            table.next_slot += 1
             self.index(table)
+            if table.seen - table.host.length >= self.tail_tokens:
+                offloaded.store_tail(table)
+            return
+        Full().compress(table, queries)
+        if not self.selects(table):
+            return
+        self.index(table)
+        if table.new_tokens > 1:
+            self._note_row_budgets(table)
+        if self.offload == "host" and self.is_indexed(table):
+            hot = self.keep_steps * self.lists(queries.shape[1] // table.shape[1]) * self.rows_read(table)
+            offloaded.offload(table, table.marks.get(TAIL, table.seen), self.sinks, self.tail_tokens, hot)
+
+    def bound(self, table: SlotTable, max_length: int) -> None:
+        moves_out = self.offload == "host" and self.selects(table)
+        table.bound(min(max_length, self.budget_tokens(table) + 1) if moves_out else max_length)
+
+    def maintenance_due(self, table: SlotTable) -> bool:
+        if offloaded.is_offloaded(table):
+            assert table.host is not None
+            return table.seen + 1 - table.host.length >= self.tail_tokens
+        starts = self.selects(table) and not self.is_indexed(table) and table.seen + 1 > self.budget_tokens(table)
+        return starts or Full().maintenance_due(table)
+
+    def slots_of(self, table: SlotTable, rows: Tensor) -> Tensor:  # [B, L, M] int32
+        """Slots of the table's buffers where the tokens `rows` lie."""
+        return offloaded.look_up(table, rows) if offloaded.is_offloaded(table) else rows
 
     def seen_on_device(self, table: SlotTable) -> Tensor:  # [1] int64
         """Tokens seen, where a captured step can follow it."""

@@ -91,22 +91,31 @@ def _write_converted(gguf: Path, folder: Path) -> None:
     if importlib.util.find_spec("accelerate") is None:
         raise ImportError("reading a GGUF file needs the accelerate package; run `pip install accelerate gguf`")
     location: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
-    try:
+    with _explained(gguf, metadata):
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **location)
+    refuse_unigram(tokenizer, metadata)
+    restore_special_tokens(tokenizer, metadata)
+    with _explained(gguf, metadata):
         model = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent), dtype=torch.bfloat16, **location, **_dequantise()
         )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _explained(gguf: Path, metadata: dict[str, Scalar]) -> Iterator[None]:
+    """Whatever transformers stumbles over while it reads the file, in words that help."""
+    try:
+        yield
     except ImportError as error:
         raise ImportError(f"reading a GGUF file needs packages: {error}; run `pip install accelerate gguf`") from error
     except Exception as error:
         architecture = metadata.get("general.architecture", "unknown")
         raise ValueError(
             f"could not read {gguf} (architecture {architecture}): {error}. The file is damaged or cut short, or its "
-            "architecture is not one that transformers reads from GGUF; fetch it again or use a safetensors folder."
+            "architecture is not one that transformers reads from GGUF; fetch it again or use a safetensors folder"
         ) from error
-    restore_special_tokens(tokenizer, metadata)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def _dequantise() -> dict[str, Any]:
@@ -116,6 +125,18 @@ def _dequantise() -> dict[str, Any]:
     except ImportError:
         return {}
     return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def refuse_unigram(tokenizer: Any, metadata: dict[str, Scalar]) -> None:
+    """transformers before 5.18 rebuilds Gemma's merging tokenizer as a unigram one that spells words by letters."""
+    from transformers import __version__
+
+    rebuilt = type(tokenizer.backend_tokenizer.model).__name__
+    if rebuilt == "Unigram" and metadata.get("tokenizer.ggml.model") == "llama":
+        raise ValueError(
+            f"transformers {__version__} rebuilds the tokenizer of this GGUF file wrongly; convert it with "
+            "transformers 5.18 or newer (older ones can use the converted copy), or use a safetensors folder"
+        )
 
 
 def restore_special_tokens(tokenizer: PreTrainedTokenizerBase, metadata: dict[str, Scalar]) -> None:

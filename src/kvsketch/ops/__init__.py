@@ -409,20 +409,27 @@ def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
 
 
 def select_clusters(
-    scores: Tensor, sizes: Tensor, offsets: Tensor, order: Tensor, budget: int, *, slot_offset: int = 0
+    scores: Tensor,
+    sizes: Tensor,
+    offsets: Tensor,
+    order: Tensor,
+    budget: int,
+    *,
+    slot_offset: int = 0,
+    budgets: Tensor | None = None,
 ) -> Selection:
     """The slots of the best clusters, exactly `budget` of them where so many exist; the last cluster is trimmed.
 
-    scores [B, L, C] float32, for each query head or each KV head (L); sizes, offsets [B, H, C] and order [B, H, n] as
-    from `cluster_index`. A score of -inf excludes a cluster; equal scores go to the lower number; a trimmed cluster
-    keeps the first tokens of its order. slot_offset is added to every slot.
+    scores [B, L, C] float32, for each query head or each KV head (L); sizes, offsets [B, H, C] and order [B, H, n] as from
+    `cluster_index`. A score of -inf excludes a cluster; equal scores go to the lower number; a trimmed cluster keeps the
+    first tokens of its order. slot_offset is added to every slot. budgets [B] int32: a row's own budget where it is smaller.
     Returns rows [B, L, budget] int32 (-1 behind the last), taken [B, L, C] int32 and log_unread [B, L, C] float32.
     """
     index = ClusterIndex(order, sizes, offsets)
-    check_selection(scores, index, budget)
+    check_selection(scores, index, budget, budgets)
     kernel = kernel_for("select_clusters", scores.device)
     chosen = kernel if kernel is not None and kernel.supported(scores.shape[2]) else select_clusters_reference
-    return chosen.select_clusters(scores, index, budget, slot_offset)
+    return chosen.select_clusters(scores, index, budget, slot_offset, budgets)
 
 
 def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> Tensor:

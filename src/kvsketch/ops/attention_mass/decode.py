@@ -67,7 +67,7 @@ def logits_kernel(
     places = column_places(index_ptr, b * i_b + h * i_h, columns, columns_total, pad, SLOTS)
     q = load_tile(q_ptr + b * q_b + h * GROUP * q_h, 0, q_h, GROUP, BLOCK_G, D, BLOCK_D, True)
     k = load_tile(k_ptr + b * k_b + h * k_h, start, k_s, columns_total, BLOCK_N, D, BLOCK_D, True)
-    x = dot(q, tl.trans(k)) * (scale * LOG2E / tau)
+    x = dot(q, tl.trans(k), PTX) * (scale * LOG2E / tau)
     if NOISE:
         state = hash_combine(stream, h * GROUP + heads)
         row_hash = hash_combine(hash_combine(state, 0), seen - 1 - pad)

@@ -28,10 +28,12 @@ HIDDEN = tl.constexpr(2**30)
 
 
 @triton.jit
-def dot(a, b):
-    """a b in float32; float32 operands are multiplied as such, not as tf32."""
+def dot(a, b, PTX: tl.constexpr):
+    """a b in float32; float32 operands keep their precision, on tensor cores in three products of tf32."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    elif PTX:
+        return tl.dot(a, b, input_precision="tf32x3")
     else:
         return tl.dot(a, b, input_precision="ieee")
 
@@ -120,7 +122,7 @@ def add_columns(
 ):  # fmt: skip
     """The running sums of a tile of rows, as 2^origin * total, with one more tile of columns."""
     columns = start + tl.arange(0, BLOCK_N)
-    s = dot(q, tl.trans(load_tile(k_tiles, b, head // GROUP, start, BLOCK_N, BLOCK_D)))
+    s = dot(q, tl.trans(load_tile(k_tiles, b, head // GROUP, start, BLOCK_N, BLOCK_D)), PTX)
     if MASKED:
         column_at = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS)
         s = tl.where(column_at[None, :] <= places[:, None], s, NEG_INF)
@@ -233,10 +235,10 @@ def column_kernel(
         # An infinite sum takes out a row that is padding, sees nothing or does not exist.
         lse = tl.load(lse_ptr + row_offset + rows, mask=(rows < queries) & (first + rows >= pad), other=INF) * LOG2E
         lse = tl.where(lse == NEG_INF, INF, lse)
-        x = dot(q, tl.trans(k)) * factor - lse[:, None]
+        x = dot(q, tl.trans(k), PTX) * factor - lse[:, None]
         if NOISE:
-            pointers = row_hash_ptr + row_offset + rows
-            row_hash = tl.load(pointers, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
+            row_pointers = row_hash_ptr + row_offset + rows
+            row_hash = tl.load(row_pointers, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
             x -= log2_exponential(row_hash[:, None], column_hash[None, :], PTX) * (1.0 / tau)
         if MASKED:
             places = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS)

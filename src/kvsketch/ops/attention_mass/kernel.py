@@ -47,10 +47,9 @@ def supported(q: Tensor, k: Tensor) -> bool:
 
 def launches(q: Tensor, noise: Noise | None) -> Launches:
     """The launch sizes for the two passes."""
-    if q.dtype == torch.float32:
-        return Launches(Launch(32, 32, 4, 2), Launch(32, 32, 4, 2))
-    if q.shape[3] > 128:
-        return Launches(Launch(64, 64, 4, 2), Launch(64, 64, 4, 2))
+    if q.shape[3] > 128 or q.dtype == torch.float32:
+        edge = 32 if q.shape[3] > 128 and q.dtype == torch.float32 else 64
+        return Launches(Launch(edge, edge, 4, 2), Launch(edge, edge, 4, 2))
     if noise is None:
         return Launches(Launch(128, 128, 8, 2), Launch(128, 128, 8, 2))
     return Launches(Launch(64, 64, 4, 2, 128), Launch(64, 64, 4, 2, 128))

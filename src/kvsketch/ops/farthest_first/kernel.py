@@ -22,7 +22,7 @@ from kvsketch.ops.farthest_first.reference import fill_with_equals, first_center
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
-# Candidate numbers and key numbers share 32 bits when the farthest candidate is looked up.
+# The number of a key and that of one of 512 candidates share 32 bits when the farthest candidate is looked up.
 MAX_KEYS = 1 << 23
 CHECK = 8
 BLOCK_CENTERS = 32
@@ -48,7 +48,8 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
     tile = widest_tile(length)
     tiles = min(MAX_TILES, triton.cdiv(length, MIN_TILE))
     origin, width = (tensor.to(torch.int32).contiguous() for tensor in Tiles.of(valid))
-    candidates = max(16, triton.next_power_of_2(tiles * PER_TILE))
+    per_tile = PER_TILE[form]
+    candidates = max(16, triton.next_power_of_2(tiles * per_tile))
     stop = (chosen >= 0).sum(-1, dtype=torch.int32).flatten()
     start = torch.zeros_like(stop)
     value = torch.full((rows, candidates), -1.0, device=device)
@@ -69,12 +70,12 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
     def play_round() -> None:
         sweep_kernel[(tiles, rows)](
             keys, nearest, origin, width, chosen, start, stop, value, candidate, runner_up, count, candidates, *shape,
-            TILE=tile, BLOCK=min(block, tile), CENTERS=BLOCK_CENTERS, PER_TILE=PER_TILE,
+            TILE=tile, BLOCK=min(block, tile), CENTERS=BLOCK_CENTERS, PER_TILE=per_tile,
             **sizes, **capped, num_warps=4, num_stages=2,
         )  # fmt: skip
-        gram_kernel[(candidates // gram_rows, rows)](
+        gram_kernel[(candidates // gram_rows, candidates // gram_rows, rows)](
             keys, candidate, start, stop, distance, *shape,
-            M=candidates, ROWS=gram_rows, COLUMNS=gram_rows, **sizes, num_warps=4, num_stages=2,
+            M=candidates, PART=gram_rows, **sizes, num_warps=4, num_stages=2,
         )  # fmt: skip
         if form == "exact":
             replay_kernel[(rows,)](
@@ -123,6 +124,21 @@ def squared_distances(points, norms, others, ROUNDING: tl.constexpr):
 
 
 @triton.jit
+def farthest(value, candidate, M: tl.constexpr):
+    """The largest value, its candidate number and its key number; equal values go to the lowest key.
+
+    All three travel through one reduction: the bits of a float that is not negative order like the float, and the lower
+    32 bits hold the other two.
+    """
+    LAST: tl.constexpr = 4294967296 // M - 1
+    low = (tl.full([M], LAST, tl.int64) - candidate) * M + tl.arange(0, M)
+    best = tl.max((value.to(tl.int32, bitcast=True).to(tl.int64) << 32) + low, 0)
+    low_bits = best & 0xFFFFFFFF
+    largest = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return largest, (low_bits % M).to(tl.int32), (LAST - low_bits // M).to(tl.int32)
+
+
+@triton.jit
 def sweep_kernel(
     keys, nearest, origin, width, chosen, start, stop, value, candidate, runner_up, count, candidates,
     heads, length, key_b, key_h, key_n,
@@ -157,8 +173,7 @@ def sweep_kernel(
     rest = tl.load(own + begin + s, mask=begin + s < end, other=-2.0)
     at = row * candidates + tile * PER_TILE
     for i in tl.static_range(PER_TILE):
-        best = tl.max(rest, 0)
-        place = tl.min(tl.where(rest == best, s, TILE), 0)
+        best, place, _ = farthest(rest, s, TILE)
         tl.store(value + at + i, best)
         tl.store(candidate + at + i, tl.minimum(begin + place, length - 1))
         rest = tl.where(s == place, -2.0, rest)
@@ -168,35 +183,18 @@ def sweep_kernel(
 @triton.jit
 def gram_kernel(
     keys, candidate, start, stop, distance, heads, length, key_b, key_h, key_n,
-    M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROUNDING: tl.constexpr,
+    M: tl.constexpr, PART: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    part, row = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(2)
     if tl.load(start + row) >= tl.load(stop + row):
         return
-    i = part * ROWS + tl.arange(0, ROWS)
-    ours = tl.load(candidate + row * M + i)
+    i = tl.program_id(0) * PART + tl.arange(0, PART)
+    j = tl.program_id(1) * PART + tl.arange(0, PART)
+    ours, theirs = tl.load(candidate + row * M + i), tl.load(candidate + row * M + j)
     points = load_keys(keys, row, heads, ours, ours < length, key_b, key_h, key_n, D, BLOCK_D)
-    norms = squared_norms(points)
-    for c in range(0, M, COLUMNS):
-        j = c + tl.arange(0, COLUMNS)
-        theirs = tl.load(candidate + row * M + j)
-        others = load_keys(keys, row, heads, theirs, theirs < length, key_b, key_h, key_n, D, BLOCK_D)
-        pairs = squared_distances(points, norms, others, ROUNDING)
-        tl.store(distance + row.to(tl.int64) * M * M + i[:, None] * M + j[None, :], pairs)
-
-
-@triton.jit
-def farthest(value, candidate, M: tl.constexpr):
-    """The largest value, its candidate number and its key number; equal values go to the lowest key.
-
-    All three travel through one reduction: the bits of a float that is not negative order like the float.
-    """
-    low = (tl.full([M], 8388607, tl.int64) - candidate) * M + tl.arange(0, M)
-    best = tl.max((value.to(tl.int32, bitcast=True).to(tl.int64) << 32) + low, 0)
-    low_bits = best & 0xFFFFFFFF
-    largest = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    return largest, (low_bits % M).to(tl.int32), (8388607 - low_bits // M).to(tl.int32)
+    others = load_keys(keys, row, heads, theirs, theirs < length, key_b, key_h, key_n, D, BLOCK_D)
+    pairs = squared_distances(points, squared_norms(points), others, ROUNDING)
+    tl.store(distance + row.to(tl.int64) * M * M + i[:, None] * M + j[None, :], pairs)
 
 
 @triton.jit

@@ -131,7 +131,8 @@ def _fill_coarsely(index: Tensor, nearest: Tensor, points: Points, tiles: Tiles)
 
 
 def _candidates(nearest: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """The PER_TILE farthest keys of each tile: values, negative for none, and key numbers, [B, H, M]."""
+    """The farthest keys of each tile: values, negative for none, and key numbers, [B, H, M]."""
+    per_tile = PER_TILE["coarse"]
     number = torch.arange(nearest.shape[2], device=nearest.device).expand(nearest.shape)
     offset = number - tiles.origin.unsqueeze(-1)
     tile = torch.where(offset >= 0, offset // tiles.width.unsqueeze(-1), MAX_TILES)
@@ -141,8 +142,8 @@ def _candidates(nearest: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
     tile = tile.gather(2, order)
     members = torch.zeros_like(tile[..., :1]).repeat(1, 1, MAX_TILES + 1).scatter_add_(2, tile, torch.ones_like(tile))
     rank = number - (members.cumsum(-1) - members).gather(2, tile)
-    slots = MAX_TILES * PER_TILE
-    place = torch.where((rank < PER_TILE) & (tile < MAX_TILES), tile * PER_TILE + rank, slots)
+    slots = MAX_TILES * per_tile
+    place = torch.where((rank < per_tile) & (tile < MAX_TILES), tile * per_tile + rank, slots)
     value = nearest.new_full((*nearest.shape[:2], slots + 1), -2.0).scatter_(2, place, nearest.gather(2, order))
     candidate = order.new_zeros((*nearest.shape[:2], slots + 1)).scatter_(2, place, order)
     return value[..., :slots], candidate[..., :slots]

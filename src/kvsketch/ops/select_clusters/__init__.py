@@ -46,7 +46,7 @@ def check_scores(q: Tensor, centroids: Tensor) -> None:
         )
 
 
-def check_arguments(scores: Tensor, index: ClusterIndex, budget: int) -> None:
+def check_arguments(scores: Tensor, index: ClusterIndex, budget: int, budgets: Tensor | None = None) -> None:
     """Raise ValueError when the arguments of `select_clusters` do not fit."""
     batch, heads, clusters = index.sizes.shape
     if scores.dim() != 3 or scores.dtype != torch.float32:
@@ -62,3 +62,5 @@ def check_arguments(scores: Tensor, index: ClusterIndex, budget: int) -> None:
         raise ValueError(f"order, sizes and offsets must be int32, got {', '.join(str(t.dtype) for t in index)}.")
     if budget < 1:
         raise ValueError(f"budget={budget} must be 1 or more.")
+    if budgets is not None and (budgets.dtype != torch.int32 or tuple(budgets.shape) != (batch,)):
+        raise ValueError(f"budgets must be int32 [{batch}], one per batch row, got {budgets.dtype} {list(budgets.shape)}.")

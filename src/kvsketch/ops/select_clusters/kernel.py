@@ -43,7 +43,9 @@ def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
     return scores
 
 
-def select_clusters(scores: Tensor, index: ClusterIndex, budget: int, slot_offset: int) -> Selection:
+def select_clusters(
+    scores: Tensor, index: ClusterIndex, budget: int, slot_offset: int, budgets: Tensor | None = None
+) -> Selection:
     """See `kvsketch.ops.select_clusters`."""
     batch, lists, clusters = scores.shape
     heads, slots = index.order.shape[1:]
@@ -55,7 +57,7 @@ def select_clusters(scores: Tensor, index: ClusterIndex, budget: int, slot_offse
     with torch.cuda.device(scores.device) if scores.is_cuda else contextlib.nullcontext():
         select_kernel[(batch * lists,)](
             scores.contiguous(), *(tensor.contiguous() for tensor in index), rows, taken, log_unread, shifts,
-            clusters, slots, budget, slot_offset, lists // heads,
+            budgets, clusters, slots, budget, slot_offset, lists // heads, lists,
             CLUSTERS=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(budget)),
             num_warps=min(16, max(4, block // 256)),
         )  # fmt: skip
@@ -91,7 +93,7 @@ def ordered_bits(score):
 @triton.jit(do_not_specialize=["clusters", "slots", "budget", "slot_offset"])
 def select_kernel(
     scores_ptr, order_ptr, sizes_ptr, offsets_ptr, rows_ptr, taken_ptr, log_unread_ptr, shifts_ptr,
-    clusters, slots, budget, slot_offset, group,
+    budgets_ptr, clusters, slots, budget, slot_offset, group, lists,
     CLUSTERS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The list of one list head.
@@ -100,6 +102,9 @@ def select_kernel(
     """
     list_head = tl.program_id(0).to(tl.int64)
     head = list_head // group
+    limit = budget
+    if budgets_ptr is not None:
+        limit = tl.minimum(budget, tl.load(budgets_ptr + list_head // lists))
     cluster = tl.arange(0, CLUSTERS)
     inside = cluster < clusters
     score = tl.load(scores_ptr + list_head * clusters + cluster, mask=inside, other=NEG_INF)
@@ -114,12 +119,12 @@ def select_kernel(
     bit = tl.full((), 2147483648, tl.uint32)
     for _ in range(32):
         trial = threshold | bit
-        if tl.sum(tl.where(key >= trial, wanted, 0), 0) >= budget:
+        if tl.sum(tl.where(key >= trial, wanted, 0), 0) >= limit:
             threshold = trial
         bit = bit >> 1
     above = key > threshold
     ties = tl.where(key == threshold, wanted, 0)
-    missing = budget - tl.sum(tl.where(above, wanted, 0), 0)
+    missing = limit - tl.sum(tl.where(above, wanted, 0), 0)
     before = tl.cumsum(ties, 0) - ties
     take = tl.where(above, wanted, tl.minimum(tl.maximum(missing - before, 0), ties))
     tl.store(taken_ptr + list_head * clusters + cluster, take, mask=inside)

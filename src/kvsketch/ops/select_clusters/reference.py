@@ -21,8 +21,11 @@ def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
     return (rows @ centroids.to(torch.float32).mT).view(batch, q.shape[1], clusters)
 
 
-def select_clusters(scores: Tensor, index: ClusterIndex, budget: int, slot_offset: int) -> Selection:
+def select_clusters(
+    scores: Tensor, index: ClusterIndex, budget: int, slot_offset: int, budgets: Tensor | None = None
+) -> Selection:
     """See `kvsketch.ops.select_clusters`."""
+    limit = budget if budgets is None else budgets.clamp_max(budget).view(-1, 1, 1).long()
     group = scores.shape[1] // index.sizes.shape[1]
     sizes, offsets = (tensor.repeat_interleave(group, 1).long() for tensor in (index.sizes, index.offsets))
     scores = torch.where(scores.isnan(), NEG_INF, scores)
@@ -31,7 +34,7 @@ def select_clusters(scores: Tensor, index: ClusterIndex, budget: int, slot_offse
     ranking = scores.argsort(dim=-1, descending=True, stable=True)
     ranked = wanted.gather(2, ranking)
     before = ranked.cumsum(2) - ranked
-    taken = torch.zeros_like(sizes).scatter_(2, ranking, (budget - before).clamp_min(0).minimum(ranked))
+    taken = torch.zeros_like(sizes).scatter_(2, ranking, (limit - before).clamp_min(0).minimum(ranked))
 
     # The n-th token of the list belongs to the first cluster whose tokens end after n.
     ends = taken.cumsum(2)

@@ -1,0 +1,84 @@
+"""The clusters of one layer, as ClusterKV keeps them in its table: lists that grow at their end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.slots import SlotTable
+from kvsketch.storage import offloaded
+from kvsketch.storage.hot_set import TAIL
+
+# What the index of one layer holds, per batch row and KV head: centroid, mean value and size of each cluster, where its
+# tokens begin in the order, and the tokens in the order of their clusters.
+CENTROIDS, MEANS, SIZES, OFFSETS, ORDER = "centroids", "mean_values", "sizes", "offsets", "order"
+# [B, 2, 2] int32, slots [start, end) of sinks and tail; [B] int32, slot of a tail token minus its number.
+SPANS, SHIFT = "spans", "tail_shift"
+
+
+class Recipe(NamedTuple):
+    """How keys are clustered."""
+
+    rounds: int
+    seed: int
+
+
+def add(table: SlotTable, keys: Tensor, values: Tensor, first: list[int], counts: list[int], recipe: Recipe) -> None:
+    """Appends clusters of keys [B, H, n, D], the table's newest tokens: of row b, counts[b] of those from first[b] on."""
+    start = table.seen - keys.shape[2]
+    clustered = ops.kmeans(
+        keys,
+        max(counts),
+        start=torch.tensor([f - start for f in first], device=keys.device),
+        counts=torch.tensor(counts, device=keys.device),
+        rounds=recipe.rounds,
+        seed=recipe.seed,
+        layer=table.layer_idx,
+    )
+    index = ops.cluster_index(clustered.labels, max(counts))
+    used, ordered = table.marks.get(SIZES, 0), table.marks.get(ORDER, 0)
+    new = {
+        CENTROIDS: ops.cluster_means(keys, index).to(keys.dtype),
+        MEANS: ops.cluster_means(values, index).to(values.dtype),
+        SIZES: index.sizes,
+        OFFSETS: index.offsets + ordered,
+        ORDER: index.order + start,
+    }
+    for name, tensor in new.items():
+        _append(table, name, tensor, ordered if name == ORDER else used)
+    table.marks[SIZES], table.marks[ORDER] = used + max(counts), ordered + index.order.shape[2]
+    table.marks[TAIL] = table.seen
+
+
+def forget(table: SlotTable) -> None:
+    """Takes all clusters away."""
+    for name in (CENTROIDS, MEANS, SIZES, OFFSETS, ORDER, SPANS, SHIFT, TAIL):
+        table.row_state.pop(name, None)
+        table.marks.pop(name, None)
+
+
+def note_spans(table: SlotTable, sinks: int) -> None:
+    """Notes where sinks and tail lie; the end of the tail, which moves with every token, is set when it is read."""
+    tail = table.marks[TAIL]
+    pad = torch.zeros(table.shape[0], dtype=torch.int32, device=table.key_slots().device)
+    pad = pad if table.padding is None else table.padding.int()
+    begin, first = pad, torch.full_like(pad, tail)
+    if offloaded.is_offloaded(table):
+        begin, first = torch.zeros_like(pad), torch.full_like(pad, sinks)
+    spans = torch.stack([begin, begin + (tail - pad).clamp(0, sinks), first, first], -1).view(-1, 2, 2)
+    for name, value in ((SPANS, spans), (SHIFT, first - tail)):
+        table.row_state.setdefault(name, value).copy_(value)
+
+
+def _append(table: SlotTable, name: str, new: Tensor, at: int) -> None:
+    """Writes `new` behind the first `at` entries of the index tensor `name`, which is lengthened when it is too short."""
+    present, needed = table.row_state.get(name), at + new.shape[2]
+    if present is None or present.shape[2] < needed:
+        longer = new.new_zeros(*new.shape[:2], needed + needed // 8 + 64, *new.shape[3:])
+        if present is not None:
+            longer[:, :, :at] = present[:, :, :at]
+        table.row_state[name] = present = longer
+    present[:, :, at:needed] = new
