@@ -22,8 +22,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class RunInsteadOfReplay:
     """Stands in for a CUDA graph on a CPU: same bookkeeping, the step is run at each replay.
 
-    A graph repeats the branches that the host took when it was recorded; a step in which a method would take others must
-    not be replayed.
+    A graph repeats the branches that the host took when it was recorded; a step in which a method would take others
+    must not be replayed.
     """
 
     def __init__(self, step: decoding.Step) -> None:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,10 +134,10 @@ def attend(call: Arguments) -> Tensor:
 
 def gather_then_attend(call: Arguments) -> Tensor:
     """The chosen rows copied out of the store, then torch's attention; sinks, tail and unread tokens left out."""
-    at = call.rows.clamp_min(0).long()[..., None].expand(-1, -1, -1, HEAD_SIZE)
-    group = call.rows.shape[1] // KV_HEADS
-    k, v = (store[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2).gather(2, at) for store in (call.k, call.v))
-    return F.scaled_dot_product_attention(call.q, k, v, scale=SCALE, enable_gqa=k.shape[1] < QUERY_HEADS)
+    batch, lists, count = call.rows.shape
+    at = call.rows.clamp_min(0).long().view(batch, KV_HEADS, -1, 1).expand(-1, -1, -1, HEAD_SIZE)
+    k, v = (store.gather(2, at).view(batch, lists, count, HEAD_SIZE) for store in (call.k, call.v))
+    return F.scaled_dot_product_attention(call.q, k, v, scale=SCALE, enable_gqa=lists < QUERY_HEADS)
 
 
 def check_all(tokens: int, seed: int) -> list[str]:
@@ -188,58 +190,57 @@ def measure_clustering(tokens: int, seed: int, prefill_ms: float) -> Iterator[Ro
         clusters = tokens // share
         centroids, labels = ops.kmeans(keys, clusters, rounds=rounds)
         shape = {"tokens": tokens, "clusters": clusters, "rounds": rounds}
-        timing = time_calls([lambda c=clusters, r=rounds: ops.kmeans(keys, c, rounds=r)])  # type: ignore[misc]
+        timing = time_calls([partial(ops.kmeans, keys, clusters, rounds=rounds)])
         data = row("kmeans", "ours", timing, **shape, mean_cosine=mean_cosine(keys, centroids, labels))
         yield judged(data, ("kmeans", share), prefill_ms, "prefill")
         if rounds not in (5, 10):
             continue
         chosen = kmeans_reference.first_keys(KV_HEADS, tokens, clusters, (0, 0, 0), keys.device)
         first = keys.gather(2, chosen[None, ..., None].expand(-1, -1, -1, HEAD_SIZE))
-        timing = time_calls([lambda f=first, r=rounds: torch_kmeans(keys, f, r)], least_calls=2)  # type: ignore[misc]
+        timing = time_calls([partial(torch_kmeans, keys, first, rounds)], least_calls=2)
         yield judged(row("kmeans", "torch", timing, **shape), ("kmeans", share), prefill_ms, "prefill")
+    for share in (80, 20):
+        clusters = tokens // share
+        labels = ops.kmeans(keys, clusters, rounds=3).labels
         index = ops.cluster_index(labels, clusters)
-        for operation, call in {
-            "cluster_index": lambda: ops.cluster_index(labels, clusters),  # noqa: B023
-            "cluster_means": lambda: ops.cluster_means(keys, index),  # noqa: B023
-        }.items():
-            yield row(operation, "ours", time_calls([call]), tokens=tokens, clusters=clusters)
+        for name, call in (
+            ("one assignment", partial(ops.kmeans, keys, clusters, rounds=0)),
+            ("cluster_index", partial(ops.cluster_index, labels, clusters)),
+            ("cluster_means", partial(ops.cluster_means, keys, index)),
+        ):
+            yield row(name, "ours", time_calls([call]), tokens=tokens, clusters=clusters)
 
 
 def measure_selection(tokens: int, seed: int, step_ms: float, batch: int) -> Iterator[Row]:
     for share in (80, 20):
         layer = make_layer(tokens, share, batch, seed)
         queries = [layer.query(seed + number) for number in range(4)]
+        scores = ops.cluster_scores(queries[0], layer.centroids)
         for budget in BUDGETS:
-            shape = {"tokens": tokens, "clusters": layer.clusters, "budget": budget, "batch": batch}
-            calls: list[Callable[[], object]] = [lambda q=q, b=budget, lay=layer: lay.select(q, b) for q in queries]  # type: ignore[misc]
-            yield judged(row("selection", "ours", time_calls(calls), **shape), ("selection", share), step_ms, "step")
-            scores = ops.cluster_scores(queries[0], layer.centroids)
-            plain = time_calls(
-                [lambda s=scores, b=budget, lay=layer: select_reference.select_clusters(s, lay.index, b, 0)]
-            )  # type: ignore[misc]
-            yield judged(row("selection", "torch", plain, **shape), ("selection", share), step_ms, "step")
+            for contender, calls in (
+                ("ours", [partial(layer.select, q, budget) for q in queries]),
+                ("torch, without scores", [partial(select_reference.select_clusters, scores, layer.index, budget, 0)]),
+            ):
+                shape = {"tokens": tokens, "clusters": layer.clusters, "budget": budget, "batch": batch}
+                data = row("selection", contender, time_calls(calls), **shape)
+                yield judged(data, ("selection", share), step_ms, "step") if batch == 1 else data
 
 
 def measure_attention(tokens: int, seed: int, batch: int) -> Iterator[Row]:
     layer = make_layer(tokens, 20, batch, seed)
-    pinned = dataclasses.replace(layer, k=layer.k.cpu().pin_memory(), v=layer.v.cpu().pin_memory())
-    for budget in BUDGETS:
-        for shared in (False, True):
-            for completion in (False, True):
-                calls = [attention_call(layer, budget, completion, shared, seed + number) for number in range(8)]
-                shape = {"tokens": tokens, "budget": budget, "batch": batch, "shared": shared, "completion": completion}
-                timing = time_calls([lambda c=call: attend(c) for call in calls])  # type: ignore[misc]
-                yield row("indexed_attention", "ours", timing, **shape, store="device")
-                if completion:
-                    continue
-                timing = time_calls([lambda c=call: gather_then_attend(c) for call in calls])  # type: ignore[misc]
-                yield row("indexed_attention", "gather, then sdpa", timing, **shape, store="device")
-                calls = [dataclasses.replace(call, k=pinned.k, v=pinned.v) for call in calls]
-                timing = time_calls([lambda c=call: attend(c) for call in calls], replays=5)  # type: ignore[misc]
-                yield row("indexed_attention", "ours", timing, **shape, store="pinned")
-    q = layer.query(seed)
-    timing = time_calls([lambda: F.scaled_dot_product_attention(q, layer.k, layer.v, scale=SCALE, enable_gqa=True)])
-    yield row("full attention", "sdpa", timing, tokens=tokens, batch=batch, store="device")
+    pinned = {"k": layer.k.cpu().pin_memory(), "v": layer.v.cpu().pin_memory()}
+    for budget, shared, completion in itertools.product(BUDGETS, (False, True), (False, True)):
+        calls = [attention_call(layer, budget, completion, shared, seed + number) for number in range(8)]
+        timings = {("ours", "device"): time_calls([partial(attend, call) for call in calls])}
+        if not completion:
+            timings["gather, then sdpa", "device"] = time_calls([partial(gather_then_attend, call) for call in calls])
+            calls = [dataclasses.replace(call, **pinned) for call in calls]
+            timings["ours", "pinned"] = time_calls([partial(attend, call) for call in calls], replays=5)
+        for (contender, store), timing in timings.items():
+            shape = {"tokens": tokens, "budget": budget, "batch": batch, "shared": shared, "completion": completion}
+            yield row("indexed_attention", contender, timing, **shape, store=store)
+    full = partial(F.scaled_dot_product_attention, layer.query(seed), layer.k, layer.v, scale=SCALE, enable_gqa=True)
+    yield row("full attention", "sdpa", time_calls([full]), tokens=tokens, batch=batch, store="device")
 
 
 def show(rows: list[Row]) -> Table:

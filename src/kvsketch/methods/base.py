@@ -48,7 +48,9 @@ class Method:
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
     ) -> Tensor | None:
-        """Attention of one query per row, [B, Hq, 1, D], over the part of the slots it needs; None: over all of them."""
+        """Attention of one query per row, [B, Hq, 1, D], over the part of the slots it needs; None: over all of
+        them.
+        """
         return None
 
     def bound(self, table: SlotTable, max_length: int) -> None:
@@ -62,7 +64,9 @@ class Method:
         return False
 
     def regime(self, table: SlotTable) -> object:
-        """What the host's branches in the next single-token step depend on; when it changes, a captured step is stale."""
+        """What the host's branches in the next single-token step depend on; when it changes, a captured step is
+        stale.
+        """
         return None
 
     def budget_tokens(self, table: SlotTable) -> int | None:

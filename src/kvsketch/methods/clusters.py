@@ -27,7 +27,7 @@ class Recipe(NamedTuple):
 
 
 def add(table: SlotTable, keys: Tensor, values: Tensor, first: list[int], counts: list[int], recipe: Recipe) -> None:
-    """Appends clusters of keys [B, H, n, D], the table's newest tokens: of row b, counts[b] of those from first[b] on."""
+    """Appends clusters of keys [B, H, n, D], the table's newest tokens: counts[b] of row b, from first[b] on."""
     start = table.seen - keys.shape[2]
     clustered = ops.kmeans(
         keys,
@@ -74,7 +74,7 @@ def note_spans(table: SlotTable, sinks: int) -> None:
 
 
 def _append(table: SlotTable, name: str, new: Tensor, at: int) -> None:
-    """Writes `new` behind the first `at` entries of the index tensor `name`, which is lengthened when it is too short."""
+    """Writes `new` behind the first `at` entries of the index tensor `name`, which is lengthened when too short."""
     present, needed = table.row_state.get(name), at + new.shape[2]
     if present is None or present.shape[2] < needed:
         longer = new.new_zeros(*new.shape[:2], needed + needed // 8 + 64, *new.shape[3:])

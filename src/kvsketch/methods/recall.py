@@ -43,7 +43,9 @@ class RecallingMethod(Method):
             self._require(name, isinstance(value, int) and value >= 0, "a whole number, 0 or more")
         self._require("seed", isinstance(self.seed, int), "a whole number")
         self._require("offload", self.offload in OFFLOADS, " or ".join(OFFLOADS))
-        self._require("keep_steps", isinstance(self.keep_steps, int) and self.keep_steps >= 1, "a whole number, 1 or more")
+        self._require(
+            "keep_steps", isinstance(self.keep_steps, int) and self.keep_steps >= 1, "a whole number, 1 or more"
+        )
         assert isinstance(self.budget, Size)
         if self.budget.tokens is not None and self.budget.tokens <= self.sinks:
             raise ValueError(f"{self.name}: budget={self.budget} leaves nothing beside {self.sinks} sinks; use more")

@@ -420,9 +420,10 @@ def select_clusters(
 ) -> Selection:
     """The slots of the best clusters, exactly `budget` of them where so many exist; the last cluster is trimmed.
 
-    scores [B, L, C] float32, for each query head or each KV head (L); sizes, offsets [B, H, C] and order [B, H, n] as from
-    `cluster_index`. A score of -inf excludes a cluster; equal scores go to the lower number; a trimmed cluster keeps the
-    first tokens of its order. slot_offset is added to every slot. budgets [B] int32: a row's own budget where it is smaller.
+    scores [B, L, C] float32, for each query head or each KV head (L); sizes, offsets [B, H, C] and order [B, H, n] as
+    from `cluster_index`. A score of -inf excludes a cluster; equal scores go to the lower number; a trimmed cluster
+    keeps the first tokens of its order. slot_offset is added to every slot. budgets [B] int32: a row's own budget where
+    it is smaller.
     Returns rows [B, L, budget] int32 (-1 behind the last), taken [B, L, C] int32 and log_unread [B, L, C] float32.
     """
     index = ClusterIndex(order, sizes, offsets)
@@ -433,10 +434,11 @@ def select_clusters(
 
 
 def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> Tensor:
-    """Where the tokens that `rows` names lie on the device, after those that did not were copied out of the store, in place.
+    """Where the tokens that `rows` names lie on the device, once those that did not were copied out of the store.
 
-    rows [B, L, M] int32: tokens, -1 for none, in lists of each query head or each KV head; tail [B] int32: the tokens from here
-    on lie in the buffer's tail. Returns slots of the buffer, [B, L, M] int32, -1 for none. See `kvsketch.ops.hot_rows`.
+    rows [B, L, M] int32: tokens, -1 for none, in lists of each query head or each KV head; tail [B] int32: the tokens
+    from here on lie in the buffer's tail. The hot places and the buffer change in place.
+    Returns slots of the buffer, [B, L, M] int32, -1 for none. See `kvsketch.ops.hot_rows` for which places are taken.
     """
     check_hot_rows(rows, tail, hot, store, buffer)
     kernel = kernel_for("hot_rows", rows.device)

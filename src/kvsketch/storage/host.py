@@ -1,7 +1,7 @@
 """Keys and values of one layer in host memory: pinned where a GPU reads them, plain tensors elsewhere.
 
-Pinned memory is mapped page by page and registered with CUDA, because torch's own pinned allocator rounds every request up
-to a power of two. Kernels read it through the host's address.
+Pinned memory is mapped page by page and registered with CUDA, because torch's own pinned allocator rounds every
+request up to a power of two. Kernels read it through the host's address.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class HostStore:
                     place.copy_(near[row, head], non_blocking=True)
 
     def read(self, rows: list[int], keys: Tensor, values: Tensor) -> None:
-        """Copies all tokens of the named store rows to the first places of keys and values [B, H, at least length, D]."""
+        """Copies all tokens of the named store rows to the first places of keys and values [B, H, n, D]."""
         self.wait()
         for far, near in ((self.keys, keys), (self.values, values)):
             for to, row in enumerate(rows):

@@ -1,7 +1,7 @@
 """A slot table whose tokens moved to host memory; what every step reads stays on the device, in one pair of buffers:
 
     slots    [0, sinks)                          the sinks of each row
-             [sinks, sinks + tail_tokens)        the tail: tokens not yet in the host store, the next one goes behind them
+             [sinks, sinks + tail_tokens)        the tail: tokens that the host store does not hold yet
              [sinks + tail_tokens, ...)          the hot set
 
 A recall method asks `look_up` for the slots of the tokens it wants and attends to them as if everything were there.
@@ -28,7 +28,7 @@ def is_offloaded(table: SlotTable) -> bool:
 
 def host_capacity(tokens: int) -> int:
     """Tokens that a store has room for when it must hold `tokens`: more, so that it seldom grows."""
-    return tokens + max(1024, tokens // 8)
+    return tokens + max(512, tokens // 8)
 
 
 def require_room(table: SlotTable, keys: Tensor, values: Tensor, layers: int) -> None:
@@ -88,9 +88,7 @@ def restore(table: SlotTable, coming: int) -> None:
     """Brings every token back to the device, with room for the `coming` ones; the table is exact again."""
     assert table.keys is not None and table.values is not None and table.host is not None
     store, first, seen = table.host, table.marks[SINKS], table.seen
-    keys, values = (
-        t.new_empty(t.shape[0], t.shape[1], seen + coming, t.shape[3]) for t in (table.keys, table.values)
-    )
+    keys, values = (t.new_empty(t.shape[0], t.shape[1], seen + coming, t.shape[3]) for t in (table.keys, table.values))
     store.read(table.row_state[HOST_ROW].tolist(), keys, values)
     for near, all_tokens in ((table.keys, keys), (table.values, values)):
         all_tokens[:, :, store.length : seen] = near[:, :, first : first + seen - store.length]

@@ -37,8 +37,7 @@ def attention_mass(
     kv_heads, columns = k.shape[1:3]
     group = query_heads // kv_heads
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    keys = k.to(dtype).unsqueeze(2)  # [B, H, 1, S, D]
-    rows_q = q.unflatten(1, (kv_heads, group))  # [B, H, G, N, D]
+    keys = k.to(dtype)
     places = column_places(k, index, padding)[:, :, None, None]  # [B, H, 1, 1, S]
     pad = torch.zeros(1, dtype=torch.int64, device=q.device) if padding is None else padding
     pad = pad.view(-1, 1, 1, 1, 1)
@@ -53,7 +52,9 @@ def attention_mass(
         # Whole prompts are causal: later columns are seen by none of these rows.
         end = columns if index is not None else columns - queries + rows.stop
         at = row_places[:, :, :, rows]
-        x = (rows_q[:, :, :, rows].to(dtype) * scale) @ keys[..., :end, :].mT  # [B, H, G, rows, end]
+        # The query heads of a KV head are rows of one product: keys are never copied per query head.
+        block_q = (q[:, :, rows].to(dtype) * scale).reshape(batch, kv_heads, -1, q.shape[3])
+        x = (block_q @ keys[:, :, :end].mT).view(batch, kv_heads, group, -1, end)
         if noise is not None:
             x = x + gumbel(pair_uniform(noise, heads, at - pad, places[..., :end] - pad)).to(dtype)
         x = (x / tau).masked_fill(places[..., :end] > at, NEG_INF)

@@ -4,15 +4,15 @@ A call takes lists of tokens and returns where each of them lies on the device:
 
     tail     a token at or behind the row's `tail` lies in the tail, which is always there
     hit      a token that has a hot place stays in it
-    miss     any other token takes the hot place that was not read for the longest time, and its key and value are copied there
+    miss     any other token takes the hot place that was not read for the longest time; its key and value are copied
 
-Several lists of one KV head may name the same token; it is copied once. Ages are counted in calls and all from OLDEST on are
-equal; of places equally old the lower one goes first; places taken are filled in order, with tokens in the order of the last
-list entry that names them. So results never depend on timing. There must be as many hot places as entries in all lists of a
-KV head; what was read in the last R calls is then still there when there are R times as many.
+Several lists of one KV head may name the same token; it is copied once. Ages are counted in calls, and all from OLDEST
+on are equal; of places equally old the lower one goes first; the places taken are filled in order, with tokens in the
+order of the last list entry that names each. So results never depend on timing. There must be as many hot places as
+entries in all lists of a KV head; with R times as many, what the last R calls read is still there.
 
-`reference.py` is the definition in torch. `kernel.py` takes two launches, one program per KV head that decides and one that
-copies, straight out of pinned memory; nothing is read back by the host.
+`reference.py` is the definition in torch. `kernel.py` takes two launches: one program per KV head decides, then the
+missing rows are copied straight out of pinned memory; nothing is read back by the host.
 
 Legend: B batch rows, H KV heads, L lists (a multiple of H), M entries per list, N tokens of the store, C hot places.
 """
@@ -35,7 +35,7 @@ class HotPlaces(NamedTuple):
     place_of: Tensor  # [B, H, N] int32, -1 for a token without a place
     token_of: Tensor  # [B, H, C] int32, -1 for an empty place
     last_read: Tensor  # [B, H, C] int32, the call that read the place last
-    counts: Tensor  # [B, H, 4] int64: calls, entries that asked for the store, those of them that were hits, rows copied
+    counts: Tensor  # [B, H, 4] int64: calls, entries that name a token of the store, hits among them, rows copied
 
 
 class Store(NamedTuple):
@@ -75,7 +75,7 @@ def check_arguments(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, bu
         )
     if rows.shape[1] // heads * rows.shape[2] > places:
         raise ValueError(
-            f"{rows.shape[1] // heads} lists of {rows.shape[2]} entries need as many hot places, not {places}; make more."
+            f"{rows.shape[1] // heads} lists of {rows.shape[2]} entries do not fit {places} hot places; make more."
         )
     for name, tensor in (("tail", tail), ("store row", store.row)):
         if tensor.shape != (batch,) or tensor.dtype != torch.int32:
@@ -87,7 +87,9 @@ def check_arguments(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, bu
                 f"dtype, heads, size."
             )
     if store.keys.shape[2] != hot.place_of.shape[2]:
-        raise ValueError(f"the store holds {store.keys.shape[2]} tokens, place_of {hot.place_of.shape[2]}; use one number.")
+        raise ValueError(
+            f"the store holds {store.keys.shape[2]} tokens, place_of {hot.place_of.shape[2]}; use one number."
+        )
     if buffer.first_hot + places > buffer.keys.shape[2]:
         raise ValueError(
             f"{places} hot places from slot {buffer.first_hot} on do not fit {buffer.keys.shape[2]} slots; make more."

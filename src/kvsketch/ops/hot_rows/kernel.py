@@ -58,7 +58,10 @@ def place_kernel(
     rows_ptr, tail_ptr, place_of_ptr, token_of_ptr, last_read_ptr, counts_ptr, slots_ptr, copies_ptr, count_ptr,
     heads, entries, places, tokens, first_tail, first_hot, BLOCK: tl.constexpr, HOT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decides for one KV head. Until a missing token has its place, `place_of` holds -2 - (the last entry that names it)."""
+    """Decides for one KV head.
+
+    Until a missing token has its place, `place_of` holds -2 - (the last entry that names it).
+    """
     head = tl.program_id(0).to(tl.int64)
     tail = tl.load(tail_ptr + head // heads)
     rows = rows_ptr + head * entries

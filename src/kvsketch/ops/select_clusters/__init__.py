@@ -63,4 +63,6 @@ def check_arguments(scores: Tensor, index: ClusterIndex, budget: int, budgets: T
     if budget < 1:
         raise ValueError(f"budget={budget} must be 1 or more.")
     if budgets is not None and (budgets.dtype != torch.int32 or tuple(budgets.shape) != (batch,)):
-        raise ValueError(f"budgets must be int32 [{batch}], one per batch row, got {budgets.dtype} {list(budgets.shape)}.")
+        raise ValueError(
+            f"budgets must be int32 [{batch}], one per batch row, got {budgets.dtype} {list(budgets.shape)}."
+        )
