@@ -228,13 +228,13 @@ def measure_selection(tokens: int, seed: int, step_ms: float, batch: int) -> Ite
 
 def measure_attention(tokens: int, seed: int, batch: int) -> Iterator[Row]:
     layer = make_layer(tokens, 20, batch, seed)
-    pinned = {"k": layer.k.cpu().pin_memory(), "v": layer.v.cpu().pin_memory()}
+    k, v = (store.cpu().pin_memory() for store in (layer.k, layer.v))
     for budget, shared, completion in itertools.product(BUDGETS, (False, True), (False, True)):
         calls = [attention_call(layer, budget, completion, shared, seed + number) for number in range(8)]
         timings = {("ours", "device"): time_calls([partial(attend, call) for call in calls])}
         if not completion:
             timings["gather, then sdpa", "device"] = time_calls([partial(gather_then_attend, call) for call in calls])
-            calls = [dataclasses.replace(call, **pinned) for call in calls]
+            calls = [dataclasses.replace(call, k=k, v=v) for call in calls]
             timings["ours", "pinned"] = time_calls([partial(attend, call) for call in calls], replays=5)
         for (contender, store), timing in timings.items():
             shape = {"tokens": tokens, "budget": budget, "batch": batch, "shared": shared, "completion": completion}

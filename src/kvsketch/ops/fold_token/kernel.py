@@ -18,7 +18,7 @@ from kvsketch.ops.random.kernel import hash_combine
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
-TILE = 64
+TILE = 32
 MAX_PER_CLUSTER = 128
 CERTAIN = tl.constexpr(4294967296.0)
 INF = tl.constexpr(float("inf"))

@@ -57,11 +57,10 @@ class Buffer(NamedTuple):
 
 def new_places(batch: int, heads: int, tokens: int, places: int, device: torch.device) -> HotPlaces:
     """Empty places for a store of `tokens` tokens."""
-    options = {"dtype": torch.int32, "device": device}
     return HotPlaces(
-        torch.full((batch, heads, tokens), -1, **options),
-        torch.full((batch, heads, places), -1, **options),
-        torch.full((batch, heads, places), -OLDEST, **options),
+        torch.full((batch, heads, tokens), -1, dtype=torch.int32, device=device),
+        torch.full((batch, heads, places), -1, dtype=torch.int32, device=device),
+        torch.full((batch, heads, places), -OLDEST, dtype=torch.int32, device=device),
         torch.zeros((batch, heads, 4), dtype=torch.int64, device=device),
     )
 
