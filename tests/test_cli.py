@@ -250,3 +250,20 @@ def test_a_reader_that_leaves_early_sees_no_traceback(options: list[str], unbuff
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() in (0, 1)
+
+
+def test_bench_names_its_benchmarks_and_needs_a_gpu() -> None:
+    wrong = CliRunner().invoke(app, ["bench", "speed"])
+    assert wrong.exit_code == 2
+    assert "decode" in wrong.output and "kernels" in wrong.output
+    listed = CliRunner().invoke(app, ["bench", "decode", "--help"])
+    assert listed.exit_code == 0
+    assert "--batches" in listed.output
+
+
+def test_every_listed_benchmark_exists() -> None:
+    from importlib.util import find_spec
+
+    from kvsketch.cli.bench import BENCHMARKS
+
+    assert all(find_spec(f"kvsketch.benchmark.{name}") for name in BENCHMARKS)

@@ -7,6 +7,7 @@ import torch
 from heavy_hitters import kept, random_stream, simulate, tables
 
 from kvsketch.methods.h2o import H2O
+from kvsketch.slots import SlotTable
 
 SCHEDULES = {
     "prompt_then_tokens": [40] + [1] * 25,
@@ -76,6 +77,16 @@ def test_a_decode_step_works_in_place() -> None:
     before = [t.data_ptr() for t in tensors]
     for table in steps:
         assert [t.data_ptr() for t in table.tensors()] == before
+
+
+def test_bytes_follow_the_formula() -> None:
+    """Per KV head e k (d + dv) for keys and values and 4 k for the score; index and weights are within 2% of that."""
+    budget, size = 512, 128
+    keys = torch.randn(1, 2, 700, size).bfloat16()
+    table = SlotTable(layer_idx=0, num_layers=1)
+    table.append(keys, keys.clone())
+    H2O(budget=budget).compress(table, torch.randn(1, 4, 700, size).bfloat16())
+    assert sum(t.nbytes for t in table.tensors()) == pytest.approx(2 * budget * (2 * 2 * size + 4), rel=0.02)
 
 
 def test_row_sums_that_attention_left_are_used_once() -> None:

@@ -1,4 +1,4 @@
-"""The command line: kvsketch demo | methods | generate | models | env.
+"""The command line: kvsketch demo | methods | generate | bench | models | env.
 
 One file per command. Nothing here imports torch or transformers before a command needs them, so that --help is instant.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+from kvsketch.cli.bench import bench
 from kvsketch.cli.boundary import OneLineErrors, new_app
 from kvsketch.cli.demo import demo
 from kvsketch.cli.env import env
@@ -20,6 +21,8 @@ app = new_app("Keep the KV cache of a long-context language model small, and see
 app.command()(demo)
 app.command()(methods)
 app.command()(generate)
+# A benchmark has options of its own, --help among them.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(bench)
 app.add_typer(models_app, name="models")
 app.command()(env)
 
