@@ -70,6 +70,19 @@ def test_left_padding_neither_scores_nor_is_scored() -> None:
                 assert all(abs(ours[j] - theirs[j]) < 1e-4 for j in theirs)
 
 
+@pytest.mark.parametrize("budget", [12, 64])
+def test_rejected_drafts_leave_no_trace(budget: int) -> None:
+    """A forward of five tokens of which three are taken back scores as the two that stay."""
+    stream, method = random_stream([30, 2]), H2O(budget=budget, recent=4)
+    *_, expected = tables(method, stream)
+    table = next(tables(method, random_stream([30, 2])))
+    drafts = torch.cat([stream.keys[:, :, 30:], torch.randn(1, 2, 3, 8)], 2)
+    table.append(drafts, drafts)
+    table.drop_newest(3)
+    method.compress(table, stream.queries[:, :, 30:])
+    assert kept(table) == kept(expected)
+
+
 def test_a_decode_step_works_in_place() -> None:
     steps = tables(H2O(budget=12), random_stream([30, *[1] * 5]))
     table = next(steps)

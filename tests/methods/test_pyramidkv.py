@@ -22,7 +22,7 @@ def schedule(method: PyramidKV, prompt: int, layers: int) -> list[int]:
 
 def test_the_papers_numbers() -> None:
     """Capacity 2048, window 32, 32 layers, a long prompt: 3932 tokens beside the window below, 100 above."""
-    tokens = schedule(PyramidKV(budget=2048), 32768, 32)
+    tokens = schedule(PyramidKV(budget=2048, budget_is="mean"), 32768, 32)
     assert tokens[0] == 3932 + 32 and tokens[-1] == 100 + 32
     steps = {a - b for a, b in itertools.pairwise(tokens)}
     assert steps <= {123, 124}, "equal steps up to rounding: 3832 / 31"
@@ -35,7 +35,7 @@ def test_the_papers_numbers() -> None:
 @given(st.integers(2, 5000), st.integers(1, 40000), st.integers(1, 80), st.integers(1, 40), st.integers(0, 4))
 def test_the_mean_over_layers_keeps_the_promise(budget: int, prompt: int, layers: int, beta: int, sinks: int) -> None:
     budget += 2 * sinks
-    method = PyramidKV(budget=budget, beta=beta, sinks=sinks)
+    method = PyramidKV(budget=budget, beta=beta, sinks=sinks, budget_is="mean")
     tokens = schedule(method, prompt, layers)
     assert sum(tokens) <= budget * layers
     assert sum(tokens) >= (budget - 1) * layers, "and wastes less than a token per layer"
@@ -44,8 +44,19 @@ def test_the_mean_over_layers_keeps_the_promise(budget: int, prompt: int, layers
     assert tokens[0] <= max(budget, prompt)
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.integers(2, 5000), st.integers(1, 40000), st.integers(1, 80), st.integers(1, 40), st.integers(0, 4))
+def test_no_layer_exceeds_the_budget_by_default(budget: int, prompt: int, layers: int, beta: int, sinks: int) -> None:
+    budget += 2 * sinks
+    method = PyramidKV(budget=budget, beta=beta, sinks=sinks)
+    tokens = schedule(method, prompt, layers)
+    assert tokens == sorted(tokens, reverse=True)
+    assert budget - 2 <= tokens[0] <= budget, "the lowest layer uses what the budget allows"
+    assert tokens[-1] >= sinks + method.recent_tokens(budget)
+
+
 def test_short_prompts_give_every_layer_the_same() -> None:
-    method = PyramidKV(budget=100, window=20)
+    method = PyramidKV(budget=100, window=20, budget_is="mean")
     assert schedule(method, 100, 4) == schedule(method, 159, 4) == [100] * 4
     # Just long enough: the lowest layer would hold more than there is, so it holds everything.
     assert schedule(method, 160, 4) == [20 + 140, 120, 80, 20 + 20]
@@ -64,10 +75,10 @@ def test_beta_one_is_snapkv() -> None:
 
 def test_layers_hold_what_the_schedule_says() -> None:
     model, ids = zoo.build("llama", num_hidden_layers=4), zoo.tokens(1, 90)
-    cache = CompressedCache(model, "pyramidkv:budget=20:window=4")
+    cache = CompressedCache(model, "pyramidkv:budget=20:window=4:budget_is=mean")
     generate(model, ids, cache, max_new_tokens=6)
     stored = [layer.table.stored() for layer in cache.slot_layers]
-    assert stored == schedule(PyramidKV(budget=20, window=4), 90, 4) == [36, 25, 14, 4]
+    assert stored == schedule(PyramidKV(budget=20, window=4, budget_is="mean"), 90, 4) == [36, 25, 14, 4]
     full = CompressedCache(model, "snapkv:budget=20:window=4")
     generate(model, ids, full, max_new_tokens=6)
     assert cache.device_bytes <= full.device_bytes, "an uneven share of the same memory"
@@ -76,7 +87,7 @@ def test_layers_hold_what_the_schedule_says() -> None:
 def test_only_compressed_layers_count() -> None:
     kinds = ["sliding_attention", "full_attention"] * 3
     model = zoo.build("gemma3", num_hidden_layers=6, layer_types=kinds)
-    cache = CompressedCache(model, "pyramidkv:budget=20:window=4")
+    cache = CompressedCache(model, "pyramidkv:budget=20:window=4:budget_is=mean")
     assert [(layer.table.rank, layer.table.compressed_layers) for layer in cache.slot_layers] == [
         (0, 3),
         (1, 3),

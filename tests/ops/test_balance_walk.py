@@ -126,7 +126,9 @@ def test_the_check_rejects_a_wrong_walk(device: torch.device) -> None:
     g = gram(k[0, 0], v[0, 0], slots[0, 0, 0], 0.25, True, 0.0)
     forgetful = g.tril(-1) * (torch.arange(100)[:, None] - torch.arange(100) < 50)
     uniforms = draws(slots[0, 0, 0], 0, 0, 0)
-    signs, _ = reference.walk_blocks(forgetful[None], torch.ones(1, 100, dtype=torch.bool), uniforms[None], "greedy", 1.0)
+    signs, _ = reference.walk_blocks(
+        forgetful[None], torch.ones(1, 100, dtype=torch.bool), uniforms[None], "greedy", 1.0
+    )
     with pytest.raises(AssertionError):
         assert_follows_the_rule(signs[0], g, uniforms, "greedy", 1.0)
 
@@ -168,7 +170,9 @@ def test_large_keys_do_not_overflow(walk: Walk, device: torch.device, norm: floa
         assert (result.signs.abs() == 1).all()
         assert not result.failed.any(), "|y| would be infinite or NaN"
     copies = k[:, :, :1].expand(1, 1, 64, 128)
-    signs = walk(copies, v[:, :, :1].expand(1, 1, 64, 128), torch.arange(64, device=device).view(1, 1, 1, 64), 1.0).signs
+    signs = walk(
+        copies, v[:, :, :1].expand(1, 1, 64, 128), torch.arange(64, device=device).view(1, 1, 1, 64), 1.0
+    ).signs
     assert abs(int(signs.sum())) <= 1
 
 
@@ -193,9 +197,7 @@ def test_centred_walks_ignore_a_common_shift_of_the_keys(walk: Walk, device: tor
 def test_weights_multiply_values_and_the_constant_is_a_value_coordinate(walk: Walk, device: torch.device) -> None:
     k, v, slots = blocks(device, 60, size=32)
     weights = 2.0 ** torch.randint(0, 3, k.shape[:3], generator=torch.Generator().manual_seed(1)).to(device)
-    assert torch.equal(
-        walk(k, v, slots, 0.2, weights=weights).signs, walk(k, v * weights[..., None], slots, 0.2).signs
-    )
+    assert torch.equal(walk(k, v, slots, 0.2, weights=weights).signs, walk(k, v * weights[..., None], slots, 0.2).signs)
     more = torch.cat([v, torch.full((*v.shape[:3], 1), 0.25, device=device)], -1)
     assert torch.equal(walk(k, v, slots, 0.2, constant=0.0625).signs, walk(k, more, slots, 0.2).signs)
 

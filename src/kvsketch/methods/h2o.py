@@ -18,8 +18,7 @@ REDUCTIONS = ("sum", "mean", "max")
 
 @dataclass(frozen=True)
 class H2O(EvictingMethod):
-    """Keeps the heavy hitters, the tokens with the largest sum of attention over all queries so far, and the recent
-    ones.
+    """Keeps the heavy hitters, the tokens that received most attention so far, and the recent ones.
 
         score(j) = sum over queries i that saw j of  softmax_j(scale * <q_i, k_j>)
 
@@ -53,8 +52,9 @@ class H2O(EvictingMethod):
 
     def observe(self, table: SlotTable, queries: Tensor) -> None:
         score = table.slot_state.get("score")
-        if score is None:
-            score = table.slot_state["score"] = torch.zeros(table.shape, device=queries.device)
+        # A rolled-back token leaves a view of what was there before.
+        score = torch.zeros(table.shape, device=queries.device) if score is None else score.contiguous()
+        table.slot_state["score"] = score
         row_lse = table.row_state.pop("row_lse", None)
         ops.attention_mass(
             queries,

@@ -12,31 +12,34 @@ from kvsketch.budget import Size
 from kvsketch.methods.snapkv import SnapKV, _whole
 from kvsketch.slots import SlotTable
 
+READINGS = ("ceiling", "mean")
+
 
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
     """Scores tokens as SnapKV does and gives the lower layers a larger budget than the upper ones.
 
-    `budget` is the mean over the compressed layers. With base = budget - sinks - window, layer l of L keeps sinks,
-    window and
-
-        high - ceil(l * (high - low) / (L - 1)),     low = base // beta,     high = 2 base - low
-
-    tokens. A prompt of n tokens with high >= n - sinks - window has high = n - sinks - window, low = 2 base - high;
-    one with n <= budget or n < 2 base gives every layer `budget`. `beta=1` is SnapKV.
+    Layer l of L keeps sinks, window and  high - ceil(l * (high - low) / (L - 1))  tokens, low = base // beta and
+    high = 2 base - low. By default no layer exceeds the budget: base is such that high + sinks + window = budget. With
+    `budget_is=mean` the budget is the mean over the compressed layers, base = budget - sinks - window, as in the paper:
+    the lowest layer then holds nearly twice the budget. A prompt of n tokens with high >= n - sinks - window has
+    high = n - sinks - window, low = 2 base - high; one with n <= budget or n < 2 base gives every layer `budget`.
+    `beta=1` is SnapKV.
 
     Paper: Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling (arXiv
     2406.02069). Differs from the authors' code: as SnapKV; and their step (high - low) // (L - 1) is rounded down, so
-    that the layers keep up to L / 2 tokens more than promised on average; here the mean never exceeds the budget.
+    that the layers keep up to L / 2 tokens more than promised on average; here the mean keeps the promise.
     Layers with native sliding windows do not count as layers.
     """
 
     name: ClassVar[str] = "pyramidkv"
     paper: ClassVar[str] = "arXiv 2406.02069"
     beta: int = 20
+    budget_is: str = "ceiling"
 
     def __post_init__(self) -> None:
         self._require("beta", _whole(self.beta) and self.beta >= 1, "a whole number, 1 (all layers alike) or more")
+        self._require("budget_is", self.budget_is in READINGS, " or ".join(READINGS))
         super().__post_init__()
 
     def layer_tokens(self, prompt: int, rank: int, layers: int) -> int:
@@ -45,6 +48,8 @@ class PyramidKV(SnapKV):
         budget = self.budget.of(prompt)
         fixed = self.sinks + self.recent_tokens(budget)
         base = budget - fixed
+        if self.budget_is == "ceiling":
+            base = base * self.beta // (2 * self.beta - 1)
         if layers < 2 or prompt <= budget or prompt < 2 * base:
             return budget
         low = base // self.beta

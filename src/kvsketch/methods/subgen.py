@@ -12,12 +12,12 @@ from kvsketch import ops
 from kvsketch.budget import Size
 from kvsketch.methods import subgen_slots as slots
 from kvsketch.methods.base import BudgetedMethod
+from kvsketch.methods.subgen_plan import divide
 from kvsketch.methods.subgen_sketch import POLICIES
 from kvsketch.ops.fold_token import Plan
 from kvsketch.slots import SlotTable
 
 NORMALIZERS = ("paper", "self", "clipped")
-SAMPLES_PER_CLUSTER = 8
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class SubGen(BudgetedMethod):
         for name in ("s", "t", "clusters"):
             size = getattr(self, name)
             self._require(name, size is None or (isinstance(size, int) and size > 0), "a whole number above 0, or none")
-        self._require("delta", self.delta is None or 0 <= self.delta < math.inf, "a distance of 0 or more, or none")
+        self._require("delta", self.delta is None or _between(0, self.delta), "a distance of 0 or more, or none")
         self._require("policy", self.policy in POLICIES, f"one of {', '.join(POLICIES)}")
         self._require("normalizer", self.normalizer in NORMALIZERS, f"one of {', '.join(NORMALIZERS)}")
-        self._require("rho", 1 <= self.rho < math.inf, "a number of 1 or more")
+        self._require("rho", _between(1, self.rho), "a number of 1 or more")
         self._require("form", self.form == "stream", "stream; the papers' experiments are the method kcenter")
         assert isinstance(self.budget, Size)
         if self.budget.tokens is not None:
@@ -77,12 +77,17 @@ class SubGen(BudgetedMethod):
     def clip(self) -> float | None:
         return math.log(self.rho) if self.normalizer == "clipped" else None
 
+    @property
+    def _in_place(self) -> bool:
+        """Whether the structure keeps its shape and delta, so that a step needs nothing from the host."""
+        return self.policy == "absorb" or self.normalizer == "self"
+
     def bound(self, table: SlotTable, max_length: int) -> None:
-        if self.policy == "absorb":
+        if self._in_place:
             self._rewrite(table)
 
     def maintenance_due(self, table: SlotTable) -> bool:
-        return not table.exact and (self.policy != "absorb" or table.seen + 1 > min(slots.exact_until(table)))
+        return not table.exact and (not self._in_place or table.seen + 1 > min(slots.exact_until(table)))
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         if table.exact:
@@ -91,7 +96,7 @@ class SubGen(BudgetedMethod):
             return
         layout = slots.layout_of(table)
         whole = table.length == layout.total and table.seen <= min(slots.exact_until(table))
-        if table.in_place and whole and self.policy == "absorb":
+        if table.in_place and whole and self._in_place:
             ops.fold_token(slots.state_of(table), layout, self.coalesce)
         else:
             self._rewrite(table)
@@ -105,29 +110,9 @@ class SubGen(BudgetedMethod):
         return log_num - log_den
 
     def plan(self, budget: int) -> Plan:
-        """How a budget divides. What does not fit shrinks: the window first, then the sinks, then the samples."""
-        least = 1 if self.normalizer == "self" else 3
-        sinks = max(0, min(self.sinks, budget - least - 1))
-        recent = min(self.recent_tokens(budget), budget - sinks - least)
-        if recent < 0 or budget < least + 2:
-            sinks = min(self.sinks, budget - 1)
-            return Plan(sinks, budget - sinks, 0, 0, 0, 0)
-        hold = budget - sinks - recent
-        return Plan(sinks, recent, hold, *self._split(hold))
-
-    def _split(self, rest: int) -> tuple[int, int, int]:
-        """(s, clusters, t) within `rest` slots."""
-        if self.normalizer == "self":
-            return min(self.s or rest, rest), 0, 0
-        den = rest // 2 if self.s is None else rest - self.s
-        if self.s is None and self.t is not None and self.clusters is not None:
-            den = self.clusters * (self.t + 1)
-        den = max(2, min(den, rest - 1))
-        t = math.isqrt(den) - 1 if self.clusters is None else den // self.clusters - 1
-        t = max(1, min(t, SAMPLES_PER_CLUSTER)) if self.t is None else min(self.t, den - 1)
-        clusters = den // (t + 1) if self.clusters is None else min(self.clusters, den // (t + 1))
-        room = rest - clusters * (t + 1)
-        return min(self.s or room, room), clusters, t
+        """How a budget divides; see `subgen_plan`."""
+        recent = self.recent_tokens(budget)
+        return divide(budget, self.sinks, recent, self.s, self.clusters, self.t, self.normalizer != "self")
 
     def _require_room(self, budget: int) -> None:
         plan = self.plan(budget)
@@ -148,3 +133,7 @@ class SubGen(BudgetedMethod):
         budgets = [self.budget_tokens(table)] * table.keys.shape[0] if shares is None else shares.flatten().tolist()
         plans = [self.plan(budget) for budget in budgets]
         slots.rewrite(table, budgets, plans, self.policy, self.delta, self.coalesce, self.seed + table.seed)
+
+
+def _between(least: float, value: object) -> bool:
+    return isinstance(value, (int, float)) and least <= value < math.inf

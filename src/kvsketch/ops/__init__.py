@@ -247,11 +247,11 @@ def attention_mass(
 
         mass_j = sum_i exp((s_ij + g_ij) / tau) / sum_j' exp((s_ij' + g_ij') / tau),     s_ij = scale * <q_i, k_j>
 
-    q [B, Hq, N, D], the last N tokens seen; k [B, H, S, D], all tokens in order (S = seen) or, with index [B, H, S], slots
-    in any order that hold the tokens index (negative: empty), `seen` [1] or a number then telling how many tokens were
-    seen. A query sees no later token. padding [B]: left-padding tokens, which neither see nor are seen.
-    temperature: tau, a number or a schedule. noise: g_ij is Gumbel noise, fresh for every row and column but the same at
-    every call; None: 0. row_lse [B, Hq, N]: log of the inner sums if known (plain attention only), which saves a pass.
+    q [B, Hq, N, D], the last N tokens seen; k [B, H, S, D], all tokens in order (S = seen) or, with index [B, H, S],
+    slots in any order that hold the tokens index (negative: empty), `seen` [1] or a number then telling how many tokens
+    were seen. A query sees no later token. padding [B]: left-padding tokens, which neither see nor are seen.
+    temperature: tau, a number or a schedule. noise: g_ij is Gumbel noise, fresh for every row and column but the same
+    at every call; None: 0. row_lse [B, Hq, N]: log of the inner sums if known (plain attention only): saves a pass.
     reduce: how the query heads of one KV head become one number: their sum, mean or max over these N queries.
     into: [B, H, S] float32 to add to, in place; it is returned.
 
