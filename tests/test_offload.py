@@ -14,6 +14,7 @@ import zoo
 from common import generate, padded
 from kvsketch import CompressedCache
 from kvsketch.storage import host
+from test_decoding import DEVICE, without_gpu  # noqa: F401
 
 # Small clusters, pages and tails, so that a short text passes through everything several times.
 NEAR = {
@@ -64,6 +65,22 @@ def test_a_short_prompt_moves_out_when_it_outgrows_the_budget(name: str) -> None
 
 
 @pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("pads", [[0, 0], [0, 9]], ids=str)
+@pytest.mark.parametrize("length", [12, 40])
+def test_captured_steps(name: str, pads: list[int], length: int) -> None:
+    model = zoo.build("llama").to(DEVICE)
+    ids, mask = (t.to(DEVICE) for t in padded(zoo.tokens(2, length), pads))
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    near, far = both(name)
+    expected = model.generate(
+        **inputs, past_key_values=CompressedCache(model, near), max_new_tokens=40, do_sample=False
+    )
+    cache = CompressedCache(model, far)
+    assert kvsketch.generate(model, inputs, cache, max_new_tokens=40, do_sample=False).tolist() == expected.tolist()
+    assert cache.host_bytes > 0 and cache.tokens_seen == length + 39
+
+
+@pytest.mark.parametrize("name", NEAR)
 def test_turns_and_chunks(name: str) -> None:
     """Several tokens at once bring everything back, are read exactly, and move out again."""
     model = zoo.build("llama")
@@ -82,7 +99,9 @@ def test_turns_and_chunks(name: str) -> None:
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 3}], ids=str)
 def test_beams(name: str, options: dict[str, Any]) -> None:
     model, ids = zoo.build("llama"), zoo.tokens(2, 30)
-    sequences = [generate(model, ids, CompressedCache(model, m), max_new_tokens=25, **options).sequences for m in both(name)]
+    sequences = [
+        generate(model, ids, CompressedCache(model, m), max_new_tokens=25, **options).sequences for m in both(name)
+    ]
     assert sequences[0].tolist() == sequences[1].tolist()
 
 
@@ -129,8 +148,8 @@ def test_device_memory_stays_flat_while_the_context_doubles(name: str) -> None:
     # fp32, d = 8: 4 tokens per cluster, each cluster 2 x 8 x 4 + 8 bytes, 8 bytes per token for order and map; pages of
     # 2, each 2 x 8 x 4 bytes, 4 per token for the map. Buffers have an eighth to spare.
     share = {"clusterkv": (72 / 4 + 8) / 64, "quest": (64 / 2 + 4) / 64}[name]
-    assert growth == pytest.approx(share * full_growth, rel=0.1)
-    assert whole[2] > 1.8 * half[2] and near_whole[2] == 0
+    assert share * full_growth <= growth <= 1.14 * share * full_growth
+    assert whole[2] - half[2] == full_growth and near_whole[2] == 0
 
 
 def test_host_memory_that_is_not_there_is_an_error_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +158,9 @@ def test_host_memory_that_is_not_there_is_an_error_before_work(monkeypatch: pyte
     monkeypatch.setattr(host, "free_host_memory", lambda: 100_000)
     model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
     with pytest.raises(MemoryError, match=r"offload=host needs .* GiB .*0\.00 GiB are free.*offload=none"):
-        model(zoo.tokens(1, 400), past_key_values=CompressedCache(model, "clusterkv:budget=32:skip_layers=0:offload=host"))
+        model(
+            zoo.tokens(1, 400), past_key_values=CompressedCache(model, "clusterkv:budget=32:skip_layers=0:offload=host")
+        )
     assert not calls
     model(zoo.tokens(1, 30), past_key_values=cache)
 
@@ -157,7 +178,7 @@ def test_free_memory_counts_the_limits_of_a_container(tmp_path: Path) -> None:
 
 def test_what_cannot_be_offloaded_says_so() -> None:
     model = zoo.build("mpt")
-    with pytest.raises(ValueError, match="mpt reads every token.*offload=none"):
+    with pytest.raises(ValueError, match=r"mpt reads every token.*offload=none"):
         generate(model, zoo.tokens(1, 40), CompressedCache(model, both("clusterkv")[1]))
     with pytest.raises(ValueError, match="offload=disk is not valid; use none or host"):
         kvsketch.parse_method("quest:offload=disk")

@@ -163,6 +163,6 @@ def test_arguments_that_do_not_fit(device: torch.device) -> None:
         ops.hot_rows(rows.long(), case.tail, case.hot, case.store, case.buffer)
     with pytest.raises(ValueError, match="tail must be int32"):
         ops.hot_rows(rows[..., :4], case.tail.long(), case.hot, case.store, case.buffer)
+    short = case.buffer._replace(keys=case.buffer.keys[:, :, :6])
     with pytest.raises(ValueError, match="do not fit 6 slots"):
-        short = case.buffer._replace(keys=case.buffer.keys[:, :, :6])
         ops.hot_rows(rows[..., :4], case.tail, case.hot, case.store, short)

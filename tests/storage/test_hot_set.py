@@ -1,4 +1,4 @@
-"""The hot set over random sequences of accesses: it never serves a stale row, and it counts hits as a plain model does."""
+"""The hot set over random sequences of accesses: never a stale row, and the hits of a plain model."""
 
 from __future__ import annotations
 

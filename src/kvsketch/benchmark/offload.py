@@ -143,7 +143,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--prompt", type=int, default=32768)
-    parser.add_argument("--methods", default="clusterkv:budget=1024,clusterkv:budget=1024:keep_steps=2,quest:budget=1024")
+    parser.add_argument(
+        "--methods", default="clusterkv:budget=1024,clusterkv:budget=1024:keep_steps=2,quest:budget=1024"
+    )
     parser.add_argument("--batches", default="1")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--check-tokens", type=int, default=96)

@@ -2,9 +2,9 @@
 
     budget = sinks + recent + s + clusters (t + 1)
 
-A cluster costs its t keys and its representative. Half of what the exact tokens leave goes to each sum: the error of the
-numerator falls with s, that of the denominator with the number of clusters times t, and out = z / tau is as wrong as the
-worse of the two. t is 8, fewer where there would be fewer than 9 clusters, so that small budgets still tell keys apart.
+A cluster costs its t keys and its representative. Half of what the exact tokens leave goes to each sum: the error of
+the numerator falls with s, that of the denominator with clusters times t, and z / tau is as wrong as the worse of the
+two. t is 8, or less where fewer than 9 clusters would be left, so that small budgets still tell keys apart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SAMPLES_PER_CLUSTER = 8
 def divide(
     budget: int, sinks: int, recent: int, s: int | None, clusters: int | None, t: int | None, two_sums: bool
 ) -> Plan:
-    """The sizes for a budget; None is chosen here. What does not fit shrinks: the window, then the sinks, then the rest.
+    """The sizes for a budget; None is chosen here. What does not fit shrinks: window, then sinks, then the rest.
 
     Without `two_sums` there are no clusters. `hold` is what remains beside sinks and window.
     """

@@ -1,0 +1,334 @@
+"""BalanceKV in blocks: what stays, with which weights, within which budget, and how well it attends."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvsketch import ops
+from kvsketch.methods import BalanceKV, Uniform, parse_method
+from kvsketch.methods.balance_blocks import _strict_half, _weighted_half
+from kvsketch.slots import NEG_INF, SlotTable
+
+LN2 = math.log(2.0)
+SCALE = 0.25
+
+
+def feed(method: Any, table: SlotTable, count: int, seed: int = 0, size: int = 16) -> None:
+    generator = torch.Generator().manual_seed(1000 * seed + table.seen)
+    keys, values = (torch.randn(2, 2, count, size, generator=generator) for _ in range(2))
+    table.scale = SCALE
+    table.append(keys, values)
+    method.compress(table, torch.randn(2, 4, count, size, generator=generator))
+
+
+def filled(method: Any, count: int, seed: int = 0) -> SlotTable:
+    table = SlotTable(0, 1)
+    feed(method, table, count, seed)
+    return table
+
+
+def levels(weights: Tensor) -> Tensor:
+    return (weights / LN2).round()
+
+
+# selection
+
+
+def strict_by_hand(signs: list[int]) -> list[int]:
+    """A stable sort of the signs, cut at half."""
+    return sorted(sorted(range(len(signs)), key=lambda i: signs[i])[: len(signs) // 2])
+
+
+def weighted_by_hand(signs: list[int]) -> dict[int, int]:
+    """Weight of each token that stays: stop as soon as a class is full, at the second if both fill up."""
+    half, count = len(signs) // 2, {1: 0, -1: 0}
+    full = {}
+    for i, sign in enumerate(signs):
+        count[sign] += 1
+        if count[sign] == half:
+            full[sign] = i
+    last = max(full.values()) if len(full) == 2 else min(full.values())
+    dropped_sign = 1 if len(full) == 2 else next(sign for sign in full)
+    weights, dropped = {}, 0
+    for i, sign in enumerate(signs):
+        if sign == dropped_sign and dropped < half:
+            dropped += 1
+        else:
+            weights[i] = 2 if sign != dropped_sign and i <= last else 1
+    if len(signs) % 2:
+        weights.pop(max(weights))
+    return weights
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 8, 33, 64])
+def test_halves_are_those_of_the_definitions(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    lengths, floor = torch.full((1, 1, 1), count), torch.ones(1, 1, 1, dtype=torch.bool)
+    for chance in (0.2, 0.5, 0.5, 0.5, 0.9):
+        signs = torch.where(torch.rand(count, generator=generator) < chance, 1, -1)
+        padded = F.pad(signs, (0, 5)).view(1, 1, -1)
+        keep, double = (mask.flatten().tolist() for mask in _strict_half(padded, lengths, floor))
+        assert [i for i, k in enumerate(keep) if k] == strict_by_hand(signs.tolist())
+        assert keep == double
+        keep, double = (mask.flatten().tolist() for mask in _weighted_half(padded, lengths, floor))
+        weights = {i: 1 + d for i, (k, d) in enumerate(zip(keep, double, strict=True)) if k}
+        assert weights == weighted_by_hand(signs.tolist())
+        assert sum(weights.values()) <= count
+
+
+def test_neither_the_older_nor_the_newer_of_a_pair_is_favoured() -> None:
+    """Of two alike tokens one stays, each about half of the time: 400 tosses, 6 standard deviations."""
+    table = SlotTable(0, 1)
+    table.append(torch.ones(1, 400, 4, 8), torch.ones(1, 400, 4, 8))
+    method = BalanceKV(budget=3, sinks=1, recent=1)
+    method.compress(table, torch.ones(1, 400, 4, 8))
+    older = int((table.index_slots() == 1).sum())
+    assert 140 < older < 260
+    assert int((table.index_slots() == 2).sum()) == 400 - older
+
+
+# prefill
+
+
+@pytest.mark.parametrize("count", [65, 90, 129, 500, 777, 1000])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("select", ["weighted", "strict"])
+def test_published_rounds_keep_iterated_halves(count: int, rounds: int, select: str) -> None:
+    method = BalanceKV(budget=count - 1, sinks=20, recent=30, block=64, rounds=rounds, select=select)
+    table = filled(method, count)
+    middle = count - 50
+    for _ in range(rounds):
+        middle //= 2
+    assert table.stored() == 50 + middle
+    assert table.log_den is not None
+    for head in range(2):
+        index = table.index_slots()[0, head][: 50 + middle]
+        assert torch.equal(index, index.sort().values), "order ascending"
+        den = levels(table.log_den[0, head, : 50 + middle])
+        inside = (index >= 20) & (index < count - 30)
+        assert (den[inside] == rounds).all() and (den[~inside] == 0).all()
+        if select == "weighted":
+            assert table.log_num is not None
+            num = levels(table.log_num[0, head, : 50 + middle])
+            assert (num[~inside] == 0).all() and (num >= 0).all() and (num <= den).all()
+            assert float((2.0 ** num[inside]).sum()) <= count - 50
+        else:
+            assert table.log_num is None
+
+
+@pytest.mark.parametrize("count", [101, 150, 333, 1000, 2047])
+@pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"walk": "random", "c": 0.5}], ids=str)
+def test_a_budget_is_used_up_and_the_oldest_tokens_are_the_heaviest(count: int, options: dict[str, Any]) -> None:
+    method = BalanceKV(budget=100, sinks=4, recent=16, block=32, **options)
+    table = filled(method, count)
+    assert table.stored() == 100
+    assert table.log_den is not None
+    for row in range(2):
+        for head in range(2):
+            used = table.log_den[row, head] > NEG_INF
+            den, index = levels(table.log_den[row, head][used]), table.index_slots()[row, head][used]
+            assert {0, 1, 2, 3} | set(range(count - 16, count)) <= set(index.tolist())
+            middle = den[4:-16]
+            assert (middle.diff() <= 0).all() and middle.max() - middle.min() <= 1
+            assert float((2.0**den).sum()) == pytest.approx(count, abs=2**middle.max()), "each token is stood for once"
+
+
+def test_other_weights_of_the_denominator() -> None:
+    """den_weight=same: one weight for both sums, a power of two not above that of pow2."""
+    same, pow2 = (filled(BalanceKV(budget=100, den_weight=w, block=32), 300) for w in ("same", "pow2"))
+    assert same.log_num is None and pow2.log_num is not None and same.log_den is not None
+    numbers = levels(same.log_den[same.log_den > NEG_INF])
+    assert torch.equal(numbers, numbers.round()) and numbers.max() <= 2
+
+
+def test_short_contexts_and_zero_rounds_are_exact() -> None:
+    assert filled(BalanceKV(budget=300), 300).exact
+    assert filled(BalanceKV(budget=300, rounds=0), 300).exact
+    with pytest.raises(ValueError, match=r"rounds=0 leaves 301 of 301 tokens.*budget=300.*use rounds=1"):
+        filled(BalanceKV(budget=300, rounds=0), 301)
+    with pytest.raises(ValueError, match="use rounds=4 or more"):
+        filled(BalanceKV(budget=300, rounds=2), 2500)
+
+
+def test_seeds() -> None:
+    first, again, other = (filled(BalanceKV(budget=200, block=64, seed=s), 900) for s in (1, 1, 2))
+    assert torch.equal(first.index_slots(), again.index_slots()) and torch.equal(first.log_den, again.log_den)
+    assert not torch.equal(first.index_slots(), other.index_slots())
+
+
+def test_large_keys_stay_finite() -> None:
+    table = SlotTable(0, 1)
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 2, 400, 128, generator=generator)
+    table.scale = 128**-0.5
+    table.append((keys / keys.norm(dim=-1, keepdim=True) * 60).bfloat16(), keys.bfloat16())
+    BalanceKV(budget=128).compress(table, keys)
+    assert table.stored() == 128
+
+
+def test_weights_as_a_bias_of_plain_attention() -> None:
+    """The weighted attention of the slots is plain attention with bias log_den over values scaled by the ratio of weights."""
+    table = filled(BalanceKV(budget=100, block=32), 700)
+    assert table.log_num is not None and table.log_den is not None
+    q = torch.randn(2, 4, 1, 16, generator=torch.Generator().manual_seed(0))
+    ours = ops.weighted_attention(q, table.key_slots(), table.value_slots(), table.log_num, table.log_den, SCALE)
+    ratio = (table.log_num - table.log_den).nan_to_num(0.0).exp()
+    bias = table.log_den.repeat_interleave(2, 1)[:, :, None]
+    values = table.value_slots() * ratio[..., None]
+    plain = F.scaled_dot_product_attention(q, table.key_slots(), values, bias, scale=SCALE, enable_gqa=True)
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+
+
+# decoding
+
+
+class NoReading(TorchDispatchMode):
+    """Fails when the host asks the device for a value or for a shape that depends on values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket._qualified_op_name
+        reads = name in ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::unique")
+        # The schedule lies in host memory: two columns of whole numbers per row.
+        assert not reads or args[0].numel() == 1 and args[0].dtype == torch.int64, f"{name} reads from the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"den_weight": "same"}], ids=str)
+def test_decoding_in_place(options: dict[str, Any]) -> None:
+    """The budget holds at every token, in place, without reading from the device; and room is made when it was announced."""
+    method = BalanceKV(budget=120, sinks=4, recent=16, block=64, **options)
+    table = filled(method, 400)
+    addresses = [tensor.data_ptr() for tensor in table.tensors()]
+    for _ in range(150):
+        stored, announced = table.stored(), method.maintenance_due(table)
+        generator = torch.Generator().manual_seed(table.seen)
+        table.append(*(torch.randn(2, 2, 1, 16, generator=generator) for _ in range(2)))
+        with NoReading():
+            method.compress(table, torch.zeros(2, 4, 1, 16))
+        assert table.stored() <= 120
+        assert (table.stored() != stored + 1) == announced
+        assert addresses == [tensor.data_ptr() for tensor in table.tensors()]
+        for head in range(2):
+            held = set(table.index_slots()[0, head].tolist())
+            assert {0, 1, 2, 3} | set(range(table.seen - 16, table.seen)) <= held
+        if method.den_weight == "pow2":
+            assert table.log_den is not None
+            assert torch.equal(table.log_den.exp().sum(-1).round(), torch.full((2, 2), float(table.seen)))
+
+
+def test_a_table_bounded_ahead_of_time_decodes_the_same() -> None:
+    """Captured decoding gives an exact table its fixed shape early; nothing that is kept may depend on it."""
+    method = BalanceKV(budget=80, sinks=2, recent=8, block=32)
+    early, late = filled(method, 60), filled(method, 60)
+    method.bound(early, 200)
+    assert not early.exact and late.exact
+    for _ in range(60):
+        feed(method, early, 1)
+        feed(method, late, 1)
+        contents = [sorted(zip(t.index_slots()[0, 0].tolist(), _weights(t), strict=True)) for t in (early, late)]
+        assert [c for c in contents[0] if c[0] >= 0] == [c for c in contents[1] if c[0] >= 0]
+
+
+def _weights(table: SlotTable) -> list[float]:
+    return [0.0] * table.length if table.log_den is None else levels(table.log_den[0, 0]).tolist()
+
+
+def test_a_second_turn_is_compressed_to_the_budget() -> None:
+    method = BalanceKV(budget=200, sinks=4, recent=16, block=64)
+    table = filled(method, 600)
+    for count in (300, 1, 7, 1, 1, 40, 2000, 1):
+        feed(method, table, count)
+        assert table.stored() <= 200 and table.length == 201
+        assert table.log_den is not None
+        mass = table.log_den.exp().sum(-1)
+        assert ((mass - table.seen).abs() <= 0.02 * table.seen).all(), "tokens of one weight are halved together"
+
+
+# quality
+
+
+def clustered(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values around 32 centres, and queries near the centres."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = F.normalize(torch.randn(32, 64, generator=generator), dim=-1) * 4
+    values = torch.randn(32, 64, generator=generator)
+    which = torch.randint(32, (4096,), generator=generator)
+    k = centres[which] + 0.5 * torch.randn(4096, 64, generator=generator)
+    v = values[which] + 0.5 * torch.randn(4096, 64, generator=generator)
+    q = centres[torch.randint(32, (64,), generator=generator)] + 0.5 * torch.randn(64, 64, generator=generator)
+    return k[None, None], v[None, None], q[None, None]
+
+
+def error(method: Any, seed: int) -> float:
+    k, v, q = clustered(seed)
+    table = SlotTable(0, 1)
+    table.scale = 1 / 8
+    table.append(k, v)
+    method.compress(table, q)
+    num = table.log_den if table.log_num is None else table.log_num
+    out = ops.weighted_attention(q, table.key_slots(), table.value_slots(), num, table.log_den, 1 / 8)
+    exact = ops.weighted_attention(q, k, v, None, None, 1 / 8)
+    return float(((out - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"den_weight": "same"}, {"temp": 0.1}], ids=str)
+def test_errors_are_below_those_of_a_sample_of_the_same_size(rounds: int, options: dict[str, Any]) -> None:
+    """At least a fifth lower on clustered keys, means of three seeds; the walk with its signs thrown away is not."""
+    budget = 64 + (4096 - 64) // 2**rounds
+    ours = sum(error(BalanceKV(budget=budget, seed=s, **options), s) for s in range(3))
+    uniform = sum(error(Uniform(budget=budget, sinks=32, recent=32, seed=s), s) for s in range(3))
+    assert ours < 0.8 * uniform
+
+
+def test_the_quality_check_rejects_coin_flips(monkeypatch: pytest.MonkeyPatch) -> None:
+    def coins(k: Tensor, v: Tensor, slots: Tensor, scale: float, **options: Any) -> Tensor:
+        draws = ops.uniform(options["state"], slots)
+        return (torch.where(draws < 0.5, 1, -1) * (slots >= 0)).to(torch.int8)
+
+    monkeypatch.setattr(ops, "balance_walk", coins)
+    flips = sum(error(BalanceKV(budget=1072, seed=s), s) for s in range(3))
+    uniform = sum(error(Uniform(budget=1072, sinks=32, recent=32, seed=s), s) for s in range(3))
+    assert not flips < 0.8 * uniform
+
+
+# parameters
+
+
+def test_default_windows_shrink_with_a_small_budget() -> None:
+    small = parse_method("balancekv:budget=64")
+    assert (small.sinks, str(small.recent)) == (8, "8")
+    assert str(parse_method(str(small))) == str(small)
+    assert parse_method("balancekv:budget=64:recent=32").sinks == 8
+    with pytest.raises(ValueError, match="cannot hold 33 sinks"):
+        parse_method("balancekv:budget=64:sinks=33:recent=40")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("form=tree", "block or stream or paper"),
+        ("walk=lazy", "auto or greedy or random"),
+        ("select=all", "weighted or strict"),
+        ("den_weight=1", "pow2 or same"),
+        ("block=1", "such as 256"),
+        ("rounds=-1", "0 or more"),
+        ("form=stream:rounds=2", "with form=block"),
+        ("c=0", "positive number"),
+        ("c=theory", "unless form=block"),
+        ("form=stream:c=practice", "positive number"),
+        ("temp=0", "positive"),
+        ("count_term=-1", "0 or more"),
+        ("rho=0.5", "1 or more"),
+    ],
+)
+def test_bad_values_name_the_choices(setting: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_method(f"balancekv:{setting}")
