@@ -25,6 +25,14 @@ NEAR = {
 }
 
 
+def build(family: str) -> Any:
+    return zoo.build(family).to(DEVICE)
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return zoo.tokens(batch, length, seed).to(DEVICE)
+
+
 def both(name: str) -> list[str]:
     return [NEAR[name], f"{NEAR[name]}:offload=host"]
 
@@ -39,8 +47,8 @@ def assert_same(results: list[Any]) -> None:
 @pytest.mark.parametrize("pads", [[0, 0], [0, 9], [0, 37]], ids=str)
 def test_offloaded_equals_on_device(name: str, pads: list[int]) -> None:
     """The last row begins with fewer tokens than sinks and budget."""
-    model = zoo.build("llama")
-    ids, mask = padded(zoo.tokens(2, 40), pads)
+    model = build("llama")
+    ids, mask = padded(tokens(2, 40), pads)
     caches = [CompressedCache(model, method) for method in both(name)]
     assert_same([generate(model, ids, c, attention_mask=mask, max_new_tokens=40) for c in caches])
     assert caches[0].host_bytes == 0 and caches[1].host_bytes > 0
@@ -52,13 +60,13 @@ def test_offloaded_equals_on_device(name: str, pads: list[int]) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gptj", "gpt_oss"])
 def test_families(name: str, family: str) -> None:
     """Normed keys, soft-capped logits, an attention of its own, sink logits; sliding layers stay as they are."""
-    model, ids = zoo.build(family), zoo.tokens(1, 40)
+    model, ids = build(family), tokens(1, 40)
     assert_same([generate(model, ids, CompressedCache(model, method)) for method in both(name)])
 
 
 @pytest.mark.parametrize("name", NEAR)
 def test_a_short_prompt_moves_out_when_it_outgrows_the_budget(name: str) -> None:
-    model, ids = zoo.build("llama"), zoo.tokens(1, 9)
+    model, ids = build("llama"), tokens(1, 9)
     caches = [CompressedCache(model, method) for method in both(name)]
     assert_same([generate(model, ids, c, max_new_tokens=30) for c in caches])
     assert caches[1].host_bytes > 0
@@ -68,8 +76,8 @@ def test_a_short_prompt_moves_out_when_it_outgrows_the_budget(name: str) -> None
 @pytest.mark.parametrize("pads", [[0, 0], [0, 9]], ids=str)
 @pytest.mark.parametrize("length", [12, 40])
 def test_captured_steps(name: str, pads: list[int], length: int) -> None:
-    model = zoo.build("llama").to(DEVICE)
-    ids, mask = (t.to(DEVICE) for t in padded(zoo.tokens(2, length), pads))
+    model = build("llama")
+    ids, mask = padded(tokens(2, length), pads)
     inputs = {"input_ids": ids, "attention_mask": mask}
     near, far = both(name)
     expected = model.generate(
@@ -83,13 +91,13 @@ def test_captured_steps(name: str, pads: list[int], length: int) -> None:
 @pytest.mark.parametrize("name", NEAR)
 def test_turns_and_chunks(name: str) -> None:
     """Several tokens at once bring everything back, are read exactly, and move out again."""
-    model = zoo.build("llama")
+    model = build("llama")
     transcripts = []
     for method in both(name):
         cache = CompressedCache(model, method)
-        text = generate(model, zoo.tokens(2, 40), cache, prefill_chunk_size=11).sequences
+        text = generate(model, tokens(2, 40), cache, prefill_chunk_size=11).sequences
         for turn in range(2):
-            text = torch.cat([text, zoo.tokens(2, 3 + 9 * turn, seed=turn)], 1)
+            text = torch.cat([text, tokens(2, 3 + 9 * turn, seed=turn)], 1)
             text = generate(model, text, cache).sequences
         transcripts.append(text.tolist())
     assert transcripts[0] == transcripts[1]
@@ -98,7 +106,7 @@ def test_turns_and_chunks(name: str) -> None:
 @pytest.mark.parametrize("name", NEAR)
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 3}], ids=str)
 def test_beams(name: str, options: dict[str, Any]) -> None:
-    model, ids = zoo.build("llama"), zoo.tokens(2, 30)
+    model, ids = build("llama"), tokens(2, 30)
     sequences = [
         generate(model, ids, CompressedCache(model, m), max_new_tokens=25, **options).sequences for m in both(name)
     ]
@@ -107,7 +115,7 @@ def test_beams(name: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", NEAR)
 def test_prompt_lookup(name: str) -> None:
-    model, ids = zoo.build("llama"), zoo.tokens(1, 6).repeat(1, 6)
+    model, ids = build("llama"), tokens(1, 6).repeat(1, 6)
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "prompt_lookup_num_tokens": 3}
     texts = [model.generate(ids, past_key_values=CompressedCache(model, m), **options).tolist() for m in both(name)]
     assert texts[0] == texts[1]
@@ -115,7 +123,7 @@ def test_prompt_lookup(name: str) -> None:
 
 @pytest.mark.parametrize("name", NEAR)
 def test_copies_are_independent(name: str) -> None:
-    model, ids = zoo.build("llama"), zoo.tokens(1, 40)
+    model, ids = build("llama"), tokens(1, 40)
     cache = CompressedCache(model, both(name)[1])
     with torch.no_grad():
         model(ids, past_key_values=cache)
@@ -127,11 +135,11 @@ def test_copies_are_independent(name: str) -> None:
     assert cache.host_bytes == cache.device_bytes == 0 and branch.host_bytes > 0
 
 
-def bytes_after(method: str, tokens: int) -> tuple[int, int, int]:
+def bytes_after(method: str, length: int) -> tuple[int, int, int]:
     """(device bytes, of which index and maps, host bytes) after a prompt and a few generated tokens."""
-    model = zoo.build("llama")
+    model = build("llama")
     cache = CompressedCache(model, method)
-    generate(model, zoo.tokens(1, tokens), cache, max_new_tokens=4)
+    generate(model, tokens(1, length), cache, max_new_tokens=4)
     growing = ("centroids", "mean_values", "sizes", "offsets", "order", "page_min", "page_max", "hot_place_of")
     states = [layer.table.row_state for layer in cache.slot_layers]
     index = sum(s[n].numel() * s[n].element_size() for s in states for n in growing if n in s)
@@ -153,16 +161,14 @@ def test_device_memory_stays_flat_while_the_context_doubles(name: str) -> None:
 
 
 def test_host_memory_that_is_not_there_is_an_error_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, calls = zoo.build("llama"), []
+    model, calls = build("llama"), []
     cache = CompressedCache(model, "clusterkv:budget=32:offload=host")
     monkeypatch.setattr(host, "free_host_memory", lambda: 100_000)
     model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
     with pytest.raises(MemoryError, match=r"offload=host needs .* GiB .*0\.00 GiB are free.*offload=none"):
-        model(
-            zoo.tokens(1, 400), past_key_values=CompressedCache(model, "clusterkv:budget=32:skip_layers=0:offload=host")
-        )
+        model(tokens(1, 400), past_key_values=CompressedCache(model, "clusterkv:budget=32:skip_layers=0:offload=host"))
     assert not calls
-    model(zoo.tokens(1, 30), past_key_values=cache)
+    model(tokens(1, 30), past_key_values=cache)
 
 
 def test_free_memory_counts_the_limits_of_a_container(tmp_path: Path) -> None:
@@ -177,9 +183,9 @@ def test_free_memory_counts_the_limits_of_a_container(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_offloaded_says_so() -> None:
-    model = zoo.build("mpt")
+    model = build("mpt")
     with pytest.raises(ValueError, match=r"mpt reads every token.*offload=none"):
-        generate(model, zoo.tokens(1, 40), CompressedCache(model, both("clusterkv")[1]))
+        generate(model, tokens(1, 40), CompressedCache(model, both("clusterkv")[1]))
     with pytest.raises(ValueError, match="offload=disk is not valid; use none or host"):
         kvsketch.parse_method("quest:offload=disk")
     with pytest.raises(ValueError, match="keep_steps=0"):

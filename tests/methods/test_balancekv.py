@@ -137,7 +137,7 @@ def test_a_budget_is_used_up_and_the_oldest_tokens_are_the_heaviest(count: int, 
             assert {0, 1, 2, 3} | set(range(count - 16, count)) <= set(index.tolist())
             middle = den[4:-16]
             assert (middle.diff() <= 0).all() and middle.max() - middle.min() <= 1
-            assert float((2.0**den).sum()) == pytest.approx(count, abs=2**middle.max()), "each token is stood for once"
+            assert float((2.0**den).sum()) == pytest.approx(count, abs=2 ** float(middle.max())), "each token is stood for once"
 
 
 def test_other_weights_of_the_denominator() -> None:
@@ -192,17 +192,23 @@ def test_weights_as_a_bias_of_plain_attention() -> None:
 class NoReading(TorchDispatchMode):
     """Fails when the host asks the device for a value or for a shape that depends on values."""
 
+    READING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero")
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket._qualified_op_name
-        reads = name in ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::unique")
-        # The schedule lies in host memory: two columns of whole numbers per row.
-        assert not reads or args[0].numel() == 1 and args[0].dtype == torch.int64, f"{name} reads from the device"
+        name = func.overloadpacket.__name__
+        assert name not in self.READING, f"{name} reads from the device"
         return func(*args, **(kwargs or {}))
 
 
+def only_the_schedule(tensor: Tensor) -> list[Any]:
+    """In place of Tensor.tolist: the schedule, rows of four numbers, lies in host memory and may be read."""
+    assert tensor.dtype == torch.int64 and tensor.dim() == 2 and tensor.shape[1] == 4, "tolist reads from the device"
+    return [list(row) for row in tensor.numpy()]
+
+
 @pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"den_weight": "same"}], ids=str)
-def test_decoding_in_place(options: dict[str, Any]) -> None:
-    """The budget holds at every token, in place, without reading from the device; and room is made when it was announced."""
+def test_decoding_in_place(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget holds at every token, in place, nothing is read from the device, and room is made when announced."""
     method = BalanceKV(budget=120, sinks=4, recent=16, block=64, **options)
     table = filled(method, 400)
     addresses = [tensor.data_ptr() for tensor in table.tensors()]
@@ -210,7 +216,8 @@ def test_decoding_in_place(options: dict[str, Any]) -> None:
         stored, announced = table.stored(), method.maintenance_due(table)
         generator = torch.Generator().manual_seed(table.seen)
         table.append(*(torch.randn(2, 2, 1, 16, generator=generator) for _ in range(2)))
-        with NoReading():
+        with NoReading(), monkeypatch.context() as patched:
+            patched.setattr(Tensor, "tolist", only_the_schedule)
             method.compress(table, torch.zeros(2, 4, 1, 16))
         assert table.stored() <= 120
         assert (table.stored() != stored + 1) == announced
@@ -221,6 +228,11 @@ def test_decoding_in_place(options: dict[str, Any]) -> None:
         if method.den_weight == "pow2":
             assert table.log_den is not None
             assert torch.equal(table.log_den.exp().sum(-1).round(), torch.full((2, 2), float(table.seen)))
+
+
+def test_the_reading_check_rejects_a_read() -> None:
+    with NoReading(), pytest.raises(AssertionError, match="reads from the device"):
+        bool(torch.ones(3).any())
 
 
 def test_a_table_bounded_ahead_of_time_decodes_the_same() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -275,6 +276,42 @@ def test_settings_generate_with_padding(setting: str) -> None:
     assert "grow" in setting or cache.tokens_stored <= 20
     assert exact_until(table) == [1 << 62] * 2
     assert (table.index[1, :, : layout_of(table).exact] != 0).all(), "padding is not stored"
+
+
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("normalizer", ["clipped", "paper", "self"])
+def test_a_model_reads_both_sums_of_a_bounded_table(new: int, normalizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reaches the output projection is the ratio of the two sums over the slots each query may see, clipped."""
+    model, ids = zoo.build("llama", num_hidden_layers=1), zoo.tokens(1, 60 + new)
+    cache = CompressedCache(model, f"subgen:budget=24:sinks=2:rho=1.3:normalizer={normalizer}")
+    seen: dict[str, Any] = {}
+
+    def keep(self: SubGen, table: SlotTable, queries: Tensor) -> None:
+        seen.update(table=table, queries=queries)
+
+    with torch.no_grad():
+        model(ids[:, :60], past_key_values=cache)
+        monkeypatch.setattr(SubGen, "compress", keep)
+        projection = model.model.layers[0].self_attn.o_proj
+        projection.register_forward_pre_hook(lambda module, inputs: seen.update(out=inputs[0]))
+        model(ids[:, 60:], past_key_values=cache)
+    table, queries = seen["table"], seen["queries"].double()
+    group = queries.shape[1] // table.keys.shape[1]
+    scores = table.scale * queries @ table.keys.double().repeat_interleave(group, 1).mT  # [B, Hq, n, S]
+    last = 60 + torch.arange(new)[:, None]
+    visible = (table.index >= 0).repeat_interleave(group, 1)[:, :, None] & (
+        table.index.repeat_interleave(group, 1)[:, :, None] <= last
+    )
+    num, den = (
+        (scores + weights.double().repeat_interleave(group, 1)[:, :, None]).exp() * visible
+        for weights in (table.log_den if table.log_num is None else table.log_num, table.log_den)
+    )
+    total, weight = den.sum(-1, keepdim=True), num[..., : table.values.shape[2]].sum(-1, keepdim=True)
+    if normalizer == "clipped":
+        assert ((weight / total).log().abs() > math.log(1.3)).any(), "nothing would be clipped"
+        total = torch.minimum(torch.maximum(total, weight / 1.3), weight * 1.3)
+    expected = num[..., : table.values.shape[2]] @ table.values.double().repeat_interleave(group, 1) / total
+    torch.testing.assert_close(seen["out"].double(), expected.transpose(1, 2).flatten(2), atol=1e-5, rtol=1e-4)
 
 
 def test_a_share_that_leaves_no_room_keeps_sinks_and_window() -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods import row_schedule
+from kvsketch.methods.merge_reduce import stream_state
 from kvsketch.methods.row_schedule import Row, compact, to_device
-from kvsketch.ops.random import hash_combine, initial_state
 from kvsketch.slots import NEG_INF, SlotTable
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ class Remaining:
         if self.table.exact and (self.passes == 0 or self.method.den_weight == "pow2"):
             run = compact(candidates, width)
         else:
-            position = self.table.position_slots()
-            run, there = _lightest(candidates, self.den, position, width, lengths.clamp_max(self.method.block))
+            wanted = lengths.clamp_max(0 if self.table.exact else self.method.block)
+            run, there = _lightest(candidates, self.den, self.table.position_slots(), width, wanted)
             run = torch.where(there, run, -1)
         return torch.where(torch.arange(width, device=run.device) < lengths, run, -1)
 
@@ -165,12 +165,11 @@ def halve(
     """
     size = min(method.block, run.shape[-1])
     blocks = torch.nn.functional.pad(run, (0, -run.shape[-1] % size), value=-1).unflatten(-1, (-1, size))
-    state = torch.tensor(initial_state(method.seed + table.seed))
-    state = hash_combine(hash_combine(state, table.layer_idx), number)
     signs = ops.balance_walk(
         table.key_slots(), table.value_slots(), blocks, table.scale,
         weights=None if log_weights is None else log_weights.exp(),
-        state=int(state), ids=(table.real_tokens() << 16) + torch.arange(blocks.shape[2], device=run.device),
+        state=stream_state(method.seed + table.seed, table.layer_idx, number),
+        ids=(table.real_tokens() << 16) + torch.arange(blocks.shape[2], device=run.device),
         walk=method.walk_name, c=method.walk_c, temp=method.temp, center=method.center, constant=method.count_term,
     )  # fmt: skip
     signs = signs.flatten(2)[..., : run.shape[-1]]

@@ -16,6 +16,7 @@ Paper: arXiv 2502.07861, Algorithms 2 and 3 (line 6 of the latter tests j, not p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -184,6 +185,7 @@ class MergeAndReduce:
         return terms @ self.values[0, 0] if self.values.shape[-1] else terms.sum(-1)
 
 
+@functools.lru_cache(maxsize=4096)
 def stream_state(seed: int, *coordinates: int) -> int:
     """The random state of one stream: the seed continued by its coordinates."""
     state = torch.tensor(initial_state(seed))

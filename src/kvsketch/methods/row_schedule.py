@@ -66,7 +66,7 @@ def set_schedule(table: SlotTable, rows: list[Row], full_at: list[int]) -> None:
 
 def in_place(table: SlotTable) -> bool:
     """Whether one token was written into a table of its fixed shape; a roll back may leave one in a longer table."""
-    return table.in_place and int(table.row_state["schedule"][0, 3]) == table.length
+    return table.in_place and table.row_state["schedule"].tolist()[0][3] == table.length
 
 
 def due(table: SlotTable, ahead: int = 0) -> bool:
@@ -80,7 +80,7 @@ def due(table: SlotTable, ahead: int = 0) -> bool:
 
 def most_freed(table: SlotTable) -> int:
     """The most slots that making room frees in any row; asks nothing of the device."""
-    return int(table.row_state["schedule"][:, 2].max())
+    return max(freed for _, _, freed, _ in table.row_state["schedule"].tolist())
 
 
 def due_rows(table: SlotTable) -> Tensor:  # [B, 1, 1]

@@ -1,0 +1,240 @@
+"""BalanceKV as a stream: value buckets, two structures, key-only slots, and the promises every bounded method makes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from common import generate, padded
+from torch import Tensor
+
+from kvsketch import CompressedCache, ops
+from kvsketch.methods import BalanceKV
+from kvsketch.methods.balance_stream import ZERO_VALUE, first_batch, shares
+from kvsketch.slots import NEG_INF, SlotTable
+
+LN2 = math.log(2.0)
+SCALE = 0.25
+TEXT = "balancekv:form=stream:budget=16:sinks=2:recent=4"
+
+
+def tokens(count: int, seed: int = 0, size: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values whose norms spread over several buckets, one of them zero, and queries."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(2, 2, count, size, generator=generator) for _ in range(2))
+    values = values * 4 ** torch.randn(2, 2, count, 1, generator=generator)
+    values[:, :, count // 2] = 0
+    return 0.5 * keys, values, 0.5 * torch.randn(2, 4, count, size, generator=generator)
+
+
+def stream(method: BalanceKV, count: int, chunks: list[int] | None = None) -> SlotTable:
+    keys, values, queries = tokens(count)
+    table, start = SlotTable(0, 1), 0
+    table.scale = SCALE
+    for chunk in chunks or [count]:
+        part = slice(start, start + chunk)
+        table.append(keys[:, :, part], values[:, :, part])
+        method.compress(table, queries[:, :, part])
+        start += chunk
+    return table
+
+
+def contents(table: SlotTable, weights: Tensor) -> list[list[tuple[int, int]]]:
+    """(logical index, level) of the tokens in one sum, for each row and head."""
+    found = []
+    for index, weight in zip(table.index_slots().flatten(0, 1), weights.flatten(0, 1), strict=True):
+        used = weight > NEG_INF
+        pairs = zip(index[used].tolist(), (weight[used] / LN2).round().int().tolist(), strict=True)
+        found.append(sorted(pairs))
+    return found
+
+
+# structure
+
+
+@pytest.mark.parametrize("form", ["stream", "paper"])
+def test_buckets_are_dyadic_disjoint_and_total(form: str) -> None:
+    table = stream(BalanceKV(budget=120, form=form, block=32), 700)
+    assert table.log_num is not None and table.values is not None
+    bucket = table.slot_state["bucket"].long()
+    index = table.index_slots()
+    middle = (index >= 15) & (index < 700 - 15)
+    if form == "paper":
+        middle = (index >= 15) & (index < 700 - 15)
+    entered = bucket > 0
+    assert torch.equal(entered, middle & (index >= 0)), "every token of the middle has one bucket, no other has"
+    count = table.values.shape[2]
+    norm = table.value_slots().norm(dim=-1)
+    real = entered[..., :count] & (norm > 0)
+    lower = 2.0 ** (bucket[..., :count] - 32)
+    assert ((lower <= norm) & (norm < 2 * lower))[real].all()
+    assert (table.log_num[bucket == ZERO_VALUE] == NEG_INF).all(), "no value, no numerator"
+    assert int((bucket == ZERO_VALUE).sum()) > 0 or form == "stream"
+    assert int(table.row_state["arrived"].sum(-1).min()) == 700 - 30
+
+
+def test_sets_hold_at_most_a_batch_and_samples_differ() -> None:
+    table = stream(BalanceKV(form="paper", block=32, sinks=4, recent=8), 1500)
+    assert table.log_num is not None and table.log_den is not None
+    level = (table.log_num / LN2).round()
+    bucket = table.slot_state["bucket"].long()
+    for row in range(2):
+        for head in range(2):
+            for number in range(1, ZERO_VALUE):
+                sizes = torch.bincount(level[row, head][(bucket[row, head] == number) & (level[row, head] >= 0)].long())
+                assert (sizes <= 32).all()
+    numerator, denominator = contents(table, table.log_num), contents(table, table.log_den)
+    assert numerator != denominator
+    assert table.values is not None and table.values.shape[2] < table.length, "some slots carry a key only"
+
+
+def test_a_prompt_at_once_is_a_prompt_token_by_token() -> None:
+    """The paper's form at a time when the window has just passed a multiple of t."""
+    method = BalanceKV(form="paper", block=16, sinks=4, recent=8)
+    count = 12 + 16 * 13
+    once = stream(method, count)
+    for chunks in ([1] * count, [50, 1, 1, 1, 60, *[1] * (count - 113)]):
+        slowly = stream(method, count, chunks)
+        assert once.log_num is not None and slowly.log_num is not None
+        assert once.log_den is not None and slowly.log_den is not None
+        assert contents(once, once.log_num) == contents(slowly, slowly.log_num)
+        assert contents(once, once.log_den) == contents(slowly, slowly.log_den)
+
+
+def test_both_sums_are_close_to_the_exact_ones() -> None:
+    """Unit keys and values of one norm, the theorem's setting: relative errors of a few percent at t = 128."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.nn.functional.normalize(torch.randn(1, 1, 4000, 16, generator=generator), dim=-1) for _ in range(2))
+    values = values + 1.0
+    queries = torch.nn.functional.normalize(torch.randn(1, 1, 50, 16, generator=generator), dim=-1)
+    table = SlotTable(0, 1)
+    table.scale = SCALE
+    table.append(keys, values)
+    BalanceKV(form="paper", block=128, sinks=4, recent=8).compress(table, queries)
+    weights = (SCALE * queries @ table.key_slots().mT).exp()
+    exact = (SCALE * queries @ keys.mT).exp()
+    assert table.log_num is not None and table.log_den is not None and table.values is not None
+    count = table.values.shape[2]
+    num = (weights[..., :count] * table.log_num[:, :, None, :count].exp()) @ table.values
+    den = (weights * table.log_den[:, :, None].exp()).sum(-1)
+    assert ((num - exact @ values).norm(dim=-1) / (exact @ values).norm(dim=-1)).mean() < 0.05
+    assert ((den - exact.sum(-1)).abs() / exact.sum(-1)).mean() < 0.05
+    assert table.stored() < 2500
+
+
+def test_negligible_buckets_go_and_change_nothing_that_matters() -> None:
+    """Values of norm 1e-6 beside values of norm 1: dropped at a large epsilon, and the output moves by less than it."""
+    generator = torch.Generator().manual_seed(0)
+    keys = 0.1 * torch.randn(1, 1, 400, 8, generator=generator)
+    values = torch.nn.functional.normalize(torch.randn(1, 1, 400, 8, generator=generator), dim=-1)
+    values[:, :, ::2] *= 1e-6
+    outputs, numbers = [], []
+    for epsilon in (0.5, 1e-9):
+        table = SlotTable(0, 1)
+        table.scale = SCALE
+        table.append(keys, values)
+        BalanceKV(form="paper", block=64, sinks=4, recent=8, epsilon=epsilon).compress(table, keys)
+        outputs.append(
+            ops.weighted_attention(keys, table.key_slots(), table.value_slots(), table.log_num, table.log_den, SCALE)
+        )
+        assert table.log_num is not None
+        numbers.append(int((table.log_num > NEG_INF).sum()))
+    assert numbers[0] < numbers[1]
+    exact = torch.softmax(SCALE * keys @ keys.mT, -1)
+    bound = 0.5 * exact.norm(dim=-1) * values.norm()
+    assert ((outputs[0] - outputs[1]).norm(dim=-1) < bound).all()
+    assert (outputs[0] - outputs[1]).norm(dim=-1).max() < 1e-5
+
+
+def test_theory_preset_runs_without_failing() -> None:
+    method = BalanceKV(form="stream", budget=150, c="theory", sinks=4, recent=8)
+    assert method.walk_c > 100 and method.on_fail == "raise"
+    assert stream(method, 600).stored() <= 150
+
+
+# promises
+
+
+@pytest.mark.parametrize("budget", [16, 60, 200])
+@pytest.mark.parametrize("walk", ["auto", "greedy"])
+def test_the_budget_holds_at_every_token_in_place(budget: int, walk: str) -> None:
+    method = BalanceKV(form="stream", budget=budget, sinks=2, recent=4, walk=walk)
+    table = stream(method, 500)
+    row = method.rows(table)[0]
+    values, keys_only = shares(row)
+    assert values + keys_only == budget and first_batch(row) <= values
+    assert table.length == budget + 1 and table.value_slots().shape[2] == values + 1
+    addresses = [tensor.data_ptr() for tensor in table.tensors()]
+    for step in range(60):
+        announced = method.maintenance_due(table)
+        stored = table.stored()
+        keys, new_values, queries = tokens(1, seed=step + 1)
+        table.append(keys, new_values + 0.1)
+        method.compress(table, queries)
+        assert table.stored() <= budget
+        assert announced or table.stored() == stored + 1
+        assert addresses == [tensor.data_ptr() for tensor in table.tensors()]
+        for held in table.index_slots().flatten(0, 1).tolist():
+            assert {0, 1, *range(table.seen - 4, table.seen)} <= set(held)
+
+
+def test_a_row_alone_equals_that_row_in_a_left_padded_batch() -> None:
+    model = zoo.build("qwen2")
+    lengths = [40, 29, 13]
+    rows = [zoo.tokens(1, n, seed=n) for n in lengths]
+    batch = torch.cat([torch.nn.functional.pad(r, (40 - r.shape[1], 0)) for r in rows])
+    batch, mask = padded(batch, [40 - n for n in lengths])
+    for method in (TEXT, TEXT.replace("budget=16", "budget=40%")):
+        together = generate(model, batch, CompressedCache(model, method), attention_mask=mask)
+        for i, row in enumerate(rows):
+            alone = generate(model, row, CompressedCache(model, method))
+            assert together.sequences[i, 40:].tolist() == alone.sequences[0, row.shape[1] :].tolist()
+            for a, b in zip(together.logits, alone.logits, strict=True):
+                torch.testing.assert_close(a[i], b[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["stream", "paper:block=8"])
+def test_beams_and_copies(form: str) -> None:
+    model, ids = zoo.build("llama"), zoo.tokens(1, 40)
+    text = TEXT.replace("form=stream", f"form={form}")
+    out = generate(model, ids, CompressedCache(model, text), num_beams=3, num_return_sequences=3, output_scores=True)
+    for sequence, score in zip(out.sequences, out.sequences_scores, strict=True):
+        cache = CompressedCache(model, text)
+        with torch.no_grad():
+            logits = [model(ids, past_key_values=cache).logits[0, -1]]
+            branch = copy.deepcopy(cache)
+            for token in sequence[40:-1]:
+                logits.append(model(token.view(1, 1), past_key_values=cache).logits[0, -1])
+            again = model(sequence[40].view(1, 1), past_key_values=branch).logits[0, -1]
+        assert torch.equal(again, logits[1])
+        logprob = torch.stack(logits).log_softmax(-1).gather(1, sequence[40:, None]).sum()
+        torch.testing.assert_close(logprob / (len(sequence) - 40), score, atol=1e-4, rtol=1e-4)
+
+
+def test_rolled_back_drafts_and_chunks_keep_the_budget() -> None:
+    model, ids = zoo.build("llama"), zoo.tokens(1, 6).repeat(1, 6)
+    cache = CompressedCache(model, TEXT)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    assert model.generate(ids, past_key_values=cache, **options).shape[1] == 48
+    assert cache.tokens_stored <= 16 and cache.tokens_seen == 47
+    cache = CompressedCache(model, TEXT)
+    generate(model, ids, cache, prefill_chunk_size=7)
+    assert cache.tokens_stored <= 16
+
+
+def test_a_table_bounded_ahead_of_time_decodes_the_same() -> None:
+    method = BalanceKV(form="stream", budget=60, sinks=2, recent=8)
+    early, late = stream(method, 50), stream(method, 50)
+    method.bound(early, 200)
+    assert not early.exact and late.exact
+    for step in range(50):
+        for table in (early, late):
+            keys, values, queries = tokens(1, seed=step + 1)
+            table.append(keys, values + 0.1)
+            method.compress(table, queries)
+    assert early.log_num is not None and late.log_num is not None
+    assert contents(early, early.log_num) == contents(late, late.log_num)
