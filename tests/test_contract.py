@@ -140,6 +140,33 @@ def test_rolled_back_tokens_leave_no_trace(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("kept", [0, 1, 2, 4])
+def test_a_draft_counts_by_what_is_left_of_it(name: str, kept: int) -> None:
+    """Four drafted tokens of which some are taken back equal the rest fed alone, and the table keeps its shape."""
+    model, ids = zoo.build("llama"), zoo.tokens(1, 60)
+    caches = [CompressedCache(model, with_budget(name, 16)) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids[:, :50], past_key_values=cache)
+            model(ids[:, 50:51], past_key_values=cache)
+            cache.activate_past_recording()
+        before = caches[0].device_bytes
+        model(ids[:, 51:55], past_key_values=caches[0])
+        caches[0].crop(kept - 4)
+        if kept:
+            model(ids[:, 51 : 51 + kept], past_key_values=caches[1])
+        caches[1].crop(0)
+        assert caches[0].tokens_seen == caches[1].tokens_seen == 51 + kept
+        if name in BOUNDED:
+            assert_within_budget(caches[0], 16)
+            assert caches[0].device_bytes == before
+        again = [model(ids[:, 56:57], past_key_values=cache).logits for cache in caches]
+    # A recall method reads everything for several tokens at once and a part for a single one.
+    if kept != 1 or kvsketch.METHODS[name].family != "recall":
+        torch.testing.assert_close(*again, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_copies_are_independent(name: str) -> None:
     model, ids = zoo.build("llama"), zoo.tokens(1, 40)
     cache = CompressedCache(model, with_budget(name, 16))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
 from kvsketch import ops
@@ -95,12 +96,41 @@ def _attend_module(
     elif view.exact:
         if scaling is not None:
             kwargs["scaling"] = scaling
-        output, weights = own(module, query, key, value, attention_mask, *args, **kwargs)
+        with _RowSums(view, attention_mask is None) as sums:
+            output, weights = own(module, query, key, value, attention_mask, *args, **kwargs)
+        sums.leave(query)
     else:
         attended = attend(view, query, scale, attention_mask, softcap=softcap, sink_logits=sink_logits)
         output = attended.transpose(1, 2).contiguous()
     view.finish(module, query, scale, attention_mask)
     return output, weights
+
+
+class _RowSums(TorchDispatchMode):
+    """Notes the logarithms of the row sums that flash attention computes anyway, for methods that want them."""
+
+    def __init__(self, view: LayerView, unmasked: bool) -> None:
+        super().__init__()
+        self.table = view.layer.table
+        self.wanted = unmasked and view.layer.method.wants_row_lse and self.table.new_tokens > 1
+        self.row_lse: Tensor | None = None
+
+    def __enter__(self) -> _RowSums:
+        return super().__enter__() if self.wanted else self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.wanted:
+            super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name.startswith("aten::_scaled_dot_product_flash_attention"):
+            self.row_lse = result[1]
+        return result
+
+    def leave(self, query: Tensor) -> None:
+        if self.row_lse is not None and self.row_lse.shape == query.shape[:3]:
+            self.table.row_state["row_lse"] = self.row_lse
 
 
 def attend(

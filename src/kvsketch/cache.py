@@ -45,9 +45,7 @@ class LayerView:
         """Logical index of each slot; only looked at when a mask or bias has to be read at the slots."""
         return self.layer.table.index_slots() if self.kept_index is None else self.kept_index
 
-    def recall(
-        self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
-    ) -> Tensor | None:
+    def recall(self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None) -> Tensor | None:
         """The answer of a method that lets a single query read a part of the slots; None when it reads all."""
         if query.shape[2] != 1:
             return None
@@ -118,7 +116,7 @@ class SlotLayer(CacheLayerMixin):
         self.settle()
         table = self.table
         self.method.prepare(table, key_states, value_states)
-        table.append(key_states, value_states)
+        table.append(key_states, value_states, draft=self.record_past)
         view = LayerView(self, table.key_slots(), table.value_slots(), table.exact, table.seen)
         if not table.exact:
             view.log_num, view.log_den = table.log_num, table.log_den
@@ -127,6 +125,7 @@ class SlotLayer(CacheLayerMixin):
                 view.log_num = None if table.log_num is None else table.log_num.clone()
                 view.log_den = None if table.log_den is None else table.log_den.clone()
                 view.kept_index = table.index_slots().clone()
+                view.keys, view.values = view.keys.clone(), view.values.clone()
         self.waiting = view
         setattr(view.keys, attention.TAG, view)
         return view.keys, view.values

@@ -48,7 +48,8 @@ class SlotTable:
 
     seen: int = 0
     length: int = 0  # slots in use while exact or open; the capacity when bounded
-    new_tokens: int = 0  # tokens appended by the current forward
+    appended: int = 0  # tokens that the current forward appended
+    new_tokens: int = 0  # those of them that were not rolled back
     prompt_tokens: int = 0  # tokens seen up to the last forward of several tokens: the whole that a share refers to
     scale: float = 1.0
     extra_keys: int = 0  # keys held outside both sums, such as cluster representatives; they count as stored
@@ -70,7 +71,7 @@ class SlotTable:
     @property
     def in_place(self) -> bool:
         """True when this forward wrote one token into a bounded table: compress must then work in place."""
-        return not self.exact and self.new_tokens == 1
+        return not self.exact and self.appended == 1
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -137,9 +138,9 @@ class SlotTable:
 
     # append
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Takes the keys and values of new tokens, [B, H, n, D]."""
-        self.new_tokens = keys.shape[2]
+    def append(self, keys: Tensor, values: Tensor, draft: bool = False) -> None:
+        """Takes the keys and values of new tokens, [B, H, n, D]; a draft may be rolled back and is no prompt."""
+        self.appended = self.new_tokens = keys.shape[2]
         if self.exact:
             self._append_exact(keys, values)
         elif self.new_tokens == 1:
@@ -147,7 +148,7 @@ class SlotTable:
         else:
             self._append_open(keys, values)
         self.seen += self.new_tokens
-        if self.new_tokens > 1 or self.prompt_tokens == 0:
+        if (self.new_tokens > 1 and not draft) or self.prompt_tokens == 0:
             self.prompt_tokens = self.seen
 
     def _append_exact(self, keys: Tensor, values: Tensor) -> None:
@@ -245,7 +246,7 @@ class SlotTable:
     def count_replayed(self) -> None:
         """The host's part of a decode step that the device replayed from a graph."""
         self.seen += 1
-        self.new_tokens = 1
+        self.appended = self.new_tokens = 1
 
     # rows and roll back
 

@@ -137,7 +137,9 @@ def test_a_budget_is_used_up_and_the_oldest_tokens_are_the_heaviest(count: int, 
             assert {0, 1, 2, 3} | set(range(count - 16, count)) <= set(index.tolist())
             middle = den[4:-16]
             assert (middle.diff() <= 0).all() and middle.max() - middle.min() <= 1
-            assert float((2.0**den).sum()) == pytest.approx(count, abs=2 ** float(middle.max())), "each token is stood for once"
+            assert float((2.0**den).sum()) == pytest.approx(count, abs=2 ** float(middle.max())), (
+                "each token is stood for once"
+            )
 
 
 def test_other_weights_of_the_denominator() -> None:
@@ -174,7 +176,7 @@ def test_large_keys_stay_finite() -> None:
 
 
 def test_weights_as_a_bias_of_plain_attention() -> None:
-    """The weighted attention of the slots is plain attention with bias log_den over values scaled by the ratio of weights."""
+    """Weighted attention is plain attention with bias log_den over values times the ratio of the weights."""
     table = filled(BalanceKV(budget=100, block=32), 700)
     assert table.log_num is not None and table.log_den is not None
     q = torch.randn(2, 4, 1, 16, generator=torch.Generator().manual_seed(0))

@@ -1,7 +1,7 @@
 """SoftmaxBalance and MergeAndReduce against the theorems: the discrepancy does not grow, and errors fall with 1 / t.
 
-Calibration numbers are means over a few seeds of the experiments in the method's specification; tolerances are stated where
-they are used. Seeds are fixed, so a test either always passes or always fails.
+Calibration numbers are means over a few seeds of earlier simulations of the same experiments; tolerances are stated
+where they are used. Seeds are fixed, so a test either always passes or always fails.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_at_most_half_stays(name: str) -> None:
 
 
 def discrepancies(count: int, signs: Callable[[Tensor, Tensor, int], Tensor], runs: int = 3) -> float:
-    """Mean over queries of |sum sign exp(s) v|, divided by exp(scale (|q|^2 + |k|^2) / 2); d = 64, unit keys and values."""
+    """Mean over queries of |sum sign exp(s) v| / exp(scale (|q|^2 + |k|^2) / 2); d = 64, unit keys and values."""
     total = 0.0
     for seed in range(runs):
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""SubGen's structure on plain keys and values: the paper's lemmas, exact variances, blocks against the token loop.
+"""SubGen's structure on plain keys and values: the paper's lemmas and exact variances.
 
 Draws depend on the head, so heads that hold the same keys and values are independent runs. Seeds are fixed; each
 statistical check states the chance with which a right implementation would fail it for a random seed, and each is shown
@@ -11,88 +11,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scipy import stats
+from subgen_streams import (
+    DEVICE,
+    LEAST_P,
+    SIGMAS,
+    clustered,
+    denominator,
+    exact_terms,
+    normal,
+    numerator,
+    off_by,
+    p_value,
+    part,
+    run,
+    stream,
+)
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.subgen_sketch import Sketch, Tokens, fold
+from kvsketch.methods.subgen_sketch import Sketch, fold
 from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR
-from kvsketch.ops.fold_token.reference import denominator_weights, numerator_shares, numerator_weights
-from kvsketch.ops.reservoir.reference import draws, thresholds
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SCALE = 0.5
-LEAST_P = 1e-4  # chance of a false alarm of one chi-square check
-SIGMAS = 4.0  # and of one mean: 6e-5
-
-
-def stream(keys: Tensor, values: Tensor, heads: int = 1, start: int = 0) -> Tokens:
-    """Tokens [n, D] as one row of `heads` equal heads."""
-    position = torch.arange(start, start + len(keys), device=DEVICE)[None]
-    keys, values = (t.to(DEVICE).expand(1, heads, *t.shape) for t in (keys, values))
-    return Tokens(keys, values, position, position, torch.ones_like(position, dtype=torch.bool))
-
-
-def part(tokens: Tokens, start: int, end: int) -> Tokens:
-    cut = slice(start, end)
-    rows = (tensor[:, cut] for tensor in (tokens.index, tokens.positions, tokens.valid))
-    return Tokens(tokens.keys[:, :, cut], tokens.values[:, :, cut], *rows)
-
-
-def run(
-    tokens: Tokens, s: int, t: int, delta: float, policy: str = "grow", clusters: int = 1, block: int | None = None
-) -> Sketch:
-    sketch = Sketch.empty(tokens, s, clusters, t)
-    sketch = replace(sketch, delta=torch.full_like(sketch.delta, delta))
-    count = tokens.keys.shape[2]
-    for start in range(0, count, block or count):
-        sketch = fold(sketch, part(tokens, start, start + (block or count)), policy)
-    return sketch
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def clustered(count: int, centers: int, size: int = 4, spread: float = 0.1, seed: int = 0) -> Tensor:
-    """Keys around well separated centres, in random order."""
-    middle = normal(centers, size, seed=seed) * 5
-    which = torch.randint(centers, (count,), generator=torch.Generator().manual_seed(seed + 1))
-    return middle[which] + spread * normal(count, size, seed=seed + 2)
-
-
-def plan_of(sketch: Sketch) -> Tensor:
-    zero = torch.zeros_like(sketch.samples)
-    return torch.stack([zero, zero, zero, sketch.samples, sketch.clusters, sketch.per_cluster], 1)
-
-
-def numerator(sketch: Sketch, query: Tensor, coalesce: bool = True) -> Tensor:  # [H, Dv]
-    """z = sum of weight exp(scale <q, k>) v, in float64."""
-    weights = numerator_weights(sketch.mu, numerator_shares(sketch.values, sketch.index, coalesce), plan_of(sketch))
-    scores = SCALE * (sketch.keys.double() @ query.to(DEVICE).double())
-    return ((weights.double() + scores).exp()[..., None] * sketch.values.double()).sum(2)[0]
-
-
-def denominator(sketch: Sketch, query: Tensor, coalesce: bool = True) -> Tensor:  # [H]
-    """tau = sum of weight exp(scale <q, k>), in float64."""
-    weights = denominator_weights(sketch.counts, sketch.den_index, plan_of(sketch), coalesce)
-    scores = SCALE * (sketch.den_keys.double() @ query.to(DEVICE).double())
-    return (weights.double() + scores).exp().sum((2, 3))[0]
-
-
-def p_value(observed: Tensor, law: Tensor) -> float:
-    """Chi-square of token frequencies against their probabilities; tokens of probability 0 must not occur."""
-    counts = torch.bincount(observed.flatten().cpu().long(), minlength=len(law)).double()
-    law = law.double() / law.sum()
-    if counts[law == 0].any():
-        return 0.0
-    return float(stats.chisquare(counts[law > 0].numpy(), (law[law > 0] * counts.sum()).numpy()).pvalue)
-
-
-def off_by(samples: Tensor, expected: float) -> float:
-    """Distance of the mean from its expected value, in standard errors."""
-    return float((samples.mean() - expected).abs() / (samples.std() / len(samples) ** 0.5))
-
+from kvsketch.ops.reservoir.reference import thresholds
 
 # T1, T2: the numerator's samples
 
@@ -141,10 +80,6 @@ def test_the_check_of_samples_rejects_other_laws() -> None:
 
 
 # T3: the numerator's variance
-
-
-def exact_terms(keys: Tensor, query: Tensor) -> Tensor:
-    return (SCALE * keys.double() @ query.double()).exp()
 
 
 @pytest.mark.parametrize("samples", [32, 128, 512])
@@ -238,118 +173,3 @@ def test_clusterable_keys_need_no_more_clusters_than_parts() -> None:
     keys = centers[which] + 0.5 * torch.nn.functional.normalize(normal(300, 6), dim=1)
     assert run(stream(keys, keys), 1, 2, delta=1.0).alive.item() <= 6
     assert run(stream(keys, keys), 1, 2, delta=0.4).alive.item() > 6, "a smaller radius needs more"
-
-
-# T7: blocked against token by token
-
-
-def token_loop(
-    keys: Tensor, values: Tensor, s: int, t: int, delta: float, limit: int, streams: Tensor
-) -> tuple[list[int], list[int], list[int], list[list[int]]]:
-    """Algorithm 1 as the paper writes it: (samples, representatives, counts, cluster slots) as token numbers."""
-    mu, samples = 0.0, [-1] * s
-    leaders: list[int] = []
-    counts: list[int] = []
-    slots: list[list[int]] = []
-    for i in range(len(keys)):
-        position = torch.tensor([[i]], device=DEVICE)
-        u_num, u_den = (
-            (draws(streams[..., kind], position, size)[0, 0, 0].double() / 2**32).tolist()
-            for kind, size in ((NUMERATOR, s), (DENOMINATOR, t))
-        )
-        distance = [float((keys[i] - keys[x]).square().sum().sqrt()) for x in leaders]
-        if (not leaders or min(distance) > delta) and len(leaders) < limit:
-            leaders.append(i)
-            counts.append(1)
-            slots.append([i] * t)
-        else:
-            c = distance.index(min(distance))
-            counts[c] += 1
-            slots[c] = [i if u < 1 / counts[c] else old for u, old in zip(u_den, slots[c], strict=True)]
-        w = float(values[i].double().square().sum())
-        if w > 0:
-            samples = [i if u < w / (mu + w) else old for u, old in zip(u_num, samples, strict=True)]
-        mu += w
-    return samples, leaders, counts, slots
-
-
-@pytest.mark.parametrize(("policy", "limit"), [("grow", 10**9), ("absorb", 6)])
-@pytest.mark.parametrize("block", [1, 7, 64, 90])
-def test_blocks_equal_the_token_loop_draw_for_draw(policy: str, limit: int, block: int) -> None:
-    keys, values = clustered(90, 7, spread=0.8), normal(90, 3)
-    values[5] = 0.0
-    tokens = stream(keys, values, heads=2)
-    sketch = run(tokens, 20, 3, 3.0, policy, clusters=6, block=block)
-    for head in range(2):
-        streams = sketch.streams[:, head : head + 1]
-        samples, leaders, counts, slots = token_loop(keys, values, 20, 3, 3.0, limit, streams)
-        alive = int(sketch.alive[0, head])
-        assert sketch.index[0, head].tolist() == samples
-        assert sketch.counts[0, head, :alive].tolist() == counts
-        assert torch.equal(sketch.representatives[0, head, :alive].cpu(), keys[leaders])
-        assert sketch.den_index[0, head, :alive].tolist() == slots
-        assert torch.equal(sketch.keys[0, head].cpu(), keys[samples])
-        assert torch.equal(sketch.den_keys[0, head, :alive].cpu(), keys[torch.tensor(slots)])
-
-
-@pytest.mark.parametrize("block", [1, 10, 200])
-def test_doubling_keeps_room_and_a_known_radius(block: int) -> None:
-    keys = normal(200, 3) * torch.linspace(0.1, 6.0, 200)[:, None]
-    tokens = stream(keys, normal(200, 2), heads=3)
-    sketch = run(tokens, 1, 4, 0.05, "double", clusters=8, block=block)
-    whole = run(tokens, 1, 4, 0.05, "double", clusters=8)
-    assert torch.equal(sketch.den_index, whole.den_index)
-    assert torch.equal(sketch.counts, whole.counts)
-    assert (sketch.counts.sum(-1) == 200).all()
-    assert (sketch.alive <= 8).all()
-    assert (sketch.delta > 0.05).all()
-    for head in range(3):
-        x = sketch.representatives[0, head, : int(sketch.alive[0, head])].cpu()
-        delta = float(sketch.delta[0, head])
-        assert torch.log2(torch.tensor(delta / 0.05)).frac().abs() < 1e-5, "delta was doubled, nothing else"
-        assert torch.pdist(x).min() > delta
-        assert torch.cdist(keys, x).amin(1).max() <= 2 * delta
-
-
-def test_merged_clusters_stay_uniform_samples_of_their_members() -> None:
-    """After doubling everything lies in one cluster of 30 unlike parts. False alarm: 1e-4."""
-    keys = torch.cat([torch.zeros(20, 1), torch.full((7, 1), 1.0), torch.full((3, 1), 2.0), torch.full((1, 1), 50.0)])
-    sketch = run(stream(keys, keys + 1), 1, 20_000, 0.5, "double", clusters=2)
-    counts = sketch.counts[0, 0].tolist()
-    assert counts == [30, 1]
-    law = torch.ones(31)
-    law[30] = 0
-    assert p_value(sketch.den_index[0, 0, 0], law) > LEAST_P
-
-
-# T8: limits
-
-
-def test_a_cluster_for_every_key_makes_the_denominator_exact() -> None:
-    keys, query = normal(80, 4), normal(4, seed=3)
-    sketch = run(stream(keys, keys), 1, 1, delta=0.0)
-    assert sketch.alive.item() == 80
-    torch.testing.assert_close(denominator(sketch, query).cpu()[0], exact_terms(keys, query).sum(), rtol=1e-6, atol=0)
-
-
-def test_equal_keys_share_a_cluster_of_radius_zero() -> None:
-    keys = normal(5, 4).repeat(4, 1)
-    assert run(stream(keys, keys), 1, 1, delta=0.0).counts.tolist() == [[[4] * 5]]
-
-
-def test_values_of_zero_leave_the_samples_empty() -> None:
-    keys = normal(30, 4)
-    sketch = run(stream(keys, torch.zeros(30, 3)), 8, 2, 1.0)
-    assert (sketch.index == -1).all()
-    assert sketch.mu.item() == 0
-    assert numerator(sketch, keys[0]).abs().sum() == 0
-
-
-def test_copies_counted_once_give_the_same_sums() -> None:
-    keys, values, query = normal(12, 4), normal(12, 3), normal(4, seed=1)
-    sketch = run(stream(keys, values), 50, 6, 2.0)
-    assert len(set(sketch.index.flatten().tolist())) < 50
-    for read in (numerator, denominator):
-        torch.testing.assert_close(read(sketch, query, True), read(sketch, query, False), rtol=1e-5, atol=1e-6)
-    shares = numerator_shares(sketch.values, sketch.index, True)
-    assert int((shares > float("-inf")).sum()) == len(set(sketch.index.flatten().tolist()))

@@ -1,7 +1,7 @@
 """The balancing walk, reference and kernel alike; on a CPU the kernel runs in Triton's interpreter.
 
-Signs are chaotic: one rounding that flips a sign changes all later ones. So a result is checked step by step: given the signs
-before it, each sign must be the one the rule names, unless the rule is within rounding of changing its mind.
+Signs are chaotic: one rounding that flips a sign changes all later ones. So a result is checked step by step: given the
+signs before it, each sign must be the one the rule names, unless the rule is within rounding of changing its mind.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def blocks(
 
 
 def gram(k: Tensor, v: Tensor | None, slots: Tensor, scale: float, center: bool, constant: float) -> Tensor:
-    """exp(scale <k, k>) (<v, v> + constant) of the tokens of one block, in float64, divided by its largest diagonal entry."""
+    """exp(scale <k, k>) (<v, v> + constant) of the tokens of one block, in float64, divided by its bound R^2."""
     at = slots[slots >= 0]
     keys = k[at].double()
     keys = keys - keys.mean(0) if center else keys
@@ -177,7 +177,7 @@ def test_large_keys_do_not_overflow(walk: Walk, device: torch.device, norm: floa
 
 
 def test_missing_places_change_nothing(walk: Walk, device: torch.device) -> None:
-    """Neither the mean nor a sum sees a missing place: the walk over the rest is the same, up to the coin at its start."""
+    """Neither the mean nor a sum sees a missing place: the walk over the rest is the same, up to its first coin."""
     k, v, slots = blocks(device, 50, seed=3)
     gaps = torch.full((1, 1, 1, 81), -1, device=device)
     places = torch.randperm(81, generator=torch.Generator().manual_seed(0))[:50].sort().values.to(device)

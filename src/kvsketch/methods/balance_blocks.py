@@ -17,7 +17,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods import row_schedule
 from kvsketch.methods.merge_reduce import stream_state
-from kvsketch.methods.row_schedule import Row, compact, to_device
+from kvsketch.methods.row_schedule import Row, compact, running_count, to_device
 from kvsketch.slots import NEG_INF, SlotTable
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def halve(
 
 def _strict_half(signs: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
     """Half of the run: the tokens of sign -1, cut at the end or topped up with the first tokens of sign +1."""
-    minus, plus = (signs < 0).cumsum(-1), (signs > 0).cumsum(-1)
+    minus, plus, _ = _members(signs, lengths)
     wanted = torch.where(floor, lengths // 2, lengths - lengths // 2)
     keep = ((signs < 0) & (minus <= wanted)) | ((signs > 0) & (plus <= wanted - minus[..., -1:]))
     return keep, keep
@@ -190,20 +190,26 @@ def _weighted_half(signs: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tenso
     With h = lengths // 2 that is the class which reaches h members. If both do, the run ends where the second does, and
     the +1 class goes: the walk starts with a fair coin, so neither older nor newer tokens are favoured.
     """
-    half = lengths // 2
-    minus, plus = (signs < 0).cumsum(-1), (signs > 0).cumsum(-1)
-    never = signs.shape[-1]
-    minus_full, plus_full = ((cumulated < half).sum(-1, keepdim=True) for cumulated in (minus, plus))
+    half, never = lengths // 2, signs.shape[-1]
+    minus, plus, place = _members(signs, lengths)
+    minus_full, plus_full = ((members < half).sum(-1, keepdim=True) for members in (minus, plus))
     last = torch.maximum(minus_full, plus_full)
     both = last < never
     last = torch.where(both, last, torch.minimum(minus_full, plus_full))
     drop_plus = both | (last == plus_full)
     dropped_sign, members = torch.where(drop_plus, 1, -1), torch.where(drop_plus, plus, minus)
     keep = (signs != 0) & ((signs != dropped_sign) | (members > half))
-    double = (signs == -dropped_sign) & (torch.arange(never, device=signs.device) <= last)
-    kept = keep.cumsum(-1)
-    surplus = floor & (lengths % 2 == 1) & (kept == kept[..., -1:])
+    double = (signs == -dropped_sign) & (place <= last)
+    newest = torch.where(keep, place, -1).amax(-1, keepdim=True)
+    surplus = floor & (lengths % 2 == 1) & (place == newest)
     return keep & ~surplus, double & keep & ~surplus
+
+
+def _members(signs: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens of sign -1 and of sign +1 up to each place of a run, and the places; a run fills its first places."""
+    place = torch.arange(signs.shape[-1], device=signs.device)
+    minus = running_count(signs < 0)
+    return minus, torch.minimum(place + 1, lengths) - minus, place
 
 
 def _level(den: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class Method:
     family: ClassVar[str]
     paper: ClassVar[str] = ""
     random: ClassVar[bool] = False  # whether the seed changes the result
+    wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in row_state["row_lse"]
 
     @property
     def clip(self) -> float | None:

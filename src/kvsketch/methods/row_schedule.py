@@ -116,9 +116,17 @@ def to_device(numbers: Sequence[object], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def running_count(mask: Tensor) -> Tensor:
+    """mask.cumsum(-1) as int32, by parts: a single scan of a long row would leave most of a GPU idle."""
+    width = mask.shape[-1]
+    parts = torch.nn.functional.pad(mask, (0, -width % 256)).unflatten(-1, (-1, 256)).cumsum(-1, dtype=torch.int32)
+    before = parts[..., -1].cumsum(-1, dtype=torch.int32) - parts[..., -1]
+    return (parts + before[..., None]).flatten(-2)[..., :width]
+
+
 def compact(mask: Tensor, width: int) -> Tensor:
     """The slots where `mask` [B, H, S] is true, in order, as [B, H, width] slot numbers; -1 beyond the last."""
-    rank = mask.cumsum(-1) - 1
-    place = torch.where(mask & (rank < width), rank, width)
+    rank = running_count(mask) - 1
+    place = torch.where(mask & (rank < width), rank, width).long()
     slots = torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape)
     return place.new_full((*mask.shape[:2], width + 1), -1).scatter_(2, place, slots)[..., :width]

@@ -166,8 +166,8 @@ def weighted_attention(
     softcap: s_i becomes softcap * tanh(s_i / softcap). sink_logits [Hq]: one more logit in the denominator.
     lengths [B, H] integers: slots from there on are not read and may hold anything; other slots must be finite even
       when their weights are -inf.
-    clip: the denominator is moved to within a factor exp(clip) of the numerator's sum of weights, before the sink logit joins
-      it; the sums returned are those before.
+    clip: the denominator is moved to within a factor exp(clip) of the numerator's sum of weights, before the sink logit
+      joins it; the sums returned are those before.
     An empty numerator or denominator gives 0. Internally float32 (float64 for float64); the result has the dtype of q.
 
     Returns out [B, Hq, N, Dv]. With return_state, (out, (log of the numerator's weights, log of the denominator)), each
@@ -204,10 +204,10 @@ def free_lowest(scores: Tensor | None, index: Tensor, *arguments: Any) -> None:
 def leader_clustering(
     keys: Tensor, valid: Tensor, representatives: Tensor, alive: Tensor, delta: Tensor, limit: Tensor
 ) -> Clustering:
-    """Clusters a stream of keys: a key farther than delta from all representatives opens a cluster, else joins the nearest.
+    """Clusters a stream of keys: one farther than delta from all representatives opens a cluster, or joins the nearest.
 
-    keys [B, H, n, D] in stream order; valid [B, 1 or H, n]: which of them take part; representatives [B, H, M, D], the first
-    `alive` [B, H] of which exist; delta [B, H]; limit [B, H] or [B, 1], at most M: when so many clusters exist, a far key
+    keys [B, H, n, D] in stream order; valid [B, 1 or H, n]: which of them take part; representatives [B, H, M, D], the
+    first `alive` [B, H] of which exist; delta [B, H]; limit [B, H], at most M: when so many clusters exist, a far key
     joins the nearest one all the same. Equal distances go to the older cluster.
     """
     kernel = kernel_for("leader_clustering", keys.device)
@@ -221,8 +221,8 @@ def reservoir(
 ) -> Tensor:
     """The last token that fired in each slot, [B, H, reservoirs, slots] int64, -1 where none did.
 
-    state [B, H] int64, a hash state (`ops.random`); positions [B, n] of the tokens; threshold [B, H, n] int64: a token fires
-    in a slot when its draw in [0, 2^32) lies below; labels [B, H, n]: the reservoir of each token, anything for tokens
+    state [B, H] int64, a hash state (`ops.random`); positions [B, n] of the tokens; threshold [B, H, n] int64: a token
+    fires in a slot when its draw in [0, 2^32) lies below; labels [B, H, n]: the reservoir of each token, any for tokens
     whose threshold is 0; None: one reservoir for all.
     """
     kernel = kernel_for("reservoir", state.device) or reservoir_reference
@@ -271,11 +271,11 @@ def attention_mass(
 
 
 def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
-    """Folds the token that leaves each row's window into SubGen's structure, in place, and frees its slot for the next token.
+    """Folds the token that leaves each row's window into SubGen's structure, in place, and frees its slot for the next.
 
-    The numerator's samples take it with probability |v|^2 / mu each; it opens a cluster or joins the nearest, whose slots take
-    it with probability 1 / n each; the weights of all samples follow. With `coalesce` the first of several copies of a token
-    carries the weight of all. Draws depend on (streams, position, slot) alone.
+    The numerator's samples take it with probability |v|^2 / mu each; it opens a cluster or joins the nearest, whose
+    slots take it with probability 1 / n each; the weights of all samples follow. With `coalesce` the first of several
+    copies of a token carries the weight of all. Draws depend on (streams, position, slot) alone.
     """
     kernel = kernel_for("fold_token", state.keys.device)
     if kernel is None or not kernel.supported(state):

@@ -36,7 +36,8 @@ class HostStore:
         buffer = mmap.mmap(-1, torch.Size(shape).numel() * dtype.itemsize)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             buffer.madvise(mmap.MADV_HUGEPAGE)
-        tensor = torch.frombuffer(buffer, dtype=dtype).view(shape)
+        # Written once by all cores, the pages are there when CUDA pins them, one after another.
+        tensor = torch.frombuffer(buffer, dtype=dtype).view(shape).zero_()
         cuda = torch.cuda.cudart()
         error = int(cuda.cudaHostRegister(tensor.data_ptr(), len(buffer), 0))
         if error:

@@ -44,7 +44,9 @@ def offload(table: SlotTable, start: int, sinks: int, tail_tokens: int, hot_plac
     keys, values, seen = table.keys, table.values, table.seen
     store = _own_store(table, start)
     store.length = min(store.length, start)
-    store.write(store.length, keys[:, :, store.length : start], values[:, :, store.length : start], aside=True)
+    moved = slice(store.length, start)
+    # Only a prompt is worth a stream of its own; and a step that is captured next could not wait for one.
+    store.write(store.length, keys[:, :, moved], values[:, :, moved], aside=table.new_tokens > 1)
 
     batch, heads = keys.shape[:2]
     table.length, table.marks[SINKS] = sinks + tail_tokens, sinks

@@ -14,8 +14,8 @@ from kvsketch.ops.random import gumbel, hash_combine, to_uniform
 
 NEG_INF = float("-inf")
 MASK = 0xFFFFFFFF
-# Logits held at once.
-MAX_LOGITS = 1 << 22
+# Logits held at once: what a processor's cache holds, or enough to fill a GPU.
+MAX_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 def attention_mass(
@@ -46,7 +46,7 @@ def attention_mass(
     heads = torch.arange(query_heads, device=q.device).view(1, kv_heads, group, 1, 1)
 
     mass = torch.zeros(batch, kv_heads, group, columns, dtype=dtype, device=q.device)
-    block = max(1, MAX_LOGITS // max(1, batch * query_heads * columns))
+    block = max(1, MAX_LOGITS.get(q.device.type, 1 << 19) // max(1, batch * query_heads * columns))
     for start in range(0, queries, block):
         rows = slice(start, min(start + block, queries))
         # Whole prompts are causal: later columns are seen by none of these rows.

@@ -15,8 +15,8 @@ from kvsketch.ops.hot_rows import OLDEST, Buffer, HotPlaces, Store
 
 BLOCK = 4096
 COPY_ROWS = 16
-AGES = tl.constexpr(OLDEST + 1)
-assert AGES.value & (AGES.value - 1) == 0, "a histogram has a power of two of bins"
+MAX_AGE = tl.constexpr(OLDEST)
+AGE_BITS = tl.constexpr(OLDEST.bit_length())
 
 
 def supported(store: Store, buffer: Buffer) -> bool:
@@ -98,22 +98,24 @@ def place_kernel(
     tl.debug_barrier()
 
     if misses > 0:
-        ages = tl.zeros((AGES,), tl.int32)
-        for start in range(0, places, HOT_BLOCK):
-            place = start + tl.arange(0, HOT_BLOCK)
-            # Places that do not exist count as read just now.
-            read = tl.load(last_read + place, mask=place < places, other=call, cache_modifier=".cg")
-            ages += tl.histogram(tl.minimum(call - read, AGES - 1), AGES)
-        at_least = tl.cumsum(ages, 0, reverse=True)
-        # All places older than the limit go, and of those as old as it the first few.
-        limit = tl.sum((at_least >= misses).to(tl.int32), 0) - 1
-        older = tl.sum(tl.where(tl.arange(0, AGES) > limit, ages, 0), 0)
+        # The largest age that enough places reach, bit by bit: all older places go, and of those as old the first few.
+        limit, older = 0, 0
+        for bit in tl.static_range(AGE_BITS - 1, -1, -1):
+            trial = limit + (1 << bit)
+            reached = 0
+            for start in range(0, places, HOT_BLOCK):
+                place = start + tl.arange(0, HOT_BLOCK)
+                # Places that do not exist count as read just now.
+                read = tl.load(last_read + place, mask=place < places, other=call, cache_modifier=".cg")
+                reached += tl.sum((tl.minimum(call - read, MAX_AGE) >= trial).to(tl.int32), 0)
+            limit = tl.where(reached >= misses, trial, limit)
+            older = tl.where(reached >= misses, older, reached)
         equal_before, taken_before = 0, 0
         for start in range(0, places, HOT_BLOCK):
             place = start + tl.arange(0, HOT_BLOCK)
             inside = place < places
             read = tl.load(last_read + place, mask=inside, other=call, cache_modifier=".cg")
-            age = tl.minimum(call - read, AGES - 1)
+            age = tl.minimum(call - read, MAX_AGE)
             equal = (age == limit) & inside
             turn = equal_before + tl.cumsum(equal.to(tl.int32), 0)
             taken = inside & ((age > limit) | (equal & (turn <= misses - older)))

@@ -1,0 +1,237 @@
+"""ClusterKV on plain keys: what the index holds, what a query reads, how generated tokens join."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvsketch
+import zoo
+from common import generate
+from kvsketch import CompressedCache, ops
+from kvsketch.methods import ClusterKV
+from kvsketch.slots import SlotTable
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEADS, GROUP, SIZE = 2, 3, 8
+SMALL = {"budget": 24, "sinks": 3, "skip_layers": 0, "recluster": 10, "recluster_into": 2, "tokens_per_cluster": 5}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def tokens_of(clusters: list[list[int]]) -> list[int]:
+    return sorted(token for cluster in clusters for token in cluster)
+
+
+class Run:
+    """A table that a method indexes, beside all its keys and values."""
+
+    def __init__(self, method: ClusterKV, tokens: int, batch: int = 1, padding: list[int] | None = None) -> None:
+        self.method, self.table = method, SlotTable(0, 1, seed=5)
+        self.table.scale = SIZE**-0.5
+        self.padding = padding or [0] * batch
+        self.keys = self.values = normal(batch, HEADS, 0, SIZE)
+        self.grow(tokens)
+
+    def grow(self, tokens: int) -> None:
+        seed = self.table.seen
+        keys, values = (normal(len(self.padding), HEADS, tokens, SIZE, seed=seed + s) for s in (1, 2))
+        self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+        self.method.prepare(self.table, keys, values)
+        self.table.append(keys, values)
+        if self.table.padding is None and any(self.padding):
+            self.table.padding = torch.tensor(self.padding, device=DEVICE)
+        self.method.compress(self.table, normal(len(self.padding), HEADS * GROUP, tokens, SIZE))
+
+    def clusters(self, row: int, head: int) -> list[list[int]]:
+        """The tokens of each cluster, from the index."""
+        state = self.table.row_state
+        order = state["order"][row, head].tolist()
+        bounds = zip(state["offsets"][row, head].tolist(), state["sizes"][row, head].tolist(), strict=True)
+        return [order[start : start + size] for start, size in bounds if size]
+
+    def attend(self, query: Tensor) -> Tensor:
+        out = self.method.attend(self.table, query)
+        assert out is not None
+        return out
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `ops.indexed_attention` was asked to read, call by call."""
+    calls: list[dict[str, Any]] = []
+    attend = ops.indexed_attention
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, **options: Any) -> Any:
+        calls.append({"rows": rows.clone(), "spans": options["spans"].clone()})
+        return attend(q, k, v, rows, scale, **options)
+
+    monkeypatch.setattr(ops, "indexed_attention", recording)
+    return calls
+
+
+def brute_force(run: Run, query: Tensor, completion: bool) -> tuple[Tensor, list[set[int]]]:
+    """The definition in float64, one query head of row 0 at a time: output [heads, D] and the clustered tokens read."""
+    method, seen = run.method, run.table.seen
+    tail = run.table.marks["tail_start"]
+    outputs, chosen = [], []
+    for h in range(HEADS * GROUP):
+        q, keys, values = query[0, h, 0].double(), run.keys[0, h // GROUP].double(), run.values[0, h // GROUP].double()
+        clusters = run.clusters(0, h // GROUP)
+        clusters.sort(key=lambda c: -float(q @ keys[c].mean(0)))
+        left = method.rows_read(run.table)
+        always = [*range(method.sinks), *range(tail, seen)]
+        slots = [(keys[i], values[i], 0.0) for i in always]
+        read: set[int] = set()
+        for cluster in clusters:
+            taken, rest = cluster[:left], cluster[left:]
+            left -= len(taken)
+            read.update(taken)
+            slots += [(keys[i], values[i], 0.0) for i in taken]
+            if rest and completion:
+                weight = float(torch.tensor(float(len(rest))).log())
+                slots.append((keys[cluster].mean(0), values[cluster].mean(0), weight))
+        k, v, w = (torch.stack([torch.as_tensor(s[i], device=DEVICE) for s in slots]).double() for i in range(3))
+        outputs.append((run.table.scale * k @ q + w).softmax(0) @ v)
+        chosen.append(read)
+    return torch.stack(outputs), chosen
+
+
+@pytest.mark.parametrize("tokens", [25, 63, 200])
+def test_index_holds_every_token_but_the_sinks_once(tokens: int) -> None:
+    run = Run(ClusterKV(**SMALL), tokens, batch=2, padding=[0, 11])
+    for row, padding in enumerate(run.padding):
+        real = tokens - padding
+        for head in range(HEADS):
+            clusters = run.clusters(row, head)
+            assert tokens_of(clusters) == list(range(padding + 3, tokens))
+            assert all(cluster == sorted(cluster) for cluster in clusters)
+            assert len(clusters) <= max(1, round(real / 5))
+    centroids, means = run.table.row_state["centroids"], run.table.row_state["mean_values"]
+    sizes = run.table.row_state["sizes"]
+    cluster = int(sizes[1, 1].argmax())
+    at = int(run.table.row_state["offsets"][1, 1, cluster])
+    members = run.table.row_state["order"][1, 1, at : at + int(sizes[1, 1, cluster])].long()
+    torch.testing.assert_close(centroids[1, 1, cluster], run.keys[1, 1, members].mean(0))
+    torch.testing.assert_close(means[1, 1, cluster], run.values[1, 1, members].mean(0))
+
+
+@pytest.mark.parametrize("completion", [False, True])
+@pytest.mark.parametrize("generated", [0, 4, 23])
+def test_attention_equals_brute_force(completion: bool, generated: int) -> None:
+    run = Run(ClusterKV(**SMALL, completion=completion), 120)
+    for _ in range(generated):
+        run.grow(1)
+    query = normal(1, HEADS * GROUP, 1, SIZE, seed=9)
+    expected, _ = brute_force(run, query, completion)
+    torch.testing.assert_close(run.attend(query)[0, :, 0].double(), expected, atol=1e-5, rtol=1e-4)
+    other, _ = brute_force(run, query, not completion)
+    assert not torch.allclose(run.attend(query)[0, :, 0].double(), other, atol=1e-3)
+
+
+def test_each_head_reads_its_budget_sinks_and_tail(reads: list[dict[str, Any]]) -> None:
+    run = Run(ClusterKV(**SMALL), 120)
+    for _ in range(7):
+        run.grow(1)
+    query = normal(1, HEADS * GROUP, 1, SIZE, seed=9)
+    run.attend(query)
+    _, chosen = brute_force(run, query, True)
+    for head, rows in enumerate(reads[0]["rows"][0].tolist()):
+        assert len(rows) == len(set(rows)) == 24 - 3, "exactly the budget, no token twice"
+        assert set(rows) == chosen[head] and min(rows) >= 3
+    assert reads[0]["spans"].tolist() == [[[0, 3], [120, 127]]]
+    assert len({tuple(sorted(rows)) for rows in reads[0]["rows"][0, :GROUP].tolist()}) > 1, (
+        "heads choose for themselves"
+    )
+
+
+def test_a_group_can_share_its_choice(reads: list[dict[str, Any]]) -> None:
+    run = Run(ClusterKV(**SMALL, share_in_group=True), 120)
+    run.attend(normal(1, HEADS * GROUP, 1, SIZE, seed=9))
+    assert reads[0]["rows"].shape == (1, HEADS, 21)
+
+
+def test_one_key_per_cluster_finds_the_true_top_tokens(reads: list[dict[str, Any]]) -> None:
+    run = Run(ClusterKV(**{**SMALL, "tokens_per_cluster": 1, "rounds": 1}), 90)
+    query = normal(1, HEADS * GROUP, 1, SIZE, seed=9)
+    run.attend(query)
+    for head, rows in enumerate(reads[0]["rows"][0].tolist()):
+        scores = run.keys[0, head // GROUP, 3:] @ query[0, head, 0]
+        assert set(rows) == {i + 3 for i in scores.topk(21).indices.tolist()}
+
+
+def test_within_the_budget_nothing_is_indexed() -> None:
+    run = Run(ClusterKV(**SMALL), 24)
+    assert run.method.attend(run.table, normal(1, HEADS * GROUP, 1, SIZE)) is None
+    run.grow(1)
+    assert run.method.is_indexed(run.table)
+
+
+def test_generated_tokens_form_clusters_when_there_are_enough() -> None:
+    run = Run(ClusterKV(**SMALL), 60)
+    used = run.table.marks["sizes"]
+    for step in range(1, 10):
+        run.grow(1)
+        assert (run.table.marks["tail_start"], run.table.marks["sizes"]) == (60, used)
+        assert run.method.maintenance_due(run.table) == (step == 9)
+    run.grow(1)
+    assert (run.table.marks["tail_start"], run.table.marks["sizes"]) == (70, used + 2)
+    assert tokens_of(run.clusters(0, 0)) == list(range(3, 70)), "no token is lost"
+    assert tokens_of(run.clusters(0, 0)[-2:]) == list(range(60, 70))
+
+
+def test_a_second_turn_is_clustered_as_a_prompt_is() -> None:
+    run = Run(ClusterKV(**SMALL), 60)
+    used = run.table.marks["sizes"]
+    run.grow(4)
+    assert run.table.marks["tail_start"] == 60, "too few for clusters: they are read in full"
+    run.grow(36)
+    assert run.table.marks["sizes"] == used + 40 // 5
+
+
+def test_cropped_tokens_leave_the_index() -> None:
+    run = Run(ClusterKV(**SMALL), 60)
+    run.table.drop_newest(5)
+    run.keys, run.values = run.keys[:, :, :55], run.values[:, :, :55]
+    run.grow(1)
+    assert tokens_of(run.clusters(0, 0)) == list(range(3, 56))
+
+
+def test_a_row_with_fewer_tokens_than_sinks() -> None:
+    """Its first tokens are sinks, its next ones join the sinks that are missing, nothing is read twice."""
+    run = Run(ClusterKV(**{**SMALL, "sinks": 9}), 40, batch=2, padding=[0, 35])
+    for _ in range(12):
+        run.grow(1)
+    query = normal(2, HEADS * GROUP, 1, SIZE, seed=9)
+    alone = run.keys[1:, :, 35:], run.values[1:, :, 35:]
+    expected = ops.weighted_attention(query[1:], *alone, None, None, run.table.scale)
+    torch.testing.assert_close(run.attend(query)[1:], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_shares_give_each_row_its_own_budget(reads: list[dict[str, Any]]) -> None:
+    run = Run(ClusterKV(**{**SMALL, "budget": "25%"}), 120, batch=2, padding=[0, 40])
+    run.attend(normal(2, HEADS * GROUP, 1, SIZE, seed=9))
+    assert [(rows >= 0).sum(-1).unique().tolist() for rows in reads[0]["rows"]] == [[30 - 3], [20 - 3]]
+
+
+def test_skipped_layers_are_the_full_cache_to_the_bit() -> None:
+    model, ids = zoo.build("llama"), zoo.tokens(1, 60)
+    ours = generate(model, ids, CompressedCache(model, "clusterkv:budget=20:skip_layers=2"))
+    theirs = generate(model, ids, DynamicCache(config=model.config))
+    assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
+    selecting = generate(model, ids, CompressedCache(model, "clusterkv:budget=20:skip_layers=1"))
+    assert not torch.equal(selecting.logits[-1], theirs.logits[-1])
+
+
+@pytest.mark.parametrize(
+    "text", ["clusterkv:budget=16", "clusterkv:rounds=0", "clusterkv:recluster=0", "clusterkv:sinks=-1"]
+)
+def test_bad_values_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match=text.split(":")[1]):
+        kvsketch.parse_method(text)

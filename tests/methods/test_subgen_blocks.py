@@ -1,0 +1,137 @@
+"""SubGen's structure: blocks against the token loop, capacity policies, and limit cases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from subgen_streams import (
+    DEVICE,
+    LEAST_P,
+    clustered,
+    denominator,
+    exact_terms,
+    normal,
+    numerator,
+    p_value,
+    run,
+    stream,
+)
+from torch import Tensor
+
+from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR
+from kvsketch.ops.fold_token.reference import numerator_shares
+from kvsketch.ops.reservoir.reference import draws
+
+# T7: blocked against token by token
+
+
+def token_loop(
+    keys: Tensor, values: Tensor, s: int, t: int, delta: float, limit: int, streams: Tensor
+) -> tuple[list[int], list[int], list[int], list[list[int]]]:
+    """Algorithm 1 as the paper writes it: (samples, representatives, counts, cluster slots) as token numbers."""
+    mu, samples = 0.0, [-1] * s
+    leaders: list[int] = []
+    counts: list[int] = []
+    slots: list[list[int]] = []
+    for i in range(len(keys)):
+        position = torch.tensor([[i]], device=DEVICE)
+        u_num, u_den = (
+            (draws(streams[..., kind], position, size)[0, 0, 0].double() / 2**32).tolist()
+            for kind, size in ((NUMERATOR, s), (DENOMINATOR, t))
+        )
+        distance = [float((keys[i] - keys[x]).square().sum().sqrt()) for x in leaders]
+        if (not leaders or min(distance) > delta) and len(leaders) < limit:
+            leaders.append(i)
+            counts.append(1)
+            slots.append([i] * t)
+        else:
+            c = distance.index(min(distance))
+            counts[c] += 1
+            slots[c] = [i if u < 1 / counts[c] else old for u, old in zip(u_den, slots[c], strict=True)]
+        w = float(values[i].double().square().sum())
+        if w > 0:
+            samples = [i if u < w / (mu + w) else old for u, old in zip(u_num, samples, strict=True)]
+        mu += w
+    return samples, leaders, counts, slots
+
+
+@pytest.mark.parametrize(("policy", "limit"), [("grow", 10**9), ("absorb", 6)])
+@pytest.mark.parametrize("block", [1, 7, 64, 90])
+def test_blocks_equal_the_token_loop_draw_for_draw(policy: str, limit: int, block: int) -> None:
+    keys, values = clustered(90, 7, spread=0.8), normal(90, 3)
+    values[5] = 0.0
+    tokens = stream(keys, values, heads=2)
+    sketch = run(tokens, 20, 3, 3.0, policy, clusters=6, block=block)
+    for head in range(2):
+        streams = sketch.streams[:, head : head + 1]
+        samples, leaders, counts, slots = token_loop(keys, values, 20, 3, 3.0, limit, streams)
+        alive = int(sketch.alive[0, head])
+        assert sketch.index[0, head].tolist() == samples
+        assert sketch.counts[0, head, :alive].tolist() == counts
+        assert torch.equal(sketch.representatives[0, head, :alive].cpu(), keys[leaders])
+        assert sketch.den_index[0, head, :alive].tolist() == slots
+        assert torch.equal(sketch.keys[0, head].cpu(), keys[samples])
+        assert torch.equal(sketch.den_keys[0, head, :alive].cpu(), keys[torch.tensor(slots)])
+
+
+@pytest.mark.parametrize("block", [1, 10, 200])
+def test_doubling_keeps_room_and_a_known_radius(block: int) -> None:
+    keys = normal(200, 3) * torch.linspace(0.1, 6.0, 200)[:, None]
+    tokens = stream(keys, normal(200, 2), heads=3)
+    sketch = run(tokens, 1, 4, 0.05, "double", clusters=8, block=block)
+    whole = run(tokens, 1, 4, 0.05, "double", clusters=8)
+    assert torch.equal(sketch.den_index, whole.den_index)
+    assert torch.equal(sketch.counts, whole.counts)
+    assert (sketch.counts.sum(-1) == 200).all()
+    assert (sketch.alive <= 8).all()
+    assert (sketch.delta > 0.05).all()
+    for head in range(3):
+        x = sketch.representatives[0, head, : int(sketch.alive[0, head])].cpu()
+        delta = float(sketch.delta[0, head])
+        assert torch.log2(torch.tensor(delta / 0.05)).frac().abs() < 1e-5, "delta was doubled, nothing else"
+        assert torch.pdist(x).min() > delta
+        assert torch.cdist(keys, x).amin(1).max() <= 2 * delta
+
+
+def test_merged_clusters_stay_uniform_samples_of_their_members() -> None:
+    """After doubling everything lies in one cluster of 30 unlike parts. False alarm: 1e-4."""
+    keys = torch.cat([torch.zeros(20, 1), torch.full((7, 1), 1.0), torch.full((3, 1), 2.0), torch.full((1, 1), 50.0)])
+    sketch = run(stream(keys, keys + 1), 1, 20_000, 0.5, "double", clusters=2)
+    counts = sketch.counts[0, 0].tolist()
+    assert counts == [30, 1]
+    law = torch.ones(31)
+    law[30] = 0
+    assert p_value(sketch.den_index[0, 0, 0], law) > LEAST_P
+
+
+# T8: limits
+
+
+def test_a_cluster_for_every_key_makes_the_denominator_exact() -> None:
+    keys, query = normal(80, 4), normal(4, seed=3)
+    sketch = run(stream(keys, keys), 1, 1, delta=0.0)
+    assert sketch.alive.item() == 80
+    torch.testing.assert_close(denominator(sketch, query).cpu()[0], exact_terms(keys, query).sum(), rtol=1e-6, atol=0)
+
+
+def test_equal_keys_share_a_cluster_of_radius_zero() -> None:
+    keys = normal(5, 4).repeat(4, 1)
+    assert run(stream(keys, keys), 1, 1, delta=0.0).counts.tolist() == [[[4] * 5]]
+
+
+def test_values_of_zero_leave_the_samples_empty() -> None:
+    keys = normal(30, 4)
+    sketch = run(stream(keys, torch.zeros(30, 3)), 8, 2, 1.0)
+    assert (sketch.index == -1).all()
+    assert sketch.mu.item() == 0
+    assert numerator(sketch, keys[0]).abs().sum() == 0
+
+
+def test_copies_counted_once_give_the_same_sums() -> None:
+    keys, values, query = normal(12, 4), normal(12, 3), normal(4, seed=1)
+    sketch = run(stream(keys, values), 50, 6, 2.0)
+    assert len(set(sketch.index.flatten().tolist())) < 50
+    for read in (numerator, denominator):
+        torch.testing.assert_close(read(sketch, query, True), read(sketch, query, False), rtol=1e-5, atol=1e-6)
+    shares = numerator_shares(sketch.values, sketch.index, True)
+    assert int((shares > float("-inf")).sum()) == len(set(sketch.index.flatten().tolist()))
