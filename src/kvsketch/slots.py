@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.slot_tensors import filled, gather_slots, grown, inserted, owned, removed
 from kvsketch.storage.host import HostStore
 
 NEG_INF = float("-inf")
@@ -154,12 +155,12 @@ class SlotTable:
     def _append_exact(self, keys: Tensor, values: Tensor) -> None:
         needed = self.length + keys.shape[2]
         if self.keys is None or self.values is None:
-            self.keys, self.values = _owned(keys), _owned(values)
+            self.keys, self.values = owned(keys), owned(values)
         else:
             if needed > self.keys.shape[2]:
                 capacity = needed + max(64, needed // 64)
-                self.keys = _grown(self.keys, self.length, capacity)
-                self.values = _grown(self.values, self.length, capacity)
+                self.keys = grown(self.keys, self.length, capacity)
+                self.values = grown(self.values, self.length, capacity)
             self.keys[:, :, self.length : needed] = keys
             self.values[:, :, self.length : needed] = values
         self.length = needed
@@ -184,12 +185,12 @@ class SlotTable:
         at = self.values.shape[2]
         index = torch.arange(self.seen, self.seen + new, device=keys.device, dtype=self.index.dtype)
         weight = torch.zeros(batch, heads, new, device=keys.device)
-        self.keys, self.values = _inserted(self.keys, at, keys), _inserted(self.values, at, values)
-        self.index = _inserted(self.index, at, index.expand(batch, heads, new))
-        self.log_den = _inserted(self.log_den, at, weight)
-        self.log_num = None if self.log_num is None else _inserted(self.log_num, at, weight)
+        self.keys, self.values = inserted(self.keys, at, keys), inserted(self.values, at, values)
+        self.index = inserted(self.index, at, index.expand(batch, heads, new))
+        self.log_den = inserted(self.log_den, at, weight)
+        self.log_num = None if self.log_num is None else inserted(self.log_num, at, weight)
         for name, state in self.slot_state.items():
-            self.slot_state[name] = _inserted(state, at, state.new_zeros(batch, heads, new, *state.shape[3:]))
+            self.slot_state[name] = inserted(state, at, state.new_zeros(batch, heads, new, *state.shape[3:]))
         self.length += new
         self.clock += new
 
@@ -217,11 +218,11 @@ class SlotTable:
         index = self.index_slots().gather(2, source)
         taken = taken & (index >= 0)
         fill = room + 1 - m
-        self.keys = _filled(_gather_slots(self.key_slots(), source), fill)
-        self.values = _filled(_gather_slots(self.value_slots(), source), fill)
-        self.slot_state = {n: _filled(_gather_slots(s, source), fill) for n, s in self.slot_state.items()}
-        self.index = _filled(torch.where(taken, index, -1).to(torch.int32), fill, -1)
-        self.log_den = _filled(torch.where(taken, log_den, NEG_INF), fill, NEG_INF)
+        self.keys = filled(gather_slots(self.key_slots(), source), fill)
+        self.values = filled(gather_slots(self.value_slots(), source), fill)
+        self.slot_state = {n: filled(gather_slots(s, source), fill) for n, s in self.slot_state.items()}
+        self.index = filled(torch.where(taken, index, -1).to(torch.int32), fill, -1)
+        self.log_den = filled(torch.where(taken, log_den, NEG_INF), fill, NEG_INF)
         self.length = room + 1
         self.next_slot = torch.full((batch, heads, 1), room, device=chosen.device)
         if self.clock is None:
@@ -288,8 +289,8 @@ class SlotTable:
         for name in ("keys", "values", "index", "log_den", "log_num"):
             tensor = getattr(self, name)
             if tensor is not None:
-                setattr(self, name, _removed(tensor, end - count, end))
-        self.slot_state = {n: _removed(s, end - count, end) for n, s in self.slot_state.items()}
+                setattr(self, name, removed(tensor, end - count, end))
+        self.slot_state = {n: removed(s, end - count, end) for n, s in self.slot_state.items()}
         self.length -= count
 
     def cleared(self) -> SlotTable:
@@ -297,33 +298,3 @@ class SlotTable:
         return SlotTable(
             self.layer_idx, self.num_layers, self.seed, rank=self.rank, compressed_layers=self.compressed_layers
         )
-
-
-def _owned(tensor: Tensor) -> Tensor:
-    """The tensor itself if nothing else lives in its storage, else a copy, so that measured bytes are true bytes."""
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole else tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
-
-
-def _grown(buffer: Tensor, used: int, capacity: int) -> Tensor:
-    grown = buffer.new_empty(*buffer.shape[:2], capacity, buffer.shape[3])
-    grown[:, :, :used] = buffer[:, :, :used]
-    return grown
-
-
-def _inserted(tensor: Tensor | None, at: int, new: Tensor) -> Tensor:
-    assert tensor is not None
-    return torch.cat([tensor[:, :, :at], new, tensor[:, :, at:]], 2)
-
-
-def _removed(tensor: Tensor, start: int, end: int) -> Tensor:
-    return torch.cat([tensor[:, :, :start], tensor[:, :, end:]], 2)
-
-
-def _filled(tensor: Tensor, count: int, value: float = 0) -> Tensor:
-    return torch.cat([tensor, tensor.new_full((*tensor.shape[:2], count, *tensor.shape[3:]), value)], 2)
-
-
-def _gather_slots(tensor: Tensor, slots: Tensor) -> Tensor:
-    slots = slots.view(*slots.shape, *[1] * (tensor.dim() - 3)).expand(-1, -1, -1, *tensor.shape[3:])
-    return tensor.gather(2, slots)

@@ -1,0 +1,36 @@
+"""Moves of slot tensors, [B, H, slots, ...], that a table is made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """The tensor itself if nothing else lives in its storage, else a copy, so that measured bytes are true bytes."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
+
+
+def grown(buffer: Tensor, used: int, capacity: int) -> Tensor:
+    grown = buffer.new_empty(*buffer.shape[:2], capacity, buffer.shape[3])
+    grown[:, :, :used] = buffer[:, :, :used]
+    return grown
+
+
+def inserted(tensor: Tensor | None, at: int, new: Tensor) -> Tensor:
+    assert tensor is not None
+    return torch.cat([tensor[:, :, :at], new, tensor[:, :, at:]], 2)
+
+
+def removed(tensor: Tensor, start: int, end: int) -> Tensor:
+    return torch.cat([tensor[:, :, :start], tensor[:, :, end:]], 2)
+
+
+def filled(tensor: Tensor, count: int, value: float = 0) -> Tensor:
+    return torch.cat([tensor, tensor.new_full((*tensor.shape[:2], count, *tensor.shape[3:]), value)], 2)
+
+
+def gather_slots(tensor: Tensor, slots: Tensor) -> Tensor:
+    slots = slots.view(*slots.shape, *[1] * (tensor.dim() - 3)).expand(-1, -1, -1, *tensor.shape[3:])
+    return tensor.gather(2, slots)
