@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvsketch import ops
+from kvsketch.ops import reading
 from kvsketch.ops.attention_mass import Noise, Temperature, reference, stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
@@ -79,7 +80,7 @@ def measure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         from kvsketch.ops.attention_mass import kernel
 
         monkeypatch.setattr(torch, "empty", poisoned)
-        monkeypatch.setattr(ops, "kernel_for", lambda operation, device: kernel)
+        monkeypatch.setattr(reading, "kernel_for", lambda operation, device: kernel)
     return ops.attention_mass
 
 
@@ -251,7 +252,7 @@ def test_kernel_buffers_grow_with_the_tokens(monkeypatch: pytest.MonkeyPatch, de
     sizes: list[int] = []
     allocate = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **o: sizes.append(allocate(*a, **o).numel()) or allocate(*a, **o))
-    monkeypatch.setattr(ops, "kernel_for", lambda operation, device: kernel)
+    monkeypatch.setattr(reading, "kernel_for", lambda operation, device: kernel)
     inputs = make_inputs(device, 128, 128, group=1)
     ops.attention_mass(inputs.q, inputs.k, inputs.scale, noise=NOISE)
     assert sizes == [2 * 128] * 4

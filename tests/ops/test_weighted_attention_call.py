@@ -10,6 +10,7 @@ import torch
 from formula import make_inputs, needs_triton
 
 from kvsketch import ops
+from kvsketch.ops import dispatch
 from kvsketch.ops.weighted_attention.plan import Device, best_splits, plan
 
 
@@ -64,12 +65,12 @@ def test_dispatch_finds_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_triton_warns_once(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delenv("KVSKETCH_KERNELS", raising=False)
-    ops._load_kernel.cache_clear()
+    dispatch._load_kernel.cache_clear()
     try:
         for _ in range(2):
             assert ops.kernel_for("weighted_attention", torch.device("cuda")) is None
     finally:
-        ops._load_kernel.cache_clear()
+        dispatch._load_kernel.cache_clear()
     assert [str(warning.message) for warning in recwarn if "Triton cannot be imported" in str(warning.message)] != []
     assert len(recwarn) == 1
 

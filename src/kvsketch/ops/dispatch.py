@@ -1,0 +1,37 @@
+"""The one rule that chooses between an operation's Triton kernel and its torch reference."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import warnings
+from types import ModuleType
+
+import torch
+
+KERNEL_CHOICES = ("auto", "reference")
+
+
+def kernel_for(operation: str, device: torch.device) -> ModuleType | None:
+    """The module with the Triton kernel of an operation, or None where the reference is to be used."""
+    choice = os.environ.get("KVSKETCH_KERNELS", "auto")
+    if choice not in KERNEL_CHOICES:
+        raise ValueError(f"KVSKETCH_KERNELS={choice!r} is not one of {', '.join(KERNEL_CHOICES)}; unset it or use one.")
+    if choice == "reference" or device.type != "cuda":
+        return None
+    return _load_kernel(operation)
+
+
+@functools.cache
+def _load_kernel(operation: str) -> ModuleType | None:
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        warnings.warn(
+            f"Triton cannot be imported ({error}): {operation} runs its slower torch reference. Install triton.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return None
+    return importlib.import_module(f"kvsketch.ops.{operation}.kernel")
