@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvsketch import ops
 from kvsketch.benchmark import records
 from kvsketch.benchmark.decode import Session, check_tokens, time_steps
 from kvsketch.benchmark.shapes import SHAPES, build
-from kvsketch.methods import ClusterKV, parse_method
+from kvsketch.methods import ClusterKV, Method, parse_method
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
+from kvsketch.slots import SlotTable
 from kvsketch.storage.hot_set import COUNTS
 
 CHECK_PROMPT = 4096
@@ -43,18 +43,11 @@ class SteadyClusterKV(ClusterKV):
 
     locality: float = 0.0
 
-    def attend(
-        self, table: Any, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
-    ) -> Tensor | None:
-        if self.is_indexed(table):
-            scores = ops.cluster_scores(query, table.row_state[CENTROIDS])
-            so_far = table.row_state.get(MEMORY)
-            if so_far is None or so_far.shape != scores.shape:
-                table.row_state[MEMORY] = scores
-            else:
-                so_far.lerp_(scores, 1 - self.locality)
-            _steady.scores = table.row_state[MEMORY]
-        return super().attend(table, query, softcap, sink_logits)
+    def _scores(self, table: SlotTable, query: Tensor) -> Tensor:
+        scores = super()._scores(table, query)
+        if table.row_state.setdefault(MEMORY, scores).shape != scores.shape:
+            table.row_state[MEMORY] = scores
+        return table.row_state[MEMORY].lerp_(scores, 1 - self.locality)
 
 
 @dataclasses.dataclass
@@ -83,11 +76,19 @@ class Result:
         return self.host_ms / self.device_ms if self.host_ms and self.device_ms else None
 
 
-def offloaded(method: str) -> str:
-    return f"{method}:offload=host"
+def variants(text: str, locality: float) -> tuple[Method, Method]:
+    """The method that `text` describes, on the device and in host memory."""
+    method = parse_method(text)
+    if locality:
+        if not isinstance(method, ClusterKV):
+            raise ValueError(f"locality is made for clusterkv, not {method.name}; use --locality 0 for it")
+        method = SteadyClusterKV(
+            **{f.name: getattr(method, f.name) for f in dataclasses.fields(method)}, locality=locality
+        )
+    return method, dataclasses.replace(method, offload="host")  # type: ignore[call-arg]
 
 
-def tokens_of(model: Any, method: str, prompt: Tensor, count: int) -> Tensor:
+def tokens_of(model: Any, method: Method, prompt: Tensor, count: int) -> Tensor:
     """The tokens of `count` captured steps."""
     session = Session(model, method, prompt, 1, count + 1)
     for _ in range(count):
@@ -95,11 +96,10 @@ def tokens_of(model: Any, method: str, prompt: Tensor, count: int) -> Tensor:
     return session.sampler.tokens()
 
 
-def same_tokens(model: Any, method: str, prompt: Tensor, count: int) -> bool:
+def same_tokens(model: Any, near: Method, far: Method, prompt: Tensor, count: int) -> bool:
     """Whether offloaded steps, captured and eager, give the tokens of steps on the device."""
-    captured_equals_eager, _ = check_tokens(model, offloaded(method), prompt, count)
-    near, far = (tokens_of(model, text, prompt, count) for text in (method, offloaded(method)))
-    return captured_equals_eager and torch.equal(near, far)
+    captured_equals_eager, _ = check_tokens(model, far, prompt, count)
+    return captured_equals_eager and torch.equal(*(tokens_of(model, m, prompt, count) for m in (near, far)))
 
 
 def counts_of(session: Session) -> Tensor:  # [4]
@@ -109,14 +109,15 @@ def counts_of(session: Session) -> Tensor:  # [4]
     return torch.stack(counts).sum(0)
 
 
-def measure(model: Any, method: str, batch: int, prompt: Tensor, steps: int) -> Result:
-    result = Result(method, batch, prompt.shape[1])
-    near = Session(model, method, prompt, batch, steps + 8)
+def measure(model: Any, methods: tuple[Method, Method], batch: int, prompt: Tensor, steps: int) -> Result:
+    """One method, on the device and in host memory."""
+    result = Result(str(methods[0]), batch, prompt.shape[1])
+    near = Session(model, methods[0], prompt, batch, steps + 8)
     result.device_ms = statistics.median(time_steps(near, steps))
     result.device_bytes, result.device_prefill_ms = near.cache.device_bytes, near.prefill_ms
     del near
     _free_memory()
-    far = Session(model, offloaded(method), prompt, batch, steps + 8)
+    far = Session(model, methods[1], prompt, batch, steps + 8)
     time_steps(far, 1)
     before = counts_of(far)
     times = time_steps(far, steps - 14)
@@ -181,22 +182,27 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device", file=sys.stderr)
         return 2
-    methods = [str(parse_method(text)) for text in options.methods.split(",")]
+    pairs = [
+        variants(text, locality)
+        for text in options.methods.split(",")
+        for locality in map(float, options.locality.split(","))
+        if locality == 0 or text.startswith("clusterkv")
+    ]
     model = build(options.shape, options.layers, options.seed)
     generator = torch.Generator(device="cuda").manual_seed(options.seed)
     prompt = torch.randint(10, 10000, (1, options.prompt), device="cuda", generator=generator)
     results: list[Result] = []
-    for method in methods:
-        same = same_tokens(model, method, prompt[:, : min(CHECK_PROMPT, options.prompt)], options.check_tokens)
+    for pair in pairs:
+        same = same_tokens(model, *pair, prompt[:, : min(CHECK_PROMPT, options.prompt)], options.check_tokens)
         for batch in map(int, options.batches.split(",")):
             _free_memory()
             if same:
-                result = measure(model, method, batch, prompt, options.steps)
+                result = measure(model, pair, batch, prompt, options.steps)
             else:
-                result = Result(method, batch, options.prompt, failed="offloaded tokens differ")
+                result = Result(str(pair[0]), batch, options.prompt, failed="offloaded tokens differ")
             result.checked_tokens = options.check_tokens
             results.append(result)
-            print(method, batch, result.ratio or result.failed, flush=True)
+            print(result.method, batch, result.ratio or result.failed, flush=True)
             if options.out:
                 data = {"shape": options.shape, "ratio": result.ratio, **dataclasses.asdict(result)}
                 records.append(options.out, records.make_record("offload", data, options.seed))

@@ -108,7 +108,7 @@ class ClusterKV(RecallingMethod):
         state = table.row_state
         budgets = (state[BUDGETS] - self.sinks).clamp_min(1) if BUDGETS in state else None
         selected = ops.select_clusters(
-            self._scores(query, state[CENTROIDS]),
+            self._scores(table, query),
             state[SIZES],
             state[OFFSETS],
             state[ORDER],
@@ -134,9 +134,8 @@ class ClusterKV(RecallingMethod):
             sink_logits=sink_logits,
         )
 
-    def _scores(self, query: Tensor, centroids: Tensor) -> Tensor:  # [B, Hq or H, C] float32
-        scores = ops.cluster_scores(query, centroids)
+    def _scores(self, table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq or H, C] float32
+        scores = ops.cluster_scores(query, table.row_state[CENTROIDS])
         if not self.share_in_group:
             return scores
-        grouped = scores.view(scores.shape[0], centroids.shape[1], -1, scores.shape[2])
-        return grouped.softmax(-1).sum(2)
+        return scores.view(scores.shape[0], table.shape[1], -1, scores.shape[2]).softmax(-1).sum(2)

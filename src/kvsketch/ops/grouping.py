@@ -42,7 +42,7 @@ def leader_clustering(
 def farthest_first(
     keys: Tensor, count: int, *, valid: Tensor | None = None, given: int = 1, form: str = "exact"
 ) -> Centers:
-    """Greedy k-center: `count` keys of each head, each the farthest from those chosen before it (`farthest_first` package).
+    """Greedy k-center: `count` keys of each head, each the farthest from those chosen before it.
 
     keys [B, H, N, D]; valid [B, H, N] bool: the keys that take part (None: all). The first `given` valid keys are
     centers from the start. form: `exact`, or `coarse` with fewer passes over the keys and a radius at most 1 / 0.9
@@ -59,7 +59,7 @@ def farthest_first(
 
 
 def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
-    """Which of the centers is nearest to each key: its place in `centers`, [B, H, N] int64; ties go to the earlier place.
+    """The center nearest to each key: its place in `centers`, [B, H, N] int64; ties go to the earlier place.
 
     keys [B, H, N, D]; centers [B, H, m] int64, key numbers or -1 for none. Runs in torch on every device.
     """

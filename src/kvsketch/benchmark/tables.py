@@ -1,0 +1,172 @@
+"""Benchmark records as one Markdown page, so that no number in the docs is typed by hand.
+
+    python -m kvsketch.benchmark.tables results docs/benchmarks.md
+
+For each thing measured the last record counts. This module reads JSON only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from kvsketch.benchmark import records
+
+Data = dict[str, Any]
+
+
+def page(folder: Path) -> str:
+    """The whole page from the records of a folder."""
+    found = [record for path in sorted(folder.glob("*.jsonl")) for record in records.read(path)]
+    parts = ["# Benchmarks", INTRODUCTION, _machines(found)]
+    for title, kind, text, table in SECTIONS:
+        data = [record["data"] for record in found if record["kind"] == kind]
+        if data:
+            parts += [f"## {title}", text, table(data)]
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [list(header), *[[str(cell) for cell in row] for row in rows]]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _machines(found: list[Data]) -> str:
+    rows = {}
+    for record in found:
+        commit = record["commit"] or {"hash": "unknown", "dirty": False}
+        versions = record["versions"]
+        rows[record["command"]] = (
+            f"`{record['command']}`",
+            record["machine"]["gpu"],
+            f"{commit['hash'][:10]}{' with changes' if commit['dirty'] else ''}",
+            f"torch {versions['torch']}, triton {versions['triton']}, transformers {versions['transformers']}",
+            record["time"][:10],
+        )
+    return markdown(("command", "GPU", "commit", "versions", "date"), rows.values())
+
+
+def _last(data: list[Data], *keys: str) -> list[Data]:
+    return list({tuple(d.get(k) for k in keys): d for d in data}.values())
+
+
+def _kernels(data: list[Data]) -> str:
+    cells: dict[tuple[int, int, str], dict[str, Data]] = {}
+    for d in _last(data, "batch", "slots", "cache", "contender"):
+        cells.setdefault((d["batch"], d["slots"], d["cache"]), {})[d["contender"]] = d
+    names = ("unweighted", "tied weights", "separate weights", "sdpa flash", "sdpa cudnn")
+    rows = []
+    for (batch, slots, cache), by_name in sorted(cells.items()):
+        times = [by_name[n]["median_us"] if n in by_name else None for n in names]
+        rivals = [t for t in times[3:] if t is not None]
+        ratio = f"{times[0] / min(rivals):.2f}" if rivals and times[0] else ""
+        share = f"{by_name['unweighted']['share_of_copy_bandwidth']:.0%}" if "unweighted" in by_name else ""
+        rows.append((batch, f"{slots:,}", cache, *(f"{t:.1f}" if t else "" for t in times), ratio, share))
+    return markdown(("batch", "slots", "L2", *names, "ours / better rival", "of copy bandwidth"), rows)
+
+
+def _prefill(data: list[Data]) -> str:
+    timed = [d for d in _last(data, "method", "length") if d.get("prefill_ms")]
+    rows = [
+        (
+            f"`{d['method']}`",
+            f"{d['prefill_ms']:.0f}",
+            f"{d['overhead']:+.1%}",
+            f"{d['cache_bytes'] / 1e6:.0f}",
+            f"{d['peak_bytes'] / 1e9:.1f}",
+        )
+        for d in timed
+    ]
+    head = f"{timed[-1]['length']:,} tokens; transformers' DynamicCache takes {timed[-1]['baseline_ms']:.0f} ms."
+    return head + "\n\n" + markdown(("method", "ms", "overhead", "cache MB", "peak GB"), rows)
+
+
+def _decode(data: list[Data]) -> str:
+    last = _last(data, "method", "batch", "prompt")
+    full = {d["batch"]: d["step_ms"] for d in last if d["method"] == "full" and d["step_ms"]}
+    best = max((1e3 * batch / ms for batch, ms in full.items()), default=0.0)
+    rows = []
+    for d in sorted(last, key=lambda d: (d["batch"], d["step_ms"] or 1e9)):
+        if d["step_ms"] is None:
+            rows.append((d["batch"], f"`{d['method']}`", d["failed"], "", "", "", "", ""))
+            continue
+        rate = 1e3 * d["batch"] / d["step_ms"]
+        rows.append(
+            (
+                d["batch"],
+                f"`{d['method']}`",
+                f"{d['step_ms']:.2f}",
+                f"{d['p10_ms']:.2f}-{d['p90_ms']:.2f}",
+                f"{d['floor_ms']:.2f}" if d["floor_ms"] else "",
+                f"{full[d['batch']] / d['step_ms']:.2f}x" if d["batch"] in full and d["cache_bytes"] else "",
+                f"{rate:.0f} ({rate / best:.1f}x)" if best else f"{rate:.0f}",
+                f"{d['cache_bytes'] / 1e6:.0f}" if d["cache_bytes"] else "",
+            )
+        )
+    header = (
+        "batch",
+        "method",
+        "ms per step",
+        "p10-p90",
+        "floor ms",
+        "against full",
+        "tokens/s (to full's best)",
+        "MB",
+    )
+    return markdown(header, rows)
+
+
+def _plain(keys: tuple[str, ...], *columns: tuple[str, str, str]) -> Callable[[list[Data]], str]:
+    """A table of chosen fields: (heading, field, format)."""
+
+    def table(data: list[Data]) -> str:
+        rows = [
+            [format(d[f], spec) if d.get(f) is not None else "" for _, f, spec in columns] for d in _last(data, *keys)
+        ]
+        return markdown([heading for heading, _, _ in columns], rows)
+
+    return table
+
+
+INTRODUCTION = (
+    "Written by `python -m kvsketch.benchmark.tables results docs/benchmarks.md` from the records in "
+    "`results/`. Times are "
+    "medians; every benchmark first compares its results with the reference and reports nothing when they differ."
+)
+SECTIONS: list[tuple[str, str, str, Callable[[list[Data]], str]]] = [
+    (
+        "The decode kernel",
+        "kernel",
+        "One layer of Llama-3.1-8B shape (32 query heads, 8 KV heads, size 128, bf16), µs inside a CUDA graph.",
+        _kernels,
+    ),
+    (
+        "Prefill",
+        "prefill",
+        "Llama-3.1-8B shape, random weights, batch 1: time of the whole prefill with the compression in it.",
+        _prefill,
+    ),
+    (
+        "Decoding",
+        "decode",
+        "Llama-3.1-8B shape, random weights, bf16, captured steps after a prompt of 32,768 tokens "
+        "(DynamicCache: 4,096). `full` is "
+        "the full cache with our own kernel, captured: the baseline. The floor is the time to read "
+        "weights and cache once at "
+        "the measured copy bandwidth. Before a method is timed its captured tokens are compared with eager ones.",
+        _decode,
+    ),
+]
+
+
+def main(arguments: list[str]) -> int:
+    folder, target = map(Path, arguments)
+    target.write_text(page(folder), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
