@@ -107,7 +107,7 @@ def _attend_module(
 
 
 class _RowSums(TorchDispatchMode):
-    """Notes the logarithms of the row sums that flash attention computes anyway, for methods that want them."""
+    """Notes the logarithms of the row sums that fused attention computes anyway, for methods that want them."""
 
     def __init__(self, view: LayerView, unmasked: bool) -> None:
         super().__init__()
@@ -123,14 +123,19 @@ class _RowSums(TorchDispatchMode):
             super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name == "aten::_scaled_dot_product_cudnn_attention":
+            # The fifth argument asks for the sums, which inference leaves out; the output does not depend on it.
+            args = (*args[:4], True, *args[5:])
         result = func(*args, **(kwargs or {}))
-        if func._schema.name.startswith("aten::_scaled_dot_product_flash_attention"):
+        if name.startswith(("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention")):
             self.row_lse = result[1]
         return result
 
     def leave(self, query: Tensor) -> None:
-        if self.row_lse is not None and self.row_lse.shape == query.shape[:3]:
-            self.table.row_state["row_lse"] = self.row_lse
+        """Hands the sums to the method if they are one number per query."""
+        if self.row_lse is not None and self.row_lse.numel() == query.shape[:3].numel():
+            self.table.row_state["row_lse"] = self.row_lse.view(query.shape[:3])
 
 
 def attend(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from heavy_hitters import kept, random_stream, simulate, tables
 
+import kvsketch
+import zoo
+from kvsketch import CompressedCache
 from kvsketch.methods.h2o import H2O
 from kvsketch.slots import SlotTable
 
@@ -121,3 +126,28 @@ def test_defaults_and_choices() -> None:
     assert (str(method.budget), str(method.recent), method.sinks, str(method)) == ("1024", "50%", 0, "h2o")
     with pytest.raises(ValueError, match=r"h2o: gqa_reduce=median is not valid; use sum, mean, max"):
         H2O(gqa_reduce="median")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_row_sums_of_the_models_own_attention_give_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the sums come out of the fused attention kernel; the scores must be those of our own two passes."""
+    model = zoo.build("llama", num_hidden_layers=1, head_dim=64).to("cuda", torch.bfloat16)
+    ids = zoo.tokens(2, 300).to("cuda")
+    given, scores, logits = [], [], []
+    mass = kvsketch.ops.attention_mass
+
+    def noting(*args: Any, **options: Any) -> Any:
+        given.append(options.get("row_lse") is not None)
+        return mass(*args, **options)
+
+    monkeypatch.setattr(kvsketch.ops, "attention_mass", noting)
+    for wanted in (True, False):
+        monkeypatch.setattr(kvsketch.METHODS["h2o"], "wants_row_lse", wanted)
+        cache = CompressedCache(model, "h2o:budget=400")
+        with torch.no_grad():
+            logits.append(model(ids, past_key_values=cache).logits)
+        scores.append(cache.slot_layers[0].table.slot_state["score"])
+    assert given == [True, False]
+    assert torch.equal(*logits)
+    torch.testing.assert_close(*scores, atol=2e-3, rtol=2e-2)

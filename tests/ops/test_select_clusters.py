@@ -76,6 +76,24 @@ def test_equals_brute_force(
     assert agrees(selection, scores, index, budget)
 
 
+def test_each_row_has_its_own_budget(implementation: ModuleType, device: torch.device) -> None:
+    """A row with a smaller budget has the list of that budget, -1 behind it; a larger budget is cut."""
+    index = make_index(100, 12, device, batch=3)
+    scores = normal(3, 4, 12).to(device)
+    budgets = torch.tensor([7, 30, 99], dtype=torch.int32, device=device)
+    selection = implementation.select_clusters(scores, index, 30, 0, budgets)
+    for row, budget in enumerate((7, 30, 30)):
+        own = ClusterIndex(*(tensor[row : row + 1] for tensor in index))
+        alone = reference.select_clusters(scores[row : row + 1], own, budget, 0)
+        assert (
+            torch.equal(selection.rows[row, :, :budget], alone.rows[0]) and (selection.rows[row, :, budget:] < 0).all()
+        )
+        assert torch.equal(selection.taken[row], alone.taken[0])
+        torch.testing.assert_close(selection.log_unread[row], alone.log_unread[0])
+    with pytest.raises(ValueError, match="budgets must be int32"):
+        ops.select_clusters(scores, index.sizes, index.offsets, index.order, 30, budgets=budgets[:2])
+
+
 def test_the_comparison_notices_an_untrimmed_or_shifted_choice(device: torch.device) -> None:
     index = make_index(63, 7, device)
     scores = normal(1, 4, 7).to(device)

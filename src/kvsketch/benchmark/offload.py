@@ -33,6 +33,7 @@ from kvsketch.ops.hot_rows import COPIES, HITS, READS
 from kvsketch.slots import SlotTable
 from kvsketch.storage.hot_set import COUNTS
 
+DEVICE = "cuda"
 CHECK_PROMPT = 4096
 MEMORY = "scores_so_far"
 
@@ -170,9 +171,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--prompt", type=int, default=32768)
-    parser.add_argument(
-        "--methods", default="clusterkv:budget=1024,clusterkv:budget=1024:keep_steps=2,quest:budget=1024"
-    )
+    parser.add_argument("--methods", default="clusterkv,quest")
+    parser.add_argument("--locality", default="0,0.9,0.96", help="see above; only clusterkv takes more than 0")
     parser.add_argument("--batches", default="1")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--check-tokens", type=int, default=96)
@@ -189,8 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
         if locality == 0 or text.startswith("clusterkv")
     ]
     model = build(options.shape, options.layers, options.seed)
-    generator = torch.Generator(device="cuda").manual_seed(options.seed)
-    prompt = torch.randint(10, 10000, (1, options.prompt), device="cuda", generator=generator)
+    generator = torch.Generator(DEVICE).manual_seed(options.seed)
+    prompt = torch.randint(10, 10000, (1, options.prompt), device=DEVICE, generator=generator)
     results: list[Result] = []
     for pair in pairs:
         same = same_tokens(model, *pair, prompt[:, : min(CHECK_PROMPT, options.prompt)], options.check_tokens)

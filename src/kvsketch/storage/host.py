@@ -33,7 +33,9 @@ class HostStore:
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.device.type != "cuda":
             return torch.empty(shape, dtype=dtype)
-        buffer = mmap.mmap(-1, torch.Size(shape).numel() * dtype.itemsize)
+        _release_retired()
+        size = torch.Size(shape).numel() * dtype.itemsize
+        buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             buffer.madvise(mmap.MADV_HUGEPAGE)
         # Written once by all cores, the pages are there when CUDA pins them, one after another.
@@ -45,7 +47,7 @@ class HostStore:
                 f"CUDA cannot pin {len(buffer) / GIB:.2f} GiB of host memory (error {error}); {_free_text()}. "
                 f"Free host memory or use offload=none."
             )
-        weakref.finalize(self, _unpin, self.device, tensor.data_ptr(), buffer)
+        weakref.finalize(self, _retire, self.device, tensor.data_ptr(), buffer)
         return tensor
 
     def tensors(self) -> list[Tensor]:
@@ -164,7 +166,19 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _unpin(device: torch.device, address: int, buffer: mmap.mmap) -> None:
-    """Takes the memory back from CUDA once nothing on the device can still read it; then the buffer goes."""
-    torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(address)
+_retired: list[tuple[torch.device, int, mmap.mmap]] = []  # pinned memory that no store holds any more
+
+
+def _retire(device: torch.device, address: int, buffer: mmap.mmap) -> None:
+    """Gives pinned memory back, unless a graph is being captured, which forbids it: then at the next chance."""
+    _retired.append((device, address, buffer))
+    if not torch.cuda.is_current_stream_capturing():
+        _release_retired()
+
+
+def _release_retired() -> None:
+    """Takes memory back from CUDA once nothing on the device can still read it; then its pages go."""
+    while _retired:
+        device, address, _buffer = _retired.pop()
+        torch.cuda.synchronize(device)
+        torch.cuda.cudart().cudaHostUnregister(address)

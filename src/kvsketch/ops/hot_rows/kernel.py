@@ -41,7 +41,7 @@ def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: B
         place_kernel[(batch * heads,)](
             rows, tail, *hot, slots, copies, count,
             heads, entries, places, hot.place_of.shape[2], buffer.first_tail, buffer.first_hot,
-            BLOCK=block, HOT_BLOCK=hot_block, num_warps=min(32, max(4, block // 128)),
+            BLOCK=block, HOT_BLOCK=hot_block, num_warps=min(16, max(4, block // 256)),
         )  # fmt: skip
         copy_kernel[(triton.cdiv(entries, COPY_ROWS), batch * heads)](
             copies, count, store.row, store.keys, store.values, buffer.keys, buffer.values,
@@ -106,7 +106,7 @@ def place_kernel(
             for start in range(0, places, HOT_BLOCK):
                 place = start + tl.arange(0, HOT_BLOCK)
                 # Places that do not exist count as read just now.
-                read = tl.load(last_read + place, mask=place < places, other=call, cache_modifier=".cg")
+                read = tl.load(last_read + place, mask=place < places, other=call)
                 reached += tl.sum((tl.minimum(call - read, MAX_AGE) >= trial).to(tl.int32), 0)
             limit = tl.where(reached >= misses, trial, limit)
             older = tl.where(reached >= misses, older, reached)
@@ -114,7 +114,7 @@ def place_kernel(
         for start in range(0, places, HOT_BLOCK):
             place = start + tl.arange(0, HOT_BLOCK)
             inside = place < places
-            read = tl.load(last_read + place, mask=inside, other=call, cache_modifier=".cg")
+            read = tl.load(last_read + place, mask=inside, other=call)
             age = tl.minimum(call - read, MAX_AGE)
             equal = (age == limit) & inside
             turn = equal_before + tl.cumsum(equal.to(tl.int32), 0)
