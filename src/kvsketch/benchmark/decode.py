@@ -217,6 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=32768)
     parser.add_argument("--methods", default="full,streamingllm:budget=2048")
     parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--full-batches", default="", help="further batches for the full cache alone: which is its best?")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
         "--check-tokens", type=int, default=256, help="captured tokens compared with eager ones; 0: none, and no speed"
@@ -249,7 +250,8 @@ def main(arguments: list[str] | None = None) -> int:
     for method in methods:
         _free_memory()
         same, eager_ms = check_tokens(checked, method, prompt[:, : min(4096, options.prompt)], options.check_tokens)
-        for batch in map(int, options.batches.split(",")):
+        wanted = options.batches.split(",") + (options.full_batches.split(",") if method == "full" else [])
+        for batch in sorted({int(batch) for batch in wanted if batch}):
             if not same:
                 report(Result(method, batch, options.prompt, failed="captured tokens differ from eager ones"))
                 continue
