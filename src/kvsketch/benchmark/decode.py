@@ -217,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=32768)
     parser.add_argument("--methods", default="full,streamingllm:budget=2048")
     parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--full-batches", default="", help="further batches for the full cache alone: which is its best?")
+    parser.add_argument("--full-batches", default="", help="further batches for the full cache alone")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
         "--check-tokens", type=int, default=256, help="captured tokens compared with eager ones; 0: none, and no speed"
