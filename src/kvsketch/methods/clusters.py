@@ -26,8 +26,13 @@ class Recipe(NamedTuple):
     seed: int
 
 
-def add(table: SlotTable, keys: Tensor, values: Tensor, first: list[int], counts: list[int], recipe: Recipe) -> None:
-    """Appends clusters of keys [B, H, n, D], the table's newest tokens: counts[b] of row b, from first[b] on."""
+def add(
+    table: SlotTable, keys: Tensor, values: Tensor | None, first: list[int], counts: list[int], recipe: Recipe
+) -> None:
+    """Appends clusters of keys [B, H, n, D], the table's newest tokens: counts[b] of row b, from first[b] on.
+
+    values: those of the same tokens, where clusters are to have mean values.
+    """
     start = table.seen - keys.shape[2]
     clustered = ops.kmeans(
         keys,
@@ -42,11 +47,12 @@ def add(table: SlotTable, keys: Tensor, values: Tensor, first: list[int], counts
     used, ordered = table.marks.get(SIZES, 0), table.marks.get(ORDER, 0)
     new = {
         CENTROIDS: ops.cluster_means(keys, index).to(keys.dtype),
-        MEANS: ops.cluster_means(values, index).to(values.dtype),
         SIZES: index.sizes,
         OFFSETS: index.offsets + ordered,
         ORDER: index.order + start,
     }
+    if values is not None:
+        new[MEANS] = ops.cluster_means(values, index).to(values.dtype)
     for name, tensor in new.items():
         _append(table, name, tensor, ordered if name == ORDER else used)
     table.marks[SIZES], table.marks[ORDER] = used + max(counts), ordered + index.order.shape[2]
