@@ -15,6 +15,7 @@ from typing import Any
 from kvsketch.benchmark import records
 
 Data = dict[str, Any]
+Make = Callable[[list[Data]], str]
 
 
 def page(folder: Path) -> str:
@@ -119,13 +120,15 @@ def _decode(data: list[Data]) -> str:
     return markdown(header, rows)
 
 
-def _plain(keys: tuple[str, ...], *columns: tuple[str, str, str]) -> Callable[[list[Data]], str]:
-    """A table of chosen fields: (heading, field, format)."""
+Column = tuple[str, str, str]  # heading, field, format
+
+
+def _plain(keys: tuple[str, ...], *columns: Column, only: Callable[[Data], bool] = lambda d: True) -> Make:
+    """A table of chosen fields of the records that `only` lets through."""
 
     def table(data: list[Data]) -> str:
-        rows = [
-            [format(d[f], spec) if d.get(f) is not None else "" for _, f, spec in columns] for d in _last(data, *keys)
-        ]
+        chosen = _last([d for d in data if only(d)], *keys)
+        rows = [["" if d.get(f) is None else format(d[f], spec) for _, f, spec in columns] for d in chosen]
         return markdown([heading for heading, _, _ in columns], rows)
 
     return table
@@ -136,7 +139,7 @@ INTRODUCTION = (
     "`results/`. Times are "
     "medians; every benchmark first compares its results with the reference and reports nothing when they differ."
 )
-SECTIONS: list[tuple[str, str, str, Callable[[list[Data]], str]]] = [
+SECTIONS: list[tuple[str, str, str, Make]] = [
     (
         "The decode kernel",
         "kernel",
@@ -158,6 +161,98 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Data]], str]]] = [
         "weights and cache once at "
         "the measured copy bandwidth. Before a method is timed its captured tokens are compared with eager ones.",
         _decode,
+    ),
+    (
+        "Decoding from host memory",
+        "offload",
+        "One batch-1 step of `clusterkv` with budget 1024 after 32,768 tokens, keys and values on "
+        "the device against in pinned "
+        "host memory. Queries of random weights wander, so their hit rate is low; `locality` blends "
+        "each step's cluster scores "
+        "with the last ones, which real models do by themselves.",
+        _plain(
+            ("method",),
+            ("method", "method", ""),
+            ("on device ms", "device_ms", ".2f"),
+            ("in host memory ms", "host_ms", ".2f"),
+            ("ratio", "ratio", ".2f"),
+            ("hit rate", "hit_rate", ".0%"),
+            ("device bytes", "offloaded_device_bytes", ",d"),
+            ("host bytes", "offloaded_host_bytes", ",d"),
+        ),
+    ),
+    (
+        "Column sums of attention (h2o, keyformer)",
+        "attention-mass",
+        "One layer; the share is of a prefill of 1,400 ms, all 32 layers.",
+        _plain(
+            ("contender",),
+            ("what", "contender", ""),
+            ("tokens", "tokens", ",d"),
+            ("µs", "median_us", ",.0f"),
+            ("of prefill", "share_of_prefill", ".1%"),
+            ("target", "limit", ".0%"),
+        ),
+    ),
+    (
+        "Farthest-first centers (kcenter)",
+        "farthest-first",
+        "One layer, 32,768 keys, 2,048 centers per KV head. `coarse` is judged by its radius against the exact one.",
+        _plain(
+            ("keys", "form"),
+            ("keys", "keys", ""),
+            ("form", "form", ""),
+            ("ms", "layer_ms", ".2f"),
+            ("of prefill", "share_of_prefill", ".1%"),
+            ("target", "target", ".0%"),
+            ("radius / exact", "radius_over_exact", ".3f"),
+        ),
+    ),
+    (
+        "Balancing walk (balancekv)",
+        "balance",
+        "One layer; `making room` is the halving that decoding does every so many tokens.",
+        _plain(
+            ("contender",),
+            ("what", "contender", ""),
+            ("tokens", "tokens", ",d"),
+            ("ms", "median_ms", ".3f"),
+            ("of prefill", "share_of_prefill", ".1%"),
+            ("ms per token, all layers", "ms_per_token_all_layers", ".3f"),
+        ),
+    ),
+    (
+        "Clustering and selection (clusterkv)",
+        "recall",
+        "One layer, 32,768 tokens, batch 1. Shares are of a prefill (clustering) or a decode step of 7 ms (selection).",
+        _plain(
+            ("operation", "contender", "clusters", "rounds", "budget", "batch"),
+            ("operation", "operation", ""),
+            ("by", "contender", ""),
+            ("clusters", "clusters", ",d"),
+            ("rounds", "rounds", ""),
+            ("budget", "budget", ""),
+            ("µs", "median_us", ",.1f"),
+            ("share", "share", ".1%"),
+            ("target", "target", ".0%"),
+            only=lambda d: d["operation"] in ("kmeans", "selection") and d.get("batch", 1) == 1,
+        ),
+    ),
+    (
+        "Attention over chosen rows (clusterkv, quest)",
+        "recall",
+        "One layer, batch 1, rows chosen per query head or shared by a group, with or without completion slots.",
+        _plain(
+            ("operation", "contender", "budget", "batch", "shared", "completion", "store"),
+            ("operation", "operation", ""),
+            ("by", "contender", ""),
+            ("budget", "budget", ""),
+            ("shared", "shared", ""),
+            ("completion", "completion", ""),
+            ("store", "store", ""),
+            ("µs", "median_us", ",.1f"),
+            only=lambda d: d["operation"] in ("indexed_attention", "full attention") and d.get("batch") == 1,
+        ),
     ),
 ]
 
