@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from kvsketch.benchmark import records, tables
@@ -12,6 +13,18 @@ ROOT = Path(__file__).parent.parent.parent
 def test_the_page_is_written_from_the_records() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert page == tables.page(ROOT / "results"), "run: python -m kvsketch.benchmark.tables results docs/benchmarks.md"
+
+
+def test_the_speeds_in_the_readme_are_in_the_records() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    rows = [
+        line for line in readme.splitlines() if line.startswith(("| decode step", "| prefill, over", "| cache after"))
+    ]
+    assert len(rows) == 4
+    for row in rows:
+        for number in re.findall(r"[-+]?[\d,]+(?:\.\d+)?%?", row.split("|", 2)[2]):
+            assert f"| {number.replace(',', '')} |" in page.replace("ms", ""), number
 
 
 def test_the_last_record_of_a_thing_counts(tmp_path: Path) -> None:
