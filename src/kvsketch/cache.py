@@ -246,9 +246,7 @@ class CompressedCache(Cache):
         for rank, layer in enumerate(self.slot_layers):
             layer.table.rank, layer.table.compressed_layers = rank, len(self.slot_layers)
         if not self.slot_layers:
-            raise ValueError(
-                f"{self.model_name} has no full-attention layer to compress; use transformers.DynamicCache"
-            )
+            raise ValueError(f"{self.model_name} has no full-attention layer to compress; use DynamicCache")
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
@@ -275,9 +273,7 @@ class CompressedCache(Cache):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of every tensor the cache holds on the model's device: keys, values, weights, index and state,
-        native layers included.
-        """
+        """Bytes of every tensor on the model's device: keys, values, weights, index, state, native layers included."""
         return sum(t.numel() * t.element_size() for layer in self.layers for t in _layer_tensors(layer))
 
     @property

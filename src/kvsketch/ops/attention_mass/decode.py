@@ -7,9 +7,6 @@ The grid depends on shapes alone and every number that changes from step to step
 step can be replayed. Legend: see the package docstring.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

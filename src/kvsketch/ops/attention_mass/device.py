@@ -10,9 +10,6 @@ exp((s + g) / tau) with g = -ln(-ln u) is 2^(factor s - log2(-log2 u) / tau) up 
 Legend: see the package docstring; `first` is the place of row 0.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

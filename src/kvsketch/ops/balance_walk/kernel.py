@@ -9,8 +9,6 @@ Centred inner products come from raw ones, <k_i - m, k_j - m> = <k_i, k_j> - <k_
 tensor cores multiply the 16-bit keys as they are. Legend: see the package docstring.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import contextlib

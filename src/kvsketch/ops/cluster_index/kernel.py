@@ -1,7 +1,5 @@
 """The cluster index on a GPU: one launch for the index, one for the means. Legend: see the package docstring."""
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import contextlib

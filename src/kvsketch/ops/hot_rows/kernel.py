@@ -1,7 +1,5 @@
 """Hot rows on a GPU: one launch decides which rows are missing, one copies them. Legend: see the package docstring."""
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import contextlib

@@ -6,8 +6,6 @@ and the time goes into reading. Sums are kept in base 2 as in weighted attention
 Legend: see the package docstring.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

@@ -6,8 +6,6 @@ maximum finds score and centroid, and the lowest centroid of equals. Scores clos
 Legend: see the package docstring.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import contextlib

@@ -4,8 +4,6 @@ Start from the integer `initial_state(seed)` passed as an argument, chain `hash_
 finish with `to_uniform`.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

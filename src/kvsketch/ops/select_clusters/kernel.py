@@ -1,7 +1,5 @@
 """Selection of clusters on a GPU: one launch for the scores, one for the lists. Legend: see the package docstring."""
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import contextlib

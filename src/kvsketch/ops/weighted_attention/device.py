@@ -11,8 +11,6 @@ are one. The grid depends on shapes alone; `lengths` are read on the device.
 Legend: rows are the G * N queries of one KV head, head by head; the rest as in the package docstring.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton
