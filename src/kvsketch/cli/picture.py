@@ -106,7 +106,7 @@ def _columns(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows of about the same size, each column from the lowest divergence up."""
     columns: list[list[Row]] = []
     for row in sorted(rows, key=megabytes):
-        if columns and megabytes(row) < 1.3 * megabytes(columns[-1][0]):
+        if columns and megabytes(row) < 1.25 * megabytes(columns[-1][-1]):
             columns[-1].append(row)
         else:
             columns.append([row])

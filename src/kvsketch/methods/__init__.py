@@ -6,6 +6,10 @@
 | evict     | a subset of the tokens, each with weight 1               | compress                     |
 | summarise | a weighted set; numerator and denominator may differ     | compress                     |
 | recall    | everything; a query reads a part of it                   | compress indexes, attend     |
+
+`base.py` is the contract, `recall.py` what recall methods share, `text.py` the text form. What is too long for a
+method's own file stands beside it: `subgen_*.py`; `balance_blocks.py`, `balance_stream.py`, `merge_reduce.py` and
+`row_schedule.py` for balancekv; `clusters.py` for clusterkv.
 """
 
 from __future__ import annotations
