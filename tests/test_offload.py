@@ -21,6 +21,7 @@ NEAR = {
     "clusterkv": "clusterkv:budget=16:sinks=2:skip_layers=0:recluster=8:recluster_into=2:tokens_per_cluster=4",
     "clusterkv, groups": "clusterkv:budget=16:sinks=5:skip_layers=1:recluster=7:share_in_group=true:completion=false",
     "quest": "quest:budget=16:page=2:skip_layers=0",
+    "infinigen": "infinigen:budget=16:skip_layers=0",
     "quest, share": "quest:budget=50%:page=4:skip_layers=1",
 }
 

@@ -19,6 +19,7 @@ from kvsketch.methods.base import Method
 from kvsketch.methods.clusterkv import ClusterKV
 from kvsketch.methods.full import Full
 from kvsketch.methods.h2o import H2O
+from kvsketch.methods.infinigen import InfiniGen
 from kvsketch.methods.kcenter import KCenter
 from kvsketch.methods.keyformer import Keyformer
 from kvsketch.methods.pyramidkv import PyramidKV
@@ -44,6 +45,7 @@ METHODS: dict[str, type[Method]] = {
         BalanceKV,
         Quest,
         ClusterKV,
+        InfiniGen,
     )
 }
 
@@ -59,6 +61,7 @@ __all__ = [
     "BalanceKV",
     "ClusterKV",
     "Full",
+    "InfiniGen",
     "KCenter",
     "Keyformer",
     "Method",

@@ -62,7 +62,7 @@ class Quest(RecallingMethod):
             return
         new = table.new_tokens if self.is_indexed(table) else table.seen
         self._reserve(table)
-        keys = offloaded.newest(table, table.seen - new)[0] if new > 1 else self._newest_key(table)
+        keys = offloaded.newest(table, table.seen - new)[0] if new > 1 else self.newest_key(table)
         position = table.real_tokens() - new + torch.arange(new, device=keys.device)  # [B, 1, new]
         last = table.row_state[PAGE_MIN].shape[2] - 1
         page = torch.where(position >= 0, position // self.page, last).unsqueeze(-1).expand(keys.shape)
@@ -84,12 +84,6 @@ class Quest(RecallingMethod):
             if present:
                 bounds[:, :, : present - 1] = table.row_state[name][:, :, :-1]
             table.row_state[name] = bounds
-
-    def _newest_key(self, table: SlotTable) -> Tensor:  # [B, H, 1, D]
-        keys = table.key_slots()
-        if table.next_slot is None:
-            return keys[:, :, -1:]
-        return keys.gather(2, (table.next_slot - 1).unsqueeze(-1).expand(-1, -1, 1, keys.shape[3]))
 
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None

@@ -141,3 +141,10 @@ class RecallingMethod(Method):
         if table.clock is not None:
             return table.clock
         return torch.full((1,), table.seen, device=table.key_slots().device)
+
+    def newest_key(self, table: SlotTable) -> Tensor:  # [B, H, 1, D]
+        """The key of the token just appended, where a captured step finds it."""
+        keys = table.key_slots()
+        if table.next_slot is None:
+            return keys[:, :, -1:]
+        return keys.gather(2, (table.next_slot - 1).unsqueeze(-1).expand(-1, -1, 1, keys.shape[3]))

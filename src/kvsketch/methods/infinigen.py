@@ -1,0 +1,139 @@
+"""InfiniGen: choose tokens by a few channels of rotated queries and keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.methods.recall import BUDGETS, RecallingMethod
+from kvsketch.slots import SlotTable
+from kvsketch.storage import offloaded
+
+SKEW = "skew"  # [B, H, D, p]: the directions along which queries are longest
+PARTIAL = "partial_keys"  # [B, H, tokens, p]: every key along them
+
+
+@dataclass(frozen=True)
+class InfiniGen(RecallingMethod):
+    """Reads the tokens whose inner product with the query looks large along the few directions where queries are long.
+
+    Keys and queries are turned by the orthogonal matrix of the queries' singular vectors, which keeps inner products
+    and gathers the queries' length in the first columns. With p = ceil(ratio * D) of them,
+
+        s'_i = scale * <q turned, k_i turned> over p columns
+
+    says which tokens may matter: those with s'_i > max - alpha. Their number is averaged over the query heads of a row
+    and capped at the budget; each head reads its best so many, and its own token. Attention over them is exact.
+
+    Paper: Lee et al., InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache
+    Management (arXiv 2406.19707). Differs from the authors' code: the directions come from the queries of the prompt
+    itself, per batch row and KV head, not from a calibration text; columns are taken by their sum of squares; and the
+    scores use the layer's own query. The authors speculate it from the input of the layer before, because they must
+    start copying early; here rows are read where they lie, and the choice is the one that their speculation aims at.
+    """
+
+    name: ClassVar[str] = "infinigen"
+    paper: ClassVar[str] = "arXiv 2406.19707"
+    sinks: int = field(default=0, init=False)
+    ratio: float = 0.2
+    alpha: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("ratio", 0 < self.ratio <= 1, "a share of the channels, above 0 and at most 1")
+        self._require("alpha", self.alpha > 0, "a distance from the largest score, above 0")
+
+    @property
+    def tail_tokens(self) -> int:
+        return 256
+
+    def rows_read(self, table: SlotTable) -> int:
+        return self.budget_tokens(table)
+
+    def is_indexed(self, table: SlotTable) -> bool:
+        return PARTIAL in table.row_state
+
+    def maintenance_due(self, table: SlotTable) -> bool:
+        outgrown = self.is_indexed(table) and table.seen + 1 > table.row_state[PARTIAL].shape[2]
+        return outgrown or super().maintenance_due(table)
+
+    def compress(self, table: SlotTable, queries: Tensor) -> None:
+        if self.selects(table) and SKEW not in table.row_state and table.seen > self.budget_tokens(table):
+            table.row_state[SKEW] = self._directions(table, queries)
+        super().compress(table, queries)
+
+    def _directions(self, table: SlotTable, queries: Tensor) -> Tensor:  # [B, H, D, p]
+        keys = table.key_slots()[:, :, : table.seen].float()
+        q = queries.float().unflatten(1, (keys.shape[1], -1))  # [B, H, G, n, D]
+        if table.padding is not None:
+            real = torch.arange(table.seen, device=keys.device) >= table.padding.view(-1, 1)
+            keys = keys * real[:, None, :, None]
+            q = q * real[:, None, None, -q.shape[3] :, None]
+        q = q.flatten(2, 3)
+        gram, other = q.mT @ q, keys.mT @ keys
+        # Fewer queries than channels leave directions undecided; there the keys decide.
+        traces = [g.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-20)[..., None, None] for g in (gram, other)]
+        vectors = torch.linalg.eigh(gram / traces[0] + 1e-4 * other / traces[1]).eigenvectors
+        columns = math.ceil(self.ratio * keys.shape[-1])
+        return vectors[..., -columns:].to(queries.dtype)
+
+    def index(self, table: SlotTable) -> None:
+        """Writes the new tokens' keys along the chosen directions."""
+        if SKEW not in table.row_state:
+            return
+        new = table.new_tokens if self.is_indexed(table) else table.seen
+        self._reserve(table)
+        keys = offloaded.newest(table, table.seen - new)[0] if new > 1 else self.newest_key(table)
+        place = self.seen_on_device(table) - new + torch.arange(new, device=keys.device)
+        partial = table.row_state[PARTIAL]
+        place = place.view(1, 1, -1, 1).expand(*keys.shape[:3], partial.shape[3])
+        partial.scatter_(2, place, keys @ table.row_state[SKEW])
+
+    def _reserve(self, table: SlotTable) -> None:
+        skew, present = table.row_state[SKEW], table.row_state.get(PARTIAL)
+        if present is None or present.shape[2] < table.seen:
+            longer = skew.new_zeros(*skew.shape[:2], table.seen + max(64, table.seen // 8), skew.shape[3])
+            if present is not None:
+                longer[:, :, : present.shape[2]] = present
+            table.row_state[PARTIAL] = longer
+
+    def attend(
+        self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
+    ) -> Tensor | None:
+        if not self.is_indexed(table):
+            return None
+        rows = self.slots_of(table, self.choose_rows(table, query))
+        assert table.keys is not None and table.values is not None
+        return ops.indexed_attention(
+            query, table.keys, table.values, rows, table.scale, softcap=softcap, sink_logits=sink_logits
+        )
+
+    def choose_rows(self, table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq, rows_read] int32
+        """The tokens each query head reads, best first, -1 behind the last."""
+        scores = self._scores(table, query)  # [B, Hq, N]
+        token = torch.arange(scores.shape[-1], device=scores.device)
+        newest = self.seen_on_device(table) - 1
+        hidden = token >= newest
+        if table.padding is not None:
+            hidden = hidden | (token < table.padding.view(-1, 1, 1))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        promising = (scores > scores.amax(-1, keepdim=True) - self.alpha).sum(-1).float().mean(-1)  # [B]
+        # The query's own token is not in the index yet and is always read.
+        scores = torch.where(token == newest, float("inf"), scores)
+        most = min(self.rows_read(table), scores.shape[-1])
+        count = (promising.round().long() + 1).clamp_max(most)
+        if BUDGETS in table.row_state:
+            count = torch.minimum(count, table.row_state[BUDGETS].long())
+        best = scores.topk(most, dim=-1)
+        wanted = (torch.arange(most, device=scores.device) < count.view(-1, 1, 1)) & (best.values > float("-inf"))
+        return torch.where(wanted, best.indices, -1).int()
+
+    def _scores(self, table: SlotTable, query: Tensor) -> Tensor:
+        skew, partial = table.row_state[SKEW], table.row_state[PARTIAL]
+        turned = query.view(query.shape[0], skew.shape[1], -1, query.shape[3]) @ skew
+        return (turned @ partial.mT).float().flatten(1, 2) * table.scale
