@@ -121,3 +121,14 @@ def test_phi3_long_rope_keeps_the_users_cache() -> None:
     cache = CompressedCache(model, "streamingllm:budget=8")
     out = model.generate(zoo.tokens(1, 30), past_key_values=cache, max_new_tokens=4, do_sample=False)
     assert out.shape == (1, 34) and cache.tokens_seen == 33 and cache.tokens_stored == 8
+
+
+def test_a_cache_that_is_turned_off_is_refused() -> None:
+    """transformers would feed the whole text at every step into the cache, without a word."""
+    model = zoo.build("llama")
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model.generate(
+            zoo.tokens(1, 9), past_key_values=CompressedCache(model, "full"), use_cache=False, max_new_tokens=3
+        )
+    with pytest.warns(UserWarning, match="mpt turns its cache off"):
+        CompressedCache(zoo.build("mpt", use_cache=False), "full")

@@ -254,6 +254,10 @@ def softcap_of(module: nn.Module, own: Callable[..., Any], kwargs: dict[str, Any
 
 def refuse_unsupported(module: nn.Module, view: LayerView, value: Tensor, kwargs: dict[str, Any]) -> None:
     """Raises for attention that a slot table cannot serve, naming the model's attention class."""
+    if kwargs.get("use_cache") is False:
+        raise ValueError(
+            "use_cache=False feeds the whole text at every step into the cache; leave it out or drop the cache"
+        )
     for name in ("position_bias", "indices", "block_indices"):
         if kwargs.get(name) is not None:
             raise ValueError(

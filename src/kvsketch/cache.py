@@ -8,6 +8,7 @@ memory still holds.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,6 @@ from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.slots import SlotTable
 from kvsketch.storage.hot_set import hit_rate
-
-
-class UnsupportedModelError(ValueError):
-    """The model's attention cannot read a compressed cache."""
 
 
 @dataclass
@@ -167,7 +164,7 @@ class SlotLayer(CacheLayerMixin):
 
     def require_claimed(self) -> None:
         if self.waiting is not None:
-            raise UnsupportedModelError(
+            raise families.UnsupportedModelError(
                 f"the attention of {self.model_name} (layer {self.table.layer_idx}) never read the "
                 f"compressed cache: it does not go "
                 f"through transformers' AttentionInterface, so kvsketch cannot serve this model. "
@@ -229,6 +226,8 @@ class CompressedCache(Cache):
             raise ValueError(f"CompressedCache takes a transformers model or its config, not {type(model).__name__}")
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"{config.model_type} is an encoder-decoder model; kvsketch serves decoder-only models")
+        if getattr(config, "use_cache", True) is False:
+            warnings.warn(f"{config.model_type} turns its cache off by default: pass use_cache=True", stacklevel=2)
         self.method = parse_method(method)
         self.model_name = str(getattr(config, "model_type", type(config).__name__))
         attention.install()
@@ -284,7 +283,7 @@ class CompressedCache(Cache):
 
     @property
     def hit_rate(self) -> float | None:
-        """With offload=host, the share of reads that found their token on the device; None before the first."""
+        """With offload=host, the share of reads that found their token on the device."""
         return hit_rate(layer.table for layer in self.slot_layers)
 
     def __repr__(self) -> str:

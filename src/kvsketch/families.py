@@ -21,6 +21,10 @@ from kvsketch import attention
 _installed: set[str] = set()
 
 
+class UnsupportedModelError(ValueError):
+    """The model's attention cannot read a compressed cache."""
+
+
 def adapt(config: PretrainedConfig) -> None:
     """Installs the adapter that the family of `config` needs, if any."""
     model_type = str(getattr(config, "model_type", ""))
