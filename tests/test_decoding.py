@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import kvsketch
 import zoo
@@ -149,6 +150,16 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(family: str, options:
         ours = kvsketch.generate(
             model, ids, CompressedCache(model, "streamingllm:budget=12"), max_new_tokens=6, do_sample=False, **options
         )
+    assert ours.tolist() == expected.tolist()
+
+
+def test_beams_of_a_generation_config_are_not_overlooked() -> None:
+    model, ids = zoo.build("llama").to(DEVICE), zoo.tokens(1, 20).to(DEVICE)
+    config = GenerationConfig(num_beams=3, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    method = "streamingllm:budget=12"
+    expected = model.generate(ids, past_key_values=CompressedCache(model, method), generation_config=config)
+    with pytest.warns(RuntimeWarning, match="num_beams=3"):
+        ours = kvsketch.generate(model, ids, CompressedCache(model, method), generation_config=config)
     assert ours.tolist() == expected.tolist()
 
 

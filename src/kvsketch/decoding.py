@@ -49,9 +49,12 @@ def _impossible(model: Any, cache: CompressedCache, options: dict[str, Any]) -> 
         return f"{cache.model_name} has sliding-window or linear layers, whose native caches cannot be captured"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{cache.model_name} takes no position_ids and counts positions on the host"
+    configs = [options.get("generation_config"), model.generation_config]
     for option in ("num_beams", "assistant_model", "prompt_lookup_num_tokens", "return_dict_in_generate"):
-        if options.get(option) not in (None, False, 1):
-            return f"{option}={options[option]!r} needs the eager loop"
+        given = [options[option]] if option in options else [getattr(config, option, None) for config in configs]
+        value = next((v for v in given if v is not None), None)
+        if value not in (None, False, 1):
+            return f"{option}={value!r} needs the eager loop"
     if model.device.type != "cuda":
         return f"the model is on {model.device.type}, and only CUDA has graphs"
     return None

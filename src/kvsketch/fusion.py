@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvsketch import ops
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3", "olmo2", "granite")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 _local = threading.local()
 _patched: set[str] = set()
 
