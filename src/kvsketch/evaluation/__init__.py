@@ -1,0 +1,1 @@
+"""Errors of the methods on real models and real text."""

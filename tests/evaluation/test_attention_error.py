@@ -1,0 +1,144 @@
+"""The study of attention errors measures what it says, and does not measure twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from kvsketch import models, texts
+from kvsketch.benchmark import records
+from kvsketch.evaluation import attention_error, recall_page
+from kvsketch.evaluation.attention_error import ORACLE, Captured
+
+ROOT = Path(__file__).parent.parent.parent
+QUERIES = 16
+BOUNDED = ("snapkv", "streamingllm", "uniform", "balancekv", "subgen", "kcenter", "h2o")
+RECALL = (
+    "clusterkv",
+    "clusterkv:completion=false",
+    "clusterkv:tokens_per_cluster=80:completion=false",
+    "quest",
+    "infinigen",
+)
+
+
+@pytest.fixture(scope="module")
+def layers() -> dict[int, Captured]:
+    return attention_error.capture(zoo.build("qwen2"), zoo.tokens(1, 480), [0, 1])
+
+
+def test_what_is_captured_is_what_the_model_attends_with(layers: dict[int, Captured]) -> None:
+    model, ids = zoo.build("qwen2"), zoo.tokens(1, 480)
+    seen: list[torch.Tensor] = []
+    projection = model.model.layers[1].self_attn.o_proj
+    handle = projection.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        model(ids)
+    handle.remove()
+    queries, keys, values, scale = layers[1][:4]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        queries, keys, values, is_causal=True, scale=scale, enable_gqa=True
+    )
+    torch.testing.assert_close(out.transpose(1, 2).flatten(2), seen[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("text", [ORACLE, *BOUNDED, *RECALL])
+def test_reading_everything_is_exact(layers: dict[int, Captured], text: str) -> None:
+    for layer in layers.values():
+        outcome = attention_error.measure(text, 1, layer, QUERIES)
+        assert outcome.error < 1e-5
+        assert outcome.tokens_read == 480 - QUERIES
+
+
+@pytest.mark.parametrize("text", [*BOUNDED, *RECALL])
+def test_a_part_is_read_and_the_error_is_not_zero(layers: dict[int, Captured], text: str) -> None:
+    outcome = attention_error.measure(text, 4, layers[1], QUERIES)
+    assert 1e-4 < outcome.error < 2.0
+    assert outcome.tokens_read <= attention_error.reads(480 - QUERIES, 4)
+
+
+@pytest.mark.parametrize("text", [text for text in RECALL if text != "clusterkv"])
+def test_the_oracle_is_better_than_what_reads_as_many_tokens(layers: dict[int, Captured], text: str) -> None:
+    for layer in layers.values():
+        # Queries of random weights like all keys alike; only where attention is peaked are the top tokens the best.
+        layer = layer._replace(queries=8 * layer.queries)
+        for rate in (2, 4, 8):
+            oracle = attention_error.measure(ORACLE, rate, layer, QUERIES)
+            assert oracle.error <= attention_error.measure(text, rate, layer, QUERIES).error
+
+
+def test_the_error_is_that_of_a_direct_computation(layers: dict[int, Captured]) -> None:
+    layer = layers[1]
+    context = 480 - QUERIES
+    recent = attention_error.reads(context, 4) - attention_error.SINKS
+    kept = [*range(attention_error.SINKS), *range(context - recent, context)]
+    queries = layer.queries[:, :, context:].double()
+    keys, values = (t[:, :, :context].double().repeat_interleave(2, 1) for t in (layer.keys, layer.values))
+
+    def attend(rows: list[int]) -> torch.Tensor:
+        return (queries @ keys[:, :, rows].mT * layer.scale).softmax(-1) @ values[:, :, rows]
+
+    exact = attend(list(range(context)))
+    wanted = ((attend(kept) - exact).norm(dim=-1) / exact.norm(dim=-1)).mean()
+    found = attention_error.measure("streamingllm", 4, layer, QUERIES)
+    assert found.error == pytest.approx(float(wanted), rel=1e-4)
+    assert found.tokens_read == len(kept)
+
+
+def test_what_the_file_holds_is_not_measured_again(
+    layers: dict[int, Captured], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, setting = tmp_path / "errors.jsonl", {"model": "tiny", "queries": QUERIES}
+    first = attention_error.study({0: layers[0]}, setting, ["quest", ORACLE], [2, 4], out)
+    calls: list[tuple[str, int, int]] = []
+    measure = attention_error.measure
+
+    def counted(text: str, rate: int, layer: Captured, queries: int) -> Any:
+        calls.append((text, rate, layer.layer))
+        return measure(text, rate, layer, queries)
+
+    monkeypatch.setattr(attention_error, "measure", counted)
+    assert attention_error.study({0: layers[0]}, setting, ["quest", ORACLE], [2, 4], out) == first
+    assert calls == []
+    both = attention_error.study(layers, setting, ["quest"], [4, 8], out)
+    assert calls == [("quest", 4, 1), ("quest", 8, 0), ("quest", 8, 1)]
+    assert both[0]["outcomes"]["0"] == first[1]["outcomes"]["0"]
+    assert len(list(records.read(out))) == 6
+    attention_error.study(layers, setting | {"model": "another"}, ["quest"], [4], out)
+    assert calls[3:] == [("quest", 4, 0), ("quest", 4, 1)]
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Tokenizer:
+        def __call__(self, text: str, return_tensors: str) -> Any:
+            return type("Encoded", (), {"input_ids": zoo.tokens(1, 480)})
+
+    loads: list[str] = []
+    monkeypatch.setattr(models, "load", lambda name, dtype: loads.append(name) or (zoo.build("qwen2"), Tokenizer()))
+    monkeypatch.setattr(texts, "document", lambda: "")
+    out, picture = tmp_path / "errors.jsonl", tmp_path / "pictures" / "errors.png"
+    line = ["--tokens", "480", "--queries", "16", "--layers", "1", "--methods", f"quest,{ORACLE},snapkv"]
+    for _ in range(2):
+        assert attention_error.main([*line, "--out", str(out), "--picture", str(picture)]) == 0
+    assert len(loads) == 1 and len(list(records.read(out))) == 9
+    assert picture.stat().st_size > 10_000
+    with pytest.raises(ValueError, match=r"layers \[7\].*are 0, 1"):
+        attention_error.main([*line[:4], "--layers", "7"])
+    assert attention_error.main(["--tokens", "200"]) == 2 and "--tokens 200" in capsys.readouterr().err
+    assert attention_error.main(["--tokens", "500"]) == 2 and "has 480 tokens" in capsys.readouterr().err
+
+
+def test_the_page_is_written_from_the_records() -> None:
+    page = (ROOT / "docs" / "recall.md").read_text(encoding="utf-8")
+    written = recall_page.with_table(page, ROOT / "results" / "attention_error.jsonl")
+    assert page == written, f"run: {recall_page.BEGIN.removeprefix('<!-- written by ').removesuffix(' -->')}"
+
+
+def test_the_last_record_of_a_rate_counts() -> None:
+    data = {"method": "quest", "family": "recall", "rate": 4, "tokens_read": 2064, "bytes": 3_000_000}
+    found = [{"kind": attention_error.KIND, "data": data | {"mean": mean}} for mean in (0.9, 0.05)]
+    assert recall_page.table(found).endswith("| recall | `quest` | .050 | .055 .105 .170 | 2064 | 3 |")
