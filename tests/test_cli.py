@@ -261,9 +261,20 @@ def test_bench_names_its_benchmarks_and_needs_a_gpu() -> None:
     assert "--batches" in listed.output
 
 
-def test_every_listed_benchmark_exists() -> None:
+def test_eval_names_its_experiments() -> None:
+    wrong = CliRunner().invoke(app, ["eval", "speed"])
+    assert wrong.exit_code == 2
+    assert "attention-error" in wrong.output
+    listed = CliRunner().invoke(app, ["eval", "attention-error", "--help"])
+    assert listed.exit_code == 0
+    assert "--tokens" in listed.output
+
+
+def test_every_listed_benchmark_and_experiment_exists() -> None:
     from importlib.util import find_spec
 
     from kvsketch.cli.bench import BENCHMARKS
+    from kvsketch.cli.evaluate import EXPERIMENTS
 
     assert all(find_spec(f"kvsketch.benchmark.{name}") for name in BENCHMARKS)
+    assert all(find_spec(f"kvsketch.evaluation.{name.replace('-', '_')}") for name in EXPERIMENTS)

@@ -1,4 +1,4 @@
-"""The command line: kvsketch demo | methods | generate | bench | models | env.
+"""The command line: kvsketch demo | methods | generate | eval | bench | models | env.
 
 One file per command. Nothing here imports torch or transformers before a command needs them, so that --help is instant.
 """
@@ -11,6 +11,7 @@ from kvsketch.cli.bench import bench
 from kvsketch.cli.boundary import OneLineErrors, new_app
 from kvsketch.cli.demo import demo
 from kvsketch.cli.env import env
+from kvsketch.cli.evaluate import evaluate
 from kvsketch.cli.generate import generate
 from kvsketch.cli.methods import methods
 from kvsketch.cli.models import models_app
@@ -21,8 +22,10 @@ app = new_app("Keep the KV cache of a long-context language model small, and see
 app.command()(demo)
 app.command()(methods)
 app.command()(generate)
-# A benchmark has options of its own, --help among them.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(bench)
+# Benchmarks and experiments have options of their own, --help among them.
+OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command(context_settings=OWN_OPTIONS)(bench)
+app.command("eval", context_settings=OWN_OPTIONS)(evaluate)
 app.add_typer(models_app, name="models")
 app.command()(env)
 
