@@ -62,7 +62,8 @@ def test_a_few_channels_find_most_of_the_best() -> None:
     found = [
         len({*c} & {*w}) / 19 for c, w in zip(rows.flatten(0, 1).tolist(), best.flatten(0, 1).tolist(), strict=True)
     ]
-    assert sum(found) / len(found) > 0.6, "19 of 90 by chance would be 0.21"
+    # No figure is promised for random keys; this asks for clearly more than the 0.21 of chance.
+    assert sum(found) / len(found) > 0.6
 
 
 def test_the_threshold_counts_what_is_near_the_maximum() -> None:

@@ -50,7 +50,8 @@ def make_tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         return torch.randn(1, KV_HEADS, length, HEAD_SIZE, generator=generator, device=DEVICE)
 
     near = torch.randint(64, (count,), generator=generator, device=DEVICE)
-    return tuple((normal(1) + normal(64)[:, :, near] + 0.5 * normal(count)).bfloat16() for _ in range(2))  # type: ignore[return-value]
+    keys, values = ((normal(1) + normal(64)[:, :, near] + 0.5 * normal(count)).bfloat16() for _ in range(2))
+    return keys, values
 
 
 def blocks_of(count: int, block: int = BLOCK) -> Tensor:  # [1, H, N, b]

@@ -108,7 +108,8 @@ def newest(table: SlotTable, start: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the tokens from `start` on, [B, H, n, D]; when offloaded, of tokens of the tail."""
     assert table.keys is not None and table.values is not None
     shift = 0 if table.host is None or table.exact else table.marks[SINKS] - table.host.length
-    return tuple(t[:, :, start + shift : table.seen + shift] for t in (table.keys, table.values))  # type: ignore[return-value]
+    new = slice(start + shift, table.seen + shift)
+    return table.keys[:, :, new], table.values[:, :, new]
 
 
 def _own_store(table: SlotTable, tokens: int) -> HostStore:
