@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 from kvsketch import ops
 
 if TYPE_CHECKING:
-    from kvsketch.cache import LayerView
+    from kvsketch.cache_layer import LayerView
 
 TAG = "_kvsketch_view"
 _lock = threading.Lock()

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache import CompressedCache, SlotLayer
+from kvsketch.cache import CompressedCache
+from kvsketch.cache_layer import SlotLayer
 from kvsketch.methods import METHODS, Full, Method, parse_method
 from kvsketch.slots import SlotTable
 
