@@ -41,7 +41,7 @@ QUERY_HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 32, 8, 128, 32
 SCALE = HEAD_SIZE**-0.5
 SINKS, TAIL = 16, 320
 # Clusters per token and rounds: the paper's setting, and finer ones.
-CLUSTERINGS = ((80, 20), (80, 10), (20, 10), (20, 5), (20, 3))
+CLUSTERINGS = ((80, 20), (80, 10), (80, 5), (20, 10), (20, 5), (20, 3))
 TARGETS = {("kmeans", 80): 0.03, ("kmeans", 20): 0.08, ("selection", 80): 0.05, ("selection", 20): 0.10}
 BUDGETS = (1024, 2048)
 TOLERANCE = 1e-2
