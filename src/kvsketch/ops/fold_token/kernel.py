@@ -1,8 +1,8 @@
 """Folding one token in Triton: one program per batch row and KV head, one launch per step. Same draws as the reference.
 
-A step rarely changes a sample: what it writes is found from the draws alone, and the shares of the samples are computed
-anew only when one fired. Barriers stand where one thread writes what others have just read, or will read.
-Legend: see the package docstring.
+A step rarely changes a sample: what it writes is found from the draws alone, and a sample that fired changes the shares
+of the token it held and of the new one, no others. Barriers stand where one thread writes what others have just read,
+or will read. Legend: see the package docstring.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from kvsketch.ops.random.kernel import hash_combine
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
-TILE = 32
+MAX_TILE = 1024  # samples looked at together
+CLUSTER_TILE = 64
 MAX_PER_CLUSTER = 128
 CERTAIN = tl.constexpr(4294967296.0)
 INF = tl.constexpr(float("inf"))
@@ -44,8 +45,9 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
             heads, slots, *layout, *state.keys.stride()[:3], *state.values.stride()[:3],
             D=size, DV=value_size,
             BLOCK_D=triton.next_power_of_2(size), BLOCK_DV=triton.next_power_of_2(value_size),
-            BLOCK_T=triton.next_power_of_2(max(2, layout.per_cluster)), TILE=TILE,
-            SEPARATE=layout.clusters > 0, PADDED=state.padding is not None, COALESCE=coalesce, num_warps=4,
+            BLOCK_T=triton.next_power_of_2(max(2, layout.per_cluster)),
+            TILE=min(MAX_TILE, triton.next_power_of_2(max(16, layout.samples))), CLUSTER_TILE=CLUSTER_TILE,
+            SEPARATE=layout.clusters > 0, PADDED=state.padding is not None, COALESCE=coalesce, num_warps=8,
         )  # fmt: skip
 
 
@@ -56,7 +58,8 @@ def fold_kernel(
     heads, slots, sinks, ring, hold, samples, clusters, per_cluster,
     k_b, k_h, k_s, v_b, v_h, v_s,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr,
-    TILE: tl.constexpr, SEPARATE: tl.constexpr, PADDED: tl.constexpr, COALESCE: tl.constexpr,
+    TILE: tl.constexpr, CLUSTER_TILE: tl.constexpr,
+    SEPARATE: tl.constexpr, PADDED: tl.constexpr, COALESCE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     b = head // heads
@@ -97,7 +100,7 @@ def fold_kernel(
             fold_denominator(
                 keys, index, den_ptr + head * slots, reps_ptr + head * clusters * D, counts_ptr + head * clusters,
                 tl.load(delta_ptr + head), streams_ptr + head * 3 + 1, key, token, position, first + samples, clusters,
-                tl.load(plan + 4), per_cluster, tl.load(plan + 5), k_s, D, BLOCK_D, BLOCK_T, TILE, COALESCE,
+                tl.load(plan + 4), per_cluster, tl.load(plan + 5), k_s, D, BLOCK_D, BLOCK_T, CLUSTER_TILE, COALESCE,
             )  # fmt: skip
     tl.store(next_ptr + head, slot)
     tl.store(index + slot, -1)
@@ -116,50 +119,59 @@ def fold_numerator(
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     wide = value.to(tl.float32)
-    norm = tl.sqrt(tl.sum(wide * wide, 0)).to(tl.float64)
+    square = tl.sum(wide * wide, 0)
+    norm = tl.sqrt(square).to(tl.float64)
     weight = norm * norm
     mu += weight
     tl.store(mu_ptr, mu)
     threshold = (tl.where(weight > 0.0, weight / mu, 0.0) * CERTAIN + 0.5).to(tl.int64)
     state = hash_combine(tl.load(stream), position)
-    changed = 0
+    hits = 0
+    earliest = samples
     for start in range(0, samples, TILE):
         j = start + tl.arange(0, TILE)
         fired = (hash_combine(state, j).to(tl.int64) < threshold) & (j < own_samples)
-        hits = tl.sum(fired.to(tl.int32), 0)
-        if hits > 0:
-            place = first + j
-            at = keys + place[:, None] * k_s + d[None, :]
-            tl.store(at, tl.broadcast_to(key[None, :], (TILE, BLOCK_D)), mask=fired[:, None] & (d < D)[None, :])
-            at = values + place[:, None] * v_s + dv[None, :]
-            tl.store(at, tl.broadcast_to(value[None, :], (TILE, BLOCK_DV)), mask=fired[:, None] & (dv < DV)[None, :])
-            tl.store(index + place, tl.zeros((TILE,), tl.int32) + token, mask=fired)
-        changed += hits
-    if changed > 0:
-        tl.debug_barrier()
-        for start in range(0, samples, TILE):
-            j = start + tl.arange(0, TILE)
-            at = values + (first + j)[:, None] * v_s + dv[None, :]
-            sampled = tl.load(at, mask=(j < samples)[:, None] & (dv < DV)[None, :], other=0.0).to(tl.float32)
-            share = -tl.log(tl.sum(sampled * sampled, 1))
-            mine = tl.load(index + first + j, mask=j < samples, other=-1)
-            empty = mine < 0
+        while tl.sum(fired.to(tl.int32), 0) > 0:
+            sample = tl.min(tl.where(fired, j, samples), 0)
+            lost = tl.load(index + first + sample)
+            tl.debug_barrier()
+            tl.store(keys + (first + sample) * k_s + d, key, mask=d < D)
+            tl.store(values + (first + sample) * v_s + dv, value, mask=dv < DV)
+            tl.store(index + first + sample, token)
+            tl.store(shares + sample, tl.where(COALESCE, -INF, -tl.log(square)))
             if COALESCE:
-                copies = tl.zeros((TILE,), tl.int32)
-                earlier = tl.zeros((TILE,), tl.int32)
-                for other in range(0, samples, TILE):
-                    i = other + tl.arange(0, TILE)
-                    same = mine[:, None] == tl.load(index + first + i, mask=i < samples, other=-2)[None, :]
-                    copies += tl.sum(same.to(tl.int32), 1)
-                    earlier += tl.sum((same & (i[None, :] < j[:, None])).to(tl.int32), 1)
-                share += tl.log(copies.to(tl.float32))
-                empty = empty | (earlier > 0)
-            tl.store(shares + j, tl.where(empty, -INF, share), mask=j < samples)
+                tl.debug_barrier()
+                recount_copies(values, index, shares, lost, first, samples, v_s, DV, BLOCK_DV, TILE)
+            fired = fired & (j > sample)
+            earliest = tl.minimum(earliest, sample)
+            hits += 1
+    if hits > 0:
         tl.debug_barrier()
+        if COALESCE:
+            tl.store(shares + earliest, tl.log(hits.to(tl.float32)) - tl.log(square))
+            tl.debug_barrier()
     base = tl.log(mu).to(tl.float32) - tl.log(own_samples.to(tl.float32))
     for start in range(0, samples, TILE):
         j = start + tl.arange(0, TILE)
         tl.store(weights + first + j, base + tl.load(shares + j, mask=j < samples, other=-INF), mask=j < samples)
+
+
+@triton.jit
+def recount_copies(
+    values, index, shares, lost, first, samples, v_s, DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """The first sample that still holds the token `lost` carries the share of all its copies."""
+    copies = 0
+    keeper = samples
+    for start in range(0, samples, TILE):
+        j = start + tl.arange(0, TILE)
+        same = (tl.load(index + first + j, mask=j < samples, other=-1) == lost) & (lost >= 0)
+        copies += tl.sum(same.to(tl.int32), 0)
+        keeper = tl.minimum(keeper, tl.min(tl.where(same, j, samples), 0))
+    if copies > 0:
+        dv = tl.arange(0, BLOCK_DV)
+        kept = tl.load(values + (first + keeper) * v_s + dv, mask=dv < DV, other=0.0).to(tl.float32)
+        tl.store(shares + keeper, tl.log(copies.to(tl.float32)) - tl.log(tl.sum(kept * kept, 0)))
 
 
 @triton.jit
