@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from kvsketch.ops.weighted_attention.plan import PROGRAMS_PER_MULTIPROCESSOR, TILE_BYTES, Device
+from kvsketch.ops.weighted_attention.plan import Device
 
+# Rows lie anywhere, so that many small programs hide the wait for them better than a few with more tiles in flight.
+TILE_BYTES = 16 * 1024
+PROGRAMS_PER_MULTIPROCESSOR = 4
 MAX_PIECES = 128
 
 
@@ -40,7 +43,7 @@ def plan(heads: int, lists: int, rows: int, spans: int, extras: int, slot_bytes:
     while sum(_ceil_div(part, share) for part in parts) > MAX_PIECES:
         share *= 2
     list_splits, span_splits, extra_splits = (_ceil_div(part, share) for part in parts)
-    return Plan(block_n, list_splits, span_splits, extra_splits, warps=4, stages=3, overlap=device.overlap)
+    return Plan(block_n, list_splits, span_splits, extra_splits, warps=2, stages=2, overlap=device.overlap)
 
 
 def _ceil_div(a: int, b: int) -> int:
