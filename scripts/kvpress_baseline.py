@@ -1,0 +1,165 @@
+"""What a user of NVIDIA's kvpress gets on the same questions and shapes. Run it in kvpress's own environment.
+
+    pip install kvpress torch          # needs transformers below 5.3, so not beside kvsketch's own requirements
+    PYTHONPATH=src python scripts/kvpress_baseline.py speed --out results/kvpress.jsonl
+    PYTHONPATH=src python scripts/kvpress_baseline.py lines --model FOLDER --name qwen2.5-coder-1.5b --out DIR
+
+`speed`: prefill and eager decode step of an 8B shape with random weights, 32,768 tokens, 2,048 of them kept.
+`lines`: the questions of `kvsketch eval lines`, in its record format, one by one (kvpress cannot read left-padded
+batches), compressed after the whole prompt as there; the methods are named kvpress-SnapKVPress and so on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import statistics
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from kvsketch.benchmark import records
+from kvsketch.benchmark.shapes import build
+
+PRESSES = "StreamingLLMPress,SnapKVPress,PyramidKVPress,ExpectedAttentionPress"
+
+
+def pressed(model: Any, press: str, kept: Fraction) -> Any:
+    """The context in which kvpress compresses a prefill to `kept` of it; "none": none."""
+    if press == "none":
+        return contextlib.nullcontext()
+    import kvpress
+
+    return getattr(kvpress, press)(compression_ratio=float(1 - kept))(model)
+
+
+def prefill(model: Any, ids: torch.Tensor, press: str, kept: Fraction) -> tuple[Any, torch.Tensor]:
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    with pressed(model, press, kept):
+        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    return cache, logits
+
+
+def decode(model: Any, cache: Any, logits: torch.Tensor, position: int, count: int, eos: set[int]) -> list[int]:
+    """Greedy tokens after a compressed prefill; positions go on from the prompt's own length."""
+    tokens = [int(logits.argmax())]
+    while len(tokens) < count and tokens[-1] not in eos:
+        ids = torch.tensor([[tokens[-1]]], device=logits.device)
+        where = torch.tensor([[position + len(tokens) - 1]], device=logits.device)
+        logits = model(ids, past_key_values=cache, position_ids=where).logits[:, -1]
+        tokens.append(int(logits.argmax()))
+    return tokens
+
+
+def cache_bytes(cache: Any) -> int:
+    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@torch.no_grad()
+def speed(options: argparse.Namespace) -> None:
+    model = build("llama-3.1-8b")
+    ids = torch.randint(10, 10000, (1, options.tokens), device="cuda")
+    for press in ["none", *options.presses.split(",")]:
+        times = []
+        for _ in range(4):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            cache, logits = prefill(model, ids, press, Fraction(options.kept, options.tokens))
+            torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+        steps = []
+        for _ in range(12):
+            start = time.perf_counter()
+            decode(model, cache, logits, options.tokens, 2, set())
+            torch.cuda.synchronize()
+            steps.append(1e3 * (time.perf_counter() - start))
+        data = {
+            "press": press,
+            "prompt": options.tokens,
+            "kept": options.kept if press != "none" else options.tokens,
+            "prefill_ms": statistics.median(times[1:]),
+            "step_ms": statistics.median(steps[2:]),
+            "cache_bytes": cache_bytes(cache),
+            "peak_bytes": torch.cuda.max_memory_allocated(),
+        }
+        print(data, flush=True)
+        records.append(options.out, records.make_record("kvpress", data | package_versions(), 0))
+
+
+@torch.no_grad()
+def lines(options: argparse.Namespace) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvsketch.evaluation import line_records
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).to("cuda").eval()
+    eos = model.generation_config.eos_token_id
+    ends = set(eos if isinstance(eos, list) else [eos])
+    work = [(int(n), q) for n in options.lines.split(",") for q in range(options.questions)]
+    for size, number in tqdm(work, unit="question", disable=None):
+        asked = line_records.generate(size, 0, number)
+        chat = [{"role": "user", "content": asked.text + asked.question}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids.to("cuda")
+        for press in options.presses.split(","):
+            for budget in options.budgets.split(","):
+                cache, logits = prefill(model, ids, press, Fraction(budget))
+                stored, size_bytes = cache.layers[0].keys.shape[2], cache_bytes(cache)
+                tokens = decode(model, cache, logits, ids.shape[1], 48, ends)
+                answer = tokenizer.decode(tokens, skip_special_tokens=True)
+                found = re.findall(r"\d+", answer)
+                data = {
+                    "method": f"kvpress-{press}",
+                    "budget": budget,
+                    "sample": f"lines={size} question={number}",
+                    "model": options.name,
+                    "lines": size,
+                    "max_new_tokens": 48,
+                    "question_as_decode": False,
+                    "score": float(bool(found) and int(found[-1]) == asked.expected),
+                    "answer": answer,
+                    "tokens_stored": stored,
+                    "device_bytes": size_bytes,
+                    "host_bytes": 0,
+                    "full_bytes": round(size_bytes / stored * ids.shape[1]),
+                }
+                out = Path(options.out) / "kvpress_lines.jsonl"
+                records.append(out, records.make_record("lines", data | package_versions(), 0))
+
+
+def package_versions() -> dict[str, Any]:
+    import importlib.metadata
+
+    return {"kvpress": importlib.metadata.version("kvpress")}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["speed", "lines"])
+    parser.add_argument("--presses", default=PRESSES)
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--kept", type=int, default=2048)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--name", default="")
+    parser.add_argument("--lines", default="200,400")
+    parser.add_argument("--questions", type=int, default=25)
+    parser.add_argument("--budgets", default="1/4")
+    parser.add_argument("--out", required=True)
+    options = parser.parse_args(arguments)
+    {"speed": speed, "lines": lines}[options.what](options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
