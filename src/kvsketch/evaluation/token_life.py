@@ -1,0 +1,198 @@
+"""How long each token of a document stays in the cache, by layer and KV head.
+
+    kvsketch eval token-life --model smollm2-135m --methods snapkv,h2o,subgen,clusterkv --budgets 1/8 --out results
+
+A real model reads a chat prompt of real text with a passkey in it, `--chunk` tokens at each step (1: as it would
+decode). After every step the table of each layer says which tokens it still holds:
+
+    share(layer, head, token) = steps after which a slot carries the token / steps from the token's own to the last
+
+A token that a summary stands for counts while a slot carries its index. Recall methods hold everything; for them the
+share is of the steps in which some query head of the group read the token, and a step of several tokens reads all.
+A share of the prompt as a budget is taken of the whole document, so that the budget does not grow while it is read.
+
+One record for each method and budget: the tokens' texts, which of them spell the passkey, and the shares, cut to two
+digits, of chosen layers and heads and of the mean over all. `score` is the mean share of the passkey's tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsketch import texts
+from kvsketch.budget import Size
+from kvsketch.cache import CompressedCache
+from kvsketch.evaluation import experiment
+from kvsketch.evaluation.budgets import text_form
+from kvsketch.evaluation.experiment import Cell, Experiment
+from kvsketch.evaluation.shared_prefill import memory
+from kvsketch.methods import ClusterKV, parse_method
+from kvsketch.methods.base import Method
+from kvsketch.methods.recall import RecallingMethod
+from kvsketch.slots import NEG_INF, SlotTable
+from kvsketch.storage.hot_set import TAIL
+
+LAYERS_SHOWN, HEADS_SHOWN = 6, 2
+LEAST_TOKENS = 64
+Reads = dict[int, Tensor]  # layer -> [H, m] tokens that its query heads read in the last step, -1 for none
+
+
+class TokenLife(Experiment):
+    name = "token-life"
+    default_budgets = "1/8,1/4"
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--tokens", type=int, default=1024, help="length of the document")
+        parser.add_argument("--chunk", type=int, default=1, help="tokens read at each step")
+        parser.add_argument("--depth", type=float, default=0.5, help="where the passkey is hidden, 0 to 1")
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        if options.tokens < LEAST_TOKENS:
+            raise ValueError(f"--tokens {options.tokens} is too short a document; use at least {LEAST_TOKENS}")
+        if options.chunk < 1:
+            raise ValueError(f"--chunk {options.chunk} is not a step; use 1 or more tokens")
+
+    def cells(self) -> list[Cell]:
+        options = self.options
+        asked = (("tokens", options.tokens), ("depth", options.depth), ("chunk", options.chunk))
+        sample = f"passkey depth={options.depth:g}"
+        return [
+            Cell(method, budget, sample, seed, (*self.setting, *asked))
+            for seed in self.seeds
+            for method, budget in self.contenders
+        ]
+
+    @torch.no_grad()
+    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        for cell in cells:
+            yield cell, self._life(cell)
+
+    def _life(self, cell: Cell) -> dict[str, Any]:
+        options = self.options
+        document = texts.passkey_document(self.tokenizer, options.tokens, options.depth, cell.seed)
+        ids = document.input_ids.to(self.model.device)
+        words = [self.tokenizer.decode([token]) for token in ids[0].tolist()]
+        share = str(Size.parse(cell.budget).of(ids.shape[1])) if cell.budget else ""
+        in_tokens = cell if options.budgets_in == "bytes" else dataclasses.replace(cell, budget=share)
+        text, facts = text_form(self.model, in_tokens.method, in_tokens.budget, ids.shape[1], options.budgets_in)
+        reads: Reads = {}
+        method = noting_reads(parse_method(text), reads)
+        cache = CompressedCache(self.model, method, seed=cell.seed)
+        shares = residence(self.model, cache, ids, options.chunk, reads)
+        found = marked(words, document.passkey)
+        return {
+            "score": float(shares.mean((0, 1))[found].mean()),
+            "mean_share": float(shares.mean()),
+            "measures": "read" if isinstance(method, RecallingMethod) else "stored",
+            **facts,
+            **memory(cache),
+            "words": words,
+            "marked": found,
+            "views": views(shares, [layer.table.layer_idx for layer in cache.slot_layers]),
+        }
+
+
+def noting_reads(method: Method, reads: Reads) -> Method:
+    """The method itself; a recall method in a form that notes what each layer's queries read."""
+    if not isinstance(method, RecallingMethod):
+        return method
+    kind: Any = type(method)
+
+    class Noting(kind):
+        def slots_of(self, table: SlotTable, rows: Tensor) -> Tensor:
+            reads[table.layer_idx] = _with_spans(self, table, rows[0].long().reshape(table.shape[1], -1))
+            found: Tensor = super().slots_of(table, rows)
+            return found
+
+    return Noting(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method) if field.init})
+
+
+def _with_spans(method: Method, table: SlotTable, rows: Tensor) -> Tensor:
+    """Chosen tokens [H, m] and those that every query reads besides: clusterkv's sinks and what no cluster holds."""
+    if not isinstance(method, ClusterKV):
+        return rows
+    tokens = [*range(min(method.sinks, table.seen)), *range(table.marks[TAIL], table.seen)]
+    spans = torch.tensor(tokens, device=rows.device, dtype=rows.dtype)
+    return torch.cat([rows, spans.expand(rows.shape[0], -1)], 1)
+
+
+def residence(model: Any, cache: CompressedCache, ids: Tensor, chunk: int, reads: Reads) -> Tensor:
+    """Share of the steps since its own that each token of `ids` [1, n] stayed, or was read: [layers, heads, n]."""
+    total = ids.shape[1]
+    counts: Tensor | int = 0
+    for start in range(0, total, chunk):
+        reads.clear()
+        model(ids[:, start : start + chunk], past_key_values=cache, logits_to_keep=1)
+        now = torch.stack([_held(layer.table, reads, total) for layer in cache.slot_layers]).int()
+        counts = counts + now
+    steps = math.ceil(total / chunk)
+    own_step = torch.arange(total, device=ids.device) // chunk
+    return (counts / (steps - own_step)).cpu()
+
+
+def _held(table: SlotTable, reads: Reads, total: int) -> Tensor:  # [H, total] bool
+    """Tokens that a layer holds after a step, or that a recall method read in it."""
+    index = reads.get(table.layer_idx)
+    if index is None:
+        index = stored_tokens(table)[0]
+    held = torch.zeros(index.shape[0], total + 1, dtype=torch.bool, device=index.device)
+    return held.scatter_(1, index.clamp_min(-1) + 1, True)[:, 1:]
+
+
+def stored_tokens(table: SlotTable) -> Tensor:  # [B, H, S] int64
+    """The token of each slot that takes part in a sum; negative for the others."""
+    index = table.index_slots()
+    if table.log_den is None:
+        return index
+    used = table.log_den > NEG_INF
+    if table.log_num is not None:
+        used = used | (table.log_num > NEG_INF)
+    return torch.where(used, index, -1)
+
+
+def marked(words: list[str], passkey: str) -> list[int]:
+    """The tokens that spell the passkey, each time it stands in the text."""
+    text, owner = "".join(words), [number for number, word in enumerate(words) for _ in word]
+    starts = [at for at in range(len(text)) if text.startswith(passkey, at)]
+    return sorted({owner[at + offset] for at in starts for offset in range(len(passkey))})
+
+
+def views(shares: Tensor, layers: list[int]) -> list[dict[str, Any]]:
+    """The mean over all layers and heads, and some heads of some layers, each as a list of shares cut to two digits.
+
+    Cut, not rounded: 1.0 says that the token never left.
+    """
+    chosen_layers = spread(len(layers), LAYERS_SHOWN)
+    chosen_heads = spread(shares.shape[1], HEADS_SHOWN)
+    found: list[dict[str, Any]] = [{"layer": None, "head": None, "shares": _cut(shares.mean((0, 1)))}]
+    found += [
+        {"layer": layers[place], "head": head, "shares": _cut(shares[place, head])}
+        for place in chosen_layers
+        for head in chosen_heads
+    ]
+    return found
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of `count` numbers from 0 on, evenly, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(step * (count - 1) / (most - 1)) for step in range(most)})
+
+
+def _cut(shares: Tensor) -> list[float]:
+    # The smallest share that rounding errors of the mean could make of an exact hundredth stays that hundredth.
+    return [math.floor(share * 100 + 1e-4) / 100 for share in shares.tolist()]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return experiment.main(TokenLife, arguments)

@@ -1,0 +1,134 @@
+"""Figures of the results, as PNG and SVG: curves with intervals, one panel for each setting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from kvsketch.report import figure_pictures
+from kvsketch.report.canvas import GRID, legend, line_style, new_figure, slug
+from kvsketch.report.contents import Contents, Section, is_overall
+from kvsketch.report.kinds import Kind
+from kvsketch.report.observations import Row, budget_value
+from kvsketch.report.palette import Look, looks, order
+
+MOST_PANELS = 6
+Figure = tuple[str, Any]  # name of the file without its ending, and the matplotlib figure
+
+
+def draw(contents: Contents) -> Iterator[Figure]:
+    """Every figure in turn; the caller saves and closes it."""
+    shown = looks(contents.methods)
+    for section in contents.sections:
+        for model in dict.fromkeys(row.model for row in section.rows):
+            rows = [row for row in section.rows if row.model == model]
+            if any(row.budget and row.mean is not None for row in rows):
+                yield f"{section.kind.name}-{slug(model)}", _curves(section, model, rows, shown)
+    yield from figure_pictures.needle(contents.needle)
+    yield from figure_pictures.positions(contents.positions, shown)
+    yield from figure_pictures.clusters(contents.clusters)
+
+
+def _curves(section: Section, model: str, rows: Sequence[Row], shown: dict[str, Look]) -> Any:
+    settings = list(dict.fromkeys(row.setting for row in rows if row.budget and row.mean is not None))
+    if len(settings) > MOST_PANELS and is_overall(settings[0]):
+        settings = settings[:1]
+    settings = settings[:MOST_PANELS]
+    columns = min(3, len(settings))
+    lines = math.ceil(len(settings) / columns)
+    width = 9.0 if columns == 1 else 5.2 * columns
+    figure, panels = new_figure(width, (5.6 if columns == 1 else 4.2) * lines + 0.9, lines, columns)
+    for axes, setting in zip(panels, settings, strict=False):
+        _panel(axes, section.kind, [row for row in rows if row.setting == setting], shown)
+        axes.set_title(setting, loc="left", fontsize=10)
+    for axes in panels[len(settings) :]:
+        axes.set_axis_off()
+    figure.suptitle(f"{section.kind.title}, {model}", x=0.01, ha="left", fontsize=12)
+    legend(figure, panels[: len(settings)])
+    return figure
+
+
+def abscissa(rows: Sequence[Row]) -> tuple[str, Callable[[Row], float | None]]:
+    """Memory where it is known and differs between the rows, else tokens stored or read, else the budget."""
+    choices: list[tuple[str, Callable[[Row], float | None]]] = [
+        ("memory, share of the full cache", lambda row: row.share),
+        ("tokens stored", lambda row: row.tokens_stored),
+        ("tokens a query reads", lambda row: row.tokens_read),
+        ("budget", lambda row: budget_value(row.budget)),
+    ]
+    bounded = [row for row in rows if row.budget and row.mean is not None]
+    for name, of in choices:
+        values = [value for row in bounded if (value := of(row)) is not None]
+        if len(values) == len(bounded) and values and min(values) > 0 and max(values) > 1.5 * min(values):
+            return name, of
+    return choices[-1]
+
+
+def _panel(axes: Any, kind: Kind, rows: Sequence[Row], shown: dict[str, Look]) -> None:
+    name, of = abscissa(rows)
+    methods = sorted({row.method for row in rows if row.mean is not None}, key=order)
+    for method in methods:
+        own = [row for row in rows if row.method == method and row.mean is not None]
+        bounded = [row for row in own if row.budget]
+        if bounded:
+            _line(axes, method, bounded, [of(row) for row in bounded], shown[method])
+        for row in own:
+            if not row.budget:
+                axes.axhline(row.mean, color=shown[method].light, linestyle="--", linewidth=1.2, label=method)
+    _dress(axes, kind, name, rows, of)
+
+
+def _line(axes: Any, method: str, rows: Sequence[Row], places: Sequence[float | None], look: Look) -> None:
+    means = [row.mean for row in rows]
+    edges = [[abs(mean - edge) if edge is not None else 0 for mean, edge in pairs] for pairs in _edges(rows)]
+    axes.errorbar(
+        places,
+        means,
+        yerr=edges,
+        color=look.light,
+        linestyle=line_style(look),
+        marker="+" if look.marker == "*" else look.marker,
+        markersize=4.5,
+        linewidth=1.4,
+        elinewidth=0.7,
+        label=method,
+    )
+
+
+def _edges(rows: Sequence[Row]) -> list[list[tuple[Any, Any]]]:
+    return [[(row.mean, row.low) for row in rows], [(row.mean, row.high) for row in rows]]
+
+
+def _dress(axes: Any, kind: Kind, name: str, rows: Sequence[Row], of: Callable[[Row], float | None]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    better = "higher" if kind.higher_is_better else "lower"
+    axes.set(xscale="log", xlabel=name, ylabel=f"{kind.measure} ({better} is better)")
+    if kind.logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif kind.share:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}%"))
+    places = sorted({value for row in rows if row.budget and (value := of(row)) is not None and value > 0})
+    ticks = _apart(places)
+    labels = {of(row): row.budget for row in rows if row.budget}
+    text = {
+        tick: labels[tick] if name == "budget" else f"{tick:.1%}" if "share" in name else f"{tick:,.0f}"
+        for tick in ticks
+    }
+    axes.set_xticks(ticks, [text[tick] for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(True, which="major", **GRID)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _apart(places: Sequence[float]) -> list[float]:
+    """Places whose labels do not touch on a logarithmic axis."""
+    kept: list[float] = []
+    for place in places:
+        if not kept or place > 1.4 * kept[-1]:
+            kept.append(place)
+    return kept

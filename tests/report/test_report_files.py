@@ -1,0 +1,169 @@
+"""The files of a report: read clearly, written whole, the same for the same records, and without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from sample_records import METHODS, lines, recall, record, token_life, write, write_all
+from typer.testing import CliRunner
+
+import kvsketch
+from kvsketch.cli import app
+from kvsketch.report import render as rendering
+from kvsketch.report.contents import gather
+from kvsketch.report.page import page
+from kvsketch.report.palette import BASE, looks
+from kvsketch.report.reading import read_folder
+from kvsketch.report.render import render
+
+
+def test_a_torn_last_line_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "lines.jsonl", list(lines(1))[:3])
+    with (tmp_path / "lines.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"kind": "lines", "data": {"method": "sn')
+    folder = read_folder(tmp_path)
+    assert len(folder.records) == 3
+    assert folder.remarks == (
+        "lines.jsonl: the last line is incomplete, as a run that was stopped leaves it; left out",
+    )
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "lines.jsonl").write_text('[1, 2]\n{"kind": "lines"}\n', encoding="utf-8")
+    assert read_folder(tmp_path).remarks == (
+        "lines.jsonl, line 1: not a record; left out",
+        "lines.jsonl, line 2: not a record; left out",
+    )
+
+
+@pytest.mark.parametrize("made", ["nothing", "empty", "benchmarks"])
+def test_a_folder_without_experiments_says_what_to_do(tmp_path: Path, made: str) -> None:
+    folder = tmp_path / "records"
+    if made != "nothing":
+        folder.mkdir()
+    if made == "benchmarks":
+        write(folder / "kernels.jsonl", [record("kernel", {"median_us": 1.0})])
+    with pytest.raises(ValueError, match="kvsketch eval"):
+        render(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
+    source = tmp_path / "records"
+    source.mkdir()
+    write(source / "recall.jsonl", recall())
+    write(source / "token_life.jsonl", token_life(20))
+    first, _ = render(source, tmp_path / "first")
+    second, _ = render(source, tmp_path / "second")
+    assert [path.name for path in first] == [path.name for path in second]
+    assert {path.suffix for path in first} == {".md", ".html", ".png", ".svg"}
+    for one, other in zip(first, second, strict=True):
+        assert one.read_bytes() == other.read_bytes(), one.name
+    assert not list((tmp_path / "first").rglob(".*")), "temporary files are gone"
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = rendering.write(tmp_path / "report.md", b"old")
+
+    def full_disk(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.replace", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        rendering.write(target, b"new")
+    assert target.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_the_command_writes_tables_with_intervals_bytes_and_failures(tmp_path: Path) -> None:
+    source = tmp_path / "records"
+    source.mkdir()
+    write(source / "lines.jsonl", lines(4))
+    done = CliRunner().invoke(app, ["report", str(source), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    full = next(row for row in text.splitlines() if row.startswith("| `full`"))
+    assert "100.0% [100.0%, 100.0%]" in full
+    assert "| `keyformer` | " in text and "1 of 4 failed" in text
+    assert "- `keyformer` 1/2: OutOfMemoryError: CUDA out of memory" in text
+    assert "| 312 / 9.1 (6%) |" in text, "tokens, megabytes and the share of the full cache"
+    assert "kvsketch eval lines --model qwen2.5-coder-1.5b" in text and "c7f6595bdf" in text
+    for name in [part.partition(")")[0] for part in text.split("](")[1:]]:
+        assert (tmp_path / "out" / name).is_file()
+
+
+def test_without_matplotlib_everything_but_figures_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "recall.jsonl", recall())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    written, said = render(tmp_path, tmp_path / "out")
+    assert sorted(path.name for path in written) == ["report.html", "report.md"]
+    assert said == [rendering.NO_FIGURES]
+
+
+def test_a_report_needs_no_torch(tmp_path: Path) -> None:
+    write(tmp_path / "recall.jsonl", recall())
+    code = (
+        "import sys; from pathlib import Path; from kvsketch.report.render import render;"
+        f"render(Path({str(tmp_path)!r}), Path({str(tmp_path / 'out')!r}));"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+class _Outside(HTMLParser):
+    """Everything a page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.data = ""
+        self._in_data = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._in_data = dict(attrs).get("id") == "data"
+        for name, value in attrs:
+            if name in ("src", "href", "srcset") and value and not value.startswith(("#", "data:")):
+                self.found.append(value)
+
+    def handle_data(self, data: str) -> None:
+        self.data += data if self._in_data else ""
+
+
+def test_the_page_stands_alone_and_no_text_breaks_out_of_its_data(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script>\u2028"
+    folder = write_all(tmp_path)
+    broken = next(iter(recall()))
+    write(folder / "recall.jsonl", [record("recall", {**broken["data"], "sample": evil, "model": evil}, command=evil)])
+    parser = _Outside()
+    text = page(gather(read_folder(folder)))
+    parser.feed(text)
+    assert parser.found == []
+    assert "@import" not in text and "url(" not in text
+    assert text.count("<script") == 2
+    assert evil in [run["command"] for run in json.loads(parser.data)["provenance"]]
+
+
+def test_every_method_has_a_look_of_its_own() -> None:
+    families = {name: method.family for name, method in kvsketch.METHODS.items()}
+    assert {name: BASE[name].family for name in families} == families
+    shown = looks([*METHODS, "clusterkv:rounds=20", "mine", "theirs"])
+    assert len({look[1:] for look in shown.values()}) == len(shown)
+    for look in BASE.values():
+        assert _contrast(look.light, "#ffffff") >= 3 and _contrast(look.dark, "#1b1e24") >= 3
+
+
+def _contrast(one: str, other: str) -> float:
+    high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,0 +1,190 @@
+"""From records to rows: what counts, what an interval covers, what failed, and the memory beside it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_records import MODEL, memory, perplexity_data, record, write, write_all
+
+from kvsketch.evaluation.statistics import bootstrap_interval
+from kvsketch.report.contents import Contents, as_data, gather, setting_order
+from kvsketch.report.observations import Row, budget_value
+from kvsketch.report.reading import read_folder
+
+
+def contents_of(folder: Path, name: str, records: list[dict[str, Any]]) -> Contents:
+    write(folder / f"{name}.jsonl", records)
+    return gather(read_folder(folder))
+
+
+def line(question: int, score: float | None, seed: int = 0, lines: int = 200, **more: Any) -> dict[str, Any]:
+    outcome = {"failed": "OutOfMemoryError: too much"} if score is None else {"score": score}
+    cell = {"method": "snapkv", "budget": "1/8", "sample": f"lines={lines} question={question}", **MODEL}
+    return record("lines", {**cell, "lines": lines, **outcome, **memory("snapkv", "1/8", 8000), **more}, seed)
+
+
+def rows_of(contents: Contents) -> list[Row]:
+    (section,) = contents.sections
+    return section.rows
+
+
+def test_a_row_has_the_mean_its_interval_and_the_memory(tmp_path: Path) -> None:
+    values = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    (row,) = rows_of(contents_of(tmp_path, "lines", [line(n, value) for n, value in enumerate(values)]))
+    assert row.mean == pytest.approx(4 / 6)
+    assert (row.low, row.high) == bootstrap_interval(values, seed=0)
+    assert (row.count, row.failed) == (6, 0)
+    assert (row.tokens_stored, row.full_bytes) == (1000, 8000 * 28_672)
+    assert row.share == pytest.approx(1.02 / 8, rel=1e-3)
+
+
+def test_a_failure_is_counted_and_not_averaged(tmp_path: Path) -> None:
+    (row,) = rows_of(contents_of(tmp_path, "lines", [line(0, 1.0), line(1, 1.0), line(2, None)]))
+    assert (row.mean, row.count, row.failed) == (1.0, 2, 1)
+    assert row.failures == ("OutOfMemoryError: too much",)
+
+
+def test_of_the_same_measurement_made_twice_the_last_counts(tmp_path: Path) -> None:
+    retried = [line(0, None), line(1, 0.0), line(0, 1.0)]
+    (row,) = rows_of(contents_of(tmp_path, "lines", retried))
+    assert (row.mean, row.count, row.failed) == (0.5, 2, 0)
+
+
+def test_seeds_are_measurements_of_their_own(tmp_path: Path) -> None:
+    (row,) = rows_of(contents_of(tmp_path, "lines", [line(0, 0.0, seed=0), line(0, 1.0, seed=1)]))
+    assert (row.mean, row.count) == (0.5, 2)
+
+
+def test_settings_stay_apart_and_come_together_once(tmp_path: Path) -> None:
+    found = rows_of(contents_of(tmp_path, "lines", [line(0, 1.0), line(0, 0.0, lines=1000)]))
+    assert [(row.setting, row.mean, row.count) for row in found] == [
+        ("all numbers of lines", 0.5, 2),
+        ("lines 200", 1.0, 1),
+        ("lines 1,000", 0.0, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"budgets_in": "bytes"}, "budgets of equal bytes"),
+        ({"question_as_decode": True}, "question after compression"),
+        ({"dtype": "float32"}, ""),
+    ],
+)
+def test_other_ways_to_measure_are_not_mixed(tmp_path: Path, more: dict[str, Any], words: str) -> None:
+    found = rows_of(contents_of(tmp_path, "lines", [line(0, 1.0), line(0, 0.0, **more)]))
+    single = [row for row in found if not row.setting.startswith("all")]
+    assert sorted((row.mean, row.count) for row in single) == [(0.0, 1), (1.0, 1)]
+    assert any(words in row.setting for row in single if row.mean == 0.0)
+
+
+def test_deviation_of_perplexity_is_of_all_tokens_and_its_interval_of_runs(tmp_path: Path) -> None:
+    near = perplexity_data("snapkv", "1/8", 2000, [2.0, 2.2], [2.0, 2.0])
+    far = perplexity_data("snapkv", "1/8", 3000, [3.0, 2.0], [2.0, 2.0])
+    contents = contents_of(tmp_path, "perplexity", [record("perplexity", each) for each in (near, far)])
+    (row,) = rows_of(contents)
+    assert row.mean == pytest.approx(math.exp(2.3) - math.exp(2.0))
+    assert row.low is not None and row.high is not None and row.low < row.mean < row.high
+    (entry,) = contents.positions
+    assert entry["x"] == [2000, 3000]
+    assert entry["mean"] == pytest.approx([math.exp(2.1) - math.exp(2.0), math.exp(2.5) - math.exp(2.0)])
+
+
+def test_a_group_of_longbench_is_the_mean_of_its_tasks(tmp_path: Path) -> None:
+    def row(task: str, number: int, score: float) -> dict[str, Any]:
+        cell = {"method": "snapkv", "budget": "1/4", "sample": f"{task} {number}", **MODEL, "task": task}
+        return record("longbench", {**cell, "group": "code", "length": 100, "score": score})
+
+    records = [row("lcc", 0, 1.0), row("lcc", 1, 1.0), row("lcc", 2, 1.0), row("repobench-p", 0, 0.0)]
+    found = {each.setting: each.mean for each in rows_of(contents_of(tmp_path, "longbench", records))}
+    assert found["group code"] == pytest.approx(0.5), "three rows of one task weigh no more than one of the other"
+    assert found["lcc"] == 1.0
+
+
+def test_the_error_of_attention_is_shown_over_layers_and_by_layer(tmp_path: Path) -> None:
+    outcomes = {
+        "0": {"error": 0.1, "tokens_read": 80, "bytes": 100},
+        "4": {"error": 0.3, "tokens_read": 90, "bytes": 120},
+    }
+    data = {"method": "quest", "sample": "speech", **MODEL, "tokens": 8192, "rate": 8, "mean": 0.2, "tokens_read": 85}
+    found = rows_of(
+        contents_of(
+            tmp_path, "attention_error", [record("attention_error", {**data, "bytes": 220, "outcomes": outcomes})]
+        )
+    )
+    assert [(row.setting, row.budget, row.mean, row.tokens_read, row.device_bytes) for row in found] == [
+        ("mean over layers 0,4, 8,192 tokens", "1/8", 0.2, 85, 220),
+        ("layer 0, 8,192 tokens", "1/8", 0.1, 80, 100),
+        ("layer 4, 8,192 tokens", "1/8", 0.3, 90, 120),
+    ]
+
+
+def test_recall_counts_every_query_head(tmp_path: Path) -> None:
+    data = {"method": "quest", "budget": "256", "sample": "speech", **MODEL, "tokens": 8192, "recall": 0.75}
+    (row,) = rows_of(
+        contents_of(
+            tmp_path, "recall", [record("recall", {**data, "recall_by_head": {"2": [0.5, 1.0], "3": [0.75, 0.75]}})]
+        )
+    )
+    assert (row.mean, row.count) == (0.75, 4)
+
+
+def test_needle_maps_keep_failures_and_gaps(tmp_path: Path) -> None:
+    def cell(length: int, depth: float, **outcome: Any) -> dict[str, Any]:
+        sample = f"length={length} depth={depth} repeat=0"
+        where = {"method": "h2o", "budget": "1/8", "sample": sample, **MODEL, "length": length, "depth": depth}
+        return record("needle", {**where, **outcome})
+
+    contents = contents_of(
+        tmp_path,
+        "needle",
+        [cell(1000, 0.0, score=1.0), cell(2000, 0.5, failed="ValueError: no"), cell(2000, 0.0, score=0.0)],
+    )
+    (found,) = contents.needle
+    assert (found["lengths"], found["depths"]) == ([1000, 2000], [0.0, 0.5])
+    assert found["cells"] == [[[1.0, 1, 0], [0.0, 1, 0]], [None, [None, 0, 1]]]
+
+
+def test_every_experiment_reaches_the_page(tmp_path: Path) -> None:
+    data = as_data(gather(read_folder(write_all(tmp_path))))
+    assert [each["kind"] for each in data["experiments"]] == ["lines", "needle", "longbench", "perplexity", "recall"]
+    assert data["needle"] and data["positions"] and data["clusters"] and data["documents"]
+    assert data["remarks"] == ["kernels.jsonl: 1 records of kind 'kernel' are of no experiment that this report shows"]
+
+
+def test_budgets_and_settings_sort_by_size() -> None:
+    assert sorted(["1/2", "1024", "25%", "1/16", "256"], key=budget_value) == ["1/16", "25%", "1/2", "256", "1024"]
+    assert sorted(["lines 1,000", "lines 200", "all numbers of lines"], key=setting_order) == [
+        "all numbers of lines",
+        "lines 200",
+        "lines 1,000",
+    ]
+
+
+def test_a_failed_picture_is_told(tmp_path: Path) -> None:
+    failed = {
+        "method": "subgen",
+        "budget": "1/8",
+        "sample": "passkey",
+        **MODEL,
+        "failed": "ValueError: budget too small",
+    }
+    contents = contents_of(tmp_path, "token_life", [record("token_life", failed)])
+    assert contents.documents == []
+    assert contents.remarks == ["token_life.jsonl: subgen 1/8 failed: ValueError: budget too small"]
+
+
+def test_summaries_have_three_forms_of_rouge(tmp_path: Path) -> None:
+    data = {"method": "keyformer", "budget": "50%", "sample": "0 abc", **MODEL, "beams": 4}
+    scores = [{"rouge1": 0.4, "rouge2": 0.2, "rougeL": 0.3}, {"failed": "ValueError: no"}]
+    records = [record("summaries", {**data, "sample": f"{n} abc", **each}) for n, each in enumerate(scores)]
+    found = rows_of(contents_of(tmp_path, "summaries", records))
+    assert [(row.setting, row.mean, row.failed) for row in found] == [
+        ("ROUGE-2, 4 beams", 0.2, 1),
+        ("ROUGE-1, 4 beams", 0.4, 1),
+        ("ROUGE-L, 4 beams", 0.3, 1),
+    ]
