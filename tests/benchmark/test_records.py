@@ -58,7 +58,7 @@ def test_many_writers_do_not_mix_lines(tmp_path: Path) -> None:
 def test_reading(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     assert list(records.read(path)) == []
-    path.write_text('{"kind": "a"}\n{"kind": ')
+    path.write_text('{"kind": "a"}\n{"kind": \n{"kind": "b"}\n')
     with pytest.raises(ValueError, match="line 2 is not a record"):
         list(records.read(path))
 
@@ -67,3 +67,19 @@ def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         records.append(tmp_path / "records.jsonl", {"median_us": float("nan")})
     assert not (tmp_path / "records.jsonl").exists()
+
+
+@pytest.mark.parametrize("rest", ['{"kind": ', '{"kind": "\\u00', "7", "x" * 200_000])
+def test_a_last_line_cut_short_is_no_record_and_goes_with_the_next_append(tmp_path: Path, rest: str) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"kind": "a"}\n' + rest)
+    assert list(records.read(path)) == [{"kind": "a"}]
+    records.append(path, {"kind": "b"}, {"kind": "c"})
+    assert path.read_text() == '{"kind": "a"}\n{"kind": "b"}\n{"kind": "c"}\n'
+
+
+def test_a_last_line_that_lacks_only_its_end_stays(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"kind": "a"}')
+    records.append(path, {"kind": "b"})
+    assert list(records.read(path)) == [{"kind": "a"}, {"kind": "b"}]

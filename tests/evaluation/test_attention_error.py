@@ -11,12 +11,13 @@ import torch
 import zoo
 from kvsketch import models, texts
 from kvsketch.benchmark import records
-from kvsketch.evaluation import attention_error, recall_page
-from kvsketch.evaluation.attention_error import ORACLE, Captured
+from kvsketch.evaluation import attention_error, experiment, recall_page
+from kvsketch.evaluation.attention_error import ORACLE, Captured, Protocol
 
 ROOT = Path(__file__).parent.parent.parent
 QUERIES = 16
-BOUNDED = ("snapkv", "streamingllm", "uniform", "balancekv", "subgen", "kcenter", "h2o")
+CAUSAL = Protocol("balancekv", 24, 24, causal=True)
+BOUNDED = ("snapkv", "pyramidkv", "streamingllm", "uniform", "balancekv", "subgen", "kcenter", "h2o", "keyformer")
 RECALL = (
     "clusterkv",
     "clusterkv:completion=false",
@@ -89,47 +90,69 @@ def test_the_error_is_that_of_a_direct_computation(layers: dict[int, Captured]) 
     assert found.tokens_read == len(kept)
 
 
-def test_what_the_file_holds_is_not_measured_again(
-    layers: dict[int, Captured], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, setting = tmp_path / "errors.jsonl", {"model": "tiny", "queries": QUERIES}
-    first = attention_error.study({0: layers[0]}, setting, ["quest", ORACLE], [2, 4], out)
-    calls: list[tuple[str, int, int]] = []
-    measure = attention_error.measure
+@pytest.mark.parametrize("text", [ORACLE, *BOUNDED, *RECALL])
+def test_the_protocol_of_balancekv_is_causal(layers: dict[int, Captured], text: str) -> None:
+    """With one in one token read the answers are those of causal attention over all tokens."""
+    assert attention_error.measure(text, 1, layers[1], QUERIES, CAUSAL).error < 1e-5
+    outcome = attention_error.measure(text, 4, layers[1], QUERIES, CAUSAL)
+    assert 1e-4 < outcome.error < 2.0 and outcome.tokens_read <= CAUSAL.reads(480, 4)
 
-    def counted(text: str, rate: int, layer: Captured, queries: int) -> Any:
-        calls.append((text, rate, layer.layer))
-        return measure(text, rate, layer, queries)
 
-    monkeypatch.setattr(attention_error, "measure", counted)
-    assert attention_error.study({0: layers[0]}, setting, ["quest", ORACLE], [2, 4], out) == first
-    assert calls == []
-    both = attention_error.study(layers, setting, ["quest"], [4, 8], out)
-    assert calls == [("quest", 4, 1), ("quest", 8, 0), ("quest", 8, 1)]
-    assert both[0]["outcomes"]["0"] == first[1]["outcomes"]["0"]
-    assert len(list(records.read(out))) == 6
-    attention_error.study(layers, setting | {"model": "another"}, ["quest"], [4], out)
-    assert calls[3:] == [("quest", 4, 0), ("quest", 4, 1)]
+def test_the_protocol_of_balancekv_by_hand(layers: dict[int, Captured]) -> None:
+    layer = layers[1]
+    recent = CAUSAL.reads(480, 4) - CAUSAL.sinks
+    keys, values = (t.double().repeat_interleave(2, 1) for t in (layer.keys, layer.values))
+    scores = layer.queries[:, :, -QUERIES:].double() @ keys.mT * layer.scale
+    token, query = torch.arange(480), torch.arange(480 - QUERIES, 480)[:, None]
+    causal = token <= query
+    kept = causal & ((token < CAUSAL.sinks) | (token >= 480 - recent))
+    exact, out = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values for seen in (causal, kept))
+    wanted = ((out - exact).norm(dim=-1) / exact.norm(dim=-1)).mean()
+    found = attention_error.measure("streamingllm", 4, layer, QUERIES, CAUSAL)
+    assert found.error == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_the_seed_changes_methods_with_chance_alone(layers: dict[int, Captured]) -> None:
+    def errors(text: str) -> list[float]:
+        return [attention_error.measure(text, 4, layers[1], QUERIES, seed=seed).error for seed in (0, 1)]
+
+    assert len(set(errors("uniform"))) == len(set(errors("balancekv"))) == 2
+    assert len(set(errors("snapkv"))) == 1
+
+
+class Tokenizer:
+    def __call__(self, text: str, return_tensors: str) -> Any:
+        return type("Encoded", (), {"input_ids": zoo.tokens(1, 480)})
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    class Tokenizer:
-        def __call__(self, text: str, return_tensors: str) -> Any:
-            return type("Encoded", (), {"input_ids": zoo.tokens(1, 480)})
-
     loads: list[str] = []
-    monkeypatch.setattr(models, "load", lambda name, dtype: loads.append(name) or (zoo.build("qwen2"), Tokenizer()))
-    monkeypatch.setattr(texts, "document", lambda: "")
-    out, picture = tmp_path / "errors.jsonl", tmp_path / "pictures" / "errors.png"
-    line = ["--tokens", "480", "--queries", "16", "--layers", "1", "--methods", f"quest,{ORACLE},snapkv"]
+    monkeypatch.setattr(
+        models, "load", lambda name, dtype, device: loads.append(name) or (zoo.build("qwen2"), Tokenizer())
+    )
+    monkeypatch.setattr(experiment, "model_sha256", lambda name: "0" * 64)
+    monkeypatch.setattr(texts, "document", lambda name: "")
+    picture = tmp_path / "pictures" / "errors.png"
+    line = ["--tokens", "480", "--queries", "16", "--layers", "1", "--methods", f"quest,{ORACLE},snapkv,uniform"]
+    line += ["--rates", "4,8", "--seeds", "0-2", "--out", str(tmp_path)]
     for _ in range(2):
-        assert attention_error.main([*line, "--out", str(out), "--picture", str(picture)]) == 0
-    assert len(loads) == 1 and len(list(records.read(out))) == 9
+        assert attention_error.main([*line, "--picture", str(picture)]) == 0
+    found = list(records.read(tmp_path / "attention_error.jsonl"))
+    # Three methods without chance once, uniform with three seeds, at two rates.
+    assert len(loads) == 1 and len(found) == 2 * (3 + 3)
+    assert {record["kind"] for record in found} == {attention_error.KIND}
+    assert all(record["data"]["outcomes"]["1"]["error"] > 0 for record in found)
     assert picture.stat().st_size > 10_000
+    assert "12 records" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--tokens 170 leaves too few"):
+        attention_error.main([*line, "--tokens", "170"])
+    with pytest.raises(ValueError, match="such as 1/8"):
+        attention_error.rate_of("1024")
+
+
+def test_a_layer_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match=r"layers \[7\].*are 0, 1"):
-        attention_error.main([*line[:4], "--layers", "7"])
-    assert attention_error.main(["--tokens", "200"]) == 2 and "--tokens 200" in capsys.readouterr().err
-    assert attention_error.main(["--tokens", "500"]) == 2 and "has 480 tokens" in capsys.readouterr().err
+        attention_error.capture(zoo.build("qwen2"), zoo.tokens(1, 32), [7])
 
 
 def test_the_page_is_written_from_the_records() -> None:
@@ -139,6 +162,20 @@ def test_the_page_is_written_from_the_records() -> None:
 
 
 def test_the_last_record_of_a_rate_counts() -> None:
-    data = {"method": "quest", "family": "recall", "rate": 4, "tokens_read": 2064, "bytes": 3_000_000}
+    data = {
+        **recall_page.SETTING,
+        "method": "quest",
+        "family": "recall",
+        "rate": 4,
+        "tokens_read": 2064,
+        "bytes": 3_000_000,
+    }
     found = [{"kind": attention_error.KIND, "data": data | {"mean": mean}} for mean in (0.9, 0.05)]
     assert recall_page.table(found).endswith("| recall | `quest` | .050 | .055 .105 .170 | 2064 | 3 |")
+
+
+def test_records_of_other_settings_are_no_part_of_the_page() -> None:
+    data = {**recall_page.SETTING, "method": "quest", "family": "recall", "rate": 4, "tokens_read": 9, "bytes": 9}
+    others: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"protocol": "balancekv"}, {"sample": "1790-Washington-1"}]
+    found = [{"kind": attention_error.KIND, "data": data | {"mean": 0.5} | other} for other in others]
+    assert "quest" not in recall_page.table(found)

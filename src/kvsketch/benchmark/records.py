@@ -18,11 +18,19 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+SECONDS_BETWEEN_WRITES = 2.0
 PACKAGES = ("kvsketch", "torch", "triton", "transformers")
 
 
@@ -40,30 +48,103 @@ def make_record(kind: str, data: dict[str, Any], seed: int | None = None) -> dic
     }
 
 
-def append(path: str | Path, record: dict[str, Any]) -> None:
-    """Add a record to a file in one write, so that records of several processes do not mix."""
+def append(path: str | Path, *records: dict[str, Any]) -> None:
+    """Add records to a file in one write, so that records of several processes do not mix.
+
+    A last line that a killed process left unfinished is cut off first.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records).encode()
+    with path.open("ab+", buffering=0) as file, _locked(file):
+        _end_last_line(file)
+        written = file.write(lines)
+        os.fsync(file.fileno())
+    if written != len(lines):
+        raise OSError(f"{path}: only {written} of {len(lines)} bytes were written; is the disk full?")
+
+
+@contextmanager
+def _locked(file: Any) -> Iterator[None]:
+    """Nobody else appends meanwhile; without a lock where the system has none."""
+    if fcntl is not None:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX)
     try:
-        written = os.write(file, line)
-        os.fsync(file)
+        yield
     finally:
-        os.close(file)
-    if written != len(line):
-        raise OSError(f"{path}: only {written} of {len(line)} bytes were written; is the disk full?")
+        if fcntl is not None:
+            fcntl.flock(file.fileno(), fcntl.LOCK_UN)
+
+
+def _end_last_line(file: Any) -> None:
+    """Ends a last line that lacks only its line break, and cuts off one that is no whole record."""
+    end = file.seek(0, os.SEEK_END)
+    if end == 0 or _read_at(file, end - 1) == b"\n":
+        return
+    start = end
+    tail = b""
+    while start > 0 and b"\n" not in tail:
+        start = max(0, start - 65536)
+        tail = _read_at(file, start)
+    last = tail.rpartition(b"\n")[2]
+    if _is_record(last):
+        file.write(b"\n")
+    else:
+        file.truncate(start + len(tail) - len(last))
+
+
+def _read_at(file: Any, place: int) -> bytes:
+    file.seek(place)
+    return bytes(file.read())
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+class Writer:
+    """Appends records to a file, those of two seconds at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.waiting, self.written = path, list[dict[str, Any]](), time.monotonic()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.flush()
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.waiting.append(record)
+        if time.monotonic() - self.written > SECONDS_BETWEEN_WRITES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self.waiting:
+            append(self.path, *self.waiting)
+        self.waiting, self.written = [], time.monotonic()
 
 
 def read(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The records of a file in order; nothing for a file that does not exist yet."""
+    """The records of a file in order; nothing for a file that does not exist yet, nor for a last line cut short."""
     if not Path(path).exists():
         return
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    content = Path(path).read_bytes()
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not _is_record(line):
+            return
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not a record ({error.msg}); remove that line.") from error
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError("no object in braces")
+            yield record
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", error)
+            raise ValueError(f"{path}, line {number} is not a record ({reason}); remove that line.") from error
 
 
 def command() -> str:

@@ -1,48 +1,59 @@
 """How far the attention of a compressed cache lies from the exact one, on a real model and a real text.
 
-    python -m kvsketch.evaluation.attention_error --model qwen2.5-coder-0.5b --tokens 8192 \
-        --out results/attention_error.jsonl --picture docs/pictures/attention_error.png
+    kvsketch eval attention-error --model qwen2.5-coder-0.5b --tokens 8192 --out results \
+        --picture docs/pictures/attention_error.png
+    kvsketch eval attention-error --protocol balancekv --layers 0,1,4 --seeds 0-9 --methods balancekv,uniform
 
-The model reads the text once; queries, keys and values of some layers are kept. In each of them the last queries read a
-cache of the tokens before all of them, t tokens, once whole and once through a method:
-
-    error = mean over queries and heads of  |out - exact| / |exact|
-
-Every method may read the same number of tokens: 16 sinks, the 64 most recent, and one in `rate` of those between.
-A bounded method compresses the t tokens at once and every query reads what it kept. A recall method indexes all but the
-recent ones, which then come as new tokens, and each query reads its own choice. `oracle` reads the tokens with the
-largest inner products, which no method can know without reading all keys. Layers that recall methods skip by default
-are measured like the others.
-
-One record for each method and rate; what the file holds already is not measured again. Runs on any device.
+The model reads a text once; queries, keys and values of some layers are kept. In each of them the last queries read the
+cache once whole and once through a method (attention_protocol.py says exactly how). A budget of 1/8 means that of the
+tokens between those that all methods keep one in 8 is read; `--rates 8` means the same. Methods without chance are
+measured with the first seed alone. Runs on any device.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import statistics
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor
-from tqdm import tqdm
+from rich.table import Table
 
-from kvsketch import models, ops, texts
-from kvsketch.benchmark import records
-from kvsketch.cache import CompressedCache
-from kvsketch.methods import METHODS, InfiniGen, Quest, parse_method
-from kvsketch.methods.base import Method
-from kvsketch.methods.recall import RecallingMethod
-from kvsketch.slots import SlotTable
+from kvsketch import texts
+from kvsketch.budget import Size
+from kvsketch.evaluation import budgets, experiment, passages
+from kvsketch.evaluation.attention_protocol import (
+    BALANCEKV,
+    ORACLE,
+    PREFIX,
+    PROTOCOLS,
+    RECENT,
+    SINKS,
+    Captured,
+    Outcome,
+    Protocol,
+    capture,
+    configured,
+    measure,
+    reads,
+    relative_error,
+)
+from kvsketch.evaluation.experiment import Cell, Experiment
+from kvsketch.evaluation.statistics import mean_text
+from kvsketch.methods import METHODS
+
+__all__ = [
+    "BALANCEKV", "CONTENDERS", "KIND", "LAYERS", "ORACLE", "PAPER_CLUSTERKV", "PREFIX", "RATES", "RECENT", "SINKS",
+    "AttentionError", "Captured", "Outcome", "Protocol", "capture", "configured", "main", "measure", "reads",
+    "relative_error", "summary",
+]  # fmt: skip
 
 KIND = "attention_error"
-SINKS, RECENT = 16, 64
 RATES = (4, 8, 16)
 LAYERS = (0, 1, 2, 4, 8, 12, 16, 20, 23)
-ORACLE = "oracle"
 PAPER_CLUSTERKV = "clusterkv:tokens_per_cluster=80:recluster_into=4:rounds=20:completion=false"
 CONTENDERS = (
     ORACLE,
@@ -57,181 +68,143 @@ CONTENDERS = (
     "infinigen",
     "infinigen:alpha=100",  # so far from the largest score that the budget alone decides
     "snapkv",
+    "pyramidkv",
     "streamingllm",
     "uniform",
     "balancekv",
     "subgen",
     "kcenter",
     "h2o",
+    "keyformer",
 )
-# How each method is told of the sinks and the recent tokens that all of them keep.
-EXACT_PARTS = {
-    "clusterkv": f"sinks={SINKS}:skip_layers=0",
-    "quest": "skip_layers=0",
-    "infinigen": "skip_layers=0",
-    "snapkv": f"sinks={SINKS}:window={RECENT}",
-    "streamingllm": f"sinks={SINKS}",
-}
-BOUNDED_PARTS = f"sinks={SINKS}:recent={RECENT}"
 
 
-class Captured(NamedTuple):
-    """What one layer computed for a text: queries [1, Hq, n, D], keys and values [1, H, n, D]."""
+class AttentionError(Experiment):
+    name = "attention-error"
+    metric = "mean"
+    default_model = "qwen2.5-coder-0.5b"
+    default_methods = ",".join(CONTENDERS)
+    default_budgets = ",".join(f"1/{rate}" for rate in RATES)
 
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    scale: float
-    layer: int
-    num_layers: int
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        self.protocol = PROTOCOLS[options.protocol]
+        self.queries = options.queries or (self.protocol.recent if self.protocol.causal else 2 * self.protocol.recent)
+        self.layers = _whole_numbers("--layers", options.layers)
+        self._captured: tuple[str, dict[int, Captured]] = ("", {})
 
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--protocol", choices=list(PROTOCOLS), default=PREFIX.name, help="what all methods keep, and who asks")
+        add("--tokens", type=int, default=8192, help="tokens of the text, the queries' own included")
+        add("--queries", type=int, default=None, help="how many of the last tokens ask; by the protocol unless given")
+        add("--layers", default=",".join(map(str, LAYERS)))
+        add("--rates", default=None, help="one in so many middle tokens is read, by commas; instead of --budgets")
+        add("--texts", default=texts.LONGEST_SPEECH, help="so many of the longest speeches, or names by commas")
+        add("--picture", default=None, help="PNG file to draw the errors into")
 
-class Outcome(NamedTuple):
-    error: float
-    tokens_read: float
-    bytes: int  # of all tensors the table of the layer holds
+    @property
+    def contenders(self) -> list[tuple[str, str]]:
+        options = self.options
+        shares = [f"1/{rate}" for rate in _whole_numbers("--rates", options.rates)] if options.rates else []
+        sizes = shares or [size.strip() for size in options.budgets.split(",") if size.strip()]
+        found = []
+        for text in options.methods.split(",") if options.methods != "all" else METHODS:
+            known = [text] if text == ORACLE else dict.fromkeys(m for m, _ in budgets.contenders(text, "1/2"))
+            found += [(method, size) for method in known for size in sizes if method != "full"]
+        return list(dict.fromkeys(found))
 
+    def cells(self) -> list[Cell]:
+        self._check_tokens()
+        layers = ",".join(map(str, self.layers))
+        added = (("protocol", self.protocol.name), ("tokens", self.options.tokens), ("queries", self.queries))
+        return [
+            Cell(method, budget, name, seed, (*self.setting, *added, ("layers", layers)))
+            for name in passages.names(self.options.texts)
+            for method, budget in self.contenders
+            for seed in (self.seeds if _has_chance(method) else self.seeds[:1])
+        ]
 
-@dataclass(frozen=True)
-class Recorder(Method):
-    """Keeps everything and takes note of what the chosen layers compute."""
-
-    name: ClassVar[str] = "recorder"
-    family: ClassVar[str] = "full"
-    layers: tuple[int, ...] = ()
-    captured: dict[int, Captured] = field(default_factory=dict, compare=False)
-
-    def compress(self, table: SlotTable, queries: Tensor) -> None:
-        if table.layer_idx in self.layers:
-            self.captured[table.layer_idx] = Captured(
-                queries.clone(), table.key_slots(), table.value_slots(), table.scale, table.layer_idx, table.num_layers
+    def _check_tokens(self) -> None:
+        tokens, kept = self.options.tokens, self.protocol.sinks + self.protocol.recent
+        if tokens - (0 if self.protocol.causal else self.queries) < 2 * kept:
+            raise ValueError(
+                f"--tokens {tokens} leaves too few beside {kept} kept and {self.queries} queries; use more"
             )
 
+    def groups(self) -> Iterable[list[Cell]]:
+        """The cells of one text and method: the forward of a text is shared as long as the next group has it too."""
+        found: dict[tuple[str, str], list[Cell]] = {}
+        for cell in self.cells():
+            found.setdefault((cell.sample, cell.method), []).append(cell)
+        return found.values()
 
-@torch.no_grad()
-def capture(model: Any, ids: Tensor, layers: Iterable[int]) -> dict[int, Captured]:
-    """Queries, keys and values of `layers` after one forward over `ids` [1, n]."""
-    recorder = Recorder(layers=tuple(layers))
-    cache = CompressedCache(model, recorder)
-    absent = set(recorder.layers) - {layer.table.layer_idx for layer in cache.slot_layers}
-    if absent:
-        have = ", ".join(str(layer.table.layer_idx) for layer in cache.slot_layers)
-        raise ValueError(f"layers {sorted(absent)} cannot be compressed; the model's full-attention layers are {have}")
-    model(ids, past_key_values=cache, logits_to_keep=1)
-    return recorder.captured
+    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        layers = self._layers_of(cells[0].sample)
+        for cell in cells:
+            try:
+                rate = rate_of(cell.budget)
+                outcomes = {
+                    str(index): measure(cell.method, rate, layer, self.queries, self.protocol, cell.seed)._asdict()
+                    for index, layer in layers.items()
+                }
+                outcome = summary(cell.method, rate, outcomes) | _memory(layers, outcomes)
+            except (ValueError, RuntimeError) as error:
+                outcome = experiment.failure(error)
+            yield cell, outcome
 
+    def _layers_of(self, name: str) -> dict[int, Captured]:
+        if self._captured[0] != name:
+            self._captured = ("", {})
+            ids = passages.token_ids(self.tokenizer, name, self.options.tokens, self.model.device)
+            self._captured = (name, capture(self.model, ids, self.layers))
+        return self._captured[1]
 
-def reads(tokens: int, rate: int) -> int:
-    """Tokens of a cache of `tokens` that a query may read."""
-    return SINKS + RECENT + (tokens - SINKS - RECENT) // rate
+    def table(self, data: list[dict[str, Any]]) -> Table:
+        """A row for each method and rate: the error with its interval over texts, seeds and layers, its deviation over
+        texts and seeds.
+        """
+        found = Table(title="relative error of the attention output")
+        for column in ("method", "budget", "error [95%]", "deviation", "measured", "failed", "tokens read"):
+            found.add_column(column, justify="left" if column in ("method", "budget") else "right", no_wrap=True)
+        for (method, budget), cells in _by(data, "method", "budget").items():
+            right = [each for each in cells if experiment.FAILED not in each]
+            errors = [layer["error"] for each in right for layer in each["outcomes"].values()]
+            means = [each["mean"] for each in right]
+            deviation = f"{statistics.stdev(means):.4f}" if len(means) > 1 else "-"
+            read = f"{statistics.mean(each['tokens_read'] for each in right):,.0f}" if right else "-"
+            failed = str(len(cells) - len(right))
+            found.add_row(method, budget, mean_text(errors, digits=4), deviation, str(len(right)), failed, read)
+        return found
 
+    def show(self, data: list[dict[str, Any]]) -> None:
+        super().show(data)
+        right = [each for each in data if experiment.FAILED not in each]
+        if self.options.picture and right:
+            from kvsketch.evaluation.picture import draw
 
-def configured(text: str, total: int, context: int) -> Method:
-    """The method `text`, told to read or keep `total` of `context` tokens, the sinks and the recent ones included."""
-    name = text.partition(":")[0]
-    # Tokens that no cluster holds yet are read beside the budget.
-    budget = total - RECENT if name == "clusterkv" and total < context else total
-    return parse_method(f"{text}:{EXACT_PARTS.get(name, BOUNDED_PARTS)}:budget={budget}")
-
-
-@torch.no_grad()
-def measure(text: str, rate: int, layer: Captured, queries: int) -> Outcome:
-    """The error of a method, or of the oracle, for the last `queries` of a layer."""
-    context = layer.keys.shape[2] - queries
-    asked = layer.queries[:, :, context:]
-    keys, values = layer.keys[:, :, :context], layer.values[:, :, :context]
-    exact = ops.weighted_attention(asked, keys, values, None, None, layer.scale)
-    total = reads(context, rate)
-    if text == ORACLE:
-        best = _best_tokens(asked, keys, values, layer.scale, total)
-        return Outcome(relative_error(best, exact), total, _bytes([keys, values]))
-    method = configured(text, total, context)
-    table = SlotTable(layer.layer, layer.num_layers)
-    table.scale = layer.scale
-    new = [context - RECENT, RECENT] if isinstance(method, RecallingMethod) else [context]
-    end = 0
-    for count in new:
-        start, end = end, end + count
-        method.prepare(table, keys[:, :, start:end], values[:, :, start:end])
-        table.append(keys[:, :, start:end], values[:, :, start:end])
-        method.compress(table, layer.queries[:, :, start:end])
-    out = _answers(method, table, asked)
-    return Outcome(relative_error(out, exact), _tokens_read(method, table, asked), _bytes(table.tensors()))
-
-
-def relative_error(out: Tensor, exact: Tensor) -> float:
-    """Mean over queries and heads of the distance, in units of the exact answer's length."""
-    return float(((out - exact).float().norm(dim=-1) / exact.float().norm(dim=-1)).mean())
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _answers(method: Method, table: SlotTable, queries: Tensor) -> Tensor:
-    if isinstance(method, RecallingMethod) and method.is_indexed(table):
-        single = [method.attend(table, query.contiguous()) for query in queries.split(1, dim=2)]
-        return torch.cat([answer for answer in single if answer is not None], 2)
-    log_num = table.log_den if table.log_num is None else table.log_num
-    keys, values = table.key_slots(), table.value_slots()
-    return ops.weighted_attention(queries, keys, values, log_num, table.log_den, table.scale, clip=method.clip)
+            means = [
+                {
+                    **cells[0],
+                    **{name: statistics.mean(each[name] for each in cells) for name in ("mean", "tokens_read")},
+                }
+                for cells in _by(right, "method", "rate").values()
+            ]
+            draw(means, Path(self.options.picture))
 
 
-def _tokens_read(method: Method, table: SlotTable, queries: Tensor) -> float:
-    """Tokens that a query head reads, in the mean."""
-    if not isinstance(method, RecallingMethod) or not method.is_indexed(table):
-        return table.stored()
-    if isinstance(method, Quest | InfiniGen):
-        chosen = [method.choose_rows(table, query.contiguous()) >= 0 for query in queries.split(1, dim=2)]
-        return float(torch.stack(chosen).sum(-1).float().mean())
-    return method.sinks + method.rows_read(table) + RECENT
+def rate_of(budget: str) -> int:
+    """8 of 1/8."""
+    share = Size.parse(budget, "--budgets").share
+    if share is None or share.numerator != 1:
+        raise ValueError(f"--budgets {budget} is not possible here; use one in so many tokens, such as 1/8")
+    return share.denominator
 
 
-def _best_tokens(queries: Tensor, keys: Tensor, values: Tensor, scale: float, total: int) -> Tensor:
-    """Attention over sinks, recent tokens and, for each query, the others with the largest inner products."""
-    group = queries.shape[1] // keys.shape[1]
-    scores = queries @ keys.repeat_interleave(group, 1).transpose(-1, -2)
-    scores[..., :SINKS] = scores[..., keys.shape[2] - RECENT :] = float("inf")
-    chosen = scores.topk(min(total, keys.shape[2]), dim=-1).indices
-    visible = torch.zeros_like(scores, dtype=torch.bool).scatter_(3, chosen, True)
-    return ops.weighted_attention(queries, keys, values, None, None, scale, bias=visible)
-
-
-def measured(path: str | Path | None, setting: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Data of the records of a file that were made with `setting`, by method and rate; the last one counts."""
-    found = [record["data"] for record in records.read(path)] if path else []
-    same = [data for data in found if setting.items() <= data.items()]
-    return {(data["method"], data["rate"]): data for data in same}
-
-
-def study(
-    layers: dict[int, Captured],
-    setting: dict[str, Any],
-    contenders: Iterable[str],
-    rates: Iterable[int],
-    out: str | Path | None,
-) -> list[dict[str, Any]]:
-    """Measures what `out` lacks, writes it there, and returns the data of all."""
-    done = measured(out, setting)
-    results = []
-    for text, rate in tqdm([(text, rate) for text in contenders for rate in rates], unit="setting", disable=None):
-        old = done.get((text, rate), {"outcomes": {}})["outcomes"]
-        missing = [index for index in layers if str(index) not in old]
-        if not missing:
-            results.append(done[text, rate])
-            continue
-        new = {str(index): measure(text, rate, layers[index], setting["queries"])._asdict() for index in missing}
-        data = setting | _summary(text, rate, old | new)
-        results.append(data)
-        tqdm.write(f"{text:80s} 1/{rate:<3d} {data['mean']:.4f}")
-        if out:
-            records.append(out, records.make_record(KIND, data, 0))
-    return results
-
-
-def _summary(text: str, rate: int, outcomes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def summary(text: str, rate: int, outcomes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What a record says of the outcomes of all layers."""
     return {
-        "method": text,
         "family": "recall" if text == ORACLE else METHODS[text.partition(":")[0]].family,
         "rate": rate,
         "mean": sum(o["error"] for o in outcomes.values()) / len(outcomes),
@@ -241,40 +214,32 @@ def _summary(text: str, rate: int, outcomes: dict[str, dict[str, Any]]) -> dict[
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen2.5-coder-0.5b")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the text, the queries' own included")
-    parser.add_argument("--queries", type=int, default=128, help="how many of the last tokens ask")
-    parser.add_argument("--layers", default=",".join(map(str, LAYERS)))
-    parser.add_argument("--rates", default=",".join(map(str, RATES)), help="one in so many middle tokens is read")
-    parser.add_argument("--methods", default=",".join(CONTENDERS))
-    parser.add_argument("--out", default=None)
-    parser.add_argument("--picture", default=None, help="PNG file to draw the errors into")
-    options = parser.parse_args(arguments)
-    if options.tokens - options.queries < 2 * (SINKS + RECENT):
-        print(f"--tokens {options.tokens} leaves too few before {options.queries} queries; use more", file=sys.stderr)
-        return 2
-    setting = {"model": options.model, "tokens": options.tokens, "queries": options.queries, "dtype": "float32"}
-    wanted = [int(index) for index in options.layers.split(",")]
-    rates, contenders = [int(rate) for rate in options.rates.split(",")], options.methods.split(",")
-    done = measured(options.out, setting)
-    held = [done.get((text, rate), {"outcomes": {}})["outcomes"] for text in contenders for rate in rates]
-    if all(str(index) in outcomes for outcomes in held for index in wanted):
-        results = [done[text, rate] for text in contenders for rate in rates]
-    else:
-        model, tokenizer = models.load(options.model, dtype="float32")
-        ids = tokenizer(texts.document(), return_tensors="pt").input_ids[:, : options.tokens].to(model.device)
-        if ids.shape[1] < options.tokens:
-            print(f"the text has {ids.shape[1]} tokens; use a smaller --tokens", file=sys.stderr)
-            return 2
-        results = study(capture(model, ids, wanted), setting, contenders, rates, options.out)
-    if options.picture:
-        from kvsketch.evaluation.picture import draw
+def _memory(layers: dict[int, Captured], outcomes: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """Bytes of the tables of the measured layers, and of all their tokens."""
+    held = sum(o["bytes"] for o in outcomes.values())
+    full = sum(t.numel() * t.element_size() for layer in layers.values() for t in (layer.keys, layer.values))
+    return {"device_bytes": held, "host_bytes": 0, "full_bytes": full}
 
-        draw(results, Path(options.picture))
-    return 0
 
+def _by(data: Iterable[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for each in data:
+        found.setdefault(tuple(each[name] for name in names), []).append(each)
+    return found
+
+
+def _has_chance(text: str) -> bool:
+    return text != ORACLE and METHODS[text.partition(":")[0]].random
+
+
+def _whole_numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} {text!r} is not a list of whole numbers; separate them by commas") from None
+
+
+main = functools.partial(experiment.main, AttentionError)
 
 if __name__ == "__main__":
     sys.exit(main())

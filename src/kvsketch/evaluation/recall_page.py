@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.benchmark import records
-from kvsketch.benchmark.tables import markdown
+from kvsketch.benchmark.sections import markdown
 from kvsketch.evaluation.attention_error import KIND, PAPER_CLUSTERKV
+from kvsketch.evaluation.experiment import FAILED
+from kvsketch.texts import LONGEST_SPEECH
 
 BEGIN = "<!-- written by python -m kvsketch.evaluation.recall_page results/attention_error.jsonl docs/recall.md -->"
 END = "<!-- end of what is written -->"
+# What the page speaks of; other records are left out. Old records do not name what all had in common.
+SETTING = {"model": "qwen2.5-coder-0.5b", "tokens": 8192, "queries": 128, "dtype": "float32", "protocol": "prefix"}
 ADDED = {"clusterkv": " (default: 20 per cluster, completion)", PAPER_CLUSTERKV: " (the paper's setting)"}
 
 # The same protocol in a few lines of plain torch, on technical prose: what the methods are expected to reach.
@@ -42,7 +46,7 @@ def table(found: Iterable[dict[str, Any]]) -> str:
     """One row for each method: its errors, tokens read and bytes, from the last record of each rate."""
     rows: dict[str, dict[int, dict[str, Any]]] = {}
     for record in found:
-        if record["kind"] == KIND:
+        if record["kind"] == KIND and _belongs(record["data"]):
             rows.setdefault(record["data"]["method"], {})[record["data"]["rate"]] = record["data"]
     rates = sorted({rate for by_rate in rows.values() for rate in by_rate})
     rows = dict(sorted(rows.items(), key=lambda row: _mean(row[1].values())))
@@ -62,6 +66,11 @@ def table(found: Iterable[dict[str, Any]]) -> str:
             for method, by_rate in rows.items()
         ),
     )
+
+
+def _belongs(data: dict[str, Any]) -> bool:
+    same = all(data.get(name, value) == value for name, value in SETTING.items())
+    return same and data.get("sample", LONGEST_SPEECH) == LONGEST_SPEECH and FAILED not in data
 
 
 def with_table(page: str, path: Path) -> str:

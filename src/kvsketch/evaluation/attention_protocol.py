@@ -1,0 +1,225 @@
+"""The two ways in which the error of a compressed cache's attention is measured on what a layer computed.
+
+    error = mean over queries and heads of  |out - exact| / |exact|
+
+- prefix: the queries read a cache of the tokens before all of them. Every method may read 16 sinks, the 64 most recent
+  tokens and one in `rate` of those between.
+- balancekv: as in figure 2 of BalanceKV. The cache holds all tokens, those of the queries included, which read it
+  causally; the first and the last 256 are kept and one in `rate` of those between. (The figure's own code divides by
+  the norm of the positive coordinates alone, about 0.7 of the whole: its errors are larger by as much.)
+
+A bounded method compresses all tokens at once and every query reads what it kept. A recall method indexes all but the
+recent ones, which then come as new tokens, and each query reads its own choice. `oracle` reads the tokens with the
+largest inner products, which no method can know without reading all keys. Layers that recall methods skip by default
+are measured like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.cache import CompressedCache
+from kvsketch.methods import InfiniGen, Quest, parse_method
+from kvsketch.methods.base import Method
+from kvsketch.methods.recall import RecallingMethod
+from kvsketch.slots import SlotTable
+
+ORACLE = "oracle"
+
+
+class Protocol(NamedTuple):
+    """What all methods keep, and whether the queries' own tokens are part of the cache."""
+
+    name: str
+    sinks: int
+    recent: int
+    causal: bool
+
+    def reads(self, tokens: int, rate: int) -> int:
+        """Tokens of a cache of `tokens` that a query may read."""
+        return self.sinks + self.recent + (tokens - self.sinks - self.recent) // rate
+
+    def parts(self, name: str) -> str:
+        """How the method `name` is told of the sinks and the recent tokens that all of them keep."""
+        special = {
+            "clusterkv": f"sinks={self.sinks}:skip_layers=0",
+            "quest": "skip_layers=0",
+            "infinigen": "skip_layers=0",
+            "snapkv": f"sinks={self.sinks}:window={self.recent}",
+            "pyramidkv": f"sinks={self.sinks}:window={self.recent}",
+            "streamingllm": f"sinks={self.sinks}",
+        }
+        return special.get(name, f"sinks={self.sinks}:recent={self.recent}")
+
+
+PREFIX = Protocol("prefix", 16, 64, causal=False)
+BALANCEKV = Protocol("balancekv", 256, 256, causal=True)
+PROTOCOLS = {protocol.name: protocol for protocol in (PREFIX, BALANCEKV)}
+SINKS, RECENT = PREFIX.sinks, PREFIX.recent
+reads = PREFIX.reads
+
+
+class Captured(NamedTuple):
+    """What one layer computed for a text: queries [1, Hq, n, D], keys and values [1, H, n, D]."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scale: float
+    layer: int
+    num_layers: int
+
+
+class Outcome(NamedTuple):
+    error: float
+    tokens_read: float
+    bytes: int  # of all tensors the table of the layer holds
+
+
+@dataclass(frozen=True)
+class Recorder(Method):
+    """Keeps everything and takes note of what the chosen layers compute."""
+
+    name: ClassVar[str] = "recorder"
+    family: ClassVar[str] = "full"
+    layers: tuple[int, ...] = ()
+    captured: dict[int, Captured] = field(default_factory=dict, compare=False)
+
+    def compress(self, table: SlotTable, queries: Tensor) -> None:
+        if table.layer_idx in self.layers:
+            self.captured[table.layer_idx] = Captured(
+                queries.clone(), table.key_slots(), table.value_slots(), table.scale, table.layer_idx, table.num_layers
+            )
+
+
+@torch.no_grad()
+def capture(model: Any, ids: Tensor, layers: Iterable[int]) -> dict[int, Captured]:
+    """Queries, keys and values of `layers` after one forward over `ids` [1, n]."""
+    recorder = Recorder(layers=tuple(layers))
+    cache = CompressedCache(model, recorder)
+    absent = set(recorder.layers) - {layer.table.layer_idx for layer in cache.slot_layers}
+    if absent:
+        have = ", ".join(str(layer.table.layer_idx) for layer in cache.slot_layers)
+        raise ValueError(f"layers {sorted(absent)} cannot be compressed; the model's full-attention layers are {have}")
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return recorder.captured
+
+
+def configured(text: str, total: int, context: int, protocol: Protocol = PREFIX) -> Method:
+    """The method `text`, told to read or keep `total` of `context` tokens, the sinks and the recent ones included."""
+    name = text.partition(":")[0]
+    # Tokens that no cluster holds yet are read beside the budget.
+    budget = total - protocol.recent if name == "clusterkv" and total < context else total
+    return parse_method(f"{text}:{protocol.parts(name)}:budget={budget}")
+
+
+@torch.no_grad()
+def measure(text: str, rate: int, layer: Captured, queries: int, protocol: Protocol = PREFIX, seed: int = 0) -> Outcome:
+    """The error of a method, or of the oracle, for the last `queries` of a layer."""
+    seen = layer.keys.shape[2]
+    context = seen if protocol.causal else seen - queries
+    asked = layer.queries[:, :, seen - queries :]
+    keys, values = layer.keys[:, :, :context], layer.values[:, :, :context]
+    visible = _visible(torch.arange(context, device=keys.device), seen, queries) if protocol.causal else None
+    exact = ops.weighted_attention(asked, keys, values, None, None, layer.scale, bias=visible)
+    total = protocol.reads(context, rate)
+    if text == ORACLE:
+        best = _best_tokens(asked, keys, values, layer.scale, total, protocol, visible)
+        return Outcome(relative_error(best, exact), total, _bytes([keys, values]))
+    method = configured(text, total, context, protocol)
+    table = SlotTable(layer.layer, layer.num_layers, seed)
+    table.scale = layer.scale
+    if isinstance(method, RecallingMethod):
+        out = _recalled(method, table, layer, queries, protocol)
+    else:
+        _read(method, table, layer, 0, context)
+        out = _from_slots(method, table, asked, seen if protocol.causal else None)
+    return Outcome(relative_error(out, exact), _tokens_read(method, table, asked, protocol), _bytes(table.tensors()))
+
+
+def relative_error(out: Tensor, exact: Tensor) -> float:
+    """Mean over queries and heads of the distance, in units of the exact answer's length."""
+    return float(((out - exact).float().norm(dim=-1) / exact.float().norm(dim=-1)).mean())
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _visible(index: Tensor, seen: int, queries: int) -> Tensor:
+    """Which tokens, by index [..., S], the last `queries` of `seen` tokens may see: [..., queries, S], of rank 4."""
+    query = torch.arange(seen - queries, seen, device=index.device)
+    visible = index.unsqueeze(-2) <= query.unsqueeze(-1)
+    return visible.view(*[1] * (4 - visible.dim()), *visible.shape)
+
+
+def _append(method: Method, table: SlotTable, layer: Captured, start: int, end: int) -> None:
+    keys, values = layer.keys[:, :, start:end], layer.values[:, :, start:end]
+    method.prepare(table, keys, values)
+    table.append(keys, values)
+
+
+def _read(method: Method, table: SlotTable, layer: Captured, start: int, end: int) -> None:
+    """The table takes the tokens [start, end) and the method compresses it."""
+    _append(method, table, layer, start, end)
+    method.compress(table, layer.queries[:, :, start:end])
+
+
+def _recalled(method: RecallingMethod, table: SlotTable, layer: Captured, queries: int, protocol: Protocol) -> Tensor:
+    """Answers of a recall method to the last queries, one at a time; causal: each after its own token has come."""
+    seen = layer.keys.shape[2]
+    start = seen - queries
+    if protocol.causal:
+        _read(method, table, layer, 0, start)
+    else:
+        _read(method, table, layer, 0, start - protocol.recent)
+        _read(method, table, layer, start - protocol.recent, start)
+    answers = []
+    for place in range(start, seen):
+        query = layer.queries[:, :, place : place + 1].contiguous()
+        if protocol.causal:
+            _append(method, table, layer, place, place + 1)
+        answer = method.attend(table, query) if method.is_indexed(table) else None
+        answers.append(_from_slots(method, table, query, None) if answer is None else answer)
+        if protocol.causal:
+            method.compress(table, query)
+    return torch.cat(answers, 2)
+
+
+def _from_slots(method: Method, table: SlotTable, queries: Tensor, seen: int | None) -> Tensor:
+    """Attention over all slots; with `seen`, each query sees only the tokens up to its own, the last being the last."""
+    log_num = table.log_den if table.log_num is None else table.log_num
+    visible = None if seen is None else _visible(table.index_slots(), seen, queries.shape[2])
+    keys, values = table.key_slots(), table.value_slots()
+    return ops.weighted_attention(
+        queries, keys, values, log_num, table.log_den, table.scale, bias=visible, clip=method.clip
+    )
+
+
+def _tokens_read(method: Method, table: SlotTable, queries: Tensor, protocol: Protocol) -> float:
+    """Tokens that a query head reads, in the mean."""
+    if not isinstance(method, RecallingMethod) or not method.is_indexed(table):
+        return table.stored()
+    if isinstance(method, Quest | InfiniGen):
+        chosen = [method.choose_rows(table, query.contiguous()) >= 0 for query in queries.split(1, dim=2)]
+        return float(torch.stack(chosen).sum(-1).float().mean())
+    return method.sinks + method.rows_read(table) + protocol.recent
+
+
+def _best_tokens(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, total: int, protocol: Protocol, visible: Tensor | None
+) -> Tensor:
+    """Attention over sinks, recent tokens and, for each query, the others with the largest inner products."""
+    group = queries.shape[1] // keys.shape[1]
+    scores = queries @ keys.repeat_interleave(group, 1).transpose(-1, -2)
+    scores[..., : protocol.sinks] = scores[..., keys.shape[2] - protocol.recent :] = float("inf")
+    chosen = scores.topk(min(total, keys.shape[2]), dim=-1).indices
+    read = torch.zeros_like(scores, dtype=torch.bool).scatter_(3, chosen, True)
+    read = read if visible is None else read & visible
+    return ops.weighted_attention(queries, keys, values, None, None, scale, bias=read)

@@ -1,0 +1,60 @@
+"""What the layers of a model computed for a text: queries, keys and values of one forward, kept for one text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from kvsketch import models
+from kvsketch.evaluation import passages
+from kvsketch.evaluation.attention_protocol import Captured, capture
+
+FORMS = "numbers and ranges by commas such as 0,7,14 or 2-, or all"
+
+
+def layer_numbers(text: str, spec: str) -> list[int]:
+    """The layers that `--layers` names: `0,7`, `2-27`, `2-` (to the last) or `all`; only those of full attention."""
+    known = full_attention_layers(spec)
+    found: list[int] = []
+    try:
+        for part in ("0-" if text == "all" else text).split(","):
+            first, dash, last = part.strip().partition("-")
+            if dash:
+                found += [layer for layer in known if int(first) <= layer <= (int(last) if last else known[-1])]
+            else:
+                found.append(int(first))
+    except ValueError:
+        raise ValueError(f"--layers {text!r} is not a list of layers; use {FORMS}") from None
+    absent = sorted(set(found) - set(known))
+    if absent or not found:
+        have = ", ".join(map(str, known))
+        raise ValueError(f"--layers {text!r}: {absent or 'nothing'} is not among the full-attention layers {have}")
+    return list(dict.fromkeys(found))
+
+
+def full_attention_layers(spec: str) -> list[int]:
+    """Numbers of the layers of full attention, from the configuration of a model's name or folder."""
+    config = json.loads((models.resolve(spec) / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    kinds = config.get("layer_types") or ["full_attention"] * int(config["num_hidden_layers"])
+    return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+
+
+class TextCapture:
+    """Captures texts one at a time: the last one stays until another is asked for."""
+
+    def __init__(self, tokens: int, layers: list[int]) -> None:
+        self.tokens, self.layers = tokens, layers
+        self._name = ""
+        self._found: dict[int, Captured] = {}
+
+    @torch.no_grad()
+    def of(self, model: Any, tokenizer: Any, name: str) -> dict[int, Captured]:
+        """Queries, keys and values of the layers for the first tokens of the text `name`."""
+        if self._name != name:
+            self._found = {}
+            ids = passages.token_ids(tokenizer, name, self.tokens, model.device)
+            self._name, self._found = name, capture(model, ids, self.layers)
+        return self._found

@@ -1,0 +1,94 @@
+"""How surprised a model is by the next tokens of a text: -log p(token), with its own cache or through a method.
+
+    exact = exact_nll(model, ids)                      # [B, n], the model's own full cache
+    reading = Reading(model, cache, ids, start)        # the cache holds the first `start` tokens
+    reading.to(end)                                    # decode steps along the text
+    reading.nll                                        # [B, n]: tokens start + 1 .. end - 1, NaN elsewhere
+
+Token `start` is predicted by the prefill, which is exact whatever the method; the first that a compressed cache
+predicts is the one behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kvsketch import decoding
+from kvsketch.cache import CompressedCache
+from kvsketch.sampling import Sampler
+
+BLOCK_TOKENS = 1024  # whose logits are held at once, over all rows
+STEPS_WORTH_CAPTURING = 48
+
+
+def losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """-log p(target) in float32 for logits [..., V] and targets [...]."""
+    wide = logits.float()
+    return wide.logsumexp(-1) - wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+@torch.no_grad()
+def exact_nll(model: Any, ids: Tensor) -> Tensor:  # [B, n] float32
+    """-log p of every token of ids [B, n] given those before it, NaN for the first; read in blocks."""
+    rows, length = ids.shape
+    found = torch.full((rows, length), float("nan"), device=ids.device)
+    past: Any = None
+    block = max(1, BLOCK_TOKENS // rows)
+    for start in range(0, length - 1, block):
+        end = min(start + block, length - 1)
+        output = model(ids[:, start:end], past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        found[:, start + 1 : end + 1] = losses(output.logits, ids[:, start + 1 : end + 1])
+    return found
+
+
+class Script:
+    """Stands where a sampler stands in a decode step: the next token is that of the text, and its -log p is noted."""
+
+    def __init__(self, ids: Tensor, start: int) -> None:
+        self.ids = ids
+        self.place = torch.full((ids.shape[0], 1), start + 1, device=ids.device)
+        self.nll = torch.full(ids.shape, float("nan"), device=ids.device)
+
+    def before_step(self) -> None:
+        """The host has nothing to count."""
+
+    def choose(self, logits: Tensor) -> Tensor:  # [B, V] -> [B, 1]
+        """Runs eagerly or under capture, always on the same addresses."""
+        token = self.ids.gather(1, self.place)
+        self.nll.scatter_(1, self.place, losses(logits.unsqueeze(1), token))
+        self.place += 1
+        return token
+
+
+class Reading:
+    """Decode steps along ids [B, n] behind a cache that has read the first `start` tokens of them."""
+
+    def __init__(self, model: Any, cache: CompressedCache, ids: Tensor, start: int) -> None:
+        if cache.tokens_seen != start:
+            raise ValueError(f"the cache has read {cache.tokens_seen} tokens, not the first {start} of the text")
+        self.model, self.cache = model, cache
+        self._script, self._end = Script(ids, start), start + 1
+        self._token = ids[:, start : start + 1]
+        self._step: decoding.Step | None = None
+        if ids.shape[1] - start > STEPS_WORTH_CAPTURING and decoding.impossible(model, cache, {}) is None:
+            sampler = cast(Sampler, self._script)
+            self._step = decoding.Step(model, cache, sampler, self._token, ids.shape[1])
+
+    @property
+    def nll(self) -> Tensor:
+        return self._script.nll
+
+    @torch.no_grad()
+    def to(self, end: int) -> None:
+        """Reads on until -log p of the tokens before `end` is known."""
+        while self._end < end:
+            if self._step is not None:
+                self._step.run()
+            else:
+                logits = self.model(self._token, past_key_values=self.cache, use_cache=True).logits
+                self._token = self._script.choose(logits[:, -1])
+            self._end += 1

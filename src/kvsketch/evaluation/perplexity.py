@@ -1,0 +1,259 @@
+"""Perplexity of a long text through a compressed cache, against the full cache, by position in the text.
+
+    kvsketch eval perplexity --model qwen2.5-coder-1.5b --texts 4 --tokens 16384 --budgets 1024 --out results
+    kvsketch eval perplexity --protocol prefill --steps 16 --model qwen2.5-coder-1.5b --tokens 32000 --out results
+
+Two protocols:
+    stream     one pass: an exact prefill of the first `--prefix` tokens, then token by token along the text with the
+               compressed cache. Texts run as rows of one batch. A budget that is a share is one of all `--tokens`.
+    prefill    for every `--bucket`-th position: a fresh exact prefill of all tokens before it, then `--steps`
+               compressed decode steps (ClusterKV's figure, with one step). A share is one of those tokens.
+
+One record for each method, budget, text and position:
+
+    nll         mean -log p(next token), full_nll the same tokens with the model's own cache
+    deviation   exp(nll) - exp(full_nll)
+    chunk_nll, full_chunk_nll, chunk_tokens     means of runs of tokens, to draw intervals from
+
+The token right behind a prefill is not counted: no compressed cache predicts it. The method `full` runs through the
+same steps as the others; its deviation is the noise of the number format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from kvsketch.budget import Size
+from kvsketch.evaluation import experiment, passages
+from kvsketch.evaluation.budgets import text_form
+from kvsketch.evaluation.experiment import Cell
+from kvsketch.evaluation.next_token import Reading, exact_nll
+from kvsketch.evaluation.shared_prefill import memory, shared_prefill, streamed_prefill
+from kvsketch.evaluation.statistics import CONFIDENCE, RESAMPLES
+
+STREAM, PREFILL = PROTOCOLS = ("stream", "prefill")
+CHUNK = 50  # tokens whose mean is one value of the bootstrap
+Data = dict[str, Any]
+
+
+def summary(nll: Tensor, full: Tensor, chunk: int) -> Data:
+    """The outcome of one stretch of text from -log p [n] of its tokens through a method and with the full cache."""
+    parts = [each.double().cpu().split(chunk) for each in (nll, full)]
+    mean_nll, mean_full = (float(each.double().mean()) for each in (nll, full))
+    return {
+        "nll": mean_nll,
+        "full_nll": mean_full,
+        "deviation": math.exp(mean_nll) - math.exp(mean_full),
+        "tokens_scored": len(nll),
+        "chunk_tokens": [len(part) for part in parts[0]],
+        "chunk_nll": [round(float(part.mean()), 5) for part in parts[0]],
+        "full_chunk_nll": [round(float(part.mean()), 5) for part in parts[1]],
+    }
+
+
+def deviation(records: list[Data], seed: int = 0) -> tuple[float, float, float]:
+    """Deviation of perplexity over the tokens of all records, with its 95% bootstrap interval over their chunks."""
+    tokens, nll, full = (
+        numpy.array([value for each in records for value in each[name]], dtype=numpy.float64)
+        for name in ("chunk_tokens", "chunk_nll", "full_chunk_nll")
+    )
+    drawn = numpy.random.default_rng(seed).integers(0, len(tokens), (RESAMPLES, len(tokens)))
+    drawn = numpy.vstack([numpy.arange(len(tokens)), drawn])
+    weight = tokens[drawn]
+    perplexities = [numpy.exp((values[drawn] * weight).sum(1) / weight.sum(1)) for values in (nll, full)]
+    found = perplexities[0] - perplexities[1]
+    low, high = numpy.quantile(found[1:], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(found[0]), float(low), float(high)
+
+
+class Perplexity(experiment.Experiment):
+    """Deviation of perplexity from the full cache by position."""
+
+    name: ClassVar[str] = "perplexity"
+    metric: ClassVar[str] = "deviation"
+    default_budgets: ClassVar[str] = "1024"
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        stream = options.protocol == STREAM
+        if stream and not 1 <= options.prefix < options.tokens - 1:
+            raise ValueError(
+                f"--prefix {options.prefix} leaves nothing of --tokens {options.tokens}; use a smaller one"
+            )
+        if options.bucket < 1 or options.steps < 1 or (not stream and options.bucket + options.steps >= options.tokens):
+            raise ValueError(
+                f"--bucket {options.bucket} with --steps {options.steps} names no position in --tokens "
+                f"{options.tokens}; use smaller ones, 1 or more"
+            )
+        self._read: dict[str, tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--protocol", choices=PROTOCOLS, default=STREAM)
+        add("--texts", default="1", help="so many of the longest speeches, or names by commas")
+        add("--tokens", type=int, default=8192, help="tokens of each text")
+        add("--prefix", type=int, default=2048, help="stream: tokens of the exact prefill")
+        add("--bucket", type=int, default=1000, help="stream: tokens of one record; prefill: from position to position")
+        add("--steps", type=int, default=16, help="prefill: compressed decode steps at each position")
+        add("--chunk", type=int, default=0, help="prefill: read the tokens before as a stream of chunks; 0: exactly")
+
+    @property
+    def names(self) -> list[str]:
+        return passages.names(self.options.texts)
+
+    @property
+    def positions(self) -> list[int]:
+        """Where the records begin: buckets that hold scored tokens, or the lengths of the prefixes."""
+        options = self.options
+        if options.protocol == PREFILL:
+            return list(range(options.bucket, options.tokens - options.steps, options.bucket))
+        first = (options.prefix + 1) // options.bucket * options.bucket
+        return list(range(first, options.tokens, options.bucket))
+
+    def cells(self) -> list[Cell]:
+        options, base = self.options, (*self.setting, ("protocol", self.options.protocol))
+        if options.protocol == STREAM:
+            base += (("tokens", options.tokens), ("prefix", options.prefix), ("bucket", options.bucket))
+        else:
+            base += (("steps", options.steps), *((("chunk", options.chunk),) if options.chunk else ()))
+        return [
+            Cell(method, budget, name, seed, (*base, ("position", position)))
+            for method, budget in self.contenders
+            for seed in self.seeds
+            for name in self.names
+            for position in self.positions
+        ]
+
+    def groups(self) -> Iterable[list[Cell]]:
+        """A stream is one group; so are all methods behind one prefill."""
+        found: dict[Any, list[Cell]] = {}
+        for cell in self.cells():
+            one = (cell.method, cell.budget, cell.seed) if self.options.protocol == STREAM else _position(cell)
+            found.setdefault(one, []).append(cell)
+        return found.values()
+
+    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, Data]]:
+        names = [name for name in self.names if any(cell.sample == name for cell in cells)]
+        ids, full = self._texts(names)
+        return (self._stream if self.options.protocol == STREAM else self._prefill)(cells, names, ids, full)
+
+    def _texts(self, names: list[str]) -> tuple[Tensor, Tensor]:
+        """Token ids [B, n] of the texts and -log p of each token with the full cache."""
+        for name in names:
+            if name not in self._read:
+                ids = passages.token_ids(self.tokenizer, name, self.options.tokens, self.model.device)
+                self._read[name] = (ids, exact_nll(self.model, ids))
+        found = [self._read[name] for name in names]
+        return torch.cat([ids for ids, _ in found]), torch.cat([nll for _, nll in found])
+
+    def _stream(self, cells: list[Cell], names: list[str], ids: Tensor, full: Tensor) -> Iterator[tuple[Cell, Data]]:
+        prefix, tokens = self.options.prefix, self.options.tokens
+        method, facts = self._text_form(cells[0])
+        cache = shared_prefill(self.model, ids[:, :prefix]).cache(method, cells[0].seed)
+        reading = Reading(self.model, cache, ids, prefix)
+        for position in self.positions:
+            asked = [cell for cell in cells if _position(cell) == position]
+            if not any(_position(cell) >= position for cell in cells):
+                return
+            scored = slice(max(position, prefix + 1), min(position + self.options.bucket, tokens))
+            reading.to(scored.stop)
+            held = memory(cache) | facts
+            for cell in asked:
+                row = names.index(cell.sample)
+                yield cell, summary(reading.nll[row, scored], full[row, scored], CHUNK) | held
+
+    def _text_form(self, cell: Cell) -> tuple[str, Data]:
+        """The method of a stream, its budget in tokens: a share is one of the whole text, not of the prefix."""
+        tokens = self.options.tokens
+        if self.options.budgets_in == "tokens" and cell.budget:
+            cell = replace(cell, budget=str(Size.parse(cell.budget).of(tokens)))
+        return text_form(self.model, cell.method, cell.budget, tokens, self.options.budgets_in)
+
+    def _prefill(self, cells: list[Cell], names: list[str], ids: Tensor, full: Tensor) -> Iterator[tuple[Cell, Data]]:
+        position, steps = _position(cells[0]), self.options.steps
+        read = {"input_ids": ids[:, :position], "attention_mask": torch.ones_like(ids[:, :position])}
+        prefilled = None if self.options.chunk else shared_prefill(self.model, read)
+        scored = slice(position + 1, position + 1 + steps)
+        for asked in _by_method(cells):
+            try:
+                method, facts = text_form(
+                    self.model, asked[0].method, asked[0].budget, position, self.options.budgets_in
+                )
+                if prefilled is None:
+                    _, cache = streamed_prefill(self.model, read, method, asked[0].seed, self.options.chunk)
+                else:
+                    cache = prefilled.cache(method, asked[0].seed)
+                reading = Reading(self.model, cache, ids[:, : scored.stop], position)
+                reading.to(scored.stop)
+                held = memory(cache) | facts
+            except Exception as error:
+                yield from ((cell, experiment.failure(error)) for cell in asked)
+                continue
+            for cell in asked:
+                row = names.index(cell.sample)
+                yield cell, summary(reading.nll[row, scored], full[row, scored], steps) | held
+
+    def table(self, data: list[Data]) -> Table:
+        """A row for each method and budget: deviation of perplexity by position and over all, with its interval."""
+        right = [each for each in data if experiment.FAILED not in each]
+        shown = _shown(sorted({each["position"] for each in right}))
+        found = Table("method", "budget", title=f"{self.name}, {self.options.protocol}: deviation from the full cache")
+        for name in (*(f"from {place}" for place in shown), "all [95%]", "full", "tokens stored", "failed"):
+            found.add_column(name, justify="right")
+        for cells in _by_method(data):
+            found.add_row(*_row(cells, shown))
+        return found
+
+
+def _position(cell: Cell) -> int:
+    return int(dict(cell.setting)["position"])
+
+
+def _by_method(cells: Iterable[Any]) -> list[list[Any]]:
+    """Cells, or data of records, by method, budget and (for cells) seed."""
+    found: dict[Any, list[Any]] = {}
+    for cell in cells:
+        key = (cell.method, cell.budget, cell.seed) if isinstance(cell, Cell) else (cell["method"], cell["budget"])
+        found.setdefault(key, []).append(cell)
+    return list(found.values())
+
+
+def _shown(positions: list[int], most: int = 6) -> list[int]:
+    """At most so many of the positions, from the first to the last."""
+    if len(positions) <= most:
+        return positions
+    return [positions[(len(positions) - 1) * part // (most - 1)] for part in range(most)]
+
+
+def _row(cells: list[Data], shown: list[int]) -> list[str]:
+    right = [each for each in cells if experiment.FAILED not in each]
+    own = [[each for each in right if each["position"] == place] for place in shown]
+    places = [f"{deviation(each)[0]:+.2f}" if each else "-" for each in own]
+    failed = str(len(cells) - len(right))
+    if not right:
+        return [cells[0]["method"], cells[0]["budget"], *places, "-", "-", "-", failed]
+    average, low, high = deviation(right)
+    tokens = sum(each["tokens_scored"] for each in right)
+    full = math.exp(sum(each["full_nll"] * each["tokens_scored"] for each in right) / tokens)
+    stored = sum(each["tokens_stored"] for each in right) / len(right)
+    interval = f"{average:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return [cells[0]["method"], cells[0]["budget"], *places, interval, f"{full:.2f}", f"{stored:,.0f}", failed]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return experiment.main(Perplexity, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

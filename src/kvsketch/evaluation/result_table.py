@@ -1,0 +1,51 @@
+"""The table that an experiment prints at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from kvsketch.evaluation.statistics import mean, mean_text
+
+Data = dict[str, Any]
+
+
+def table(title: str, data: Sequence[Data], metric: str, by: str | None = None) -> Table:
+    """A row for each method and budget: the mean of `metric` with its interval, over all and, where the field `by` has
+    several values, for each of them.
+    """
+    found = Table(title=title)
+    values = sorted({each[by] for each in data if by in each}) if by else []
+    values = values if len(values) > 1 else []
+    numbers = [*(f"{by} {value}" for value in values), metric, "samples", "failed", "tokens stored", "of full bytes"]
+    for name in ("method", "budget", *numbers):
+        found.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
+    rows: dict[tuple[str, str], list[Data]] = {}
+    for each in data:
+        rows.setdefault((each["method"], each["budget"]), []).append(each)
+    for (method, budget), cells in rows.items():
+        right = [each for each in cells if metric in each]
+        parts = [[each[metric] for each in right if by is not None and each[by] == value] for value in values]
+        found.add_row(
+            method,
+            budget,
+            *(mean_text(part) for part in parts),
+            mean_text([each[metric] for each in right]),
+            str(len(right)),
+            str(len(cells) - len(right)),
+            _mean(right, "tokens_stored"),
+            _share(right),
+        )
+    return found
+
+
+def _mean(data: Sequence[Data], name: str) -> str:
+    values = [each[name] for each in data if name in each]
+    return f"{mean(values):,.0f}" if values else "-"
+
+
+def _share(data: Sequence[Data]) -> str:
+    values = [each["device_bytes"] / each["full_bytes"] for each in data if each.get("full_bytes")]
+    return f"{mean(values):.1%}" if values else "-"

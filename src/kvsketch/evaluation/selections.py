@@ -1,0 +1,144 @@
+"""Which tokens of a captured layer a method lets each query read, how many of them the query needed, and how many it
+had read a step before.
+
+    recall    |read and among the true best B| / B,   the true best B being the tokens of largest <q, k>
+
+A query is one decode step: the method has compressed or indexed the `context` tokens before the first of them, and
+every query reads of those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.budget import Size
+from kvsketch.evaluation.attention_protocol import Captured
+from kvsketch.methods import ClusterKV, InfiniGen, Quest
+from kvsketch.methods.base import Method
+from kvsketch.methods.clusters import CENTROIDS, OFFSETS, ORDER, SIZES
+from kvsketch.methods.recall import RecallingMethod
+from kvsketch.ops.hot_rows import HITS, READS
+from kvsketch.slots import SlotTable
+from kvsketch.storage.hot_set import COUNTS
+
+
+class Choice(NamedTuple):
+    """What the queries of a layer read."""
+
+    rows: Tensor  # [Hq, Q, M] tokens of the context, -1 for none
+    taken: Tensor | None = None  # [Hq, Q, C] int32, tokens taken from each cluster, where there are clusters
+
+
+def readable(method: Method) -> Method:
+    """The method, made to select in every layer; raises ValueError for one that keeps no tokens as they are."""
+    if isinstance(method, RecallingMethod):
+        return dataclasses.replace(method, skip_layers=0)
+    if method.family not in ("evict", "full"):
+        raise ValueError(f"{method.name} keeps no tokens as they are; recall is of methods that evict or recall")
+    return method
+
+
+@torch.no_grad()
+def table_of(method: Method, layer: Captured, context: int, seed: int = 0) -> SlotTable:
+    """The table of a layer after the method has seen the first `context` tokens at once."""
+    table = SlotTable(layer.layer, layer.num_layers, seed)
+    table.scale = layer.scale
+    keys, values = layer.keys[:, :, :context], layer.values[:, :, :context]
+    method.prepare(table, keys, values)
+    table.append(keys, values)
+    method.compress(table, layer.queries[:, :, :context])
+    return table
+
+
+def true_ranks(layer: Captured, context: int, most: int) -> Tensor:  # [Hq, Q, context] int32
+    """Place of each token among those of largest inner product, 0 first; `most` from there on."""
+    group = layer.queries.shape[1] // layer.keys.shape[1]
+    asked = layer.queries[0, :, context:].float()
+    keys = layer.keys[0, :, :context].float().repeat_interleave(group, 0)
+    best = (asked @ keys.mT).topk(min(most, context), dim=-1).indices
+    place = torch.arange(best.shape[-1], dtype=torch.int32, device=best.device).expand_as(best)
+    ranks = torch.full((*asked.shape[:2], context), most, dtype=torch.int32, device=best.device)
+    return ranks.scatter_(2, best, place)
+
+
+def recall(rows: Tensor, ranks: Tensor, budget: int) -> Tensor:  # [Hq, Q]
+    """Share of the `budget` tokens of largest inner product that are among rows [Hq, Q, M]."""
+    found = (ranks.gather(2, rows.clamp_min(0).long()) < budget) & (rows >= 0)
+    return found.sum(-1) / min(budget, ranks.shape[2])
+
+
+@torch.no_grad()
+def choose(method: Method, table: SlotTable, queries: Tensor) -> Choice:
+    """What each of the queries [1, Hq, Q, D] reads of the table."""
+    single = [query.contiguous() for query in queries.split(1, dim=2)]
+    if isinstance(method, ClusterKV) and method.is_indexed(table):
+        return _clusters(method, table, single)
+    if isinstance(method, Quest | InfiniGen) and method.is_indexed(table):
+        return Choice(torch.stack([method.choose_rows(table, query)[0] for query in single], 1))
+    kept = table.index_slots()[0].repeat_interleave(queries.shape[1] // table.shape[1], 0)
+    return Choice(kept[:, None].expand(-1, len(single), -1))
+
+
+def _clusters(method: ClusterKV, table: SlotTable, queries: list[Tensor]) -> Choice:
+    """The sinks, and the clusters that each query likes best; its own `scores` decide, as in `attend`."""
+    state, heads = table.row_state, queries[0].shape[1]
+    budget = method.rows_read(table)
+    chosen = [
+        ops.select_clusters(method._scores(table, query), state[SIZES], state[OFFSETS], state[ORDER], budget)
+        for query in queries
+    ]
+    rows, taken = (
+        torch.stack([each[0].repeat_interleave(heads // each.shape[1], 0) for each in parts], 1)
+        for parts in ([each.rows for each in chosen], [each.taken for each in chosen])
+    )
+    sinks = torch.arange(min(method.sinks, table.seen), dtype=torch.int32, device=rows.device)
+    return Choice(torch.cat([sinks.expand(*rows.shape[:2], -1), rows], -1), taken)
+
+
+def cluster_count(table: SlotTable) -> int | None:
+    """Clusters of the largest head that hold tokens, None without clusters."""
+    return int((table.row_state[SIZES] > 0).sum(-1).max()) if CENTROIDS in table.row_state else None
+
+
+def cluster_hits(taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:  # [Hq], [Hq]
+    """Share of the clusters read by taken [Hq, Q, C] that the last `steps` queries read too, and of their tokens.
+
+    Per head and query |clusters now, read in the last steps| / |clusters now|, in the mean over the queries that have
+    so many before them; and the same with each cluster weighted by the tokens taken from it.
+    """
+    now = taken > 0
+    asked = now.shape[1] - steps
+    before = torch.stack([now[:, steps - back : steps - back + asked] for back in range(1, steps + 1)]).any(0)
+    again, weight = now[:, steps:] & before, taken[:, steps:].float()
+    by_clusters = again.sum(-1) / now[:, steps:].sum(-1).clamp_min(1)
+    by_tokens = (weight * again).sum(-1) / weight.sum(-1).clamp_min(1)
+    return by_clusters.mean(1), by_tokens.mean(1)
+
+
+@torch.no_grad()
+def hot_set_hits(
+    method: RecallingMethod, layer: Captured, context: int, steps: int, seed: int = 0
+) -> tuple[int, int] | None:
+    """(hits, reads) of the hot set of the last `steps` steps when the layer lies in host memory, without the first
+    query, which finds nothing; None where nothing is offloaded.
+    """
+    offloading = dataclasses.replace(method, offload="host", keep_steps=steps)
+    table = table_of(offloading, layer, context, seed)
+    if COUNTS not in table.row_state:
+        return None
+    for number, query in enumerate(layer.queries[:, :, context:].split(1, dim=2)):
+        if number == 1:
+            table.row_state[COUNTS][..., READS:] = 0
+        offloading.attend(table, query.contiguous())
+    counts = table.row_state[COUNTS].sum((0, 1)).tolist()
+    return int(counts[HITS]), int(counts[READS])
+
+
+def budget_tokens(budget: str, context: int) -> int:
+    """Tokens of a budget such as 1024 or 1/8 of the context; everything without a budget."""
+    return Size.parse(budget).of(context) if budget else context

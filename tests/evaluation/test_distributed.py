@@ -1,0 +1,163 @@
+"""A run on a local Ray leaves the records of a run without it, whatever happens to its workers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsketch.benchmark import records
+from kvsketch.evaluation import distributed, experiment
+from kvsketch.evaluation.experiment import FAILED, Cell, Experiment
+
+
+class Fragile(Experiment):
+    """Scores the number of a sample. Some samples kill the process that measures them, so many times."""
+
+    name = "fragile"
+    default_methods = "full,snapkv"
+    default_budgets = "1/4,64"
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--samples", type=int, default=6)
+        parser.add_argument("--deadly", default="")
+
+    def open(self) -> None:
+        if self.options.model == "nowhere":
+            raise ValueError("model 'nowhere' is not there")
+        self.model = self.options.model
+
+    def origin(self) -> dict[str, Any]:
+        return {"model_sha256": f"hash of {self.model}"}
+
+    def cells(self) -> list[Cell]:
+        return [
+            Cell(method, budget, f"sample={sample}", seed, self.setting)
+            for seed in self.seeds
+            for sample in range(self.options.samples)
+            for method, budget in self.contenders
+        ]
+
+    def groups(self) -> Iterable[list[Cell]]:
+        found: dict[str, list[Cell]] = {}
+        for cell in self.cells():
+            found.setdefault(cell.sample, []).append(cell)
+        return found.values()
+
+    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        for cell in cells:
+            number = int(cell.sample.removeprefix("sample="))
+            if cell.method == "snapkv":
+                self._die_of(number)
+            yield cell, {"score": number / 7, "tokens_stored": number}
+
+    def _die_of(self, number: int) -> None:
+        deaths = dict(map(int, pair.split(":")) for pair in self.options.deadly.split(",") if pair)
+        # Relative to the folder that the run was started in.
+        counter = Path(f"died_of_{number}")
+        if len(counter.read_text() if counter.exists() else "") < deaths.get(number, 0):
+            with counter.open("a") as file:
+                file.write("x")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def _ray() -> Iterator[None]:
+    """Ray on this machine, as `--ray` without an address starts it."""
+    ray = pytest.importorskip("ray")
+    # Workers cannot import this file.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    with distributed.cluster(ray, ""):
+        yield
+
+
+def run(out: Path, *arguments: str) -> list[dict[str, Any]]:
+    assert experiment.main(Fragile, ["--out", str(out), *arguments]) == 0
+    return list(records.read(out / "fragile.jsonl"))
+
+
+def comparable(found: list[dict[str, Any]]) -> list[str]:
+    """Records without the time they were made at, in an order of their own."""
+    return sorted(str({key: value for key, value in record.items() if key != "time"}) for record in found)
+
+
+@pytest.mark.usefixtures("_ray")
+def test_same_records_as_a_serial_run_though_workers_die(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    complete = run(tmp_path / "serial")
+    assert len(complete) == 18
+    # Half of it is there: sample 0, 1 and a part of 2.
+    records.append("fragile.jsonl", *complete[:8])
+    kept = Path("fragile.jsonl").read_text()
+    # One worker dies of sample 3; all workers that try die of sample 5.
+    deadly = ("--deadly", "3:1,5:2")
+    found = run(Path(), "--ray", "--ray-workers", "2", *deadly)
+    assert Path("died_of_3").read_text() == "x" and Path("died_of_5").read_text() == "xx"
+    assert Path("fragile.jsonl").read_text().startswith(kept) and len(found) == len(complete)
+    failed = [record for record in found if FAILED in record["data"]]
+    assert [record["data"]["sample"] for record in failed] == ["sample=5"] * 3
+    assert all("2 workers died" in record["data"][FAILED] for record in failed)
+    assert "failed: snapkv 1/4 sample=5: WorkerDied" in capsys.readouterr().err
+    healthy = [record for record in complete if record["data"]["sample"] != "sample=5"]
+    assert comparable([record for record in found if record not in failed]) == comparable(healthy)
+    # A run without Ray goes on from there.
+    again = run(Path(), "--retry-failed", *deadly)
+    assert comparable(again[18:]) == comparable([r for r in complete if r not in healthy])
+
+
+@pytest.mark.usefixtures("_ray")
+def test_a_model_that_cannot_be_loaded_is_the_same_error(tmp_path: Path) -> None:
+    for arguments in ([], ["--ray"]):
+        with pytest.raises(ValueError, match="model 'nowhere' is not there"):
+            run(tmp_path, "--model", "nowhere", *arguments)
+    assert not (tmp_path / "fragile.jsonl").exists()
+
+
+def test_an_address_where_nobody_listens_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with (
+        pytest.raises(ValueError, match=r"--ray localhost:1: no Ray cluster answers .*leave the address out"),
+        distributed.cluster(ray, "localhost:1"),
+    ):
+        pass
+
+
+def test_without_ray_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"install kvsketch\[ray\], or leave --ray out"):
+        run(tmp_path, "--ray")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "device", "workers", "expected"),
+    [
+        ({"CPU": 1.0, "node:1": 1.0, "node:__internal_head__": 1.0}, None, None, (1, 0, 1)),
+        ({"CPU": 64.0, "node:1": 1.0, "node:2": 1.0}, None, None, (2, 0, 1)),
+        ({"CPU": 64.0, "GPU": 8.0, "node:1": 1.0}, None, None, (8, 1, 1)),
+        ({"CPU": 64.0, "GPU": 8.0, "node:1": 1.0}, "cpu", None, (1, 0, 1)),
+        ({"CPU": 64.0, "GPU": 2.0, "node:1": 1.0}, None, 3, (3, 0.5, 1)),
+        ({"CPU": 2.0, "node:1": 1.0}, None, 3, (3, 0, 0)),
+        ({"CPU": 64.0, "GPU": 100.0, "node:1": 1.0}, None, None, (10, 1, 1)),
+    ],
+)
+def test_a_worker_for_each_gpu_else_for_each_machine(
+    cluster: dict[str, float], device: str | None, workers: int | None, expected: tuple[Any, ...]
+) -> None:
+    options = argparse.Namespace(device=device, ray_workers=workers)
+    assert distributed.share_of(cluster, options, groups=10)[:3] == expected
+
+
+def test_no_workers_are_refused(tmp_path: Path) -> None:
+    options = argparse.Namespace(device=None, ray_workers=0)
+    with pytest.raises(ValueError, match="--ray-workers 0"):
+        distributed.share_of({"CPU": 2.0}, options, groups=10)

@@ -1,0 +1,223 @@
+"""The runner measures every cell once, whatever stops it, and keeps failures as records."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import pickle
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from kvsketch.benchmark import records
+from kvsketch.evaluation import budgets, experiment, identity, result_table
+from kvsketch.evaluation.experiment import Cell, Experiment, failure
+
+calls: list[str] = []
+
+
+class Toy(Experiment):
+    """Scores the number of a sample; a sample named in `--bad` fails, alone or with its whole group."""
+
+    name = "toy-example"
+    default_methods = "full,snapkv"
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--samples", type=int, default=6)
+        parser.add_argument("--bad", type=int, default=-1)
+        parser.add_argument("--explode", type=int, default=-1)
+        parser.add_argument("--seconds", type=float, default=0.0)
+
+    def open(self) -> None:
+        calls.append("open")
+
+    def origin(self) -> dict[str, Any]:
+        return {"model_sha256": "0"}
+
+    def cells(self) -> list[Cell]:
+        return [
+            Cell(method, budget, f"sample={sample}", seed, (("half", sample >= 3),))
+            for seed in self.seeds
+            for sample in range(self.options.samples)
+            for method, budget in self.contenders
+        ]
+
+    def groups(self) -> Iterable[list[Cell]]:
+        found: dict[tuple[str, int], list[Cell]] = {}
+        for cell in self.cells():
+            found.setdefault((cell.sample, cell.seed), []).append(cell)
+        return found.values()
+
+    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        for cell in cells:
+            number = int(cell.sample[len("sample=") :])
+            calls.append(cell.key)
+            time.sleep(self.options.seconds)
+            if number == self.options.explode:
+                raise RuntimeError("out of\nluck")
+            yield cell, failure(ValueError("bad sample")) if number == self.options.bad else {"score": number / 2}
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls.clear()
+    monkeypatch.setattr(records, "SECONDS_BETWEEN_WRITES", 0.0)
+
+
+def run(out: Path, *arguments: str) -> list[dict[str, Any]]:
+    assert experiment.main(Toy, ["--out", str(out), "--budgets", "1/4,64", *arguments]) == 0
+    return list(records.read(out / "toy_example.jsonl"))
+
+
+def keys(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(r["seed"], r["data"]["sample"], r["data"]["method"], r["data"]["budget"]) for r in found]
+
+
+def test_records_say_what_was_measured_and_are_made_once(tmp_path: Path) -> None:
+    found = run(tmp_path)
+    assert len(found) == len(set(keys(found))) == 6 * 3
+    assert found[0]["kind"] == "toy_example"
+    expected = {"method": "full", "budget": "", "sample": "sample=0", "half": False, "score": 0.0, "model_sha256": "0"}
+    assert found[0]["data"] == expected
+    calls.clear()
+    assert run(tmp_path) == found
+    assert calls == [], "a complete file needs neither the model nor a measurement"
+    more = run(tmp_path, "--seeds", "0,4-5")
+    assert more[:18] == found and len(set(keys(more))) == 18 * 3
+
+
+def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "toy_example.jsonl"
+    child = multiprocessing.get_context("fork").Process(target=run, args=(tmp_path, "--seconds", "0.03"))
+    child.start()
+    while not path.exists() or len(path.read_bytes().splitlines()) < 4:
+        time.sleep(0.01)
+    assert child.pid is not None
+    child.kill()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    before = list(records.read(path))
+    assert 4 <= len(before) < 18
+    with path.open("ab") as file:
+        file.write(json.dumps(before[0]).encode()[:200])  # a line that the kill cut short
+    found = run(tmp_path)
+    assert found[: len(before)] == before
+    assert sorted(keys(found)) == sorted(set(keys(found))) and len(found) == 18
+    assert len(calls) == 1 + 18 - len(before)
+
+
+def test_failures_are_records_until_they_are_retried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(tmp_path, "--bad", "1", "--explode", "4")
+    failed = [record["data"] for record in found if "failed" in record["data"]]
+    assert len(found) == 18 and len(failed) == 6
+    assert {data["failed"] for data in failed} == {"ValueError: bad sample", "RuntimeError: out of luck"}
+    assert all("score" not in data for data in failed)
+    output = capsys.readouterr()
+    assert "18 records" in output.out and "6 of them failed" in output.out
+    assert "failed: snapkv 1/4 sample=4: RuntimeError: out of luck" in output.err
+    assert run(tmp_path) == found
+    again = run(tmp_path, "--retry-failed")
+    assert again[:18] == found and sorted(keys(again[18:])) == sorted(keys([r for r in found if "failed" in r["data"]]))
+    assert all("score" in record["data"] for record in again[18:])
+    assert run(tmp_path, "--retry-failed") == again
+    assert "failed" not in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_limit_takes_the_first_samples_of_each_setting(tmp_path: Path) -> None:
+    found = run(tmp_path, "--limit", "2")
+    assert {record["data"]["sample"] for record in found} == {"sample=0", "sample=1", "sample=3", "sample=4"}
+    assert len(run(tmp_path)) == 18
+    with pytest.raises(ValueError, match="--limit 0"):
+        run(tmp_path, "--limit", "0")
+
+
+def test_an_outcome_that_is_no_number_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Toy, "measure", lambda self, cells: ((cell, {"score": float("nan")}) for cell in cells))
+    found = run(tmp_path, "--samples", "1")
+    assert ["ValueError" in record["data"]["failed"] for record in found] == [True] * 3
+
+
+def test_a_lost_device_stops_the_run_after_what_lost_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: Toy, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        for cell in cells:
+            bad = cell.budget == "1/4"
+            yield cell, failure(RuntimeError("CUDA error: illegal address")) if bad else {"score": 1.0}
+
+    monkeypatch.setattr(Toy, "measure", lost)
+    with pytest.raises(RuntimeError, match="snapkv 1/4 left the GPU unusable"):
+        run(tmp_path, "--samples", "1")
+    found = list(records.read(tmp_path / "toy_example.jsonl"))
+    assert [("failed" in r["data"], r["data"]["budget"]) for r in found] == [(False, ""), (True, "1/4")]
+    assert [record["data"]["budget"] for record in run(tmp_path, "--samples", "1")] == ["", "1/4", "64"]
+
+
+def test_an_experiment_that_forgets_a_cell_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Toy, "measure", lambda self, cells: iter([(cells[0], {"score": 1.0})]))
+    found = run(tmp_path, "--samples", "1")
+    assert [record["data"].get("failed") for record in found] == [None] + 2 * [
+        "RuntimeError: the experiment gave no outcome"
+    ]
+
+
+def test_options_travel_to_other_processes() -> None:
+    options = experiment.parser(Toy).parse_args([])
+    there = Toy(pickle.loads(pickle.dumps(options)))
+    assert there.cells() == Toy(copy.deepcopy(options)).cells()
+    assert next(experiment.measure_group(there, there.cells()[:1]))[1]["score"] == 0.0
+
+
+def test_out_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"toy\.jsonl is a file; name the folder"):
+        run(tmp_path / "toy.jsonl")
+    assert not list(tmp_path.iterdir())
+
+
+def test_seeds() -> None:
+    assert experiment.parse_seeds("0,2-4,2") == [0, 2, 3, 4]
+    for wrong in ("", "a", "3-1", "1-"):
+        with pytest.raises(ValueError, match="--seeds"):
+            experiment.parse_seeds(wrong)
+
+
+def test_contenders() -> None:
+    assert budgets.contenders("full,snapkv:window=8,quest:budget=64", "1/8,1/4") == [
+        ("full", ""),
+        ("snapkv:window=8", "1/8"),
+        ("snapkv:window=8", "1/4"),
+        ("quest", "64"),
+    ]
+    assert {method for method, _ in budgets.contenders("all", "1/8")} == set(budgets.METHODS)
+    with pytest.raises(ValueError, match="did you mean 'snapkv'"):
+        budgets.contenders("snapvk", "1/8")
+    with pytest.raises(ValueError, match="--budgets='many'"):
+        budgets.contenders("full", "many")
+
+
+def test_the_model_hash_follows_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSKETCH_HOME", str(tmp_path / "home"))
+    folder = tiny.save_tiny_model(tmp_path / "model")
+    first = identity.model_sha256.__wrapped__(str(folder))
+    monkeypatch.setattr(identity, "sha256_of", lambda file: pytest.fail("the hash of a file was not remembered"))
+    assert identity.model_sha256.__wrapped__(str(folder)) == first
+    monkeypatch.undo()
+    monkeypatch.setenv("KVSKETCH_HOME", str(tmp_path / "home"))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\1\2\3")
+    assert identity.model_sha256.__wrapped__(str(folder)) != first
+
+
+def test_the_summary_shows_failures_and_intervals() -> None:
+    data = [{"method": "a", "budget": "1/4", "size": i % 2, "score": float(i > 3)} for i in range(8)]
+    data += [{"method": "a", "budget": "1/4", "size": 1, "failed": "no"}]
+    table = result_table.table("title", data, "score", by="size")
+    cells = [next(iter(column.cells)) for column in table.columns]
+    assert cells[:2] == ["a", "1/4"] and cells[4] == "0.50 [0.12, 0.88]"
+    assert cells[5:7] == ["8", "1"]

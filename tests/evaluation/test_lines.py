@@ -1,0 +1,201 @@
+"""Line retrieval: records of the right form, answers that are those of the model, scores as LongEval's."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from kvsketch import METHODS, CompressedCache, models
+from kvsketch.benchmark import records
+from kvsketch.evaluation import budgets, experiment, line_records, lines, questions
+from kvsketch.evaluation.questions import chat_question
+
+LINE = re.compile(r"line ([a-z]+-[a-z]+): REGISTER_CONTENT is <(\d+)>")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def run(out: Path, folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    common = ["--model", str(folder), "--out", str(out), "--device", "cpu", "--max-new-tokens", "8"]
+    assert lines.main([*common, *arguments]) == 0
+    return [record["data"] for record in records.read(out / "lines.jsonl")]
+
+
+def test_generated_records_have_the_form_of_longeval() -> None:
+    positions = set()
+    for number in range(40):
+        found = line_records.generate(30, seed=1, number=number)
+        rows = LINE.findall(found.text)
+        assert len(rows) == len({name for name, _ in rows}) == 30
+        name, value = rows[found.position]
+        assert int(value) == found.expected and f"in line {name} is" in found.question
+        assert all(1 <= int(value) <= 50_000 for _, value in rows)
+        positions.add(found.position)
+    assert len(positions) > 15
+    assert line_records.generate(30, 1, 3) == line_records.generate(30, 1, 3) != line_records.generate(30, 2, 3)
+    assert len(LINE.findall(line_records.generate(1350, 0, 0).text)) == 1350
+    with pytest.raises(ValueError, match="--lines 0"):
+        line_records.generate(0, 0, 0)
+
+
+def test_a_longeval_file(tmp_path: Path) -> None:
+    source = line_records.generate(5, 0, 0)
+    row = {"prompt": source.text + source.question, "expected_number": source.expected, "num_lines": 5,
+           "random_idx": [source.name, source.position], "correct_line": "", "token_size": 1}  # fmt: skip
+    path = tmp_path / "5_lines.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert line_records.read_file(path) == [source]
+    path.write_text(json.dumps(row) + "\n" + json.dumps({"prompt": "no lines"}) + "\n")
+    with pytest.raises(ValueError, match=r"line 2 is not a LongEval question \(KeyError"):
+        line_records.read_file(path)
+
+
+def asked(*arguments: str) -> lines.Lines:
+    return lines.Lines(experiment.parser(lines.Lines).parse_args(arguments))
+
+
+def test_the_last_number_counts_or_the_first_of_an_answer_begun() -> None:
+    answer = "line 3 holds <24169>, no, <24160>."
+    assert asked().score(answer, "24160") == 1.0 and asked().score(answer, "24169") == 0.0
+    assert asked().score("none", "0") == 0.0
+    assert asked("--primed").score("24169>, or 24160", "24169") == 1.0
+
+
+def test_an_answer_can_be_begun_for_the_model(model_folder: Path) -> None:
+    _, tokenizer = models.load(model_folder, device="cpu")
+    plain, primed = asked("--lines", "5"), asked("--lines", "5", "--primed")
+    plain.tokenizer = primed.tokenizer = tokenizer
+    cells = [each.cells()[0] for each in (plain, primed)]
+    assert cells[0].key != cells[1].key
+    without, begun = plain.ask(cells[0]), primed.ask(cells[1])
+    added = tokenizer.decode(begun.ids[len(without.ids) :])
+    assert begun.ids[: len(without.ids)] == without.ids and begun.asked == without.asked + len(added)
+    assert re.fullmatch(r"The <REGISTER_CONTENT> in line [a-z]+-[a-z]+ is <", added)
+
+
+def test_answers_are_those_of_generate(tmp_path: Path, model_folder: Path) -> None:
+    """Questions in left-padded batches, a prefill shared by all methods: each answer is that of the question alone."""
+    data = run(tmp_path, model_folder, "--lines", "4,5", "--questions", "3", "--budgets", "1/2", "--batch", "2",
+               "--methods", "full,snapkv,uniform,quest")  # fmt: skip
+    assert len(data) == 2 * 3 * 4
+    model, tokenizer = models.load(model_folder, device="cpu")
+    for each in data:
+        size, number = each["lines"], int(each["sample"].rpartition("=")[2])
+        source = line_records.generate(size, 0, number)
+        ids = tokenizer(source.text + source.question, return_tensors="pt")
+        cache = CompressedCache(model, budgets.with_budget(each["method"], each["budget"]))
+        tokens = model.generate(**ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
+        answer = tokenizer.decode(tokens[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert each["answer"] == answer
+        assert each["expected"] == str(source.expected) and each["position"] == source.position
+        assert each["score"] == float(lines.numbers(answer)[-1:] == [source.expected])
+        assert each["prompt_tokens"] == ids["input_ids"].shape[1]
+        assert min(each["tokens_stored"], each["device_bytes"]) > 0 and each["model_sha256"]
+
+
+def test_a_batch_that_does_not_fit_is_halved(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["--lines", "4", "--questions", "5", "--budgets", "1/2", "--methods", "full,snapkv", "--batch", "5"]
+    whole = run(tmp_path / "a", model_folder, *line)
+    sizes: list[int] = []
+    prefill = questions.shared_prefill
+
+    def with_room_for_two(model: Any, inputs: Any) -> Any:
+        sizes.append(len(inputs["input_ids"]))
+        if sizes[-1] > 2:
+            raise torch.OutOfMemoryError("no room")
+        return prefill(model, inputs)
+
+    monkeypatch.setattr(questions, "shared_prefill", with_room_for_two)
+    halved = run(tmp_path / "b", model_folder, *line)
+    assert sizes == [5, 3, 2, 1, 2]
+    answers = [{(e["method"], e["sample"]): e["answer"] for e in data} for data in (whole, halved)]
+    assert answers[0] == answers[1] and len(answers[0]) == 10
+
+
+def test_a_longeval_file_is_asked(tmp_path: Path, model_folder: Path) -> None:
+    path = tmp_path / "3_lines.jsonl"
+    found = [line_records.generate(3, 0, number) for number in range(2)]
+    rows = [{"prompt": each.text + each.question, "expected_number": each.expected, "num_lines": 3,
+             "random_idx": ["x-y", each.position]} for each in found]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = run(tmp_path, model_folder, "--file", str(path), "--methods", "full")
+    assert [(each["expected"], each["position"], each["lines"], each["file"]) for each in data] == [
+        (str(each.expected), each.position, 3, path.name) for each in found
+    ]
+
+
+def test_the_question_can_be_fed_after_compression(tmp_path: Path, model_folder: Path) -> None:
+    line = ["--lines", "5", "--questions", "2", "--budgets", "1/2", "--methods", "full,snapkv"]
+    at_once, later = (run(tmp_path / name, model_folder, *line, *more) for name, more in
+                      (("a", []), ("b", ["--question-as-decode"])))  # fmt: skip
+    assert all(not a["question_as_decode"] and b["question_as_decode"] for a, b in zip(at_once, later, strict=True))
+    full = [(a["answer"], b["answer"]) for a, b in zip(at_once, later, strict=True) if a["method"] == "full"]
+    assert all(a == b for a, b in full), "the full cache forgets nothing, whenever the question comes"
+    kept = [(a["tokens_stored"], b["tokens_stored"]) for a, b in zip(at_once, later, strict=True)][-1]
+    assert kept[1] < kept[0], "a share of a prompt without the question"
+
+
+def test_where_a_question_begins(model_folder: Path) -> None:
+    _, tokenizer = models.load(model_folder, device="cpu")
+    tokenizer.chat_template = "<{{ messages[0].content }}|{% if add_generation_prompt %}ANSWER{% endif %}"
+    question = chat_question(tokenizer, "a text. ", "What?", "7")
+    assert tokenizer.decode(question.ids[-question.asked :]) == "What?|ANSWER"
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
+def test_budgets_in_bytes_are_equal_in_bytes(name: str) -> None:
+    shapes = budgets.Shapes(layers=3, group=1, key_size=64, value_size=64, dtype=torch.bfloat16)
+    method = budgets.in_bytes(name + ":skip_layers=0" if METHODS[name].family == "recall" else name)
+    prompt = 2400
+    tokens = budgets.tokens_within(method, "1/2", prompt, shapes)
+    assert 0.48 < budgets.share_of_bytes(method, tokens, prompt, shapes) <= 0.5
+    assert tokens != prompt // 2, "weights, indices and state take bytes too"
+
+
+def test_what_cannot_fit_is_refused_with_the_reason(tmp_path: Path, model_folder: Path) -> None:
+    shapes = budgets.Shapes(layers=4, group=1, key_size=64, value_size=64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"quest.*no budget fits into 1/8.*use a share of more"):
+        budgets.tokens_within("quest:offload=host", "1/8", 1000, shapes)
+    data = run(tmp_path, model_folder, "--lines", "12", "--questions", "1", "--budgets", "1/2", "--budgets-in", "bytes",
+               "--methods", "snapkv,streamingllm,quest")  # fmt: skip
+    shares = {each["method"]: each["device_bytes"] / each["full_bytes"] for each in data if "failed" not in each}
+    assert shares.keys() == {"snapkv", "streamingllm"} and all(0.45 < share <= 0.505 for share in shares.values())
+    assert "no budget fits" in next(each["failed"] for each in data if each["method"] == "quest")
+
+
+def test_wrong_options_are_named(model_folder: Path) -> None:
+    for arguments, said in ((["--lines", "many"], "--lines 'many'"), (["--methods", "snap"], "unknown method 'snap'")):
+        with pytest.raises(ValueError, match=said):
+            experiment.main(lines.Lines, ["--model", str(model_folder), *arguments])
+
+
+def test_prompts_read_as_a_stream_give_the_answers_of_streaming_generation(tmp_path: Path, model_folder: Path) -> None:
+    method = "streamingllm:sinks=2"
+    arguments = ["--lines", "4", "--questions", "2", "--methods", method, "--budgets", "40", "--chunk", "32"]
+    found = run(tmp_path, model_folder, *arguments)
+    assert [data["chunk"] for data in found] == [32, 32]
+    model, tokenizer = models.load(model_folder, device="cpu")
+    for data in found:
+        number = int(data["sample"].rpartition("=")[2])
+        asked = line_records.generate(4, 0, number)
+        inputs = models.encode_chat(tokenizer, asked.text + asked.question)
+        cache = CompressedCache(model, f"{method}:budget=40", prefill="stream", chunk=32)
+        # Rows are padded to the longest of their batch, and chunks are cut by column.
+        if inputs["input_ids"].shape[1] == max(each["prompt_tokens"] for each in found):
+            whole = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)
+            answer = tokenizer.decode(whole[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            assert data["answer"] == answer
+            break
+    else:
+        pytest.fail("no row without padding")

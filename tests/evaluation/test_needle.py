@@ -1,0 +1,84 @@
+"""The needle: where it lies, that depths share a text, and what counts as found."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from kvsketch import models, texts
+from kvsketch.benchmark import records
+from kvsketch.evaluation import experiment, needle
+
+SENTENCES = [f"Sentence number {chr(97 + i)} of the message. " for i in range(26)] * 40
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> needle.Needle:
+    """The experiment on a tiny model with a byte tokenizer and invented text."""
+    monkeypatch.setattr(texts, "_sentences", lambda characters, chance: SENTENCES[chance.randrange(9) :])
+    folder = tiny.save_tiny_model(tmp_path / "model")
+    line = ["--model", str(folder), "--device", "cpu", "--lengths", "700", "--depths", "0,0.5,1", "--repeats", "2"]
+    line += ["--methods", "full,snapkv", "--budgets", "1/2", "--max-new-tokens", "4", "--out", str(tmp_path)]
+    found = needle.Needle(experiment.parser(needle.Needle).parse_args(line))
+    found.tokenizer = models.load(folder, device="cpu")[1]
+    return found
+
+
+def test_depths_share_a_text_and_repeats_do_not(asked: needle.Needle) -> None:
+    cells = [cell for cell in asked.cells() if cell.method == "full"]
+    prompts = {cell.sample: asked.tokenizer.decode(asked.ask(cell).ids) for cell in cells}
+    assert len(prompts) == 6
+    rests, places = set(), []
+    for cell in cells:
+        question = asked.ask(cell)
+        hidden = texts.HIDDEN_SENTENCE.format(passkey=question.expected)
+        prompt = prompts[cell.sample]
+        assert 600 < len(question.ids) <= 700 and hidden.strip() in prompt
+        rests.add(re.sub(r"\s+", "", prompt.replace(hidden.strip(), "")))
+        places.append(prompt.index(hidden.strip()) / len(prompt))
+        asked_text = asked.tokenizer.decode(question.ids[-question.asked :])
+        assert asked_text.strip() == texts.QUESTION
+    assert len(rests) == 2, "the text of a repeat is the same at all depths"
+    assert all(places[i] < places[i + 2] < places[i + 4] for i in (0, 1))
+    assert len({asked.ask(cell).expected for cell in cells}) == 2
+
+
+def test_all_depths_of_a_length_are_read_together(asked: needle.Needle) -> None:
+    groups = list(asked.groups())
+    assert len(groups) == 1 and len(groups[0]) == 6 * 2
+
+
+def test_decoys_are_hidden_beside_the_passkey() -> None:
+    text = "".join(SENTENCES[:30])
+    found = needle.with_decoys(text, 3, random.Random(0))
+    assert len(set(re.findall(r"The ([a-z ]+) is \d{5}\. ", found)) & set(needle.DECOYS)) == 3
+    assert re.sub(r"The [a-z ]+ is (\d{5})\. Remember it: \1 is the [a-z ]+\. ", "", found) == text
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [("The pass key is 12345.", 1), ("12345", 1), ("123456", 0), ("54321 or 12345", 0), ("1234", 0), ("none", 0)],
+)
+def test_the_first_number_counts(asked: needle.Needle, answer: str, score: int) -> None:
+    assert asked.score(answer, "12345") == score
+
+
+def test_the_command(asked: needle.Needle, tmp_path: Path) -> None:
+    options: Any = asked.options
+    line = ["--model", options.model, "--device", "cpu", "--lengths", "700", "--depths", "0,1", "--repeats", "1",
+            "--methods", "full,snapkv", "--budgets", "1/2", "--max-new-tokens", "4"]  # fmt: skip
+    line += ["--out", str(tmp_path)]
+    assert needle.main([*line, "--needles", "3"]) == 0
+    data = [record["data"] for record in records.read(tmp_path / "needle.jsonl")]
+    assert [(each["method"], each["depth"]) for each in data] == [
+        ("full", 0.0), ("full", 1.0), ("snapkv", 0.0), ("snapkv", 1.0)]  # fmt: skip
+    assert all(each["needles"] == 3 and each["tokens_stored"] > 0.4 * each["prompt_tokens"] for each in data)
+    with pytest.raises(ValueError, match="--needles 9"):
+        needle.main([*line, "--needles", "9"])
+    with pytest.raises(ValueError, match="--depths 'deep'"):
+        needle.main([*line, "--depths", "deep"])
