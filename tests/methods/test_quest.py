@@ -10,7 +10,8 @@ from torch import Tensor
 
 import kvsketch
 from kvsketch.methods import Quest
-from kvsketch.methods.quest import page_scores
+from kvsketch.ops.select_pages import Bounds
+from kvsketch.ops.select_pages.reference import page_scores
 from kvsketch.slots import SlotTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -63,7 +64,7 @@ def brute_force(run: Run, query: Tensor, row: int, head: int) -> set[int]:
 @given(st.integers(0, 1000), st.integers(1, 40))
 def test_the_score_bounds_every_inner_product_of_the_page(seed: int, tokens: int) -> None:
     keys, query = normal(1, HEADS, tokens, SIZE, seed=seed), normal(1, HEADS * GROUP, 1, SIZE, seed=seed + 1)
-    scores = page_scores(query, keys.amin(2, keepdim=True), keys.amax(2, keepdim=True))
+    scores = page_scores(query, Bounds(keys.amin(2, keepdim=True), keys.amax(2, keepdim=True)))
     products = query.view(1, HEADS, GROUP, SIZE) @ keys.transpose(-1, -2)
     assert (scores.view(1, HEADS, GROUP, 1) >= products - 1e-4).all()
     if tokens == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -10,12 +9,16 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.methods import speculation
 from kvsketch.methods.recall import BUDGETS, RecallingMethod
+from kvsketch.methods.skew import directions
+from kvsketch.parallel import mean_over_heads
 from kvsketch.slots import SlotTable
 from kvsketch.storage import offloaded
 
 SKEW = "skew"  # [B, H, D, p]: the directions along which queries are longest
 PARTIAL = "partial_keys"  # [B, H, tokens, p]: every key along them
+QUERIES = ("own", "previous")
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,11 @@ class InfiniGen(RecallingMethod):
     Paper: Lee et al., InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache
     Management (arXiv 2406.19707). Differs from the authors' code: the directions come from the queries of the prompt
     itself, per batch row and KV head, not from a calibration text; columns are taken by their sum of squares; and the
-    scores use the layer's own query. The authors speculate it from the input of the layer before, because they must
-    start copying early; here rows are read where they lie, and the choice is the one that their speculation aims at.
+    query that scores is the layer's own. The authors multiply the input of the layer before with this layer's query
+    weights, because they must start copying early; here rows are read where they lie, and the choice is the one that
+    their speculation aims at. `speculate=previous` speculates as well: attention sees queries and no inputs, so the
+    query comes from that of the layer before by a linear map, learned from the prompt (`speculation.py`); the first
+    layer, one behind a layer that is not compressed, and one whose index began with a single token use their own.
     """
 
     name: ClassVar[str] = "infinigen"
@@ -42,11 +48,13 @@ class InfiniGen(RecallingMethod):
     sinks: int = field(default=0, init=False)
     ratio: float = 0.2
     alpha: float = 5.0
+    speculate: str = "own"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("ratio", 0 < self.ratio <= 1, "a share of the channels, above 0 and at most 1")
         self._require("alpha", self.alpha > 0, "a distance from the largest score, above 0")
+        self._require("speculate", self.speculate in QUERIES, " or ".join(QUERIES))
 
     @property
     def tail_tokens(self) -> int:
@@ -60,31 +68,30 @@ class InfiniGen(RecallingMethod):
 
     def maintenance_due(self, table: SlotTable) -> bool:
         outgrown = self.is_indexed(table) and table.seen + 1 > table.row_state[PARTIAL].shape[2]
-        return outgrown or super().maintenance_due(table)
+        begins = self.selects(table) and not self.is_indexed(table) and table.seen + 1 >= self.budget_tokens(table)
+        return outgrown or begins or super().maintenance_due(table)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
-        if self.selects(table) and SKEW not in table.row_state and table.seen > self.budget_tokens(table):
-            table.row_state[SKEW] = self._directions(table, queries)
+        # Before the budget is reached: a row then learns the same alone and beside longer ones.
+        if self.selects(table) and SKEW not in table.row_state:
+            table.row_state[SKEW] = directions(table, queries, self.ratio)
+        if self.speculate == "previous" and queries.shape[2] > 1:
+            self._learn(table, queries)
         super().compress(table, queries)
 
-    def _directions(self, table: SlotTable, queries: Tensor) -> Tensor:  # [B, H, D, p]
-        keys = table.key_slots()[:, :, : table.seen].float()
-        q = queries.float().unflatten(1, (keys.shape[1], -1))  # [B, H, G, n, D]
-        if table.padding is not None:
-            real = torch.arange(table.seen, device=keys.device) >= table.padding.view(-1, 1)
-            keys = keys * real[:, None, :, None]
-            q = q * real[:, None, None, -q.shape[3] :, None]
-        q = q.flatten(2, 3)
-        gram, other = q.mT @ q, keys.mT @ keys
-        # Fewer queries than channels leave directions undecided; there the keys decide.
-        traces = [g.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-20)[..., None, None] for g in (gram, other)]
-        vectors = torch.linalg.eigh(gram / traces[0] + 1e-4 * other / traces[1]).eigenvectors
-        columns = math.ceil(self.ratio * keys.shape[-1])
-        return vectors[..., -columns:].to(queries.dtype)
+    def _learn(self, table: SlotTable, queries: Tensor) -> None:
+        if table.head_group:
+            raise ValueError(
+                "infinigen: speculate=previous maps all heads of a layer at once, and here they are divided among "
+                "processes; use speculate=own"
+            )
+        if SKEW in table.row_state:
+            speculation.learn(table, queries)
+        speculation.leave(table, queries)
 
     def index(self, table: SlotTable) -> None:
         """Writes the new tokens' keys along the chosen directions."""
-        if SKEW not in table.row_state:
+        if SKEW not in table.row_state or (not self.is_indexed(table) and table.seen < self.budget_tokens(table)):
             return
         new = table.new_tokens if self.is_indexed(table) else table.seen
         self._reserve(table)
@@ -105,6 +112,8 @@ class InfiniGen(RecallingMethod):
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
     ) -> Tensor | None:
+        if self.speculate == "previous":
+            speculation.note(table, query)
         if not self.is_indexed(table):
             return None
         rows = self.slots_of(table, self.choose_rows(table, query))
@@ -115,6 +124,8 @@ class InfiniGen(RecallingMethod):
 
     def choose_rows(self, table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq, rows_read] int32
         """The tokens each query head reads, best first, -1 behind the last."""
+        if self.speculate == "previous" and speculation.can_speculate(table):
+            query = speculation.speculate(table, query)
         scores = self._scores(table, query)  # [B, Hq, N]
         token = torch.arange(scores.shape[-1], device=scores.device)
         newest = self.seen_on_device(table) - 1
@@ -122,13 +133,17 @@ class InfiniGen(RecallingMethod):
         if table.padding is not None:
             hidden = hidden | (token < table.padding.view(-1, 1, 1))
         scores = scores.masked_fill(hidden, float("-inf"))
-        promising = (scores > scores.amax(-1, keepdim=True) - self.alpha).sum(-1).float().mean(-1)  # [B]
+        promising = (scores > scores.amax(-1, keepdim=True) - self.alpha).sum(-1).float()  # [B, Hq]
         # The query's own token is not in the index yet and is always read.
         scores = torch.where(token == newest, float("inf"), scores)
         most = min(self.rows_read(table), scores.shape[-1])
-        count = (promising.round().long() + 1).clamp_max(most)
+        count = (mean_over_heads(promising, table).round().long() + 1).clamp_max(most)
         if BUDGETS in table.row_state:
             count = torch.minimum(count, table.row_state[BUDGETS].long())
+        if table.padding is not None:
+            # A row that fits its budget reads all it has, as it does alone.
+            budget = table.row_state[BUDGETS].long() if BUDGETS in table.row_state else most
+            count = torch.where(table.real_tokens().flatten() <= budget, most, count)
         best = scores.topk(most, dim=-1)
         wanted = (torch.arange(most, device=scores.device) < count.view(-1, 1, 1)) & (best.values > float("-inf"))
         return torch.where(wanted, best.indices, -1).int()

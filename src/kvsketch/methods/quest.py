@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvsketch import ops
@@ -13,7 +12,7 @@ from kvsketch.methods.recall import BUDGETS, RecallingMethod
 from kvsketch.slots import SlotTable
 from kvsketch.storage import offloaded
 
-# [B, H, pages, D]: smallest and largest key channels of each page; the last page takes what belongs to none.
+# [B, H, pages, D]: smallest and largest key channels of each page.
 PAGE_MIN, PAGE_MAX = "page_min", "page_max"
 LEAST_PAGES = 3
 
@@ -62,16 +61,21 @@ class Quest(RecallingMethod):
             return
         new = table.new_tokens if self.is_indexed(table) else table.seen
         self._reserve(table)
-        keys = offloaded.newest(table, table.seen - new)[0] if new > 1 else self.newest_key(table)
-        position = table.real_tokens() - new + torch.arange(new, device=keys.device)  # [B, 1, new]
-        last = table.row_state[PAGE_MIN].shape[2] - 1
-        page = torch.where(position >= 0, position // self.page, last).unsqueeze(-1).expand(keys.shape)
-        table.row_state[PAGE_MIN].scatter_reduce_(2, page, keys, "amin")
-        table.row_state[PAGE_MAX].scatter_reduce_(2, page, keys, "amax")
+        # A captured step finds its token by the device's own count.
+        next_slot = table.next_slot if new == 1 else None
+        keys = table.key_slots() if next_slot is not None else offloaded.newest(table, table.seen - new)[0]
+        ops.widen_pages(
+            table.row_state[PAGE_MIN],
+            table.row_state[PAGE_MAX],
+            keys,
+            self.seen_on_device(table),
+            self.page,
+            padding=table.padding,
+            next_slot=next_slot,
+        )
 
     def _pages(self, tokens: int) -> int:
-        """Pages of so many tokens, and the last one."""
-        return -(-tokens // self.page) + 1
+        return -(-tokens // self.page)
 
     def _reserve(self, table: SlotTable) -> None:
         """Makes room for the pages of all tokens, and some more when there is too little."""
@@ -82,7 +86,7 @@ class Quest(RecallingMethod):
         for name, nothing in ((PAGE_MIN, float("inf")), (PAGE_MAX, float("-inf"))):
             bounds = keys.new_full((*keys.shape[:2], needed + max(8, needed // 8), keys.shape[3]), nothing)
             if present:
-                bounds[:, :, : present - 1] = table.row_state[name][:, :, :-1]
+                bounds[:, :, :present] = table.row_state[name]
             table.row_state[name] = bounds
 
     def attend(
@@ -100,26 +104,14 @@ class Quest(RecallingMethod):
         """Tokens of the best pages of each query head; the page being filled, which holds the query's own token, is
         one.
         """
-        pages = self.rows_read(table) // self.page
-        scores = page_scores(query, table.row_state[PAGE_MIN], table.row_state[PAGE_MAX])
-        newest = table.real_tokens() - 1  # [B, 1, 1], the query's own position: it is in the store already
-        number = torch.arange(scores.shape[-1], device=scores.device)
-        # Pages not begun hold infinities, whose scores are not numbers; they are put last here.
-        scores = torch.where(number == newest // self.page, float("inf"), scores)
-        scores = torch.where(number > newest // self.page, float("-inf"), scores)
-        chosen = scores.topk(min(pages, scores.shape[-1]), dim=-1).indices
-        position = chosen.unsqueeze(-1) * self.page + torch.arange(self.page, device=scores.device)
-        token = position if table.padding is None else position + table.padding.view(-1, 1, 1, 1)
-        wanted = position <= newest.unsqueeze(-1)
-        if BUDGETS in table.row_state:
-            own = (table.row_state[BUDGETS] // self.page).clamp_min(LEAST_PAGES).view(-1, 1, 1, 1)
-            wanted &= torch.arange(chosen.shape[-1], device=scores.device).unsqueeze(-1) < own
-        return torch.where(wanted, token, -1).int().flatten(2)
-
-
-def page_scores(query: Tensor, page_min: Tensor, page_max: Tensor) -> Tensor:  # [B, Hq, P] float32
-    """sum_c max(q_c * min_c, q_c * max_c): the positive part of q meets the maxima, the negative part the minima."""
-    batch, heads, _, size = query.shape
-    grouped = query.view(batch, page_min.shape[1], -1, size)
-    scores = grouped.clamp_min(0) @ page_max.transpose(-1, -2) + grouped.clamp_max(0) @ page_min.transpose(-1, -2)
-    return scores.float().view(batch, heads, -1)
+        return ops.select_pages(
+            query,
+            table.row_state[PAGE_MIN],
+            table.row_state[PAGE_MAX],
+            self.seen_on_device(table),
+            self.rows_read(table) // self.page,
+            self.page,
+            padding=table.padding,
+            budgets=table.row_state.get(BUDGETS),
+            least=LEAST_PAGES,
+        )

@@ -1,0 +1,95 @@
+"""Which pages of neighbouring tokens a query reads: those whose keys could have the largest inner product with it.
+
+    score(page) = sum_d max(q_d * min_d, q_d * max_d)  >=  <q, k>     for every key k of the page
+
+min and max being the bounds of the page, its smallest and largest value in each channel. Page p of a batch row holds
+the tokens p * page to (p + 1) * page - 1 of the row's own text, which begins behind its left padding. A query head
+reads the page of the newest token, which is still being filled, and of the full pages before it those with the largest
+scores, `count` pages in all; equal scores go to the lower page, a score that is no number comes last. The tokens come
+as one list for each query head, in ascending order, -1 behind the last.
+
+`widen_pages` keeps the bounds: it takes the newest tokens into those of their pages, in place.
+
+`reference.py` does what is written above. `kernel.py` takes two launches for a choice: scores, for which the bounds of
+a page are read once for all query heads of a group, and lists, by a search for the bits of the last score taken, two at
+a time. Bounds take one launch, for one token as for a prompt. Nothing is read back by the host.
+
+Legend: B batch rows, H KV heads, Hq query heads, P pages with room, D key size, n new tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Bounds(NamedTuple):
+    """Smallest and largest key channels of each page; +inf and -inf where a page holds nothing."""
+
+    low: Tensor  # [B, H, P, D]
+    high: Tensor  # [B, H, P, D]
+
+
+class Text(NamedTuple):
+    """What says where the text of each row begins and ends, on the device."""
+
+    seen: Tensor  # [1] int64, tokens seen, left padding included
+    padding: Tensor | None  # [B] int64, left-padding tokens of each row
+    page: int  # tokens of a page
+
+
+class Limits(NamedTuple):
+    """How many pages a query head reads."""
+
+    most: int
+    budgets: Tensor | None  # [B] int32: tokens that a row may read where that is less
+    least: int  # pages that are read whatever a row's budget
+
+
+def check_bounds(bounds: Bounds, text: Text) -> None:
+    """Raise ValueError when bounds and text do not fit."""
+    low, high = bounds
+    if low.dim() != 4 or low.shape != high.shape or low.dtype != high.dtype:
+        raise ValueError(
+            f"page_min and page_max must be alike, [batch, heads, pages, size], got {low.dtype} {list(low.shape)} and "
+            f"{high.dtype} {list(high.shape)}."
+        )
+    if tuple(text.seen.shape) != (1,) or text.seen.dtype != torch.int64:
+        raise ValueError(f"seen must be int64 [1] on the device, got {text.seen.dtype} {list(text.seen.shape)}.")
+    if text.padding is not None and (text.padding.shape != low.shape[:1] or text.padding.dtype != torch.int64):
+        raise ValueError(
+            f"padding must be int64 [{low.shape[0]}], got {text.padding.dtype} {list(text.padding.shape)}."
+        )
+    if text.page < 1:
+        raise ValueError(f"page={text.page} must be 1 token or more.")
+
+
+def check_selection(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> None:
+    """Raise ValueError when the arguments of `select_pages` do not fit."""
+    check_bounds(bounds, text)
+    batch, heads, _, size = bounds.low.shape
+    if q.dim() != 4 or q.shape[0] != batch or q.shape[1] % heads or q.shape[2] != 1 or q.shape[3] != size:
+        raise ValueError(f"q must be [{batch}, a multiple of {heads}, 1, {size}], got {list(q.shape)}.")
+    if limits.most < 1 or limits.least < 1:
+        raise ValueError(f"count={limits.most} and least={limits.least} must be 1 page or more.")
+    budgets = limits.budgets
+    if budgets is not None and (budgets.dtype != torch.int32 or tuple(budgets.shape) != (batch,)):
+        raise ValueError(
+            f"budgets must be int32 [{batch}], one per batch row, got {budgets.dtype} {list(budgets.shape)}."
+        )
+
+
+def check_widening(bounds: Bounds, keys: Tensor, text: Text, next_slot: Tensor | None) -> None:
+    """Raise ValueError when the arguments of `widen_pages` do not fit."""
+    check_bounds(bounds, text)
+    batch, heads, _, size = bounds.low.shape
+    if keys.dim() != 4 or keys.shape[:2] != (batch, heads) or keys.shape[3] != size or keys.dtype != bounds.low.dtype:
+        raise ValueError(
+            f"keys must be {bounds.low.dtype} [{batch}, {heads}, tokens, {size}], got {keys.dtype} {list(keys.shape)}."
+        )
+    if next_slot is not None and (tuple(next_slot.shape) != (batch, heads, 1) or next_slot.dtype != torch.int64):
+        raise ValueError(
+            f"next_slot must be int64 [{batch}, {heads}, 1], got {next_slot.dtype} {list(next_slot.shape)}."
+        )
