@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(INSTALL_TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[gguf,plot,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[gguf,plot,eval,ray,dev]'
 	@touch $@
 
 # A machine without an NVIDIA driver gets a CPU build of torch, so that no CUDA package is fetched: from the package

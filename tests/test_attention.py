@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface
 
 import zoo
-from kvsketch import CompressedCache, attention
+from kvsketch import CompressedCache, attention, masks
 
 SEEN, NEW = 12, 3
 
@@ -54,18 +54,18 @@ def test_every_kind_of_mask_says_the_same(slots: torch.Tensor) -> None:
     wanted = expected(slots, pads)
     empty = slots < 0
     for mask in (boolean, additive, padding, block):
-        found = attention.mask_at_slots(view_of(slots), query, mask)
+        found = masks.mask_at_slots(view_of(slots), query, mask)
         assert found is not None
         visible = found if found.dtype == torch.bool else found == 0
         hidden_slots = empty.unsqueeze(2).expand_as(visible)
         assert torch.equal(visible[~hidden_slots], wanted[~hidden_slots])
-        last = attention.last_row_visible(mask, SEEN)
+        last = masks.last_row_visible(mask, SEEN)
         assert last is not None and torch.equal(last, padding)
 
 
 def test_no_mask_and_one_query_sees_everything(slots: torch.Tensor) -> None:
-    assert attention.mask_at_slots(view_of(slots), torch.zeros(2, 4, 1, 8), None) is None
-    causal = attention.mask_at_slots(view_of(slots), torch.zeros(2, 4, NEW, 8), None)
+    assert masks.mask_at_slots(view_of(slots), torch.zeros(2, 4, 1, 8), None) is None
+    causal = masks.mask_at_slots(view_of(slots), torch.zeros(2, 4, NEW, 8), None)
     assert causal is not None and torch.equal(
         causal[slots.unsqueeze(2).expand_as(causal) >= 0],
         expected(slots, [0, 0])[slots.unsqueeze(2).expand_as(causal) >= 0],
@@ -74,7 +74,7 @@ def test_no_mask_and_one_query_sees_everything(slots: torch.Tensor) -> None:
 
 def test_unknown_masks_are_refused(slots: torch.Tensor) -> None:
     with pytest.raises(TypeError, match="dict"):
-        attention.mask_at_slots(view_of(slots), torch.zeros(2, 4, NEW, 8), {})
+        masks.mask_at_slots(view_of(slots), torch.zeros(2, 4, NEW, 8), {})
 
 
 def test_install_happens_once_and_is_reversible() -> None:

@@ -81,7 +81,7 @@ def test_sinks_and_recent_tokens_stay(name: str) -> None:
 @pytest.mark.parametrize("budget", ["16", "25%"])
 def test_a_row_alone_equals_that_row_in_a_left_padded_batch(name: str, budget: str) -> None:
     model = zoo.build("qwen2")
-    lengths = [40, 29, 33]
+    lengths = [40, 29, 33, 6]  # a quarter of 6 tokens is less than the sinks
     rows = [zoo.tokens(1, n, seed=n) for n in lengths]
     batch = torch.cat([torch.nn.functional.pad(r, (40 - r.shape[1], 0)) for r in rows])
     batch, mask = padded(batch, [40 - n for n in lengths])

@@ -15,6 +15,7 @@ import kvsketch
 import zoo
 from common import padded, with_budget
 from kvsketch import CompressedCache, decoding
+from kvsketch.sampling import Sampler
 
 METHODS = list(kvsketch.METHODS)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,7 +50,7 @@ class RunInsteadOfReplay:
 @pytest.fixture(autouse=True)
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        possible = decoding._impossible
+        possible = decoding.impossible
 
         def impossible(model: Any, cache: CompressedCache, options: dict[str, Any]) -> str | None:
             reason = possible(model, cache, options)
@@ -59,7 +60,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             step.addresses = step._addresses()
             return RunInsteadOfReplay(step)
 
-        monkeypatch.setattr(decoding, "_impossible", impossible)
+        monkeypatch.setattr(decoding, "impossible", impossible)
         monkeypatch.setattr(decoding.Step, "_record", record)
 
 
@@ -166,3 +167,29 @@ def test_beams_of_a_generation_config_are_not_overlooked() -> None:
 def test_a_foreign_cache_is_refused() -> None:
     with pytest.raises(ValueError, match="CompressedCache"):
         kvsketch.generate(zoo.build("llama"), zoo.tokens(1, 4), None)  # type: ignore[arg-type]
+
+
+OFFLOADED = [f"{with_budget(name, 20)}:offload=host" for name in ("quest", "clusterkv", "infinigen")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("method", [*(with_budget(name, 20) for name in METHODS), *OFFLOADED])
+def test_a_decode_step_never_waits_for_the_device(method: str) -> None:
+    model, ids = zoo.build("llama").to(DEVICE), zoo.tokens(2, 60).to(DEVICE)
+    cache = CompressedCache(model, method)
+    with torch.no_grad():
+        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        sampler = Sampler([], ids, 90, None, None, do_sample=False)
+        sampler.before_step()
+        step = decoding.Step(model, cache, sampler, sampler.choose(logits), 90)
+        for _ in range(3):
+            step.run()
+        sampler.before_step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step._forward(bounded=True)
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                step.token.tolist()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -17,6 +17,7 @@ from kvsketch import demo, models
 from kvsketch.cli import app
 from kvsketch.cli.demo import summary
 from kvsketch.cli.picture import draw, spread
+from kvsketch.evaluation.shared_prefill import shared_prefill
 from tiny import save_tiny_model
 
 BUDGETED = [name for name, cls in kvsketch.METHODS.items() if "budget" in {f.name for f in dataclasses.fields(cls)}]
@@ -51,27 +52,10 @@ def test_a_method_that_cannot_take_part_is_named() -> None:
         demo.choose_methods(["nothing"], ["1/4"])
 
 
-@pytest.mark.parametrize("name", kvsketch.METHODS)
-def test_one_reading_serves_every_method_as_its_own_prefill_would(
-    name: str, tiny: tuple[Any, Any], prompt: torch.Tensor
-) -> None:
-    model, _ = tiny
-    method = kvsketch.parse_method(f"{name}:budget=1/2" if name in BUDGETED else name)
-    shared = demo.Reading(model, prompt).cache_for(method)
-    own = kvsketch.CompressedCache(model, method)
-    with torch.no_grad():
-        model(prompt, past_key_values=own, use_cache=True)
-    for token in (5, 17, 99):
-        assert torch.equal(demo.next_logits(model, token, shared), demo.next_logits(model, token, own))
-    assert shared.tokens_seen == own.tokens_seen == TOKENS + 3
-    assert shared.tokens_stored == own.tokens_stored
-    assert shared.device_bytes == own.device_bytes
-
-
 def test_the_greedy_answer_is_the_one_of_generate(tiny: tuple[Any, Any], prompt: torch.Tensor) -> None:
     model, tokenizer = tiny
     opening = tokenizer(demo.OPENING, add_special_tokens=False)["input_ids"]
-    cache = demo.Reading(model, prompt).cache_for(kvsketch.METHODS["full"]())
+    cache = shared_prefill(model, prompt).cache("full")
     first = [demo.next_logits(model, token, cache) for token in opening][-1]
     answer, seconds = demo.greedy_answer(model, first, cache)
     whole = torch.cat([prompt, torch.tensor([opening])], 1)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvsketch.decoding import generate
     from kvsketch.methods import METHODS, parse_method
     from kvsketch.sessions import use
+    from kvsketch.streaming import prefill
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "models",
     "ops",
     "parse_method",
+    "prefill",
     "texts",
     "use",
 ]
@@ -37,6 +39,7 @@ _MODULE_OF = {
     "models": "kvsketch.models",
     "ops": "kvsketch.ops",
     "parse_method": "kvsketch.methods",
+    "prefill": "kvsketch.streaming",
     "texts": "kvsketch.texts",
     "use": "kvsketch.sessions",
 }

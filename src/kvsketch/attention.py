@@ -5,8 +5,9 @@ that method is wrapped, once and for the whole process; what it hands out looks 
 compressed layer. If so this module attends, if not the model's own function runs untouched. `uninstall` takes the
 wrapper away again.
 
-The two halves: while a layer is exact, the model's own kernel reads it, bit for bit; afterwards
-`ops.weighted_attention` reads the slots, with the (logical) mask looked up at the slots' logical indices.
+While a layer is exact, the model's own kernel reads it, bit for bit; afterwards `ops.weighted_attention` reads the
+slots, with the (logical) mask looked up at the slots' logical indices (masks.py). Several tokens for a bounded layer,
+and prompts that are read as a stream, attend chunk by chunk (views.py).
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
-from kvsketch import ops
+from kvsketch import masks, ops
 
 if TYPE_CHECKING:
-    from kvsketch.cache_layer import LayerView
+    from kvsketch.views import LayerView
 
 TAG = "_kvsketch_view"
+READS_EVERYTHING = (
+    "the attention of {model} reads every token, which offload=host keeps in host memory; use offload=none"
+)
 _lock = threading.Lock()
 _original: Callable[..., Any] | None = None
 
@@ -152,17 +156,25 @@ def attend(
     sink_logits: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention of [B, Hq, n, D] queries over the slots of a bounded layer; `bias` [1 or B, Hq, 1 or n, L] is
-    logical like the mask.
-    """
+    """Attention of [B, Hq, n, D] queries over a layer; `bias` [1 or B, Hq, 1 or n, L] is logical like the mask."""
+    return view.attend(query, scale, mask, softcap, sink_logits, bias)
+
+
+def attend_slots(
+    view: LayerView,
+    query: Tensor,
+    scale: float,
+    mask: Any,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Attention over the slots of a view, with mask and bias read at their logical indices."""
     if view.layer.table.host is not None and not view.exact:
-        raise ValueError(
-            f"the attention of {view.layer.model_name} reads every token, which offload=host keeps in host memory; "
-            f"use offload=none"
-        )
-    slot_bias = mask_at_slots(view, query, mask)
+        raise ValueError(READS_EVERYTHING.format(model=view.layer.model_name))
+    slot_bias = masks.mask_at_slots(view, query, mask)
     if bias is not None:
-        slot_bias = _add_bias(slot_bias, at_slots(bias, view.index, query.shape[1]))
+        slot_bias = masks.add_bias(slot_bias, masks.at_slots(bias, view.index, query.shape[1]))
     return ops.weighted_attention(
         query,
         view.keys,
@@ -175,73 +187,6 @@ def attend(
         sink_logits=sink_logits,
         clip=view.layer.method.clip,
     )
-
-
-def mask_at_slots(view: LayerView, query: Tensor, mask: Any) -> Tensor | None:
-    """What each query may see of each slot, [B, H, n, S]; None when it may see every slot."""
-    new = query.shape[2]
-    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
-        visible = None
-        if new > 1:
-            first = view.seen - new
-            query_index = torch.arange(first, first + new, device=query.device)
-            visible = view.index.unsqueeze(2) <= query_index.view(1, 1, -1, 1)
-        if mask is not None:
-            padding = at_slots(mask[:, None, None, :].bool(), view.index, view.keys.shape[1])
-            visible = padding if visible is None else visible & padding
-        return visible
-    if isinstance(mask, Tensor):
-        return at_slots(mask[..., : view.seen], view.index, view.keys.shape[1])
-    if hasattr(mask, "mask_mod"):
-        return _evaluate_mask_mod(view, query, mask.mask_mod)
-    raise TypeError(
-        f"attention mask of type {type(mask).__name__} is not understood; use a tensor, a BlockMask or None"
-    )
-
-
-def at_slots(logical: Tensor, index: Tensor, heads: int) -> Tensor:
-    """Columns of a logical tensor [1 or B, 1 or heads, n, L] at the slots' indices [B, H, S]; empty slots read
-    column 0.
-    """
-    batch, kv_heads, _slots = index.shape
-    logical = logical.expand(batch, heads if logical.shape[1] == 1 else -1, -1, -1)
-    index = index.clamp_min(0).repeat_interleave(logical.shape[1] // kv_heads, 1)
-    return logical.gather(-1, index.unsqueeze(2).expand(-1, -1, logical.shape[2], -1))
-
-
-def last_row_visible(mask: Any, seen: int) -> Tensor | None:  # [B, L] bool
-    """Which logical tokens the newest query may see: what is left out at the front is left padding."""
-    if isinstance(mask, Tensor):
-        row = mask if mask.dim() == 2 else mask[:, 0, -1]
-        row = row[:, :seen]
-        return row > torch.finfo(row.dtype).min / 2 if mask.dim() == 4 and row.is_floating_point() else row.bool()
-    if hasattr(mask, "mask_mod") and mask.shape[0] is not None:
-        device = mask.kv_num_blocks.device
-        rows = torch.arange(mask.shape[0], device=device).view(-1, 1)
-        columns = torch.arange(seen, device=device).view(1, -1)
-        last = torch.full_like(columns, seen - 1)
-        return mask.mask_mod(*torch.broadcast_tensors(rows, torch.zeros_like(rows), last, columns))
-    return None
-
-
-def _add_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
-    if mask is None:
-        return bias
-    mask = mask.repeat_interleave(bias.shape[1] // mask.shape[1], 1)
-    if mask.dtype == torch.bool:
-        return bias.float().masked_fill(~mask, float("-inf"))
-    return bias.float() + mask
-
-
-def _evaluate_mask_mod(view: LayerView, query: Tensor, mask_mod: Callable[..., Tensor]) -> Tensor:
-    batch, heads, _slots = view.index.shape
-    new = query.shape[2]
-    device = query.device
-    rows = torch.arange(batch, device=device).view(-1, 1, 1, 1)
-    heads_index = torch.arange(heads, device=device).view(1, -1, 1, 1)
-    queries = torch.arange(view.seen - new, view.seen, device=device).view(1, 1, -1, 1)
-    columns = view.index.clamp_min(0).unsqueeze(2)
-    return mask_mod(*torch.broadcast_tensors(rows, heads_index, queries, columns))
 
 
 def softcap_of(module: nn.Module, own: Callable[..., Any], kwargs: dict[str, Any]) -> float | None:

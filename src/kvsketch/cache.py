@@ -6,6 +6,8 @@ has read, `tokens_stored` what memory still holds.
 
 from __future__ import annotations
 
+import itertools
+import os
 import warnings
 from typing import Any
 
@@ -13,12 +15,16 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from kvsketch import attention, families
+from kvsketch import attention, families, rotary
 from kvsketch.cache_layer import SlotLayer
+from kvsketch.checks import require_finite
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
+from kvsketch.model_identity import ModelIdentity
+from kvsketch.parallel import head_share, require_one_device
 from kvsketch.slots import SlotTable
 from kvsketch.storage.hot_set import hit_rate
+from kvsketch.views import require_stream
 
 
 class CompressedCache(Cache):
@@ -27,10 +33,23 @@ class CompressedCache(Cache):
         cache = CompressedCache(model, "streamingllm:budget=1024")
 
     `model` is a model or its config; `method` a text form or a Method. Full-attention layers are compressed;
-    sliding-window and linear-attention layers stay native. The model is not changed.
+    sliding-window and linear-attention layers stay native. The model is not changed. `check`: a nan or inf in a key
+    or value is an error that names its layer and head (asks the device at every step).
+
+    `prefill`: "exact" reads a prompt whole and compresses it then; "stream" reads it `chunk` tokens at a time, each
+    chunk attending to itself and to what is left of those before, so that the prompt never has to fit.
     """
 
-    def __init__(self, model: nn.Module | PretrainedConfig, method: str | Method = "full", *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module | PretrainedConfig,
+        method: str | Method = "full",
+        *,
+        seed: int = 0,
+        check: bool = False,
+        prefill: str = "exact",
+        chunk: int = 2048,
+    ) -> None:
         config = model if isinstance(model, PretrainedConfig) else getattr(model, "config", None)
         if not isinstance(config, PretrainedConfig):
             raise ValueError(f"CompressedCache takes a transformers model or its config, not {type(model).__name__}")
@@ -38,13 +57,19 @@ class CompressedCache(Cache):
             raise ValueError(f"{config.model_type} is an encoder-decoder model; kvsketch serves decoder-only models")
         if getattr(config, "use_cache", True) is False:
             warnings.warn(f"{config.model_type} turns its cache off by default: pass use_cache=True", stacklevel=2)
+        require_stream(prefill, chunk)
         self.method = parse_method(method)
+        self.check, self.prefill, self.chunk = check, prefill, chunk
+        self.identity = ModelIdentity(model, config)
+        self.head_share = head_share(model)
         self.model_name = str(getattr(config, "model_type", type(config).__name__))
         attention.install()
         families.adapt(config)
         native = DynamicCache(config=config).layers
         text_config = config.get_text_config(decoder=True)
         shared = bool(getattr(text_config, "num_kv_shared_layers", 0))
+        if shared:
+            require_one_device(model)
         layers = [
             SlotLayer(SlotTable(i, len(native), seed), self.method, self.model_name, shared)
             if type(layer) is DynamicLayer
@@ -54,6 +79,12 @@ class CompressedCache(Cache):
         super().__init__(layers=layers)
         for rank, layer in enumerate(self.slot_layers):
             layer.table.rank, layer.table.compressed_layers = rank, len(self.slot_layers)
+            layer.chunk = chunk if prefill == "stream" else None
+            layer.table.rotary = rotary.frequencies(config)
+        for before, after in itertools.pairwise(layers):
+            # Layers that share keys ask the same table for different queries; there is no one query to learn from.
+            if isinstance(before, SlotLayer) and isinstance(after, SlotLayer) and not shared:
+                after.before = before
         if not self.slot_layers:
             raise ValueError(f"{self.model_name} has no full-attention layer to compress; use DynamicCache")
 
@@ -68,6 +99,11 @@ class CompressedCache(Cache):
         before = self.layers[layer_idx - 1] if layer_idx > 0 else None
         if isinstance(before, SlotLayer):
             before.require_claimed()
+        layer = self.layers[layer_idx]
+        if self.check:
+            require_finite(key_states, value_states, layer_idx, self.get_seq_length(layer_idx), self.model_name)
+        if self.head_share is not None and isinstance(layer, SlotLayer):
+            self.head_share.place(layer.table, key_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
@@ -95,6 +131,19 @@ class CompressedCache(Cache):
     def hit_rate(self) -> float | None:
         """With offload=host, the share of reads that found their token on the device."""
         return hit_rate(layer.table for layer in self.slot_layers)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cache to a file, in one step; see saving.py."""
+        from kvsketch import saving
+
+        saving.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: nn.Module | PretrainedConfig) -> CompressedCache:
+        """The cache that `save` wrote, on the model's device; ValueError when file or model are not the right ones."""
+        from kvsketch import saving
+
+        return saving.load(path, model, cls)
 
     def __repr__(self) -> str:
         counts = f"tokens_seen={self.tokens_seen}, tokens_stored={self.tokens_stored}"

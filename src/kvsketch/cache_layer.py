@@ -1,53 +1,23 @@
 """One layer of the cache transformers sees: a slot table, the method that rewrites it, and the way to attention.
 
 The life of a token: `update` appends its key and value to the table and returns key and value tensors, the key tensor
-carrying a view of the layer; the attention function (attention.py) finds the view, attends, and calls `finish`, which
-lets the method compress the table.
+carrying a view of the layer (views.py); the attention function (attention.py) finds the view, attends, and calls
+`finish`, which lets the method compress the table. Several tokens at once for a bounded table, and all tokens of a
+prompt that is read as a stream, are appended by their view instead, chunk by chunk.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvsketch import attention, families
+from kvsketch import attention, families, masks
 from kvsketch.methods.base import Method
 from kvsketch.slots import SlotTable
-
-
-@dataclass
-class LayerView:
-    """What one forward reads of one layer: travels on the key tensor from the cache to the attention function."""
-
-    layer: SlotLayer
-    keys: Tensor
-    values: Tensor
-    exact: bool
-    seen: int
-    log_num: Tensor | None = None
-    log_den: Tensor | None = None
-    kept_index: Tensor | None = None
-
-    @property
-    def index(self) -> Tensor:  # [B, H, S] int64
-        """Logical index of each slot; only looked at when a mask or bias has to be read at the slots."""
-        return self.layer.table.index_slots() if self.kept_index is None else self.kept_index
-
-    def recall(self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None) -> Tensor | None:
-        """The answer of a method that lets a single query read a part of the slots; None when it reads all."""
-        if query.shape[2] != 1:
-            return None
-        self.layer.table.scale = scale
-        return self.layer.method.attend(self.layer.table, query, softcap, sink_logits)
-
-    def finish(self, module: nn.Module, query: Tensor, scale: float, mask: Any) -> None:
-        """Called when attention is done. Layers that share this layer's keys only read; the owner compresses."""
-        if getattr(module, "layer_idx", self.layer.table.layer_idx) == self.layer.table.layer_idx:
-            self.layer.finish(query, scale, mask)
+from kvsketch.views import ChunkView, LayerView, Prompt, chunk_spans
 
 
 class SlotLayer(CacheLayerMixin):
@@ -63,7 +33,12 @@ class SlotLayer(CacheLayerMixin):
         self.method = method
         self.model_name = model_name
         self.keys_are_shared = keys_are_shared
+        self.before: SlotLayer | None = None  # the layer right before, where that is compressed too
         self.mask_free = False  # single tokens without a mask: a bounded table holds no padding
+        self.chunk: int | None = None  # tokens of a prompt that are read at once; None: all of them
+        self.prompt: Prompt | None = (
+            None  # a prompt that comes in several forwards; tells the padding in place of masks
+        )
         self.waiting: LayerView | None = None  # handed out, not yet attended
         self.pending: Tensor | None = None  # queries of a forward that may still be rolled back
         super().__init__()
@@ -74,6 +49,9 @@ class SlotLayer(CacheLayerMixin):
         return self.table.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.prompt is not None:
+            # No mask is read: ask for one over the new tokens, which transformers leaves out where it is causal.
+            return int(query_length), self.table.seen
         return self.table.seen + int(query_length), 0
 
     def get_max_length(self) -> int:
@@ -106,27 +84,31 @@ class SlotLayer(CacheLayerMixin):
         self.require_claimed()
         self.is_initialized = True
         self.settle()
-        table = self.table
-        self.method.prepare(table, key_states, value_states)
-        table.append(key_states, value_states, draft=self.record_past)
-        view = LayerView(self, table.key_slots(), table.value_slots(), table.exact, table.seen)
-        if not table.exact:
-            view.log_num, view.log_den = table.log_num, table.log_den
-            if self.keys_are_shared:
-                # A layer that reads these keys later in this forward must not see what compress changes in place.
-                view.log_num = None if table.log_num is None else table.log_num.clone()
-                view.log_den = None if table.log_den is None else table.log_den.clone()
-                view.kept_index = table.index_slots().clone()
-                view.keys, view.values = view.keys.clone(), view.values.clone()
+        self.table.previous = None if self.before is None else self.before.table
+        view = self._in_chunks(key_states, value_states) or self._at_once(key_states, value_states)
         self.waiting = view
         setattr(view.keys, attention.TAG, view)
         return view.keys, view.values
 
-    def finish(self, query: Tensor, scale: float, mask: Any) -> None:
-        """Attention over this layer is done: note the padding, then compress or wait for a roll back."""
+    def _at_once(self, keys: Tensor, values: Tensor) -> LayerView:
+        self.table.append(keys, values, draft=self.record_past)
+        view = LayerView.of(self)
+        return view.kept() if self.keys_are_shared else view
+
+    def _in_chunks(self, keys: Tensor, values: Tensor) -> ChunkView | None:
+        """A view that appends the tokens by itself; None where they are appended at once."""
+        several = keys.shape[2] > 1
+        if not (several and self.chunk is not None):
+            self.method.prepare(self.table, keys, values)
+            if not several or self.table.exact:
+                return None
+        spans = chunk_spans(keys.shape[2], self.chunk, keep_last=self.record_past)
+        return ChunkView(self, keys.view_as(keys), values.view_as(values), spans)
+
+    def finish(self, query: Tensor, scale: float) -> None:
+        """Attention over this layer is done: compress, or wait for a roll back."""
         self.waiting = None
         self.table.scale = scale
-        self._note_padding(mask)
         self.pending = query
         if not self.record_past:
             self.settle()
@@ -136,15 +118,23 @@ class SlotLayer(CacheLayerMixin):
         if self.pending is not None:
             queries, self.pending = self.pending, None
             if self.table.new_tokens > 0:
-                self.method.compress(self.table, queries[:, :, : self.table.new_tokens])
+                self.compress(queries[:, :, : self.table.new_tokens], self.table.scale)
+            else:
+                # Nobody has taken the sums of queries that were all rolled back.
+                self.table.row_state.pop("row_lse", None)
 
-    def _note_padding(self, mask: Any) -> None:
+    def compress(self, queries: Tensor, scale: float) -> None:
+        """Lets the method work on what was appended last."""
+        self.table.scale = scale
+        self.method.compress(self.table, queries)
+
+    def note_padding(self, mask: Any) -> None:
         """Learns each row's left padding from what the newest query may see."""
         table = self.table
         first = table.new_tokens == table.seen
         if mask is None or not (first or table.padding is not None):
             return
-        visible = attention.last_row_visible(mask, table.seen)  # [B, L]
+        visible = masks.last_row_visible(mask, table.seen)  # [B, L]
         if visible is None:
             return
         if first:
@@ -156,6 +146,19 @@ class SlotLayer(CacheLayerMixin):
             new = visible[:, -table.new_tokens :]
             hidden = (new.cumsum(-1) == 0).sum(-1)
             table.padding += torch.where(table.padding == table.seen - table.new_tokens, hidden, 0)
+
+    def describe_prompt(self, mask: Any, new: int) -> Prompt:
+        """What a mask says of `new` tokens that are not appended yet."""
+        table, end = self.table, self.table.seen + new
+        padding = table.padding
+        visible = None if mask is None else masks.last_row_visible(mask, end)  # [B, L]
+        if visible is not None and table.seen == 0:
+            hidden = (visible.cumsum(-1) == 0).sum(-1)
+            padding = hidden if bool(hidden.any()) else None
+        elif visible is not None and padding is not None:
+            hidden = (visible[:, -new:].cumsum(-1) == 0).sum(-1)
+            padding = padding + torch.where(padding == table.seen, hidden, 0)
+        return Prompt(end, padding, masks.is_causal(mask, end, new, padding))
 
     def require_claimed(self) -> None:
         if self.waiting is not None:
@@ -181,7 +184,7 @@ class SlotLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.table = self.table.cleared()
-        self.waiting = self.pending = None
+        self.waiting = self.pending = self.prompt = None
         self.record_past = self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

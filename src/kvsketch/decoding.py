@@ -21,7 +21,9 @@ from torch import Tensor
 
 from kvsketch.cache import CompressedCache
 from kvsketch.fusion import fused
+from kvsketch.parallel import spread_over
 from kvsketch.sampling import Sampler, unsupported
+from kvsketch.streaming import prefill_to_generate
 
 WARM_UP_STEPS = 2
 
@@ -35,20 +37,27 @@ def generate(model: Any, inputs: Any, cache: CompressedCache, **options: Any) ->
     if not isinstance(cache, CompressedCache):
         raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
     arguments = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
-    reason = _impossible(model, cache, options)
+    reason = impossible(model, cache, options)
     if reason is not None:
         _warn(reason)
         return model.generate(**arguments, past_key_values=cache, **options)
     # transformers shows the streamer the prompt but does not hand it on to a custom loop.
     loop = functools.partial(_captured_loop, streamer=options.get("streamer"))
-    return model.generate(**arguments, past_key_values=cache, custom_generate=loop, **options)
+    # A graph records what the current device does.
+    with torch.cuda.device_of(next(model.parameters())):
+        return model.generate(**arguments, past_key_values=cache, custom_generate=loop, **options)
 
 
-def _impossible(model: Any, cache: CompressedCache, options: dict[str, Any]) -> str | None:
+def impossible(model: Any, cache: CompressedCache, options: dict[str, Any]) -> str | None:
+    """Why a step of this model, cache and options of generate cannot be captured; None when it can."""
+    if cache.check:
+        return "check=True looks at every key and value on the host"
     if len(cache.slot_layers) < len(cache.layers):
         return f"{cache.model_name} has sliding-window or linear layers, whose native caches cannot be captured"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{cache.model_name} takes no position_ids and counts positions on the host"
+    if (spread := spread_over(model)) is not None:
+        return f"the model is spread over {spread}, and a graph belongs to one device"
     configs = [options.get("generation_config"), model.generation_config]
     for option in ("num_beams", "assistant_model", "prompt_lookup_num_tokens", "return_dict_in_generate"):
         given = [options[option]] if option in options else [getattr(config, option, None) for config in configs]
@@ -85,9 +94,9 @@ def _captured_loop(
     cache = model_kwargs["past_key_values"]
     eos, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
     sampler = Sampler(logits_processor, input_ids, stopping_criteria.max_length, eos, pad, generation_config.do_sample)
-    outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    logits = prefill_to_generate(model, input_ids, generation_config, model_kwargs)
     sampler.before_step()
-    token = sampler.choose(outputs.logits[:, -1])
+    token = sampler.choose(logits)
     _stream(streamer, token)
     step = Step(model, cache, sampler, token, stopping_criteria.max_length)
     while sampler.length < stopping_criteria.max_length and not sampler.finished():

@@ -17,16 +17,15 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvsketch.cache import CompressedCache
-from kvsketch.cache_layer import SlotLayer
+from kvsketch.evaluation.shared_prefill import shared_prefill
 from kvsketch.methods import METHODS, Full, Method, parse_method
-from kvsketch.slots import SlotTable
 
 OPENING = "The pass key is"
 MAX_ANSWER_TOKENS = 16
@@ -63,11 +62,11 @@ def choose_methods(names: Sequence[str], budgets: Sequence[str]) -> list[Method]
 def compare(model: Any, tokenizer: Any, prompt: Tensor, passkey: str, methods: Sequence[Method]) -> Iterator[Row]:
     """Yields a row per method; the first method is the reference that the others diverge from."""
     opening = tokenizer(OPENING, add_special_tokens=False, return_tensors="pt")["input_ids"].to(prompt.device)
-    reading = Reading(model, torch.cat([prompt, opening[:, :-1]], 1))
+    prefilled = shared_prefill(model, torch.cat([prompt, opening[:, :-1]], 1))
     reference: list[int] = []
     expected: Tensor | None = None
     for method in methods:
-        cache = reading.cache_for(method)
+        cache = prefilled.cache(method)
         first = next_logits(model, int(opening[0, -1]), cache)
         fork = copy.deepcopy(cache)
         answer, seconds = greedy_answer(model, first, cache)
@@ -87,39 +86,6 @@ def compare(model: Any, tokenizer: Any, prompt: Tensor, passkey: str, methods: S
             right=passkey in text,
             divergence=mean_kl(expected, given),
         )
-
-
-@dataclass(frozen=True)
-class _Recorder(Full):
-    """The full cache, which also keeps each layer's queries."""
-
-    queries: dict[int, Tensor] = field(default_factory=dict)
-
-    def compress(self, table: SlotTable, queries: Tensor) -> None:
-        self.queries[table.layer_idx] = queries
-
-
-class Reading:
-    """A prompt that the model has read once: keys, values and queries of every layer."""
-
-    def __init__(self, model: Any, prompt: Tensor) -> None:
-        self.model = model
-        self.recorder = _Recorder()
-        self.cache = CompressedCache(model, self.recorder)
-        with torch.no_grad():
-            model(prompt, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-
-    def cache_for(self, method: Method) -> CompressedCache:
-        """The cache as it is after `method` itself has read the prompt."""
-        cache = CompressedCache(self.model, method)
-        for index, (layer, read) in enumerate(zip(cache.layers, self.cache.layers, strict=True)):
-            if not isinstance(read, SlotLayer):
-                cache.layers[index] = copy.deepcopy(read)
-                continue
-            assert isinstance(layer, SlotLayer) and read.keys is not None and read.values is not None
-            layer.update(read.keys.clone(), read.values.clone())
-            layer.finish(self.recorder.queries[index], read.table.scale, None)
-        return cache
 
 
 @torch.no_grad()

@@ -34,3 +34,17 @@ def filled(tensor: Tensor, count: int, value: float = 0) -> Tensor:
 def gather_slots(tensor: Tensor, slots: Tensor) -> Tensor:
     slots = slots.view(*slots.shape, *[1] * (tensor.dim() - 3)).expand(-1, -1, -1, *tensor.shape[3:])
     return tensor.gather(2, slots)
+
+
+def most_used(log_num: Tensor | None, log_den: Tensor, extra: Tensor | None) -> int:
+    """The most slots in either sum that any row and head has, with `extra` [B, 1] of each row (asks the device)."""
+    used = log_den > float("-inf")
+    if log_num is not None:
+        used = used | (log_num > float("-inf"))
+    slots = used.sum(-1)
+    return int((slots if extra is None else slots + extra).max())
+
+
+def is_score(state: Tensor) -> bool:
+    """Whether it holds one number per slot that an operation can write beside the token."""
+    return state.dim() == 3 and state.dtype == torch.float32 and state.is_contiguous()

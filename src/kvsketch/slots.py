@@ -5,8 +5,7 @@
 A table is in one of two states.
 - exact: every token seen, in order, no weights. Buffers grow. The model's own attention kernel reads them.
 - bounded: a fixed number of slots, written in place. A slot with log_den = -inf and index = -1 is empty; `next_slot`
-says
-  where the next token goes. A decode step neither allocates slots nor asks the device for a value.
+  says where the next token goes. A decode step neither allocates slots nor asks the device for a value.
 Between the two verbs of one forward, `append` and the method's `compress`, a bounded table that received several
 tokens at once is longer than its capacity; `compress` brings it back.
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.slot_tensors import filled, gather_slots, grown, inserted, owned, removed
+from kvsketch.slot_tensors import filled, gather_slots, grown, inserted, is_score, most_used, owned, removed
 from kvsketch.storage.host import HostStore
 
 NEG_INF = float("-inf")
@@ -57,6 +56,10 @@ class SlotTable:
     padding: Tensor | None = None  # [B] int64, left-padding tokens of each row; None: no row has any
     rank: int = -1  # place of the layer among those the method compresses; -1: its place among all
     compressed_layers: int = 0  # how many those are; 0: all
+    rotary: tuple[float, ...] = ()  # radians per position of channel pairs (i, i + half); empty: none known
+    previous: SlotTable | None = field(default=None, repr=False, compare=False)  # that of the layer before
+    first_head: int = 0  # number of the first KV head in the whole model (`parallel`)
+    head_group: str = ""  # processes among which the layer's heads are divided; "": this one holds them all
 
     def __post_init__(self) -> None:
         self.rank = self.layer_idx if self.rank < 0 else self.rank
@@ -120,13 +123,7 @@ class SlotTable:
             return int(self.real_tokens().max())
         if self.log_den is None:
             return self.length
-        used = self.log_den > NEG_INF
-        if self.log_num is not None:
-            used = used | (self.log_num > NEG_INF)
-        slots = used.sum(-1)
-        if "extra_keys" in self.row_state:  # [B, 1], keys held outside both sums that not every row has
-            slots = slots + self.row_state["extra_keys"]
-        return int(slots.max()) + self.extra_keys
+        return most_used(self.log_num, self.log_den, self.row_state.get("extra_keys")) + self.extra_keys
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held on the device, so that bytes can be measured."""
@@ -139,8 +136,11 @@ class SlotTable:
 
     # append
 
-    def append(self, keys: Tensor, values: Tensor, draft: bool = False) -> None:
-        """Takes the keys and values of new tokens, [B, H, n, D]; a draft may be rolled back and is no prompt."""
+    def append(self, keys: Tensor, values: Tensor, draft: bool = False, whole: int | None = None) -> None:
+        """Takes the keys and values of new tokens, [B, H, n, D]; a draft may be rolled back and is no prompt.
+
+        `whole`: tokens seen once the prompt is complete of which these are a part.
+        """
         self.appended = self.new_tokens = keys.shape[2]
         if self.exact:
             self._append_exact(keys, values)
@@ -150,7 +150,7 @@ class SlotTable:
             self._append_open(keys, values)
         self.seen += self.new_tokens
         if (self.new_tokens > 1 and not draft) or self.prompt_tokens == 0:
-            self.prompt_tokens = self.seen
+            self.prompt_tokens = self.seen if whole is None else whole
 
     def _append_exact(self, keys: Tensor, values: Tensor) -> None:
         needed = self.length + keys.shape[2]
@@ -171,10 +171,13 @@ class SlotTable:
         assert self.keys is not None and self.values is not None and self.index is not None
         assert self.log_den is not None and self.next_slot is not None and self.clock is not None
         slot = self.next_slot
+        # One score per slot goes with the token, in the same launch.
+        score = next((name for name, state in self.slot_state.items() if is_score(state)), None)
         ops.write_token(
-            self.keys, self.values, self.index, self.log_den, self.log_num, slot, self.clock, keys, values
+            self.keys, self.values, self.index, self.log_den, self.log_num, slot, self.clock, keys, values,
+            None if score is None else self.slot_state[score],
         )  # fmt: skip
-        for state in self.slot_state.values():
+        for state in (state for name, state in self.slot_state.items() if name != score):
             state.scatter_(2, slot.view(*slot.shape, *[1] * (state.dim() - 3)).expand(-1, -1, 1, *state.shape[3:]), 0)
         self.clock += 1
 
@@ -196,10 +199,8 @@ class SlotTable:
 
     def _pad_slot_state(self) -> None:
         for name, state in self.slot_state.items():
-            missing = self.length - state.shape[2]
-            if missing > 0:
-                pad = state.new_zeros(*state.shape[:2], missing, *state.shape[3:])
-                self.slot_state[name] = torch.cat([state, pad], 2)
+            if state.shape[2] < self.length:
+                self.slot_state[name] = filled(state, self.length - state.shape[2])
 
     # compress
 
@@ -295,6 +296,5 @@ class SlotTable:
 
     def cleared(self) -> SlotTable:
         """An empty table for the same layer."""
-        return SlotTable(
-            self.layer_idx, self.num_layers, self.seed, rank=self.rank, compressed_layers=self.compressed_layers
-        )
+        place = {name: getattr(self, name) for name in ("rank", "compressed_layers", "rotary")}
+        return SlotTable(self.layer_idx, self.num_layers, self.seed, **place)

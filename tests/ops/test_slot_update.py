@@ -40,9 +40,12 @@ def test_write_token(device: torch.device, slots: int, dtype: torch.dtype, separ
         new_value = torch.arange(2 * 3 * 40, device=device).view(2, 3, 1, 40).to(dtype)
         log_num = t["log_num"] if separate else None
         module.write_token(
-            t["keys"], t["values"], t["index"], t["log_den"], log_num, t["next"], t["clock"], new_key, new_value
-        )
+            t["keys"], t["values"], t["index"], t["log_den"], log_num, t["next"], t["clock"], new_key, new_value,
+            t["scores"] if separate else None,
+        )  # fmt: skip
         results.append(t)
+    if separate:
+        assert (results[0]["scores"].gather(2, results[0]["next"]) == 0).all()
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
     written = results[0]["index"].gather(2, results[0]["next"])
     assert (written == 3 * slots).all()

@@ -34,6 +34,7 @@ from kvsketch.ops.cluster_index import ClusterIndex
 from kvsketch.ops.cluster_index import reference as index_reference
 from kvsketch.ops.indexed_attention import Arguments, Extra, Spans
 from kvsketch.ops.indexed_attention import reference as attention_reference
+from kvsketch.ops.kmeans import Stream
 from kvsketch.ops.kmeans import reference as kmeans_reference
 from kvsketch.ops.select_clusters import reference as select_reference
 
@@ -195,7 +196,7 @@ def measure_clustering(tokens: int, seed: int, prefill_ms: float) -> Iterator[Ro
         yield judged(data, ("kmeans", share), prefill_ms, "prefill")
         if rounds not in (5, 10):
             continue
-        chosen = kmeans_reference.first_keys(KV_HEADS, tokens, clusters, (0, 0, 0), keys.device)
+        chosen = kmeans_reference.first_keys(KV_HEADS, tokens, clusters, Stream(0, 0, 0), keys.device)
         first = keys.gather(2, chosen[None, ..., None].expand(-1, -1, -1, HEAD_SIZE))
         timing = time_calls([partial(torch_kmeans, keys, first, rounds)], least_calls=2)
         yield judged(row("kmeans", "torch", timing, **shape), ("kmeans", share), prefill_ms, "prefill")

@@ -17,6 +17,7 @@ from kvsketch.benchmark.timing import Call, Timing, time_calls
 from kvsketch.ops.cluster_index import kernel as index_kernel
 from kvsketch.ops.indexed_attention import kernel as attention_kernel
 from kvsketch.ops.indexed_attention.plan import MAX_PIECES, Plan
+from kvsketch.ops.kmeans import Stream
 from kvsketch.ops.kmeans import kernel as kmeans_kernel
 from kvsketch.ops.kmeans.kernel import Launch
 
@@ -44,7 +45,7 @@ def assignments(tokens: int, seed: int) -> Iterator[Row]:
     """One assignment with its first centroids, which takes about as long in every launch."""
     keys = make_keys("rotated", tokens, seed)
     for clusters, launch in itertools.product((tokens // 80, tokens // 20), ASSIGNMENTS):
-        call = partial(kmeans_kernel.kmeans, keys, clusters, None, None, 0, (0, 0, 0), "mean", launch)
+        call = partial(kmeans_kernel.kmeans, keys, clusters, None, None, 0, Stream(0, 0, 0), "mean", launch)
         if timing := time_if_it_fits([call]):
             yield row("assignment", "ours", timing, clusters=clusters, launch=str(tuple(launch)))
 

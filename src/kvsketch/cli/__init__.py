@@ -15,6 +15,7 @@ from kvsketch.cli.evaluate import evaluate
 from kvsketch.cli.generate import generate
 from kvsketch.cli.methods import methods
 from kvsketch.cli.models import models_app
+from kvsketch.cli.report import report
 
 __all__ = ["app", "main"]
 
@@ -26,6 +27,7 @@ app.command()(generate)
 OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command(context_settings=OWN_OPTIONS)(bench)
 app.command("eval", context_settings=OWN_OPTIONS)(evaluate)
+app.command()(report)
 app.add_typer(models_app, name="models")
 app.command()(env)
 

@@ -18,6 +18,7 @@ from kvsketch import ops
 from kvsketch.methods import row_schedule
 from kvsketch.methods.merge_reduce import stream_state
 from kvsketch.methods.row_schedule import Row, compact, running_count, to_device
+from kvsketch.parallel import least_over_heads
 from kvsketch.slots import NEG_INF, SlotTable
 
 if TYPE_CHECKING:
@@ -100,8 +101,9 @@ class Remaining:
         counts = _level_counts(_level(self.den), self.middle & self.alive)
         wanted = to_device([min(2 * s, self.method.block) for s in self.surplus], self.den.device).view(-1, 1, 1)
         at_level = counts.gather(2, _first_level(counts, wanted))
-        available = torch.where(at_level >= wanted, at_level, counts.sum(-1, keepdim=True)).amin((1, 2)).tolist()
-        return [min(2 * s, count) for s, count in zip(self.surplus, available, strict=True)]
+        available = torch.where(at_level >= wanted, at_level, counts.sum(-1, keepdim=True))[..., 0]
+        most = least_over_heads(available, self.table).tolist()
+        return [min(2 * s, count) for s, count in zip(self.surplus, most, strict=True)]
 
     def _run(self, width: int, lengths: Tensor) -> Tensor:
         """The slots to halve, [B, H, width]; -1 beyond the `lengths` [B, 1, 1] of the rows."""
@@ -168,7 +170,7 @@ def halve(
     signs = ops.balance_walk(
         table.key_slots(), table.value_slots(), blocks, table.scale,
         weights=None if log_weights is None else log_weights.exp(),
-        state=stream_state(method.seed + table.seed, table.layer_idx, number),
+        state=stream_state(method.seed + table.seed, table.layer_idx, number), first_head=table.first_head,
         ids=(table.real_tokens() << 16) + torch.arange(blocks.shape[2], device=run.device),
         walk=method.walk_name, c=method.walk_c, temp=method.temp, center=method.center, constant=method.count_term,
     )  # fmt: skip

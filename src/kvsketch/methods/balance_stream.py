@@ -207,8 +207,8 @@ def _balance(method: BalanceKV, table: SlotTable, structure: int) -> Balance:
 
     def balance(k: Tensor, v: Tensor | None, slots: Tensor, ids: Tensor) -> Tensor:
         return softmax_balance(
-            k, v, slots, table.scale, ids=ids, state=state, walk=method.walk_name, c=method.walk_c,
-            temp=method.temp, center=method.center, on_fail=method.on_fail,
+            k, v, slots, table.scale, ids=ids, state=state, first_head=table.first_head, walk=method.walk_name,
+            c=method.walk_c, temp=method.temp, center=method.center, on_fail=method.on_fail,
         )  # fmt: skip
 
     return balance

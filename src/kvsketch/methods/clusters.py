@@ -42,6 +42,7 @@ def add(
         rounds=recipe.rounds,
         seed=recipe.seed,
         layer=table.layer_idx,
+        first_head=table.first_head,
     )
     index = ops.cluster_index(clustered.labels, max(counts))
     used, ordered = table.marks.get(SIZES, 0), table.marks.get(ORDER, 0)

@@ -97,7 +97,10 @@ class KCenter(BudgetedMethod):
     def _choose(self, table: SlotTable, budget: int) -> None:
         """Becomes a bounded table of centers and recent window, in position order."""
         stored = Stored.of(table)
-        window, widest, rows = self.recent_window(table, budget), self.recent_tokens(budget), self.row_budgets(table)
+        rows, widest = self.row_budgets(table), min(budget, self.recent_tokens(budget))
+        # A row's own budget may be shorter than the window.
+        window: int | Tensor = self.recent_window(table, budget)
+        window = min(budget, window) if rows is None and isinstance(window, int) else _at_most(window, rows)
         old = (stored.position >= 0) & (stored.position < table.real_tokens() - window)
         centers = ops.farthest_first(
             stored.keys, budget - widest, valid=old, given=max(1, self.sinks), form=self.form
@@ -117,6 +120,11 @@ class KCenter(BudgetedMethod):
         table.rebuild(stored.slots(chosen), budget, weights)
         if rows is not None:
             close_slots(table, rows)
+
+
+def _at_most(window: int | Tensor, rows: Tensor | None) -> Tensor:  # [B, 1, 1]
+    assert rows is not None
+    return torch.minimum(rows, window) if isinstance(window, Tensor) else rows.clamp_max(window)
 
 
 def _counted(keys: Tensor, centers: Tensor, mass: Tensor) -> Tensor:  # [B, H, m]

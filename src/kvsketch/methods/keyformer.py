@@ -63,7 +63,7 @@ class Keyformer(H2O):
         return ops.Temperature(self.tau_init, self.tau_end, self.horizon, table.prompt_tokens)
 
     def noise_of(self, table: SlotTable) -> ops.Noise | None:
-        return ops.Noise(self.seed + table.seed, table.layer_idx) if self.noise else None
+        return ops.Noise(self.seed + table.seed, table.layer_idx, table.first_head) if self.noise else None
 
     def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
         score = table.slot_state["score"]

@@ -38,6 +38,7 @@ def softmax_balance(
     *,
     ids: Tensor | None = None,
     state: int = 0,
+    first_head: int = 0,
     walk: str = "random",
     c: float = 1.0,
     temp: float = 1.0,
@@ -46,8 +47,9 @@ def softmax_balance(
 ) -> Tensor:
     """The smaller sign class of each batch, a mask like `slots` [B, H, N, b]; at most half of the batch's tokens."""
     signs = ops.balance_walk(
-        k, v, slots, scale, ids=ids, state=state, walk=walk, c=c, temp=temp, center=center, on_fail=on_fail
-    )
+        k, v, slots, scale,
+        ids=ids, state=state, first_head=first_head, walk=walk, c=c, temp=temp, center=center, on_fail=on_fail,
+    )  # fmt: skip
     plus, minus = ((signs == sign).sum(-1, keepdim=True) for sign in (1, -1))
     return (signs != 0) & (signs == torch.where(plus <= minus, 1, -1))
 

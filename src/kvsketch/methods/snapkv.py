@@ -68,8 +68,7 @@ class SnapKV(EvictingMethod):
         votes = queries[:, :, -self.window :]
         fade = max(0.0, 1.0 - table.new_tokens / self.window)
         if table.in_place:
-            score = table.slot_state["score"].mul_(fade)
-            self._count(table, votes, score)
+            self._count(table, votes, table.slot_state["score"], fade)
             return
         old = table.slot_state.get("score")
         new = self._count(table, votes, torch.zeros(table.shape, device=queries.device))
@@ -80,11 +79,11 @@ class SnapKV(EvictingMethod):
     def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
         return table.slot_state["score"]
 
-    def _count(self, table: SlotTable, votes: Tensor, into: Tensor) -> Tensor:
+    def _count(self, table: SlotTable, votes: Tensor, into: Tensor, fade: float = 1.0) -> Tensor:
         index, seen = (None, None) if table.exact else (table.index, table.clock)
         return ops.attention_mass(
             votes, table.key_slots(), table.scale,
-            seen=seen, index=index, padding=table.padding, reduce=self.gqa_reduce, into=into,
+            seen=seen, index=index, padding=table.padding, reduce=self.gqa_reduce, into=into, fade=fade,
         )  # fmt: skip
 
     def _pooled(self, table: SlotTable, votes: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Sketch:
         return (self.counts > 0).sum(-1)
 
     @classmethod
-    def empty(cls, like: Tokens, s: int, m: int, t: int, seed: int = 0, layer: int = 0) -> Sketch:
+    def empty(cls, like: Tokens, s: int, m: int, t: int, seed: int = 0, layer: int = 0, first_head: int = 0) -> Sketch:
         """A structure for the heads and sizes of `like` that has seen nothing; every row may use all the room."""
         batch, heads, _, size = like.keys.shape
         device = like.keys.device
@@ -79,17 +79,19 @@ class Sketch:
             den_keys=like.keys.new_zeros(batch, heads, m, t, size),
             den_index=torch.full((batch, heads, m, t), -1, device=device),
             delta=torch.zeros(batch, heads, device=device),
-            streams=stream_states(seed, layer, batch, heads, device),
+            streams=stream_states(seed, layer, batch, first_head, heads, device),
             samples=torch.full((batch,), s, device=device),
             clusters=torch.full((batch,), m, device=device),
             per_cluster=torch.full((batch,), t, device=device),
         )
 
 
-def stream_states(seed: int, layer: int, batch: int, heads: int, device: torch.device) -> Tensor:  # [B, H, 3]
+def stream_states(
+    seed: int, layer: int, batch: int, first_head: int, heads: int, device: torch.device
+) -> Tensor:  # [B, H, 3]
     """Hash states for (seed, layer, head, stream); rows share them, so a row draws the same in every batch."""
     state = hash_combine(torch.tensor(initial_state(seed), device=device), layer)
-    state = hash_combine(state, torch.arange(heads, device=device))
+    state = hash_combine(state, first_head + torch.arange(heads, device=device))
     state = hash_combine(state[:, None], torch.arange(3, device=device))
     return state.expand(batch, heads, 3).contiguous()
 

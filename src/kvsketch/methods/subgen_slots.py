@@ -21,6 +21,9 @@ from kvsketch.slots import NEG_INF, SlotTable
 FOREVER = 1 << 62
 # Keys that delta is taken from, or four per cluster if that is more: a radius with fewer would fit the sample alone.
 KEYS_FOR_DELTA = 512
+# The covering radius is itself a distance between two keys: a hair more, and rounding does not decide on which side of
+# delta that key lies.
+BEYOND_RADIUS = 1.001
 ROW_STATE = ("plan", "representatives", "counts", "delta", "mu", "shares", "streams")
 
 
@@ -45,7 +48,7 @@ def rewrite(
 
     room = common_layout(plans)
     if layout is None:
-        sketch = Sketch.empty(tokens, room.samples, room.clusters, room.per_cluster, seed, table.layer_idx)
+        sketch = Sketch.empty(tokens, *room[3:], seed, table.layer_idx, table.first_head)
         sketch = replace(sketch, samples=plan[:, 3], clusters=plan[:, 4], per_cluster=plan[:, 5])
     else:
         sketch = sketch_of(table, layout)
@@ -65,7 +68,7 @@ def rewrite(
 
 
 def covering_radii(tokens: Tokens, plans: list[Plan], available: list[int]) -> Tensor:  # [B, H]
-    """delta: the radius at which greedy k-center covers the first middle keys with a centre per cluster.
+    """delta: a hair above the radius at which greedy k-center covers the first middle keys, one centre per cluster.
 
     Every row has these keys when it first exceeds its budget, so delta does not depend on how the prompt is chunked.
     """
@@ -80,7 +83,7 @@ def covering_radii(tokens: Tokens, plans: list[Plan], available: list[int]) -> T
     for clusters in {p.clusters for p in plans} - {0}:
         rows = torch.tensor([i for i, p in enumerate(plans) if p.clusters == clusters], device=device)
         radius[rows] = ops.farthest_first(points[rows], clusters, valid=valid[rows]).radius
-    return radius
+    return BEYOND_RADIUS * radius
 
 
 def layout_of(table: SlotTable) -> Layout:

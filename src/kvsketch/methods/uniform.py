@@ -43,7 +43,7 @@ class Uniform(BudgetedMethod):
             self._reweigh(table, self.recent_window(table, budget))
 
     def _priorities(self, table: SlotTable) -> Tensor:  # [B, H, S]
-        heads = torch.arange(table.shape[1], device=table.key_slots().device).view(1, -1, 1)
+        heads = table.first_head + torch.arange(table.shape[1], device=table.key_slots().device).view(1, -1, 1)
         return ops.uniform(self.seed + table.seed, table.layer_idx, heads, table.position_slots())
 
     def _reweigh(self, table: SlotTable, recent: int | Tensor) -> None:

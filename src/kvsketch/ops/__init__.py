@@ -8,6 +8,7 @@ tensor goes to the kernel when the kernel serves the call, everything else to th
 from __future__ import annotations
 
 from kvsketch.ops.attention_mass import Noise, Temperature
+from kvsketch.ops.chunk_attention import Past
 from kvsketch.ops.dispatch import kernel_for
 from kvsketch.ops.grouping import (
     cluster_index,
@@ -19,15 +20,18 @@ from kvsketch.ops.grouping import (
     nearest_center,
     select_clusters,
 )
+from kvsketch.ops.paging import select_pages, widen_pages
 from kvsketch.ops.random import gumbel, uniform
-from kvsketch.ops.reading import attention_mass, indexed_attention, weighted_attention
+from kvsketch.ops.reading import attention_mass, chunk_attention, indexed_attention, weighted_attention
 from kvsketch.ops.updating import balance_walk, fold_token, free_lowest, hot_rows, reservoir, write_token
 
 __all__ = [
     "Noise",
+    "Past",
     "Temperature",
     "attention_mass",
     "balance_walk",
+    "chunk_attention",
     "cluster_index",
     "cluster_means",
     "cluster_scores",
@@ -43,7 +47,9 @@ __all__ = [
     "nearest_center",
     "reservoir",
     "select_clusters",
+    "select_pages",
     "uniform",
     "weighted_attention",
+    "widen_pages",
     "write_token",
 ]

@@ -14,7 +14,7 @@ from kvsketch.ops.dispatch import kernel_for
 from kvsketch.ops.farthest_first import Centers
 from kvsketch.ops.farthest_first import check_arguments as check_farthest_first
 from kvsketch.ops.farthest_first import reference as farthest_first_reference
-from kvsketch.ops.kmeans import Clusters
+from kvsketch.ops.kmeans import Clusters, Stream
 from kvsketch.ops.kmeans import check_arguments as check_kmeans
 from kvsketch.ops.kmeans import reference as kmeans_reference
 from kvsketch.ops.leader_clustering import Clustering
@@ -76,6 +76,7 @@ def kmeans(
     seed: int = 0,
     layer: int = 0,
     first_position: int = 0,
+    first_head: int = 0,
     centroid: str = "mean",
 ) -> Clusters:
     """Clusters of keys [B, H, n, D] by direction: centroids [B, H, clusters, D] float32 and labels [B, H, n] int32.
@@ -83,12 +84,14 @@ def kmeans(
     start [B]: the first key of each row that takes part (left padding, sinks); earlier ones get label -1. counts [B]:
     clusters of each row, at most `clusters`; None: all; a row never has more than keys, the rest stay empty with
     centroid 0. centroid: "mean" of the raw keys or of the "normalized" ones. The draw depends on (seed, layer,
-    first_position, head) and on how many keys the row has. The package docstring says what a round does.
+    first_position, head) and on how many keys the row has; heads count from first_head. The package docstring says what
+    a round does.
     """
     check_kmeans(keys, clusters, start, counts, rounds, centroid)
     kernel = kernel_for("kmeans", keys.device)
     chosen = kernel if kernel is not None and kernel.supported(keys) else kmeans_reference
-    return chosen.kmeans(keys, clusters, start, counts, rounds, (seed, layer, first_position), centroid)
+    stream = Stream(seed, layer, first_position, first_head)
+    return chosen.kmeans(keys, clusters, start, counts, rounds, stream, centroid)
 
 
 def cluster_index(labels: Tensor, clusters: int) -> ClusterIndex:

@@ -13,6 +13,9 @@ from torch import Tensor
 from kvsketch.ops import attention_mass as attention_mass_checks
 from kvsketch.ops.attention_mass import Noise, Temperature
 from kvsketch.ops.attention_mass.reference import attention_mass as attention_mass_reference
+from kvsketch.ops.chunk_attention import Arguments as ChunkArguments
+from kvsketch.ops.chunk_attention import Past
+from kvsketch.ops.chunk_attention import reference as chunk_attention_reference
 from kvsketch.ops.dispatch import kernel_for
 from kvsketch.ops.indexed_attention import Arguments as IndexedArguments
 from kvsketch.ops.indexed_attention import Extra, Spans
@@ -154,6 +157,38 @@ def indexed_attention(
     return (result.out, (result.log_sum_num, result.log_sum_den)) if return_state else result.out
 
 
+def chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    past: Past | None = None,
+    hidden: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    clip: float | None = None,
+    return_state: bool = False,
+) -> Any:
+    """Attention of q [B, Hq, N, D] to tokens k [B, H, L, D], v [B, H, L, Dv], and to the weighted slots of `past`:
+
+        out(q_i) = (sum_s exp(x_is + log_num_s) v_s + sum_j exp(x_ij) v_j)
+                 / (sum_s exp(x_is + log_den_s)     + sum_j exp(x_ij)),        x = scale * <q, k>
+
+    The queries are those of the last N of the L tokens; a query sees every slot and, of the tokens, none that comes
+    later and none of the first `hidden` [B] of its row. softcap, sink_logits and clip as in `weighted_attention`.
+
+    Returns out [B, Hq, N, Dv] in the dtype of q, 0 where nothing is seen. With return_state, (out, (log of the
+    numerator's weights, log of the denominator)), each [B, Hq, N] float32. Memory is that of the output.
+    """
+    call = ChunkArguments(q, k, v, scale, past, hidden, softcap, sink_logits, clip)
+    call.check()
+    kernel = kernel_for("chunk_attention", q.device)
+    chosen = kernel if kernel is not None and kernel.supported(call) else chunk_attention_reference
+    result = chosen.chunk_attention(call)
+    return (result.out, (result.log_sum_num, result.log_sum_den)) if return_state else result.out
+
+
 def attention_mass(
     q: Tensor,
     k: Tensor,
@@ -167,6 +202,7 @@ def attention_mass(
     row_lse: Tensor | None = None,
     reduce: str = "sum",
     into: Tensor | None = None,
+    fade: float = 1.0,
 ) -> Tensor:
     """Attention that each column received from the queries, the column sums of the softmax, [B, H, S] float32:
 
@@ -178,7 +214,7 @@ def attention_mass(
     temperature: tau, a number or a schedule. noise: g_ij is Gumbel noise, fresh for every row and column but the same
     at every call; None: 0. row_lse [B, Hq, N]: log of the inner sums if known (plain attention only): saves a pass.
     reduce: how the query heads of one KV head become one number: their sum, mean or max over these N queries.
-    into: [B, H, S] float32 to add to, in place; it is returned.
+    into: [B, H, S] float32 that becomes fade * into + mass, in place; it is returned.
 
     Memory is that of a few numbers per token and head; with one query nothing is read back by the host.
     """
@@ -192,4 +228,5 @@ def attention_mass(
         q, k, scale,
         seen=k.shape[2] if seen is None else seen, index=index, padding=padding, temperature=tau, noise=noise,
         row_lse=row_lse, reduce=reduce, into=torch.zeros(k.shape[:3], device=q.device) if into is None else into,
+        fade=fade,
     )  # fmt: skip

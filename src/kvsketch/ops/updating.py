@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvsketch.ops import balance_walk as balance_walk_checks
@@ -23,12 +24,14 @@ from kvsketch.ops.slot_update import reference as slot_update_reference
 
 def write_token(keys: Tensor, *arguments: Tensor | None) -> None:
     """Writes one token into its slot, in place; see `slot_update.reference.write_token`."""
-    (kernel_for("slot_update", keys.device) or slot_update_reference).write_token(keys, *arguments)
+    with torch.cuda.device_of(keys):
+        (kernel_for("slot_update", keys.device) or slot_update_reference).write_token(keys, *arguments)
 
 
 def free_lowest(scores: Tensor | None, index: Tensor, *arguments: Any) -> None:
     """Frees the lowest-ranked slot of each row and head, in place; see `slot_update.reference.free_lowest`."""
-    (kernel_for("slot_update", index.device) or slot_update_reference).free_lowest(scores, index, *arguments)
+    with torch.cuda.device_of(index):
+        (kernel_for("slot_update", index.device) or slot_update_reference).free_lowest(scores, index, *arguments)
 
 
 def reservoir(
@@ -66,6 +69,7 @@ def balance_walk(
     *,
     weights: Tensor | None = None,
     state: int = 0,
+    first_head: int = 0,
     ids: Tensor | None = None,
     walk: str = "greedy",
     c: float = 1.0,
@@ -83,7 +87,7 @@ def balance_walk(
     walk: greedy takes the sign against y_j, random takes +1 with probability 1/2 - y_j / (2 c), cut to [0, 1].
     center: keys relative to the mean key of their block. on_fail: what |y_j| > c does, clip or raise RuntimeError.
     state, ids [B, H, N] integers (default: the block's number): where draws come from; the draw of a token is the
-    random state continued by head, id and place in the block.
+    random state continued by head, id and place in the block. Heads count from first_head.
     """
     balance_walk_checks.check_arguments(k, v, slots, weights, walk, c, on_fail)
     run = balance_walk_reference
@@ -92,7 +96,8 @@ def balance_walk(
         run = kernel.balance_walk
     walked = run(
         k, v, slots, scale,
-        weights=weights, state=state, ids=ids, walk=walk, c=c, temp=temp, center=center, constant=constant,
+        weights=weights, state=state, first_head=first_head, ids=ids, walk=walk, c=c, temp=temp, center=center,
+        constant=constant,
     )  # fmt: skip
     if on_fail == "raise" and bool(walked.failed.any()):
         count = int(walked.failed.sum())

@@ -31,6 +31,7 @@ class Noise(NamedTuple):
 
     seed: int
     layer: int
+    first_head: int = 0  # number of the first KV head; query heads count from there
 
 
 class Temperature(NamedTuple):

@@ -1,7 +1,7 @@
 """Attention mass of one new token, the Triton programs: a decode step adds to the scores in two launches.
 
     logits_kernel   x_j = log2(e) (s_j + g_j) / tau for a tile of slots, with the tile's own maximum and sum
-    update_kernel   scores_j += reduce over the query heads of 2^(x_j - log2 of the sum over all tiles)
+    update_kernel   scores_j <- fade scores_j + reduce over the query heads of 2^(x_j - log2 of the sum over all tiles)
 
 The grid depends on shapes alone and every number that changes from step to step is read on the device, so a captured
 step can be replayed. Legend: see the package docstring.
@@ -41,10 +41,10 @@ def load_tile(
         return tl.load(pointers)
 
 
-@triton.jit(do_not_specialize=["stream", "seen", "columns_total", "i_b", "i_h", "since", "steps"])
+@triton.jit(do_not_specialize=["stream", "first_head", "seen", "columns_total", "i_b", "i_h", "since", "steps"])
 def logits_kernel(
     q_ptr, k_ptr, index_ptr, padding_ptr, seen_ptr, x_ptr, part_ptr,
-    scale, tau_start, tau_slope, steps, since, stream, seen, columns_total, kv_heads,
+    scale, tau_start, tau_slope, steps, since, stream, first_head, seen, columns_total, kv_heads,
     q_b, q_h, k_b, k_h, k_s, i_b, i_h,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
@@ -66,7 +66,7 @@ def logits_kernel(
     k = load_tile(k_ptr + b * k_b + h * k_h, start, k_s, columns_total, BLOCK_N, D, BLOCK_D, True)
     x = dot(q, tl.trans(k), PTX) * (scale * LOG2E / tau)
     if NOISE:
-        state = hash_combine(stream, h * GROUP + heads)
+        state = hash_combine(stream, first_head + h * GROUP + heads)
         row_hash = hash_combine(hash_combine(state, 0), seen - 1 - pad)
         column_hash = hash_combine(hash_combine(state, 1)[:, None], (places - pad)[None, :])
         x -= log2_exponential(row_hash[:, None], column_hash, PTX) * (1.0 / tau)
@@ -83,9 +83,9 @@ def logits_kernel(
     tl.store(part + 1, total, mask=heads < GROUP)
 
 
-@triton.jit(do_not_specialize=["columns_total"])
+@triton.jit(do_not_specialize=["fade", "columns_total"])
 def update_kernel(
-    x_ptr, part_ptr, score_ptr, columns_total,
+    x_ptr, part_ptr, score_ptr, fade, columns_total,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
     """Adds the mass of one tile of slots to the scores [B, H, S]."""
@@ -108,4 +108,5 @@ def update_kernel(
     if REDUCE == "mean":
         mass = mass / GROUP
     scores = score_ptr + batch_head * columns_total + columns
-    tl.store(scores, tl.load(scores, mask=columns < columns_total, other=0.0) + mass, mask=columns < columns_total)
+    before = tl.load(scores, mask=columns < columns_total, other=0.0)
+    tl.store(scores, fade * before + mass, mask=columns < columns_total)

@@ -85,16 +85,16 @@ def column_places(index_ptr, offset, columns, limit, pad, SLOTS: tl.constexpr):
     return tl.where((columns < limit) & (places >= pad), places, HIDDEN)
 
 
-@triton.jit(do_not_specialize=["stream", "seen", "queries", "columns_total", "i_b", "i_h"])
+@triton.jit(do_not_specialize=["stream", "first_head", "seen", "queries", "columns_total", "i_b", "i_h"])
 def hash_kernel(
     index_ptr, padding_ptr, seen_ptr, row_hash_ptr, column_hash_ptr,
-    stream, seen, queries, columns_total, query_heads, i_b, i_h,
+    stream, first_head, seen, queries, columns_total, query_heads, i_b, i_h,
     GROUP: tl.constexpr, SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Hashes [B, Hq, N] of the row positions and [B, Hq, S] of the column positions."""
     batch_head = tl.program_id(1).to(tl.int64)
     b, head = batch_head // query_heads, batch_head % query_heads
-    state = hash_combine(stream, head)
+    state = hash_combine(stream, first_head + head)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pad = 0
     if PADDED:

@@ -68,14 +68,16 @@ def attention_mass(
     row_lse: Tensor | None,
     reduce: str,
     into: Tensor,
+    fade: float = 1.0,
     launch: Launches | None = None,
 ) -> Tensor:
     """See `kvsketch.ops.attention_mass`; `launch` overrides the launch sizes."""
     call = _Call(q, k, scale, seen, index, padding, temperature, noise)
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         if q.shape[2] == 1:
-            return _add_one_row(call, reduce, into)
-        return into.add_(reduce_group(_column_sums(call, row_lse, launch or launches(q, noise)), k.shape[1], reduce))
+            return _add_one_row(call, reduce, into, fade)
+        mass = _column_sums(call, row_lse, launch or launches(q, noise))
+        return into.mul_(fade).add_(reduce_group(mass, k.shape[1], reduce))
 
 
 class _Call:
@@ -102,6 +104,7 @@ class _Call:
         self.ptx = q.is_cuda and not INTERPRETED.value and torch.version.hip is None
         self.noise = noise
         self.stream = 0 if noise is None else _signed(stream(noise))
+        self.first_head = 0 if noise is None else noise.first_head * (self.query_heads // self.kv_heads)
         self.temperature = (scale, temperature.start, temperature.slope, temperature.steps, temperature.since)
 
     @property
@@ -176,13 +179,13 @@ def _position_hashes(call: _Call) -> tuple[Tensor | None, Tensor | None]:
     column_hash = torch.empty((*shape, call.columns), dtype=torch.int32, device=call.q.device)
     hash_kernel[(triton.cdiv(max(call.queries, call.columns), HASH_BLOCK), call.batch * call.query_heads)](
         *call.context, row_hash, column_hash,
-        call.stream, call.seen, call.queries, call.columns, call.query_heads, *call.index_strides,
+        call.stream, call.first_head, call.seen, call.queries, call.columns, call.query_heads, *call.index_strides,
         GROUP=call.query_heads // call.kv_heads, BLOCK=HASH_BLOCK, **call.flags,
     )  # fmt: skip
     return row_hash, column_hash
 
 
-def _add_one_row(call: _Call, reduce: str, into: Tensor) -> Tensor:
+def _add_one_row(call: _Call, reduce: str, into: Tensor, fade: float) -> Tensor:
     group = call.query_heads // call.kv_heads
     block_g, block_n = max(16, triton.next_power_of_2(group)), DECODE_COLUMNS
     while block_n < 256 and triton.cdiv(call.columns, block_n) > MAX_DECODE_TILES:
@@ -192,12 +195,13 @@ def _add_one_row(call: _Call, reduce: str, into: Tensor) -> Tensor:
     parts = torch.empty((call.batch, call.query_heads, tiles, 2), dtype=torch.float32, device=call.q.device)
     grid = (tiles, call.batch * call.kv_heads)
     logits_kernel[grid](
-        call.q, call.k, *call.context, x, parts, *call.temperature, call.stream, call.seen, call.columns, call.kv_heads,
+        call.q, call.k, *call.context, x, parts, *call.temperature,
+        call.stream, call.first_head, call.seen, call.columns, call.kv_heads,
         *call.q.stride()[:2], *call.k.stride()[:3], *call.index_strides,
         D=call.size, BLOCK_G=block_g, BLOCK_N=block_n, **call.sizes,
     )  # fmt: skip
     update_kernel[grid](
-        x, parts, into, call.columns,
+        x, parts, into, fade, call.columns,
         GROUP=group, BLOCK_G=block_g, BLOCK_N=block_n, BLOCK_T=triton.next_power_of_2(tiles), REDUCE=reduce,
     )  # fmt: skip
     return into

@@ -31,6 +31,7 @@ def attention_mass(
     row_lse: Tensor | None,
     reduce: str,
     into: Tensor,
+    fade: float = 1.0,
 ) -> Tensor:
     """See `kvsketch.ops.attention_mass`."""
     batch, query_heads, queries = q.shape[:3]
@@ -44,6 +45,7 @@ def attention_mass(
     tau = temperature_at(temperature, seen, q.device).to(dtype)
     row_places = (torch.arange(queries, device=q.device) + (seen - queries)).view(1, 1, 1, -1, 1)
     heads = torch.arange(query_heads, device=q.device).view(1, kv_heads, group, 1, 1)
+    heads = heads if noise is None else noise.first_head * group + heads
 
     mass = torch.zeros(batch, kv_heads, group, columns, dtype=dtype, device=q.device)
     block = max(1, MAX_LOGITS.get(q.device.type, 1 << 19) // max(1, batch * query_heads * columns))
@@ -64,7 +66,7 @@ def attention_mass(
             shares = (x - row_lse.unflatten(1, (kv_heads, group))[..., rows, None].to(dtype)).exp()
         sees_nothing = (x == NEG_INF).all(-1, keepdim=True) | (at < pad)
         mass[..., :end] += shares.masked_fill(sees_nothing, 0.0).sum(3)
-    return into.add_(reduce_group(mass.flatten(1, 2), kv_heads, reduce))
+    return into.mul_(fade).add_(reduce_group(mass.flatten(1, 2), kv_heads, reduce))
 
 
 def column_places(k: Tensor, index: Tensor | None, padding: Tensor | None) -> Tensor:  # [B or 1, H or 1, S] int64

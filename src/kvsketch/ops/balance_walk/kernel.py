@@ -137,10 +137,10 @@ def walk_tile(columns_ptr, y_ptr, tie_ptr, u, half_over_c, ROWS: tl.constexpr, G
     return signs, y
 
 
-@triton.jit(do_not_specialize=["state", "heads", "blocks", "count", "count_padded"])
+@triton.jit(do_not_specialize=["state", "first_head", "heads", "blocks", "count", "count_padded"])
 def walk_kernel(
     k, v, slots, weights, ids, signs, failed, scratch,
-    state, exponent, constant, half_over_c, c, heads, blocks, count, count_padded,
+    state, first_head, exponent, constant, half_over_c, c, heads, blocks, count, count_padded,
     k_b, k_h, k_s, v_b, v_h, v_s, weight_b, weight_h, id_b, id_h, id_n,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -155,7 +155,7 @@ def walk_kernel(
     norm_ptr = mean_ptr + count_padded
     y_ptr = norm_ptr + count_padded
     tie_ptr, tile_ptr = y_ptr + ROWS, y_ptr + 2 * ROWS
-    draws = hash_combine(hash_combine(state, h), tl.load(ids + b * id_b + h * id_h + n * id_n))
+    draws = hash_combine(hash_combine(state, first_head + h), tl.load(ids + b * id_b + h * id_h + n * id_n))
 
     end, mean_norm, largest, radius = block_statistics(
         k_base, k_s, v_base, v_s, slot_base, weight_base, mean_ptr, norm_ptr, count, count_padded, constant,
@@ -223,6 +223,7 @@ def balance_walk(
     *,
     weights: Tensor | None = None,
     state: int = 0,
+    first_head: int = 0,
     ids: Tensor | None = None,
     walk: str = "greedy",
     c: float = 1.0,
@@ -250,7 +251,7 @@ def balance_walk(
     with torch.cuda.device(device) if k.is_cuda else contextlib.nullcontext():
         walk_kernel[(programs,)](
             k, values, slots, scratch if weights is None else weights, ids, signs, failed, scratch,
-            state, scale * temp * LOG2E, constant, 0.5 / c, c, heads, blocks, count, count_padded,
+            state, first_head, scale * temp * LOG2E, constant, 0.5 / c, c, heads, blocks, count, count_padded,
             *k.stride()[:3], *values.stride()[:3],
             *((0, 0) if weights is None else weights.stride()[:2]), *ids.stride(),
             *sizes, *padded, ROWS, COLUMNS,

@@ -23,6 +23,7 @@ def balance_walk(
     *,
     weights: Tensor | None = None,
     state: int = 0,
+    first_head: int = 0,
     ids: Tensor | None = None,
     walk: str = "greedy",
     c: float = 1.0,
@@ -31,7 +32,7 @@ def balance_walk(
     constant: float = 0.0,
 ) -> Walked:
     """See `kvsketch.ops.balance_walk`; this one says where a random walk failed."""
-    uniforms = block_uniforms(slots, state, ids).flatten(0, 2)
+    uniforms = block_uniforms(slots, state, ids, first_head).flatten(0, 2)
     batch, heads, blocks, size = slots.shape
     rows = torch.arange(batch * heads, device=slots.device).repeat_interleave(blocks)
     places = slots.flatten(0, 2)  # [B * H * N, b]
@@ -89,13 +90,14 @@ def walk_blocks(gram: Tensor, valid: Tensor, uniforms: Tensor, walk: str, c: flo
     return signs, largest > c
 
 
-def block_uniforms(slots: Tensor, state: int, ids: Tensor | None) -> Tensor:
+def block_uniforms(slots: Tensor, state: int, ids: Tensor | None, first_head: int = 0) -> Tensor:
     """The draw of each token [B, H, N, b]: the random state continued by head, block id and place in the block."""
     _, heads, blocks, size = slots.shape
     device = slots.device
     if ids is None:
         ids = torch.arange(blocks, device=device)
-    by_head = hash_combine(torch.tensor(state, device=device), torch.arange(heads, device=device)[:, None])
+    head = first_head + torch.arange(heads, device=device)[:, None]
+    by_head = hash_combine(torch.tensor(state, device=device), head)
     by_block = hash_combine(by_head, ids)[..., None]
     return to_uniform(hash_combine(by_block, torch.arange(size, device=device))).expand(slots.shape)
 

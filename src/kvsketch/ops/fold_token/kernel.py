@@ -148,7 +148,7 @@ def fold_numerator(
     if hits > 0:
         tl.debug_barrier()
         if COALESCE:
-            tl.store(shares + earliest, tl.log(hits.to(tl.float32)) - tl.log(square))
+            tl.store(shares + earliest, tl.log(tl.cast(hits, tl.float32)) - tl.log(square))
             tl.debug_barrier()
     base = tl.log(mu).to(tl.float32) - tl.log(own_samples.to(tl.float32))
     for start in range(0, samples, TILE):
@@ -171,7 +171,7 @@ def recount_copies(
     if copies > 0:
         dv = tl.arange(0, BLOCK_DV)
         kept = tl.load(values + (first + keeper) * v_s + dv, mask=dv < DV, other=0.0).to(tl.float32)
-        tl.store(shares + keeper, tl.log(copies.to(tl.float32)) - tl.log(tl.sum(kept * kept, 0)))
+        tl.store(shares + keeper, tl.log(tl.cast(copies, tl.float32)) - tl.log(tl.sum(kept * kept, 0)))
 
 
 @triton.jit

@@ -8,9 +8,9 @@ so the number of rounds is given, not found; with "normalized" (spherical k-mean
 falls.
 
 The first centroids are keys: the m keys of a row are cut into c runs of equal length (to one key), and each run gives
-one key, drawn from (seed, layer, first_position, head, number of the run). They are distinct, every key is as likely as
-any other of its run, and a row's draw does not depend on the batch or the padding around it. Each row has min(its
-count, its keys) live clusters; the others stay empty, with centroid 0.
+one key, drawn from (seed, layer, first_position, head, number of the run), heads counted from first_head. They are
+distinct, every key is as likely as any other of its run, and a row's draw does not depend on the batch or the padding
+around it. Each row has min(its count, its keys) live clusters; the others stay empty, with centroid 0.
 
 `reference.py` is the definition in torch. `kernel.py` never holds scores in memory: a program keeps the best cluster of
 each of its keys while it walks over the centroids; `ops.cluster_index` then sorts the keys by label, and each cluster
@@ -27,8 +27,17 @@ import torch
 from torch import Tensor
 
 CENTROIDS = ("mean", "normalized")
-# Seed, layer and position of the first key: what the draws of one call depend on beside head and run.
-Stream = tuple[int, int, int]
+
+
+class Stream(NamedTuple):
+    """What the draws of one call depend on beside the run."""
+
+    seed: int
+    layer: int
+    first_position: int
+    first_head: int = 0
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -84,7 +84,7 @@ def kmeans(
 
     with torch.cuda.device(device) if keys.is_cuda else contextlib.nullcontext():
         begin_kernel[(triton.cdiv(clusters, BEGIN_ROWS), batch * heads)](
-            keys, first, live, centroids, directions, initial_state(stream[0]), *stream[1:],
+            keys, first, live, centroids, directions, initial_state(stream.seed), *stream[1:],
             heads, length, clusters, padded, *keys.stride()[:3],
             ROWS=BEGIN_ROWS, NORMALIZED=normalized, **shape, num_warps=4,
         )  # fmt: skip
@@ -96,9 +96,9 @@ def kmeans(
     return Clusters(centroids, labels)
 
 
-@triton.jit(do_not_specialize=["state", "layer", "position", "length", "clusters", "padded"])
+@triton.jit(do_not_specialize=["state", "layer", "position", "first_head", "length", "clusters", "padded"])
 def begin_kernel(
-    keys_ptr, first_ptr, live_ptr, centroids_ptr, directions_ptr, state, layer, position,
+    keys_ptr, first_ptr, live_ptr, centroids_ptr, directions_ptr, state, layer, position, first_head,
     heads, length, clusters, padded, k_b, k_h, k_n,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,8 @@ def begin_kernel(
     runs = tl.maximum(live, 1)
     edge = run * (length - begin) // runs
     width = (run + 1) * (length - begin) // runs - edge
-    draw = to_uniform(hash_combine(hash_combine(hash_combine(hash_combine(state, layer), position), h), run))
+    stream = hash_combine(hash_combine(hash_combine(state, layer), position), first_head + h)
+    draw = to_uniform(hash_combine(stream, run))
     drawn = tl.minimum((draw * width.to(tl.float32)).to(tl.int64), width - 1)
     slot = begin + edge + drawn
     d = tl.arange(0, BLOCK_D)

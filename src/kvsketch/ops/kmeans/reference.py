@@ -56,8 +56,8 @@ def first_keys(heads: int, keys: int, clusters: int, stream: Stream, device: tor
     run = torch.arange(clusters + 1, device=device)
     edge = run * keys // clusters
     width = edge[1:] - edge[:-1]
-    head = torch.arange(heads, device=device)[:, None]
-    drawn = (uniform(*stream, head, run[:-1]) * width).long()
+    head = stream.first_head + torch.arange(heads, device=device)[:, None]
+    drawn = (uniform(stream.seed, stream.layer, stream.first_position, head, run[:-1]) * width).long()
     return edge[:-1] + torch.minimum(drawn, width - 1)
 
 

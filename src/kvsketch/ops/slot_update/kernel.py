@@ -11,11 +11,11 @@ from torch import Tensor
 
 @triton.jit
 def _write_token(
-    keys, values, index, log_den, log_num, slot, clock, new_key, new_value,
+    keys, values, index, log_den, log_num, score, slot, clock, new_key, new_value,
     heads, size, value_size,
     key_b, key_h, key_s, value_b, value_h, value_s,
     new_key_b, new_key_h, new_value_b, new_value_h, slots,
-    HAS_NUM: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     b, h = row // heads, row % heads
@@ -30,6 +30,8 @@ def _write_token(
     tl.store(log_den + row * slots + s, 0.0)
     if HAS_NUM:
         tl.store(log_num + row * slots + s, 0.0)
+    if HAS_SCORE:
+        tl.store(score + row * slots + s, 0.0)
 
 
 def write_token(
@@ -42,16 +44,18 @@ def write_token(
     clock: Tensor,
     new_key: Tensor,
     new_value: Tensor,
+    score: Tensor | None = None,
 ) -> None:
-    """See reference.write_token; index, weights and slot are contiguous, the last dimension of keys and values too."""
+    """See reference.write_token; all but keys and values are contiguous, their last dimension too."""
     batch, heads, slots = index.shape
     size, value_size = keys.shape[3], values.shape[3]
     _write_token[(batch * heads,)](
-        keys, values, index, log_den, log_den if log_num is None else log_num, slot, clock, new_key, new_value,
+        keys, values, index, log_den, log_den if log_num is None else log_num, log_den if score is None else score,
+        slot, clock, new_key, new_value,
         heads, size, value_size,
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1), slots,
-        HAS_NUM=log_num is not None,
+        HAS_NUM=log_num is not None, HAS_SCORE=score is not None,
         BLOCK=triton.next_power_of_2(size), VALUE_BLOCK=triton.next_power_of_2(value_size), num_warps=1,
     )  # fmt: skip
 
@@ -82,7 +86,8 @@ def _free_lowest(
         ranked = tl.where(
             position >= real - recent, (8388608.0 + position.to(tl.float32)) * 1.152921504606847e18, ranked
         )
-        ranked = tl.where(position < sinks, 1.3292279957849159e36, ranked)
+        first = 1.3292279957849159e36 - position.to(tl.float32) * 1.2676506002282294e30
+        ranked = tl.where(position < sinks, first, ranked)
         ranked = tl.where((position >= 0) & (token >= 0), ranked, float("-inf"))
         ranked = tl.where(token == -2, float("inf"), ranked)
         better = ranked < lowest

@@ -20,14 +20,17 @@ def write_token(
     clock: Tensor,  # [1] int64
     new_key: Tensor,  # [B, H, 1, D]
     new_value: Tensor,  # [B, H, 1, Dv]
+    score: Tensor | None = None,  # [B, H, S] fp32
 ) -> None:
-    """Writes one token into `slot` of each row and head, with index `clock` and weight 1 in both sums."""
+    """Writes one token into `slot` of each row and head, with index `clock`, weight 1 in both sums and score 0."""
     keys.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, new_key.shape[-1]), new_key)
     values.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, new_value.shape[-1]), new_value)
     index.scatter_(2, slot, clock.to(index.dtype).expand(slot.shape))
     log_den.scatter_(2, slot, 0.0)
     if log_num is not None:
         log_num.scatter_(2, slot, 0.0)
+    if score is not None:
+        score.scatter_(2, slot, 0.0)
 
 
 def rank(
@@ -48,7 +51,8 @@ def rank(
     ranked = position.float() if scores is None else scores.float().clamp(-(2.0**80), 2.0**80)
     # (2**23 + position) is exact in fp32 for 2**23 positions, so recent tokens never tie.
     ranked = torch.where(position >= seen - recent, (2.0**23 + position.float()) * 2.0**60, ranked)
-    ranked = torch.where(position < sinks, 2.0**120, ranked)
+    # Where a budget cannot hold all sinks, the first of them stay.
+    ranked = torch.where(position < sinks, 2.0**120 - position.float() * 2.0**100, ranked)
     return torch.where((position >= 0) & (index >= 0), ranked, NEG_INF)
 
 

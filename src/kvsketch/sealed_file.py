@@ -1,0 +1,149 @@
+"""Tensors and text in one safetensors file that is either whole or refused.
+
+The header carries a SHA-256 over the whole file, in which the digits of the SHA-256 itself count as zeros: a change of
+any byte shows. It guards against damage and mix-ups, not against someone who forges a file; but nothing in a
+safetensors file is ever run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvsketch.models.files import place
+
+SEAL = re.compile(rb'"checksum":"([0-9a-f]{64})"')
+UNSEALED = "0" * 64
+LENGTH_BYTES = 8
+LONGEST_HEADER = 100_000_000  # what safetensors itself accepts
+BLOCK = 1 << 20
+
+
+def write(target: Path, tensors: dict[str, Tensor], text: dict[str, str]) -> None:
+    """Writes a sealed file; at `target` is the old one or the new one, whatever happens meanwhile."""
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent}; create it, then save again")
+    if target.is_dir():
+        raise IsADirectoryError(f"{target} is a folder; name a file in it instead")
+    _remove_leftovers(target)
+    # A folder of its own: safetensors may put temporary files beside the one it writes.
+    work = target.with_name(f"{_prefix(target)}{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        work.mkdir()
+        save_file(_apart(tensors), work / "new", {**text, "checksum": UNSEALED})
+        _seal(work / "new")
+        # safetensors lets nobody else read; the user's own setting decides, as for any other file.
+        (work / "new").chmod(work.stat().st_mode & 0o666)
+        place(work / "new", target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def verified(path: Path) -> dict[str, str]:
+    """The text of a sealed file whose bytes are those that were written; ValueError for any other file."""
+    header = _read_header(path)
+    try:
+        fields = json.loads(header)
+        text = fields.pop("__metadata__")
+        wanted = LENGTH_BYTES + len(header) + max((f["data_offsets"][1] for f in fields.values()), default=0)
+        if not isinstance(text, dict) or not isinstance(wanted, int):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        raise ValueError(f"{path} is no saved cache, or its header is damaged; save the cache again") from None
+    size = path.stat().st_size
+    if size < wanted:
+        raise ValueError(f"{path} is cut short: it has {size} of {wanted} bytes; copy or save it again")
+    stated = _stated_checksum(path, header)
+    found = _checksum(path, header)
+    if stated != found:
+        raise ValueError(
+            f"{path} is damaged or was changed: its SHA-256 is {found} and should be {stated}; save the cache again"
+        )
+    return text
+
+
+def _read_header(path: Path) -> bytes:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if size < LENGTH_BYTES or not 0 < length <= min(LONGEST_HEADER, size - LENGTH_BYTES):
+            raise ValueError(f"{path} is no saved cache, or is cut short ({size} bytes); save the cache again")
+        return file.read(length)
+
+
+def _stated_checksum(path: Path, header: bytes) -> str:
+    found = SEAL.findall(header)
+    if len(found) != 1:
+        raise ValueError(f"{path} is no saved cache: its header has no checksum; save the cache with cache.save()")
+    return str(found[0].decode())
+
+
+def _checksum(path: Path, header: bytes) -> str:
+    start, end = _place_of_checksum(header)
+    digest = hashlib.sha256(len(header).to_bytes(LENGTH_BYTES, "little"))
+    digest.update(header[:start] + UNSEALED.encode() + header[end:])
+    with path.open("rb") as file:
+        file.seek(LENGTH_BYTES + len(header))
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _place_of_checksum(header: bytes) -> tuple[int, int]:
+    match = SEAL.search(header)
+    assert match is not None
+    return match.span(1)
+
+
+def _seal(path: Path) -> None:
+    header = _read_header(path)
+    checksum = _checksum(path, header)
+    with path.open("r+b") as file:
+        file.seek(LENGTH_BYTES + _place_of_checksum(header)[0])
+        file.write(checksum.encode())
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in host memory, each alone in its storage, as safetensors wants them."""
+    found: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        near = tensor.detach().cpu().contiguous()
+        storage = near.untyped_storage()
+        if storage.data_ptr() in taken or storage.nbytes() != near.numel() * near.element_size():
+            near = near.clone()
+        taken.add(near.untyped_storage().data_ptr())
+        found[name] = near
+    return found
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name}.{socket.gethostname()}."
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Removes what processes of this machine that are gone left of a save to the same file."""
+    pattern = re.compile(re.escape(_prefix(target)) + r"(\d+)-\d+\.tmp")
+    for path in target.parent.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match and not _is_running(int(match[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
