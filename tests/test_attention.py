@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface
+from transformers.masking_utils import add_offsets_to_mask_function
 
 import zoo
 from kvsketch import CompressedCache, attention, masks
@@ -40,7 +41,8 @@ def test_every_kind_of_mask_says_the_same(slots: torch.Tensor) -> None:
     i = torch.arange(SEEN - NEW, SEEN)[:, None]
     boolean = (torch.arange(SEEN)[None] <= i)[None, None] & padding[:, None, None]
     block = create_block_mask(
-        lambda b, h, q, kv: (kv <= q + SEEN - NEW) & (kv >= torch.tensor(pads)[b]),
+        # what transformers does: the function counts queries from the first one of the forward
+        add_offsets_to_mask_function(lambda b, h, q, kv: (kv <= q) & (kv >= torch.tensor(pads)[b]), SEEN - NEW, 0),
         2,
         None,
         NEW,
@@ -48,8 +50,6 @@ def test_every_kind_of_mask_says_the_same(slots: torch.Tensor) -> None:
         device="cpu",
         BLOCK_SIZE=4,
     )
-    # transformers' own mask functions count queries from the start of the text
-    block.mask_mod = lambda b, h, q, kv: (kv <= q) & (kv >= torch.tensor(pads)[b])
     additive = torch.zeros(boolean.shape).masked_fill(~boolean, torch.finfo(torch.float32).min)
     wanted = expected(slots, pads)
     empty = slots < 0

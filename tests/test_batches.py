@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import kvsketch
 import zoo
@@ -112,16 +111,3 @@ def test_a_talk_of_three_turns_with_one_cache(name: str) -> None:
     logits = fed(model, CompressedCache(model, method), pieces)
     answers = [*range(30, 36), *range(45, 51), *range(55, 61)]
     assert logits.argmax(-1)[[i - 1 for i in answers]].tolist() == text[0, answers].tolist()
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_second_turn_whose_rows_are_padded_apart(name: str) -> None:
-    """Questions of different lengths: padding stands before the shorter question, in the middle of the row."""
-    model, first = zoo.build("llama"), zoo.tokens(2, 15)
-    question, mask = padded(zoo.tokens(2, 7, seed=1), [0, 4])
-    answers = []
-    for cache in (CompressedCache(model, with_budget(name, 96)), DynamicCache(config=model.config)):
-        text = torch.cat([generate(model, first, cache, max_new_tokens=5).sequences, question], 1)
-        whole = torch.cat([torch.ones(2, 20, dtype=mask.dtype), mask], 1)
-        answers.append(generate(model, text, cache, attention_mask=whole, max_new_tokens=6).sequences.tolist())
-    assert answers[0] == answers[1]

@@ -72,10 +72,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# Rows and prompts are the method's business, the choice of a token is not.
+CASES = [("greedy", [0, pad], length) for pad in (0, 9) for length in (12, 40)]
+CASES += [("sampling", [0, 9], 40), ("penalty", [0, 9], 12), ("eos_and_min_length", [0, 9], 40)]
+
+
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("mode", OPTIONS)
-@pytest.mark.parametrize("pads", [[0, 0], [0, 9]], ids=["alone", "left_padded"])
-@pytest.mark.parametrize("length", [12, 40], ids=["short_prompt", "long_prompt"])
+@pytest.mark.parametrize(("mode", "pads", "length"), CASES)
 def test_same_tokens_as_generate(name: str, mode: str, pads: list[int], length: int) -> None:
     model = zoo.build("llama").to(DEVICE)
     ids, mask = (t.to(DEVICE) for t in padded(zoo.tokens(2, length), pads))
@@ -110,6 +113,28 @@ def test_a_second_turn_after_captured_decoding(name: str) -> None:
             text = torch.cat([text, second], 1)
         transcripts.append(text.tolist())
     assert transcripts[0] == transcripts[1]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_tokens_hidden_inside_a_row_are_read_eagerly_or_refused(name: str) -> None:
+    """A captured step reads no mask."""
+    model, ids = zoo.build("llama").to(DEVICE), zoo.tokens(2, 30).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, 25:28] = 0
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    ours, theirs = (CompressedCache(model, with_budget(name, 20)) for _ in range(2))
+    warned = pytest.warns(RuntimeWarning, match="hides token 25 inside batch row 1 cannot be captured")
+    if not kvsketch.METHODS[name].ignores_hidden_tokens:
+        with warned, pytest.raises(ValueError, match=f"hides token 25 of batch row 1.*{name} would"):
+            kvsketch.generate(model, inputs, ours, **options)
+        return
+    with warned:
+        found = kvsketch.generate(model, inputs, ours, **options)[:, 30:].tolist()
+    assert found == model.generate(**inputs, past_key_values=theirs, **options)[:, 30:].tolist()
+    theirs.reset()
+    inputs["input_ids"] = torch.where(mask == 0, 7, ids)
+    assert found == model.generate(**inputs, past_key_values=theirs, **options)[:, 30:].tolist()
 
 
 def test_a_streamer_hears_every_token() -> None:

@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 
 import kvsketch
 import zoo
-from kvsketch import CompressedCache, models, sealed_file
+from kvsketch import CompressedCache, models
 from kvsketch.benchmark import records
 from kvsketch.cli import app
 from kvsketch.cli.bench import BENCHMARKS
 from kvsketch.cli.evaluate import EXPERIMENTS
+from kvsketch.saving import sealed_file
 
 INPUTS = int(os.environ.get("KVSKETCH_FUZZ", "100"))
 quickly = settings(

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zoo
-from kvsketch import CompressedCache, sealed_file
+from kvsketch import CompressedCache
+from kvsketch.saving import sealed_file
 
 
 @pytest.fixture(scope="module")

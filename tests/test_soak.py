@@ -17,7 +17,7 @@ import soak
 SLOWER = 4.0
 
 
-def soaked(method: str, tokens: int = 400) -> dict[str, Any]:
+def soaked(method: str, tokens: int = 288) -> dict[str, Any]:
     settings = ["--tokens", str(tokens), "--layers", "2", "--prompt", "120", "--intervals", "8", "--device", "cpu"]
     return soak.soak(method, soak.parsed(settings))
 

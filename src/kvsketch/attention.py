@@ -175,7 +175,8 @@ def attend_slots(
     slot_bias = masks.mask_at_slots(view, query, mask)
     if bias is not None:
         slot_bias = masks.add_bias(slot_bias, masks.at_slots(bias, view.index, query.shape[1]))
-    return ops.weighted_attention(
+    wanted = view.layer.method.wants_logits and not view.exact and query.shape[2] == 1 and softcap is None
+    attended = ops.weighted_attention(
         query,
         view.keys,
         view.values,
@@ -186,7 +187,15 @@ def attend_slots(
         softcap=softcap,
         sink_logits=sink_logits,
         clip=view.layer.method.clip,
+        return_state=wanted,
+        return_logits=wanted,
     )
+    if not wanted:
+        return attended
+    out, (row_lse, _), logits = attended
+    # The numerator's sum leaves a sink logit out, but not a bias, which the logits do not hold.
+    view.row_logits = ops.RowLogits(logits[:, :, 0], row_lse[:, :, 0] if slot_bias is None else None)
+    return out
 
 
 def softcap_of(module: nn.Module, own: Callable[..., Any], kwargs: dict[str, Any]) -> float | None:

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from kvsketch import attention, families, rotary
+from kvsketch import attention, families, rotary, saving
 from kvsketch.cache_layer import SlotLayer
 from kvsketch.checks import require_finite
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
-from kvsketch.model_identity import ModelIdentity
 from kvsketch.parallel import head_share, require_one_device
+from kvsketch.saving.model_identity import ModelIdentity
 from kvsketch.slots import SlotTable
 from kvsketch.storage.hot_set import hit_rate
 from kvsketch.views import require_stream
@@ -133,16 +133,12 @@ class CompressedCache(Cache):
         return hit_rate(layer.table for layer in self.slot_layers)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the cache to a file, in one step; see saving.py."""
-        from kvsketch import saving
-
+        """Writes the cache to a file, in one step; see `saving`."""
         saving.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module | PretrainedConfig) -> CompressedCache:
         """The cache that `save` wrote, on the model's device; ValueError when file or model are not the right ones."""
-        from kvsketch import saving
-
         return saving.load(path, model, cls)
 
     def __repr__(self) -> str:

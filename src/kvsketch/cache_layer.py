@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvsketch import attention, families, masks
+from kvsketch import attention, families, masks, ops
 from kvsketch.methods.base import Method
 from kvsketch.slots import SlotTable
 from kvsketch.views import ChunkView, LayerView, Prompt, chunk_spans
+
+HIDES_INSIDE = (
+    "attention_mask hides token {token} of batch row {row}, between or after tokens that it shows (without a mask, "
+    "transformers hides every pad token); {method} would still let it decide what is kept or read. Pad on the left of "
+    "the whole text only, feed rows one at a time, or use DynamicCache; call cache.reset() to use this cache again"
+)
 
 
 class SlotLayer(CacheLayerMixin):
@@ -36,10 +42,9 @@ class SlotLayer(CacheLayerMixin):
         self.before: SlotLayer | None = None  # the layer right before, where that is compressed too
         self.mask_free = False  # single tokens without a mask: a bounded table holds no padding
         self.chunk: int | None = None  # tokens of a prompt that are read at once; None: all of them
-        self.prompt: Prompt | None = (
-            None  # a prompt that comes in several forwards; tells the padding in place of masks
-        )
+        self.prompt: Prompt | None = None  # one that comes in several forwards; tells the padding in place of masks
         self.waiting: LayerView | None = None  # handed out, not yet attended
+        self.refused = ""  # why the last forward was broken off
         self.pending: Tensor | None = None  # queries of a forward that may still be rolled back
         super().__init__()
 
@@ -105,20 +110,27 @@ class SlotLayer(CacheLayerMixin):
         spans = chunk_spans(keys.shape[2], self.chunk, keep_last=self.record_past)
         return ChunkView(self, keys.view_as(keys), values.view_as(values), spans)
 
-    def finish(self, query: Tensor, scale: float) -> None:
-        """Attention over this layer is done: compress, or wait for a roll back."""
+    def finish(self, query: Tensor, scale: float, row_logits: ops.RowLogits | None = None) -> None:
+        """Attention over this layer is done: compress, or wait for a roll back.
+
+        `row_logits`, what attention left of a single query, serves this forward only: rows may change while we wait.
+        """
         self.waiting = None
         self.table.scale = scale
         self.pending = query
         if not self.record_past:
-            self.settle()
+            self.settle(row_logits)
 
-    def settle(self) -> None:
+    def settle(self, row_logits: ops.RowLogits | None = None) -> None:
         """Compresses what the last forward appended."""
         if self.pending is not None:
             queries, self.pending = self.pending, None
             if self.table.new_tokens > 0:
-                self.compress(queries[:, :, : self.table.new_tokens], self.table.scale)
+                self.table.row_logits = row_logits
+                try:
+                    self.compress(queries[:, :, : self.table.new_tokens], self.table.scale)
+                finally:
+                    self.table.row_logits = None
             else:
                 # Nobody has taken the sums of queries that were all rolled back.
                 self.table.row_state.pop("row_lse", None)
@@ -131,6 +143,7 @@ class SlotLayer(CacheLayerMixin):
     def note_padding(self, mask: Any) -> None:
         """Learns each row's left padding from what the newest query may see."""
         table = self.table
+        self.require_visible(mask, table.seen, table.new_tokens)
         first = table.new_tokens == table.seen
         if mask is None or not (first or table.padding is not None):
             return
@@ -150,6 +163,7 @@ class SlotLayer(CacheLayerMixin):
     def describe_prompt(self, mask: Any, new: int) -> Prompt:
         """What a mask says of `new` tokens that are not appended yet."""
         table, end = self.table, self.table.seen + new
+        self.require_visible(mask, end, new)
         padding = table.padding
         visible = None if mask is None else masks.last_row_visible(mask, end)  # [B, L]
         if visible is not None and table.seen == 0:
@@ -160,7 +174,20 @@ class SlotLayer(CacheLayerMixin):
             padding = padding + torch.where(padding == table.seen, hidden, 0)
         return Prompt(end, padding, masks.is_causal(mask, end, new, padding))
 
+    def require_visible(self, mask: Any, end: int, new: int) -> None:
+        """Raises ValueError when a mask hides tokens inside a row from a method that would take them for visible.
+
+        Looks only where several tokens come, for a step must not wait for the device: a token that was hidden when it
+        came alone is found when the next several tokens come.
+        """
+        hidden = None if new == 1 or self.method.ignores_hidden_tokens else masks.hidden_inside(mask, end)
+        if hidden is not None:
+            self.refused = HIDES_INSIDE.format(row=hidden[0], token=hidden[1], method=self.method.name)
+            raise ValueError(self.refused)
+
     def require_claimed(self) -> None:
+        if self.refused:
+            raise ValueError(self.refused)
         if self.waiting is not None:
             raise families.UnsupportedModelError(
                 f"the attention of {self.model_name} (layer {self.table.layer_idx}) never read the "
@@ -185,6 +212,7 @@ class SlotLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.table = self.table.cleared()
         self.waiting = self.pending = self.prompt = None
+        self.refused = ""
         self.record_past = self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsketch import masks
 from kvsketch.cache import CompressedCache
 from kvsketch.fusion import fused
 from kvsketch.parallel import spread_over
@@ -85,8 +86,9 @@ def _captured_loop(
 ) -> Tensor:
     """transformers' sampling loop, with the steps after prefill captured."""
     names = unsupported(logits_processor, stopping_criteria)
-    if names or synced_gpus:
-        _warn(f"{', '.join(names) or 'synced_gpus'} cannot be captured")
+    names += ["synced_gpus"] * synced_gpus + _masked(model_kwargs.get("attention_mask"))
+    if names:
+        _warn(f"{', '.join(names)} cannot be captured")
         return type(model)._sample(
             model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
             generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
@@ -105,6 +107,16 @@ def _captured_loop(
     if streamer is not None:
         streamer.end()
     return sampler.tokens()
+
+
+def _masked(mask: Any) -> list[str]:
+    """What a mask says that a captured step, which reads none, does not know: anything but left padding."""
+    if mask is None:
+        return []
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return ["an attention_mask that is not [batch, tokens]"]
+    hidden = masks.hidden_inside(mask, mask.shape[1])
+    return [] if hidden is None else [f"an attention_mask that hides token {hidden[1]} inside batch row {hidden[0]}"]
 
 
 def _stream(streamer: Any, token: Tensor) -> None:

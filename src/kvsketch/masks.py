@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from kvsketch.views import LayerView
 
-CAUSAL = "_kvsketch_causal"  # on a mask: whether it is causal for so many tokens seen
+CAUSAL = "_kvsketch_causal"  # on a mask: whether it is causal
+HIDDEN = "_kvsketch_hidden"  # on a mask: what it hides inside a row
 MASK_BLOCK = 1 << 24  # numbers of a mask looked at at once
 
 
@@ -31,7 +31,7 @@ def mask_at_slots(view: LayerView, query: Tensor, mask: Any) -> Tensor | None:
     if isinstance(mask, Tensor):
         return at_slots(mask[..., : view.seen], view.index, view.keys.shape[1])
     if hasattr(mask, "mask_mod"):
-        return _evaluate_mask_mod(view, query, mask.mask_mod)
+        return _evaluate_mask_mod(view, query, mask)
     raise TypeError(
         f"attention mask of type {type(mask).__name__} is not understood; use a tensor, a BlockMask or None"
     )
@@ -57,9 +57,27 @@ def last_row_visible(mask: Any, seen: int) -> Tensor | None:  # [B, L] bool
         device = mask.kv_num_blocks.device
         rows = torch.arange(mask.shape[0], device=device).view(-1, 1)
         columns = torch.arange(seen, device=device).view(1, -1)
-        last = torch.full_like(columns, seen - 1)
+        last = torch.full_like(columns, seen - 1 - _first_query(mask))
         return mask.mask_mod(*torch.broadcast_tensors(rows, torch.zeros_like(rows), last, columns))
     return None
+
+
+def hidden_inside(mask: Any, seen: int) -> tuple[int, int] | None:
+    """A row and a token in it that the newest query may not see although it sees an earlier one: no left padding.
+
+    None where a mask hides no such token, as a causal one, that of a prefix or of packed texts. Looks at the last row
+    of the mask only; layers share it, so the answer is kept on it and the device is asked once in a forward.
+    """
+    known, state = getattr(mask, HIDDEN, None), _state(mask, seen)
+    if known is None or known[0] != state:
+        visible = None if mask is None else last_row_visible(mask, seen)  # [B, L]
+        if visible is None:
+            return None
+        inside = ~visible & (visible.cumsum(-1) > 0)
+        place = inside.nonzero()[0].tolist() if bool(inside.any()) else None
+        known = (state, None if place is None else (place[0], place[1]))
+        setattr(mask, HIDDEN, known)
+    return known[1]
 
 
 def is_causal(mask: Any, seen: int, new: int, padding: Tensor | None) -> bool:
@@ -71,11 +89,16 @@ def is_causal(mask: Any, seen: int, new: int, padding: Tensor | None) -> bool:
         return True
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or (mask.dim() == 4 and mask.shape[1] > 1):
         return False
-    known = getattr(mask, CAUSAL, None)
-    if known is None or known[0] != seen:
-        known = (seen, _hides_nothing_else(mask, seen, new, padding))
+    known, state = getattr(mask, CAUSAL, None), _state(mask, seen)
+    if known is None or known[0] != state:
+        known = (state, _hides_nothing_else(mask, seen, new, padding))
         setattr(mask, CAUSAL, known)
     return known[1]
+
+
+def _state(mask: Any, seen: int) -> tuple[int, int]:
+    """What an answer that is kept on a mask depends on: the tokens seen, and how often the mask was written to."""
+    return seen, mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0
 
 
 def _hides_nothing_else(mask: Tensor, seen: int, new: int, padding: Tensor | None) -> bool:
@@ -121,12 +144,18 @@ def add_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     return bias.float() + mask
 
 
-def _evaluate_mask_mod(view: LayerView, query: Tensor, mask_mod: Callable[..., Tensor]) -> Tensor:
+def _first_query(mask: Any) -> int:
+    """Logical index of the first query of a BlockMask, whose function counts queries from there."""
+    return int(mask.shape[-1] - mask.shape[-2])
+
+
+def _evaluate_mask_mod(view: LayerView, query: Tensor, mask: Any) -> Tensor:
     batch, heads, _slots = view.index.shape
     new = query.shape[2]
     device = query.device
     rows = torch.arange(batch, device=device).view(-1, 1, 1, 1)
     heads_index = torch.arange(heads, device=device).view(1, -1, 1, 1)
-    queries = torch.arange(view.seen - new, view.seen, device=device).view(1, 1, -1, 1)
+    queries = torch.arange(view.seen - new, view.seen, device=device).view(1, 1, -1, 1) - _first_query(mask)
     columns = view.index.clamp_min(0).unsqueeze(2)
-    return mask_mod(*torch.broadcast_tensors(rows, heads_index, queries, columns))
+    visible: Tensor = mask.mask_mod(*torch.broadcast_tensors(rows, heads_index, queries, columns))
+    return visible

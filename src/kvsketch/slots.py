@@ -58,6 +58,7 @@ class SlotTable:
     compressed_layers: int = 0  # how many those are; 0: all
     rotary: tuple[float, ...] = ()  # radians per position of channel pairs (i, i + half); empty: none known
     previous: SlotTable | None = field(default=None, repr=False, compare=False)  # that of the layer before
+    row_logits: ops.RowLogits | None = field(default=None, repr=False, compare=False)  # during a step's compress only
     first_head: int = 0  # number of the first KV head in the whole model (`parallel`)
     head_group: str = ""  # processes among which the layer's heads are divided; "": this one holds them all
 
@@ -164,7 +165,8 @@ class SlotTable:
             self.keys[:, :, self.length : needed] = keys
             self.values[:, :, self.length : needed] = values
         self.length = needed
-        self._pad_slot_state()
+        for name, state in self.slot_state.items():
+            self.slot_state[name] = filled(state, max(0, needed - state.shape[2]))
 
     def _write_next(self, keys: Tensor, values: Tensor) -> None:
         """Writes one token into `next_slot`, in place; the slot joins both sums with weight 1."""
@@ -196,11 +198,6 @@ class SlotTable:
             self.slot_state[name] = inserted(state, at, state.new_zeros(batch, heads, new, *state.shape[3:]))
         self.length += new
         self.clock += new
-
-    def _pad_slot_state(self) -> None:
-        for name, state in self.slot_state.items():
-            if state.shape[2] < self.length:
-                self.slot_state[name] = filled(state, self.length - state.shape[2])
 
     # compress
 

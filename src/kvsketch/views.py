@@ -38,6 +38,7 @@ class LayerView:
     log_num: Tensor | None = None
     log_den: Tensor | None = None
     kept_index: Tensor | None = None
+    row_logits: ops.RowLogits | None = None  # of the last attention by a single query, for methods that want them
 
     @classmethod
     def of(cls, layer: SlotLayer) -> LayerView:
@@ -83,9 +84,11 @@ class LayerView:
 
     def finish(self, module: nn.Module, query: Tensor, scale: float, mask: Any) -> None:
         """Called when attention is done. Layers that share this layer's keys only read; the owner compresses."""
+        # The key tensor and its view hold each other; the logits must not wait until that is noticed.
+        row_logits, self.row_logits = self.row_logits, None
         if self.is_owner(module):
             self.layer.note_padding(mask)
-            self.layer.finish(query, scale)
+            self.layer.finish(query, scale, row_logits)
 
     def is_owner(self, module: nn.Module) -> bool:
         return getattr(module, "layer_idx", self.layer.table.layer_idx) == self.layer.table.layer_idx

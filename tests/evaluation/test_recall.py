@@ -133,7 +133,8 @@ def test_the_hot_set_holds_what_the_last_steps_read(layer: Captured, text: str) 
     again = layer._replace(queries=layer.queries[:, :, CONTEXT : CONTEXT + 1].expand(-1, -1, CONTEXT + STEPS, -1))
     same = selections.hot_set_hits(method, again, CONTEXT, 1)
     assert same is not None and same[0] == same[1] > 0
-    assert selections.hot_set_hits(selections.readable(parse_method(f"{text}:budget=240")), layer, CONTEXT, 1) is None
+    roomy = selections.readable(parse_method(f"{text}:budget={CONTEXT + 1}"))
+    assert selections.hot_set_hits(roomy, layer, CONTEXT, 1) is None
 
 
 @pytest.fixture(scope="module")

@@ -206,11 +206,11 @@ def test_huge_logits_stay_finite(measure: Measure, device: torch.device, queries
 def test_noise_has_the_same_bits_in_torch_and_triton(device: torch.device) -> None:
     from pair_kernel import fill
 
-    from kvsketch.ops.attention_mass.kernel import _signed
+    from kvsketch.ops.attention_mass.one_row import signed
 
     rows, columns = torch.arange(100, 132, device=device), torch.arange(64, device=device) * 977
     expected = reference.pair_uniform(NOISE, torch.tensor(7, device=device), rows[:, None], columns)
-    assert torch.equal(fill(_signed(stream(NOISE)), 7, rows, columns), expected)
+    assert torch.equal(fill(signed(stream(NOISE)), 7, rows, columns), expected)
 
 
 class Largest(TorchDispatchMode):

@@ -82,10 +82,10 @@ def radius(keys: Tensor, index: Tensor) -> float:
 SHAPES = [  # keys, size, count, given, dtype
     (1, 16, 1, 1, torch.float32),
     (63, 20, 20, 1, torch.float32),
-    (70, 64, 70, 3, torch.float32),
+    (40, 64, 40, 3, torch.float32),
     (100, 80, 20, 1, torch.float16),
     (130, 128, 20, 2, torch.bfloat16),
-    (1000, 16, 12, 1, torch.bfloat16),
+    (1000, 16, 4, 1, torch.bfloat16),
 ]
 
 
@@ -100,7 +100,7 @@ def test_exact_is_the_greedy_choice(
     assert float(found.radius[0, 0]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize(("length", "count", "spread"), [(63, 20, 0.3), (150, 40, 0.3), (150, 20, 1.0)])
+@pytest.mark.parametrize(("length", "count", "spread"), [(63, 20, 0.3), (150, 20, 1.0)])
 def test_exact_on_clustered_keys(choose: Choose, device: torch.device, length: int, count: int, spread: float) -> None:
     keys, _ = clusters(length, 8, spread=spread)
     assert choose(keys.to(device), count).index.cpu().equal(greedy(keys, count))
@@ -108,7 +108,7 @@ def test_exact_on_clustered_keys(choose: Choose, device: torch.device, length: i
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("length", "count", "dtype"), [(63, 20, torch.float32), (70, 70, torch.bfloat16), (120, 30, torch.float32)]
+    ("length", "count", "dtype"), [(63, 20, torch.float32), (40, 40, torch.bfloat16), (120, 15, torch.float32)]
 )
 def test_coarse_is_the_same_in_kernel_and_reference(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, length: int, count: int, dtype: torch.dtype
@@ -128,7 +128,7 @@ def test_coarse_is_the_same_in_kernel_and_reference(
 def test_radius_is_near_the_planted_one(choose: Choose, device: torch.device, form: str) -> None:
     """At most twice the best radius, so at most twice the planted one; 2 / SLACK times for the coarse form."""
     bound = 2.0 if form == "exact" else 2.0 / SLACK
-    for seed in range(3):
+    for seed in range(2):
         keys, planted = clusters(120, 8, seed=seed)
         found = choose(keys.to(device), 8, form=form)
         assert float(found.radius) <= bound * planted
@@ -138,22 +138,22 @@ def test_radius_is_near_the_planted_one(choose: Choose, device: torch.device, fo
 
 
 def test_insertion_distances_never_grow_and_no_center_comes_twice(choose: Choose, device: torch.device) -> None:
-    keys = normal(1, 1, 100, 8)
-    index = choose(keys.to(device), 60).index.cpu()
-    assert len(set(index.flatten().tolist())) == 60
+    keys = normal(1, 1, 70, 8)
+    index = choose(keys.to(device), 40).index.cpu()
+    assert len(set(index.flatten().tolist())) == 40
     assert (insertion_distances(keys, index).diff() <= 1e-6).all()
-    shuffled = index[..., torch.randperm(60, generator=torch.Generator().manual_seed(0))]
+    shuffled = index[..., torch.randperm(40, generator=torch.Generator().manual_seed(0))]
     assert not (insertion_distances(keys, shuffled).diff() <= 1e-6).all(), "the check must reject another order"
 
 
 def test_coarse_centers_keep_apart(choose: Choose, device: torch.device) -> None:
     """Every center was at least SLACK times the radius of its time from the others, hence of the final radius."""
-    keys = normal(1, 1, 150, 16)
-    found = choose(keys.to(device), 40, form="coarse")
+    keys = normal(1, 1, 100, 16)
+    found = choose(keys.to(device), 25, form="coarse")
     assert insertion_distances(keys, found.index.cpu()).min() >= SLACK * float(found.radius) * (1 - 1e-5)
-    exact = choose(keys.to(device), 40)
+    exact = choose(keys.to(device), 25)
     assert float(found.radius) <= 1.1 * float(exact.radius)
-    first = torch.arange(40)[None, None]
+    first = torch.arange(25)[None, None]
     assert insertion_distances(keys, first).min() < SLACK * radius(keys, first), (
         "the check must reject the first tokens"
     )
@@ -169,7 +169,7 @@ def test_an_isolated_key_is_found_at_once(choose: Choose, device: torch.device, 
 @pytest.mark.parametrize("form", ["exact", "coarse"])
 def test_fewer_centers_are_the_first_of_more(choose: Choose, device: torch.device, form: str) -> None:
     keys = normal(1, 1, 100, 16).to(device)
-    assert choose(keys, 17, form=form).index.equal(choose(keys, 30, form=form).index[..., :17])
+    assert choose(keys, 9, form=form).index.equal(choose(keys, 17, form=form).index[..., :9])
 
 
 @pytest.mark.parametrize("form", ["exact", "coarse"])
@@ -180,13 +180,13 @@ def test_only_valid_keys_take_part(choose: Choose, device: torch.device, form: s
     valid[0, 0, 20:85] = True
     valid[1, 0, 75:85] = True
     far = torch.where(valid.unsqueeze(-1), keys, 1e3)
-    found = choose(far.to(device), 30, valid.to(device), form=form)
+    found = choose(far.to(device), 20, valid.to(device), form=form)
     for row, (start, end) in enumerate([(20, 85), (75, 85)]):
         own_keys, own_valid = (part[row : row + 1, :, start:].contiguous().to(device) for part in (keys, valid))
-        alone = choose(own_keys, 30, own_valid, form=form)
+        alone = choose(own_keys, 20, own_valid, form=form)
         assert found.index[row, 0].equal(torch.where(alone.index >= 0, alone.index + start, -1)[0, 0])
         chosen = found.index[row, 0][found.index[row, 0] >= 0]
-        assert len(chosen) == min(30, end - start)
+        assert len(chosen) == min(20, end - start)
         assert bool(((chosen >= start) & (chosen < end)).all())
     assert float(found.radius[1, 0]) == 0.0
 

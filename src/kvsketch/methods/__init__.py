@@ -7,9 +7,10 @@
 | summarise | a weighted set; numerator and denominator may differ     | compress                     |
 | recall    | everything; a query reads a part of it                   | compress indexes, attend     |
 
-`base.py` is the contract, `recall.py` what recall methods share, `text.py` the text form. What is too long for a
-method's own file stands beside it: `subgen_*.py`; `balance_blocks.py`, `balance_stream.py`, `merge_reduce.py` and
-`row_schedule.py` for balancekv; `clusters.py` for clusterkv.
+`base.py` is the contract, `recall.py` what recall methods share, `received.py` what those that score by attention
+share, `text.py` the text form. What is too long for a method's own file stands beside it: `subgen_*.py`;
+`balance_blocks.py`, `balance_stream.py`, `merge_reduce.py` and `row_schedule.py` for balancekv; `clusters.py` for
+clusterkv.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ class Method:
     family: ClassVar[str]
     paper: ClassVar[str] = ""
     random: ClassVar[bool] = False  # whether the seed changes the result
+    ignores_hidden_tokens: ClassVar[bool] = False  # whether what a mask hides inside a row leaves no trace
     wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in row_state["row_lse"]
+    wants_logits: ClassVar[bool] = False  # whether a decode step should leave its logits in table.row_logits
 
     @property
     def clip(self) -> float | None:

@@ -18,6 +18,7 @@ class Full(Method):
 
     name: ClassVar[str] = "full"
     family: ClassVar[str] = "full"
+    ignores_hidden_tokens: ClassVar[bool] = True
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         table.bound(max_length)

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.budget import Size
 from kvsketch.methods.base import EvictingMethod
+from kvsketch.methods.received import add_attention
 from kvsketch.slots import SlotTable
 
 REDUCTIONS = ("sum", "mean", "max")
@@ -45,6 +46,7 @@ class H2O(EvictingMethod):
 
     # Attention may leave the logarithms of its row sums, [B, Hq, n], in row_state["row_lse"]: half of the work is done.
     wants_row_lse: ClassVar[bool] = True
+    wants_logits: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._require("gqa_reduce", self.gqa_reduce in REDUCTIONS, ", ".join(REDUCTIONS))
@@ -56,18 +58,14 @@ class H2O(EvictingMethod):
         score = torch.zeros(table.shape, device=queries.device) if score is None else score.contiguous()
         table.slot_state["score"] = score
         row_lse = table.row_state.pop("row_lse", None)
-        ops.attention_mass(
+        add_attention(
+            table,
             queries,
-            table.key_slots(),
-            table.scale,
-            seen=table.clock,
-            index=table.index,
-            padding=table.padding,
+            score,
+            reduce=self.gqa_reduce,
             temperature=self.temperature(table),
             noise=self.noise_of(table),
             row_lse=None if row_lse is None else row_lse[:, :, : queries.shape[2]],
-            reduce=self.gqa_reduce,
-            into=score,
         )
 
     def scores(self, table: SlotTable, queries: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsketch import ops
 from kvsketch.budget import Size
 from kvsketch.methods.base import BudgetedMethod, EvictingMethod
+from kvsketch.methods.received import add_attention
 from kvsketch.slots import SlotTable
 
 POOLS = ("avg", "max")
@@ -47,6 +47,8 @@ class SnapKV(EvictingMethod):
     pool: str = "avg"
     gqa_reduce: str = "sum"
 
+    wants_logits: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         self._require("window", _whole(self.window) and self.window >= 1, "a whole number of queries, 1 or more")
         odd = _whole(self.kernel) and self.kernel >= 1 and self.kernel % 2 == 1
@@ -80,11 +82,7 @@ class SnapKV(EvictingMethod):
         return table.slot_state["score"]
 
     def _count(self, table: SlotTable, votes: Tensor, into: Tensor, fade: float = 1.0) -> Tensor:
-        index, seen = (None, None) if table.exact else (table.index, table.clock)
-        return ops.attention_mass(
-            votes, table.key_slots(), table.scale,
-            seen=seen, index=index, padding=table.padding, reduce=self.gqa_reduce, into=into, fade=fade,
-        )  # fmt: skip
+        return add_attention(table, votes, into, reduce=self.gqa_reduce, fade=fade)
 
     def _pooled(self, table: SlotTable, votes: Tensor) -> Tensor:
         """Votes [B, H, S] pooled over the stored neighbours in position order; the recent window stays as it is."""

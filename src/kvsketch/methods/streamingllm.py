@@ -22,4 +22,5 @@ class StreamingLLM(EvictingMethod):
 
     name: ClassVar[str] = "streamingllm"
     paper: ClassVar[str] = "arXiv 2309.17453"
+    ignores_hidden_tokens: ClassVar[bool] = True
     recent: Size | int | str = field(default=0, init=False, repr=False)

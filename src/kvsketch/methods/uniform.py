@@ -29,6 +29,7 @@ class Uniform(BudgetedMethod):
     family: ClassVar[str] = "summarise"
     paper: ClassVar[str] = "baseline of arXiv 2502.07861"
     random: ClassVar[bool] = True
+    ignores_hidden_tokens: ClassVar[bool] = True
     weights: bool = True
 
     def bound(self, table: SlotTable, max_length: int) -> None:

@@ -7,7 +7,7 @@ tensor goes to the kernel when the kernel serves the call, everything else to th
 
 from __future__ import annotations
 
-from kvsketch.ops.attention_mass import Noise, Temperature
+from kvsketch.ops.attention_mass import Noise, RowLogits, Temperature
 from kvsketch.ops.chunk_attention import Past
 from kvsketch.ops.dispatch import kernel_for
 from kvsketch.ops.grouping import (
@@ -22,12 +22,19 @@ from kvsketch.ops.grouping import (
 )
 from kvsketch.ops.paging import select_pages, widen_pages
 from kvsketch.ops.random import gumbel, uniform
-from kvsketch.ops.reading import attention_mass, chunk_attention, indexed_attention, weighted_attention
+from kvsketch.ops.reading import (
+    attention_mass,
+    chunk_attention,
+    indexed_attention,
+    mass_from_logits,
+    weighted_attention,
+)
 from kvsketch.ops.updating import balance_walk, fold_token, free_lowest, hot_rows, reservoir, write_token
 
 __all__ = [
     "Noise",
     "Past",
+    "RowLogits",
     "Temperature",
     "attention_mass",
     "balance_walk",
@@ -44,6 +51,7 @@ __all__ = [
     "kernel_for",
     "kmeans",
     "leader_clustering",
+    "mass_from_logits",
     "nearest_center",
     "reservoir",
     "select_clusters",

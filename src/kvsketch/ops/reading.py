@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsketch.ops import attention_mass as attention_mass_checks
 from kvsketch.ops.attention_mass import Noise, Temperature
-from kvsketch.ops.attention_mass.reference import attention_mass as attention_mass_reference
+from kvsketch.ops.attention_mass import reference as attention_mass_reference
 from kvsketch.ops.chunk_attention import Arguments as ChunkArguments
 from kvsketch.ops.chunk_attention import Past
 from kvsketch.ops.chunk_attention import reference as chunk_attention_reference
@@ -218,15 +218,47 @@ def attention_mass(
 
     Memory is that of a few numbers per token and head; with one query nothing is read back by the host.
     """
-    tau = temperature if isinstance(temperature, Temperature) else Temperature(float(temperature), float(temperature))
+    tau = _schedule(temperature)
     attention_mass_checks.check_arguments(q, k, scale, seen, index, padding, tau, noise, row_lse, reduce, into)
-    measure = attention_mass_reference
     kernel = kernel_for("attention_mass", q.device)
-    if kernel is not None and kernel.supported(q, k):
-        measure = kernel.attention_mass
-    return measure(
+    chosen = kernel if kernel is not None and kernel.supported(q, k) else attention_mass_reference
+    return chosen.attention_mass(
         q, k, scale,
         seen=k.shape[2] if seen is None else seen, index=index, padding=padding, temperature=tau, noise=noise,
         row_lse=row_lse, reduce=reduce, into=torch.zeros(k.shape[:3], device=q.device) if into is None else into,
         fade=fade,
     )  # fmt: skip
+
+
+def mass_from_logits(
+    logits: Tensor,
+    index: Tensor,
+    seen: int | Tensor,
+    *,
+    row_lse: Tensor | None = None,
+    padding: Tensor | None = None,
+    temperature: float | Temperature = 1.0,
+    noise: Noise | None = None,
+    reduce: str = "sum",
+    into: Tensor | None = None,
+    fade: float = 1.0,
+) -> Tensor:
+    """What `attention_mass` gives for one query in a row, from the logits that attention has left, [B, H, S] float32:
+
+        mass_j = exp((s_j + g_j) / tau) / sum_j' exp((s_j' + g_j') / tau)
+
+    logits: s_j, [B, Hq, S] float32, as `weighted_attention` returns them; anything where the slot is empty. index
+    [B, H, S]: the tokens in the slots, negative for empty ones. row_lse [B, Hq]: log of the sum if known (plain
+    attention only). The rest as in `attention_mass`. No key is read, and nothing is read back by the host.
+    """
+    tau = _schedule(temperature)
+    attention_mass_checks.check_logits(logits, index, row_lse, padding, tau, noise, reduce, into)
+    kernel = kernel_for("attention_mass", logits.device) if logits.numel() > 0 else None
+    return (kernel or attention_mass_reference).mass_from_logits(
+        logits, seen=seen, index=index, row_lse=row_lse, padding=padding, temperature=tau, noise=noise, reduce=reduce,
+        into=torch.zeros(index.shape, device=logits.device) if into is None else into, fade=fade,
+    )  # fmt: skip
+
+
+def _schedule(temperature: float | Temperature) -> Temperature:
+    return temperature if isinstance(temperature, Temperature) else Temperature(float(temperature), float(temperature))

@@ -1,4 +1,4 @@
-"""Attention mass on a GPU: launches of the programs of `device.py` (several queries) and `decode.py` (one).
+"""Attention mass on a GPU: launches of the programs of `device.py`; a single query goes to `one_row.py`.
 
 Launch sizes: a tile of logits is [rows, columns]. Without noise the tensor cores are the limit and large tiles feed
 them; with noise the hash and the logarithms are, and small tiles leave room for more programs on a multiprocessor.
@@ -14,15 +14,15 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvsketch.ops.attention_mass import Noise, Temperature, reduce_group, stream
-from kvsketch.ops.attention_mass.decode import logits_kernel, update_kernel
-from kvsketch.ops.attention_mass.device import INTERPRETED, column_kernel, hash_kernel, row_kernel
+from kvsketch.ops.attention_mass import Noise, Temperature, reduce_group
+from kvsketch.ops.attention_mass.device import column_kernel, hash_kernel, row_kernel
+from kvsketch.ops.attention_mass.one_row import Softmax, add_from_keys, dense_last, mass_from_logits
+
+__all__ = ["attention_mass", "mass_from_logits", "supported"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
 HASH_BLOCK = 1024
-DECODE_COLUMNS = 64
-MAX_DECODE_TILES = 512
 
 
 class Launch(NamedTuple):
@@ -75,58 +75,24 @@ def attention_mass(
     call = _Call(q, k, scale, seen, index, padding, temperature, noise)
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         if q.shape[2] == 1:
-            return _add_one_row(call, reduce, into, fade)
+            return add_from_keys(call, call.q, call.k, scale, call.sizes, reduce, into, fade)
         mass = _column_sums(call, row_lse, launch or launches(q, noise))
         return into.mul_(fade).add_(reduce_group(mass, k.shape[1], reduce))
 
 
-class _Call:
-    """The arguments that the programs have in common."""
+class _Call(Softmax):
+    """The arguments of the programs that read queries and keys."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        scale: float,
-        seen: int | Tensor,
-        index: Tensor | None,
-        padding: Tensor | None,
-        temperature: Temperature,
-        noise: Noise | None,
-    ) -> None:
-        self.q, self.k = _dense_last(q), _dense_last(k)
-        self.batch, self.query_heads, self.queries, self.size = q.shape
-        self.kv_heads, self.columns = k.shape[1:3]
-        self.index = None if index is None else _dense_last(index)
-        self.padding = None if padding is None else padding.contiguous()
-        self.seen_on_device = seen if isinstance(seen, Tensor) else None
-        self.seen = seen if isinstance(seen, int) else 0
-        self.ptx = q.is_cuda and not INTERPRETED.value and torch.version.hip is None
-        self.noise = noise
-        self.stream = 0 if noise is None else _signed(stream(noise))
-        self.first_head = 0 if noise is None else noise.first_head * (self.query_heads // self.kv_heads)
-        self.temperature = (scale, temperature.start, temperature.slope, temperature.steps, temperature.since)
-
-    @property
-    def context(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self.index, self.padding, self.seen_on_device
-
-    @property
-    def index_strides(self) -> tuple[int, int]:
-        return (0, 0) if self.index is None else (self.index.stride(0), self.index.stride(1))
-
-    @property
-    def flags(self) -> dict[str, Any]:
-        return {
-            "SLOTS": self.index is not None,
-            "PADDED": self.padding is not None,
-            "SEEN": self.seen_on_device is not None,
-        }
+    def __init__(self, q: Tensor, k: Tensor, scale: float, *softmax: Any) -> None:
+        super().__init__(q, k.shape[1], k.shape[2], *softmax)
+        self.q, self.k = dense_last(q), dense_last(k)
+        self.queries, self.size = q.shape[2:]
+        self.scale = scale
 
     @property
     def sizes(self) -> dict[str, Any]:
         return {
-            "GROUP": self.query_heads // self.kv_heads,
+            "GROUP": self.group,
             "BLOCK_D": _block_size(self.size),
             "NOISE": self.noise is not None,
             "PTX": self.ptx,
@@ -150,7 +116,15 @@ def _column_sums(call: _Call, row_lse: Tensor | None, launch: Launches) -> Tenso
     row_hash, column_hash = _position_hashes(call)
     lse = torch.empty((call.batch, call.query_heads, call.queries), dtype=torch.float32, device=call.q.device)
     mass = torch.empty((call.batch, call.query_heads, call.columns), dtype=torch.float32, device=call.q.device)
-    numbers = (*call.temperature, call.seen, call.queries, call.columns, call.query_heads, *call.index_strides)
+    numbers = (
+        call.scale,
+        *call.temperature,
+        call.seen,
+        call.queries,
+        call.columns,
+        call.query_heads,
+        *call.index_strides,
+    )
     q, k = _tileable(call.q), _tileable(call.k)
     heads = call.batch * call.query_heads
     if row_lse is None:
@@ -180,31 +154,9 @@ def _position_hashes(call: _Call) -> tuple[Tensor | None, Tensor | None]:
     hash_kernel[(triton.cdiv(max(call.queries, call.columns), HASH_BLOCK), call.batch * call.query_heads)](
         *call.context, row_hash, column_hash,
         call.stream, call.first_head, call.seen, call.queries, call.columns, call.query_heads, *call.index_strides,
-        GROUP=call.query_heads // call.kv_heads, BLOCK=HASH_BLOCK, **call.flags,
+        GROUP=call.group, BLOCK=HASH_BLOCK, **call.flags,
     )  # fmt: skip
     return row_hash, column_hash
-
-
-def _add_one_row(call: _Call, reduce: str, into: Tensor, fade: float) -> Tensor:
-    group = call.query_heads // call.kv_heads
-    block_g, block_n = max(16, triton.next_power_of_2(group)), DECODE_COLUMNS
-    while block_n < 256 and triton.cdiv(call.columns, block_n) > MAX_DECODE_TILES:
-        block_n *= 2
-    tiles = triton.cdiv(call.columns, block_n)
-    x = torch.empty((call.batch, call.query_heads, call.columns), dtype=torch.float32, device=call.q.device)
-    parts = torch.empty((call.batch, call.query_heads, tiles, 2), dtype=torch.float32, device=call.q.device)
-    grid = (tiles, call.batch * call.kv_heads)
-    logits_kernel[grid](
-        call.q, call.k, *call.context, x, parts, *call.temperature,
-        call.stream, call.first_head, call.seen, call.columns, call.kv_heads,
-        *call.q.stride()[:2], *call.k.stride()[:3], *call.index_strides,
-        D=call.size, BLOCK_G=block_g, BLOCK_N=block_n, **call.sizes,
-    )  # fmt: skip
-    update_kernel[grid](
-        x, parts, into, fade, call.columns,
-        GROUP=group, BLOCK_G=block_g, BLOCK_N=block_n, BLOCK_T=triton.next_power_of_2(tiles), REDUCE=reduce,
-    )  # fmt: skip
-    return into
 
 
 def _tileable(tensor: Tensor) -> Tensor:
@@ -223,12 +175,3 @@ def _tiles(tensor: Tensor, count: int) -> TensorDescriptor:
 
 def _block_size(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
-
-
-def _dense_last(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _signed(number: int) -> int:
-    """The same 32 bits as a signed number, so that one compiled program serves every seed."""
-    return number - 2**32 if number >= 2**31 else number

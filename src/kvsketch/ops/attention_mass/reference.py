@@ -39,7 +39,8 @@ def attention_mass(
     group = query_heads // kv_heads
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     keys = k.to(dtype)
-    places = column_places(k, index, padding)[:, :, None, None]  # [B, H, 1, 1, S]
+    places = torch.arange(columns, device=k.device).view(1, 1, -1) if index is None else index
+    places = column_places(places, padding)[:, :, None, None]  # [B, H, 1, 1, S]
     pad = torch.zeros(1, dtype=torch.int64, device=q.device) if padding is None else padding
     pad = pad.view(-1, 1, 1, 1, 1)
     tau = temperature_at(temperature, seen, q.device).to(dtype)
@@ -69,9 +70,43 @@ def attention_mass(
     return into.mul_(fade).add_(reduce_group(mass.flatten(1, 2), kv_heads, reduce))
 
 
-def column_places(k: Tensor, index: Tensor | None, padding: Tensor | None) -> Tensor:  # [B or 1, H or 1, S] int64
+def mass_from_logits(
+    logits: Tensor,
+    *,
+    seen: int | Tensor,
+    index: Tensor,
+    row_lse: Tensor | None,
+    padding: Tensor | None,
+    temperature: Temperature,
+    noise: Noise | None,
+    reduce: str,
+    into: Tensor,
+    fade: float = 1.0,
+) -> Tensor:
+    """See `kvsketch.ops.mass_from_logits`."""
+    kv_heads = index.shape[1]
+    x = logits.unflatten(1, (kv_heads, -1))  # [B, H, G, S]
+    places = column_places(index, padding)[:, :, None]
+    hidden = places == HIDDEN
+    if noise is not None:
+        group = x.shape[2]
+        heads = torch.arange(logits.shape[1], device=x.device).view(1, kv_heads, group, 1) + noise.first_head * group
+        pad = 0 if padding is None else padding.view(-1, 1, 1, 1)
+        row = torch.as_tensor(seen, device=x.device) - 1 - pad
+        x = x + gumbel(pair_uniform(noise, heads, row, places - pad))
+    if row_lse is None:
+        x = (x / temperature_at(temperature, seen, x.device)).masked_fill(hidden, NEG_INF)
+        shares = x.softmax(-1)
+    else:
+        shares = (x - row_lse.view(*x.shape[:3], 1)).exp()
+    # The softmax of nothing is NaN, and so may be the logit of an empty slot.
+    mass = shares.masked_fill(hidden, 0.0).flatten(1, 2)
+    return into.mul_(fade).add_(reduce_group(mass, kv_heads, reduce))
+
+
+def column_places(index: Tensor, padding: Tensor | None) -> Tensor:  # [B or 1, H or 1, S] int64
     """The logical index of each column; HIDDEN for empty slots and left padding."""
-    places = torch.arange(k.shape[2], device=k.device).view(1, 1, -1) if index is None else index.long()
+    places = index.long()
     least = 0 if padding is None else padding.view(-1, 1, 1).clamp_min(0)
     return torch.where(places >= least, places, HIDDEN)
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 import kvsketch
-from kvsketch import sealed_file
-from kvsketch.layer_state import LayerReader, encode_layer, layer_devices
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
+from kvsketch.saving import sealed_file
+from kvsketch.saving.layer_state import LayerReader, encode_layer, layer_devices
 
 if TYPE_CHECKING:
     from torch import Tensor
