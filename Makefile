@@ -25,7 +25,7 @@ demo: $(STAMP)
 # One thread per test process: two processes with two threads each fight over two cores.
 test: $(STAMP)
 	$(BIN)/kvsketch models pull smollm2-135m
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: lint test
 

@@ -2,7 +2,7 @@
 
     pip install kvpress torch          # needs transformers below 5.3, so not beside kvsketch's own requirements
     PYTHONPATH=src python scripts/kvpress_baseline.py speed --out results/kvpress.jsonl
-    PYTHONPATH=src python scripts/kvpress_baseline.py lines --model FOLDER --name qwen2.5-coder-1.5b --out DIR
+    PYTHONPATH=src python scripts/kvpress_baseline.py lines --model FOLDER --name NAME --out results/eval/kvpress
 
 `speed`: prefill and eager decode step of an 8B shape with random weights, 32,768 tokens, 2,048 of them kept.
 `lines`: the questions of `kvsketch eval lines`, in its record format, one by one (kvpress cannot read left-padded
@@ -125,6 +125,7 @@ def lines(options: argparse.Namespace) -> None:
                     "sample": f"lines={size} question={number}",
                     "model": options.name,
                     "lines": size,
+                    "dtype": "bfloat16",
                     "max_new_tokens": 48,
                     "question_as_decode": False,
                     "score": float(bool(found) and int(found[-1]) == asked.expected),
@@ -134,7 +135,7 @@ def lines(options: argparse.Namespace) -> None:
                     "host_bytes": 0,
                     "full_bytes": round(size_bytes / stored * ids.shape[1]),
                 }
-                out = Path(options.out) / "kvpress_lines.jsonl"
+                out = Path(options.out) / "lines.jsonl"
                 records.append(out, records.make_record("lines", data | package_versions(), 0))
 
 

@@ -1,106 +1,8 @@
-"""What the benchmark page says of each kind of record: a title, a sentence, a table. Reads JSON data only."""
+"""What the benchmark page says of each kind of record: a title, a sentence, a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
-Data = dict[str, Any]
-Make = Callable[[list[Data]], str]
-LLAMA_8B_SLOT = 8 * 2 * 128 * 2  # bytes of a token's keys and values in one layer: KV heads, both, size, bf16
-
-
-def markdown(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    lines = [list(header), *[[str(cell) for cell in row] for row in rows]]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _last(data: list[Data], *keys: str) -> list[Data]:
-    return list({tuple(d.get(k) for k in keys): d for d in data}.values())
-
-
-def _kernels(data: list[Data]) -> str:
-    cells: dict[tuple[int, int, str], dict[str, Data]] = {}
-    for d in _last(data, "batch", "slots", "cache", "contender"):
-        cells.setdefault((d["batch"], d["slots"], d["cache"]), {})[d["contender"]] = d
-    names = ("unweighted", "tied weights", "separate weights", "sdpa flash", "sdpa cudnn")
-    rows = []
-    for (batch, slots, cache), by_name in sorted(cells.items()):
-        times = [by_name[n]["median_us"] if n in by_name else None for n in names]
-        rivals = [t for t in times[3:] if t is not None]
-        ratio = f"{times[0] / min(rivals):.2f}" if rivals and times[0] else ""
-        share = f"{by_name['unweighted']['share_of_copy_bandwidth']:.0%}" if "unweighted" in by_name else ""
-        rows.append((batch, f"{slots:,}", cache, *(f"{t:.1f}" if t else "" for t in times), ratio, share))
-    return markdown(("batch", "slots", "L2", *names, "ours / better rival", "of copy bandwidth"), rows)
-
-
-def _prefill(data: list[Data]) -> str:
-    timed = [d for d in _last(data, "method", "length") if d.get("prefill_ms")]
-    rows = [
-        (
-            f"`{d['method']}`",
-            f"{d['prefill_ms']:.0f}",
-            f"{d['overhead']:+.1%}",
-            f"{d['cache_bytes'] / 1e6:.0f}",
-            f"{d['cache_bytes'] / (sum(d['stored']) * LLAMA_8B_SLOT):.3f}",
-            f"{d['peak_bytes'] / 1e9:.1f}",
-        )
-        for d in timed
-    ]
-    head = f"{timed[-1]['length']:,} tokens; transformers' DynamicCache takes {timed[-1]['baseline_ms']:.0f} ms."
-    header = ("method", "ms", "overhead", "cache MB", "cache / keys and values of the stored tokens", "peak GB")
-    return head + "\n\n" + markdown(header, rows)
-
-
-def _decode(data: list[Data]) -> str:
-    last = _last(data, "method", "batch", "prompt")
-    full = {d["batch"]: d["step_ms"] for d in last if d["method"] == "full" and d["step_ms"]}
-    best = max((1e3 * batch / ms for batch, ms in full.items()), default=0.0)
-    rows = []
-    for d in sorted(last, key=lambda d: (d["batch"], d["step_ms"] or 1e9)):
-        if d["step_ms"] is None:
-            rows.append((d["batch"], f"`{d['method']}`", d["failed"], "", "", "", "", ""))
-            continue
-        rate = 1e3 * d["batch"] / d["step_ms"]
-        rows.append(
-            (
-                d["batch"],
-                f"`{d['method']}`",
-                f"{d['step_ms']:.2f}",
-                f"{d['p10_ms']:.2f}-{d['p90_ms']:.2f}",
-                f"{d['floor_ms']:.2f}" if d["floor_ms"] else "",
-                f"{full[d['batch']] / d['step_ms']:.2f}x" if d["batch"] in full and d["cache_bytes"] else "",
-                f"{rate:.0f} ({rate / best:.1f}x)" if best else f"{rate:.0f}",
-                f"{d['cache_bytes'] / 1e6:.0f}" if d["cache_bytes"] else "",
-            )
-        )
-    header = (
-        "batch",
-        "method",
-        "ms per step",
-        "p10-p90",
-        "floor ms",
-        "against full",
-        "tokens/s (to full's best)",
-        "MB",
-    )
-    return markdown(header, rows)
-
-
-Column = tuple[str, str, str]  # heading, field, format
-
-
-def _plain(keys: tuple[str, ...], *columns: Column, only: Callable[[Data], bool] = lambda d: True) -> Make:
-    """A table of chosen fields of the records that `only` lets through."""
-
-    def table(data: list[Data]) -> str:
-        chosen = _last([d for d in data if only(d)], *keys)
-        rows = [["" if d.get(f) is None else format(d[f], spec) for _, f, spec in columns] for d in chosen]
-        return markdown([heading for heading, _, _ in columns], rows)
-
-    return table
-
+from kvsketch.benchmark.table_makers import Make, decode, faults, kernels, plain, prefill, soak
 
 SECTIONS: list[tuple[str, str, str, Make]] = [
     (
@@ -108,7 +10,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "kernel",
         "One layer of Llama-3.1-8B shape (32 query heads, 8 KV heads, size 128, bf16), µs inside a CUDA graph.\n\n"
         "![Decode attention against SDPA](pictures/kernels.png)",
-        _kernels,
+        kernels,
     ),
     (
         "Prefill",
@@ -118,7 +20,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "column is 1 for a cache that holds nothing but keys and values; index, weights and scores "
         "take 8 to 12 bytes of "
         "520 a slot. subgen stores keys without values, balancekv fills its budget while decoding.",
-        _prefill,
+        prefill,
     ),
     (
         "Decoding",
@@ -129,7 +31,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "weights and cache once at "
         "the measured copy bandwidth. Before a method is timed its captured tokens are compared with eager ones.\n\n"
         "![Decode step and throughput by batch](pictures/decode.png)",
-        _decode,
+        decode,
     ),
     (
         "Decoding from host memory",
@@ -139,7 +41,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "host memory. Queries of random weights wander, so their hit rate is low; `locality` blends "
         "each step's cluster scores "
         "with the last ones, which real models do by themselves.",
-        _plain(
+        plain(
             ("method",),
             ("method", "method", ""),
             ("on device ms", "device_ms", ".2f"),
@@ -156,7 +58,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "Qwen2.5-Coder-0.5B, 8,192 tokens of real text, then decoding with a budget of 256: share of "
         "the rows a query head reads "
         "that the last steps had brought to the device, and share of all reads that are copied from host memory.",
-        _plain(
+        plain(
             ("method",),
             ("method", "method", ""),
             ("hit rate", "hit_rate", ".1%"),
@@ -167,7 +69,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "Column sums of attention (h2o, keyformer)",
         "attention-mass",
         "One layer; the share is of a prefill of 1,400 ms, all 32 layers.",
-        _plain(
+        plain(
             ("contender",),
             ("what", "contender", ""),
             ("tokens", "tokens", ",d"),
@@ -180,7 +82,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "Farthest-first centers (kcenter)",
         "farthest-first",
         "One layer, 32,768 keys, 2,048 centers per KV head. `coarse` is judged by its radius against the exact one.",
-        _plain(
+        plain(
             ("keys", "form"),
             ("keys", "keys", ""),
             ("form", "form", ""),
@@ -194,7 +96,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "Balancing walk (balancekv)",
         "balance",
         "One layer; `making room` is the halving that decoding does every so many tokens.",
-        _plain(
+        plain(
             ("contender",),
             ("what", "contender", ""),
             ("tokens", "tokens", ",d"),
@@ -207,7 +109,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "Clustering and selection (clusterkv)",
         "recall",
         "One layer, 32,768 tokens, batch 1. Shares are of a prefill (clustering) or a decode step of 7 ms (selection).",
-        _plain(
+        plain(
             ("operation", "contender", "clusters", "rounds", "budget", "batch"),
             ("operation", "operation", ""),
             ("by", "contender", ""),
@@ -224,7 +126,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "Attention over chosen rows (clusterkv, quest)",
         "recall",
         "One layer, batch 1, rows chosen per query head or shared by a group, with or without completion slots.",
-        _plain(
+        plain(
             ("operation", "contender", "budget", "batch", "shared", "completion", "store"),
             ("operation", "operation", ""),
             ("by", "contender", ""),
@@ -235,5 +137,66 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
             ("µs", "median_us", ",.1f"),
             only=lambda d: d["operation"] in ("indexed_attention", "full attention") and d.get("batch") == 1,
         ),
+    ),
+    (
+        "Choosing pages (quest)",
+        "pages",
+        "One layer, 32,768 tokens in pages of 16, of which each query head reads 128. The floor is the time to read "
+        "the pages' bounds once.",
+        plain(
+            ("operation", "contender", "batch"),
+            ("operation", "operation", ""),
+            ("by", "contender", ""),
+            ("batch", "batch", ""),
+            ("µs", "median_us", ",.1f"),
+            ("floor µs", "floor_us", ",.1f"),
+            ("ms, all layers", "all_layers_ms", ".2f"),
+        ),
+    ),
+    (
+        "SubGen",
+        "subgen",
+        "One layer, budget 1,024: folding a prompt of 32,768 tokens, host included, and one decode step in a graph. "
+        "98% or more of the slots are those of the reference.",
+        plain(
+            ("keys", "method"),
+            ("keys", "keys", ""),
+            ("prompt, ms", "layer_ms", ".2f"),
+            ("of prefill", "share_of_prefill", ".1%"),
+            ("step, µs", "step_us", ".1f"),
+            ("bytes / formula", "bytes_over_formula", ".3f"),
+        ),
+    ),
+    (
+        "Streaming prefill",
+        "stream",
+        "Llama-3.1-8B shape, random weights, chunks of 8,192 tokens: the prompt never has to fit. Tenths: time per "
+        "token of the slowest over the fastest tenth of the prompt, the first left out. Peak of the device's memory, "
+        "model included.",
+        plain(
+            ("method", "tokens"),
+            ("method", "method", ""),
+            ("tokens", "tokens", ",d"),
+            ("seconds", "prefill_s", ".1f"),
+            ("tenths", "slowest_over_fastest_tenth", ".2f"),
+            ("cache bytes", "cache_bytes", ",d"),
+            ("full cache", "full_bytes", ",d"),
+            ("peak bytes", "peak_bytes", ",d"),
+            ("peak / shortest", "peak_over_shortest", ".3f"),
+        ),
+    ),
+    (
+        "Endless generation",
+        "soak",
+        "A small random model generates token by token on a CPU: bytes of the cache at the end over those at the "
+        "start, and time per token of the second half over the first.",
+        soak,
+    ),
+    (
+        "Faults",
+        "faults",
+        "Processes killed at random moments, then run again; problems are results that differ from those of an "
+        "undisturbed run.",
+        faults,
     ),
 ]

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from kvsketch.benchmark import records
-from kvsketch.benchmark.sections import SECTIONS, Data, markdown
+from kvsketch.benchmark.sections import SECTIONS
+from kvsketch.benchmark.table_makers import Data, markdown
 
 
 def page(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""The command line: kvsketch demo | methods | generate | eval | bench | models | env.
+"""The command line: kvsketch demo | methods | generate | eval | report | bench | models | env.
 
 One file per command. Nothing here imports torch or transformers before a command needs them, so that --help is instant.
 """

@@ -12,10 +12,13 @@ BENCHMARKS = {
     "prefill": "a whole prefill under any method, beside transformers' own cache",
     "kernels": "the decode kernel beside SDPA's flash and cuDNN kernels",
     "offload": "a decode step with the cache in host memory, beside the same step on the device",
+    "stream": "prompts of any length read chunk by chunk: time, memory, flatness",
+    "chunk": "the attention of a chunk beside flash attention",
     "mass": "the column sums of attention that H2O and Keyformer need",
     "kcenter": "farthest-first centers, exact and coarse",
     "balance": "the balancing walk of BalanceKV",
     "subgen": "SubGen's streaming structure",
+    "pages": "Quest's choice of pages",
     "recall": "clustering, selection and indexed attention of the recall methods",
 }
 

@@ -14,6 +14,7 @@ holds the question is fed token by token after compression, so that no method se
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, ClassVar
@@ -151,3 +152,7 @@ class LongBench(Experiment):
 
 def main(arguments: list[str] | None = None) -> int:
     return run_experiment(LongBench, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

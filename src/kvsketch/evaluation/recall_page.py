@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.benchmark import records
-from kvsketch.benchmark.sections import markdown
+from kvsketch.benchmark.table_makers import markdown
 from kvsketch.evaluation.attention_error import KIND, PAPER_CLUSTERKV
 from kvsketch.evaluation.experiment import FAILED
 from kvsketch.texts import LONGEST_SPEECH

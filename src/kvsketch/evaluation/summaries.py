@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -199,3 +200,7 @@ def rouge(summary: str, reference: str) -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> int:
     return run_experiment(Summaries, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

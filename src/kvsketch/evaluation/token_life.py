@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -196,3 +197,7 @@ def _cut(shares: Tensor) -> list[float]:
 
 def main(arguments: list[str] | None = None) -> int:
     return experiment.main(TokenLife, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
