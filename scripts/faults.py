@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fault_kinds import EvalFault, Fault, PullFault, SaveFault, start, wait
 
+from fault_kinds import EvalFault, Fault, PullFault, SaveFault, start, wait
 from kvsketch.benchmark import records
 from kvsketch.evaluation import needle
 
