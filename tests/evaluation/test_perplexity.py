@@ -178,6 +178,21 @@ def test_the_prefill_protocol_and_a_method_that_fails(
     assert data[3]["nll"] == pytest.approx(float(wanted.mean()), abs=1e-4), "tokens 61 to 65 behind a prefix of 60"
 
 
+@pytest.mark.usefixtures("speeches")
+def test_prefixes_read_as_a_stream(folder: Path, tmp_path: Path) -> None:
+    line = ["--protocol", "prefill", "--tokens", "90", "--bucket", "60", "--steps", "5", "--budgets", "20"]
+    line += ["--methods", "full,streamingllm"]
+    exact, one_chunk, chunks = (
+        [record["data"] for record in run(folder, tmp_path / name, *line, *more)]
+        for name, more in (("exact", ()), ("one", ("--chunk", "64")), ("many", ("--chunk", "16")))
+    )
+    nll = [[each["nll"] for each in data] for data in (exact, one_chunk, chunks)]
+    assert nll[0] == pytest.approx(nll[1], abs=1e-5), "a chunk that holds all is an exact prefill"
+    assert nll[0][0] == pytest.approx(nll[2][0], abs=1e-5), "full forgets nothing"
+    assert abs(nll[0][1] - nll[2][1]) > 1e-4, "later chunks read what is left of earlier ones"
+    assert [each["chunk"] for each in chunks] == [16, 16]
+
+
 def test_options_that_leave_nothing() -> None:
     with pytest.raises(ValueError, match="--prefix 100 leaves nothing of --tokens 100"):
         perplexity.main(["--tokens", "100", "--prefix", "100"])

@@ -9,6 +9,7 @@ import typer
 
 BENCHMARKS = {
     "decode": "one decode step, captured, for any method and batch, beside full-cache baselines",
+    "step-profile": "device time of a decode step by kernel",
     "prefill": "a whole prefill under any method, beside transformers' own cache",
     "kernels": "the decode kernel beside SDPA's flash and cuDNN kernels",
     "offload": "a decode step with the cache in host memory, beside the same step on the device",
@@ -30,5 +31,5 @@ def bench(
     """Run a benchmark on a CUDA device; `kvsketch bench NAME --help` lists its options."""
     if name not in BENCHMARKS:
         raise ValueError(f"unknown benchmark {name!r}; choose one of: {', '.join(BENCHMARKS)}")
-    module = importlib.import_module(f"kvsketch.benchmark.{name}")
+    module = importlib.import_module(f"kvsketch.benchmark.{name.replace('-', '_')}")
     raise typer.Exit(module.main(context.args))
