@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kvsketch.benchmark import records
-from kvsketch.benchmark.shapes import SHAPES, build, weight_bytes
+from kvsketch.benchmark.shapes import HELP, build, weight_bytes
 from kvsketch.benchmark.timing import copy_bandwidth
 from kvsketch.cache import CompressedCache
 from kvsketch.decoding import Step
@@ -212,7 +212,7 @@ def table_of(results: list[Result]) -> Table:
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
+    parser.add_argument("--shape", default="llama-3.1-8b", help=HELP)
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--prompt", type=int, default=32768)
     parser.add_argument("--methods", default="full,streamingllm:budget=2048")

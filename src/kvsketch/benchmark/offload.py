@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvsketch.benchmark import records
 from kvsketch.benchmark.decode import Session, check_tokens, time_steps
-from kvsketch.benchmark.shapes import SHAPES, build
+from kvsketch.benchmark.shapes import HELP, build
 from kvsketch.methods import ClusterKV, Method, parse_method
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
 from kvsketch.slots import SlotTable
@@ -168,7 +168,7 @@ def table_of(results: list[Result]) -> Table:
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
+    parser.add_argument("--shape", default="llama-3.1-8b", help=HELP)
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--prompt", type=int, default=32768)
     parser.add_argument("--methods", default="clusterkv,quest")

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kvsketch.benchmark import records
-from kvsketch.benchmark.shapes import SHAPES, build
+from kvsketch.benchmark.shapes import HELP, build
 from kvsketch.cache import CompressedCache
 from kvsketch.methods import parse_method
 
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvsketch.benchmark.prefill", description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="append the records to this JSON-lines file")
     parser.add_argument("--methods", default=METHODS, help="text forms, separated by commas")
-    parser.add_argument("--model", choices=list(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--model", default="llama-3.1-8b", help=HELP)
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

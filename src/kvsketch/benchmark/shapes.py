@@ -1,4 +1,6 @@
-"""Models of named shapes with random weights: speed depends on shapes, not on what the weights say."""
+"""Models to time: named shapes with random weights, for speed depends on shapes and not on what the weights say; or
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+HELP = f"a shape with random weights ({', '.join(sorted(SHAPES))}), or a checkpoint: short name, folder or hub name"
+
+
 def build(name: str, layers: int | None = None, seed: int = 0, device: str = "cuda") -> Any:
-    """A bf16 Llama of the named shape on the device."""
+    """A bf16 Llama of the named shape on the device, or a checkpoint; its first `layers` where these are given."""
+    if name not in SHAPES:
+        return _checkpoint(name, layers, device)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings = {**SHAPES[name], **({"num_hidden_layers": layers} if layers else {})}
@@ -35,6 +42,20 @@ def build(name: str, layers: int | None = None, seed: int = 0, device: str = "cu
             return LlamaForCausalLM(LlamaConfig(**settings)).eval()
     finally:
         torch.set_default_dtype(before)
+
+
+def _checkpoint(name: str, layers: int | None, device: str) -> Any:
+    from kvsketch import models
+
+    model: Any = models.load(name, dtype=torch.bfloat16, device=device)[0]
+    if layers and layers < model.config.num_hidden_layers:
+        if not hasattr(model.model, "layers"):
+            raise ValueError(f"the layers of {name} cannot be counted off; leave --layers and --check-layers out")
+        model.model.layers = model.model.layers[:layers]
+        model.config.num_hidden_layers = layers
+        if getattr(model.config, "layer_types", None):
+            model.config.layer_types = model.config.layer_types[:layers]
+    return model
 
 
 def weight_bytes(model: Any) -> int:
