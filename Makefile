@@ -5,6 +5,7 @@
 # PYTHON=python3.12                       another interpreter (3.11 or newer)
 # VENV_OPTIONS=--system-site-packages     build on packages that the interpreter already has, such as a CUDA torch
 # TORCH=torch==2.11.0                     another torch
+# EXTRAS=,ray                            also install Ray, so that its tests run
 # ARGS="--tokens 1000"                    options for the demo or for pytest
 
 PYTHON ?= python3
@@ -12,6 +13,7 @@ VENV ?= .venv
 VENV_OPTIONS ?=
 JOBS ?= 2
 ARGS ?=
+EXTRAS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvsketch-installed
 CPU_TORCH := 2.13.0
@@ -45,7 +47,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(INSTALL_TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[gguf,plot,eval,ray,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[gguf,plot,eval,dev$(EXTRAS)]'
 	@touch $@
 
 # A machine without an NVIDIA driver gets a CPU build of torch, so that no CUDA package is fetched: from the package

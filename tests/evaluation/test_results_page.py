@@ -11,6 +11,8 @@ from kvsketch.evaluation import results_page
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "results.md"
+# Figures of the papers, and quotients of two numbers of a table.
+RATIOS = ("0.68", "0.70", "0.65", "0.80")
 
 
 def test_the_page_is_written_from_the_records() -> None:
@@ -22,7 +24,7 @@ def test_the_page_is_written_from_the_records() -> None:
 def test_numbers_in_the_text_are_in_the_tables() -> None:
     text, _, tables = PAGE.read_text(encoding="utf-8").partition(results_page.BEGIN)
     text = text.partition("## Do the papers")[2]
-    own = [n for n in re.findall(r"(?<![\d.+-])0\.\d\d", text) if n not in ("0.68",)]  # the paper's own figure
+    own = [n for n in re.findall(r"(?<![\d.+-])0\.\d\d", text) if n not in RATIOS]
     assert len(own) > 20
     for number in own:
         assert number in tables, number

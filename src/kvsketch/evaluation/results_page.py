@@ -7,6 +7,7 @@ What stands between the two marks of the page is replaced; the rest of the page 
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -58,6 +59,17 @@ def recall_table(data: list[Data]) -> str:
     return markdown(("method", *map(str, budgets), "cluster hits at 1024, R = 1, 2"), rows)
 
 
+def error_table(data: list[Data]) -> str:
+    """Error of the attention output in BalanceKV's protocol: mean over layers and seeds, deviation over seeds."""
+    own = [each for each in data if each["protocol"] == "balancekv" and FAILED not in each]
+    rates = sorted({each["rate"] for each in own})
+    rows = []
+    for (method, model), cells in _grouped(own, "method", "model").items():
+        found = [[each["mean"] for each in cells if each["rate"] == rate] for rate in rates]
+        rows.append((f"`{method}`", model, *(f"{statistics.mean(v):.3f} ± {statistics.pstdev(v):.3f}" for v in found)))
+    return markdown(("method", "model", *(f"1/{rate}" for rate in rates)), rows)
+
+
 def perplexity_table(data: list[Data]) -> str:
     """Mean deviation of perplexity from the full cache over texts and positions, by protocol."""
     protocols = sorted({each["protocol"] for each in data})
@@ -73,6 +85,7 @@ TABLES = (
     ("The same questions through kvpress 0.5.5", "kvpress/lines.jsonl", lines_table),
     ("Passkeys found, five depths for each length", "needle.jsonl", needle_table),
     ("Recall of the true best tokens, 8,192 tokens", "recall.jsonl", recall_table),
+    ("Error of the attention output, BalanceKV's protocol, ten seeds", "attention_error.jsonl", error_table),
     ("Perplexity above the full cache's, four texts", "perplexity.jsonl", perplexity_table),
 )
 
