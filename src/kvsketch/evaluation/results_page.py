@@ -24,25 +24,25 @@ Data = dict[str, Any]
 
 
 def lines_table(data: list[Data]) -> str:
-    """Right answers by number of lines, one row for each method and budget; failures are counted beside."""
+    """Right answers by number of lines, one row for each model, method and budget; failures are counted beside."""
     sizes = sorted({each["lines"] for each in data})
     rows = []
-    for (method, budget), cells in _grouped(data, "method", "budget").items():
+    for (model, method, budget), cells in _grouped(data, "model", "method", "budget").items():
         scores = [_share([each for each in cells if each["lines"] == size]) for size in sizes]
         held = [each["device_bytes"] / each["full_bytes"] for each in cells if FAILED not in each]
         memory = f"{sum(held) / len(held):.0%}" if held else ""
-        rows.append((f"`{method}`", budget or "all", *scores, memory))
-    return markdown(("method", "budget", *(f"{size} lines" for size in sizes), "bytes"), rows)
+        rows.append((model, f"`{method}`", budget or "all", *scores, memory))
+    return markdown(("model", "method", "budget", *(f"{size} lines" for size in sizes), "bytes"), rows)
 
 
 def needle_table(data: list[Data]) -> str:
-    """Passkeys found by length of the prompt, over all depths."""
+    """Passkeys found by model and length of the prompt, over all depths."""
     lengths = sorted({each["length"] for each in data})
     rows = [
-        (f"`{method}`", budget or "all", *(_share([e for e in cells if e["length"] == n]) for n in lengths))
-        for (method, budget), cells in _grouped(data, "method", "budget").items()
+        (model, f"`{method}`", budget or "all", *(_share([e for e in cells if e["length"] == n]) for n in lengths))
+        for (model, method, budget), cells in _grouped(data, "model", "method", "budget").items()
     ]
-    return markdown(("method", "budget", *(f"{length:,} tokens" for length in lengths)), rows)
+    return markdown(("model", "method", "budget", *(f"{length:,} tokens" for length in lengths)), rows)
 
 
 def recall_table(data: list[Data]) -> str:
@@ -81,9 +81,9 @@ def perplexity_table(data: list[Data]) -> str:
 
 
 TABLES = (
-    ("Line retrieval: right answers, 50 questions each", "lines.jsonl", lines_table),
+    ("Line retrieval: right answers; 1.5B 50 questions each, 0.5B 6 with the answer begun", "lines.jsonl", lines_table),
     ("The same questions through kvpress 0.5.5", "kvpress/lines.jsonl", lines_table),
-    ("Passkeys found, five depths for each length", "needle.jsonl", needle_table),
+    ("Passkeys found, over all depths", "needle.jsonl", needle_table),
     ("Recall of the true best tokens, 8,192 tokens", "recall.jsonl", recall_table),
     ("Error of the attention output, BalanceKV's protocol, ten seeds", "attention_error.jsonl", error_table),
     ("Perplexity above the full cache's, four texts", "perplexity.jsonl", perplexity_table),
