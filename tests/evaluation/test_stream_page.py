@@ -18,5 +18,5 @@ def test_the_page_is_written_from_the_records() -> None:
 
 
 def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no place for the table"):
+    with pytest.raises(ValueError, match="no place for the tables"):
         stream_page.with_table("# nothing", tmp_path)

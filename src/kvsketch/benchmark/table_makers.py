@@ -1,4 +1,4 @@
-"""Tables of the benchmark page from the data of records. Reads JSON data only."""
+"""Tables of pages from the data of records, and how they get into a page. Reads JSON data only."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 def last(data: list[Data], *keys: str) -> list[Data]:
     return list({tuple(d.get(k) for k in keys): d for d in data}.values())
+
+
+def between(page: str, begin: str, end: str, content: str) -> str:
+    """A page with `content` between two marks, in place of what stood there."""
+    before, found, rest = page.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"the page has no place for the tables; put {begin} and {end} where they belong")
+    return f"{before}{begin}\n\n{content}\n\n{end}{after}"
 
 
 def kernels(data: list[Data]) -> str:

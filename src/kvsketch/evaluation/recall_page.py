@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.benchmark import records
-from kvsketch.benchmark.table_makers import markdown
+from kvsketch.benchmark.table_makers import between, markdown
 from kvsketch.evaluation.attention_error import KIND, PAPER_CLUSTERKV
 from kvsketch.evaluation.experiment import FAILED
 from kvsketch.texts import LONGEST_SPEECH
@@ -75,11 +75,7 @@ def _belongs(data: dict[str, Any]) -> bool:
 
 def with_table(page: str, path: Path) -> str:
     """The page with the table of the records at `path` between its marks."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the page has no place for the table; put {BEGIN} and {END} where it belongs")
-    return f"{before}{BEGIN}\n\n{table(records.read(path))}\n\n{END}{after}"
+    return between(page, BEGIN, END, table(records.read(path)))
 
 
 def _mean(data: Iterable[dict[str, Any]]) -> float:

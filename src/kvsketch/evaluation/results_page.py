@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.benchmark import records
-from kvsketch.benchmark.table_makers import markdown
+from kvsketch.benchmark.table_makers import between, markdown
 from kvsketch.evaluation.statistics import bootstrap_interval
 
 BEGIN = "<!-- written by python -m kvsketch.evaluation.results_page results/eval docs/results.md -->"
@@ -102,11 +102,7 @@ def tables(folder: Path) -> str:
 
 def with_tables(page: str, folder: Path) -> str:
     """The page with the tables of the records in `folder` between its marks."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the page has no place for the tables; put {BEGIN} and {END} where they belong")
-    return f"{before}{BEGIN}\n\n{tables(folder)}\n\n{END}{after}"
+    return between(page, BEGIN, END, tables(folder))
 
 
 def _grouped(data: Iterable[Data], *keys: str) -> dict[tuple[Any, ...], list[Data]]:

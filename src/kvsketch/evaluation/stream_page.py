@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.benchmark import records
-from kvsketch.benchmark.table_makers import markdown
+from kvsketch.benchmark.table_makers import between, markdown
 
 BEGIN = "<!-- written by python -m kvsketch.evaluation.stream_page results/stream_quality docs/long_contexts.md -->"
 END = "<!-- end of what is written -->"
@@ -42,11 +42,7 @@ def table(folder: Path) -> str:
 
 def with_table(page: str, folder: Path) -> str:
     """The page with the table of the records in `folder` between its marks."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the page has no place for the table; put {BEGIN} and {END} where it belongs")
-    return f"{before}{BEGIN}\n\n{table(folder)}\n\n{END}{after}"
+    return between(page, BEGIN, END, table(folder))
 
 
 def main(arguments: list[str]) -> int:
