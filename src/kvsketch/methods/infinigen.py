@@ -40,7 +40,7 @@ class InfiniGen(RecallingMethod):
     weights, because they must start copying early; here rows are read where they lie, and the choice is the one that
     their speculation aims at. `speculate=previous` speculates as well: attention sees queries and no inputs, so the
     query comes from that of the layer before by a linear map, learned from the prompt (`speculation.py`); the first
-    layer, one behind a layer that is not compressed, and one whose index began with a single token use their own.
+    layer, one behind a layer that is not compressed, and a prompt of a single token use their own.
     """
 
     name: ClassVar[str] = "infinigen"
