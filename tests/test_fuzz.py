@@ -107,7 +107,7 @@ def test_a_spoilt_cache_file(model: Any, saved: Path, tmp_path: Path, data: st.D
         elif what == "insert":
             content[place:place] = data.draw(st.binary(min_size=1, max_size=9))
         else:
-            del content[place : place + data.draw(st.integers(1, len(content) - 1))]
+            del content[place : place + data.draw(st.integers(1, max(1, len(content) - 1)))]
             content = content or bytearray(b"\0")
     path = tmp_path / "spoilt.kvs"
     path.write_bytes(content)
