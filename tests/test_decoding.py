@@ -194,6 +194,17 @@ def test_a_foreign_cache_is_refused() -> None:
         kvsketch.generate(zoo.build("llama"), zoo.tokens(1, 4), None)  # type: ignore[arg-type]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
+def test_the_models_own_modules_captured_give_the_tokens_of_generate_bit_by_bit(name: str) -> None:
+    model, ids = zoo.build("llama").to(DEVICE).bfloat16(), zoo.tokens(2, 60).to(DEVICE)
+    options = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False, "pad_token_id": 0}
+    method = with_budget(name, 20)
+    expected = model.generate(ids, past_key_values=CompressedCache(model, method), **options)
+    assert torch.equal(kvsketch.generate(model, ids, CompressedCache(model, method), fused=False, **options), expected)
+
+
 OFFLOADED = [f"{with_budget(name, 20)}:offload=host" for name in ("quest", "clusterkv", "infinigen")]
 
 

@@ -12,7 +12,11 @@ import torch
 import zoo
 from kvsketch import fusion
 
-kernel = pytest.importorskip("kvsketch.ops.decoder_layer.kernel", reason="needs Triton")
+pytest.importorskip("triton", reason="needs Triton")
+from kvsketch.ops.decoder_layer import kernel as decoder_layer
+from kvsketch.ops.thin_linear import kernel as thin_linear
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
@@ -21,32 +25,64 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
 
     class Noting:
+        def __init__(self, kernel: ModuleType) -> None:
+            self.kernel = kernel
+
         def __getattr__(self, name: str) -> Any:
             made.append(name)
-            return getattr(kernel, name)
+            return getattr(self.kernel, name)
 
     def kernel_for(operation: str, device: torch.device) -> ModuleType:
-        return Noting()  # type: ignore[return-value]
+        return Noting({"decoder_layer": decoder_layer, "thin_linear": thin_linear}[operation])  # type: ignore[return-value]
 
+    monkeypatch.setattr(thin_linear, "FEWEST_WEIGHTS", 0)
     monkeypatch.setattr(fusion.ops, "kernel_for", kernel_for)
     return made
 
 
 @pytest.mark.parametrize("family", fusion.FAMILIES)
 def test_the_fused_model_gives_the_same_logits(family: str, calls: list[str]) -> None:
-    model, token = zoo.build(family), zoo.tokens(2, 1)
+    model, token = zoo.build(family).to(DEVICE), zoo.tokens(2, 1).to(DEVICE)
     with torch.no_grad():
         plain = model(token).logits
         assert not calls
         with fusion.fused(model):
             ours = model(token).logits
         layers = model.config.num_hidden_layers
-        assert calls.count("rms_norm") == 2 * layers + 1
-        assert calls.count("gated_silu") == calls.count("rotate_both") == layers
+        assert calls.count("rms_norm") == layers + 1
+        assert calls.count("add_rms_norm") == calls.count("gated_silu") == calls.count("rotate_both") == layers
+        assert "linears" not in calls
         calls.clear()
         again = model(token).logits
     torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
     assert torch.equal(again, plain) and not calls
+
+
+@pytest.mark.parametrize("family", fusion.FAMILIES)
+def test_half_precision_models_use_the_thin_products(family: str, calls: list[str]) -> None:
+    """Queries, keys and values in one launch, the output, gate and up, down with the residual, and the head."""
+    exact, token = zoo.build(family).to(DEVICE), zoo.tokens(2, 1).to(DEVICE)
+    model = zoo.build(family).to(DEVICE).bfloat16()
+    with torch.no_grad():
+        truth, plain = exact(token).logits, model(token).logits.float()
+        with fusion.fused(model):
+            ours = model(token).logits.float()
+    layers = model.config.num_hidden_layers
+    assert calls.count("linears") == 2 * layers + 1
+    assert calls.count("gated_linear") == calls.count("linear_onto") == layers and "gated_silu" not in calls
+    assert (ours - truth).norm() < 2 * (plain - truth).norm()
+
+
+def test_hooks_of_a_part_see_what_they_expect(calls: list[str]) -> None:
+    model, token = zoo.build("llama").to(DEVICE), zoo.tokens(1, 1).to(DEVICE)
+    seen: list[torch.Tensor] = []
+    model.model.layers[0].mlp.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    with torch.no_grad():
+        model(token)
+        with fusion.fused(model):
+            model(token)
+    plain, ours = seen
+    torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
 
 
 def test_prompts_and_other_threads_run_the_models_own_code(calls: list[str]) -> None:
@@ -56,7 +92,7 @@ def test_prompts_and_other_threads_run_the_models_own_code(calls: list[str]) -> 
         thread = threading.Thread(target=lambda: model(zoo.tokens(1, 1)))
         thread.start()
         thread.join()
-    assert not calls
+    assert not {"rms_norm", "linears", "gated_linear"} & set(calls)
 
 
 def test_unknown_families_are_left_alone(calls: list[str]) -> None:

@@ -11,6 +11,7 @@ then the step is recorded and replayed. A step in which a method does periodic w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import warnings
@@ -19,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch import masks
+from kvsketch import fusion, masks
 from kvsketch.cache import CompressedCache
-from kvsketch.fusion import fused
 from kvsketch.parallel import spread_over
 from kvsketch.sampling import Sampler, unsupported
 from kvsketch.streaming import prefill_to_generate
@@ -29,11 +29,15 @@ from kvsketch.streaming import prefill_to_generate
 WARM_UP_STEPS = 2
 
 
-def generate(model: Any, inputs: Any, cache: CompressedCache, **options: Any) -> Any:
+def generate(model: Any, inputs: Any, cache: CompressedCache, *, fused: bool = True, **options: Any) -> Any:
     """`model.generate(**inputs, past_key_values=cache, **options)` with captured decode steps; same tokens.
 
     `inputs` is a tensor of token ids or what a tokenizer returns. Where capture is impossible (no CUDA, beams, an
     unusual option or model) the eager loop runs, with one warning that says why.
+
+    `fused` lets kernels do the work of the decoder layers of known families. They add the same products in another
+    order, so in half precision two tokens that are equally likely up to rounding may change places, as they may between
+    batch sizes. `fused=False` captures the model's own modules: the tokens of `model.generate`, bit by bit.
     """
     if not isinstance(cache, CompressedCache):
         raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
@@ -43,7 +47,7 @@ def generate(model: Any, inputs: Any, cache: CompressedCache, **options: Any) ->
         _warn(reason)
         return model.generate(**arguments, past_key_values=cache, **options)
     # transformers shows the streamer the prompt but does not hand it on to a custom loop.
-    loop = functools.partial(_captured_loop, streamer=options.get("streamer"))
+    loop = functools.partial(_captured_loop, streamer=options.get("streamer"), fused=fused)
     # A graph records what the current device does.
     with torch.cuda.device_of(next(model.parameters())):
         return model.generate(**arguments, past_key_values=cache, custom_generate=loop, **options)
@@ -82,6 +86,7 @@ def _captured_loop(
     generation_config: Any = None,
     synced_gpus: bool = False,
     streamer: Any = None,
+    fused: bool = True,
     **model_kwargs: Any,
 ) -> Tensor:
     """transformers' sampling loop, with the steps after prefill captured."""
@@ -100,7 +105,7 @@ def _captured_loop(
     sampler.before_step()
     token = sampler.choose(logits)
     _stream(streamer, token)
-    step = Step(model, cache, sampler, token, stopping_criteria.max_length)
+    step = Step(model, cache, sampler, token, stopping_criteria.max_length, fused)
     while sampler.length < stopping_criteria.max_length and not sampler.finished():
         step.run()
         _stream(streamer, step.token)
@@ -127,8 +132,16 @@ def _stream(streamer: Any, token: Tensor) -> None:
 class Step:
     """One decode step on fixed addresses: eager while warming up, then a graph."""
 
-    def __init__(self, model: Any, cache: CompressedCache, sampler: Sampler, token: Tensor, max_length: int) -> None:
-        self.model, self.cache, self.sampler = model, cache, sampler
+    def __init__(
+        self,
+        model: Any,
+        cache: CompressedCache,
+        sampler: Sampler,
+        token: Tensor,
+        max_length: int,
+        fused: bool = True,
+    ) -> None:
+        self.model, self.cache, self.sampler, self.fused = model, cache, sampler, fused
         self.layers = cache.slot_layers
         self.token = token.clone()
         table = self.layers[0].table
@@ -166,7 +179,7 @@ class Step:
             layer.mask_free = True
         mask = None if bounded else self._padding_mask()
         try:
-            with fused(self.model):
+            with fusion.fused(self.model) if self.fused else contextlib.nullcontext():
                 logits = self.model(
                     input_ids=self.token,
                     position_ids=self.position,

@@ -1,8 +1,8 @@
-"""Fewer launches per decode step: Llama-like norms, rotary embeddings and gated MLPs as one kernel each.
+"""Fewer and faster launches per decode step: Llama-like decoder layers through the kernels of `ops.decoder_layer` and
+`ops.thin_linear`.
 
-`fused(model)` is a context: inside it, and in this thread alone, single-token forwards of the model use the kernels of
-`ops.decoder_layer`. Only modules whose code is known to be the plain formula are replaced; everything else runs as it
-is.
+`fused(model)` is a context: inside it, and in this thread alone, single-token forwards of the model use the kernels.
+Only modules whose code is known to be the plain formula are replaced; everything else runs as it is.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from kvsketch import ops
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _local = threading.local()
 _patched: set[str] = set()
 
@@ -35,35 +38,72 @@ def fused(model: Any) -> Iterator[None]:
         yield
         return
     _patch(sys.modules[type(model).__module__], str(model.config.model_type))
-    _local.active = True
+    _local.products = Products()
     try:
-        yield
+        with _local.products:
+            yield
     finally:
-        _local.active = False
+        _local.products = None
+
+
+class Products(TorchFunctionMode):
+    """Linear layers of few rows go to the thin kernel, and those of one input that were computed together come back
+    one by one as the model asks for them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear and not kwargs and isinstance(args[1], nn.Parameter):
+            found = self.ready.pop(id(args[1]), None)
+            if found is not None:
+                return found
+            kernel = _thin_kernel(args[0], args[1])
+            if kernel is not None:
+                return kernel.linears(args[0], [args[1]], [args[2] if len(args) > 2 else None])[0]
+        return func(*args, **(kwargs or {}))
+
+    def project(self, x: Tensor, layers: list[Any]) -> None:
+        """Computes linear layers of one input in one launch, if they are plain ones."""
+        weights = [layer.weight for layer in layers]
+        kernel = _thin_kernel(x, *weights) if all(type(layer) is nn.Linear for layer in layers) else None
+        if kernel is not None:
+            results = kernel.linears(x, weights, [layer.bias for layer in layers])
+            self.ready = {id(weight): result for weight, result in zip(weights, results, strict=True)}
+
+
+def _thin_kernel(x: Tensor, *weights: Tensor) -> Any:
+    kernel = ops.kernel_for("thin_linear", x.device)
+    return kernel if kernel is not None and x.shape[-2] == 1 and kernel.serves(x, *weights) else None
 
 
 def _patch(modeling: Any, family: str) -> None:
-    """Wraps the family's norm, MLP and rotary function once; outside `fused` they run their own code."""
+    """Wraps the family's layer, norm, MLP and rotary function once; outside `fused` they run their own code."""
     if family in _patched:
         return
     _patched.add(family)
     for owner in vars(modeling).values():
         if isinstance(owner, type) and issubclass(owner, nn.Module) and owner.__module__ == modeling.__name__:
-            if owner.__name__.endswith("RMSNorm"):
-                _wrap_forward(owner, _norm)
-            elif owner.__name__.endswith("MLP"):
-                _wrap_forward(owner, _mlp)
+            for ending, replacement in (("RMSNorm", _norm), ("MLP", _mlp), ("DecoderLayer", _layer)):
+                if owner.__name__.endswith(ending):
+                    _wrap_forward(owner, replacement)
     original = getattr(modeling, "apply_rotary_pos_emb", None)
     if original is not None:
         modeling.apply_rotary_pos_emb = _rotary(original)
+
+
+def _active() -> Products | None:
+    return getattr(_local, "products", None)
 
 
 def _wrap_forward(owner: type, replacement: Callable[..., Tensor | None]) -> None:
     original = getattr(owner, "forward")  # noqa: B009
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_local, "active", False) and not args and not kwargs:
-            result = replacement(self, x)
+        if _active() is not None and not args:
+            result = replacement(self, x, **kwargs)
             if result is not None:
                 return result
         return original(self, x, *args, **kwargs)
@@ -71,24 +111,59 @@ def _wrap_forward(owner: type, replacement: Callable[..., Tensor | None]) -> Non
     setattr(owner, "forward", forward)  # noqa: B010
 
 
-def _norm(self: Any, x: Tensor) -> Tensor | None:
+def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+    """The norm of x, or x + residual and its norm."""
     kernel = ops.kernel_for("decoder_layer", x.device)
     if kernel is None or x.shape[-2] != 1 or x.dtype != self.weight.dtype:
         return None
-    return kernel.rms_norm(x.contiguous(), self.weight, self.variance_epsilon)
+    if residual is None:
+        return kernel.rms_norm(x.contiguous(), self.weight, self.variance_epsilon)
+    return kernel.add_rms_norm(x.contiguous(), residual.contiguous(), self.weight, self.variance_epsilon)
 
 
-def _mlp(self: Any, x: Tensor) -> Tensor | None:
+def _layer(self: Any, x: Tensor, **kwargs: Any) -> Tensor | None:
+    """x + attention(norm(x)), then that + MLP(norm(that)); parts with hooks of their own see what they expect."""
+    products = _active()
+    if products is None or x.shape[-2] != 1 or not all(hasattr(self, part) for part in LAYER_PARTS) or _hooked(self):
+        return None
+    attention = self.self_attn
+    normal = self.input_layernorm(x)
+    products.project(normal, [attention.q_proj, attention.k_proj, attention.v_proj])
+    attended, _ = attention(hidden_states=normal, **kwargs)
+    products.ready.clear()
+    both = _norm(self.post_attention_layernorm, attended, residual=x)
+    if both is None:
+        x = x + attended
+        normal = self.post_attention_layernorm(x)
+    else:
+        x, normal = both
+    added = _mlp(self.mlp, normal, residual=x)
+    return x + self.mlp(normal) if added is None else added
+
+
+def _hooked(layer: Any) -> bool:
+    parts = (layer.post_attention_layernorm, layer.mlp)
+    return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+
+
+def _mlp(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
     kernel = ops.kernel_for("decoder_layer", x.device)
     gated = hasattr(self, "gate_proj") and getattr(self.config, "hidden_act", None) == "silu"
     if kernel is None or x.shape[-2] != 1 or not gated:
         return None
-    return self.down_proj(kernel.gated_silu(self.gate_proj(x), self.up_proj(x)))
+    gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+    plain = all(type(linear) is nn.Linear for linear in (gate, up, down))
+    thin = _thin_kernel(x, gate.weight, up.weight) if plain and gate.bias is None and up.bias is None else None
+    hidden = kernel.gated_silu(gate(x), up(x)) if thin is None else thin.gated_linear(x, gate.weight, up.weight)
+    if residual is None:
+        return down(hidden)
+    thin = _thin_kernel(hidden, down.weight) if plain and residual.is_contiguous() else None
+    return residual + down(hidden) if thin is None else thin.linear_onto(residual, hidden, down.weight, down.bias)
 
 
 def _rotary(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        kernel = ops.kernel_for("decoder_layer", q.device) if getattr(_local, "active", False) else None
+        kernel = ops.kernel_for("decoder_layer", q.device) if _active() is not None else None
         whole = cos.shape[-1] == q.shape[-1] and cos.dtype == q.dtype
         if kernel is None or args or kwargs or q.shape[2] != 1 or not whole:
             return original(q, k, cos, sin, *args, **kwargs)

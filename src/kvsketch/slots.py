@@ -181,7 +181,6 @@ class SlotTable:
         )  # fmt: skip
         for state in (state for name, state in self.slot_state.items() if name != score):
             state.scatter_(2, slot.view(*slot.shape, *[1] * (state.dim() - 3)).expand(-1, -1, 1, *state.shape[3:]), 0)
-        self.clock += 1
 
     def _append_open(self, keys: Tensor, values: Tensor) -> None:
         """Lengthens a bounded table by several tokens, before any key-only slots; compress brings it back."""

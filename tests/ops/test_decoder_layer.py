@@ -27,6 +27,16 @@ def test_rms_norm(device: torch.device, dtype: torch.dtype, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm(device: torch.device, dtype: torch.dtype) -> None:
+    x, residual = (torch.randn(3, 1, 576, device=device).to(dtype) for _ in range(2))
+    weight = torch.rand(576, device=device).to(dtype)
+    total, normal = kernel.add_rms_norm(x, residual, weight, 1e-5)
+    exact_total, exact_normal = reference.add_rms_norm(x, residual, weight, 1e-5)
+    close(total, exact_total)
+    close(normal, exact_normal)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [64, 80, 128])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_rotate_both(device: torch.device, dtype: torch.dtype, size: int, rows: int) -> None:

@@ -32,7 +32,12 @@ def make_table(device: torch.device, slots: int, dtype: torch.dtype, key_only: i
 @pytest.mark.parametrize("slots", [1, 63, 100, 1000, 2500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("separate", [False, True])
-def test_write_token(device: torch.device, slots: int, dtype: torch.dtype, separate: bool) -> None:
+@pytest.mark.parametrize("rows_of_one_program", [0, 16])
+def test_write_token(
+    device: torch.device, slots: int, dtype: torch.dtype, separate: bool, rows_of_one_program: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(kernel, "ROWS_OF_ONE_PROGRAM", rows_of_one_program)
     results = []
     for module in (reference, kernel):
         t = make_table(device, slots, dtype, key_only=slots // 4)
@@ -48,7 +53,7 @@ def test_write_token(device: torch.device, slots: int, dtype: torch.dtype, separ
         assert (results[0]["scores"].gather(2, results[0]["next"]) == 0).all()
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
     written = results[0]["index"].gather(2, results[0]["next"])
-    assert (written == 3 * slots).all()
+    assert (written == 3 * slots).all() and results[0]["clock"].item() == 3 * slots + 1
 
 
 @pytest.mark.parametrize("slots", [1, 63, 100, 1000, 2500])

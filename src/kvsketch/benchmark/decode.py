@@ -3,9 +3,9 @@
     python -m kvsketch.benchmark.decode --methods full,streamingllm:budget=2048 --batches 1,8 --out results/decode.jsonl
 
 The baseline is the full cache with our own kernel, captured. For each method the captured tokens are first compared
-with those of the eager loop, on the first layers of the shape; a method that fails is reported as failed, without a
-speed. All rows of a batch hold the same prompt: it is prefilled once and its cache repeated, so that the batch that
-fits is set by decoding and not by prefill.
+with those of the eager loop and of `model.generate`, on the first layers of the shape; a method that fails is reported
+as failed, without a speed. All rows of a batch hold the same prompt: it is prefilled once and its cache repeated, so
+that the batch that fits is set by decoding and not by prefill.
 """
 
 from __future__ import annotations
@@ -56,35 +56,52 @@ class Result:
 class Session:
     """A prefilled cache and the captured step that continues it."""
 
-    def __init__(self, model: Any, method: str | Method, prompt: Tensor, batch: int, new_tokens: int) -> None:
+    def __init__(
+        self, model: Any, method: str | Method, prompt: Tensor, batch: int, new_tokens: int, fused: bool = True
+    ) -> None:
         self.cache = CompressedCache(model, method)
         torch.cuda.synchronize()
         start = time.perf_counter()
         logits = model(prompt, past_key_values=self.cache, logits_to_keep=1).logits[:, -1]
         torch.cuda.synchronize()
         self.prefill_ms = 1e3 * (time.perf_counter() - start)
+        torch.cuda.empty_cache()
         self.cache.batch_repeat_interleave(batch)
         max_length = prompt.shape[1] + new_tokens
         self.sampler = Sampler([], prompt.repeat(batch, 1), max_length, None, None, do_sample=False)
         self.sampler.before_step()
-        self.step = Step(model, self.cache, self.sampler, self.sampler.choose(logits.repeat(batch, 1)), max_length)
+        token = self.sampler.choose(logits.repeat(batch, 1))
+        self.step = Step(model, self.cache, self.sampler, token, max_length, fused)
 
 
-def check_tokens(model: Any, method: str | Method, prompt: Tensor, count: int) -> tuple[bool, float]:
-    """Whether `count` captured tokens equal the eager loop's, and the eager loop's milliseconds per step."""
-    captured = Session(model, method, prompt, 1, count + 1)
-    for _ in range(count):
-        captured.step.run()
-    eager = Session(model, method, prompt, 1, count + 1)
+def check_tokens(model: Any, method: str | Method, prompt: Tensor, count: int) -> tuple[str | None, float]:
+    """What is wrong with `count` captured tokens, and the eager loop's milliseconds per step.
+
+    Captured steps must choose the tokens of the same steps run eagerly, and, without the fused kernels, whose sums have
+    another order, those of `model.generate` (not for the full cache, which the model's own attention reads there).
+    """
+    captured, eager = (Session(model, method, prompt, 1, count + 1) for _ in range(2))
     times = []
     for _ in range(count):
+        captured.step.run()
         torch.cuda.synchronize()
         start = time.perf_counter()
         eager.sampler.before_step()
         eager.step._forward(bounded=not any(layer.table.exact for layer in eager.step.layers))
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
-    return torch.equal(captured.sampler.tokens(), eager.sampler.tokens()), statistics.median(times)
+    if not torch.equal(captured.sampler.tokens(), eager.sampler.tokens()):
+        return "captured tokens differ from eager ones", statistics.median(times)
+    plain = Session(model, method, prompt, 1, count + 1, fused=False)
+    for _ in range(count):
+        plain.step.run()
+    cache = CompressedCache(model, method)
+    no_end = model.config.vocab_size
+    options = {"max_new_tokens": count + 1, "do_sample": False, "eos_token_id": no_end, "pad_token_id": 0}
+    expected = model.generate(prompt, past_key_values=cache, **options)
+    exact = any(layer.table.exact for layer in cache.slot_layers)
+    same = exact or torch.equal(plain.sampler.tokens(), expected)
+    return None if same else "captured tokens differ from those of model.generate", statistics.median(times)
 
 
 def time_steps(session: Session, steps: int) -> list[float]:
@@ -249,11 +266,11 @@ def main(arguments: list[str] | None = None) -> int:
         report(eager_dynamic_cache(model, prompt[:, :4096], 12))
     for method in methods:
         _free_memory()
-        same, eager_ms = check_tokens(checked, method, prompt[:, : min(4096, options.prompt)], options.check_tokens)
+        wrong, eager_ms = check_tokens(checked, method, prompt[:, : min(4096, options.prompt)], options.check_tokens)
         wanted = options.batches.split(",") + (options.full_batches.split(",") if method == "full" else [])
         for batch in sorted({int(batch) for batch in wanted if batch}):
-            if not same:
-                report(Result(method, batch, options.prompt, failed="captured tokens differ from eager ones"))
+            if wrong is not None:
+                report(Result(method, batch, options.prompt, failed=wrong))
                 continue
             result = measure(model, method, batch, prompt, options.steps, bandwidth)
             result.checked_tokens, result.checked_layers = options.check_tokens, checked.config.num_hidden_layers

@@ -12,6 +12,7 @@ BENCHMARKS = {
     "step-profile": "device time of a decode step by kernel",
     "prefill": "a whole prefill under any method, beside transformers' own cache",
     "kernels": "the decode kernel beside SDPA's flash and cuDNN kernels",
+    "linear": "the linear layers of a decode step beside torch's",
     "offload": "a decode step with the cache in host memory, beside the same step on the device",
     "stream": "prompts of any length read chunk by chunk: time, memory, flatness",
     "chunk": "the attention of a chunk beside flash attention",

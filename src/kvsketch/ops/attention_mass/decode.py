@@ -12,6 +12,7 @@ step can be replayed. Legend: see the package docstring.
 import triton
 import triton.language as tl
 
+from kvsketch.ops import early_start
 from kvsketch.ops.attention_mass.device import (
     HIDDEN,
     LOG2E,
@@ -115,9 +116,10 @@ def soften_kernel(
     logits_ptr, index_ptr, padding_ptr, seen_ptr, x_ptr, part_ptr,
     tau_start, tau_slope, steps, since, stream, first_head, seen, columns_total, kv_heads, i_b, i_h,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
-    PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+    PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes what `logits_kernel` writes, from logits s [B, Hq, S]."""
+    early_start.wait(EARLY)
     batch_head = tl.program_id(1).to(tl.int64)
     b, h = batch_head // kv_heads, batch_head % kv_heads
     pad = 0
@@ -148,8 +150,10 @@ def load_logits(logits_ptr, columns, columns_total, batch_head, GROUP: tl.conste
 def shares_kernel(
     logits_ptr, lse_ptr, index_ptr, padding_ptr, score_ptr, fade, columns_total, kv_heads, i_b, i_h,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr, REDUCE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Adds the mass of one tile of slots to the scores [B, H, S], from logits [B, Hq, S] and log-sums [B, Hq]."""
+    early_start.wait(EARLY)
     batch_head = tl.program_id(1).to(tl.int64)
     b, h = batch_head // kv_heads, batch_head % kv_heads
     pad = 0
@@ -169,8 +173,10 @@ def shares_kernel(
 def update_kernel(
     x_ptr, part_ptr, score_ptr, fade, columns_total,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, REDUCE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Adds the mass of one tile of slots to the scores [B, H, S]."""
+    early_start.wait(EARLY)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     batch_head = tl.program_id(1).to(tl.int64)
     heads, tiles = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T)

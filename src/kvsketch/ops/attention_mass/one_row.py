@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kvsketch.ops import early_start
 from kvsketch.ops.attention_mass import Noise, Temperature, stream
 from kvsketch.ops.attention_mass.decode import logits_kernel, shares_kernel, soften_kernel, update_kernel
 from kvsketch.ops.attention_mass.device import INTERPRETED
@@ -113,6 +114,7 @@ def mass_from_logits(
                 logits, row_lse.float().contiguous(), call.index, call.padding, into,
                 fade, call.columns, call.kv_heads, *call.index_strides,
                 GROUP=call.group, BLOCK_G=block_g, BLOCK_N=block_n, PADDED=padding is not None, REDUCE=reduce,
+                **early_start.launch(logits.device),
             )  # fmt: skip
             return into
         x, parts = call.row_buffers(grid[0])
@@ -121,6 +123,7 @@ def mass_from_logits(
             call.stream, call.first_head, call.seen, call.columns, call.kv_heads, *call.index_strides,
             GROUP=call.group, BLOCK_G=block_g, BLOCK_N=block_n,
             PADDED=padding is not None, SEEN=call.seen_on_device is not None, NOISE=noise is not None, PTX=call.ptx,
+            **early_start.launch(logits.device),
         )  # fmt: skip
         return _update(call, grid, x, parts, block_g, block_n, reduce, into, fade)
 
@@ -132,6 +135,7 @@ def _update(
     update_kernel[grid](
         x, parts, into, fade, call.columns,
         GROUP=call.group, BLOCK_G=block_g, BLOCK_N=block_n, BLOCK_T=triton.next_power_of_2(grid[0]), REDUCE=reduce,
+        **early_start.launch(into.device),
     )  # fmt: skip
     return into
 

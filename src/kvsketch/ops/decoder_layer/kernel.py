@@ -9,33 +9,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvsketch.ops import early_start
+
 
 @triton.jit
-def _rms_norm(x, weight, out, size, eps, BLOCK: tl.constexpr):
+def _rms_norm(x, residual, weight, total, out, size, eps, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
+    scale = tl.load(weight + i, mask=i < size, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     value = tl.load(x + row * size + i, mask=i < size, other=0.0)
+    if ADD:
+        added = tl.load(residual + row * size + i, mask=i < size, other=0.0)
+        value = (added.to(tl.float32) + value.to(tl.float32)).to(value.dtype)
+        tl.store(total + row * size + i, value, mask=i < size)
     normal = value.to(tl.float32)
     normal = normal * tl.rsqrt(tl.sum(normal * normal, 0) / size + eps)
     normal = normal.to(value.dtype).to(tl.float32)
-    scale = tl.load(weight + i, mask=i < size, other=0.0).to(tl.float32)
     tl.store(out + row * size + i, (scale * normal).to(value.dtype), mask=i < size)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See reference.rms_norm; x is contiguous."""
+    return _normal(x, None, weight, eps)[1]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See reference.add_rms_norm; x and residual are contiguous."""
+    return _normal(x, residual, weight, eps)
+
+
+def _normal(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
     out = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
     block = triton.next_power_of_2(size)
-    _rms_norm[(x.numel() // size,)](x, weight, out, size, eps, BLOCK=block, num_warps=min(16, max(1, block // 512)))
-    return out
+    _rms_norm[(x.numel() // size,)](
+        x, x if residual is None else residual, weight, total, out, size, eps, BLOCK=block,
+        ADD=residual is not None, num_warps=min(16, max(1, block // 512)), **early_start.launch(x.device),
+    )  # fmt: skip
+    return total, out
 
 
 @triton.jit
 def _rotate(
     q, k, q_out, k_out, cos, sin, query_heads, heads, new, half,
-    q_b, q_h, q_n, k_b, k_h, k_n, cos_b, cos_n, BLOCK: tl.constexpr,
+    q_b, q_h, q_n, k_b, k_h, k_n, cos_b, cos_n, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    early_start.wait(EARLY)
     h, n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i = tl.arange(0, BLOCK)
     is_query = h < query_heads
@@ -69,7 +93,8 @@ def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     _rotate[(query_heads + heads, new, batch)](
         q, k, q_out, k_out, cos, sin, query_heads, heads, new, size // 2,
         q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
-        cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), BLOCK=triton.next_power_of_2(size // 2), num_warps=1,
+        cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), BLOCK=triton.next_power_of_2(size // 2),
+        num_warps=1, **early_start.launch(q.device),
     )  # fmt: skip
     return q_out, k_out
 

@@ -13,6 +13,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normal.to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """residual + x, and its norm."""
+    total = residual + x
+    return total, rms_norm(total, weight, eps)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, H, n, D] turned by the angles of its position; cos, sin [B, n, D] hold each angle twice."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

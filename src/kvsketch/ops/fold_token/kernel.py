@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvsketch.ops import early_start
 from kvsketch.ops.fold_token import Layout, State
 from kvsketch.ops.random.kernel import hash_combine
 
@@ -48,6 +49,7 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
             BLOCK_T=triton.next_power_of_2(max(2, layout.per_cluster)),
             TILE=min(MAX_TILE, triton.next_power_of_2(max(16, layout.samples))), CLUSTER_TILE=CLUSTER_TILE,
             SEPARATE=layout.clusters > 0, PADDED=state.padding is not None, COALESCE=coalesce, num_warps=8,
+            **early_start.launch(state.keys.device),
         )  # fmt: skip
 
 
@@ -59,8 +61,9 @@ def fold_kernel(
     k_b, k_h, k_s, v_b, v_h, v_s,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr,
     TILE: tl.constexpr, CLUSTER_TILE: tl.constexpr,
-    SEPARATE: tl.constexpr, PADDED: tl.constexpr, COALESCE: tl.constexpr,
+    SEPARATE: tl.constexpr, PADDED: tl.constexpr, COALESCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    early_start.wait(EARLY)
     head = tl.program_id(0).to(tl.int64)
     b = head // heads
     keys = keys_ptr + b * k_b + (head % heads) * k_h

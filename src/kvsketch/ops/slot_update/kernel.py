@@ -8,30 +8,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvsketch.ops import early_start
+
+ROWS_OF_ONE_PROGRAM = 16
+
 
 @triton.jit
 def _write_token(
     keys, values, index, log_den, log_num, score, slot, clock, new_key, new_value,
-    heads, size, value_size,
+    rows, heads, size, value_size,
     key_b, key_h, key_s, value_b, value_h, value_s,
     new_key_b, new_key_h, new_value_b, new_value_h, slots,
-    HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    b, h = row // heads, row % heads
-    s = tl.load(slot + row)
-    d = tl.arange(0, BLOCK)
-    k = tl.load(new_key + b * new_key_b + h * new_key_h + d, mask=d < size)
-    tl.store(keys + b * key_b + h * key_h + s * key_s + d, k, mask=d < size)
-    d = tl.arange(0, VALUE_BLOCK)
-    v = tl.load(new_value + b * new_value_b + h * new_value_h + d, mask=d < value_size)
-    tl.store(values + b * value_b + h * value_h + s * value_s + d, v, mask=d < value_size)
-    tl.store(index + row * slots + s, tl.load(clock).to(tl.int32))
-    tl.store(log_den + row * slots + s, 0.0)
+    early_start.wait(EARLY)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    b, h = (row // heads)[:, None], (row % heads)[:, None]
+    s = tl.load(slot + row, mask=inside, other=0)
+    now = tl.load(clock)
+    d = tl.arange(0, BLOCK)[None, :]
+    mask = inside[:, None] & (d < size)
+    k = tl.load(new_key + b * new_key_b + h * new_key_h + d, mask=mask)
+    tl.store(keys + b * key_b + h * key_h + s[:, None] * key_s + d, k, mask=mask)
+    d = tl.arange(0, VALUE_BLOCK)[None, :]
+    mask = inside[:, None] & (d < value_size)
+    v = tl.load(new_value + b * new_value_b + h * new_value_h + d, mask=mask)
+    tl.store(values + b * value_b + h * value_h + s[:, None] * value_s + d, v, mask=mask)
+    tl.store(index + row * slots + s, tl.zeros([ROWS], tl.int32) + now.to(tl.int32), mask=inside)
+    zero = tl.zeros([ROWS], tl.float32)
+    tl.store(log_den + row * slots + s, zero, mask=inside)
     if HAS_NUM:
-        tl.store(log_num + row * slots + s, 0.0)
+        tl.store(log_num + row * slots + s, zero, mask=inside)
     if HAS_SCORE:
-        tl.store(score + row * slots + s, 0.0)
+        tl.store(score + row * slots + s, zero, mask=inside)
+    if COUNT:
+        tl.debug_barrier()
+        tl.store(clock, now + 1)
 
 
 def write_token(
@@ -49,22 +63,30 @@ def write_token(
     """See reference.write_token; all but keys and values are contiguous, their last dimension too."""
     batch, heads, slots = index.shape
     size, value_size = keys.shape[3], values.shape[3]
-    _write_token[(batch * heads,)](
+    rows = batch * heads
+    # One program can count the token as well; of several, one would count while others still read the clock.
+    alone = rows <= ROWS_OF_ONE_PROGRAM
+    _write_token[(1 if alone else rows,)](
         keys, values, index, log_den, log_den if log_num is None else log_num, log_den if score is None else score,
         slot, clock, new_key, new_value,
-        heads, size, value_size,
+        rows, heads, size, value_size,
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1), slots,
         HAS_NUM=log_num is not None, HAS_SCORE=score is not None,
-        BLOCK=triton.next_power_of_2(size), VALUE_BLOCK=triton.next_power_of_2(value_size), num_warps=1,
+        ROWS=triton.next_power_of_2(rows) if alone else 1, BLOCK=triton.next_power_of_2(size),
+        VALUE_BLOCK=triton.next_power_of_2(value_size), COUNT=alone, num_warps=1, **early_start.launch(keys.device),
     )  # fmt: skip
+    if not alone:
+        clock += 1
 
 
 @triton.jit
 def _free_lowest(
     scores, index, log_den, log_num, next_slot, padding, seen, heads, slots, sinks, recent,
     HAS_SCORES: tl.constexpr, HAS_NUM: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    early_start.wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     real = tl.load(seen)
     pad = tl.zeros([], tl.int64)
@@ -121,5 +143,5 @@ def free_lowest(
         index, log_den, log_den if log_num is None else log_num, next_slot,
         seen if padding is None else padding, seen, heads, slots, sinks, recent,
         HAS_SCORES=scores is not None, HAS_NUM=log_num is not None, HAS_PADDING=padding is not None, BLOCK=block,
-        num_warps=max(1, min(8, block // 128)),
+        num_warps=max(1, min(8, block // 128)), **early_start.launch(index.device),
     )  # fmt: skip

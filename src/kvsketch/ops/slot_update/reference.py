@@ -22,7 +22,9 @@ def write_token(
     new_value: Tensor,  # [B, H, 1, Dv]
     score: Tensor | None = None,  # [B, H, S] fp32
 ) -> None:
-    """Writes one token into `slot` of each row and head, with index `clock`, weight 1 in both sums and score 0."""
+    """Writes one token into `slot` of each row and head, with index `clock`, weight 1 in both sums and score 0, and
+    counts it on the clock.
+    """
     keys.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, new_key.shape[-1]), new_key)
     values.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, new_value.shape[-1]), new_value)
     index.scatter_(2, slot, clock.to(index.dtype).expand(slot.shape))
@@ -31,6 +33,7 @@ def write_token(
         log_num.scatter_(2, slot, 0.0)
     if score is not None:
         score.scatter_(2, slot, 0.0)
+    clock += 1
 
 
 def rank(

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kvsketch.ops import early_start
 from kvsketch.ops.weighted_attention import Attended
 from kvsketch.ops.weighted_attention.device import combine_kernel, split_kernel
 from kvsketch.ops.weighted_attention.plan import Device, Plan, plan
@@ -73,6 +74,7 @@ def weighted_attention(
     acc = torch.empty(max(1, pieces * value_size), dtype=torch.float32, device=q.device)
     sums = torch.empty(max(1, pieces * 4), dtype=torch.float32, device=q.device)
 
+    options: dict[str, Any] = {"launch_pdl": True} if launch.overlap else {}
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         split_kernel[(launch.splits, row_tiles, batch * kv_heads)](
             q, k, v, log_num, log_den, bias, sink_logits, lengths,
@@ -84,11 +86,10 @@ def weighted_attention(
             BLOCK_M=block_m, BLOCK_N=launch.block_n, STAGES=launch.stages,
             TIED=tied, NUM=log_num is not None, DEN=log_den is not None, TAIL=value_slots < slots, BIAS=bias_kind,
             CAPPED=softcap is not None, SINKS=sink_logits is not None, LENGTHS=lengths is not None,
-            CLIPPED=clipped, LOGITS=return_logits, MASKED=masked, DIRECT=direct, OVERLAP=launch.overlap and not direct,
-            num_warps=launch.warps,
+            CLIPPED=clipped, LOGITS=return_logits, MASKED=masked, DIRECT=direct, OVERLAP=launch.overlap,
+            num_warps=launch.warps, **options,
         )  # fmt: skip
         if not direct:
-            options: dict[str, Any] = {"launch_pdl": True} if launch.overlap else {}
             combine_kernel[(rows, triton.cdiv(value_size, COMBINE_COLUMNS))](
                 acc, sums, sink_logits, out, state, log2_clip, launch.splits, queries, query_heads,
                 DV=value_size, COLUMNS=COMBINE_COLUMNS, BLOCK_SPLITS=triton.next_power_of_2(launch.splits),
@@ -134,6 +135,5 @@ def device_traits(device: torch.device) -> Device:
     if device.type != "cuda":
         return Device(multiprocessors=4, shared_bytes=64 * 1024, overlap=False)  # Triton's interpreter
     properties = torch.cuda.get_device_properties(device)
-    overlap = torch.version.hip is None and properties.major >= 9
     shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return Device(properties.multi_processor_count, shared, overlap)
+    return Device(properties.multi_processor_count, shared, early_start.possible(device))

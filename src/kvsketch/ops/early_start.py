@@ -1,0 +1,34 @@
+"""Kernels that start while the one before them still runs (programmatic dependent launch, Hopper and later).
+
+A decode step is a chain of some hundred short kernels. One that starts early has its launch, and whatever does not
+depend on the kernel before, behind it when that one ends. Every such kernel waits before it reads or writes anything
+that others may touch, so the order of results stays that of the stream.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@functools.cache
+def possible(device: torch.device) -> bool:
+    """Whether kernels on the device can start early."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def launch(device: torch.device) -> dict[str, Any]:
+    """The arguments of a launch that starts early where it can: the kernel takes EARLY and waits."""
+    return {"EARLY": True, "launch_pdl": True} if possible(device) else {"EARLY": False}
+
+
+@triton.jit
+def wait(EARLY: tl.constexpr):
+    """Lets the next kernel start, and waits for the one before."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()

@@ -1,0 +1,243 @@
+"""The products in Triton: one program reads BLOCK_N rows of a weight from end to end. See reference.py.
+
+A single row of input is multiplied in registers, several go through the tensor cores. Sums are in fp32; only their
+order differs from the library's products.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvsketch.ops import early_start
+from kvsketch.ops.weighted_attention.device import dot
+
+MOST_ROWS = 64
+FEWEST_WEIGHTS = 1 << 19  # below this a launch costs more than the product
+MOST_PARTS = 3
+PREFETCHED_TILES = tl.constexpr(2)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of a weight per program, columns per turn of its loop, warps, tiles on their way in shared memory."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int = 0
+
+
+def tile_for(rows: int, gated: bool) -> Tile:
+    if rows == 1:
+        return Tile(8, 512, 4)
+    return Tile(16, 256 if rows <= 16 else 128, 4)
+
+
+def serves(x: Tensor, *weights: Tensor) -> bool:
+    """Whether the kernel takes this input and these weights."""
+    size = x.shape[-1]
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and x.numel() <= MOST_ROWS * size
+        and x.is_contiguous()
+        and size % 16 == 0
+        and all(w.dtype == x.dtype and w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights)
+        and sum(w.numel() for w in weights) >= FEWEST_WEIGHTS
+    )
+
+
+@triton.jit
+def _input_tile(x_ptr, rows, columns, start, count, size, ROWS: tl.constexpr):
+    """Columns of the input: a vector when it has one row."""
+    k = start + columns
+    if ROWS == 1:
+        return tl.load(x_ptr + k, mask=k < size, other=0.0)
+    else:
+        inside = (rows < count)[:, None] & (k < size)[None, :]
+        return tl.load(x_ptr + rows[:, None] * size + k[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _add_product(total, weight, x, ROWS: tl.constexpr):
+    if ROWS == 1:
+        return total + weight.to(tl.float32) * x.to(tl.float32)[None, :]
+    else:
+        return dot(x, tl.trans(weight), total)
+
+
+@triton.jit
+def _prefetch(weight_rows, inside, size, COLUMNS: tl.constexpr):
+    """Asks for the first columns of the weight rows, a line of 128 bytes at a time; nothing waits for them."""
+    column = tl.arange(0, COLUMNS // 64) * 64
+    address = weight_rows[:, None] + tl.where(inside[:, None] & (column < size)[None, :], column[None, :], 0)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _products(
+    x_ptr, weight_rows, inside, rows, count, size,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Input times the weight rows that start at `weight_rows` [BLOCK_N]: [ROWS, BLOCK_N] in fp32.
+
+    The next tile of the weight is on its way while one is used, in registers or in shared memory (STAGES > 0); the
+    first is asked for before the kernel ahead has ended.
+    """
+    k = tl.arange(0, BLOCK_K)
+    tile = weight_rows[:, None] + k[None, :]
+    # One row is summed over its columns at the end.
+    total = tl.zeros((BLOCK_N, BLOCK_K) if ROWS == 1 else (ROWS, BLOCK_N), tl.float32)
+    if STAGES > 0:
+        if EARLY:
+            _prefetch(weight_rows, inside, size, PREFETCHED_TILES * BLOCK_K)
+            tl.extra.cuda.gdc_wait()
+        for start in tl.range(0, size, BLOCK_K, num_stages=STAGES):
+            weight = tl.load(tile + start, mask=inside[:, None] & (start + k < size)[None, :], other=0.0)
+            total = _add_product(total, weight, _input_tile(x_ptr, rows, k, start, count, size, ROWS), ROWS)
+    else:
+        weight = tl.load(tile, mask=inside[:, None] & (k < size)[None, :], other=0.0)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        for start in range(0, size, BLOCK_K):
+            following = start + BLOCK_K
+            ahead = tl.load(tile + following, mask=inside[:, None] & (following + k < size)[None, :], other=0.0)
+            total = _add_product(total, weight, _input_tile(x_ptr, rows, k, start, count, size, ROWS), ROWS)
+            weight = ahead
+    if ROWS == 1:
+        return tl.sum(total, 1)[None, :]
+    else:
+        return total
+
+
+@triton.jit
+def linears_kernel(
+    x_ptr, w0, w1, w2, b0, b1, b2, residual_ptr, out0, out1, out2, count, size, n0, n1, n2,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out_p = x W_p^T (+ b_p) (+ residual) for up to three weights; programs go through the weights in order."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    block = tl.program_id(0)
+    w_ptr, bias_ptr, out_ptr, outputs = w0, b0, out0, n0
+    if PARTS > 1:
+        second = block >= tl.cdiv(n0, BLOCK_N)
+        block = tl.where(second, block - tl.cdiv(n0, BLOCK_N), block)
+        w_ptr, bias_ptr = tl.where(second, w1, w0), tl.where(second, b1, b0)
+        out_ptr, outputs = tl.where(second, out1, out0), tl.where(second, n1, n0)
+    if PARTS > 2:
+        third = second & (block >= tl.cdiv(n1, BLOCK_N))
+        block = tl.where(third, block - tl.cdiv(n1, BLOCK_N), block)
+        w_ptr, bias_ptr = tl.where(third, w2, w_ptr), tl.where(third, b2, bias_ptr)
+        out_ptr, outputs = tl.where(third, out2, out_ptr), tl.where(third, n2, outputs)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, ROWS)
+    result = _products(
+        x_ptr, w_ptr + n.to(tl.int64) * size, n < outputs, rows, count, size, ROWS, BLOCK_N, BLOCK_K, STAGES, EARLY
+    )
+    if BIAS:
+        result += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+    place = rows[:, None] * outputs + n[None, :]
+    kept = (rows < count)[:, None] & (n < outputs)[None, :]
+    dtype = out_ptr.dtype.element_ty
+    if RESIDUAL:
+        # The product is rounded before it is added, as between a model's modules.
+        result = result.to(dtype).to(tl.float32) + tl.load(residual_ptr + place, mask=kept, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, result.to(dtype), mask=kept)
+
+
+@triton.jit
+def gated_kernel(
+    x_ptr, gate_ptr, up_ptr, out_ptr, count, size, outputs,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out = silu(x G^T) * (x U^T), each factor rounded as between a model's modules.
+
+    A program takes BLOCK_N / 2 rows of either weight, in turns, so that a pair ends up side by side.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    HALF: tl.constexpr = BLOCK_N // 2
+    first = tl.program_id(0) * HALF
+    row = tl.arange(0, BLOCK_N)
+    n = first + row // 2
+    rows = tl.arange(0, ROWS)
+    weight_rows = tl.where(row % 2 == 0, gate_ptr, up_ptr) + n.to(tl.int64) * size
+    result = _products(x_ptr, weight_rows, n < outputs, rows, count, size, ROWS, BLOCK_N, BLOCK_K, STAGES, EARLY)
+    gate, up = tl.split(tl.reshape(result, (ROWS, HALF, 2)))
+    dtype = out_ptr.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    n = first + tl.arange(0, HALF)
+    kept = (rows < count)[:, None] & (n < outputs)[None, :]
+    place = rows[:, None] * outputs + n[None, :]
+    tl.store(out_ptr + place, (silu * up.to(dtype).to(tl.float32)).to(dtype), mask=kept)
+
+
+def linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    residual: Tensor | None = None,
+    tile: Tile | None = None,
+) -> list[Tensor]:
+    """See reference.linears, and linear_onto for a residual; all in one launch."""
+    if len(weights) > MOST_PARTS:
+        raise ValueError(f"{len(weights)} weights in one launch; at most {MOST_PARTS}")
+    count, size = x.numel() // x.shape[-1], x.shape[-1]
+    tile = tile or tile_for(count, gated=False)
+    outputs = [weight.shape[0] for weight in weights]
+    results = [x.new_empty((*x.shape[:-1], n)) for n in outputs]
+    extra = MOST_PARTS - len(weights)
+    with_bias = any(bias is not None for bias in biases)
+    given = (
+        [x.new_zeros(n) if bias is None else bias for bias, n in zip(biases, outputs, strict=True)] if with_bias else []
+    )
+    parts = [*given, *[x] * (MOST_PARTS - len(given))]
+    with _on(x):
+        linears_kernel[(sum(triton.cdiv(n, tile.block_n) for n in outputs),)](
+            x, *weights, *[x] * extra, *parts, x if residual is None else residual,
+            *results, *[x] * extra, count, size, *outputs, *[0] * extra,
+            ROWS=_padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, PARTS=len(weights),
+            BIAS=with_bias, RESIDUAL=residual is not None,
+            num_warps=tile.warps, **early_start.launch(x.device),
+        )  # fmt: skip
+    return results
+
+
+def linear_onto(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See reference.linear_onto; the residual is contiguous."""
+    return linears(x, [weight], [bias], residual)[0]
+
+
+def gated_linear(x: Tensor, gate: Tensor, up: Tensor, tile: Tile | None = None) -> Tensor:
+    """See reference.gated_linear."""
+    count, size, outputs = x.numel() // x.shape[-1], x.shape[-1], gate.shape[0]
+    tile = tile or tile_for(count, gated=True)
+    out = x.new_empty((*x.shape[:-1], outputs))
+    with _on(x):
+        gated_kernel[(triton.cdiv(2 * outputs, tile.block_n),)](
+            x, gate, up, out, count, size, outputs,
+            ROWS=_padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
+            num_warps=tile.warps, **early_start.launch(x.device),
+        )  # fmt: skip
+    return out
+
+
+def _padded(rows: int) -> int:
+    """One row stays one; more are filled up to what the tensor cores take."""
+    return 1 if rows == 1 else max(16, triton.next_power_of_2(rows))
+
+
+def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
