@@ -181,5 +181,30 @@ def write_all(folder: Path) -> Path:
     return folder
 
 
+def of_other_model(records: Iterable[dict[str, Any]], **more: Any) -> Iterator[dict[str, Any]]:
+    """The same records of a smaller model, or measured in another way."""
+    for each in records:
+        yield {**each, "data": {**each["data"], "model": "qwen2.5-coder-0.5b", **more}}
+
+
+def in_bytes(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same records with budgets of equal bytes: recall methods hold their tokens on the host."""
+    for each in records:
+        data = {**each["data"], "budgets_in": "bytes"}
+        if data["method"].split(":")[0] in RECALL and "full_bytes" in data:
+            data |= {"host_bytes": data["full_bytes"], "device_bytes": data["full_bytes"] * share_of(data["budget"])}
+        yield {**each, "data": data}
+
+
+def write_two_models(folder: Path) -> Path:
+    """A folder with the records of two models, those of lines with budgets in tokens and in bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for experiment in (needle, perplexity, recall, clusterability, token_life):
+        write(folder / f"{experiment.__name__}.jsonl", [*experiment(), *of_other_model(experiment())])
+    both = [*lines(4), *of_other_model(lines(3))]
+    write(folder / "lines.jsonl", [*both, *in_bytes(both)])
+    return folder
+
+
 def write(path: Path, records: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sample_records import write_all
+from sample_records import write_all, write_two_models
 
 from kvsketch.report.contents import gather
 from kvsketch.report.page import page
@@ -26,6 +26,14 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("records")
     target = folder / "report.html"
     target.write_text(page(gather(read_folder(write_all(folder)))), encoding="utf-8")
+    return target.as_uri()
+
+
+@pytest.fixture(scope="module")
+def two_models(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("two")
+    target = folder / "report.html"
+    target.write_text(page(gather(read_folder(write_two_models(folder)))), encoding="utf-8")
     return target.as_uri()
 
 
@@ -177,14 +185,56 @@ def test_settings_budgets_and_layers_are_chosen(opened: Opened) -> None:
     assert opened.page.locator("#clusters .tile svg").count() == 2
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_readable_on_a_phone_in_both_schemes(browser: Any, address: str, scheme: str) -> None:
-    found = Opened(browser, address, width=360, scheme=scheme)
-    wide = found.page.evaluate(
+def test_two_models_and_two_kinds_of_budgets_are_chosen(browser: Any, two_models: str) -> None:
+    found = Opened(browser, two_models)
+    small, large = "qwen2.5-coder-0.5b (bfloat16)", "qwen2.5-coder-1.5b (bfloat16)"
+
+    def chosen(section: str, label: str) -> str:
+        control = found.page.locator(f"#{section}").get_by_label(label, exact=True)
+        return str(control.evaluate("(each) => each.selectedOptions[0].text"))
+
+    def path() -> str:
+        return str(found.page.locator('#lines .series[data-name="clusterkv"] path').first.get_attribute("d"))
+
+    sections = ("glance", "lines", "needle", "needle-maps", "perplexity", "positions", "recall")
+    assert [chosen(section, "model") for section in sections] == [large] * 7, "the one measured more comes first"
+    before = path()
+    found.choose("lines", "model", small)
+    assert chosen("lines", "against") == "memory, share of the full cache" and path() != before
+    found.choose("lines", "setting", "all numbers of lines, budgets of equal bytes")
+    assert chosen("lines", "against") == "device memory, share of the full cache"
+    found.choose("glance", "measured", "budgets of equal bytes")
+    assert "+ 100% host" in found.page.locator("#glance").inner_text()
+    assert found.page.locator("#glance thead a").all_inner_texts() == ["Line retrieval"]
+    for section, label in (("tokens", "document"), ("clusters", "model")):
+        assert chosen(section, label).startswith(large)
+        found.choose(section, label, "1")
+        assert chosen(section, label).startswith(small)
+    assert found.page.locator("#tokens .tokens span").count() == 160
+    assert found.complaints == []
+    found.page.close()
+
+
+def wider_than_the_page(found: Opened) -> list[str]:
+    outside: list[str] = found.page.evaluate(
         """() => [...document.querySelectorAll('main *')].filter((node) => !node.closest('.scroll, svg')
             && node.getBoundingClientRect().right > innerWidth + 0.5).map((node) => node.outerHTML.slice(0, 80))"""
     )
-    assert wide == []
+    return outside
+
+
+def test_long_names_of_models_fit_a_phone(browser: Any, two_models: str) -> None:
+    found = Opened(browser, two_models, width=360)
+    assert wider_than_the_page(found) == []
+    box = found.page.locator("#clusters").get_by_label("model", exact=True).bounding_box()
+    assert box is not None and box["width"] > 300, "a name of a model has a line of its own"
+    found.page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_readable_on_a_phone_in_both_schemes(browser: Any, address: str, scheme: str) -> None:
+    found = Opened(browser, address, width=360, scheme=scheme)
+    assert wider_than_the_page(found) == []
     assert found.page.evaluate("document.documentElement.scrollWidth") == 360
     for selector in (
         ".lead",

@@ -67,6 +67,17 @@ def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
     assert not list((tmp_path / "first").rglob(".*")), "temporary files are gone"
 
 
+def test_figures_of_an_earlier_report_go_and_other_files_stay(tmp_path: Path) -> None:
+    write(tmp_path / "recall.jsonl", recall())
+    figures = tmp_path / "out" / "figures"
+    figures.mkdir(parents=True)
+    for name in ("recall-other-model.png", "recall-other-model.svg", "recall-notes.txt", "mine.png"):
+        (figures / name).write_bytes(b"")
+    written, _ = render(tmp_path, tmp_path / "out")
+    drawn = {path.name for path in written if path.parent == figures}
+    assert {path.name for path in figures.iterdir()} == drawn | {"recall-notes.txt", "mine.png"}
+
+
 def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = rendering.write(tmp_path / "report.md", b"old")
 

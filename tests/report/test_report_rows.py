@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_records import MODEL, memory, perplexity_data, record, write, write_all
+from sample_records import MODEL, memory, perplexity_data, record, write, write_all, write_two_models
 
 from kvsketch.evaluation.statistics import bootstrap_interval
 from kvsketch.report.contents import Contents, as_data, gather, setting_order
+from kvsketch.report.figures import draw
 from kvsketch.report.observations import Row, budget_value
 from kvsketch.report.reading import read_folder
 
@@ -67,12 +69,62 @@ def test_settings_stay_apart_and_come_together_once(tmp_path: Path) -> None:
     ]
 
 
+def test_methods_are_compared_over_the_settings_that_they_share(tmp_path: Path) -> None:
+    shared = [line(0, 1.0, lines=n, method=m) for n in (200, 400) for m in ("snapkv", "h2o", "kcenter")]
+    more = [line(0, 0.0, lines=300), line(0, 0.0, lines=300, method="h2o"), line(0, 0.0, lines=400, method="uniform")]
+    more += [line(0, 1.0, lines=200, method="quest"), line(0, 1.0, lines=200, method="clusterkv")]
+    failed = line(0, None, lines=400, method="clusterkv")
+    found = rows_of(contents_of(tmp_path, "lines", [*shared, *more, failed]))
+    overall = [row for row in found if row.setting == "all of lines 200, 400"]
+    assert [(row.method, row.mean, row.count) for row in overall] == [
+        ("h2o", 1.0, 2),
+        ("snapkv", 1.0, 2),
+        ("kcenter", 1.0, 2),
+    ]
+    assert found[0] == overall[0] and len([row for row in found if row.setting == "lines 300"]) == 2
+
+
+def test_ways_to_measure_have_means_of_their_own(tmp_path: Path) -> None:
+    own = [line(0, 1.0, lines=n) for n in (200, 300)] + [line(0, 1.0, lines=200, method="h2o")]
+    in_bytes = [line(0, 0.0, lines=n, budgets_in="bytes") for n in (200, 400)]
+    found = rows_of(contents_of(tmp_path, "lines", [*in_bytes, *own, line(0, 0.5, lines=50, primed=True)]))
+    assert [(row.setting, row.variant, row.mean) for row in found] == [
+        ("all numbers of lines, budgets of equal bytes", "budgets of equal bytes", 0.0),
+        ("lines 50, answer begun", "answer begun", 0.5),
+        ("lines 200", "", 1.0),
+        ("lines 200", "", 1.0),
+        ("lines 200, budgets of equal bytes", "budgets of equal bytes", 0.0),
+        ("lines 300", "", 1.0),
+        ("lines 400, budgets of equal bytes", "budgets of equal bytes", 0.0),
+    ]
+
+
+def test_models_stay_apart_in_rows_maps_pictures_and_documents(tmp_path: Path) -> None:
+    contents = gather(read_folder(write_two_models(tmp_path)))
+    models = {"qwen2.5-coder-0.5b (bfloat16)", "qwen2.5-coder-1.5b (bfloat16)"}
+    for section in contents.sections:
+        assert {row.model for row in section.rows} == models, section.kind.name
+    assert {each["model"] for each in (*contents.needle, *contents.positions)} == models
+    for entries in (contents.clusters, contents.documents):
+        assert {each["name"].partition(";")[0] for each in entries} == models
+    assert contents.models == ["qwen2.5-coder-1.5b (bfloat16)", "qwen2.5-coder-0.5b (bfloat16)"]
+    files = [name for name, _ in draw(dataclasses.replace(contents, needle=[], positions=[], clusters=[]))]
+    assert [name for name in files if name.startswith("lines-")] == [
+        "lines-qwen2.5-coder-0.5b-bfloat16",
+        "lines-qwen2.5-coder-0.5b-bfloat16-budgets-of-equal-bytes",
+        "lines-qwen2.5-coder-1.5b-bfloat16",
+        "lines-qwen2.5-coder-1.5b-bfloat16-budgets-of-equal-bytes",
+    ]
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
         ({"budgets_in": "bytes"}, "budgets of equal bytes"),
         ({"question_as_decode": True}, "question after compression"),
         ({"dtype": "float32"}, ""),
+        ({"primed": True}, "answer begun"),
+        ({"chunk": 2048}, "read in chunks of 2,048"),
     ],
 )
 def test_other_ways_to_measure_are_not_mixed(tmp_path: Path, more: dict[str, Any], words: str) -> None:
@@ -123,6 +175,20 @@ def test_the_error_of_attention_is_shown_over_layers_and_by_layer(tmp_path: Path
     ]
 
 
+def test_a_retried_error_replaces_its_failure(tmp_path: Path) -> None:
+    cell = {"method": "quest", "budget": "1/8", "sample": "speech", **MODEL, "tokens": 8192, "layers": "0"}
+    outcome = {"rate": 8, "mean": 0.2, "bytes": 9, "outcomes": {"0": {"error": 0.2, "tokens_read": 80, "bytes": 9}}}
+    records = [record("attention_error", {**cell, **each}) for each in ({"failed": "OutOfMemoryError: no"}, outcome)]
+    found = rows_of(contents_of(tmp_path, "attention_error", records))
+    assert [(row.budget, row.mean, row.failed) for row in found] == [("1/8", 0.2, 0), ("1/8", 0.2, 0)]
+
+
+def test_streams_of_other_lengths_are_other_measurements(tmp_path: Path) -> None:
+    data = [{**perplexity_data("snapkv", "1/8", 2000, [2.0], [2.0]), "tokens": n} for n in (4096, 16384)]
+    found = rows_of(contents_of(tmp_path, "perplexity", [record("perplexity", each) for each in data]))
+    assert [row.setting for row in found] == ["stream of 4,096 tokens", "stream of 16,384 tokens"]
+
+
 def test_recall_counts_every_query_head(tmp_path: Path) -> None:
     data = {"method": "quest", "budget": "256", "sample": "speech", **MODEL, "tokens": 8192, "recall": 0.75}
     (row,) = rows_of(
@@ -166,16 +232,21 @@ def test_budgets_and_settings_sort_by_size() -> None:
 
 
 def test_a_failed_picture_is_told(tmp_path: Path) -> None:
-    failed = {
+    failed: dict[str, Any] = {
         "method": "subgen",
         "budget": "1/8",
         "sample": "passkey",
+        "chunk": 1,
         **MODEL,
         "failed": "ValueError: budget too small",
     }
     contents = contents_of(tmp_path, "token_life", [record("token_life", failed)])
     assert contents.documents == []
     assert contents.remarks == ["token_life.jsonl: subgen 1/8 failed: ValueError: budget too small"]
+    outcome = {"words": ["a"], "marked": [], "views": [], "measures": "stored"}
+    again = {name: value for name, value in failed.items() if name != "failed"} | outcome
+    contents = contents_of(tmp_path, "token_life", [record("token_life", each) for each in (failed, again)])
+    assert len(contents.documents) == 1 and contents.remarks == []
 
 
 def test_summaries_have_three_forms_of_rouge(tmp_path: Path) -> None:

@@ -1,53 +1,129 @@
-"""The table of docs/long_contexts.md: what a streamed prompt costs beyond an exact prefill, written from records.
+"""The tables of docs/long_contexts.md: what a streamed prompt costs beyond an exact prefill, written from records.
 
     python -m kvsketch.evaluation.stream_page results/stream_quality docs/long_contexts.md
 
-What stands between the two marks of the page is replaced; the rest of the page stays as it is.
+Reads every perplexity.jsonl and lines.jsonl below the folder; a record says itself whether its prompt was read in
+chunks. What stands between the two marks of the page is replaced; the rest of the page stays as it is.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvsketch.benchmark import records
-from kvsketch.benchmark.table_makers import between, markdown
+from kvsketch.benchmark.table_makers import between
+from kvsketch.evaluation.results_page import (
+    FAILED,
+    Data,
+    asked,
+    by_method,
+    counted,
+    deviation,
+    grouped,
+    interval,
+    latest,
+    method,
+    score,
+    titled,
+)
+from kvsketch.report.kinds import model_name, variants
+from kvsketch.report.render import write
 
 BEGIN = "<!-- written by python -m kvsketch.evaluation.stream_page results/stream_quality docs/long_contexts.md -->"
 END = "<!-- end of what is written -->"
+EXACT = 0
+Show = Callable[[Sequence[Data]], str]
 
 
-def table(folder: Path) -> str:
-    """Perplexity above the full cache's, mean over texts: a column for each kind of prefill and position."""
-    kinds = sorted((path.parent.name, path) for path in folder.glob("*/perplexity.jsonl"))
-    kinds.sort(key=lambda kind: kind[0] != "exact")
-    cells: dict[str, dict[tuple[str, int], list[float]]] = {}
-    for kind, path in kinds:
-        for record in records.read(path):
-            data: dict[str, Any] = record["data"]
-            if "failed" not in data:
-                found = cells.setdefault(f"`{data['method']}`", {}).setdefault((kind, data["position"]), [])
-                found.append(data["deviation"])
-    positions = sorted({position for row in cells.values() for _, position in row})
-    columns = [(kind, position) for position in positions for kind, _ in kinds]
-    heads = [f"{kind.replace('chunk', 'chunks of ')}, {position:,} tokens" for kind, position in columns]
-    rows = [
-        (method, *(f"{statistics.mean(row[column]):+.2f}" if column in row else "" for column in columns))
-        for method, row in cells.items()
-    ]
-    return markdown(("method", *heads), rows)
+def tables(folder: Path) -> str:
+    """All tables of the records below a folder."""
+    parts: list[str] = []
+    for title, kind, make in (
+        ("Perplexity above the full cache's", "perplexity", perplexity_tables),
+        ("Line retrieval: right answers", "lines", lines_tables),
+    ):
+        data = [each for path in sorted(folder.rglob(f"{kind}.jsonl")) for each in latest(kind, path)]
+        parts += [f"### {title}", *make(data)] if data else []
+    return "\n\n".join(parts)
 
 
-def with_table(page: str, folder: Path) -> str:
-    """The page with the table of the records in `folder` between its marks."""
-    return between(page, BEGIN, END, table(folder))
+def perplexity_tables(data: list[Data]) -> list[str]:
+    """Mean deviation of perplexity over texts, a table for each model."""
+    found = []
+    for (name,), own in grouped((each for each in data if each["protocol"] == "prefill"), _name).items():
+        texts = counted([len({each["sample"] for each in own})], "text")
+        tokens = counted({each["steps"] for each in own}, "token")
+        found.append(_table(f"{name}: {texts}, {tokens} behind each position", own, "position", "deviation", deviation))
+    return found
+
+
+def lines_tables(data: list[Data]) -> list[str]:
+    """Right answers, a table for each model."""
+    found = []
+    for (name,), own in grouped(data, _name).items():
+        usual = {lines: asked(cells) for (lines,), cells in grouped(own, lambda each: each["lines"]).items()}
+
+        def right(cells: Sequence[Data], usual: dict[int, int] = usual) -> str:
+            return score(cells, usual[cells[0]["lines"]] if cells else 0)
+
+        title = f"{name}: {counted(usual.values(), 'question')} for each number of lines"
+        found.append(_table(title, own, "lines", "score", right))
+    return found
+
+
+def _table(title: str, data: list[Data], by: str, metric: str, show: Show) -> str:
+    """A row for each method, budget and length; a column for each way to read the prompt, and one for what a stream
+    adds to the exact prefill of the same samples.
+    """
+    chunks = sorted({_chunk(each) for each in data})
+    streams = [chunk for chunk in chunks if chunk != EXACT and EXACT in chunks]
+    rows = []
+    for cells in by_method(data):
+        for (length,), own in sorted(grouped(cells, lambda each: each[by]).items()):
+            ways = {chunk: [each for each in own if _chunk(each) == chunk] for chunk in chunks}
+            added = [interval(differences(ways[EXACT], ways[chunk], metric), "+") for chunk in streams]
+            rows.append((*method(own), _length(length, own), *(show(way) for way in ways.values()), *added))
+    heads = ["exact prefill" if chunk == EXACT else f"chunks of {chunk:,}" for chunk in chunks]
+    more = ["chunks - exact" if len(streams) == 1 else f"chunks of {chunk:,} - exact" for chunk in streams]
+    return titled(title, ("method", "budget", "tokens" if by == "position" else by, *heads, *more), rows)
+
+
+def differences(exact: Sequence[Data], streamed: Sequence[Data], metric: str) -> list[float]:
+    """Streamed minus exact for every sample that was measured both ways."""
+    known = {_sample(each): each[metric] for each in exact if FAILED not in each}
+    both = [each for each in streamed if FAILED not in each and _sample(each) in known]
+    return [each[metric] - known[_sample(each)] for each in both]
+
+
+def _sample(data: Data) -> tuple[Any, ...]:
+    return data["seed"], data["sample"], data.get("position"), data.get("steps")
+
+
+def _length(length: int, cells: Sequence[Data]) -> str:
+    """`8,000`, and for numbers of lines how many tokens they come to."""
+    tokens = [each["prompt_tokens"] for each in cells if "prompt_tokens" in each]
+    return f"{length:,} ({round(sum(tokens) / len(tokens), -2):,.0f} tokens)" if tokens else f"{length:,}"
+
+
+def _chunk(data: Data) -> int:
+    return int(data.get("chunk") or EXACT)
+
+
+def _name(data: Data) -> str:
+    """The model and what differs from the common way to measure, beside the chunks."""
+    return ", ".join([model_name(data), *variants({**data, "chunk": EXACT})])
+
+
+def with_tables(page: str, folder: Path) -> str:
+    """The page with the tables of the records in `folder` between its marks."""
+    return between(page, BEGIN, END, tables(folder))
 
 
 def main(arguments: list[str]) -> int:
     folder, target = map(Path, arguments)
-    target.write_text(with_table(target.read_text(encoding="utf-8"), folder), encoding="utf-8")
+    write(target, with_tables(target.read_text(encoding="utf-8"), folder).encode())
     return 0
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from kvsketch.report import pictures
 from kvsketch.report.experiments import KINDS
-from kvsketch.report.kinds import Data, Kind
+from kvsketch.report.kinds import Data, Kind, latest
 from kvsketch.report.observations import Observation, Row, aggregate, budget_value
+from kvsketch.report.overall import is_overall, together
 from kvsketch.report.palette import looks, order
 from kvsketch.report.reading import Folder, Record, provenance
 
@@ -48,8 +49,11 @@ class Contents:
 
     @property
     def models(self) -> list[str]:
-        named = {row.model for section in self.sections for row in section.rows}
-        return sorted(named | {each["name"].partition(";")[0] for each in (*self.clusters, *self.documents)})
+        """Those of which more was measured first."""
+        counts = {each["name"].partition(";")[0]: 0 for each in (*self.clusters, *self.documents)}
+        for row in (row for section in self.sections for row in section.rows):
+            counts[row.model] = counts.get(row.model, 0) + row.count
+        return sorted(counts, key=lambda model: (-counts[model], model))
 
 
 def gather(folder: Folder) -> Contents:
@@ -60,7 +64,7 @@ def gather(folder: Folder) -> Contents:
     of = {kind.name: found for kind, found in known}
     estimates = {kind.name: kind.estimate for kind, _ in known}
     return Contents(
-        sections=[Section(kind, _ordered(kind, aggregate(found, kind.estimate))) for kind, found in known],
+        sections=[Section(kind, _ordered(aggregate(found, kind.estimate))) for kind, found in known],
         needle=pictures.needle_maps(each for each in of.get("needle", []) if not is_overall(each.setting)),
         positions=pictures.by_position(of.get("perplexity", []), estimates.get("perplexity")),
         clusters=pictures.clusters(_of_kind(folder.records, CLUSTERABILITY)),
@@ -73,8 +77,8 @@ def gather(folder: Folder) -> Contents:
 
 def _measured(kind: Kind, records: Iterable[Record]) -> Measured:
     """The observations of an experiment; of the same measurement made twice, the last counts."""
-    own = {kind.identity(record): record for record in records if kind.owns(record)}
-    return kind, [each for record in own.values() for each in kind.observations(record)]
+    found = [each for record in kind.latest(records) for each in kind.observations(record)]
+    return kind, together(kind, found) if kind.overall else found
 
 
 def _of_kind(records: Iterable[Record], name: str) -> list[Record]:
@@ -87,7 +91,7 @@ def _is_shown(record: Record) -> bool:
 
 def _failed_pictures(records: Sequence[Record]) -> list[str]:
     """What failed of the experiments that have no rows to count it in."""
-    drawn = [record for name in (CLUSTERABILITY, TOKEN_LIFE) for record in _of_kind(records, name)]
+    drawn = latest(record for name in (CLUSTERABILITY, TOKEN_LIFE) for record in _of_kind(records, name))
     failed = {
         f"{record['file']}: {record['data'].get('method', '')} {record['data'].get('budget', '')} failed: "
         f"{record['data']['failed']}"
@@ -109,29 +113,23 @@ def _left_out(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _ordered(kind: Kind, rows: Sequence[Row]) -> list[Row]:
-    """Rows by model, setting, method and budget; where there is a single setting, nothing stands for all of them."""
-    settings: dict[str, set[str]] = {}
-    for row in rows:
-        settings.setdefault(row.model, set()).add(row.setting)
-    single = {model for model, found in settings.items() if kind.overall and len(found) == 2}
-    kept = [row for row in rows if row.model not in single or not is_overall(row.setting)]
-    return sorted(kept, key=lambda row: (row.model, setting_order(row.setting), order(row.method), _size(row)))
+def _ordered(rows: Sequence[Row]) -> list[Row]:
+    """Rows by model, setting, method and budget."""
+    return sorted(
+        rows, key=lambda row: (row.model, setting_order(row.setting, row.variant), order(row.method), _size(row))
+    )
 
 
 def _size(row: Row) -> float:
     return budget_value(row.budget)
 
 
-def is_overall(setting: str) -> bool:
-    """Whether a setting stands for all others of its experiment; of the forms of ROUGE the one of the paper does."""
-    return setting.startswith(("mean", "average", "all", "ROUGE-2"))
-
-
-def setting_order(setting: str) -> tuple[int, list[tuple[float, str]]]:
-    """Means over everything first, then by the numbers in the text, so that `lines 200` precedes `lines 1,000`."""
+def setting_order(setting: str, variant: str = "") -> tuple[int, str, list[tuple[float, str]]]:
+    """Means over everything first, of the usual way to measure before others; then by the numbers in the text, so that
+    `lines 200` precedes `lines 1,000`.
+    """
     place = 0 if is_overall(setting) else 1 if setting.startswith("group") else 2
-    return place, [_part(word) for word in setting.split()]
+    return place, "" if place else variant, [_part(word) for word in setting.split()]
 
 
 def _part(word: str) -> tuple[float, str]:
@@ -141,6 +139,7 @@ def _part(word: str) -> tuple[float, str]:
 
 def as_data(contents: Contents) -> Data:
     """The contents as the page embeds them."""
+    places = {model: place for place, model in enumerate(contents.models)}
     group = {
         "kind": "perplexity",
         "id": "positions",
@@ -154,10 +153,11 @@ def as_data(contents: Contents) -> Data:
             "experiments": [_section(section) for section in contents.sections],
             "methods": {**{m: look._asdict() for m, look in looks(contents.methods).items()}, **PAIR},
             "methods_in_order": contents.methods,
+            "models": contents.models,
             "needle": contents.needle,
             "positions": [group] if contents.positions else [],
-            "clusters": contents.clusters,
-            "documents": contents.documents,
+            "clusters": sorted(contents.clusters, key=lambda each: places[each["name"].partition(";")[0]]),
+            "documents": sorted(contents.documents, key=lambda each: places[each["name"].partition(";")[0]]),
             "provenance": contents.provenance,
             "remarks": contents.remarks,
         }
@@ -166,20 +166,29 @@ def as_data(contents: Contents) -> Data:
 
 def _section(section: Section) -> Data:
     kind = section.kind
-    settings = {row.setting: place for place, row in enumerate(section.rows)}
+    variants = {row.setting: row.variant for row in section.rows}
+    places = sorted(variants, key=lambda setting: setting_order(setting, variants[setting]))
     names = ("title", "text", "measure", "higher_is_better", "logarithmic", "share")
     rows = [
         {
             **dataclasses.asdict(row),
             "share": row.share,
             "budget_value": budget_value(row.budget) if row.budget else 1e12,
-            "setting_order": settings[row.setting],
+            "setting_order": places.index(row.setting),
             "overall": is_overall(row.setting),
+            "tells_failures": _tells_failures(kind, row, section.rows),
         }
         for row in section.rows
     ]
     id = kind.name.replace("_", "-")
     return {"kind": kind.name, "id": id, "rows": rows, **{name: getattr(kind, name) for name in names}}
+
+
+def _tells_failures(kind: Kind, row: Row, rows: Sequence[Row]) -> bool:
+    """Whether the failures of a row are told where each is told once: a failed run counts in several settings."""
+    if kind.overall or not any(is_overall(each.setting) for each in rows):
+        return not is_overall(row.setting)
+    return is_overall(row.setting)
 
 
 def _rounded(value: Any) -> Any:

@@ -33,7 +33,6 @@ def _layers(data: Data) -> str:
 def _attention_error(kind: Kind, record: Record) -> list[Observation]:
     """The mean over layers, and each layer on its own."""
     data = record["data"]
-    record = record | {"data": {"budget": f"1/{data['rate']}", **data}}
     (overall,) = kind.settings(data)
     found = [observation(kind, record, data["mean"], overall, device_bytes=data["bytes"])]
     for layer, each in data["outcomes"].items():
@@ -41,6 +40,14 @@ def _attention_error(kind: Kind, record: Record) -> list[Observation]:
         memory = {"tokens_read": each["tokens_read"], "device_bytes": each["bytes"], "full_bytes": None}
         found.append(observation(kind, record, each["error"], place, **memory))
     return found
+
+
+def _perplexity_places(kind: Kind, data: Data) -> list[str]:
+    """Streams of other lengths, and other numbers of steps behind a prefill, are other measurements."""
+    extent = (
+        f" of {data['tokens']:,} tokens" if "tokens" in data else f", {data['steps']} steps" if "steps" in data else ""
+    )
+    return [", ".join([f"{data['protocol']}{extent}", *variants(data)])]
 
 
 def _longbench_places(kind: Kind, data: Data) -> list[str]:
@@ -155,7 +162,6 @@ KINDS = (
         metric="error",
         higher_is_better=False,
         logarithmic=True,
-        identified_by=("rate",),
         places=_error_places,
         observe=_attention_error,
     ),
@@ -166,9 +172,9 @@ KINDS = (
         "intervals from resampled runs of tokens.",
         measure="deviation of perplexity",
         metric="deviation",
-        setting=("protocol",),
         identified_by=("position",),
         higher_is_better=False,
+        places=_perplexity_places,
         estimate=deviation,
     ),
     Kind(

@@ -12,6 +12,8 @@ from kvsketch.report.palette import Look
 
 COLOURS = {"keys": "#1b6ca8", "values": "#c0432b"}
 FAILED = "!"
+MOST_COLUMNS = 3
+MOST_PLANES = 6
 
 
 def needle(maps: Sequence[Data]) -> Iterator[tuple[str, Any]]:
@@ -53,8 +55,12 @@ def positions(entries: Sequence[Data], shown: dict[str, Look]) -> Iterator[tuple
     for model, setting in dict.fromkeys((each["model"], each["setting"]) for each in entries):
         own = [each for each in entries if (each["model"], each["setting"]) == (model, setting)]
         budgets = [b for b in dict.fromkeys(each["budget"] for each in own) if b] or [""]
-        figure, panels = new_figure(max(9.0, 5.6 * len(budgets)), 5.2, 1, len(budgets))
-        for axes, budget in zip(panels, budgets, strict=True):
+        columns = min(MOST_COLUMNS, len(budgets))
+        lines = math.ceil(len(budgets) / columns)
+        figure, panels = new_figure(max(9.0, 5.6 * columns), 4.6 * lines + 0.6, lines, columns)
+        for axes in panels[len(budgets) :]:
+            axes.set_axis_off()
+        for axes, budget in zip(panels, budgets, strict=False):
             for each in own:
                 if each["budget"] in ("", budget):
                     _position_line(axes, each, shown[each["method"]])
@@ -63,7 +69,7 @@ def positions(entries: Sequence[Data], shown: dict[str, Look]) -> Iterator[tuple
             axes.grid(True, **GRID)
             axes.spines[["top", "right"]].set_visible(False)
         figure.suptitle(f"Perplexity by position, {setting}, {model}", x=0.01, ha="left")
-        legend(figure, panels)
+        legend(figure, panels[: len(budgets)])
         yield f"perplexity-positions-{slug(model)}-{slug(setting)}", figure
 
 
@@ -77,7 +83,7 @@ def _position_line(axes: Any, each: Data, look: Look) -> None:
 def clusters(models: Sequence[Data]) -> Iterator[tuple[str, Any]]:
     """For each model the pictured layers in the plane, and the radius curves of all layers."""
     for model in models:
-        pictured = [layer for layer in model["layers"] if layer["tsne"]]
+        pictured = _evenly([layer for layer in model["layers"] if layer["tsne"]], MOST_PLANES)
         if pictured:
             figure, panels = new_figure(3.2 * len(pictured), 6.6, 2, len(pictured))
             for column, layer in enumerate(pictured):
@@ -86,6 +92,13 @@ def clusters(models: Sequence[Data]) -> Iterator[tuple[str, Any]]:
             figure.suptitle(f"t-SNE with the centers of k-center\n{model['name']}", x=0.01, ha="left", fontsize=10)
             yield f"clusterability-plane-{slug(model['name'])}", figure
         yield f"clusterability-radius-{slug(model['name'])}", _radii(model)
+
+
+def _evenly(items: Sequence[Data], most: int) -> list[Data]:
+    """At most so many of the items, from the first to the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[(len(items) - 1) * part // (most - 1)] for part in range(most)]
 
 
 def _plane(axes: Any, layer: Data, part: str) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 from kvsketch.report import figure_pictures
 from kvsketch.report.canvas import GRID, legend, line_style, new_figure, slug
-from kvsketch.report.contents import Contents, Section, is_overall
+from kvsketch.report.contents import Contents, Section
 from kvsketch.report.kinds import Kind
 from kvsketch.report.observations import Row, budget_value
+from kvsketch.report.overall import is_overall
 from kvsketch.report.palette import Look, looks, order
 
 MOST_PANELS = 6
@@ -21,16 +22,17 @@ def draw(contents: Contents) -> Iterator[Figure]:
     """Every figure in turn; the caller saves and closes it."""
     shown = looks(contents.methods)
     for section in contents.sections:
-        for model in dict.fromkeys(row.model for row in section.rows):
-            rows = [row for row in section.rows if row.model == model]
+        for model, variant in dict.fromkeys((row.model, row.variant) for row in section.rows):
+            rows = [row for row in section.rows if (row.model, row.variant) == (model, variant)]
             if any(row.budget and row.mean is not None for row in rows):
-                yield f"{section.kind.name}-{slug(model)}", _curves(section, model, rows, shown)
+                yield f"{section.kind.name}-{slug(f'{model} {variant}')}", _curves(section, rows, shown)
     yield from figure_pictures.needle(contents.needle)
     yield from figure_pictures.positions(contents.positions, shown)
     yield from figure_pictures.clusters(contents.clusters)
 
 
-def _curves(section: Section, model: str, rows: Sequence[Row], shown: dict[str, Look]) -> Any:
+def _curves(section: Section, rows: Sequence[Row], shown: dict[str, Look]) -> Any:
+    """The settings of one model and way to measure."""
     settings = list(dict.fromkeys(row.setting for row in rows if row.budget and row.mean is not None))
     if len(settings) > MOST_PANELS and is_overall(settings[0]):
         settings = settings[:1]
@@ -41,18 +43,30 @@ def _curves(section: Section, model: str, rows: Sequence[Row], shown: dict[str, 
     figure, panels = new_figure(width, (5.6 if columns == 1 else 4.2) * lines + 0.9, lines, columns)
     for axes, setting in zip(panels, settings, strict=False):
         _panel(axes, section.kind, [row for row in rows if row.setting == setting], shown)
-        axes.set_title(setting, loc="left", fontsize=10)
+        axes.set_title(setting.removesuffix(f", {rows[0].variant}"), loc="left", fontsize=10)
+    if section.kind.share:
+        edges = [axes.get_ylim() for axes in panels[: len(settings)]]
+        for axes in panels[: len(settings)]:
+            axes.set_ylim(min(low for low, _ in edges), max(high for _, high in edges))
     for axes in panels[len(settings) :]:
         axes.set_axis_off()
-    figure.suptitle(f"{section.kind.title}, {model}", x=0.01, ha="left", fontsize=12)
+    title = ", ".join(filter(None, (section.kind.title, rows[0].model, rows[0].variant)))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     legend(figure, panels[: len(settings)])
     return figure
 
 
 def abscissa(rows: Sequence[Row]) -> tuple[str, Callable[[Row], float | None]]:
-    """Memory where it is known and differs between the rows, else tokens stored or read, else the budget."""
+    """Memory where it is known and differs between the rows, on the device alone where some lies on the host; else
+    tokens stored or read, else the budget.
+    """
+    memory: list[tuple[str, Callable[[Row], float | None]]] = [
+        ("memory, share of the full cache", lambda row: row.share)
+    ]
+    if any(row.host_bytes for row in rows):
+        memory.insert(0, ("device memory, share of the full cache", lambda row: row.device_share))
     choices: list[tuple[str, Callable[[Row], float | None]]] = [
-        ("memory, share of the full cache", lambda row: row.share),
+        *memory,
         ("tokens stored", lambda row: row.tokens_stored),
         ("tokens a query reads", lambda row: row.tokens_read),
         ("budget", lambda row: budget_value(row.budget)),

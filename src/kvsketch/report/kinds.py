@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ from kvsketch.report.reading import Record
 Data = dict[str, Any]
 # Fields that tell measurements apart; an outcome, or the lack of one, does not.
 IDENTITY = (
-    *("model", "dtype", "budgets_in", "method", "budget", "sample", "tokens", "max_new_tokens", "question_as_decode"),
+    *("model", "dtype", "budgets_in", "method", "sample", "tokens", "max_new_tokens", "question_as_decode"),
     *("lines", "length", "depth", "needles", "file", "task", "prompts", "chat", "max_prompt", "truncate", "clean"),
     *("protocol", "layers", "queries", "steps", "prefix", "bucket", "form", "instruction", "min_new_tokens", "beams"),
+    *("primed", "chunk", "layer"),
 )
 Observe = Callable[["Kind", Record], list[Observation]]
 Places = Callable[["Kind", Data], list[str]]
@@ -52,14 +53,33 @@ class Kind:
         overall = [", ".join([self.overall, *variants(data)])] if self.overall else []
         return [*overall, setting_text(self, data)]
 
-    def identity(self, record: Record) -> tuple[Any, ...]:
-        """What a record measured; of records with the same identity the last counts."""
-        return (record.get("seed"), *(str(record["data"].get(name)) for name in (*IDENTITY, *self.identified_by)))
+    def latest(self, records: Iterable[Record]) -> list[Record]:
+        """The records of this experiment; of the same measurement made twice, such as one that failed before, the last
+        counts.
+        """
+        return latest((record for record in records if self.owns(record)), self.identified_by)
 
     def owns(self, record: Record) -> bool:
         """Whether a record is of this experiment; benchmarks may use the same word for another thing."""
         same = record["kind"].replace("-", "_") == self.name
         return same and "method" in record["data"] and "operation" not in record["data"]
+
+
+def identity(record: Record, more: Iterable[str] = ()) -> tuple[Any, ...]:
+    """What a record measured, whether it failed or not: its seed, its budget and the fields that tell cells apart."""
+    data = record["data"]
+    return (record.get("seed"), budget_of(data), *(str(data.get(name)) for name in (*IDENTITY, *more)))
+
+
+def latest(records: Iterable[Record], more: Iterable[str] = ()) -> list[Record]:
+    """The last record of each identity, in the order in which they were first measured."""
+    fields = tuple(more)
+    return list({identity(record, fields): record for record in records}.values())
+
+
+def budget_of(data: Data) -> str:
+    """The budget; a rate of 8, which older records have in its place, is 1/8."""
+    return str(data.get("budget") or (f"1/{data['rate']}" if "rate" in data else ""))
 
 
 def observation(kind: Kind, record: Record, value: float | None, setting: str, **memory: Any) -> Observation:
@@ -69,8 +89,9 @@ def observation(kind: Kind, record: Record, value: float | None, setting: str, *
         kind=kind.name,
         model=model_name(data),
         setting=setting,
+        variant=", ".join(variants(data)),
         method=str(data["method"]),
-        budget=str(data.get("budget", "")),
+        budget=budget_of(data),
         value=value,
         failed=str(data.get("failed") or ""),
         data=data,
@@ -97,6 +118,12 @@ def variants(data: Data) -> list[str]:
         found.append("budgets of equal bytes")
     if data.get("question_as_decode"):
         found.append("question after compression")
+    if data.get("primed"):
+        found.append("answer begun")
+    if data.get("chunk"):
+        found.append(f"read in chunks of {data['chunk']:,}")
+    if data.get("file"):
+        found.append(f"from {data['file']}")
     if data.get("needles", 1) != 1:
         found.append(f"{data['needles']} needles")
     if data.get("beams", 1) != 1:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvsketch.report.contents import Contents, Section, is_overall
+from kvsketch.report.contents import Contents, Section
 from kvsketch.report.kinds import Kind
 from kvsketch.report.observations import Row, budget_value
+from kvsketch.report.overall import is_overall
 from kvsketch.report.page import TITLE, lead
 from kvsketch.report.palette import order
 

@@ -25,6 +25,7 @@ class Observation:
     method: str
     budget: str
     value: float | None
+    variant: str = ""  # what of the setting makes it another way to measure, such as budgets of equal bytes
     failed: str = ""
     tokens_stored: float | None = None
     tokens_read: float | None = None
@@ -41,6 +42,7 @@ class Row:
     kind: str
     model: str
     setting: str
+    variant: str
     method: str
     budget: str
     count: int
@@ -64,6 +66,11 @@ class Row:
     def share(self) -> float | None:
         """All memory, in units of what a full cache holds."""
         return self.bytes / self.full_bytes if self.bytes is not None and self.full_bytes else None
+
+    @property
+    def device_share(self) -> float | None:
+        """Memory on the device, in units of what a full cache holds."""
+        return self.device_bytes / self.full_bytes if self.device_bytes is not None and self.full_bytes else None
 
 
 def mean_and_interval(members: Sequence[Observation]) -> Estimate:
@@ -90,6 +97,7 @@ def _row(members: Sequence[Observation], estimate: Estimator) -> Row:
         kind=first.kind,
         model=first.model,
         setting=first.setting,
+        variant=first.variant,
         method=first.method,
         budget=first.budget,
         count=len(measured),

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.report import figures
-from kvsketch.report.contents import Contents, gather
+from kvsketch.report.contents import CLUSTERABILITY, Contents, gather
+from kvsketch.report.experiments import KINDS
 from kvsketch.report.markdown import report
 from kvsketch.report.page import page
 from kvsketch.report.reading import read_folder
@@ -49,7 +50,17 @@ def _write_figures(contents: Contents, target: Path) -> tuple[list[Path], list[s
                 drawing = io.BytesIO()
                 figure.savefig(drawing, format=ending, dpi=130, metadata=metadata)
                 written.append(write(target / "figures" / f"{name}.{ending}", drawing.getvalue()))
+    _remove_others(target / "figures", written)
     return written, []
+
+
+def _remove_others(folder: Path, written: list[Path]) -> None:
+    """Removes the figures of an earlier report that this one does not have; other files stay."""
+    kinds = (CLUSTERABILITY, *(kind.name for kind in KINDS))
+    for path in folder.glob("*"):
+        ours = path.suffix[1:] in METADATA and path.name.startswith(tuple(f"{kind}-" for kind in kinds))
+        if ours and path not in written:
+            path.unlink()
 
 
 def write(path: Path, content: bytes) -> Path:

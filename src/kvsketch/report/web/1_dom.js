@@ -32,6 +32,9 @@ function withInterval(row, share) {
 }
 const memoryOf = (row) => (row.device_bytes === null ? null : row.device_bytes + (row.host_bytes || 0));
 const unique = (values) => [...new Set(values)];
+// Models of which more was measured come first, in every section.
+const modelsOf = (items) => unique(items.map((item) => item.model)).sort((a, b) => modelRank(a) - modelRank(b));
+const modelRank = (name) => DATA.models.indexOf(name.split(";")[0]);
 
 const tip = document.getElementById("tip");
 function showTip(text, x, y) {
@@ -56,8 +59,9 @@ function choice(label, options, chosen, change, shownAlways = false) {
   } },
     options.map(([value, text]) => el("option", { value, selected: value === chosen }, text)));
   select.value = chosen;
-  return field(label, select);
+  return field(label, select, LONG.includes(label) ? "long" : "");
 }
+const LONG = ["model", "document"];  // names of which a phone shows one in a line
 let fields = 0;
 function field(label, control, kind = "") {
   control.id = `field-${++fields}`;

@@ -81,7 +81,7 @@ function resultsTable(rows) {
   return [
     controls(
       choice("experiment", every(unique(rows.map((row) => row.title)), "all experiments"), "", set("kind"), true),
-      choice("model", every(unique(rows.map((row) => row.model)), "all models"), "", set("model"), true),
+      choice("model", every(modelsOf(rows), "all models"), "", set("model"), true),
       field("words", search, "wide")),
     el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Results table" },
       el("table", { id: "results-table" }, el("thead", {}, el("tr", {}, heads)), body)),

@@ -1,7 +1,7 @@
 // Result against memory for each experiment, and values by position in a text.
 const ABSCISSAE = {
-  memory: { name: "memory, share of the full cache", of: (row) => row.share, text: (value) => percent(value, value < 0.2 ? 1 : 0) },
   device: { name: "device memory, share of the full cache", of: (row) => (row.full_bytes ? row.device_bytes / row.full_bytes : null), text: (value) => percent(value, value < 0.2 ? 1 : 0) },
+  memory: { name: "memory, share of the full cache", of: (row) => row.share, text: (value) => percent(value, value < 0.2 ? 1 : 0) },
   tokens: { name: "tokens stored per KV head, the most", of: (row) => row.tokens_stored, text: (value) => number(value, 4) },
   read: { name: "tokens a query reads", of: (row) => row.tokens_read, text: (value) => number(value, 4) },
   budget: { name: "budget", of: (row) => row.budget_value, text: (value) => number(value) },
@@ -48,7 +48,7 @@ function variantsOfMany(rows) {
 }
 
 function experimentCurves(experiment) {
-  const models = unique(experiment.rows.map((row) => row.model));
+  const models = modelsOf(experiment.rows);
   const state = { model: models[0], setting: "", axis: "" };
   const hidden = variantsOfMany(experiment.rows);
   const holder = el("div", {});
@@ -58,18 +58,18 @@ function experimentCurves(experiment) {
     if (!settings.includes(state.setting)) state.setting = settings[0];
     const rows = ofModel.filter((row) => row.setting === state.setting);
     const names = Object.keys(ABSCISSAE).filter((name) => usable(name, rows));
-    if (!names.includes(state.axis)) state.axis = names.find((name) => spread(rows, ABSCISSAE[name].of) > 1.5) || names[0];
+    const axis = names.includes(state.axis) ? state.axis : names.find((name) => spread(rows, ABSCISSAE[name].of) > 1.5) || names[0];
     const set = (name) => (value) => { state[name] = value; render(); };
     const bar = controls(
       choice("model", plain(models), state.model, set("model")),
       choice("setting", settings.map((value) => [value, value || "all"]), state.setting, set("setting")),
-      choice("against", names.map((name) => [name, ABSCISSAE[name].name]), state.axis, set("axis")));
-    holder.replaceChildren(bar, ...(names.length ? curves(rows) : [el("p", { class: "hint" }, "No method with a budget was measured in this setting; the table above has the rows.")]));
+      choice("against", names.map((name) => [name, ABSCISSAE[name].name]), axis, set("axis")));
+    holder.replaceChildren(bar, ...(names.length ? curves(rows, axis) : [el("p", { class: "hint" }, "No method with a budget was measured in this setting; the table above has the rows.")]));
   };
-  const curves = (rows) => {
-    const abscissa = ABSCISSAE[state.axis];
+  const curves = (rows, axis) => {
+    const abscissa = ABSCISSAE[axis];
     const budgets = new Map(rows.filter((row) => row.budget).map((row) => [row.budget_value, row.budget]));
-    const isBudget = state.axis === "budget";
+    const isBudget = axis === "budget";
     return plot(curveLines(rows, abscissa, experiment), {
       hidden, xLog: true, xBase: 2, yLog: experiment.logarithmic, yFloor: experiment.logarithmic ? null : 0,
       xTicks: isBudget ? [...budgets.keys()].sort((a, b) => a - b) : null,
@@ -85,7 +85,8 @@ function experimentCurves(experiment) {
 
 // {name, measure, entries: [{model, setting, method, budget, x, mean, low, high}]}
 function positionCurves(group) {
-  const state = { model: group.entries[0].model, setting: "", budget: "" };
+  const models = modelsOf(group.entries);
+  const state = { model: models[0], setting: "", budget: "" };
   const hidden = new Set();
   const holder = el("div", {});
   const render = () => {
@@ -99,7 +100,7 @@ function positionCurves(group) {
     const set = (name) => (value) => { state[name] = value; render(); };
     holder.replaceChildren(
       controls(
-        choice("model", plain(unique(group.entries.map((entry) => entry.model))), state.model, set("model")),
+        choice("model", plain(models), state.model, set("model")),
         choice("setting", settings.map((value) => [value, value || "all"]), state.setting, set("setting")),
         choice("budget", plain(budgets), state.budget, set("budget"))),
       ...plot(entries.map((entry) => positionLine(entry, group)), {

@@ -28,7 +28,7 @@ function heatTile(map) {
 const compact = (tokens) => (tokens % 1024 === 0 ? `${tokens / 1024}k` : tokens >= 1000 ? `${Number((tokens / 1000).toPrecision(2))}k` : String(tokens));
 
 function needleSection(maps) {
-  const models = unique(maps.map((map) => map.model));
+  const models = modelsOf(maps);
   const state = { model: models[0], budget: "", method: "" };
   const holder = el("div", {});
   const render = () => {

@@ -16,13 +16,11 @@ function provenanceSection() {
 }
 
 function failureList(rows) {
-  // A failed run counts in every setting it belongs to; it is told once, in the one that stands for all.
-  const group = (row) => `${row.title} ${row.model}`;
-  const summed = new Set(rows.filter((row) => row.overall).map(group));
-  const failed = rows.filter((row) => row.failed && (row.overall || !summed.has(group(row))));
+  // A failed run counts in every setting it belongs to; it is told once.
+  const failed = rows.filter((row) => row.failed && row.tells_failures);
   if (!failed.length) return null;
   return el("details", {}, el("summary", { class: "failed" }, `${failed.reduce((sum, row) => sum + row.failed, 0)} measurements failed`),
-    el("ul", { class: "failures" }, failed.map((row) => el("li", {}, `${row.title}, ${row.setting ? `${row.setting}, ` : ""}${row.method} ${row.budget}: ${row.failures.join("; ")}`))));
+    el("ul", { class: "failures" }, failed.map((row) => el("li", {}, `${row.failed}: ${row.title}, ${row.model}, ${row.setting ? `${row.setting}, ` : ""}${row.method} ${row.budget}: ${row.failures.join("; ")}`))));
 }
 
 function page() {
