@@ -8,6 +8,7 @@ prompt that is read as a stream, are appended by their view instead, chunk by ch
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class SlotLayer(CacheLayerMixin):
         self.mask_free = False  # single tokens without a mask: a bounded table holds no padding
         self.chunk: int | None = None  # tokens of a prompt that are read at once; None: all of them
         self.prompt: Prompt | None = None  # one that comes in several forwards; tells the padding in place of masks
+        self.aside: Any = None  # where to compress while the model goes on (decoding.Aside); None: right here
         self.waiting: LayerView | None = None  # handed out, not yet attended
         self.refused = ""  # why the last forward was broken off
         self.pending: Tensor | None = None  # queries of a forward that may still be rolled back
@@ -128,7 +130,8 @@ class SlotLayer(CacheLayerMixin):
             if self.table.new_tokens > 0:
                 self.table.row_logits = row_logits
                 try:
-                    self.compress(queries[:, :, : self.table.new_tokens], self.table.scale)
+                    with contextlib.nullcontext() if self.aside is None else self.aside.after(queries, row_logits):
+                        self.compress(queries[:, :, : self.table.new_tokens], self.table.scale)
                 finally:
                     self.table.row_logits = None
             else:

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from kvsketch import fusion, masks
 from kvsketch.cache import CompressedCache
+from kvsketch.ops import early_start
 from kvsketch.parallel import spread_over
 from kvsketch.sampling import Sampler, unsupported
 from kvsketch.streaming import prefill_to_generate
@@ -129,6 +131,30 @@ def _stream(streamer: Any, token: Tensor) -> None:
         streamer.put(token.squeeze(1).cpu())
 
 
+class Aside:
+    """The branch of a captured step on which layers compress while the model goes on: nobody reads a layer's slots
+    again before the next step.
+    """
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.held: list[Any] = []
+
+    @contextlib.contextmanager
+    def after(self, *used: Any) -> Iterator[None]:
+        """Work that starts after what the current stream has so far; `used` are its tensors, kept until the end."""
+        self.held.append(used)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), early_start.off():
+            yield
+
+    def join(self) -> None:
+        """The current stream goes on after all of it."""
+        if self.held:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self.held.clear()
+
+
 class Step:
     """One decode step on fixed addresses: eager while warming up, then a graph."""
 
@@ -204,14 +230,27 @@ class Step:
         tables = [layer.table for layer in self.layers]
         return [t.data_ptr() for table in tables for t in (*table.tensors(), *table.host_tensors())]
 
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[Aside]:
+        """Inside the block the layers compress aside."""
+        aside = Aside()
+        for layer in self.layers:
+            layer.aside = aside
+        try:
+            yield aside
+        finally:
+            for layer in self.layers:
+                layer.aside = None
+
     def _record(self) -> Any:
         """Captures one step. Capture does not run it, so the host's counters are put back."""
         self.addresses = self._addresses()
         counters = [(layer.table.seen, layer.table.new_tokens) for layer in self.layers]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph), self._aside() as aside:
             self._forward(bounded=True)
+            aside.join()
         for layer, (seen, new_tokens) in zip(self.layers, counters, strict=True):
             layer.table.seen, layer.table.new_tokens = seen, new_tokens
         return graph

@@ -12,7 +12,6 @@ step can be replayed. Legend: see the package docstring.
 import triton
 import triton.language as tl
 
-from kvsketch.ops import early_start
 from kvsketch.ops.attention_mass.device import (
     HIDDEN,
     LOG2E,
@@ -22,6 +21,7 @@ from kvsketch.ops.attention_mass.device import (
     log2_exponential,
     temperature_at,
 )
+from kvsketch.ops.early_start.device import wait
 from kvsketch.ops.random.kernel import hash_combine
 
 
@@ -119,7 +119,7 @@ def soften_kernel(
     PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes what `logits_kernel` writes, from logits s [B, Hq, S]."""
-    early_start.wait(EARLY)
+    wait(EARLY)
     batch_head = tl.program_id(1).to(tl.int64)
     b, h = batch_head // kv_heads, batch_head % kv_heads
     pad = 0
@@ -153,7 +153,7 @@ def shares_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Adds the mass of one tile of slots to the scores [B, H, S], from logits [B, Hq, S] and log-sums [B, Hq]."""
-    early_start.wait(EARLY)
+    wait(EARLY)
     batch_head = tl.program_id(1).to(tl.int64)
     b, h = batch_head // kv_heads, batch_head % kv_heads
     pad = 0
@@ -176,7 +176,7 @@ def update_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Adds the mass of one tile of slots to the scores [B, H, S]."""
-    early_start.wait(EARLY)
+    wait(EARLY)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     batch_head = tl.program_id(1).to(tl.int64)
     heads, tiles = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops import early_start
+from kvsketch.ops.early_start.device import wait
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def _rotate(
     q, k, q_out, k_out, cos, sin, query_heads, heads, new, half,
     q_b, q_h, q_n, k_b, k_h, k_n, cos_b, cos_n, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    early_start.wait(EARLY)
+    wait(EARLY)
     h, n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i = tl.arange(0, BLOCK)
     is_query = h < query_heads

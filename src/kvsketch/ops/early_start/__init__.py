@@ -8,11 +8,14 @@ that others may touch, so the order of results stays that of the stream.
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+
+_local = threading.local()
 
 
 @functools.cache
@@ -23,12 +26,15 @@ def possible(device: torch.device) -> bool:
 
 def launch(device: torch.device) -> dict[str, Any]:
     """The arguments of a launch that starts early where it can: the kernel takes EARLY and waits."""
-    return {"EARLY": True, "launch_pdl": True} if possible(device) else {"EARLY": False}
+    early = possible(device) and not getattr(_local, "off", False)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
-@triton.jit
-def wait(EARLY: tl.constexpr):
-    """Lets the next kernel start, and waits for the one before."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+@contextmanager
+def off() -> Iterator[None]:
+    """Inside the block this thread's launches start in order, as they must where streams part or meet."""
+    before, _local.off = getattr(_local, "off", False), True
+    try:
+        yield
+    finally:
+        _local.off = before

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kvsketch.ops import early_start
+from kvsketch.ops.early_start.device import wait
 from kvsketch.ops.fold_token import Layout, State
 from kvsketch.ops.random.kernel import hash_combine
 
@@ -63,7 +64,7 @@ def fold_kernel(
     TILE: tl.constexpr, CLUSTER_TILE: tl.constexpr,
     SEPARATE: tl.constexpr, PADDED: tl.constexpr, COALESCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    early_start.wait(EARLY)
+    wait(EARLY)
     head = tl.program_id(0).to(tl.int64)
     b = head // heads
     keys = keys_ptr + b * k_b + (head % heads) * k_h

@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvsketch.ops import early_start
 from kvsketch.ops.weighted_attention.device import LOG2E, NEG_INF, add_terms, dot
 
 
@@ -57,7 +56,8 @@ def pieces_kernel(
     CAPPED: tl.constexpr, EXTRA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sums over one piece, for the query heads of one KV head that read it."""
-    early_start.wait(OVERLAP)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     piece = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     b, h = head // kv_heads, head % kv_heads

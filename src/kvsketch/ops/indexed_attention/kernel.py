@@ -68,7 +68,7 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Indexed:
             D=size, DV=value_size, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=max(16, triton.next_power_of_2(group)),
             BLOCK_N=launch.block_n, STAGES=launch.stages,
             CAPPED=call.softcap is not None, EXTRA=extra is not None, OVERLAP=launch.overlap,
-            num_warps=launch.warps, **options,
+            num_warps=launch.warps,
         )  # fmt: skip
         combine_kernel[(batch * query_heads, triton.cdiv(value_size, COMBINE_COLUMNS))](
             acc, sums, sink_logits, out, state, 0.0, pieces, 1, query_heads,

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.ops import early_start
 from kvsketch.ops.cluster_index import ClusterIndex
 from kvsketch.ops.select_clusters import Selection
 
@@ -37,7 +36,7 @@ def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
         score_kernel[(triton.cdiv(clusters, SCORE_CLUSTERS), batch * heads)](
             q, centroids, scores, heads, clusters, *q.stride()[:2], *centroids.stride()[:3],
             GROUP=q.shape[1] // heads, D=size, BLOCK_D=triton.next_power_of_2(size), CLUSTERS=SCORE_CLUSTERS,
-            num_warps=4, **early_start.launch(q.device),
+            num_warps=4,
         )  # fmt: skip
     return scores
 
@@ -58,7 +57,7 @@ def select_clusters(
             scores.contiguous(), *(tensor.contiguous() for tensor in index), rows, taken, log_unread, shifts,
             budgets, clusters, slots, budget, slot_offset, lists // heads, lists,
             CLUSTERS=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(budget)),
-            num_warps=min(16, max(4, block // 256)), **early_start.launch(scores.device),
+            num_warps=min(16, max(4, block // 256)),
         )  # fmt: skip
     return Selection(rows, taken, log_unread)
 
@@ -66,10 +65,9 @@ def select_clusters(
 @triton.jit(do_not_specialize=["clusters"])
 def score_kernel(
     q_ptr, centroids_ptr, scores_ptr, heads, clusters, q_b, q_h, c_b, c_h, c_n,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CLUSTERS: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CLUSTERS: tl.constexpr,
 ):  # fmt: skip
     """<q, mu_c> of a tile of clusters of one KV head with all query heads of its group, in float32."""
-    early_start.wait(EARLY)
     head = tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     cluster = tl.program_id(0) * CLUSTERS + tl.arange(0, CLUSTERS)
@@ -94,13 +92,12 @@ def ordered_bits(score):
 def select_kernel(
     scores_ptr, order_ptr, sizes_ptr, offsets_ptr, rows_ptr, taken_ptr, log_unread_ptr, shifts_ptr,
     budgets_ptr, clusters, slots, budget, slot_offset, group, lists,
-    CLUSTERS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    CLUSTERS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The list of one list head.
 
     `shifts` is scratch: what to add to a place in the list to find the place in the order, for each cluster taken.
     """
-    early_start.wait(EARLY)
     list_head = tl.program_id(0).to(tl.int64)
     head = list_head // group
     limit = budget

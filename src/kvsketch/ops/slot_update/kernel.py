@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops import early_start
+from kvsketch.ops.early_start.device import wait
 
 ROWS_OF_ONE_PROGRAM = 16
 
@@ -22,7 +23,7 @@ def _write_token(
     HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    early_start.wait(EARLY)
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     b, h = (row // heads)[:, None], (row % heads)[:, None]
@@ -86,7 +87,7 @@ def _free_lowest(
     HAS_SCORES: tl.constexpr, HAS_NUM: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    early_start.wait(EARLY)
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     real = tl.load(seen)
     pad = tl.zeros([], tl.int64)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvsketch.ops import early_start
 from kvsketch.ops.weighted_attention.device import dot
+from kvsketch.ops.weighted_attention.kernel import device_traits
 
 MOST_ROWS = 64
 FEWEST_WEIGHTS = 1 << 19  # below this a launch costs more than the product
@@ -35,10 +36,21 @@ class Tile:
     stages: int = 0
 
 
-def tile_for(rows: int, gated: bool) -> Tile:
+def tile_for(rows: int, outputs: int, multiprocessors: int) -> Tile:
+    """Launch sizes found by `kvsketch bench linear --tune` on an H200.
+
+    Few outputs need deep pipelines, for all programs run at once and each must keep its share of the memory busy; many
+    are read best by programs that follow one another.
+    """
     if rows == 1:
-        return Tile(8, 512, 4)
-    return Tile(16, 256 if rows <= 16 else 128, 4)
+        return Tile(16, 512, 8, 4)
+    if rows <= 16:
+        if outputs <= 32 * multiprocessors:
+            return Tile(16, 256, 2, 6)
+        return Tile(16, 512, 2, 3) if outputs <= 512 * multiprocessors else Tile(64, 128, 4, 4)
+    if outputs <= 32 * multiprocessors:
+        return Tile(32, 128, 4, 6)
+    return Tile(64, 128, 4, 4) if outputs <= 64 * multiprocessors else Tile(64, 64, 4, 5)
 
 
 def serves(x: Tensor, *weights: Tensor) -> bool:
@@ -195,8 +207,8 @@ def linears(
     if len(weights) > MOST_PARTS:
         raise ValueError(f"{len(weights)} weights in one launch; at most {MOST_PARTS}")
     count, size = x.numel() // x.shape[-1], x.shape[-1]
-    tile = tile or tile_for(count, gated=False)
     outputs = [weight.shape[0] for weight in weights]
+    tile = tile or tile_for(count, sum(outputs), device_traits(x.device).multiprocessors)
     results = [x.new_empty((*x.shape[:-1], n)) for n in outputs]
     extra = MOST_PARTS - len(weights)
     with_bias = any(bias is not None for bias in biases)
@@ -223,7 +235,7 @@ def linear_onto(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor, tile: Tile | None = None) -> Tensor:
     """See reference.gated_linear."""
     count, size, outputs = x.numel() // x.shape[-1], x.shape[-1], gate.shape[0]
-    tile = tile or tile_for(count, gated=True)
+    tile = tile or tile_for(count, 2 * outputs, device_traits(x.device).multiprocessors)
     out = x.new_empty((*x.shape[:-1], outputs))
     with _on(x):
         gated_kernel[(triton.cdiv(2 * outputs, tile.block_n),)](

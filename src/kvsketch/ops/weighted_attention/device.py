@@ -16,8 +16,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvsketch.ops import early_start
-
 # Triton's interpreter stores bfloat16 as integers and multiplies them as such in tl.dot.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -159,10 +157,13 @@ def split_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     TIED: tl.constexpr, NUM: tl.constexpr, DEN: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, LENGTHS: tl.constexpr, CLIPPED: tl.constexpr, LOGITS: tl.constexpr,
-    MASKED: tl.constexpr, DIRECT: tl.constexpr, OVERLAP: tl.constexpr,
+    MASKED: tl.constexpr, DIRECT: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums over one piece of the slots of one KV head; the output itself when there is one piece (DIRECT)."""
-    early_start.wait(OVERLAP)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     split = tl.program_id(0)
     batch_head = tl.program_id(2)
     b = (batch_head // kv_heads).to(tl.int64)

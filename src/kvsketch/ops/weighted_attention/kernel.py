@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import Any
 
 import torch
 import triton
@@ -74,7 +73,6 @@ def weighted_attention(
     acc = torch.empty(max(1, pieces * value_size), dtype=torch.float32, device=q.device)
     sums = torch.empty(max(1, pieces * 4), dtype=torch.float32, device=q.device)
 
-    options: dict[str, Any] = {"launch_pdl": True} if launch.overlap else {}
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         split_kernel[(launch.splits, row_tiles, batch * kv_heads)](
             q, k, v, log_num, log_den, bias, sink_logits, lengths,
@@ -87,14 +85,14 @@ def weighted_attention(
             TIED=tied, NUM=log_num is not None, DEN=log_den is not None, TAIL=value_slots < slots, BIAS=bias_kind,
             CAPPED=softcap is not None, SINKS=sink_logits is not None, LENGTHS=lengths is not None,
             CLIPPED=clipped, LOGITS=return_logits, MASKED=masked, DIRECT=direct, OVERLAP=launch.overlap,
-            num_warps=launch.warps, **options,
+            EARLY=launch.early, num_warps=launch.warps, **({"launch_pdl": True} if launch.early else {}),
         )  # fmt: skip
         if not direct:
             combine_kernel[(rows, triton.cdiv(value_size, COMBINE_COLUMNS))](
                 acc, sums, sink_logits, out, state, log2_clip, launch.splits, queries, query_heads,
                 DV=value_size, COLUMNS=COMBINE_COLUMNS, BLOCK_SPLITS=triton.next_power_of_2(launch.splits),
                 TIED=tied, SINKS=sink_logits is not None, CLIPPED=clipped, OVERLAP=launch.overlap,
-                num_warps=4, **options,
+                num_warps=4, **({"launch_pdl": True} if launch.overlap else {}),
             )  # fmt: skip
     return Attended(out, state[0], state[1], logits)
 

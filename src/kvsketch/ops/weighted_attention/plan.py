@@ -9,6 +9,9 @@ from dataclasses import dataclass
 TILE_BYTES = 32 * 1024
 PROGRAMS_PER_MULTIPROCESSOR = 2
 MAX_SPLITS = 128
+# Programs that start early are dealt unevenly over the multiprocessors, which costs more than a launch when they are
+# long.
+EARLY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Plan:
     warps: int
     stages: int  # tiles in flight per program, the one being worked on included
     overlap: bool  # start the combining program while the splits still run
+    early: bool = False  # start the splits while the kernel before still runs
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ def plan(heads: int, slots: int, slot_bytes: int, device: Device) -> Plan:
         block_n //= 2
     resident = device.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
     splits = best_splits(heads, _ceil_div(slots, block_n), resident)
-    return Plan(max(16, block_n), splits, warps=4, stages=3, overlap=device.overlap)
+    early = device.overlap and heads * slots * slot_bytes <= EARLY_BYTES
+    return Plan(max(16, block_n), splits, warps=4, stages=3, overlap=device.overlap, early=early)
 
 
 def best_splits(heads: int, tiles: int, resident: int) -> int:
