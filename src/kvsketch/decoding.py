@@ -176,6 +176,7 @@ class Step:
         self.graph: Any = None
         self.addresses: list[int] = []
         self.regime: list[object] = []
+        self.ahead: tuple[bool, bool, list[object]] | None = None
         self.steps = 0
         for layer in self.layers:
             if layer.table.exact:
@@ -184,9 +185,8 @@ class Step:
     def run(self) -> None:
         """Generates one token."""
         self.sampler.before_step()
-        bounded = not any(layer.table.exact for layer in self.layers)
-        regime = [layer.method.regime(layer.table) for layer in self.layers]
-        if any(layer.method.maintenance_due(layer.table) for layer in self.layers):
+        bounded, due, regime = self.ahead or self._look_ahead()
+        if due:
             self._forward(bounded)
             if self.addresses != self._addresses():
                 self.graph = None
@@ -199,6 +199,16 @@ class Step:
             for layer in self.layers:
                 layer.table.count_replayed()
         self.steps += 1
+        # While the device works.
+        self.ahead = self._look_ahead()
+
+    def _look_ahead(self) -> tuple[bool, bool, list[object]]:
+        """What the host must know of the next step: whether all tables are bounded, whether a method has periodic work
+        to do, and what the methods' branches depend on.
+        """
+        bounded = not any(layer.table.exact for layer in self.layers)
+        due = any(layer.method.maintenance_due(layer.table) for layer in self.layers)
+        return bounded, due, [layer.method.regime(layer.table) for layer in self.layers]
 
     def _forward(self, bounded: bool) -> None:
         for layer in self.layers:
