@@ -132,3 +132,13 @@ def test_a_cache_that_is_turned_off_is_refused() -> None:
         )
     with pytest.warns(UserWarning, match="mpt turns its cache off"):
         CompressedCache(zoo.build("mpt", use_cache=False), "full")
+
+
+def test_a_model_with_another_cache_compiles_in_one_piece() -> None:
+    model = zoo.build("llama")
+    CompressedCache(model, "full")
+    ids = zoo.tokens(1, 10)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        assert torch.equal(compiled(ids, use_cache=False).logits, expected)

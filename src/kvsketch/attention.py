@@ -12,6 +12,7 @@ and prompts that are read as a stream, attend chunk by chunk (views.py).
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ def install() -> None:
         original = _original = AttentionInterface.get_interface
 
         def get_interface(self: AttentionInterface, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-            return _Dispatch(original(self, *args, **kwargs))
+            return _dispatch(original(self, *args, **kwargs))
 
         setattr(AttentionInterface, "get_interface", get_interface)  # noqa: B010
 
@@ -57,22 +58,20 @@ def uninstall() -> None:
             _original = None
 
 
-class _Dispatch:
-    """The model's own attention function, unless the keys came out of a compressed layer."""
+def _dispatch(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's own attention function, unless the keys came out of a compressed layer.
 
-    __slots__ = ("own",)
+    A plain function: torch.compile has to read through it, in every model of the process.
+    """
 
-    def __init__(self, own: Callable[..., Any]) -> None:
-        self.own = own
-
-    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(own)
+    def attend_or_own(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         view = getattr(key, TAG, None)
         if view is None:
-            return self.own(module, query, key, value, *args, **kwargs)
-        return _attend_module(self.own, view, module, query, key, value, *args, **kwargs)
+            return own(module, query, key, value, *args, **kwargs)
+        return _attend_module(own, view, module, query, key, value, *args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
+    return attend_or_own
 
 
 def _attend_module(
