@@ -60,6 +60,19 @@ def test_kernel_equals_reference(device: torch.device, slots: int, clusters: int
         assert torch.equal(actual, expected)
 
 
+@needs_triton
+@pytest.mark.parametrize("tiles", [2, 16])
+def test_any_number_of_tiles_gives_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch, tiles: int) -> None:
+    from kvsketch.ops.cluster_index import kernel
+
+    poison(monkeypatch)
+    monkeypatch.setattr(kernel, "MAX_TILES", tiles)
+    monkeypatch.setattr(kernel, "START_BINS", 32)
+    labels = random_labels(900, 70, device, batch=1)
+    index, expected = kernel.cluster_index(labels, 70), reference.cluster_index(labels, 70)
+    assert all(torch.equal(actual, exact) for actual, exact in zip(index, expected, strict=True))
+
+
 @pytest.mark.parametrize("label", [-1, 0, 6])
 def test_all_slots_in_one_place(implementation: ModuleType, device: torch.device, label: int) -> None:
     labels = torch.full((1, 1, 300), label, dtype=torch.int32, device=device)

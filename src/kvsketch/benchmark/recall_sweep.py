@@ -52,14 +52,14 @@ def assignments(tokens: int, seed: int) -> Iterator[Row]:
 
 def indexes(tokens: int, seed: int) -> Iterator[Row]:
     keys = make_keys("rotated", tokens, seed)
-    default = index_kernel.PROGRAMS
+    default = index_kernel.MAX_TILES
     for clusters in (tokens // 80, tokens // 20):
         labels = ops.kmeans(keys, clusters, rounds=3).labels
-        for programs in (128, 256, 512, 1024):
-            index_kernel.PROGRAMS = programs
+        for tiles in (16, 32, 64, 128):
+            index_kernel.MAX_TILES = tiles
             timing = time_calls([partial(ops.cluster_index, labels, clusters)])
-            yield row("cluster_index", "ours", timing, clusters=clusters, launch=f"programs {programs}")
-    index_kernel.PROGRAMS = default
+            yield row("cluster_index", "ours", timing, clusters=clusters, launch=f"tiles {tiles}")
+    index_kernel.MAX_TILES = default
 
 
 def attention(tokens: int, seed: int) -> Iterator[Row]:

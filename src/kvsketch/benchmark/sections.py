@@ -119,7 +119,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
             ("µs", "median_us", ",.1f"),
             ("share", "share", ".1%"),
             ("target", "target", ".0%"),
-            only=lambda d: d["operation"] in ("kmeans", "selection") and d.get("batch", 1) == 1,
+            only=lambda d: d["operation"] in ("kmeans", "index", "selection") and d.get("batch", 1) == 1,
         ),
     ),
     (

@@ -40,7 +40,7 @@ class ClusterKV(RecallingMethod):
     paper: ClassVar[str] = "arXiv 2412.03213"
     random: ClassVar[bool] = True
     tokens_per_cluster: int = 20
-    rounds: int = 5
+    rounds: int = 4
     recluster: int = 320
     recluster_into: int = 16
     completion: bool = True

@@ -37,8 +37,8 @@ def add(
     clustered = ops.kmeans(
         keys,
         max(counts),
-        start=torch.tensor([f - start for f in first], device=keys.device),
-        counts=torch.tensor(counts, device=keys.device),
+        start=_on_device([f - start for f in first], keys.device),
+        counts=_on_device(counts, keys.device),
         rounds=recipe.rounds,
         seed=recipe.seed,
         layer=table.layer_idx,
@@ -58,6 +58,14 @@ def add(
         _append(table, name, tensor, ordered if name == ORDER else used)
     table.marks[SIZES], table.marks[ORDER] = used + max(counts), ordered + index.order.shape[2]
     table.marks[TAIL] = table.seen
+
+
+def _on_device(numbers: list[int], device: torch.device) -> Tensor:
+    """The numbers as a tensor; the device is not waited for."""
+    if len(set(numbers)) == 1:
+        return torch.full((len(numbers),), numbers[0], device=device)
+    rows = torch.tensor(numbers, pin_memory=device.type == "cuda")
+    return rows.to(device, non_blocking=True)
 
 
 def forget(table: SlotTable) -> None:

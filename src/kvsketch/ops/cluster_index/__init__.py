@@ -4,9 +4,9 @@
     sizes    how many slots each cluster has
     offsets  where each cluster begins in `order`
 
-`reference.py` sorts in torch. `kernel.py` takes one launch: a program owns a block of neighbouring clusters, counts the
-slots of all earlier ones, collects its own in order, and sorts those. No slot is written twice and nothing is added
-atomically, so a result never depends on timing.
+`reference.py` sorts in torch. `kernel.py` counts: a slot's place is where its cluster begins, plus the slots of that
+cluster in earlier tiles, plus those before it in its own tile. No slot is written twice and only whole numbers are
+added atomically, so a result never depends on timing.
 
 Legend: B batch rows, H KV heads, n slots, C clusters, D size of a row.
 """

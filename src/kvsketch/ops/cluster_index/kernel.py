@@ -1,4 +1,9 @@
-"""The cluster index on a GPU: one launch for the index, one for the means. Legend: see the package docstring."""
+"""The cluster index on a GPU: a counting sort in four launches, and one launch for the means.
+
+rank: which of the slots of its cluster in its tile a slot is, and how many slots each cluster has in each tile.
+scan: how many slots each cluster has in the tiles before each. start: where each cluster begins. place: the three
+together say where a slot goes. Legend: see the package docstring.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +16,15 @@ from torch import Tensor
 
 from kvsketch.ops.cluster_index import ClusterIndex
 
-# A slot and its cluster inside the block travel in one int32.
-MAX_SLOTS = 1 << 25
-BLOCKS = (16, 32, 64)
-# Every program reads all labels: many more programs than a large GPU has multiprocessors only cost traffic.
-PROGRAMS = 256
-CHUNK = 2048
-MEMBERS = 128
+MAX_SLOTS = 1 << 30
+# More tiles of slots cost room for the counts of each, fewer cost comparisons: a slot meets those of its tile.
+MAX_TILES = 128
+LEAST_TILE = 256
+RANK_SLOTS = 128
+COMPARED = 32
+SCAN_BINS = 32
+START_BINS = 2048
+PLACE_SLOTS = 1024
 MEAN_ROWS = 32
 MAX_SIZE = 512
 
@@ -30,17 +37,25 @@ def supported(slots: int, size: int = 1) -> bool:
 def cluster_index(labels: Tensor, clusters: int, into: ClusterIndex | None = None) -> ClusterIndex:
     """See `kvsketch.ops.cluster_index`; `into` is written over and returned."""
     batch, heads, count = labels.shape
-    if into is None:
-        into = empty_index(batch, heads, count, clusters, labels.device)
-    wanted = clusters * batch * heads / PROGRAMS
-    block = next((block for block in BLOCKS if block >= wanted), BLOCKS[-1])
-    scratch = torch.empty((batch, heads, count), dtype=torch.int32, device=labels.device)
-    with torch.cuda.device(labels.device) if labels.is_cuda else contextlib.nullcontext():
-        # The slots without a cluster are one more cluster behind the last.
-        index_kernel[(triton.cdiv(clusters + 1, block), batch * heads)](
-            labels.contiguous(), *into, scratch, count, clusters,
-            BLOCK=block, CHUNK=min(CHUNK, max(128, triton.next_power_of_2(count))), MEMBERS=MEMBERS, num_warps=4,
-        )  # fmt: skip
+    device, labels = labels.device, labels.contiguous()
+    into = into or empty_index(batch, heads, count, clusters, device)
+    tile = LEAST_TILE * triton.next_power_of_2(triton.cdiv(count, LEAST_TILE * MAX_TILES))
+    tiles = triton.next_power_of_2(triton.cdiv(count, tile))
+    # The slots without a cluster are one more cluster behind the last.
+    before = torch.zeros((batch * heads, clusters + 1, tiles), dtype=torch.int32, device=device)
+    ranks = torch.empty((batch * heads, count), dtype=torch.int32, device=device)
+    sizes = (count, clusters, tile)
+    with torch.cuda.device(device) if labels.is_cuda else contextlib.nullcontext():
+        rank_kernel[(triton.cdiv(count, RANK_SLOTS), batch * heads)](
+            labels, ranks, before, *sizes, TILES=tiles, SLOTS=RANK_SLOTS, COMPARED=COMPARED, num_warps=1
+        )
+        scan_kernel[(triton.cdiv(clusters + 1, SCAN_BINS), batch * heads)](
+            before, into.sizes, clusters, TILES=tiles, BINS=SCAN_BINS, num_warps=4
+        )
+        start_kernel[(batch * heads,)](into.sizes, into.offsets, clusters, BINS=START_BINS, num_warps=8)
+        place_kernel[(triton.cdiv(count, PLACE_SLOTS), batch * heads)](
+            labels, ranks, before, *into, *sizes, TILES=tiles, SLOTS=PLACE_SLOTS, num_warps=4
+        )
     return into
 
 
@@ -83,56 +98,74 @@ def load_bins(labels, slot, count, clusters):
     return tl.where(slot < count, tl.where(label < 0, clusters, label), 2147483647)
 
 
-@triton.jit
-def load_members(scratch, start, found, BLOCK: tl.constexpr, MEMBERS: tl.constexpr):
-    """Slots of collected members, and which of the block's clusters each belongs to [MEMBERS, BLOCK] as 0 or 1."""
-    member = start + tl.arange(0, MEMBERS)
-    packed = tl.load(scratch + member, mask=member < found, other=0)
-    belongs = (packed % BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
-    return packed // BLOCK, (belongs & (member < found)[:, None]).to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["count", "clusters"])
-def index_kernel(
-    labels_ptr, order_ptr, sizes_ptr, offsets_ptr, scratch_ptr, count, clusters,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, MEMBERS: tl.constexpr,
+@triton.jit(do_not_specialize=["count", "clusters", "tile"])
+def rank_kernel(
+    labels_ptr, ranks_ptr, counts_ptr, count, clusters, tile,
+    TILES: tl.constexpr, SLOTS: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """Collects and sorts the slots of the clusters [first, first + BLOCK) of one head."""
-    first = tl.program_id(0) * BLOCK
+    """How many earlier slots of its tile share a slot's label; and one more of that label in the tile."""
     head = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * SLOTS
+    slot = first + tl.arange(0, SLOTS)
     labels = labels_ptr + head * count
-    earlier = tl.zeros((CHUNK,), tl.int32)
-    for start in range(0, count, CHUNK):
-        earlier += (load_bins(labels, start + tl.arange(0, CHUNK), count, clusters) < first).to(tl.int32)
-    base = tl.sum(earlier, 0)
+    own = tl.load(labels + slot, mask=slot < count, other=-1)
+    number = first // tile
+    rank = tl.zeros((SLOTS,), tl.int32)
+    # Slots lie along the last axis: a thread then adds up its own slots alone.
+    for start in range(number * tile, first, COMPARED):
+        earlier = tl.load(labels + start + tl.arange(0, COMPARED))
+        rank += tl.sum((earlier[:, None] == own[None, :]).to(tl.int32), 0)
+    for start in range(first, first + SLOTS, COMPARED):
+        other = start + tl.arange(0, COMPARED)
+        label = tl.load(labels + tl.minimum(other, count - 1))
+        rank += tl.sum(((label[:, None] == own[None, :]) & (other[:, None] < slot[None, :])).to(tl.int32), 0)
+    tl.store(ranks_ptr + head * count + slot, rank, mask=slot < count)
+    # Whole numbers: their sum is the same in any order.
+    own = tl.where(own < 0, clusters, own)
+    counts = counts_ptr + (head * (clusters + 1) + own) * TILES + number
+    tl.atomic_add(counts, 1, mask=slot < count, sem="relaxed")
 
-    scratch = scratch_ptr + head * count + base
-    found = 0
-    for start in range(0, count, CHUNK):
-        slot = start + tl.arange(0, CHUNK)
-        local = load_bins(labels, slot, count, clusters) - first
-        mine = ((local >= 0) & (local < BLOCK)).to(tl.int32)
-        rank = tl.cumsum(mine, 0) - 1
-        tl.store(scratch + found + rank, slot * BLOCK + local, mask=mine > 0)
-        found += tl.sum(mine, 0)
-    # The members are read back by other threads than wrote them.
-    tl.debug_barrier()
 
-    sizes = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, found, MEMBERS):
-        _, belongs = load_members(scratch, start, found, BLOCK, MEMBERS)
-        sizes += tl.sum(belongs, 0)
-    offsets = base + tl.cumsum(sizes, 0) - sizes
-    cluster = first + tl.arange(0, BLOCK)
-    tl.store(sizes_ptr + head * clusters + cluster, sizes, mask=cluster < clusters)
-    tl.store(offsets_ptr + head * clusters + cluster, offsets, mask=cluster < clusters)
+@triton.jit(do_not_specialize=["clusters"])
+def scan_kernel(counts_ptr, sizes_ptr, clusters, TILES: tl.constexpr, BINS: tl.constexpr):
+    """The slots of each label in each tile become those in the tiles before it; their sum is the size."""
+    head = tl.program_id(1).to(tl.int64)
+    label = tl.program_id(0) * BINS + tl.arange(0, BINS)
+    at = counts_ptr + (head * (clusters + 1) + label)[:, None] * TILES + tl.arange(0, TILES)[None, :]
+    counts = tl.load(at, mask=(label <= clusters)[:, None], other=0)
+    tl.store(at, tl.cumsum(counts, 1) - counts, mask=(label <= clusters)[:, None])
+    tl.store(sizes_ptr + head * clusters + label, tl.sum(counts, 1), mask=label < clusters)
 
-    for start in range(0, found, MEMBERS):
-        slot, belongs = load_members(scratch, start, found, BLOCK, MEMBERS)
-        rank = tl.cumsum(belongs, 0) - 1
-        place = tl.sum(belongs * (offsets[None, :] + rank), 1)
-        tl.store(order_ptr + head * count + place, slot, mask=start + tl.arange(0, MEMBERS) < found)
-        offsets += tl.sum(belongs, 0)
+
+@triton.jit(do_not_specialize=["clusters"])
+def start_kernel(sizes_ptr, offsets_ptr, clusters, BINS: tl.constexpr):
+    """Where each cluster of one head begins: behind the slots of all earlier ones."""
+    head = tl.program_id(0).to(tl.int64) * clusters
+    begin = 0
+    for first in range(0, clusters, BINS):
+        label = first + tl.arange(0, BINS)
+        sizes = tl.load(sizes_ptr + head + label, mask=label < clusters, other=0)
+        tl.store(offsets_ptr + head + label, begin + tl.cumsum(sizes, 0) - sizes, mask=label < clusters)
+        begin += tl.sum(sizes, 0)
+
+
+@triton.jit(do_not_specialize=["count", "clusters", "tile"])
+def place_kernel(
+    labels_ptr, ranks_ptr, before_ptr, order_ptr, sizes_ptr, offsets_ptr, count, clusters, tile,
+    TILES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Writes each slot to its place in the order."""
+    head = tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    inside = slot < count
+    label = load_bins(labels_ptr + head * count, slot, count, clusters)
+    last = head * clusters + clusters - 1
+    end = tl.load(offsets_ptr + last) + tl.load(sizes_ptr + last)
+    begin = tl.load(offsets_ptr + head * clusters + label, mask=label < clusters, other=0)
+    before = tl.load(before_ptr + (head * (clusters + 1) + label) * TILES + slot // tile, mask=inside, other=0)
+    rank = tl.load(ranks_ptr + head * count + slot, mask=inside, other=0)
+    place = tl.where(label < clusters, begin, end) + before + rank
+    tl.store(order_ptr + head * count + place, slot, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "padded"])
@@ -152,7 +185,8 @@ def mean_kernel(
     base = rows_ptr + (head // heads) * row_b + (head % heads) * row_h
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
-    for start in tl.range(0, size, ROWS, num_stages=3):
+    # Most clusters fill one tile: buffers to load further ones ahead would keep other programs off the multiprocessor.
+    for start in tl.range(0, size, ROWS, num_stages=1):
         member = start + tl.arange(0, ROWS)
         slot = tl.load(members + member, mask=member < size, other=0).to(tl.int64)
         inside = (member < size)[:, None] & (d < D)[None, :]

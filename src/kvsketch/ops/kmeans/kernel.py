@@ -1,4 +1,4 @@
-"""k-means on a GPU: one launch to begin, and in each round one to assign, one to sort by label, one to average.
+"""k-means on a GPU: one launch to begin, and in each round one to assign, four to sort by label, one to average.
 
 assign: a program holds a tile of keys and walks over the centroids. A score is lifted by |k| to be positive; then its
 bits order like the score, and the lowest of them can hold the centroid's number in its tile, counted down: one integer
