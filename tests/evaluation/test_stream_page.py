@@ -71,3 +71,16 @@ def test_answers_are_shown_with_the_tokens_that_lines_come_to(tmp_path: Path) ->
     assert "#### m (bfloat16): 4 questions for each number of lines" in found
     (row,) = [text for text in found.splitlines() if text.startswith("| `snapkv`")]
     assert row.startswith("| `snapkv` | 1024 | 600 (9,000 tokens) | 1.00 [1.00, 1.00] | 0.50 [0.00, 1.00] | -0.50 [")
+
+
+def test_passkeys_have_a_table_by_length(tmp_path: Path) -> None:
+    def needle(depth: float, score: float, **more: Any) -> tuple[str, dict[str, Any]]:
+        place = {"sample": f"length=8000 depth={depth} repeat=0", "length": 8000, "depth": depth, "needles": 1}
+        return "needle", place | {"score": score, "prompt_tokens": 7990} | more
+
+    write(tmp_path / "exact" / "needle.jsonl", [needle(depth, 1.0) for depth in (0.2, 0.5, 0.8)])
+    streamed = [needle(depth, float(depth > 0.5), chunk=2048) for depth in (0.2, 0.5, 0.8)]
+    write(tmp_path / "chunk2048" / "needle.jsonl", streamed)
+    found = stream_page.tables(tmp_path)
+    assert "### Passkeys found" in found and "3 questions for each length" in found
+    assert "| `snapkv` | 1024 | 8,000 | 1.00 [1.00, 1.00] | 0.33 [0.00, 1.00] | -0.67 [-1.00, +0.00] |" in found

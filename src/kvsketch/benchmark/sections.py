@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvsketch.benchmark.table_makers import Make, decode, faults, kernels, plain, prefill, soak
+from kvsketch.benchmark.table_makers import Make, decode, faults, kernels, plain, prefill, soak, step_profile
 
 SECTIONS: list[tuple[str, str, str, Make]] = [
     (
@@ -29,9 +29,48 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "(DynamicCache: 4,096). `full` is "
         "the full cache with our own kernel, captured: the baseline. The floor is the time to read "
         "weights and cache once at "
-        "the measured copy bandwidth. Before a method is timed its captured tokens are compared with eager ones.\n\n"
+        "the measured copy bandwidth; recall methods read a part of the cache and have none. Before a method is timed "
+        "its captured tokens are compared with eager ones, and without the fused kernels with those of "
+        "`model.generate`.\n\n"
         "![Decode step and throughput by batch](pictures/decode.png)",
         decode,
+    ),
+    (
+        "Where the time of a step goes",
+        "step_profile",
+        "The first eight layers of the shape, captured, 32,768 tokens before. Kernels start before the one ahead "
+        "has ended and are charged for the wait, so the times add up to more than the step; clusterkv reads all "
+        "tokens in its first two layers (`split_kernel`) and chosen rows in the other six (`pieces_kernel`).",
+        step_profile,
+    ),
+    (
+        "Linear layers of a decode step",
+        "linear",
+        "One layer of Llama-3.1-8B and its head, bf16, weights read from memory: µs inside a CUDA graph, beside "
+        "torch's products and additions, and the share of the copy bandwidth at which the weights are read.",
+        plain(
+            ("batch", "product"),
+            ("batch", "batch", ""),
+            ("product", "product", ""),
+            ("µs", "us", ".1f"),
+            ("torch µs", "torch_us", ".1f"),
+            ("of copy bandwidth", "of_copy_bandwidth", ".0%"),
+            ("torch", "torch_of_copy_bandwidth", ".0%"),
+        ),
+    ),
+    (
+        "kvpress",
+        "kvpress",
+        "The same shape and prompt through kvpress 0.5.5 with transformers 5.2, whose decoding is eager: such a step "
+        "is bound by the host and varies with it.",
+        plain(
+            ("press",),
+            ("press", "press", ""),
+            ("kept", "kept", ",d"),
+            ("prefill ms", "prefill_ms", ",.0f"),
+            ("ms per step", "step_ms", ".1f"),
+            ("cache bytes", "cache_bytes", ",d"),
+        ),
     ),
     (
         "Decoding from host memory",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvsketch.methods import METHODS
+
 Data = dict[str, Any]
 Make = Callable[[list[Data]], str]
 LLAMA_8B_SLOT = 8 * 2 * 128 * 2  # bytes of a token's keys and values in one layer: KV heads, both, size, bf16
@@ -78,7 +80,7 @@ def decode(data: list[Data]) -> str:
                 f"`{d['method']}`",
                 f"{d['step_ms']:.2f}",
                 f"{d['p10_ms']:.2f}-{d['p90_ms']:.2f}",
-                f"{d['floor_ms']:.2f}" if d["floor_ms"] else "",
+                f"{d['floor_ms']:.2f}" if d["floor_ms"] and not _recalls(d["method"]) else "",
                 f"{full[d['batch']] / d['step_ms']:.2f}x" if d["batch"] in full and d["cache_bytes"] else "",
                 f"{rate:.0f} ({rate / best:.1f}x)" if best else f"{rate:.0f}",
                 f"{d['cache_bytes'] / 1e6:.0f}" if d["cache_bytes"] else "",
@@ -95,6 +97,23 @@ def decode(data: list[Data]) -> str:
         "MB",
     )
     return markdown(header, rows)
+
+
+def _recalls(method: str) -> bool:
+    """Whether a step reads a part of the cache, so that reading all of it is no floor."""
+    found = METHODS.get(method.partition(":")[0])
+    return found is not None and found.family == "recall"
+
+
+def step_profile(data: list[Data], most: int = 9) -> str:
+    """Microseconds of a layer by kernel, the longest first."""
+    rows = []
+    for d in last(data, "method", "batch"):
+        kernels = [
+            f"{k['kernel'].split('<')[0].removeprefix('void ')} {k['us'] / d['layers']:.1f}" for k in d["kernels"]
+        ]
+        rows.append((d["batch"], f"`{d['method']}`", f"{d['step_ms']:.2f}", ", ".join(kernels[:most])))
+    return markdown(("batch", "method", "ms per step", "kernels, µs for each layer"), rows)
 
 
 def soak(data: list[Data]) -> str:

@@ -2,12 +2,13 @@
 
     python -m kvsketch.evaluation.stream_page results/stream_quality docs/long_contexts.md
 
-Reads every perplexity.jsonl and lines.jsonl below the folder; a record says itself whether its prompt was read in
-chunks. What stands between the two marks of the page is replaced; the rest of the page stays as it is.
+Reads every perplexity.jsonl, lines.jsonl and needle.jsonl below the folder; a record says itself whether its prompt
+was read in chunks. What stands between the two marks of the page is replaced; the rest of the page stays as it is.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from kvsketch.report.render import write
 BEGIN = "<!-- written by python -m kvsketch.evaluation.stream_page results/stream_quality docs/long_contexts.md -->"
 END = "<!-- end of what is written -->"
 EXACT = 0
+SIZES = {"lines": "number of lines", "length": "length"}
 Show = Callable[[Sequence[Data]], str]
 
 
@@ -42,7 +44,8 @@ def tables(folder: Path) -> str:
     parts: list[str] = []
     for title, kind, make in (
         ("Perplexity above the full cache's", "perplexity", perplexity_tables),
-        ("Line retrieval: right answers", "lines", lines_tables),
+        ("Line retrieval: right answers", "lines", functools.partial(answers_tables, by="lines")),
+        ("Passkeys found", "needle", functools.partial(answers_tables, by="length")),
     ):
         data = [each for path in sorted(folder.rglob(f"{kind}.jsonl")) for each in latest(kind, path)]
         parts += [f"### {title}", *make(data)] if data else []
@@ -59,17 +62,17 @@ def perplexity_tables(data: list[Data]) -> list[str]:
     return found
 
 
-def lines_tables(data: list[Data]) -> list[str]:
-    """Right answers, a table for each model."""
+def answers_tables(data: list[Data], by: str) -> list[str]:
+    """Right answers for each number of lines or length of the text, a table for each model."""
     found = []
     for (name,), own in grouped(data, _name).items():
-        usual = {lines: asked(cells) for (lines,), cells in grouped(own, lambda each: each["lines"]).items()}
+        usual = {size: asked(cells) for (size,), cells in grouped(own, lambda each: each[by]).items()}
 
         def right(cells: Sequence[Data], usual: dict[int, int] = usual) -> str:
-            return score(cells, usual[cells[0]["lines"]] if cells else 0)
+            return score(cells, usual[cells[0][by]] if cells else 0)
 
-        title = f"{name}: {counted(usual.values(), 'question')} for each number of lines"
-        found.append(_table(title, own, "lines", "score", right))
+        title = f"{name}: {counted(usual.values(), 'question')} for each {SIZES[by]}"
+        found.append(_table(title, own, by, "score", right))
     return found
 
 
@@ -84,10 +87,10 @@ def _table(title: str, data: list[Data], by: str, metric: str, show: Show) -> st
         for (length,), own in sorted(grouped(cells, lambda each: each[by]).items()):
             ways = {chunk: [each for each in own if _chunk(each) == chunk] for chunk in chunks}
             added = [interval(differences(ways[EXACT], ways[chunk], metric), "+") for chunk in streams]
-            rows.append((*method(own), _length(length, own), *(show(way) for way in ways.values()), *added))
+            rows.append((*method(own), _length(length, own, by), *(show(way) for way in ways.values()), *added))
     heads = ["exact prefill" if chunk == EXACT else f"chunks of {chunk:,}" for chunk in chunks]
     more = ["chunks - exact" if len(streams) == 1 else f"chunks of {chunk:,} - exact" for chunk in streams]
-    return titled(title, ("method", "budget", "tokens" if by == "position" else by, *heads, *more), rows)
+    return titled(title, ("method", "budget", "lines" if by == "lines" else "tokens", *heads, *more), rows)
 
 
 def differences(exact: Sequence[Data], streamed: Sequence[Data], metric: str) -> list[float]:
@@ -101,9 +104,9 @@ def _sample(data: Data) -> tuple[Any, ...]:
     return data["seed"], data["sample"], data.get("position"), data.get("steps")
 
 
-def _length(length: int, cells: Sequence[Data]) -> str:
+def _length(length: int, cells: Sequence[Data], by: str) -> str:
     """`8,000`, and for numbers of lines how many tokens they come to."""
-    tokens = [each["prompt_tokens"] for each in cells if "prompt_tokens" in each]
+    tokens = [each["prompt_tokens"] for each in cells if by == "lines" and "prompt_tokens" in each]
     return f"{length:,} ({round(sum(tokens) / len(tokens), -2):,.0f} tokens)" if tokens else f"{length:,}"
 
 
