@@ -85,6 +85,21 @@ def test_hooks_of_a_part_see_what_they_expect(calls: list[str]) -> None:
     torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
 
 
+def test_weights_of_other_types_keep_their_own_products(calls: list[str]) -> None:
+    class Quantized(torch.Tensor):
+        """Stands for a weight that is not what its dtype says."""
+
+    model = zoo.build("llama").to(DEVICE).bfloat16()
+    for name, parameter in list(model.named_parameters()):
+        if "proj" in name or "head" in name:
+            owner, _, own = name.rpartition(".")
+            weight = torch.nn.Parameter(parameter.detach().as_subclass(Quantized), requires_grad=False)
+            setattr(model.get_submodule(owner), own, weight)
+    with torch.no_grad(), fusion.fused(model):
+        model(zoo.tokens(1, 1).to(DEVICE))
+    assert "rms_norm" in calls and not {"linears", "gated_linear", "linear_onto"} & set(calls)
+
+
 def test_prompts_and_other_threads_run_the_models_own_code(calls: list[str]) -> None:
     model = zoo.build("llama")
     with fusion.fused(model), torch.no_grad():

@@ -56,7 +56,7 @@ class Products(TorchFunctionMode):
         self.ready: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.linear and not kwargs and isinstance(args[1], nn.Parameter):
+        if func is functional.linear and not kwargs:
             found = self.ready.pop(id(args[1]), None)
             if found is not None:
                 return found
@@ -75,8 +75,10 @@ class Products(TorchFunctionMode):
 
 
 def _thin_kernel(x: Tensor, *weights: Tensor) -> Any:
-    kernel = ops.kernel_for("thin_linear", x.device)
-    return kernel if kernel is not None and x.shape[-2] == 1 and kernel.serves(x, *weights) else None
+    """The kernel, if it serves; tensors of other types (quantized, distributed) know their own products."""
+    plain = type(x) is Tensor and all(type(weight) is nn.Parameter for weight in weights)
+    kernel = ops.kernel_for("thin_linear", x.device) if plain and x.dim() > 1 and x.shape[-2] == 1 else None
+    return kernel if kernel is not None and kernel.serves(x, *weights) else None
 
 
 def _patch(modeling: Any, family: str) -> None:

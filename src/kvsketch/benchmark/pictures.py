@@ -57,8 +57,8 @@ def _decode(data: list[Data]) -> Any:
         batches, times = [d["batch"] for d in line], [d["step_ms"] for d in line]
         left.plot(batches, times, label=method, linewidth=2.2 if method == FULL else 1.3, **style)
         right.plot(batches, [1e3 * b / t for b, t in zip(batches, times, strict=True)], label=method, **style)
-    _floor(left, methods.get(FULL, []), "floor of the full cache")
-    _floor(left, _smallest_cache(methods), "floor of the smallest cache")
+    _floor(left, methods.get(FULL, []), "floor of the full cache", -1, (-12, -2), "right")
+    _floor(left, _smallest_cache(methods), "floor of the smallest cache", 0, (6, -14), "left")
     every = sorted({d["batch"] for line in methods.values() for d in line})
     for axes, label in ((left, "ms per step"), (right, "tokens per second")):
         _dress(axes, every, label)
@@ -73,11 +73,11 @@ def _smallest_cache(methods: dict[str, list[Data]]) -> list[Data]:
     return min(measured, key=lambda line: line[-1]["cache_bytes"] / line[-1]["batch"], default=[])
 
 
-def _floor(axes: Any, line: list[Data], label: str) -> None:
+def _floor(axes: Any, line: list[Data], label: str, at: int, offset: tuple[int, int], align: str) -> None:
     known = [(d["batch"], d["floor_ms"]) for d in line if d["floor_ms"]]
     if known:
         axes.plot(*zip(*known, strict=True), color="#999999", linestyle=":", linewidth=1.2)
-        axes.annotate(label, known[-1], textcoords="offset points", xytext=(-4, -12), ha="right", fontsize=8)
+        axes.annotate(label, known[at], textcoords="offset points", xytext=offset, ha=align, fontsize=8)
 
 
 def _dress(axes: Any, batches: list[int], label: str) -> None:
