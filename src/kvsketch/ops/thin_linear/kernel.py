@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops import early_start
+from kvsketch.ops.thin_linear.plan import Tile, padded, tile_for
 from kvsketch.ops.weighted_attention.device import dot
 from kvsketch.ops.weighted_attention.kernel import device_traits
 
@@ -26,38 +26,12 @@ MOST_PARTS = 3
 PREFETCHED_TILES = tl.constexpr(2)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Rows of a weight per program, columns per turn of its loop, warps, tiles on their way in shared memory."""
-
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int = 0
-
-
-def tile_for(rows: int, outputs: int, multiprocessors: int) -> Tile:
-    """Launch sizes found by `kvsketch bench linear --tune` on an H200.
-
-    Few outputs need deep pipelines, for all programs run at once and each must keep its share of the memory busy; many
-    are read best by programs that follow one another.
-    """
-    if rows == 1:
-        return Tile(16, 512, 8, 4)
-    if rows <= 16:
-        if outputs <= 32 * multiprocessors:
-            return Tile(16, 256, 2, 6)
-        return Tile(16, 512, 2, 3) if outputs <= 512 * multiprocessors else Tile(64, 128, 4, 4)
-    if outputs <= 32 * multiprocessors:
-        return Tile(32, 128, 4, 6)
-    return Tile(64, 128, 4, 4) if outputs <= 64 * multiprocessors else Tile(64, 64, 4, 5)
-
-
 def serves(x: Tensor, *weights: Tensor) -> bool:
     """Whether the kernel takes this input and these weights."""
     size = x.shape[-1]
     return (
         x.dtype in (torch.bfloat16, torch.float16)
+        and (not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] >= 8)
         and x.numel() <= MOST_ROWS * size
         and x.is_contiguous()
         and size % 16 == 0
@@ -208,7 +182,7 @@ def linears(
         raise ValueError(f"{len(weights)} weights in one launch; at most {MOST_PARTS}")
     count, size = x.numel() // x.shape[-1], x.shape[-1]
     outputs = [weight.shape[0] for weight in weights]
-    tile = tile or tile_for(count, sum(outputs), device_traits(x.device).multiprocessors)
+    tile = tile or tile_for(count, sum(outputs), device_traits(x.device))
     results = [x.new_empty((*x.shape[:-1], n)) for n in outputs]
     extra = MOST_PARTS - len(weights)
     with_bias = any(bias is not None for bias in biases)
@@ -220,7 +194,7 @@ def linears(
         linears_kernel[(sum(triton.cdiv(n, tile.block_n) for n in outputs),)](
             x, *weights, *[x] * extra, *parts, x if residual is None else residual,
             *results, *[x] * extra, count, size, *outputs, *[0] * extra,
-            ROWS=_padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, PARTS=len(weights),
+            ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, PARTS=len(weights),
             BIAS=with_bias, RESIDUAL=residual is not None,
             num_warps=tile.warps, **early_start.launch(x.device),
         )  # fmt: skip
@@ -235,20 +209,15 @@ def linear_onto(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor, tile: Tile | None = None) -> Tensor:
     """See reference.gated_linear."""
     count, size, outputs = x.numel() // x.shape[-1], x.shape[-1], gate.shape[0]
-    tile = tile or tile_for(count, 2 * outputs, device_traits(x.device).multiprocessors)
+    tile = tile or tile_for(count, 2 * outputs, device_traits(x.device))
     out = x.new_empty((*x.shape[:-1], outputs))
     with _on(x):
         gated_kernel[(triton.cdiv(2 * outputs, tile.block_n),)](
             x, gate, up, out, count, size, outputs,
-            ROWS=_padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
+            ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
             num_warps=tile.warps, **early_start.launch(x.device),
         )  # fmt: skip
     return out
-
-
-def _padded(rows: int) -> int:
-    """One row stays one; more are filled up to what the tensor cores take."""
-    return 1 if rows == 1 else max(16, triton.next_power_of_2(rows))
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
