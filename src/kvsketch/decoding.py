@@ -39,7 +39,9 @@ def generate(model: Any, inputs: Any, cache: CompressedCache, *, fused: bool = T
 
     `fused` lets kernels do the work of the decoder layers of known families. They add the same products in another
     order, so in half precision two tokens that are equally likely up to rounding may change places, as they may between
-    batch sizes. `fused=False` captures the model's own modules: the tokens of `model.generate`, bit by bit.
+    batch sizes. `fused=False` captures the model's own modules: the tokens of `model.generate`, bit by bit, except
+    where that reads an exact table with the model's own attention (method `full`, layers that recall methods read
+    whole, prompts within the budget).
     """
     if not isinstance(cache, CompressedCache):
         raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
@@ -194,6 +196,8 @@ class Step:
             self._forward(bounded)
         else:
             if self.graph is None or self.regime != regime:
+                # The old recording goes first: what it holds must not be torn down under the new one.
+                self.graph = None
                 self.graph, self.regime = self._record(), regime
             self.graph.replay()
             for layer in self.layers:
@@ -241,14 +245,15 @@ class Step:
         return [t.data_ptr() for table in tables for t in (*table.tensors(), *table.host_tensors())]
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[Aside]:
-        """Inside the block the layers compress aside."""
+    def _aside(self) -> Iterator[None]:
+        """Inside the block the layers compress aside; the branches meet again at its end."""
         aside = Aside()
         for layer in self.layers:
             layer.aside = aside
         try:
-            yield aside
+            yield
         finally:
+            aside.join()
             for layer in self.layers:
                 layer.aside = None
 
@@ -258,9 +263,8 @@ class Step:
         counters = [(layer.table.seen, layer.table.new_tokens) for layer in self.layers]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph), self._aside() as aside:
+        with torch.cuda.graph(graph), self._aside():
             self._forward(bounded=True)
-            aside.join()
         for layer, (seen, new_tokens) in zip(self.layers, counters, strict=True):
             layer.table.seen, layer.table.new_tokens = seen, new_tokens
         return graph

@@ -7,9 +7,10 @@ Only modules whose code is known to be the plain formula are replaced; everythin
 
 from __future__ import annotations
 
-import sys
+import functools
+import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +38,7 @@ def fused(model: Any) -> Iterator[None]:
     if not can_fuse(model):
         yield
         return
-    _patch(sys.modules[type(model).__module__], str(model.config.model_type))
+    _patch(str(model.config.model_type))
     _local.products = Products()
     try:
         with _local.products:
@@ -54,10 +55,11 @@ class Products(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.ready: dict[int, Tensor] = {}
+        self.input: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear and not kwargs:
-            found = self.ready.pop(id(args[1]), None)
+            found = self.ready.pop(id(args[1]), None) if args[0] is self.input else None
             if found is not None:
                 return found
             kernel = _thin_kernel(args[0], args[1])
@@ -68,9 +70,10 @@ class Products(TorchFunctionMode):
     def project(self, x: Tensor, layers: list[Any]) -> None:
         """Computes linear layers of one input in one launch, if they are plain ones."""
         weights = [layer.weight for layer in layers]
-        kernel = _thin_kernel(x, *weights) if all(type(layer) is nn.Linear for layer in layers) else None
+        kernel = _thin_kernel(x, *weights) if _plain_linears(layers) else None
         if kernel is not None:
             results = kernel.linears(x, weights, [layer.bias for layer in layers])
+            self.input = x
             self.ready = {id(weight): result for weight, result in zip(weights, results, strict=True)}
 
 
@@ -81,11 +84,12 @@ def _thin_kernel(x: Tensor, *weights: Tensor) -> Any:
     return kernel if kernel is not None and kernel.serves(x, *weights) else None
 
 
-def _patch(modeling: Any, family: str) -> None:
+def _patch(family: str) -> None:
     """Wraps the family's layer, norm, MLP and rotary function once; outside `fused` they run their own code."""
     if family in _patched:
         return
     _patched.add(family)
+    modeling: Any = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     for owner in vars(modeling).values():
         if isinstance(owner, type) and issubclass(owner, nn.Module) and owner.__module__ == modeling.__name__:
             for ending, replacement in (("RMSNorm", _norm), ("MLP", _mlp), ("DecoderLayer", _layer)):
@@ -103,12 +107,13 @@ def _active() -> Products | None:
 def _wrap_forward(owner: type, replacement: Callable[..., Tensor | None]) -> None:
     original = getattr(owner, "forward")  # noqa: B009
 
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _active() is not None and not args:
-            result = replacement(self, x, **kwargs)
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _active() is not None and len(args) == 1:
+            result = replacement(self, *args, **kwargs)
             if result is not None:
                 return result
-        return original(self, x, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     setattr(owner, "forward", forward)  # noqa: B010
 
@@ -126,7 +131,7 @@ def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
 def _layer(self: Any, x: Tensor, **kwargs: Any) -> Tensor | None:
     """x + attention(norm(x)), then that + MLP(norm(that)); parts with hooks of their own see what they expect."""
     products = _active()
-    if products is None or x.shape[-2] != 1 or not all(hasattr(self, part) for part in LAYER_PARTS) or _hooked(self):
+    if products is None or x.shape[-2] != 1 or not _known(self):
         return None
     attention = self.self_attn
     normal = self.input_layernorm(x)
@@ -143,9 +148,19 @@ def _layer(self: Any, x: Tensor, **kwargs: Any) -> Tensor | None:
     return x + self.mlp(normal) if added is None else added
 
 
-def _hooked(layer: Any) -> bool:
-    parts = (layer.post_attention_layernorm, layer.mlp)
-    return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+def _known(layer: Any) -> bool:
+    """Whether the parts that kernels stand for are the family's own, and nobody listens to them."""
+    parts: list[Any] = [getattr(layer, name, None) for name in LAYER_PARTS]
+    own = all(type(part).__module__ == type(layer).__module__ for part in parts)
+    return own and _untouched(parts[2:])
+
+
+def _untouched(modules: Iterable[nn.Module]) -> bool:
+    return not any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in modules)
+
+
+def _plain_linears(layers: Sequence[Any]) -> bool:
+    return all(type(layer) is nn.Linear for layer in layers) and _untouched(layers)
 
 
 def _mlp(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
@@ -154,7 +169,7 @@ def _mlp(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
     if kernel is None or x.shape[-2] != 1 or not gated:
         return None
     gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-    plain = all(type(linear) is nn.Linear for linear in (gate, up, down))
+    plain = _plain_linears((gate, up, down))
     thin = _thin_kernel(x, gate.weight, up.weight) if plain and gate.bias is None and up.bias is None else None
     hidden = kernel.gated_silu(gate(x), up(x)) if thin is None else thin.gated_linear(x, gate.weight, up.weight)
     if residual is None:

@@ -30,8 +30,8 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "the full cache with our own kernel, captured: the baseline. The floor is the time to read "
         "weights and cache once at "
         "the measured copy bandwidth; recall methods read a part of the cache and have none. Before a method is timed "
-        "its captured tokens are compared with eager ones, and without the fused kernels with those of "
-        "`model.generate`.\n\n"
+        "its captured tokens are compared with eager ones and, where no layer is read whole, without the fused kernels "
+        "with those of `model.generate`.\n\n"
         "![Decode step and throughput by batch](pictures/decode.png)",
         decode,
     ),

@@ -20,14 +20,13 @@ from kvsketch.benchmark.table_makers import between, markdown
 from kvsketch.evaluation.statistics import bootstrap_interval
 from kvsketch.report.experiments import KINDS
 from kvsketch.report.kinds import budget_of, model_name, variants
-from kvsketch.report.observations import budget_value
+from kvsketch.report.observations import FEWEST, budget_value
 from kvsketch.report.palette import order
 from kvsketch.report.render import write
 
 BEGIN = "<!-- written by python -m kvsketch.evaluation.results_page results/eval docs/results.md -->"
 END = "<!-- end of what is written -->"
 FAILED = "failed"
-FEWEST = 3  # values of which an interval is drawn
 KIND = {kind.name: kind for kind in KINDS}
 PROTOCOLS = {"prefix": "the last queries read the tokens before them", "balancekv": "BalanceKV's protocol"}
 Data = dict[str, Any]

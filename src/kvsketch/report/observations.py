@@ -12,6 +12,7 @@ from kvsketch.evaluation.statistics import bootstrap_interval
 
 Estimate = tuple[float | None, float | None, float | None]  # mean, and the edges of its 95% interval
 Estimator = Callable[[Sequence["Observation"]], Estimate]
+FEWEST = 3  # values of which an interval is drawn
 MEMORY = ("tokens_stored", "tokens_read", "device_bytes", "host_bytes", "full_bytes")
 
 
@@ -74,9 +75,9 @@ class Row:
 
 
 def mean_and_interval(members: Sequence[Observation]) -> Estimate:
-    """The mean of the values and its bootstrap interval; fewer than two values have none."""
+    """The mean of the values and its bootstrap interval; fewer than FEWEST values have none."""
     values = [each.value for each in members if each.value is not None]
-    low, high = bootstrap_interval(values, seed=0) if len(values) > 1 else (None, None)
+    low, high = bootstrap_interval(values, seed=0) if len(values) >= FEWEST else (None, None)
     return _mean(values), low, high
 
 

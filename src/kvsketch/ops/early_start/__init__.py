@@ -32,7 +32,7 @@ def launch(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Inside the block this thread's launches start in order, as they must where streams part or meet."""
+    """Inside the block this thread's launches by `launch` start in order, as they must where streams part or meet."""
     before, _local.off = getattr(_local, "off", False), True
     try:
         yield

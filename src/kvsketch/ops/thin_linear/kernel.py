@@ -128,9 +128,10 @@ def linears_kernel(
         out_ptr, outputs = tl.where(third, out2, out_ptr), tl.where(third, n2, outputs)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, ROWS)
+    weight_rows = w_ptr + tl.minimum(n, outputs - 1).to(tl.int64) * size
     result = _products(
-        x_ptr, w_ptr + n.to(tl.int64) * size, n < outputs, rows, count, size, ROWS, BLOCK_N, BLOCK_K, STAGES, EARLY
-    )
+        x_ptr, weight_rows, n < outputs, rows, count, size, ROWS, BLOCK_N, BLOCK_K, STAGES, EARLY
+    )  # fmt: skip
     if BIAS:
         result += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
     place = rows[:, None] * outputs + n[None, :]
@@ -158,7 +159,7 @@ def gated_kernel(
     row = tl.arange(0, BLOCK_N)
     n = first + row // 2
     rows = tl.arange(0, ROWS)
-    weight_rows = tl.where(row % 2 == 0, gate_ptr, up_ptr) + n.to(tl.int64) * size
+    weight_rows = tl.where(row % 2 == 0, gate_ptr, up_ptr) + tl.minimum(n, outputs - 1).to(tl.int64) * size
     result = _products(x_ptr, weight_rows, n < outputs, rows, count, size, ROWS, BLOCK_N, BLOCK_K, STAGES, EARLY)
     gate, up = tl.split(tl.reshape(result, (ROWS, HALF, 2)))
     dtype = out_ptr.dtype.element_ty

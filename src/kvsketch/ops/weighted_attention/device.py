@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvsketch.ops.early_start.device import begin
+
 # Triton's interpreter stores bfloat16 as integers and multiplies them as such in tl.dot.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -160,10 +162,7 @@ def split_kernel(
     MASKED: tl.constexpr, DIRECT: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums over one piece of the slots of one KV head; the output itself when there is one piece (DIRECT)."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    begin(OVERLAP, EARLY)
     split = tl.program_id(0)
     batch_head = tl.program_id(2)
     b = (batch_head // kv_heads).to(tl.int64)
