@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.benchmark import records
+from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.timing import time_calls
 from kvsketch.methods import BalanceKV, Method, Uniform
 from kvsketch.ops.balance_walk.reference import block_uniforms, normalized_gram
@@ -238,8 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--prefill-ms", type=float, help="time of a whole prefill; default: build a model and measure")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("The BalanceKV benchmark needs an NVIDIA GPU; torch sees none here.", file=sys.stderr)
+    if without_gpu("BalanceKV"):
         return 2
     if ops.kernel_for("balance_walk", torch.device("cuda")) is None:
         print("The kernels are turned off; unset KVSKETCH_KERNELS and install triton.", file=sys.stderr)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.benchmark import records
+from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.stream import TOLERANCE, kernel_error
 from kvsketch.benchmark.timing import time_calls
 from kvsketch.ops.chunk_attention import Arguments
@@ -122,8 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", help="append the records to this JSON-lines file")
     parser.add_argument("--tune", action="store_true", help="time launch sizes at a chunk of 8,192 instead")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("The chunk benchmark needs an NVIDIA GPU; torch sees none here.", file=sys.stderr)
+    if without_gpu("chunk"):
         return 2
     error = kernel_error("cuda")
     if not error < TOLERANCE:

@@ -24,6 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kvsketch.benchmark import records
+from kvsketch.benchmark.options import parse, whole_numbers, without_gpu
 from kvsketch.benchmark.shapes import HELP, build, weight_bytes
 from kvsketch.benchmark.timing import copy_bandwidth
 from kvsketch.cache import CompressedCache
@@ -241,19 +242,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--prompt", type=int, default=32768)
     parser.add_argument("--methods", default="full,streamingllm:budget=2048")
-    parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--full-batches", default="", help="further batches for the full cache alone")
+    parser.add_argument("--batches", type=whole_numbers, default="1,8")
+    parser.add_argument(
+        "--full-batches", type=whole_numbers, default="", help="further batches for the full cache alone"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
         "--check-tokens", type=int, default=256, help="captured tokens compared with eager ones; 0: none, and no speed"
     )
     parser.add_argument("--check-layers", type=int, default=8, help="layers of the model that is used for the check")
     parser.add_argument("--baselines", default="dynamic,static", help="of transformers: dynamic, static or none")
-    parser.add_argument("--out", default=None)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("this benchmark needs a CUDA device", file=sys.stderr)
+    options = parse(parser, arguments)
+    if without_gpu("decode"):
         return 2
     methods = [str(parse_method(text)) for text in options.methods.split(",")]
     model = build(options.shape, options.layers, options.seed)
@@ -275,8 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     for method in methods:
         _free_memory()
         wrong, eager_ms = check_tokens(checked, method, prompt[:, : min(4096, options.prompt)], options.check_tokens)
-        wanted = options.batches.split(",") + (options.full_batches.split(",") if method == "full" else [])
-        for batch in sorted({int(batch) for batch in wanted if batch}):
+        for batch in sorted({*options.batches, *(options.full_batches if method == "full" else [])}):
             if wrong is not None:
                 report(Result(method, batch, options.prompt, failed=wrong))
                 continue

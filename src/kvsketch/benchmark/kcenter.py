@@ -12,6 +12,7 @@ scaled up. Results are first compared with the reference, and nothing is reporte
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.benchmark import records
+from kvsketch.benchmark.options import without_gpu
 from kvsketch.ops.farthest_first import FORMS, Centers, reference
 
 KV_HEADS, HEAD_SIZE, LAYERS = 8, 128, 32
@@ -126,7 +128,7 @@ def measure(kind: str, length: int, count: int, seed: int, prefill_ms: float, re
     rows = []
     for form in FORMS:
         ratio = ops.farthest_first(keys, count, form=form).radius / exact.clamp_min(1e-6)
-        times = milliseconds(lambda form=form: ops.farthest_first(keys, count, form=form), repeats)  # type: ignore[misc]
+        times = milliseconds(functools.partial(ops.farthest_first, keys, count, form=form), repeats)
         rows.append(describe(kind, form, length, count, times, prefill_ms, ratio.tolist()[0]))
     few = milliseconds(lambda: reference.farthest_first(keys, LOOP_CENTERS, valid, 1, "exact"), 3)
     times = [time * count / LOOP_CENTERS for time in few]
@@ -192,8 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("The k-center benchmark needs an NVIDIA GPU; torch sees none here.", file=sys.stderr)
+    if without_gpu("k-center"):
         return 2
     if ops.kernel_for("farthest_first", torch.device("cuda")) is None:
         print("The kernels are turned off; unset KVSKETCH_KERNELS and install triton.", file=sys.stderr)

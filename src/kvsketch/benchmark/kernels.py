@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvsketch import ops
 from kvsketch.benchmark import records
+from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.timing import Timing, copy_bandwidth, time_calls
 from kvsketch.ops.weighted_attention import reference
 from kvsketch.ops.weighted_attention.plan import Plan, plan
@@ -208,8 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--slots", type=int, nargs="+", default=list(SLOTS))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("The kernel benchmark needs an NVIDIA GPU; torch sees none here.", file=sys.stderr)
+    if without_gpu("kernel"):
         return 2
     if ops.kernel_for("weighted_attention", torch.device("cuda")) is None:
         print("The kernels are turned off; unset KVSKETCH_KERNELS and install triton.", file=sys.stderr)

@@ -24,6 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kvsketch.benchmark import records
+from kvsketch.benchmark.options import parse, whole_numbers, without_gpu
 from kvsketch.benchmark.timing import copy_bandwidth, time_calls
 from kvsketch.ops.thin_linear import reference
 
@@ -149,21 +150,17 @@ def table_of(data: list[dict[str, Any]]) -> Table:
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--batches", type=whole_numbers, default=",".join(map(str, BATCHES)))
     parser.add_argument("--tune", action="store_true", help="time launch sizes instead")
-    parser.add_argument("--out", default=None)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("this benchmark needs a CUDA device", file=sys.stderr)
+    options = parse(parser, arguments)
+    if without_gpu("linear"):
         return 2
-    batches = [int(batch) for batch in options.batches.split(",")]
     if options.tune:
-        tune(batches, options.seed)
+        tune(options.batches, options.seed)
         return 0
     bandwidth = copy_bandwidth()
     found = []
-    for batch, product in itertools.product(batches, products()):
+    for batch, product in itertools.product(options.batches, products()):
         found.append(measure(product, batch, bandwidth, options.seed))
         if options.out:
             records.append(options.out, records.make_record("linear", found[-1], options.seed))

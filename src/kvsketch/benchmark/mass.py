@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.benchmark import records
+from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.timing import Timing, time_calls
 from kvsketch.ops.attention_mass import Noise, Temperature, reference
 
@@ -229,8 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prefill-ms", type=float, help="time of a whole prefill; default: build a model and measure")
     parser.add_argument("--tune", action="store_true", help="time launch sizes instead")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("The attention mass benchmark needs an NVIDIA GPU; torch sees none here.", file=sys.stderr)
+    if without_gpu("attention mass"):
         return 2
     if ops.kernel_for("attention_mass", torch.device("cuda")) is None:
         print("The kernels are turned off; unset KVSKETCH_KERNELS and install triton.", file=sys.stderr)

@@ -27,8 +27,10 @@ from torch import Tensor
 
 from kvsketch.benchmark import records
 from kvsketch.benchmark.decode import Session, check_tokens, time_steps
+from kvsketch.benchmark.options import parse, without_gpu
 from kvsketch.benchmark.shapes import HELP, build
-from kvsketch.methods import ClusterKV, Method, parse_method
+from kvsketch.methods import METHODS, ClusterKV, Method, parse_method
+from kvsketch.methods.recall import RecallingMethod
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
 from kvsketch.slots import SlotTable
 from kvsketch.storage.hot_set import COUNTS
@@ -86,7 +88,10 @@ def variants(text: str, locality: float) -> tuple[Method, Method]:
         method = SteadyClusterKV(
             **{f.name: getattr(method, f.name) for f in dataclasses.fields(method)}, locality=locality
         )
-    return method, dataclasses.replace(method, offload="host")  # type: ignore[call-arg]
+    if not isinstance(method, RecallingMethod):
+        recalling = ", ".join(name for name, kind in METHODS.items() if kind.family == "recall")
+        raise ValueError(f"{method.name} keeps nothing in host memory; choose among {recalling}")
+    return method, dataclasses.replace(method, offload="host")
 
 
 def tokens_of(model: Any, method: Method, prompt: Tensor, count: int) -> Tensor:
@@ -176,11 +181,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batches", default="1")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--check-tokens", type=int, default=96)
-    parser.add_argument("--out", default=None)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("this benchmark needs a CUDA device", file=sys.stderr)
+    options = parse(parser, arguments)
+    if without_gpu("offload"):
         return 2
     pairs = [
         variants(text, locality)

@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kvsketch.benchmark import records
+from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.shapes import HELP, build
 from kvsketch.cache import CompressedCache
 from kvsketch.methods import parse_method
@@ -128,8 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("The prefill benchmark needs an NVIDIA GPU; torch sees none here.", file=sys.stderr)
+    if without_gpu("prefill"):
         return 2
     methods = options.methods.split(",")
     for method in methods:

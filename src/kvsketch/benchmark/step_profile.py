@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvsketch.benchmark import records
 from kvsketch.benchmark.decode import Session, time_steps
+from kvsketch.benchmark.options import parse, whole_numbers, without_gpu
 from kvsketch.benchmark.shapes import SHAPES, build
 
 STEPS = 4
@@ -54,19 +55,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=32768)
     parser.add_argument("--methods", default="full,snapkv:budget=2048")
-    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--batches", type=whole_numbers, default="1,8")
     parser.add_argument("--rows", type=int, default=16, help="kernels shown; the record holds all")
-    parser.add_argument("--out", default=None)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("this benchmark needs a CUDA device", file=sys.stderr)
+    options = parse(parser, arguments)
+    if without_gpu("step profile"):
         return 2
     model = build(options.shape, options.layers, options.seed)
     generator = torch.Generator(device="cuda").manual_seed(options.seed)
     prompt = torch.randint(10, 10000, (1, options.prompt), device="cuda", generator=generator)
     for method in options.methods.split(","):
-        for batch in map(int, options.batches.split(",")):
+        for batch in options.batches:
             session = Session(model, method, prompt, batch, 64)
             times = sorted(time_steps(session, 12))
             data = {

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.benchmark import records
+from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.shapes import SHAPES, build
 from kvsketch.cache import CompressedCache
 from kvsketch.methods import parse_method
@@ -206,8 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit-seconds", type=float, default=540.0, help="stop after so many seconds, and say so")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("The streaming benchmark needs an NVIDIA GPU; torch sees none here.", file=sys.stderr)
+    if without_gpu("streaming"):
         return 2
     deadline = time.perf_counter() + options.limit_seconds
     methods, lengths = options.methods.split(","), [int(number) for number in options.tokens.split(",")]

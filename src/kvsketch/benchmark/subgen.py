@@ -11,6 +11,7 @@ with the reference, bytes with the formula, and nothing is reported when they di
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
@@ -25,6 +26,7 @@ from rich.table import Table
 from kvsketch import ops
 from kvsketch.benchmark import records
 from kvsketch.benchmark.kcenter import HEAD_SIZE, KEYS, KV_HEADS, LAYERS, make_keys, measure_prefill, milliseconds
+from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.timing import time_calls
 from kvsketch.methods.subgen import SubGen
 from kvsketch.methods.subgen_sketch import Sketch, fold_denominator, fold_numerator
@@ -71,7 +73,7 @@ def check_all(length: int, budget: int, seed: int, device: str = "cuda") -> list
     method, wrong = SubGen(budget=budget), []
     for kind in KEYS:
         table = make_table(kind, length, seed, device)
-        ours, expected = folded(method, table), by_reference(lambda table=table: folded(method, table))  # type: ignore[misc]
+        ours, expected = folded(method, table), by_reference(functools.partial(folded, method, table))
         for stage in ("prompt", "decoding"):
             assert ours.index is not None and expected.index is not None
             same = float((ours.index == expected.index).float().mean())
@@ -197,8 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("The SubGen benchmark needs an NVIDIA GPU; torch sees none here.", file=sys.stderr)
+    if without_gpu("SubGen"):
         return 2
     if ops.kernel_for("reservoir", torch.device("cuda")) is None:
         print("The kernels are turned off; unset KVSKETCH_KERNELS and install triton.", file=sys.stderr)

@@ -95,17 +95,14 @@ def _from_lm_eval() -> dict[str, str] | None:
     folder = Path(next(iter(spec.submodule_search_locations or []), "")) if spec else None
     if folder is None or not (folder / "tasks" / "longbench").is_dir():
         return None
-    yaml = optional("yaml", "PyYAML")
-
-    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
-        """Reads a task without the functions it names."""
-
-    Loader.add_multi_constructor("!function", lambda loader, suffix, node: None)
+    yaml: Any = optional("yaml", "PyYAML")
+    loader: Any = type("TaskLoader", (yaml.SafeLoader,), {"__doc__": "Reads a task without the functions it names."})
+    loader.add_multi_constructor("!function", lambda _loader, _suffix, _node: None)
     found: dict[str, str] = {}
     for name in TASKS:
         file = folder / "tasks" / "longbench" / f"{name}.yaml"
         if file.is_file():
-            text = yaml.load(file.read_text(encoding="utf-8"), Loader)["doc_to_text"]
+            text = yaml.load(file.read_text(encoding="utf-8"), loader)["doc_to_text"]
             found[name] = re.sub(r"\{\{\s*(context|input|question)\s*\}\}", _placeholder, text)
     return found or None
 

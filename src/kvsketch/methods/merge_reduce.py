@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,7 +151,8 @@ class MergeAndReduce:
         seed: int = 0,
     ) -> None:
         self.batch, self.scale, self.top, self.arrived = batch, scale, top, 0
-        self.options = {"c": c, "walk": walk, "center": center, "on_fail": on_fail, "state": initial_state(seed)}
+        self.options: dict[str, Any] = {"c": c, "walk": walk, "center": center, "on_fail": on_fail}
+        self.options["state"] = initial_state(seed)
         self.keys = self.values = torch.empty(1, 1, 0, 0)
         self.rank = self.level = torch.empty(1, 1, 0, dtype=torch.int64)
 
@@ -175,7 +176,7 @@ class MergeAndReduce:
         self.rank, self.level = self.rank[..., alive], level[..., alive]
 
     def _balance(self, k: Tensor, v: Tensor | None, slots: Tensor, ids: Tensor) -> Tensor:
-        return softmax_balance(k, v, slots, self.scale, ids=ids, **self.options)  # type: ignore[arg-type]
+        return softmax_balance(k, v, slots, self.scale, ids=ids, **self.options)
 
     def sizes(self) -> list[int]:
         """|C^0|, |C^1|, ..."""

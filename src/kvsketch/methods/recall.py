@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,7 +21,7 @@ BUDGETS = "budgets"  # [B] int32, what each row reads when the budget is a share
 
 
 @dataclass(frozen=True)
-class RecallingMethod(Method):
+class RecallingMethod(Method, ABC):
     """Keeps every token and lets each query read `budget` of them, the sinks included.
 
     The first `skip_layers` layers read everything, as in the papers: their attention is too flat to select from.
@@ -53,21 +54,21 @@ class RecallingMethod(Method):
     # what a method adds: its index, and how much of the store a query head reads
 
     @property
+    @abstractmethod
     def tail_tokens(self) -> int:
         """Generated tokens that stay on the device of an offloaded layer before they move to the host together."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rows_read(self, table: SlotTable) -> int:
         """Tokens of the store that one list names; with one list for each query head, or for each KV head."""
-        raise NotImplementedError
 
     def lists(self, group: int) -> int:
         """Lists of one KV head whose `group` query heads read it."""
         return group
 
+    @abstractmethod
     def is_indexed(self, table: SlotTable) -> bool:
         """Whether the table has an index, so that queries read a part of it."""
-        raise NotImplementedError
 
     def index(self, table: SlotTable) -> None:
         """Takes the tokens of the last forward into the index; called after every forward of a layer that selects."""

@@ -103,7 +103,8 @@ def _evenly(items: Sequence[Data], most: int) -> list[Data]:
 
 def _plane(axes: Any, layer: Data, part: str) -> None:
     points, centers = layer["tsne"][part]["points"], layer["tsne"][part]["centers"]
-    axes.scatter(*zip(*points, strict=True), s=3, color=COLOURS[part], alpha=0.45, linewidths=0)
+    # A thousand points as a picture inside the SVG: as shapes they would take a megabyte.
+    axes.scatter(*zip(*points, strict=True), s=3, color=COLOURS[part], alpha=0.45, linewidths=0, rasterized=True)
     axes.scatter(*zip(*(points[at] for at in centers), strict=True), s=34, color="#111111", marker="x", linewidths=1.4)
     axes.set(xticks=[], yticks=[])
     axes.set_title(f"{part}, layer {layer['layer']}, head {layer['tsne']['head']}", loc="left", fontsize=9)
