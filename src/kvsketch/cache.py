@@ -77,10 +77,11 @@ class CompressedCache(Cache):
             for i, layer in enumerate(native)
         ]
         super().__init__(layers=layers)
+        positions = rotary.positions(config, getattr(self.method, "positions", None))
         for rank, layer in enumerate(self.slot_layers):
             layer.table.rank, layer.table.compressed_layers = rank, len(self.slot_layers)
             layer.chunk = chunk if prefill == "stream" else None
-            layer.table.rotary = rotary.frequencies(config)
+            layer.table.rotary, layer.table.positions = rotary.frequencies(config), positions
         for before, after in itertools.pairwise(layers):
             # Layers that share keys ask the same table for different queries; there is no one query to learn from.
             if isinstance(before, SlotLayer) and isinstance(after, SlotLayer) and not shared:

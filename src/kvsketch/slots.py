@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.positions import Positions
 from kvsketch.slot_tensors import filled, gather_slots, grown, inserted, is_score, most_used, owned, removed
 from kvsketch.storage.host import HostStore
 
@@ -57,6 +58,7 @@ class SlotTable:
     rank: int = -1  # place of the layer among those the method compresses; -1: its place among all
     compressed_layers: int = 0  # how many those are; 0: all
     rotary: tuple[float, ...] = ()  # radians per position of channel pairs (i, i + half); empty: none known
+    positions: Positions = field(default_factory=Positions, repr=False, compare=False)  # shared by a cache's layers
     previous: SlotTable | None = field(default=None, repr=False, compare=False)  # that of the layer before
     row_logits: ops.RowLogits | None = field(default=None, repr=False, compare=False)  # during a step's compress only
     first_head: int = 0  # number of the first KV head in the whole model (`parallel`)
@@ -87,6 +89,10 @@ class SlotTable:
     def key_slots(self) -> Tensor:  # [B, H, S, D]
         assert self.keys is not None
         return self.keys[:, :, : self.length]
+
+    def read_keys(self, coming: int = 0) -> Tensor:  # [B, H, S, D]
+        """The keys as attention reads them (`positions`), beside `coming` new tokens that are not appended yet."""
+        return self.positions.keys_of(self, coming)
 
     def value_slots(self) -> Tensor:  # [B, H, S, Dv]
         assert self.values is not None
@@ -245,6 +251,7 @@ class SlotTable:
         """The host's part of a decode step that the device replayed from a graph."""
         self.seen += 1
         self.appended = self.new_tokens = 1
+        self.positions.note(self)
 
     # rows and roll back
 
@@ -292,5 +299,5 @@ class SlotTable:
 
     def cleared(self) -> SlotTable:
         """An empty table for the same layer."""
-        place = {name: getattr(self, name) for name in ("rank", "compressed_layers", "rotary")}
+        place = {name: getattr(self, name) for name in ("rank", "compressed_layers", "rotary", "positions")}
         return SlotTable(self.layer_idx, self.num_layers, self.seed, **place)

@@ -44,7 +44,7 @@ class LayerView:
     def of(cls, layer: SlotLayer) -> LayerView:
         """The table of a layer as it is."""
         table = layer.table
-        view = cls(layer, table.key_slots(), table.value_slots(), table.exact, table.seen)
+        view = cls(layer, table.read_keys(), table.value_slots(), table.exact, table.seen)
         if not table.exact:
             view.log_num, view.log_den = table.log_num, table.log_den
         return view
@@ -191,11 +191,11 @@ class ChunkView(LayerView):
             self.reading = Reading(self.keys, self.values, view=LayerView.of(layer))
         elif table.exact:
             hidden = self.prompt.hidden_from(0)
-            self.reading = Reading(table.key_slots(), table.value_slots(), None, hidden)
+            self.reading = Reading(table.read_keys(), table.value_slots(), None, hidden)
         else:
             assert table.keys is not None and table.values is not None
             num = table.log_den if table.log_num is None else table.log_num
-            past = ops.Past(table.keys, table.values, num, table.log_den)
+            past = ops.Past(table.read_keys(end - start), table.values, num, table.log_den)
             hidden = self.prompt.hidden_from(table.seen)
             self.reading = Reading(self.keys[:, :, start:end], self.values[:, :, start:end], past, hidden)
         return self._read(query[:, :, start:end], scale, mask, bias, start, end, options)

@@ -93,6 +93,12 @@ class BalanceKV(BudgetedMethod):
         self._require("rho", self.rho is None or self.rho >= 1, "none or a number of 1 or more")
 
     @property
+    def placeless(self) -> str:
+        if self.form == "block":
+            return ""
+        return f"for form={self.form} holds a token in several slots, whose weights estimate sums over the whole text"
+
+    @property
     def clip(self) -> float | None:
         return None if self.form == "block" or self.rho is None else math.log(self.rho)
 

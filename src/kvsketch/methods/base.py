@@ -22,6 +22,7 @@ from kvsketch import ops
 from kvsketch.budget import Size
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.ops.slot_update.reference import rank
+from kvsketch.positions import CACHE, POSITIONS, TEXT
 from kvsketch.slots import SlotTable
 
 
@@ -92,14 +93,25 @@ class Method:
 class BudgetedMethod(Method):
     """A method whose memory is bounded: `budget` tokens per KV head and layer, the sinks and the recent window
     included.
+
+    `positions`: a query finds a slot as far away as in the text, or as in the cache (`kvsketch.positions`).
     """
 
     budget: Size | int | str = 1024
     sinks: int = 4
     recent: Size | int | str = 64
     seed: int = 0
+    positions: str = TEXT
+
+    @property
+    def placeless(self) -> str:
+        """Why its slots have no places in the cache, so that positions=cache is refused; empty: they have."""
+        return ""
 
     def __post_init__(self) -> None:
+        self._require("positions", self.positions in POSITIONS, " or ".join(POSITIONS))
+        if self.positions == CACHE and self.placeless:
+            raise ValueError(f"{self.name}: positions=cache is refused, {self.placeless}; use positions=text")
         self._set("budget", Size.parse(self.budget, f"{self.name}: budget"))
         self._set("recent", Size.parse(self.recent, f"{self.name}: recent", smallest=0))
         self._require("sinks", isinstance(self.sinks, int) and self.sinks >= 0, "a whole number of tokens, 0 or more")

@@ -34,7 +34,7 @@ def add_attention(
             temperature=temperature, noise=noise, reduce=reduce, into=into, fade=fade,
         )  # fmt: skip
     return ops.attention_mass(
-        queries, table.key_slots(), table.scale,
+        queries, table.read_keys(), table.scale,
         seen=table.clock, index=table.index, padding=table.padding, temperature=temperature, noise=noise,
         row_lse=row_lse, reduce=reduce, into=into, fade=fade,
     )  # fmt: skip

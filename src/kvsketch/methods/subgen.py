@@ -74,6 +74,10 @@ class SubGen(BudgetedMethod):
             self._require_room(self.budget.tokens)
 
     @property
+    def placeless(self) -> str:
+        return "for it holds a token in several slots, whose weights estimate sums over the whole text"
+
+    @property
     def clip(self) -> float | None:
         return math.log(self.rho) if self.normalizer == "clipped" else None
 

@@ -27,6 +27,7 @@ from kvsketch.ops.reading import (
     chunk_attention,
     indexed_attention,
     mass_from_logits,
+    turn_keys,
     weighted_attention,
 )
 from kvsketch.ops.updating import balance_walk, fold_token, free_lowest, hot_rows, reservoir, write_token
@@ -56,6 +57,7 @@ __all__ = [
     "reservoir",
     "select_clusters",
     "select_pages",
+    "turn_keys",
     "uniform",
     "weighted_attention",
     "widen_pages",

@@ -20,6 +20,8 @@ from kvsketch.ops.dispatch import kernel_for
 from kvsketch.ops.indexed_attention import Arguments as IndexedArguments
 from kvsketch.ops.indexed_attention import Extra, Spans
 from kvsketch.ops.indexed_attention import reference as indexed_attention_reference
+from kvsketch.ops.turn_keys import check_arguments as check_turn_keys
+from kvsketch.ops.turn_keys import reference as turn_keys_reference
 from kvsketch.ops.weighted_attention import check_arguments
 from kvsketch.ops.weighted_attention.reference import weighted_attention as weighted_attention_reference
 
@@ -187,6 +189,19 @@ def chunk_attention(
     chosen = kernel if kernel is not None and kernel.supported(call) else chunk_attention_reference
     result = chosen.chunk_attention(call)
     return (result.out, (result.log_sum_num, result.log_sum_den)) if return_state else result.out
+
+
+def turn_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:
+    """Keys [B, H, S, D] turned by the tokens that are gone after each, so that rotary distances skip them.
+
+    index [B, H, S]: the tokens in the slots, each in one slot only; negative for empty slots, whose keys stay. seen
+    [1]: tokens seen. turns [half] int64: the angle of one position in channels c and c + half (`turn_keys.whole_turns`).
+    Computed in float32 and rounded once to the dtype of the keys; nothing is read back by the host.
+    """
+    check_turn_keys(keys, index, seen, turns)
+    kernel = kernel_for("turn_keys", keys.device)
+    chosen = kernel if kernel is not None and kernel.supported(keys) else turn_keys_reference
+    return chosen.turn_keys(keys, index, seen, turns)
 
 
 def attention_mass(

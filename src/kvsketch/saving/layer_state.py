@@ -28,7 +28,9 @@ ON_HOST = ("row_state.schedule", "row_state.host")
 # What a new layer brings along, and what lives only during a forward.
 NOT_STATE = ("table", "method", "model_name", "keys_are_shared", "before", "waiting", "refused")
 # Where a table belongs, and what it holds during a forward; the process group goes by another name in every run.
-PLACE = ("layer_idx", "num_layers", "rank", "compressed_layers", "head_group", "rotary", "previous", "row_logits")
+PLACE = (
+    "layer_idx", "num_layers", "rank", "compressed_layers", "head_group", "rotary", "positions", "previous", "row_logits",
+)  # fmt: skip
 
 
 def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""Keys of a bounded table turned by the tokens that are gone: rotary distances become distances in the cache.
+
+    gone_i = (tokens seen after i) - (tokens stored after i)
+    k_i'   = k_i turned by gone_i positions:    k[c] + i k[c + half]  times  exp(i gone_i angle_c),     c < half
+
+A rotary logit depends on the distance between query and key alone, so the newest token finds slot i' as many places
+away as there are stored tokens between. Channels from 2 half on are not rotary and stay. `reference.py` is the
+definition in torch, `kernel.py` the same in Triton; `kvsketch.ops.turn_keys` chooses.
+
+Angles come as whole numbers of 2^-40 turns. Products of whole numbers wrap around as angles do, so that a million
+positions are turned as exactly as one; a product of float32 numbers would be off by hundredths of a radian.
+
+Legend: B batch rows, H KV heads, S slots, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+TURN = 1 << 40  # one full turn
+
+
+@functools.lru_cache(maxsize=256)
+def whole_turns(angles: tuple[float, ...], device: torch.device) -> Tensor:  # [half] int64
+    """Radians per position as whole numbers of 1 / TURN turns, on the device; made once."""
+    return torch.tensor([round(angle / (2 * math.pi) * TURN) for angle in angles], dtype=torch.int64, device=device)
+
+
+def check_arguments(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> None:
+    """Raise ValueError when a shape or dtype does not fit the others."""
+    if keys.dim() != 4 or index.shape != keys.shape[:3] or index.is_floating_point():
+        raise ValueError(
+            f"index must hold a whole number for each slot of keys [B, H, S, D], got {index.dtype} "
+            f"{list(index.shape)} for {list(keys.shape)}."
+        )
+    if turns.dim() != 1 or turns.dtype != torch.int64 or 2 * turns.shape[0] > keys.shape[3]:
+        raise ValueError(
+            f"turns must be int64 [half] with half at most {keys.shape[3] // 2} for keys of size {keys.shape[3]}, "
+            f"got {turns.dtype} {list(turns.shape)}; see turn_keys.whole_turns."
+        )
+    if seen.numel() != 1 or seen.is_floating_point():
+        raise ValueError(f"seen must be one whole number, the tokens seen, got {seen.dtype} {list(seen.shape)}.")

@@ -1,0 +1,36 @@
+"""Turned keys in torch: the definition the kernel is tested against, and the path used on a CPU."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops.turn_keys import TURN
+
+
+def gone_after(index: Tensor, seen: Tensor) -> Tensor:  # [B, H, S] int64
+    """How many tokens that came after each slot's token are not stored; 0 for empty slots.
+
+    index [B, H, S]: the tokens in the slots, each in one slot; negative: empty. seen [1]: tokens seen.
+    """
+    index = index.long()
+    order = index.argsort(-1)
+    places = torch.arange(index.shape[-1], device=index.device)
+    rank = torch.empty_like(index).scatter_(2, order, places.expand_as(index))
+    stored_after = index.shape[-1] - 1 - rank
+    return torch.where(index >= 0, seen - 1 - index - stored_after, 0)
+
+
+def turn_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:  # [B, H, S, D]
+    """Keys [B, H, S, D] turned by the tokens gone after each, in float32 (float64 for float64) and rounded once."""
+    half = turns.shape[0]
+    phase = gone_after(index, seen).unsqueeze(-1) * turns
+    phase = ((phase + TURN // 2) & (TURN - 1)) - TURN // 2
+    exact = torch.promote_types(keys.dtype, torch.float32)
+    angle = phase.to(exact) * (2 * math.pi / TURN)
+    cos, sin = angle.cos(), angle.sin()
+    first, second = keys[..., :half].to(exact), keys[..., half : 2 * half].to(exact)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(keys.dtype)
+    return turned if 2 * half == keys.shape[3] else torch.cat([turned, keys[..., 2 * half :]], -1)
