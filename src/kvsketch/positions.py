@@ -55,20 +55,16 @@ class Positions:
         if self.warned or self.trained is None:
             return
         if not self.turned_by:
-            self._warn_beyond(table.seen + coming, f"tokens_seen={table.seen + coming:,}")
-            return
-        # A bounded table keeps one slot free for a single token to come.
-        held = table.length - (coming > 0 and not table.exact)
-        self._warn_beyond(held + coming, f"positions=cache: {held:,} slots and {coming:,} new tokens are read together,")
-
-    def _warn_beyond(self, reach: int, what: str) -> None:
-        assert self.trained is not None
-        if reach <= self.trained:
-            return
-        self.warned = True
-        warnings.warn(
-            f"{what} passes the {self.trained:,} positions that {self.model_name} was trained on; what it says from "
-            f"here on may be nonsense. {self.advice}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+            reach, what = table.seen + coming, f"tokens_seen={table.seen + coming:,} passes"
+        else:
+            # A bounded table keeps one slot free for a single token to come.
+            held = table.length - (coming > 0 and not table.exact)
+            reach = held + coming
+            what = f"positions=cache reads {held:,} slots and {coming:,} new tokens together, beyond"
+        if reach > self.trained:
+            self.warned = True
+            message = (
+                f"{what} the {self.trained:,} positions that {self.model_name} was trained on; what it says from here "
+                f"on may be nonsense. {self.advice}"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -195,7 +195,7 @@ def turn_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tenso
     """Keys [B, H, S, D] turned by the tokens that are gone after each, so that rotary distances skip them.
 
     index [B, H, S]: the tokens in the slots, each in one slot only; negative for empty slots, whose keys stay. seen
-    [1]: tokens seen. turns [half] int64: the angle of one position in channels c and c + half (`turn_keys.whole_turns`).
+    [1]: tokens seen. turns [half] int64: the angle of one position in channels c and c + half (`whole_turns`).
     Computed in float32 and rounded once to the dtype of the keys; nothing is read back by the host.
     """
     check_turn_keys(keys, index, seen, turns)

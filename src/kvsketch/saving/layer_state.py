@@ -29,7 +29,8 @@ ON_HOST = ("row_state.schedule", "row_state.host")
 NOT_STATE = ("table", "method", "model_name", "keys_are_shared", "before", "waiting", "refused")
 # Where a table belongs, and what it holds during a forward; the process group goes by another name in every run.
 PLACE = (
-    "layer_idx", "num_layers", "rank", "compressed_layers", "head_group", "rotary", "positions", "previous", "row_logits",
+    "layer_idx", "num_layers", "rank", "compressed_layers", "head_group", "rotary", "positions", "previous",
+    "row_logits",
 )  # fmt: skip
 
 
