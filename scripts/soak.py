@@ -1,4 +1,4 @@
-"""Endless generation: memory and time per token of every bounded method while a model generates without end.
+"""Long generation: memory and time per token of every bounded method while a model generates on and on.
 
     python scripts/soak.py --tokens 100000 --processes 3 --out results/soak.jsonl
 

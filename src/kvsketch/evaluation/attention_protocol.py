@@ -28,6 +28,7 @@ from kvsketch.cache import CompressedCache
 from kvsketch.methods import InfiniGen, Quest, parse_method
 from kvsketch.methods.base import Method
 from kvsketch.methods.recall import RecallingMethod
+from kvsketch.positions import TEXT
 from kvsketch.slots import SlotTable
 
 ORACLE = "oracle"
@@ -116,7 +117,10 @@ def configured(text: str, total: int, context: int, protocol: Protocol = PREFIX)
     name = text.partition(":")[0]
     # Tokens that no cluster holds yet are read beside the budget.
     budget = total - protocol.recent if name == "clusterkv" and total < context else total
-    return parse_method(f"{text}:{protocol.parts(name)}:budget={budget}")
+    method = parse_method(f"{text}:{protocol.parts(name)}:budget={budget}")
+    if getattr(method, "positions", TEXT) != TEXT:
+        raise ValueError(f"{text}: errors are against attention at the positions of the text; use positions=text")
+    return method
 
 
 @torch.no_grad()

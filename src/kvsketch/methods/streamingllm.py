@@ -16,8 +16,9 @@ class StreamingLLM(EvictingMethod):
     Kept positions: [0, sinks) and [n - (budget - sinks), n).
 
     Paper: Xiao et al., Efficient Streaming Language Models with Attention Sinks (arXiv 2309.17453).
-    Differs from the authors' code: keys keep the rotary positions they were computed with, as in all later comparisons;
-    the authors re-rotate them by their place in the cache.
+    Differs from the authors' code: by default keys keep the rotary positions they were computed with, as in all later
+    comparisons; `positions=cache` is theirs, keys rotated by their place in the cache, which a text longer than the
+    model's positions needs.
     """
 
     name: ClassVar[str] = "streamingllm"
