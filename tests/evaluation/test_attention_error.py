@@ -62,6 +62,12 @@ def test_a_part_is_read_and_the_error_is_not_zero(layers: dict[int, Captured], t
     assert outcome.tokens_read <= attention_error.reads(480 - QUERIES, 4)
 
 
+def test_positions_in_the_cache_are_refused(layers: dict[int, Captured]) -> None:
+    """Exact attention is at the positions of the text."""
+    with pytest.raises(ValueError, match="positions of the text; use positions=text"):
+        attention_error.measure("streamingllm:positions=cache", 4, layers[1], QUERIES)
+
+
 @pytest.mark.parametrize("text", [text for text in RECALL if text != "clusterkv"])
 def test_the_oracle_is_better_than_what_reads_as_many_tokens(layers: dict[int, Captured], text: str) -> None:
     for layer in layers.values():
