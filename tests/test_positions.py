@@ -454,7 +454,7 @@ def short(limit: int = 40, **changes: Any) -> Any:
     return zoo.build("llama", max_position_embeddings=limit, **changes)
 
 
-@pytest.mark.parametrize("text", ["streamingllm:budget=12", "full", "quest:budget=20"])
+@pytest.mark.parametrize("text", ["streamingllm:budget=12", "full", "quest:budget=20", "subgen:budget=20"])
 @torch.no_grad()
 def test_a_text_longer_than_the_models_positions_warns_once(text: str) -> None:
     model, ids = short(), zoo.tokens(1, 60)
@@ -466,6 +466,7 @@ def test_a_text_longer_than_the_models_positions_warns_once(text: str) -> None:
             model(ids[:, t : t + 1], past_key_values=cache)
     assert "tokens_seen=41 passes the 40 positions that llama was trained on" in messages[0]
     assert "positions=cache" in messages[0] and "longer context" in messages[0]
+    assert ("such as streamingllm" in messages[0]) == (not text.startswith("streamingllm"))
     with heard(0):
         cache.reset()
         by_steps(model, cache, ids, 30)

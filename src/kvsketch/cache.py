@@ -77,7 +77,8 @@ class CompressedCache(Cache):
             for i, layer in enumerate(native)
         ]
         super().__init__(layers=layers)
-        positions = rotary.positions(config, getattr(self.method, "positions", None))
+        choice = None if getattr(self.method, "placeless", "") else getattr(self.method, "positions", None)
+        positions = rotary.positions(config, choice)
         for rank, layer in enumerate(self.slot_layers):
             layer.table.rank, layer.table.compressed_layers = rank, len(self.slot_layers)
             layer.chunk = chunk if prefill == "stream" else None
