@@ -108,6 +108,38 @@ class CompressedCache(Cache):
             self.head_share.place(layer.table, key_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens, negative their number, as if they had never come.
+
+        Possible after `activate_past_recording()` for the tokens of the last forward, and without it while a method has
+        dropped, summarised or counted nothing of them; else RuntimeError, and nothing is changed.
+        """
+        count = -int(tokens_to_remove)
+        if count < 0:
+            raise ValueError(f"crop takes a negative number of tokens to remove, such as -{-count}, not {-count}")
+        if count > self.tokens_seen:
+            raise ValueError(f"crop({-count}) takes more than the {self.tokens_seen} tokens that the cache has seen")
+        layers: list[Any] = self.layers
+        for number, layer in enumerate(layers if count else ()):
+            reason = layer.refuses_crop(count) if isinstance(layer, SlotLayer) else _native_refuses(layer, count)
+            if reason:
+                raise RuntimeError(
+                    f"the cache cannot forget its last {count} tokens: layer {number}, {reason}. Call "
+                    "cache.activate_past_recording() before the forward that may be taken back and crop right after "
+                    "it, or go back to a copy.deepcopy(cache) made before"
+                )
+        for layer in layers:
+            if count or isinstance(layer, SlotLayer) or getattr(layer, "record_past", False):
+                layer.crop(-count)
+
+    def end_recording(self) -> None:
+        """Compresses what could still be rolled back; from here on a forward is compressed at once."""
+        layers: list[Any] = self.layers
+        for layer in layers:
+            if getattr(layer, "record_past", False):
+                layer.settle() if isinstance(layer, SlotLayer) else layer.crop(0)
+                layer.record_past = False
+
     @property
     def tokens_seen(self) -> int:
         """Tokens the model has read into this cache."""
@@ -146,6 +178,20 @@ class CompressedCache(Cache):
     def __repr__(self) -> str:
         counts = f"tokens_seen={self.tokens_seen}, tokens_stored={self.tokens_stored}"
         return f"CompressedCache({self.model_name}, '{self.method}', {counts})"
+
+
+def _native_refuses(layer: Any, count: int) -> str:
+    """Why a layer of transformers' own cannot forget its last `count` tokens; empty: it can."""
+    if not getattr(layer, "is_croppable", True) or (hasattr(layer, "conv_states") and not layer.record_past):
+        return f"{type(layer).__name__} keeps no past states"
+    window = getattr(layer, "sliding_window", None)
+    if (
+        window is None
+        or layer.keys is None
+        or layer.keys.shape[-2] - count >= min(layer.get_seq_length() - count, window - 1)
+    ):
+        return ""
+    return f"a sliding window of {window} has dropped what lies before them"
 
 
 def _layer_tensors(layer: Any) -> list[Tensor]:

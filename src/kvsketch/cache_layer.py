@@ -26,6 +26,13 @@ HIDES_INSIDE = (
     "the whole text only, feed rows one at a time, or use DynamicCache; call cache.reset() to use this cache again"
 )
 
+# What is known of forwards that may be rolled back. transformers turns recording on before assisted decoding, calls
+# `crop` after each of its forwards, and never says that it is over.
+OFF = "off"  # a forward is compressed at once
+ON = "on"  # it waits for `crop` or the next forward; several tokens are a prompt, maybe with drafts behind it
+DRAFTS = "drafts"  # a forward was cropped: several tokens are a draft if they are cropped too, else a prompt
+OVER = "over"  # and one later was not: as before, but a single token is compressed at once
+
 
 class SlotLayer(CacheLayerMixin):
     """One full-attention layer of a compressed cache: a slot table and the method that rewrites it."""
@@ -33,7 +40,6 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     is_croppable = True
-    record_past = False
 
     def __init__(self, table: SlotTable, method: Method, model_name: str, keys_are_shared: bool = False) -> None:
         self.table = table
@@ -48,6 +54,8 @@ class SlotLayer(CacheLayerMixin):
         self.waiting: LayerView | None = None  # handed out, not yet attended
         self.refused = ""  # why the last forward was broken off
         self.pending: Tensor | None = None  # queries of a forward that may still be rolled back
+        self.recording = OFF
+        self.seen_before = self.prompt_before = 0  # what the table counted before the last forward
         super().__init__()
 
     # what transformers asks, in logical coordinates
@@ -90,7 +98,10 @@ class SlotLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.require_claimed()
         self.is_initialized = True
+        if self.pending is not None and self.recording == DRAFTS:
+            self.recording = OVER
         self.settle()
+        self.seen_before, self.prompt_before = self.table.seen, self.table.prompt_tokens
         self.table.previous = None if self.before is None else self.before.table
         view = self._in_chunks(key_states, value_states) or self._at_once(key_states, value_states)
         self.waiting = view
@@ -98,7 +109,7 @@ class SlotLayer(CacheLayerMixin):
         return view.keys, view.values
 
     def _at_once(self, keys: Tensor, values: Tensor) -> LayerView:
-        self.table.append(keys, values, draft=self.record_past)
+        self.table.append(keys, values)
         view = LayerView.of(self)
         return view.kept() if self.keys_are_shared else view
 
@@ -120,7 +131,7 @@ class SlotLayer(CacheLayerMixin):
         self.waiting = None
         self.table.scale = scale
         self.pending = query
-        if not self.record_past:
+        if self.recording == OFF or (self.recording == OVER and self.table.appended == 1):
             self.settle(row_logits)
 
     def settle(self, row_logits: ops.RowLogits | None = None) -> None:
@@ -202,21 +213,64 @@ class SlotLayer(CacheLayerMixin):
 
     # roll back, rows
 
+    @property
+    def record_past(self) -> bool:
+        """Whether a forward may be rolled back; transformers sets it, and after assisted decoding leaves it set."""
+        return self.recording != OFF
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.recording = ON if value else OFF
+
+    @property
+    def has_drafted(self) -> bool:
+        """Whether recording is on since a forward that was cropped: assisted decoding may have left it on."""
+        return self.recording in (DRAFTS, OVER)
+
     def activate_past_recording(self) -> None:
         self.record_past = True
 
+    def refuses_crop(self, count: int) -> str:
+        """Why the last `count` tokens cannot be forgotten as if they had never come; empty: they can."""
+        left = self.table.seen - count
+        if left == 0 or self._is_draft(count) or self.method.can_forget(self.table, left):
+            return ""
+        return f"{self.method.name} has compressed them already"
+
+    def _is_draft(self, count: int) -> bool:
+        """Whether the last `count` tokens are still as they came."""
+        return self.pending is not None and count <= self.table.new_tokens
+
     def crop(self, tokens_to_remove: int) -> None:
-        count = int(tokens_to_remove)
-        if count > 0:
-            raise ValueError(f"crop takes a negative number of tokens to remove, not {count}")
-        self.table.drop_newest(-count)
+        """Forgets the newest tokens, negative their number, where `refuses_crop` allows it."""
+        count = -int(tokens_to_remove)
+        if count > 0 and count == self.table.seen:
+            self.table, self.pending = self.table.cleared(), None
+        elif count > 0 or self.pending is not None:
+            self.table.prompt_tokens = self._prompt_without(count)
+            if self._is_draft(count):
+                self.table.drop_newest(count)
+            else:
+                self.pending = None
+                self.method.forget(self.table, count)
+        if self.record_past:
+            self.recording = DRAFTS
         self.settle()
+
+    def _prompt_without(self, count: int) -> int:
+        """The whole that a share refers to once the last `count` tokens are gone."""
+        table, left = self.table, self.table.seen - count
+        if table.appended == 1 or left < self.seen_before:
+            return min(table.prompt_tokens, left)
+        several = left - self.seen_before > 1 and not self.has_drafted
+        return left if several or self.prompt_before == 0 else self.prompt_before
 
     def reset(self) -> None:
         self.table = self.table.cleared()
         self.waiting = self.pending = self.prompt = None
         self.refused = ""
         self.record_past = self.is_initialized = False
+        self.seen_before = self.prompt_before = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_rows(beam_idx)

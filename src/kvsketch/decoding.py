@@ -103,6 +103,7 @@ def _captured_loop(
             generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
         )  # fmt: skip
     cache = model_kwargs["past_key_values"]
+    cache.end_recording()
     eos, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
     sampler = Sampler(logits_processor, input_ids, stopping_criteria.max_length, eos, pad, generation_config.do_sample)
     logits = prefill_to_generate(model, input_ids, generation_config, model_kwargs)

@@ -143,8 +143,8 @@ class SlotTable:
 
     # append
 
-    def append(self, keys: Tensor, values: Tensor, draft: bool = False, whole: int | None = None) -> None:
-        """Takes the keys and values of new tokens, [B, H, n, D]; a draft may be rolled back and is no prompt.
+    def append(self, keys: Tensor, values: Tensor, whole: int | None = None) -> None:
+        """Takes the keys and values of new tokens, [B, H, n, D].
 
         `whole`: tokens seen once the prompt is complete of which these are a part.
         """
@@ -156,7 +156,7 @@ class SlotTable:
         else:
             self._append_open(keys, values)
         self.seen += self.new_tokens
-        if (self.new_tokens > 1 and not draft) or self.prompt_tokens == 0:
+        if self.new_tokens > 1 or self.prompt_tokens == 0:
             self.prompt_tokens = self.seen if whole is None else whole
 
     def _append_exact(self, keys: Tensor, values: Tensor) -> None:
@@ -267,13 +267,9 @@ class SlotTable:
 
     def drop_newest(self, count: int) -> None:
         """Forgets the last `count` tokens of the current forward, before they were compressed."""
+        assert self.exact or count <= self.new_tokens
         if count == 0:
             return
-        if count > self.new_tokens and not self.exact:
-            raise ValueError(
-                f"cannot roll back {count} tokens: only the {self.new_tokens} tokens of the last "
-                f"forward are still whole"
-            )
         if self.exact:
             self.length -= count
             self.slot_state = {n: s[:, :, : self.length] for n, s in self.slot_state.items()}
@@ -282,10 +278,26 @@ class SlotTable:
             self.free(self.next_slot)
         else:
             self._drop_open(count)
+        self._count_dropped(count)
+
+    def drop_in_order(self, count: int) -> None:
+        """Forgets the last `count` tokens of a table that holds every token in the slot of its number."""
+        if self.exact:
+            self.drop_newest(count)
+            return
+        assert self.index is not None and self.log_den is not None and self.next_slot is not None
+        left = self.seen - count
+        self.index[:, :, left:], self.log_den[:, :, left:] = -1, NEG_INF
+        self.next_slot.fill_(left)
+        self._count_dropped(count)
+
+    def _count_dropped(self, count: int) -> None:
         self.seen -= count
         self.new_tokens = max(self.new_tokens - count, 0)
         if self.clock is not None:
             self.clock -= count
+        if self.padding is not None:
+            self.padding = self.padding.clamp_max(self.seen)
 
     def _drop_open(self, count: int) -> None:
         assert self.values is not None

@@ -41,6 +41,8 @@ def prefill(
     the prompt in one forward. `progress` shows a bar; `after_chunk` is called with the number of tokens read so far.
     """
     _require(input_ids, cache)
+    if cache.slot_layers[0].has_drafted:
+        cache.end_recording()
     padding = _left_padding(input_ids, cache, attention_mask)
     seen, new = cache.tokens_seen, input_ids.shape[1]
     feed = _Feed(model, cache, padding)

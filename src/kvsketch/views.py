@@ -239,7 +239,7 @@ class ChunkView(LayerView):
         assert self.prompt is not None
         table = self.layer.table
         whole = self.prompt.end if self.layer.chunk is not None else None
-        table.append(self.keys[:, :, start:end], self.values[:, :, start:end], self.layer.record_past, whole)
+        table.append(self.keys[:, :, start:end], self.values[:, :, start:end], whole)
         table.padding = self.prompt.padding_at(table.seen)
         self.taken = end
 

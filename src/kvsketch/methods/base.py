@@ -73,6 +73,14 @@ class Method:
         """
         return None
 
+    def can_forget(self, table: SlotTable, left: int) -> bool:
+        """Whether all but the first `left` tokens, compressed already, can go as if they had never come."""
+        return table.exact and not table.slot_state
+
+    def forget(self, table: SlotTable, count: int) -> None:
+        """Drops the last `count` tokens; called only where `can_forget`."""
+        table.drop_in_order(count)
+
     def budget_tokens(self, table: SlotTable) -> int | None:
         """Slots the layer may hold for its longest row, None without limit."""
         return None

@@ -74,6 +74,10 @@ class ClusterKV(RecallingMethod):
             clusters.forget(table)
         super().prepare(table, keys, values)
 
+    def can_forget(self, table: SlotTable, left: int) -> bool:
+        # A cluster is not known without the tokens it was made of; those behind the last one are in none.
+        return super().can_forget(table, left) and left >= table.marks.get(TAIL, 0)
+
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         super().compress(table, queries)
         if self.is_indexed(table) and (table.new_tokens > 1 or table.marks[TAIL] == table.seen):

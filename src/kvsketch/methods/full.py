@@ -23,6 +23,9 @@ class Full(Method):
     def bound(self, table: SlotTable, max_length: int) -> None:
         table.bound(max_length)
 
+    def can_forget(self, table: SlotTable, left: int) -> bool:
+        return True
+
     def maintenance_due(self, table: SlotTable) -> bool:
         return not table.exact and table.seen + 1 >= table.length
 

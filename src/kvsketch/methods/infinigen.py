@@ -71,6 +71,15 @@ class InfiniGen(RecallingMethod):
         begins = self.selects(table) and not self.is_indexed(table) and table.seen + 1 >= self.budget_tokens(table)
         return outgrown or begins or super().maintenance_due(table)
 
+    def can_forget(self, table: SlotTable, left: int) -> bool:
+        # The directions were learned from the queries of a prompt.
+        return super().can_forget(table, left) and (not self.selects(table) or left >= table.prompt_tokens)
+
+    def forget(self, table: SlotTable, count: int) -> None:
+        super().forget(table, count)
+        if table.seen < self.budget_tokens(table):
+            table.row_state.pop(PARTIAL, None)
+
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         # Before the budget is reached: a row then learns the same alone and beside longer ones.
         if self.selects(table) and SKEW not in table.row_state:

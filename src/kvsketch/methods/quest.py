@@ -55,6 +55,14 @@ class Quest(RecallingMethod):
         outgrown = self.is_indexed(table) and self._pages(table.seen + 1) > table.row_state[PAGE_MIN].shape[2]
         return outgrown or super().maintenance_due(table)
 
+    def forget(self, table: SlotTable, count: int) -> None:
+        super().forget(table, count)
+        # A bound does not say which token set it.
+        for name in (PAGE_MIN, PAGE_MAX):
+            table.row_state.pop(name, None)
+        if self.selects(table):
+            self.index(table)
+
     def index(self, table: SlotTable) -> None:
         """Keeps the bounds of each page up to date; a page starts at a multiple of `page` real tokens."""
         if not self.is_indexed(table) and table.seen <= self.budget_tokens(table):

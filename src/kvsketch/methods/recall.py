@@ -126,6 +126,14 @@ class RecallingMethod(Method, ABC):
         moves_out = self.offload == "host" and self.selects(table)
         table.bound(min(max_length, self.budget_tokens(table) + 1) if moves_out else max_length)
 
+    def can_forget(self, table: SlotTable, left: int) -> bool:
+        return not offloaded.is_offloaded(table)
+
+    def forget(self, table: SlotTable, count: int) -> None:
+        super().forget(table, count)
+        if BUDGETS in table.row_state:
+            self._note_row_budgets(table)
+
     def maintenance_due(self, table: SlotTable) -> bool:
         if offloaded.is_offloaded(table):
             assert table.host is not None
