@@ -123,6 +123,14 @@ def _other_norm(layer: Any) -> None:
     layer.post_attention_layernorm = torch.nn.RMSNorm(size, device=DEVICE, dtype=torch.bfloat16)
 
 
+def _other_activation(layer: Any) -> None:
+    layer.mlp.act_fn = torch.nn.GELU()
+
+
+def _hook_on_the_activation(layer: Any) -> None:
+    layer.mlp.act_fn.register_forward_hook(lambda _module, _inputs, output: -output)
+
+
 def _wrap_attention(layer: Any) -> None:
     layer.self_attn = Wrapped(layer.self_attn)
 
@@ -133,6 +141,7 @@ def _own_layer(layer: Any) -> None:
 
 CHANGES = [
     _double_down, _double_mlp, _double_values, _turn_attention, _replace_mlp, _other_norm, _wrap_attention, _own_layer,
+    _other_activation, _hook_on_the_activation,
 ]  # fmt: skip
 
 
@@ -148,6 +157,14 @@ def test_what_a_user_changes_in_a_layer_counts(change: Callable[[Any], None], ca
             ours = model(token).logits.float()
     rounding = 0.02 * plain.norm()
     assert (ours - plain).norm() < 0.2 * (before - plain).norm() + rounding
+
+
+def test_the_silu_of_torch_is_fused_too(calls: list[str]) -> None:
+    model, token = zoo.build("llama").to(DEVICE), zoo.tokens(2, 1).to(DEVICE)
+    model.model.layers[0].mlp.act_fn = torch.nn.SiLU()
+    with torch.no_grad(), fusion.fused(model):
+        model(token)
+    assert calls.count("gated_silu") == 2
 
 
 def test_layers_can_still_be_called_by_keyword(calls: list[str]) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvsketch.cache import CompressedCache
     from kvsketch.decoding import generate
     from kvsketch.methods import METHODS, parse_method
+    from kvsketch.patches import uninstall
     from kvsketch.sessions import use
     from kvsketch.streaming import prefill
 
@@ -28,6 +29,7 @@ __all__ = [
     "parse_method",
     "prefill",
     "texts",
+    "uninstall",
     "use",
 ]
 
@@ -41,6 +43,7 @@ _MODULE_OF = {
     "parse_method": "kvsketch.methods",
     "prefill": "kvsketch.streaming",
     "texts": "kvsketch.texts",
+    "uninstall": "kvsketch.patches",
     "use": "kvsketch.sessions",
 }
 

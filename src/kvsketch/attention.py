@@ -13,7 +13,6 @@ and prompts that are read as a stream, attend chunk by chunk (views.py).
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
 from kvsketch import masks, ops
+from kvsketch.patches import Patch
 
 if TYPE_CHECKING:
     from kvsketch.views import LayerView
@@ -31,31 +31,23 @@ TAG = "_kvsketch_view"
 READS_EVERYTHING = (
     "the attention of {model} reads every token, which offload=host keeps in host memory; use offload=none"
 )
-_lock = threading.Lock()
-_original: Callable[..., Any] | None = None
 
 
 def install() -> None:
     """Wraps `AttentionInterface.get_interface`; does nothing the second time."""
-    global _original
-    with _lock:
-        if _original is not None:
-            return
-        original = _original = AttentionInterface.get_interface
-
-        def get_interface(self: AttentionInterface, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-            return _dispatch(original(self, *args, **kwargs))
-
-        setattr(AttentionInterface, "get_interface", get_interface)  # noqa: B010
+    _INTERFACE.install()
 
 
 def uninstall() -> None:
     """Puts `AttentionInterface.get_interface` back; compressed caches then no longer work until `install`."""
-    global _original
-    with _lock:
-        if _original is not None:
-            setattr(AttentionInterface, "get_interface", _original)  # noqa: B010
-            _original = None
+    _INTERFACE.remove()
+
+
+def _get_interface(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    return _dispatch(original(*args, **kwargs))
+
+
+_INTERFACE = Patch(AttentionInterface, "get_interface", _get_interface)
 
 
 def _dispatch(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,13 +1,12 @@
 """Adapters for the model families that bypass transformers' AttentionInterface, or that drop a user's cache.
 
-Each adapter wraps one method of one class the first time a compressed cache is made for that family; with any other
-cache the original runs untouched. A family with neither the interface nor an adapter is refused with its name when
-its keys go unread.
+Each adapter wraps one method of one class when a compressed cache is made for that family; with any other cache the
+original runs untouched, and `kvsketch.uninstall` takes the wrapper out. A family with neither the interface nor an
+adapter is refused with its name when its keys go unread.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +16,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvsketch import attention
+from kvsketch.patches import Patch
 
-_installed: set[str] = set()
+_patches: dict[str, Patch] = {}  # family -> its adapter, once it was needed
 
 
 class UnsupportedModelError(ValueError):
@@ -27,21 +27,14 @@ class UnsupportedModelError(ValueError):
 
 def adapt(config: PretrainedConfig) -> None:
     """Installs the adapter that the family of `config` needs, if any."""
-    model_type = str(getattr(config, "model_type", ""))
-    if model_type in ADAPTED and model_type not in _installed:
-        _installed.add(model_type)
-        module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-        ADAPTED[model_type](module)
-
-
-def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(original, self, *args, **kwargs)
-
-    setattr(owner, name, wrapped)
+    family = str(getattr(config, "model_type", ""))
+    if family not in ADAPTED:
+        return
+    if family not in _patches:
+        owner, name, around = ADAPTED[family]
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        _patches.setdefault(family, Patch(getattr(module, owner), name, around))
+    _patches[family].install()
 
 
 def _attend_with_float_mask(
@@ -61,18 +54,6 @@ def _attend_with_float_mask(
         output, weights = attention.attend(view, query.to(value.dtype), scale, attention_mask), None
     view.finish(self, query.to(value.dtype), scale, attention_mask)
     return output, weights
-
-
-def _adapt_gptj(module: Any) -> None:
-    _wrap(module.GPTJAttention, "_attn", _attend_with_float_mask)
-
-
-def _adapt_codegen(module: Any) -> None:
-    _wrap(module.CodeGenAttention, "_attn", _attend_with_float_mask)
-
-
-def _adapt_mpt(module: Any) -> None:
-    _wrap(module.MptAttention, "forward", _mpt_forward)
 
 
 def _mpt_forward(
@@ -117,10 +98,6 @@ def _eager_with_bias(
     return weights @ value, weights
 
 
-def _adapt_phi3(module: Any) -> None:
-    _wrap(module.Phi3ForCausalLM, "prepare_inputs_for_generation", _keep_cache_at_rope_switch)
-
-
 def _keep_cache_at_rope_switch(
     original: Callable[..., Any], self: Any, input_ids: Tensor, past_key_values: Any = None, **kwargs: Any
 ) -> dict[str, Any]:
@@ -132,9 +109,10 @@ def _keep_cache_at_rope_switch(
     return inputs
 
 
-ADAPTED: dict[str, Callable[[Any], None]] = {
-    "codegen": _adapt_codegen,
-    "gptj": _adapt_gptj,
-    "mpt": _adapt_mpt,
-    "phi3": _adapt_phi3,
+# family -> class, method, and what runs around it
+ADAPTED: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "codegen": ("CodeGenAttention", "_attn", _attend_with_float_mask),
+    "gptj": ("GPTJAttention", "_attn", _attend_with_float_mask),
+    "mpt": ("MptAttention", "forward", _mpt_forward),
+    "phi3": ("Phi3ForCausalLM", "prepare_inputs_for_generation", _keep_cache_at_rope_switch),
 }

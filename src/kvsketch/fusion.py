@@ -1,8 +1,9 @@
 """Fewer and faster launches per decode step: Llama-like decoder layers through the kernels of `ops.decoder_layer` and
 `ops.thin_linear`.
 
-`fused(model)` is a context: inside it, and in this thread alone, single-token forwards of the model use the kernels.
-Only modules whose code is known to be the plain formula are replaced; everything else runs as it is.
+The third seam into transformers. `fused(model)` is a context: inside it, and in this thread alone, single-token
+forwards of the model use the kernels. The classes of its family are wrapped while such a context is open, and not a
+moment longer. Only modules whose code is known to be the plain formula are replaced; all others run as they are.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from transformers.activations import ACT2FN
 
 from kvsketch import ops
+from kvsketch.patches import Patch
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _local = threading.local()
-_patched: set[str] = set()
+_patches: dict[str, list[Patch]] = {}  # family -> what is wrapped for it
 
 
 def can_fuse(model: Any) -> bool:
@@ -38,13 +42,17 @@ def fused(model: Any) -> Iterator[None]:
     if not can_fuse(model):
         yield
         return
-    _patch(str(model.config.model_type))
-    _local.products = Products()
+    patches = _patches_of(str(model.config.model_type))
+    for patch in patches:
+        patch.hold()
+    before, _local.products = _active(), Products()
     try:
         with _local.products:
             yield
     finally:
-        _local.products = None
+        _local.products = before
+        for patch in patches:
+            patch.release()
 
 
 class Products(TorchFunctionMode):
@@ -84,38 +92,35 @@ def _thin_kernel(x: Tensor, *weights: Tensor) -> Any:
     return kernel if kernel is not None and kernel.serves(x, *weights) else None
 
 
-def _patch(family: str) -> None:
-    """Wraps the family's layer, norm, MLP and rotary function once; outside `fused` they run their own code."""
-    if family in _patched:
-        return
-    _patched.add(family)
-    modeling: Any = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    for owner in vars(modeling).values():
-        if isinstance(owner, type) and issubclass(owner, nn.Module) and owner.__module__ == modeling.__name__:
-            for ending, replacement in (("RMSNorm", _norm), ("MLP", _mlp), ("DecoderLayer", _layer)):
-                if owner.__name__.endswith(ending):
-                    _wrap_forward(owner, replacement)
-    original = getattr(modeling, "apply_rotary_pos_emb", None)
-    if original is not None:
-        modeling.apply_rotary_pos_emb = _rotary(original)
+def _patches_of(family: str) -> list[Patch]:
+    """Wrappers for the family's layer, norm, MLP and rotary function."""
+    if family not in _patches:
+        modeling: Any = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        found = [
+            Patch(owner, "forward", functools.partial(_forward, replacement))
+            for owner in vars(modeling).values()
+            if isinstance(owner, type) and issubclass(owner, nn.Module) and owner.__module__ == modeling.__name__
+            for ending, replacement in (("RMSNorm", _norm), ("MLP", _mlp), ("DecoderLayer", _layer))
+            if owner.__name__.endswith(ending)
+        ]
+        if hasattr(modeling, "apply_rotary_pos_emb"):
+            found.append(Patch(modeling, "apply_rotary_pos_emb", _rotary))
+        _patches.setdefault(family, found)
+    return _patches[family]
 
 
 def _active() -> Products | None:
     return getattr(_local, "products", None)
 
 
-def _wrap_forward(owner: type, replacement: Callable[..., Tensor | None]) -> None:
-    original = getattr(owner, "forward")  # noqa: B009
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _active() is not None and len(args) == 1:
-            result = replacement(self, *args, **kwargs)
-            if result is not None:
-                return result
-        return original(self, *args, **kwargs)
-
-    setattr(owner, "forward", forward)  # noqa: B010
+def _forward(
+    replacement: Callable[..., Tensor | None], original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if _active() is not None and len(args) == 1:
+        result = replacement(self, *args, **kwargs)
+        if result is not None:
+            return result
+    return original(self, *args, **kwargs)
 
 
 def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
@@ -165,7 +170,7 @@ def _plain_linears(layers: Sequence[Any]) -> bool:
 
 def _mlp(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
     kernel = ops.kernel_for("decoder_layer", x.device)
-    gated = hasattr(self, "gate_proj") and getattr(self.config, "hidden_act", None) == "silu"
+    gated = hasattr(self, "gate_proj") and _is_silu(getattr(self, "act_fn", None))
     if kernel is None or x.shape[-2] != 1 or not gated:
         return None
     gate, up, down = self.gate_proj, self.up_proj, self.down_proj
@@ -178,12 +183,16 @@ def _mlp(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
     return residual + down(hidden) if thin is None else thin.linear_onto(residual, hidden, down.weight, down.bias)
 
 
-def _rotary(original: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        kernel = ops.kernel_for("decoder_layer", q.device) if _active() is not None else None
-        whole = cos.shape[-1] == q.shape[-1] and cos.dtype == q.dtype
-        if kernel is None or args or kwargs or q.shape[2] != 1 or not whole:
-            return original(q, k, cos, sin, *args, **kwargs)
-        return kernel.rotate_both(q, k, cos, sin)
+def _is_silu(activation: Any) -> bool:
+    """Whether the activation of an MLP is the plain SiLU; what its config says may not be what it holds."""
+    return type(activation) in SILU and _untouched([activation])
 
-    return apply
+
+def _rotary(
+    original: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    kernel = ops.kernel_for("decoder_layer", q.device) if _active() is not None else None
+    whole = cos.shape[-1] == q.shape[-1] and cos.dtype == q.dtype
+    if kernel is None or args or kwargs or q.shape[2] != 1 or not whole:
+        return original(q, k, cos, sin, *args, **kwargs)
+    return kernel.rotate_both(q, k, cos, sin)
