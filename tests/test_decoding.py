@@ -4,6 +4,9 @@ replayed.
 
 from __future__ import annotations
 
+import functools
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -229,3 +232,88 @@ def test_a_decode_step_never_waits_for_the_device(method: str) -> None:
                 step.token.tolist()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nobody_else_is_at_work_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that meets another thread's prompt or step is lost."""
+    model, started = zoo.build("llama").to(DEVICE), threading.Barrier(3)
+    record, forward = decoding.Step._record, type(model).forward
+    recording: list[int] = []
+    met: list[set[int]] = []
+
+    def slow_record(step: decoding.Step) -> Any:
+        recording.append(threading.get_ident())
+        time.sleep(0.05)
+        graph = record(step)
+        recording.remove(threading.get_ident())
+        return graph
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        met.append({*recording} - {threading.get_ident()})
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(decoding.Step, "_record", slow_record)
+    monkeypatch.setattr(type(model), "forward", functools.wraps(forward)(watched))
+    texts: dict[int, list[list[int]]] = {}
+
+    def work(seed: int) -> None:
+        cache = CompressedCache(model, "streamingllm:budget=12")
+        started.wait()
+        ids = zoo.tokens(1, 30, seed=seed).to(DEVICE)
+        texts[seed] = kvsketch.generate(model, ids, cache, max_new_tokens=6, do_sample=False).tolist()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(met) >= 18 and not any(met)
+    for seed, text in texts.items():
+        cache, ids = CompressedCache(model, "streamingllm:budget=12"), zoo.tokens(1, 30, seed=seed).to(DEVICE)
+        assert text == model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("fused", [False, True])
+def test_threads_capture_beside_each_other_and_beside_plain_work(fused: bool) -> None:
+    """Three threads capture again and again; a fourth allocates, launches and waits for its stream all the time."""
+    model = zoo.build("llama").to(DEVICE)
+    options: dict[str, Any] = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    methods = ["h2o:budget=16:recent=4", "clusterkv:budget=16:sinks=2:skip_layers=0", "streamingllm:budget=16"]
+    prompts = [zoo.tokens(2, 50, seed=seed).to(DEVICE) for seed in range(len(methods))]
+
+    def text(number: int) -> list[list[int]]:
+        cache = CompressedCache(model, methods[number])
+        return kvsketch.generate(model, prompts[number], cache, fused=fused, **options).tolist()
+
+    alone = [text(number) for number in range(len(methods))]
+    plain = model.generate(prompts[0], **options).tolist()
+    found: dict[int, list[Any]] = {number: [] for number in range(len(methods))}
+    beside: list[Any] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def captures(number: int) -> None:
+        try:
+            found[number] = [text(number) for _ in range(5)]
+        except BaseException as error:
+            errors.append(error)
+
+    def works_beside() -> None:
+        size = 0
+        try:
+            while not done.is_set():
+                size = size % 64 + 1
+                torch.ones(size << 20, device=DEVICE).sum().item()
+                beside.append(model.generate(prompts[0], **options).tolist())
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=captures, args=(number,)) for number in found]
+    other = threading.Thread(target=works_beside)
+    [thread.start() for thread in (*threads, other)]
+    [thread.join() for thread in threads]
+    done.set()
+    other.join()
+    assert not errors, errors
+    assert found == {number: [alone[number]] * 5 for number in found}
+    assert beside and all(text == plain for text in beside)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +30,7 @@ from kvsketch.sampling import Sampler, unsupported
 from kvsketch.streaming import prefill_to_generate
 
 WARM_UP_STEPS = 2
+_turns: dict[torch.device, threading.RLock] = {}
 
 
 def generate(model: Any, inputs: Any, cache: CompressedCache, *, fused: bool = True, **options: Any) -> Any:
@@ -106,17 +108,35 @@ def _captured_loop(
     cache.end_recording()
     eos, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
     sampler = Sampler(logits_processor, input_ids, stopping_criteria.max_length, eos, pad, generation_config.do_sample)
-    logits = prefill_to_generate(model, input_ids, generation_config, model_kwargs)
-    sampler.before_step()
-    token = sampler.choose(logits)
+    turn = _turn(model.device)
+    with turn:
+        logits = prefill_to_generate(model, input_ids, generation_config, model_kwargs)
+        sampler.before_step()
+        token = sampler.choose(logits)
+        step = Step(model, cache, sampler, token, stopping_criteria.max_length, fused)
     _stream(streamer, token)
-    step = Step(model, cache, sampler, token, stopping_criteria.max_length, fused)
     while sampler.length < stopping_criteria.max_length and not sampler.finished():
-        step.run()
+        with turn:
+            step.run()
         _stream(streamer, step.token)
     if streamer is not None:
         streamer.end()
     return sampler.tokens()
+
+
+def _turn(device: torch.device) -> threading.RLock:
+    """Held by the thread whose prompt or step is at work on the device.
+
+    Threads share the device's stream, so little would run at the same time anyway. A step that is recorded next to
+    another thread's prompt is spoilt when that one waits for the whole device, whatever the capture mode.
+    """
+    return _turns.setdefault(device, threading.RLock())
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """torch's own is one for all devices, and open to everybody."""
+    return torch.cuda.Stream(device)
 
 
 def _masked(mask: Any) -> list[str]:
@@ -264,7 +284,9 @@ class Step:
         counters = [(layer.table.seen, layer.table.new_tokens) for layer in self.layers]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph), self._aside():
+        # Threads outside kvsketch may allocate and launch meanwhile.
+        stream = _capture_stream(self.token.device)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), self._aside():
             self._forward(bounded=True)
         for layer, (seen, new_tokens) in zip(self.layers, counters, strict=True):
             layer.table.seen, layer.table.new_tokens = seen, new_tokens
