@@ -9,7 +9,7 @@ from scipy import stats
 from torch import Tensor
 
 from kvsketch.methods.subgen_sketch import Sketch, Tokens, fold
-from kvsketch.ops.fold_token.reference import denominator_weights, numerator_shares, numerator_weights
+from kvsketch.ops.fold_token.reference import denominator_weights, norms, numerator_shares, numerator_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SCALE = 0.5
@@ -31,9 +31,16 @@ def part(tokens: Tokens, start: int, end: int) -> Tokens:
 
 
 def run(
-    tokens: Tokens, s: int, t: int, delta: float, policy: str = "grow", clusters: int = 1, block: int | None = None
+    tokens: Tokens,
+    s: int,
+    t: int,
+    delta: float,
+    policy: str = "grow",
+    clusters: int = 1,
+    block: int | None = None,
+    mixed: bool = False,
 ) -> Sketch:
-    sketch = Sketch.empty(tokens, s, clusters, t)
+    sketch = Sketch.empty(tokens, s, clusters, t, mixed=mixed)
     sketch = replace(sketch, delta=torch.full_like(sketch.delta, delta))
     count = tokens.keys.shape[2]
     for start in range(0, count, block or count):
@@ -59,9 +66,17 @@ def plan_of(sketch: Sketch) -> Tensor:
 
 def numerator(sketch: Sketch, query: Tensor, coalesce: bool = True) -> Tensor:  # [H, Dv]
     """z = sum of weight exp(scale <q, k>) v, in float64."""
-    weights = numerator_weights(sketch.mu, numerator_shares(sketch.values, sketch.index, coalesce), plan_of(sketch))
-    scores = SCALE * (sketch.keys.double() @ query.to(DEVICE).double())
-    return ((weights.double() + scores).exp()[..., None] * sketch.values.double()).sum(2)[0]
+    terms = numerator_terms(sketch, query, coalesce)
+    return (terms[..., None] * sketch.values.double()).sum(2)[0]
+
+
+def numerator_terms(sketch: Sketch, query: Tensor, coalesce: bool = True) -> Tensor:  # [1, H, s]
+    """weight exp(scale <q, k>) of each sample, in float64."""
+    mixed = sketch.folded is not None
+    shares = numerator_shares(sketch.values, sketch.index, coalesce, mixed)
+    squares = norms(sketch.values).square() if mixed else None
+    weights = numerator_weights(sketch.mu, shares, plan_of(sketch), squares, sketch.folded)
+    return (weights.double() + SCALE * (sketch.keys.double() @ query.to(DEVICE).double())).exp()
 
 
 def denominator(sketch: Sketch, query: Tensor, coalesce: bool = True) -> Tensor:  # [H]
@@ -74,7 +89,7 @@ def denominator(sketch: Sketch, query: Tensor, coalesce: bool = True) -> Tensor:
 def p_value(observed: Tensor, law: Tensor) -> float:
     """Chi-square of token frequencies against their probabilities; tokens of probability 0 must not occur."""
     counts = torch.bincount(observed.flatten().cpu().long(), minlength=len(law)).double()
-    law = law.double() / law.sum()
+    law = law.double() / law.double().sum()
     if counts[law == 0].any():
         return 0.0
     return float(stats.chisquare(counts[law > 0].numpy(), (law[law > 0] * counts.sum()).numpy()).pvalue)

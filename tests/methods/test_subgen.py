@@ -20,6 +20,7 @@ from subgen_streams import (
     exact_terms,
     normal,
     numerator,
+    numerator_terms,
     off_by,
     p_value,
     part,
@@ -95,6 +96,49 @@ def test_variance_of_the_numerator_is_the_exact_one(samples: int) -> None:
     # An estimate that is not divided by the probability is rejected.
     plain = (numerator(replace(sketch, mu=sketch.mu * 1.2), query).cpu() - e @ v).square().sum(-1)
     assert off_by(plain, float(identity)) > SIGMAS
+
+
+# sampling=mixed: every second sample uniform
+
+
+@pytest.mark.parametrize("block", [50, 7, 1])
+def test_mixed_samples_follow_two_laws(block: int) -> None:
+    """Even samples follow the squared norms, odd ones are uniform, zero values among them. False alarm: 1e-4 each."""
+    values = values_with_zeros()
+    sketch = run(stream(normal(50, 4), values), s=20_000, t=1, delta=1.0, block=block, mixed=True)
+    assert sketch.folded.item() == 50
+    even, odd = sketch.index[..., ::2], sketch.index[..., 1::2]
+    squares, flat = values.square().sum(-1), torch.ones(50)
+    assert p_value(even, squares) > LEAST_P and p_value(odd, flat) > LEAST_P
+    assert p_value(even, flat) < LEAST_P and p_value(odd, squares) < LEAST_P
+
+
+@pytest.mark.parametrize("samples", [2, 31, 128])
+def test_both_sums_of_mixed_samples_have_the_exact_mean_and_variance(samples: int) -> None:
+    """A sample adds g = f / (a p + b / n): the mean is sum f, the variance a Var_p(g) + b Var_uniform(g).
+
+    False alarm: 6e-5 each.
+    """
+    keys, values, query = normal(200, 4), normal(200, 6, seed=1), normal(4, seed=2)
+    values = values * torch.linspace(0.05, 2.0, 200)[:, None]
+    even, odd = (samples + 1) // 2, samples // 2
+    p = values.double().square().sum(-1)
+    p = p / p.sum()
+    e = exact_terms(keys, query)
+    sketch = run(stream(keys, values, heads=600), samples, 1, 1.0, "absorb", mixed=True)
+    found = {
+        "numerator": (numerator(sketch, query)[:, 0].cpu(), e * values[:, 0].double()),
+        "denominator": (numerator_terms(sketch, query).sum(-1)[0].cpu(), e),
+    }
+    for name, (sums, f) in found.items():
+        g = f / (even * p + odd / 200)
+        variance = even * ((p * g * g).sum() - (p * g).sum() ** 2) + odd * ((g * g).mean() - g.mean() ** 2)
+        assert off_by(sums, float(f.sum())) < SIGMAS, name
+        assert off_by((sums - f.sum()).square(), float(variance)) < SIGMAS, name
+        # Read with the weights of one law alone, the same samples are off.
+        if odd:
+            wrong = numerator_terms(replace(sketch, folded=None), query).sum(-1)[0].cpu()
+            assert off_by(wrong, float(e.sum())) > SIGMAS
 
 
 # T4, T5, T6: the denominator's clusters

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.fold_token import DENOMINATOR, MERGE, NUMERATOR
-from kvsketch.ops.fold_token.reference import norms
+from kvsketch.ops.fold_token.reference import by_parity, norms
 from kvsketch.ops.random import hash_combine, initial_state
 from kvsketch.ops.reservoir.reference import thresholds
 
@@ -59,13 +59,24 @@ class Sketch:
     samples: Tensor  # [B] used of s
     clusters: Tensor  # [B] used of m
     per_cluster: Tensor  # [B] used of t
+    folded: Tensor | None = None  # [B, H] int64, tokens so far; given: samples with an odd number are drawn uniformly
 
     @property
     def alive(self) -> Tensor:  # [B, H]
         return (self.counts > 0).sum(-1)
 
     @classmethod
-    def empty(cls, like: Tokens, s: int, m: int, t: int, seed: int = 0, layer: int = 0, first_head: int = 0) -> Sketch:
+    def empty(
+        cls,
+        like: Tokens,
+        s: int,
+        m: int,
+        t: int,
+        seed: int = 0,
+        layer: int = 0,
+        first_head: int = 0,
+        mixed: bool = False,
+    ) -> Sketch:
         """A structure for the heads and sizes of `like` that has seen nothing; every row may use all the room."""
         batch, heads, _, size = like.keys.shape
         device = like.keys.device
@@ -83,6 +94,7 @@ class Sketch:
             samples=torch.full((batch,), s, device=device),
             clusters=torch.full((batch,), m, device=device),
             per_cluster=torch.full((batch,), t, device=device),
+            folded=torch.zeros(batch, heads, dtype=torch.int64, device=device) if mixed else None,
         )
 
 
@@ -104,12 +116,20 @@ def fold(sketch: Sketch, tokens: Tokens, policy: str) -> Sketch:
 
 
 def fold_numerator(sketch: Sketch, tokens: Tokens) -> Sketch:
-    """Each sample becomes token i with probability |v_i|^2 / mu_i, mu_i the sum up to and including i."""
+    """Each sample becomes token i with probability |v_i|^2 / mu_i, mu_i the sum up to and including i.
+
+    Where `folded` counts tokens, samples with an odd number do with probability 1 / n_i, n_i the tokens up to i.
+    """
     weights = torch.where(tokens.valid[:, None], norms(tokens.values).double().square(), 0.0)  # [B, H, n]
     totals = torch.cat([sketch.mu[..., None], weights], -1).cumsum(-1)
-    last = ops.reservoir(
-        sketch.streams[..., NUMERATOR], tokens.positions, thresholds(weights, totals[..., 1:]), sketch.keys.shape[2]
-    )[:, :, 0]
+    state, samples = sketch.streams[..., NUMERATOR], sketch.keys.shape[2]
+    last = ops.reservoir(state, tokens.positions, thresholds(weights, totals[..., 1:]), samples)[:, :, 0]
+    folded = sketch.folded
+    if folded is not None:
+        counts = folded[..., None] + tokens.valid[:, None].cumsum(-1)  # [B, H, n]
+        uniform = thresholds(tokens.valid[:, None].expand_as(counts), counts.clamp_min(1))
+        last = by_parity(last, ops.reservoir(state, tokens.positions, uniform, samples)[:, :, 0], samples)
+        folded = folded + tokens.valid[:, None].sum(-1)
     fired = (last >= 0) & used(sketch.samples, last.shape[2])
     at = last.clamp_min(0)
     keys, index = tokens.taken(at)
@@ -119,6 +139,7 @@ def fold_numerator(sketch: Sketch, tokens: Tokens) -> Sketch:
         values=torch.where(fired[..., None], gather_slots(tokens.values, at), sketch.values),
         index=torch.where(fired, index, sketch.index),
         mu=totals[..., -1],
+        folded=folded,
     )
 
 

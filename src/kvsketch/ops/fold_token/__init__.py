@@ -8,6 +8,10 @@ Sinks, ring (the recent window and one place for the next token) and hold carry 
 pairs of the numerator, the clusters' slots the keys of the denominator. Rows of a batch may use less of each stretch
 than there is: `plan` says how much. `hold` is for rows that still fit their budget while others no longer do.
 
+Each sample is drawn with probability |v|^2 / mu; with `State.folded` those with an even number are, and those with an
+odd number uniformly. A sample then weighs 1 / (a |v|^2 / mu + b / n) for a even and b odd samples of n tokens (the
+balance heuristic of Veach and Guibas, 1995), which is unbiased and at most n / b.
+
 `reference.py` is the definition in torch, `kernel.py` the same in one launch. `kvsketch.ops` chooses.
 
 Legend: B batch rows, H KV heads, K key slots, V value slots, s samples, m clusters, t slots per cluster, D key size.
@@ -78,3 +82,6 @@ class State:
     mu: Tensor  # [B, H] fp64, sum of the squared norms of the values folded so far
     shares: Tensor  # [B, H, s] fp32, log(copies) - log|v|^2; -inf for an empty slot and a copy counted elsewhere
     streams: Tensor  # [B, H, 3] int64, hash states of the draws
+    # Samples with an odd number are drawn uniformly where these two are given; shares are then log(copies).
+    squares: Tensor | None = None  # [B, H, s] fp32, |v|^2 of each sample
+    folded: Tensor | None = None  # [B, H] int64, tokens folded so far

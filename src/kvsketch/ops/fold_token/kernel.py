@@ -44,12 +44,14 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
             state.log_den if state.log_num is None else state.log_num, state.log_den, state.next_slot,
             state.clock, state.clock if state.padding is None else state.padding, state.plan,
             state.representatives, state.counts, state.delta, state.mu, state.shares, state.streams,
+            state.squares, state.folded,
             heads, slots, *layout, *state.keys.stride()[:3], *state.values.stride()[:3],
             D=size, DV=value_size,
             BLOCK_D=triton.next_power_of_2(size), BLOCK_DV=triton.next_power_of_2(value_size),
             BLOCK_T=triton.next_power_of_2(max(2, layout.per_cluster)),
             TILE=min(MAX_TILE, triton.next_power_of_2(max(16, layout.samples))), CLUSTER_TILE=CLUSTER_TILE,
-            SEPARATE=layout.clusters > 0, PADDED=state.padding is not None, COALESCE=coalesce, num_warps=8,
+            SEPARATE=layout.clusters > 0, PADDED=state.padding is not None, COALESCE=coalesce,
+            MIXED=state.folded is not None, num_warps=8,
             **early_start.launch(state.keys.device),
         )  # fmt: skip
 
@@ -57,12 +59,12 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
 @triton.jit
 def fold_kernel(
     keys_ptr, values_ptr, index_ptr, num_ptr, den_ptr, next_ptr, clock_ptr, padding_ptr, plan_ptr,
-    reps_ptr, counts_ptr, delta_ptr, mu_ptr, shares_ptr, streams_ptr,
+    reps_ptr, counts_ptr, delta_ptr, mu_ptr, shares_ptr, streams_ptr, squares_ptr, folded_ptr,
     heads, slots, sinks, ring, hold, samples, clusters, per_cluster,
     k_b, k_h, k_s, v_b, v_h, v_s,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr,
     TILE: tl.constexpr, CLUSTER_TILE: tl.constexpr,
-    SEPARATE: tl.constexpr, PADDED: tl.constexpr, COALESCE: tl.constexpr, EARLY: tl.constexpr,
+    SEPARATE: tl.constexpr, PADDED: tl.constexpr, COALESCE: tl.constexpr, MIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     head = tl.program_id(0).to(tl.int64)
@@ -92,13 +94,20 @@ def fold_kernel(
     key = tl.load(keys + slot * k_s + d, mask=d < D, other=0.0)
     value = tl.load(values + slot * v_s + dv, mask=dv < DV, other=0.0)
     mu = tl.load(mu_ptr + head)
+    folded = position * 0
+    if MIXED:
+        folded = tl.load(folded_ptr + head)
     tl.debug_barrier()
 
     if (token >= 0) & (position >= own_sinks) & (own_samples > 0):
+        squares = shares_ptr
+        if MIXED:
+            tl.store(folded_ptr + head, folded + 1)
+            squares = squares_ptr + head * samples
         fold_numerator(
-            keys, values, index, num_ptr + head * slots, mu_ptr + head, shares_ptr + head * samples,
-            streams_ptr + head * 3, key, value, token, position, mu, first, samples, own_samples, k_s, v_s,
-            D, DV, BLOCK_D, BLOCK_DV, TILE, COALESCE,
+            keys, values, index, num_ptr + head * slots, mu_ptr + head, shares_ptr + head * samples, squares,
+            streams_ptr + head * 3, key, value, token, position, mu, folded + 1, first, samples, own_samples, k_s, v_s,
+            D, DV, BLOCK_D, BLOCK_DV, TILE, COALESCE, MIXED,
         )  # fmt: skip
         if SEPARATE:
             fold_denominator(
@@ -115,11 +124,13 @@ def fold_kernel(
 
 @triton.jit
 def fold_numerator(
-    keys, values, index, weights, mu_ptr, shares, stream, key, value, token, position, mu, first, samples, own_samples,
-    k_s, v_s, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TILE: tl.constexpr, COALESCE: tl.constexpr,
+    keys, values, index, weights, mu_ptr, shares, squares, stream, key, value, token, position, mu, folded, first,
+    samples, own_samples, k_s, v_s, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TILE: tl.constexpr, COALESCE: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Samples become the token with probability |v|^2 / mu each; all their weights follow the new mu."""
+    """Samples become the token with probability |v|^2 / mu each, MIXED: the odd ones with 1 / folded; all their
+    weights follow.
+    """
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     wide = value.to(tl.float32)
@@ -130,11 +141,18 @@ def fold_numerator(
     tl.store(mu_ptr, mu)
     threshold = (tl.where(weight > 0.0, weight / mu, 0.0) * CERTAIN + 0.5).to(tl.int64)
     state = hash_combine(tl.load(stream), position)
+    own_share = -tl.log(square)
+    if MIXED:
+        own_share = tl.zeros_like(square)
     hits = 0
     earliest = samples
     for start in range(0, samples, TILE):
         j = start + tl.arange(0, TILE)
-        fired = (hash_combine(state, j).to(tl.int64) < threshold) & (j < own_samples)
+        below = tl.zeros((TILE,), tl.int64) + threshold
+        if MIXED:
+            uniform = (1.0 / folded.to(tl.float64) * CERTAIN + 0.5).to(tl.int64)
+            below = tl.where(j % 2 == 0, below, uniform)
+        fired = (hash_combine(state, j).to(tl.int64) < below) & (j < own_samples)
         while tl.sum(fired.to(tl.int32), 0) > 0:
             sample = tl.min(tl.where(fired, j, samples), 0)
             lost = tl.load(index + first + sample)
@@ -142,27 +160,39 @@ def fold_numerator(
             tl.store(keys + (first + sample) * k_s + d, key, mask=d < D)
             tl.store(values + (first + sample) * v_s + dv, value, mask=dv < DV)
             tl.store(index + first + sample, token)
-            tl.store(shares + sample, tl.where(COALESCE, -INF, -tl.log(square)))
+            tl.store(shares + sample, tl.where(COALESCE, -INF, own_share))
+            if MIXED:
+                tl.store(squares + sample, square)
             if COALESCE:
                 tl.debug_barrier()
-                recount_copies(values, index, shares, lost, first, samples, v_s, DV, BLOCK_DV, TILE)
+                recount_copies(values, index, shares, lost, first, samples, v_s, DV, BLOCK_DV, TILE, MIXED)
             fired = fired & (j > sample)
             earliest = tl.minimum(earliest, sample)
             hits += 1
     if hits > 0:
         tl.debug_barrier()
         if COALESCE:
-            tl.store(shares + earliest, tl.log(tl.cast(hits, tl.float32)) - tl.log(square))
+            tl.store(shares + earliest, tl.log(tl.cast(hits, tl.float32)) + own_share)
             tl.debug_barrier()
     base = tl.log(mu).to(tl.float32) - tl.log(own_samples.to(tl.float32))
+    by_norm = tl.where(mu > 0.0, ((own_samples + 1) // 2).to(tl.float64) / mu, 0.0)
+    uniform = (own_samples // 2).to(tl.float64) / folded.to(tl.float64)
     for start in range(0, samples, TILE):
         j = start + tl.arange(0, TILE)
-        tl.store(weights + first + j, base + tl.load(shares + j, mask=j < samples, other=-INF), mask=j < samples)
+        weight = tl.load(shares + j, mask=j < samples, other=-INF)
+        if MIXED:
+            probability = tl.load(squares + j, mask=j < samples, other=1.0).to(tl.float64) * by_norm + uniform
+            # An empty slot may have probability 0.
+            weight = tl.where(weight > -INF, weight - tl.log(probability.to(tl.float32)), -INF)
+        else:
+            weight += base
+        tl.store(weights + first + j, weight, mask=j < samples)
 
 
 @triton.jit
 def recount_copies(
-    values, index, shares, lost, first, samples, v_s, DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr
+    values, index, shares, lost, first, samples, v_s, DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr,
+    MIXED: tl.constexpr,
 ):  # fmt: skip
     """The first sample that still holds the token `lost` carries the share of all its copies."""
     copies = 0
@@ -173,9 +203,12 @@ def recount_copies(
         copies += tl.sum(same.to(tl.int32), 0)
         keeper = tl.minimum(keeper, tl.min(tl.where(same, j, samples), 0))
     if copies > 0:
-        dv = tl.arange(0, BLOCK_DV)
-        kept = tl.load(values + (first + keeper) * v_s + dv, mask=dv < DV, other=0.0).to(tl.float32)
-        tl.store(shares + keeper, tl.log(tl.cast(copies, tl.float32)) - tl.log(tl.sum(kept * kept, 0)))
+        share = tl.log(tl.cast(copies, tl.float32))
+        if not MIXED:
+            dv = tl.arange(0, BLOCK_DV)
+            kept = tl.load(values + (first + keeper) * v_s + dv, mask=dv < DV, other=0.0).to(tl.float32)
+            share -= tl.log(tl.sum(kept * kept, 0))
+        tl.store(shares + keeper, share)
 
 
 @triton.jit

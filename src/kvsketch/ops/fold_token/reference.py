@@ -25,11 +25,14 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
     folds = (index >= 0) & (position >= sinks) & (samples > 0)  # [B, H, 1]
     key, value = (_at(tensor, slot) for tensor in (state.keys, state.values))
     _fold_numerator(state, layout, key, value, index, position, folds)
-    state.shares.copy_(
-        numerator_shares(state.values[:, :, layout.exact :], state.index[:, :, layout.exact : layout.valued], coalesce)
-    )
+    values, index_of_samples = state.values[:, :, layout.exact :], state.index[:, :, layout.exact : layout.valued]
+    state.shares.copy_(numerator_shares(values, index_of_samples, coalesce, mixed=state.folded is not None))
+    if state.squares is not None:
+        state.squares.copy_(norms(values).square())
     weights = state.log_den if state.log_num is None else state.log_num
-    weights[:, :, layout.exact : layout.valued] = numerator_weights(state.mu, state.shares, state.plan)
+    weights[:, :, layout.exact : layout.valued] = numerator_weights(
+        state.mu, state.shares, state.plan, state.squares, state.folded
+    )
     if layout.clusters:
         _fold_denominator(state, layout, key, index, position, folds)
         samples_index = state.index[:, :, layout.valued :].unflatten(2, (layout.clusters, layout.per_cluster))
@@ -50,17 +53,34 @@ def slot_of(position: Tensor, plan: Tensor, layout: Layout) -> Tensor:  # [B]
     return torch.where(position < sinks, position, torch.where(position < sinks + hold, held, ring))
 
 
-def numerator_shares(values: Tensor, index: Tensor, coalesce: bool) -> Tensor:  # [B, H, s]
-    """log(copies) - log|v|^2 of each sample; -inf for empty slots and, when coalesced, for all copies but the first."""
-    share = -2.0 * norms(values).log()
+def numerator_shares(values: Tensor, index: Tensor, coalesce: bool, mixed: bool = False) -> Tensor:  # [B, H, s]
+    """log(copies) - log|v|^2 of each sample; -inf for empty slots and, when coalesced, for all copies but the first.
+
+    `mixed`: without the second term.
+    """
+    norm = norms(values)
+    share = torch.zeros_like(norm) if mixed else -2.0 * norm.log()
     if coalesce:
         share = share + log_copies(index)
     return torch.where(index >= 0, share, NEG_INF)
 
 
-def numerator_weights(mu: Tensor, shares: Tensor, plan: Tensor) -> Tensor:  # [B, H, s]
-    """log mu - log s + share."""
-    return mu.log().float()[..., None] - plan[:, 3].clamp_min(1).float().log().view(-1, 1, 1) + shares
+def numerator_weights(
+    mu: Tensor, shares: Tensor, plan: Tensor, squares: Tensor | None = None, folded: Tensor | None = None
+) -> Tensor:  # [B, H, s]
+    """log mu - log s + share; with squares, share - log(a |v|^2 / mu + b / n)."""
+    samples = plan[:, 3].clamp_min(1).view(-1, 1, 1)
+    if squares is None or folded is None:
+        return mu.log().float()[..., None] - samples.float().log() + shares
+    by_norm = torch.where(mu > 0, 1.0 / mu, 0.0)[..., None] * squares.double() * ((samples + 1) // 2)
+    uniform = (samples // 2) / folded.clamp_min(1)[..., None].double()
+    # An empty slot may have probability 0.
+    return torch.where(shares > NEG_INF, shares - (by_norm + uniform).log().float(), NEG_INF)
+
+
+def by_parity(even: Tensor, odd: Tensor, samples: int) -> Tensor:  # [..., s]
+    """`even` at the samples with an even number, `odd` at the others."""
+    return torch.where(torch.arange(samples, device=even.device) % 2 == 0, even, odd)
 
 
 def denominator_weights(counts: Tensor, index: Tensor, plan: Tensor, coalesce: bool) -> Tensor:  # [B, H, m, t]
@@ -90,10 +110,13 @@ def norms(values: Tensor) -> Tensor:
 def _fold_numerator(
     state: State, layout: Layout, key: Tensor, value: Tensor, index: Tensor, position: Tensor, folds: Tensor
 ) -> None:
-    """Every sample becomes the token with probability |v|^2 / (mu + |v|^2)."""
+    """Every sample becomes the token with probability |v|^2 / (mu + |v|^2), or the odd ones with 1 / n."""
     weight = torch.where(folds, norms(value).double().square(), 0.0)  # [B, H, 1]
     state.mu.add_(weight[..., 0])
     threshold = thresholds(weight, state.mu[..., None])
+    if state.folded is not None:
+        state.folded.add_(folds[..., 0])
+        threshold = by_parity(threshold, thresholds(folds, state.folded[..., None]), layout.samples)
     drawn = draws(state.streams[..., NUMERATOR], position[:, 0], layout.samples)[:, :, 0]  # [B, H, s]
     used = torch.arange(layout.samples, device=drawn.device) < state.plan[:, 3].view(-1, 1, 1)
     fired = (drawn < threshold) & used
