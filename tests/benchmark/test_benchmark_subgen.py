@@ -33,7 +33,7 @@ def test_the_check_sees_a_wrong_structure(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_check_sees_wrong_bytes() -> None:
-    method = SubGen(budget=256)
+    method = SubGen(budget=256, normalizer="clipped")
     table = subgen.folded(method, subgen.make_table("normal", 300, 0, "cpu"))
     assert subgen.bytes_off(method, table, 256) is None
     table.row_state["more"] = torch.zeros(subgen.table_bytes(table) // 100)

@@ -70,7 +70,7 @@ def by_reference(call: Callable[[], Any]) -> Any:
 
 def check_all(length: int, budget: int, seed: int, device: str = "cuda") -> list[str]:
     """What is wrong with our results, one line each."""
-    method, wrong = SubGen(budget=budget), []
+    method, wrong = SubGen(budget=budget, normalizer="clipped"), []
     for kind in KEYS:
         table = make_table(kind, length, seed, device)
         ours, expected = folded(method, table), by_reference(functools.partial(folded, method, table))
@@ -113,17 +113,17 @@ def parts(method: SubGen, table: SlotTable, budget: int) -> dict[str, Callable[[
     """The operations a prompt needs, each on its own."""
     tokens = exact_tokens(table, None)
     plan = method.plan(budget)
-    radius = covering_radii(tokens, [plan], [plan.hold + 1])
+    radius = covering_radii(tokens, [plan])
     sketch = replace(Sketch.empty(tokens, plan.samples, plan.clusters, plan.per_cluster), delta=radius)
     return {
-        "radius": lambda: covering_radii(tokens, [plan], [plan.hold + 1]),
+        "radius": lambda: covering_radii(tokens, [plan]),
         "numerator": lambda: fold_numerator(sketch, tokens),
         "denominator": lambda: fold_denominator(sketch, tokens, method.policy),
     }
 
 
 def measure(kind: str, length: int, budget: int, seed: int, prefill_ms: float, repeats: int) -> dict[str, Any]:
-    method, table = SubGen(budget=budget), make_table(kind, length, seed)
+    method, table = SubGen(budget=budget, normalizer="clipped"), make_table(kind, length, seed)
     times = milliseconds(lambda: folded(method, table), repeats)
     each = {name: statistics.median(milliseconds(part, repeats)) for name, part in parts(method, table, budget).items()}
     bounded = folded(method, table)

@@ -34,6 +34,8 @@ class Method:
     family: ClassVar[str]
     paper: ClassVar[str] = ""
     random: ClassVar[bool] = False  # whether the seed changes the result
+    # Defaults of earlier versions, whose saved files name only what differed from them.
+    earlier_defaults: ClassVar[dict[str, str]] = {}
     ignores_hidden_tokens: ClassVar[bool] = False  # whether what a mask hides inside a row leaves no trace
     wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in row_state["row_lse"]
     wants_logits: ClassVar[bool] = False  # whether a decode step should leave its logits in table.row_logits
@@ -88,6 +90,11 @@ class Method:
     def __str__(self) -> str:
         changed = [f"{f.name}={_text(getattr(self, f.name))}" for f in dataclasses.fields(self) if _differs(self, f)]
         return ":".join([self.name, *changed])
+
+    def full_text(self) -> str:
+        """The text form with every parameter: it means the same to a version with other defaults."""
+        named = [f"{f.name}={_text(getattr(self, f.name))}" for f in dataclasses.fields(self) if f.init]
+        return ":".join([self.name, *named])
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -1,4 +1,4 @@
-"""SubGen / ClusterGen, Algorithm 1: clusters of keys for the denominator, samples of values for the numerator."""
+"""SubGen / ClusterGen, Algorithm 1: samples of values for the numerator, clusters of keys for the denominator."""
 
 from __future__ import annotations
 
@@ -18,29 +18,36 @@ from kvsketch.ops.fold_token import Plan
 from kvsketch.slots import SlotTable
 
 NORMALIZERS = ("paper", "self", "clipped")
+SAMPLINGS = ("norms", "mixed")
 
 
 @dataclass(frozen=True)
 class SubGen(BudgetedMethod):
-    """Samples values by squared norm for the numerator, and keys of online clusters for the denominator.
+    """Samples values by squared norm for the numerator; its own weights, or clusters of keys, give the denominator.
 
-        z   = sum over s pairs (k, v) drawn with probability |v|^2 / mu of  mu / (s |v|^2) exp(scale <q, k>) v
+        z   = sum over s pairs (k, v) drawn with probability p = |v|^2 / mu of  1 / (s p) exp(scale <q, k>) v
+        tau = sum over the same pairs of  1 / (s p) exp(scale <q, k>)                                  normalizer=self
         tau = sum over clusters i, and t keys k drawn uniformly from its n_i members, of  n_i / t exp(scale <q, k>)
         out = z / tau
 
-    A key farther than delta from all representatives opens a cluster, others join the nearest. Both sums are unbiased;
-    sinks and recent window are exact and in both, and a token enters Algorithm 1 when it leaves the window.
-    budget = sinks + recent + s + clusters (t + 1): half of what the exact tokens leave goes to each sum.
+    Each sum is unbiased; sinks and recent window are exact and in both, and a token enters Algorithm 1 when it leaves
+    the window. `normalizer=clipped` and `paper` are the paper's two sums: a key farther than delta from all
+    representatives opens a cluster, others join the nearest, and budget = sinks + recent + s + clusters (t + 1), half
+    of what the exact tokens leave for each sum. `self`, the default, has no clusters and gives all of it to s.
+
+    `sampling=mixed` is ours: every second sample is drawn uniformly and all weigh by p = (|v|^2 / mu + 1 / n) / 2 (the
+    balance heuristic of Veach and Guibas). No weight then exceeds 2 n / s, while by norms alone a heavy key with a
+    small value is rarely drawn and weighs much. Zero values count in tau.
 
     Paper: Zandieh, Han, Mirrokni, Karbasi, SubGen (arXiv 2402.06082), later named ClusterGen. With t of order
     eps^-2 e^(2 delta r scale) log n and s of order eps^-2 d the error is at most eps |softmax| |V|_op for |q| <= r.
     Their experiments run another algorithm: see the method kcenter. No code of theirs is public; the paper leaves open:
-    - delta: here the radius at which greedy k-center covers the first middle keys with `clusters` centres.
+    - delta: here the radius at which greedy k-center covers the prompt's middle keys with `clusters` centres.
     - capacity: `policy=absorb` lets far keys join the nearest cluster once there is no room, `double` doubles delta and
       merges clusters, `grow` is the paper's unbounded form, whose clusters exceed the budget. The last two ask the
       device at each step.
     - normalizer: z / tau can be scaled arbitrarily when a heavy key is in one sum only. `clipped` bounds the ratio of
-      the sums to [1 / rho, rho], `self` divides by the samples' own weights, without clusters, `paper` does neither.
+      the sums to [1 / rho, rho], `self` keeps the output among the values, `paper` does neither.
     - scale: the paper omits 1 / sqrt(d). Samples follow |v|^2, as in its proof; its text says |k|^2.
     """
 
@@ -48,15 +55,17 @@ class SubGen(BudgetedMethod):
     family: ClassVar[str] = "summarise"
     paper: ClassVar[str] = "arXiv 2402.06082"
     random: ClassVar[bool] = True
+    earlier_defaults: ClassVar[dict[str, str]] = {"normalizer": "clipped", "rho": "4.0"}
     recent: Size | int | str = "25%"
     s: int | None = None
     t: int | None = None
     clusters: int | None = None
     delta: float | None = None
     policy: str = "absorb"
-    normalizer: str = "clipped"
-    rho: float = 4.0
+    normalizer: str = "self"
+    rho: float = 1.5
     coalesce: bool = True
+    sampling: str = "norms"
     form: str = "stream"
 
     def __post_init__(self) -> None:
@@ -68,6 +77,7 @@ class SubGen(BudgetedMethod):
         self._require("policy", self.policy in POLICIES, f"one of {', '.join(POLICIES)}")
         self._require("normalizer", self.normalizer in NORMALIZERS, f"one of {', '.join(NORMALIZERS)}")
         self._require("rho", _between(1, self.rho), "a number of 1 or more")
+        self._require("sampling", self.sampling in SAMPLINGS, f"one of {', '.join(SAMPLINGS)}")
         self._require("form", self.form == "stream", "stream; the papers' experiments are the method kcenter")
         assert isinstance(self.budget, Size)
         if self.budget.tokens is not None:
@@ -136,7 +146,8 @@ class SubGen(BudgetedMethod):
         shares = self.row_budgets(table)
         budgets = [self.budget_tokens(table)] * table.keys.shape[0] if shares is None else shares.flatten().tolist()
         plans = [self.plan(budget) for budget in budgets]
-        slots.rewrite(table, budgets, plans, self.policy, self.delta, self.coalesce, self.seed + table.seed)
+        seed, mixed = self.seed + table.seed, self.sampling == "mixed"
+        slots.rewrite(table, budgets, plans, self.policy, self.delta, self.coalesce, seed, mixed)
 
 
 def _between(least: float, value: object) -> bool:

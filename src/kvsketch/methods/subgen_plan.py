@@ -4,7 +4,7 @@
 
 A cluster costs its t keys and its representative. Half of what the exact tokens leave goes to each sum: the error of
 the numerator falls with s, that of the denominator with clusters times t, and z / tau is as wrong as the worse of the
-two. t is 8, or less where fewer than 9 clusters would be left, so that small budgets still tell keys apart.
+two. t is 16, or less where fewer than 17 clusters would be left, so that small budgets still tell keys apart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 
 from kvsketch.ops.fold_token import Plan
 
-SAMPLES_PER_CLUSTER = 8
+SAMPLES_PER_CLUSTER = 16
 
 
 def divide(

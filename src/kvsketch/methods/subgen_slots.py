@@ -15,20 +15,26 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.subgen_sketch import Sketch, Tokens, fold, gather_slots, merge, used, with_room
 from kvsketch.ops.fold_token import Layout, Plan, State
-from kvsketch.ops.fold_token.reference import denominator_weights, numerator_shares, numerator_weights, slot_of
+from kvsketch.ops.fold_token.reference import denominator_weights, norms, numerator_shares, numerator_weights, slot_of
 from kvsketch.slots import NEG_INF, SlotTable
 
 FOREVER = 1 << 62
-# Keys that delta is taken from, or four per cluster if that is more: a radius with fewer would fit the sample alone.
-KEYS_FOR_DELTA = 512
 # The covering radius is itself a distance between two keys: a hair more, and rounding does not decide on which side of
 # delta that key lies.
 BEYOND_RADIUS = 1.001
 ROW_STATE = ("plan", "representatives", "counts", "delta", "mu", "shares", "streams")
+MIXED_STATE = ("squares", "folded")
 
 
 def rewrite(
-    table: SlotTable, budgets: list[int], plans: list[Plan], policy: str, delta: float | None, coalesce: bool, seed: int
+    table: SlotTable,
+    budgets: list[int],
+    plans: list[Plan],
+    policy: str,
+    delta: float | None,
+    coalesce: bool,
+    seed: int,
+    mixed: bool = False,
 ) -> None:
     """Folds what has to leave the exact slots of a table in any state, and writes the table anew."""
     layout = None if table.exact else layout_of(table)
@@ -41,48 +47,43 @@ def rewrite(
         FOREVER if old == FOREVER or table.seen - pad > budget else pad + budget
         for old, pad, budget in zip(before, padding, budgets, strict=True)
     ]
-    available = [plan.hold + 1 for plan in plans]
     plans = [p._replace(hold=0) if n == FOREVER else p for p, n in zip(plans, until, strict=True)]
     plan = torch.tensor(plans, device=device)
     real = table.real_tokens()[:, 0]  # [B, 1]
 
     room = common_layout(plans)
     if layout is None:
-        sketch = Sketch.empty(tokens, *room[3:], seed, table.layer_idx, table.first_head)
+        sketch = Sketch.empty(tokens, *room[3:], seed, table.layer_idx, table.first_head, mixed)
         sketch = replace(sketch, samples=plan[:, 3], clusters=plan[:, 4], per_cluster=plan[:, 5])
     else:
         sketch = sketch_of(table, layout)
         if [p[3:] for p in plans] != [p[3:] for p in plans_of(table)]:
             sketch = resized(sketch, plan[:, 3:], room[3:], real.expand(batch, heads), policy == "grow")
+    structured = torch.tensor([[n == FOREVER and p.samples > 0] for n, p in zip(until, plans, strict=True)])
+    leaves = (tokens.positions >= plan[:, :1]) & (tokens.positions < real - plan[:, 1:2]) & structured.to(device)
+    leaving = replace(tokens, valid=leaves)
     started = [n == FOREVER != old for old, n in zip(before, until, strict=True)]
     if any(started) and sketch.den_keys.shape[3]:
         radius = torch.full_like(sketch.delta, delta or 0.0)
         if delta is None:
-            radius = covering_radii(tokens, plans, available)
+            radius = covering_radii(leaving, plans)
         sketch = replace(sketch, delta=torch.where(torch.tensor(started, device=device)[:, None], radius, sketch.delta))
-
-    structured = torch.tensor([[n == FOREVER and p.samples > 0] for n, p in zip(until, plans, strict=True)])
-    leaves = (tokens.positions >= plan[:, :1]) & (tokens.positions < real - plan[:, 1:2]) & structured.to(device)
-    sketch = fold(sketch, replace(tokens, valid=leaves), policy)
+    sketch = fold(sketch, leaving, policy)
     write(table, tokens, sketch, plans, until, coalesce)
 
 
-def covering_radii(tokens: Tokens, plans: list[Plan], available: list[int]) -> Tensor:  # [B, H]
-    """delta: a hair above the radius at which greedy k-center covers the first middle keys, one centre per cluster.
+def covering_radii(leaving: Tokens, plans: list[Plan]) -> Tensor:  # [B, H]
+    """delta: a hair above the radius at which greedy k-center covers all leaving keys, one centre per cluster.
 
-    Every row has these keys when it first exceeds its budget, so delta does not depend on how the prompt is chunked.
+    These are all keys of the prompt between sinks and window where it is read at once, so its clusters cover it; read
+    in chunks, those of the first chunk that exceeds the budget.
     """
-    device = tokens.keys.device
-    heads = tokens.keys.shape[1]
-    wanted = [min(n, max(KEYS_FOR_DELTA, 4 * p.clusters)) for n, p in zip(available, plans, strict=True)]
-    number = torch.arange(max(wanted), device=device)
-    columns, _ = columns_of(tokens, number + torch.tensor([[p.sinks] for p in plans], device=device))
-    points = gather_slots(tokens.keys, columns[:, None].expand(-1, heads, -1))
-    valid = (number < torch.tensor(wanted, device=device)[:, None])[:, None].expand(points.shape[:3])
-    radius = torch.zeros(points.shape[:2], device=device)
+    device = leaving.keys.device
+    valid = leaving.valid[:, None].expand(leaving.keys.shape[:3])
+    radius = torch.zeros(leaving.keys.shape[:2], device=device)
     for clusters in {p.clusters for p in plans} - {0}:
         rows = torch.tensor([i for i, p in enumerate(plans) if p.clusters == clusters], device=device)
-        radius[rows] = ops.farthest_first(points[rows], clusters, valid=valid[rows]).radius
+        radius[rows] = ops.farthest_first(leaving.keys[rows], clusters, valid=valid[rows]).radius
     return BEYOND_RADIUS * radius
 
 
@@ -108,7 +109,7 @@ def state_of(table: SlotTable) -> State:
     rows = table.row_state
     return State(
         table.keys, table.values, table.index, table.log_num, table.log_den, table.next_slot, table.clock,
-        table.padding, *(rows[name] for name in ROW_STATE),
+        table.padding, *(rows[name] for name in ROW_STATE), *(rows.get(name) for name in MIXED_STATE),
     )  # fmt: skip
 
 
@@ -132,6 +133,7 @@ def sketch_of(table: SlotTable, layout: Layout) -> Sketch:
         samples=rows["plan"][:, 3],
         clusters=rows["plan"][:, 4],
         per_cluster=rows["plan"][:, 5],
+        folded=rows.get("folded"),
     )
 
 
@@ -162,13 +164,14 @@ def columns_of(tokens: Tokens, wanted: Tensor) -> tuple[Tensor, Tensor]:
 def resized(sketch: Sketch, sizes: Tensor, room: tuple[int, int, int], event: Tensor, grows: bool) -> Sketch:
     """The structure for other sizes (s, m, t) [B, 3], as when a share of a longer prompt allows more.
 
-    A further slot repeats an earlier one, which keeps every slot's law; clusters beyond the limit pour into the
-    nearest. `room`: the largest sizes.
+    A further slot repeats an earlier one, of the same parity where there are two, which keeps every slot's law;
+    clusters beyond the limit pour into the nearest. `room`: the largest sizes.
     """
     samples, clusters, per_cluster = sizes.unbind(1)
     sketch = with_room(sketch, max(room[1], sketch.counts.shape[2]))
-    pick = (torch.arange(room[0], device=sizes.device) % sketch.samples.clamp_min(1)[:, None])[:, None]
-    pick = pick.expand(*sketch.mu.shape, -1)
+    number, held = torch.arange(room[0], device=sizes.device), sketch.samples.clamp_min(1)[:, None]
+    pick = torch.where(number < held, number, number % (held - held % 2).clamp_min(1))
+    pick = pick[:, None].expand(*sketch.mu.shape, -1)
     within = (torch.arange(room[2], device=sizes.device) % sketch.per_cluster.clamp_min(1)[:, None])[:, None, None]
     within = within.expand(*sketch.counts.shape, -1)
     # One more empty slot, so that there is something to repeat where there was none.
@@ -209,8 +212,9 @@ def write(
     at = columns[:, None].expand(-1, heads, -1)
     held = torch.where(kept, tokens.index.gather(1, columns), -1)[:, None].expand(-1, heads, -1)
     exact_weight = torch.where(held >= 0, 0.0, NEG_INF)
-    shares = numerator_shares(sketch.values, sketch.index, coalesce)
-    num = numerator_weights(sketch.mu, shares, plan)
+    shares = numerator_shares(sketch.values, sketch.index, coalesce, mixed=sketch.folded is not None)
+    squares = None if sketch.folded is None else norms(sketch.values).square()
+    num = numerator_weights(sketch.mu, shares, plan, squares, sketch.folded)
     den_index = sketch.den_index.flatten(2)
     structured = torch.tensor([[n == FOREVER] for n in until])
 
@@ -237,6 +241,8 @@ def write(
         "shares": shares,
         "streams": sketch.streams,
     }
+    if squares is not None and sketch.folded is not None:
+        table.row_state |= {"squares": squares, "folded": sketch.folded}
 
 
 def common_layout(plans: list[Plan], sketch: Sketch | None = None) -> Layout:

@@ -39,7 +39,7 @@ def save(cache: CompressedCache, path: str | os.PathLike[str]) -> None:
     require_whole(cache)
     tensors: dict[str, Tensor] = {}
     content = {
-        "method": str(cache.method),
+        "method": cache.method.full_text(),
         "options": _options(cache),
         "model": cache.identity.describe(cache.head_share),
         "layers": [encode_layer(layer, str(number), tensors) for number, layer in enumerate(cache.layers)],
@@ -116,7 +116,10 @@ def _rebuilt(file: Path, content: Any, model: Any, new_cache: type[CompressedCac
 
 def _method(file: Path, text: Any) -> Method:
     try:
-        return parse_method(text)
+        method = parse_method(text)
+        named = {part.partition("=")[0] for part in text.split(":")}
+        earlier = [f"{name}={value}" for name, value in method.earlier_defaults.items() if name not in named]
+        return parse_method(":".join([text, *earlier]))
     except ValueError as error:
         raise ValueError(
             f"{file} was saved with a method that kvsketch {kvsketch.__version__} does not know: {error}"
