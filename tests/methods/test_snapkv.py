@@ -233,3 +233,24 @@ def test_bytes_are_those_of_the_slots() -> None:
     slots = HEADS * 21
     expected = slots * (2 * SIZE * 4 + 4 + 4 + 4) + HEADS * 8 + 8
     assert sum(t.numel() * t.element_size() for t in table.tensors()) == expected
+
+
+@pytest.mark.parametrize("pool", ["avg", "max"])
+def test_ties_are_broken_alike_alone_and_in_a_batch(pool: str) -> None:
+    """Max pooling gives neighbours equal scores: which of them stays must not depend on the padding."""
+    heads, length, pads = 30, 70, [0, 3, 11]
+    generator = torch.Generator().manual_seed(1)
+    keys, values, queries = (torch.randn(1, heads, length, SIZE, generator=generator).to(DEVICE) for _ in range(3))
+    method = SnapKV(budget=20, window=4, kernel=7, pool=pool)
+    kept = []
+    for pad in pads:
+        table = SlotTable(0, 1)
+        for start, end in ((-pad, 60), *((i, i + 1) for i in range(60, length))):
+            part = slice(max(start, 0), end)
+            padded = [torch.nn.functional.pad(t[:, :, part], (0, 0, max(-start, 0), 0)) for t in (keys, values)]
+            table.append(*padded)
+            table.padding = torch.tensor([pad], device=DEVICE) if pad else None
+            table.scale = SCALE
+            method.compress(table, torch.nn.functional.pad(queries[:, :, part], (0, 0, max(-start, 0), 0)))
+        kept.append(table.position_slots().sort(-1).values)
+    assert all(torch.equal(kept[0], other) for other in kept[1:])

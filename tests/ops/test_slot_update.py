@@ -79,3 +79,31 @@ def test_sinks_outrank_recent_tokens_outrank_scores() -> None:
     ranked = reference.rank(torch.tensor([[[0.0, 0.0, 3e38, 0.0, -3e38, 9.0]]]), index, None, torch.tensor([10]), 2, 2)
     order = ranked[0, 0].argsort(descending=True).tolist()
     assert order[:2] in ([0, 1], [1, 0]) and order[2:] == [4, 3, 2, 5]
+
+
+@pytest.mark.parametrize("slots", [63, 100, 2500])
+@pytest.mark.parametrize("padded", [False, True])
+def test_of_equal_scores_the_oldest_goes_first(device: torch.device, slots: int, padded: bool) -> None:
+    """Whatever slot it lies in: the order of slots differs between a row alone and that row in a batch."""
+    results = []
+    for module in (reference, kernel):
+        t = make_table(device, slots, torch.float32)
+        t["index"][t["index"] < 0] = 3 * slots - 1
+        t["scores"] = t["scores"].gt(0).float() * torch.tensor(-0.0, device=device)
+        t["scores"][:, :, ::7] = 0.0
+        padding = t["padding"] if padded else None
+        index = t["index"].clone()
+        module.free_lowest(t["scores"], t["index"], t["log_den"], None, t["next"], padding, t["clock"], 2, 5)
+        start = torch.zeros(2, device=device) if padding is None else padding
+        real = index.long() - start.view(-1, 1, 1)
+        oldest = torch.where(real >= 2, index, 10 * slots).amin(-1, keepdim=True)
+        oldest = torch.where((real < 0).any(-1, keepdim=True), index.gather(2, t["next"]), oldest)
+        assert torch.equal(index.gather(2, t["next"]), oldest)
+        results.append(t)
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_keys_sort_by_rank_then_by_age() -> None:
+    ranked = torch.tensor([[[float("-inf"), -3.5, -0.0, 0.0, 1e-40, 2.0, 2.0, float("inf")]]])
+    index = torch.tensor([[[-1, 9, 4, 3, 2, 8, 7, 0]]])
+    assert reference.sort_keys(ranked, index)[0, 0].argsort().tolist() == [0, 1, 3, 2, 4, 6, 5, 7]

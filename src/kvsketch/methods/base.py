@@ -21,7 +21,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.budget import Size
 from kvsketch.ops.slot_update import CLOSED
-from kvsketch.ops.slot_update.reference import rank
+from kvsketch.ops.slot_update.reference import rank, sort_keys
 from kvsketch.positions import CACHE, POSITIONS, TEXT
 from kvsketch.slots import SlotTable
 
@@ -191,8 +191,8 @@ class EvictingMethod(BudgetedMethod):
 
 
 def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budget: int) -> None:
-    """Keeps the `budget` slots with the largest scores; sinks and recent tokens rank above all, empty slots below
-    all.
+    """Keeps the `budget` slots with the largest scores, of equal ones the newest; sinks and recent tokens rank above
+    all, empty slots below all.
     """
     recent = method.recent_window(table, budget)
     if isinstance(recent, Tensor):
@@ -214,7 +214,7 @@ def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budge
     seen = torch.full((1,), table.seen, device=table.key_slots().device)
     ranked = rank(scores, table.index_slots(), table.padding, seen, method.sinks, recent)
     count = min(budget, ranked.shape[-1])
-    chosen = ranked.topk(count, dim=-1).indices
+    chosen = sort_keys(ranked, table.index_slots()).topk(count, dim=-1).indices
     closed = _closed_ranks(table, method, count)
     if closed is not None:
         chosen = torch.where(closed, -1, chosen)

@@ -97,6 +97,7 @@ def _free_lowest(
     s = tl.arange(0, BLOCK)
     lowest = tl.full([BLOCK], float("inf"), tl.float32)
     where = tl.zeros([BLOCK], tl.int32)
+    oldest = tl.full([BLOCK], 2147483647, tl.int32)
     for start in range(0, slots, BLOCK):
         here = s + start
         token = tl.load(index + row * slots + here, mask=here < slots, other=-2).to(tl.int64)
@@ -113,11 +114,15 @@ def _free_lowest(
         ranked = tl.where(position < sinks, first, ranked)
         ranked = tl.where((position >= 0) & (token >= 0), ranked, float("-inf"))
         ranked = tl.where(token == -2, float("inf"), ranked)
-        better = ranked < lowest
+        age = tl.where(ranked == float("-inf"), 0, token).to(tl.int32)
+        better = (ranked < lowest) | ((ranked == lowest) & (age < oldest))
         lowest = tl.where(better, ranked, lowest)
         where = tl.where(better, here, where)
-    best = tl.min(lowest, 0)
-    victim = tl.min(tl.where(lowest == best, where, 2147483647), 0)
+        oldest = tl.where(better, age, oldest)
+    # The lowest rank, of equal ones the oldest token, of empty slots the first.
+    tied = lowest == tl.min(lowest, 0)
+    tied = tied & (oldest == tl.min(tl.where(tied, oldest, 2147483647), 0))
+    victim = tl.min(tl.where(tied, where, 2147483647), 0)
     tl.store(next_slot + row, victim.to(tl.int64))
     tl.store(index + row * slots + victim, -1)
     tl.store(log_den + row * slots + victim, float("-inf"))

@@ -8,6 +8,7 @@ from torch import Tensor
 from kvsketch.ops.slot_update import CLOSED
 
 NEG_INF = float("-inf")
+LAST = torch.iinfo(torch.int64).max
 
 
 def write_token(
@@ -59,6 +60,16 @@ def rank(
     return torch.where((position >= 0) & (index >= 0), ranked, NEG_INF)
 
 
+def sort_keys(ranked: Tensor, index: Tensor) -> Tensor:  # [B, H, S] int64
+    """Keys in the order of rank, then of index: of equal scores the oldest token goes first, wherever its slot lies.
+
+    No two tokens share a key, so neither the device nor the padding of other rows decides which of them stays.
+    """
+    bits = (ranked + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.long() << 32) + torch.where(ranked > NEG_INF, index.long(), 0)
+
+
 def free_lowest(
     scores: Tensor | None,
     index: Tensor,
@@ -70,11 +81,11 @@ def free_lowest(
     sinks: int,
     recent: int,
 ) -> None:
-    """Frees the lowest-ranked slot of each row and head (an empty one if there is one) and names it as the next to
-    be written.
+    """Frees the lowest-ranked slot of each row and head (an empty one if there is one, of equal ranks the oldest) and
+    names it as the next to be written.
     """
-    ranked = rank(scores, index, padding, seen, sinks, recent)
-    victim = torch.where(index == CLOSED, -NEG_INF, ranked).argmin(-1, keepdim=True)
+    keys = sort_keys(rank(scores, index, padding, seen, sinks, recent), index)
+    victim = torch.where(index == CLOSED, LAST, keys).argmin(-1, keepdim=True)
     next_slot.copy_(victim)
     index.scatter_(2, victim, -1)
     log_den.scatter_(2, victim, NEG_INF)
