@@ -14,6 +14,7 @@ import zoo
 from common import generate, padded
 from kvsketch import CompressedCache
 from kvsketch.methods import PyramidKV
+from kvsketch.methods.pyramidkv import READINGS
 
 
 def schedule(method: PyramidKV, prompt: int, layers: int) -> list[int]:
@@ -53,6 +54,19 @@ def test_no_layer_exceeds_the_budget_by_default(budget: int, prompt: int, layers
     assert tokens == sorted(tokens, reverse=True)
     assert budget - 2 <= tokens[0] <= budget, "the lowest layer uses what the budget allows"
     assert tokens[-1] >= sinks + method.recent_tokens(budget)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 4000), st.integers(1, 40), st.integers(0, 40), st.sampled_from(READINGS))
+def test_a_share_below_the_sinks_keeps_the_promise(
+    percent: int, prompt: int, layers: int, sinks: int, budget_is: str
+) -> None:
+    """A share is known when the prompt is: it may be smaller than the sinks, and no error can say so in advance."""
+    method = PyramidKV(budget=f"{percent}%", sinks=sinks, budget_is=budget_is)
+    tokens, budget = schedule(method, prompt, layers), method.budget.of(prompt)
+    assert sum(tokens) <= budget * layers
+    assert budget_is == "mean" or max(tokens) <= budget
+    assert min(tokens) >= 1
 
 
 def test_short_prompts_give_every_layer_the_same() -> None:
@@ -119,3 +133,12 @@ def test_rows_of_a_batch_follow_their_own_schedule(budget: str) -> None:
 def test_wrong_beta() -> None:
     with pytest.raises(ValueError, match=r"pyramidkv: beta=0 is not valid; use a whole number, 1"):
         kvsketch.parse_method("pyramidkv:beta=0")
+
+
+@pytest.mark.parametrize("pads", [[0], [0, 30]], ids=["alone", "left_padded"])
+def test_a_model_with_many_sinks_stays_within_a_small_share(pads: list[int]) -> None:
+    model = zoo.build("llama", num_hidden_layers=4)
+    ids, mask = padded(zoo.tokens(len(pads), 60), pads)
+    cache = CompressedCache(model, "pyramidkv:budget=10%:sinks=8")
+    generate(model, ids, cache, attention_mask=mask, max_new_tokens=6)
+    assert cache.tokens_stored <= 6

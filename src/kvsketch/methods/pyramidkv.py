@@ -23,7 +23,8 @@ class PyramidKV(SnapKV):
     high = 2 base - low. By default no layer exceeds the budget: base is such that high + sinks + window = budget. With
     `budget_is=mean` the budget is the mean over the compressed layers, base = budget - sinks - window, as in the paper:
     the lowest layer then holds nearly twice the budget. A prompt of n tokens with high >= n - sinks - window has
-    high = n - sinks - window, low = 2 base - high; one with n <= budget or n < 2 base gives every layer `budget`.
+    high = n - sinks - window, low = 2 base - high; one with n <= budget or n < 2 base gives every layer `budget`, as
+    does a budget that sinks and window fill.
     `beta=1` is SnapKV.
 
     Paper: Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling (arXiv
@@ -47,10 +48,10 @@ class PyramidKV(SnapKV):
         assert isinstance(self.budget, Size)
         budget = self.budget.of(prompt)
         fixed = self.sinks + self.recent_tokens(budget)
-        base = budget - fixed
+        base = max(0, budget - fixed)  # a share of a short prompt may be less than the sinks
         if self.budget_is == "ceiling":
             base = base * self.beta // (2 * self.beta - 1)
-        if layers < 2 or prompt <= budget or prompt < 2 * base:
+        if layers < 2 or base == 0 or prompt <= budget or prompt < 2 * base:
             return budget
         low = base // self.beta
         high = 2 * base - low
