@@ -73,19 +73,21 @@ def draws(slots: Tensor, state: int, head: int, number: int) -> Tensor:
     return to_uniform(hash_combine(chained, torch.arange(slots.shape[-1])))
 
 
-def assert_follows_the_rule(signs: Tensor, g: Tensor, uniforms: Tensor, name: str, c: float) -> None:
+def assert_follows_the_rule(
+    signs: Tensor, g: Tensor, uniforms: Tensor, name: str, c: float, rounding: float = 1e-4
+) -> None:
     """Every sign is the one its rule names, given the signs before it."""
     signs = signs.double()
     y = (g.tril(-1) * signs).sum(-1)
     size = (g.tril(-1).abs()).sum(-1)
     if name == "greedy":
-        sure = y.abs() > 1e-4 * size
+        sure = y.abs() > rounding * size
         up = y < 0
         coins = y.abs() <= 1e-9 * size
         assert torch.equal(signs[coins] > 0, uniforms[coins] < 0.5), "a fair coin decides a tie"
     else:
         probability = 0.5 - y / (2 * c)
-        sure = (uniforms - probability).abs() > 1e-4
+        sure = (uniforms - probability).abs() > rounding
         up = uniforms < probability
     assert torch.equal(signs[sure] > 0, up[sure])
     assert sure.double().mean() > 0.8, "the rule must be sure often enough for the test to mean something"
@@ -174,6 +176,28 @@ def test_large_keys_do_not_overflow(walk: Walk, device: torch.device, norm: floa
         copies, v[:, :, :1].expand(1, 1, 64, 128), torch.arange(64, device=device).view(1, 1, 1, 64), 1.0
     ).signs
     assert abs(int(signs.sum())) <= 1
+
+
+@pytest.mark.parametrize("norm", [45.0, 60.0])
+def test_greedy_rows_do_not_underflow(walk: Walk, device: torch.device, norm: float) -> None:
+    """bf16 keys of one norm around a large common part: exp(scale (<k_j, k_l> - |k|^2)) is zero in float32 for all l.
+
+    Shifted by its largest term, each row still says which sign works against the sum.
+    """
+    generator = torch.Generator().manual_seed(0)
+    _, v, slots = blocks(device, 100, 64, torch.bfloat16, missing=0.1)
+    k = torch.nn.functional.normalize(torch.randn(v.shape, generator=generator), dim=-1) * norm
+    k = (k + 12 * torch.randn(64, generator=generator)).to(device, torch.bfloat16)
+    place = slots[0, 0, 0].cpu()
+    at = place[place >= 0]
+    keys, values = (x[0, 0].cpu()[at].double() for x in (k, v))
+    exponent = 0.125 * (keys - keys.mean(0)) @ (keys - keys.mean(0)).T
+    earlier = exponent.masked_fill(torch.ones_like(exponent).triu().bool(), float("-inf"))
+    assert (earlier.amax(-1) - exponent.diagonal())[1:].max() < -90, "float32 ends at exp(-88), with denormals at -104"
+    g = (exponent - earlier.amax(-1, keepdim=True)).tril(-1).exp() * (values @ values.T + 0.1)
+    g[0] = 0.0
+    signs = walk(k, v, slots, 0.125, state=5, walk="greedy", constant=0.1).signs[0, 0, 0].cpu()[place >= 0]
+    assert_follows_the_rule(signs, g, draws(place, 5, 0, 0)[place >= 0], "greedy", 1.0, rounding=0.02)
 
 
 def test_missing_places_change_nothing(walk: Walk, device: torch.device) -> None:

@@ -58,29 +58,41 @@ def load_rows(base, slot, stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def gram_tile(
-    k_i, k_j, v_i, v_j, mean_i, mean_j, weight_i, weight_j, origin, exponent, mean_norm, constant, radius,
-    VALUES: tl.constexpr, WEIGHTS: tl.constexpr,
+    k_i, k_j, v_i, v_j, mean_i, mean_j, weight_i, weight_j, there, origin, exponent, mean_norm, constant, radius,
+    VALUES: tl.constexpr, WEIGHTS: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
-    """g of the package docstring for a tile of tokens [i, j]."""
-    s = dot(k_i, k_j) - mean_i[:, None] - mean_j[None, :] + mean_norm
-    g = tl.exp2(s * exponent - origin[:, None])
+    """g of the package docstring for a tile of tokens [i, j], zero where not `there`, and the origin of its exponents.
+
+    Greedy: the origin of a row is the largest exponent so far, -inf before the first.
+    """
+    s = (dot(k_i, k_j) - mean_i[:, None] - mean_j[None, :] + mean_norm) * exponent
+    s = tl.where(there, s, float("-inf"))
+    if GREEDY:
+        origin = tl.maximum(origin, tl.max(s, 1))
+    g = tl.where(there, tl.exp2(s - tl.where(origin > float("-inf"), origin, 0.0)[:, None]), 0.0)
     if VALUES:
         inner = dot(v_i, v_j)
         if WEIGHTS:
             inner = inner * weight_i[:, None] * weight_j[None, :]
         g = g * ((inner + constant) * radius)
-    return g
+    return g, origin
+
+
+@triton.jit
+def shift(old, new):
+    """What brings a sum whose exponents are relative to `old` to the larger origin `new`; 1 while both are -inf."""
+    return tl.where(new > float("-inf"), tl.exp2(old - new), 1.0)
 
 
 @triton.jit
 def block_statistics(
-    k_base, k_s, v_base, v_s, slot_base, weight_base, mean_ptr, norm_ptr, count, count_padded, constant,
+    k_base, k_s, v_base, v_s, slot_base, weight_base, mean_ptr, count, count_padded, constant,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr,
     VALUES: tl.constexpr, WEIGHTS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
-    """Stores <k_j, mean> and the squared norm of the centred key of each token.
+    """Stores <k_j, mean> of each token.
 
-    Returns the places up to the last token, |mean|^2, the largest squared norm and 1 / (max |v|^2 + constant).
+    Returns the places up to the last token, |mean|^2, the largest squared norm of a centred key and 1 / (max |v|^2 + constant).
     """
     rows = tl.arange(0, TILE)
     mean = tl.zeros((BLOCK_D,), tl.float32)
@@ -101,10 +113,8 @@ def block_statistics(
         k_tile = load_rows(k_base, slot, k_s, D, BLOCK_D).to(tl.float32)
         to_mean = tl.sum(k_tile * mean[None, :], 1)
         norm = tl.maximum(tl.sum(k_tile * k_tile, 1) - 2.0 * to_mean + mean_norm, 0.0)
-        norm = tl.where(slot >= 0, norm, 0.0)
-        largest = tl.maximum(largest, tl.max(norm))
+        largest = tl.maximum(largest, tl.max(tl.where(slot >= 0, norm, 0.0)))
         tl.store(mean_ptr + start + rows, to_mean, mask=start + rows < count_padded)
-        tl.store(norm_ptr + start + rows, norm, mask=start + rows < count_padded)
         if VALUES:
             v_tile = load_rows(v_base, slot, v_s, DV, BLOCK_DV).to(tl.float32)
             if WEIGHTS:
@@ -151,14 +161,13 @@ def walk_kernel(
     k_base, v_base = k + b * k_b + h * k_h, v + b * v_b + h * v_h
     weight_base = weights + b * weight_b + h * weight_h
     slot_base, sign_base = slots + program * count, signs + program * count
-    mean_ptr = scratch + program * (2 * count_padded + ROWS * (ROWS + 2))
-    norm_ptr = mean_ptr + count_padded
-    y_ptr = norm_ptr + count_padded
+    mean_ptr = scratch + program * (count_padded + ROWS * (ROWS + 2))
+    y_ptr = mean_ptr + count_padded
     tie_ptr, tile_ptr = y_ptr + ROWS, y_ptr + 2 * ROWS
     draws = hash_combine(hash_combine(state, first_head + h), tl.load(ids + b * id_b + h * id_h + n * id_n))
 
     end, mean_norm, largest, radius = block_statistics(
-        k_base, k_s, v_base, v_s, slot_base, weight_base, mean_ptr, norm_ptr, count, count_padded, constant,
+        k_base, k_s, v_base, v_s, slot_base, weight_base, mean_ptr, count, count_padded, constant,
         D, DV, BLOCK_D, BLOCK_DV, COLUMNS, VALUES, WEIGHTS, CENTER,
     )  # fmt: skip
     tl.debug_barrier()
@@ -170,13 +179,15 @@ def walk_kernel(
         i = start + rows
         slot_i = tl.load(slot_base + i, mask=i < count, other=-1)
         k_i = load_rows(k_base, slot_i, k_s, D, BLOCK_D)
-        mean_i, norm_i = tl.load(mean_ptr + i), tl.load(norm_ptr + i)
+        mean_i = tl.load(mean_ptr + i)
         v_i, weight_i = k_i, mean_i
         if VALUES:
             v_i = load_rows(v_base, slot_i, v_s, DV, BLOCK_DV)
         if WEIGHTS:
             weight_i = tl.load(weight_base + slot_i, mask=slot_i >= 0, other=0.0)
-        origin = exponent * (tl.sqrt(norm_i * largest) if GREEDY else tl.zeros((ROWS,), tl.float32) + largest)
+        origin = tl.full((ROWS,), float("-inf"), tl.float32)
+        if not GREEDY:
+            origin = tl.zeros((ROWS,), tl.float32) + largest * exponent
         y = tl.zeros((ROWS,), tl.float32)
         size = tl.zeros((ROWS,), tl.float32)
         for before in range(0, start, COLUMNS):
@@ -189,20 +200,22 @@ def walk_kernel(
                 v_j = load_rows(v_base, slot_j, v_s, DV, BLOCK_DV)
             if WEIGHTS:
                 weight_j = tl.load(weight_base + slot_j, mask=slot_j >= 0, other=0.0)
-            g = gram_tile(
+            there = (slot_i[:, None] >= 0) & (slot_j[None, :] >= 0)
+            g, raised = gram_tile(
                 k_i, k_j, v_i, v_j, mean_i, mean_j, weight_i, weight_j,
-                origin, exponent, mean_norm, constant, radius, VALUES, WEIGHTS,
+                there, origin, exponent, mean_norm, constant, radius, VALUES, WEIGHTS, GREEDY,
             )  # fmt: skip
-            g = tl.where(slot_j[None, :] >= 0, g, 0.0)
             sign_j = tl.load(sign_base + j, mask=j < start, other=0).to(tl.float32)
-            y += tl.sum(g * sign_j[None, :], 1)
-            size += tl.sum(tl.abs(g), 1)
-        g = gram_tile(
+            y = y * shift(origin, raised) + tl.sum(g * sign_j[None, :], 1)
+            size = size * shift(origin, raised) + tl.sum(tl.abs(g), 1)
+            origin = raised
+        there = (rows[None, :] < rows[:, None]) & (slot_i[None, :] >= 0) & (slot_i[:, None] >= 0)
+        g, raised = gram_tile(
             k_i, k_i, v_i, v_i, mean_i, mean_i, weight_i, weight_i,
-            origin, exponent, mean_norm, constant, radius, VALUES, WEIGHTS,
+            there, origin, exponent, mean_norm, constant, radius, VALUES, WEIGHTS, GREEDY,
         )  # fmt: skip
-        g = tl.where((rows[None, :] < rows[:, None]) & (slot_i[None, :] >= 0) & (slot_i[:, None] >= 0), g, 0.0)
-        size += tl.sum(tl.abs(g), 1)
+        y = y * shift(origin, raised)
+        size = size * shift(origin, raised) + tl.sum(tl.abs(g), 1)
         tl.store(tile_ptr + rows[None, :] * ROWS + rows[:, None], g)
         tl.store(y_ptr + rows, y)
         tl.store(tie_ptr + rows, size * TIE_SHARE)
@@ -241,7 +254,7 @@ def balance_walk(
     ids = (torch.arange(blocks, device=device) if ids is None else ids).expand(batch, heads, blocks)
     count_padded = triton.cdiv(count, ROWS) * ROWS
     programs = batch * heads * blocks
-    scratch = torch.empty(programs * (2 * count_padded + ROWS * (ROWS + 2)), dtype=torch.float32, device=device)
+    scratch = torch.empty(programs * (count_padded + ROWS * (ROWS + 2)), dtype=torch.float32, device=device)
     signs = torch.zeros(slots.shape, dtype=torch.int8, device=device)
     failed = torch.empty((batch, heads, blocks), dtype=torch.bool, device=device)
     sizes = k.shape[3], values.shape[3]

@@ -56,21 +56,28 @@ def normalized_gram(
     constant: float = 0.0,
     by_row: bool = False,
 ) -> Tensor:  # [M, b, b]
-    """g of the package docstring, zero where a token is missing; `by_row` uses |k_j| max |k| in R."""
+    """g of the package docstring, zero where a token is missing.
+
+    `by_row`, for the greedy walk: row j is divided by its largest exp(scale <k_j, k_l>), l < j, and is zero from l = j.
+    """
     real = valid.to(k.dtype)
     k = k * real[..., None]
     if center:
         mean = k.sum(1) / real.sum(1).clamp_min(1.0)[:, None]
         k = (k - mean[:, None]) * real[..., None]
-    norm = k.norm(dim=-1)
-    largest = norm.amax(-1, keepdim=True)
-    origin = norm * largest if by_row else largest.square().expand_as(norm)
-    gram = (scale * (k @ k.mT - origin[..., None])).exp()
+    exponent = scale * k @ k.mT
+    there = valid[:, None, :] & valid[..., None]
+    if by_row:
+        there = there.tril(-1)
+        origin = exponent.masked_fill(~there, float("-inf")).amax(-1, keepdim=True)
+    else:
+        origin = scale * k.square().sum(-1).amax(-1)[:, None, None]
+    gram = torch.where(there, exponent - origin, float("-inf")).exp()
     if v is not None:
         v = v * real[..., None]
         radius = v.square().sum(-1).amax(-1) + constant
         gram = gram * (v @ v.mT + constant) / radius.masked_fill(radius == 0, 1.0)[:, None, None]
-    return gram * real[:, None, :] * real[..., None]
+    return gram
 
 
 def walk_blocks(gram: Tensor, valid: Tensor, uniforms: Tensor, walk: str, c: float) -> tuple[Tensor, Tensor]:
