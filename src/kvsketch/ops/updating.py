@@ -86,8 +86,8 @@ def balance_walk(
     each block in order, -1 for none, which gets sign 0; weights [B, H, S] multiply the values.
     walk: greedy takes the sign against y_j, random takes +1 with probability 1/2 - y_j / (2 c), cut to [0, 1].
     center: keys relative to the mean key of their block. on_fail: what |y_j| > c does, clip or raise RuntimeError.
-    state, ids [B, H, N] integers (default: the block's number): where draws come from; the draw of a token is the
-    random state continued by head, id and place in the block. Heads count from first_head.
+    state, ids [B, H, N] int64 (default: the block's number): where draws come from; the draw of a token is the
+    random state continued by head, id (all 64 bits) and place in the block. Heads count from first_head.
     """
     balance_walk_checks.check_arguments(k, v, slots, weights, walk, c, on_fail)
     run = balance_walk_reference

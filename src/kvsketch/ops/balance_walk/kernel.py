@@ -164,7 +164,8 @@ def walk_kernel(
     mean_ptr = scratch + program * (count_padded + ROWS * (ROWS + 2))
     y_ptr = mean_ptr + count_padded
     tie_ptr, tile_ptr = y_ptr + ROWS, y_ptr + 2 * ROWS
-    draws = hash_combine(hash_combine(state, first_head + h), tl.load(ids + b * id_b + h * id_h + n * id_n))
+    block_id = tl.load(ids + b * id_b + h * id_h + n * id_n)
+    draws = hash_combine(hash_combine(hash_combine(state, first_head + h), block_id), block_id >> 32)
 
     end, mean_norm, largest, radius = block_statistics(
         k_base, k_s, v_base, v_s, slot_base, weight_base, mean_ptr, count, count_padded, constant,

@@ -98,14 +98,14 @@ def walk_blocks(gram: Tensor, valid: Tensor, uniforms: Tensor, walk: str, c: flo
 
 
 def block_uniforms(slots: Tensor, state: int, ids: Tensor | None, first_head: int = 0) -> Tensor:
-    """The draw of each token [B, H, N, b]: the random state continued by head, block id and place in the block."""
+    """The draw of each token [B, H, N, b]: the random state continued by head, both halves of the id, and place."""
     _, heads, blocks, size = slots.shape
     device = slots.device
     if ids is None:
         ids = torch.arange(blocks, device=device)
     head = first_head + torch.arange(heads, device=device)[:, None]
     by_head = hash_combine(torch.tensor(state, device=device), head)
-    by_block = hash_combine(by_head, ids)[..., None]
+    by_block = hash_combine(hash_combine(by_head, ids), ids >> 32)[..., None]
     return to_uniform(hash_combine(by_block, torch.arange(size, device=device))).expand(slots.shape)
 
 
