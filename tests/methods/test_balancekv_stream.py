@@ -183,19 +183,24 @@ def test_the_budget_holds_at_every_token_in_place(budget: int, walk: str) -> Non
             assert {0, 1, *range(table.seen - 4, table.seen)} <= set(held)
 
 
-def test_a_row_alone_equals_that_row_in_a_left_padded_batch() -> None:
+@pytest.mark.parametrize(
+    "method",
+    [TEXT, TEXT.replace("budget=16", "budget=40%"), *(f"balancekv:form=paper:block={b}:sinks=2:recent=4" for b in (4, 8))],
+)
+def test_a_row_alone_equals_that_row_in_a_left_padded_batch(method: str) -> None:
+    """Also while decoding, where each row completes a batch, or exceeds its budget, at another step than the others."""
     model = zoo.build("qwen2")
     lengths = [40, 29, 13]
     rows = [zoo.tokens(1, n, seed=n) for n in lengths]
     batch = torch.cat([torch.nn.functional.pad(r, (40 - r.shape[1], 0)) for r in rows])
     batch, mask = padded(batch, [40 - n for n in lengths])
-    for method in (TEXT, TEXT.replace("budget=16", "budget=40%")):
-        together = generate(model, batch, CompressedCache(model, method), attention_mask=mask)
-        for i, row in enumerate(rows):
-            alone = generate(model, row, CompressedCache(model, method))
-            assert together.sequences[i, 40:].tolist() == alone.sequences[0, row.shape[1] :].tolist()
-            for a, b in zip(together.logits, alone.logits, strict=True):
-                torch.testing.assert_close(a[i], b[0], atol=1e-4, rtol=1e-4)
+    steps = {"max_new_tokens": 24}
+    together = generate(model, batch, CompressedCache(model, method), attention_mask=mask, **steps)
+    for i, row in enumerate(rows):
+        alone = generate(model, row, CompressedCache(model, method), **steps)
+        assert together.sequences[i, 40:].tolist() == alone.sequences[0, row.shape[1] :].tolist()
+        for a, b in zip(together.logits, alone.logits, strict=True):
+            torch.testing.assert_close(a[i], b[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("form", ["stream", "paper:block=8"])

@@ -36,9 +36,15 @@ ZERO_VALUE = 63  # bucket of tokens without a value; 0: not entered; 1 .. 62: fl
 
 
 def compress(method: BalanceKV, table: SlotTable, rows: list[Row], queries: Tensor) -> None:
-    """Summarises the rows that exceed their budget, and gives the table its fixed shape."""
+    """Summarises the rows that exceed their budget, and gives the table its fixed shape.
+
+    Without a budget a row is summarised when its middle completes a batch, whatever the other rows of the batch do.
+    """
     unbounded = method.form == "paper"
-    over = [unbounded or row.seen > row.budget for row in rows]
+    middle = [row.seen - row.sinks - row.recent for row in rows]
+    over = [row.seen > row.budget for row in rows]
+    if unbounded:
+        over = [m >= method.block and (table.appended > 1 or m % method.block == 0) for m in middle]
     row_schedule.set_schedule(table, rows, [0] * len(rows))
     _set_up(method, table, rows)
     values, keys_only = zip(*(shares(row) for row in rows), strict=True)
@@ -57,7 +63,8 @@ def compress(method: BalanceKV, table: SlotTable, rows: list[Row], queries: Tens
     _write(table, num, den, room, keys_room)
     full_at = [row.seen + row.freed if o else row.budget + 1 for row, o in zip(rows, over, strict=True)]
     if unbounded:
-        full_at = [row.seen + method.block - (row.seen - row.sinks - row.recent) % method.block for row in rows]
+        missing = (method.block - (m % method.block if m > 0 else m) for m in middle)
+        full_at = [row.seen + tokens for row, tokens in zip(rows, missing, strict=True)]
     row_schedule.set_schedule(table, rows, full_at)
 
 
