@@ -36,6 +36,13 @@ def cones(directions: int, keys: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return units * 10.0 ** torch.rand(keys, 1, generator=generator), truth
 
 
+def with_common_part(*shape: int, times: float, channels: int, seed: int = 0) -> Tensor:
+    """Normal keys and a vector that all of a head share, `times` as long as they are, in its first `channels`."""
+    common = normal(*shape[:2], 1, channels, seed=seed + 1)
+    common = common / common.norm(dim=-1, keepdim=True) * times * shape[3] ** 0.5
+    return normal(*shape, seed=seed) + torch.nn.functional.pad(common, (0, shape[3] - channels))
+
+
 def cosine_scores(keys: Tensor, centroids: Tensor) -> Tensor:
     """Cosines [B, H, n, C] in float64; a vector of length 0 has cosine 0 with everything."""
     keys, centroids = (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from formula import needs_triton
-from recall_inputs import cones, cosine_scores, normal, poison
+from recall_inputs import cones, cosine_scores, normal, poison, with_common_part
 from scipy.stats import chisquare
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
@@ -74,6 +74,25 @@ def test_every_key_belongs_to_the_centroid_of_largest_cosine(
     cosines = cosine_scores(data, centroids)
     own = cosines.gather(3, labels.long()[..., None])[..., 0]
     assert float((cosines.amax(-1) - own).max()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("times", "channels"), [(20.0, 32), (40.0, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_with_a_large_common_part_do_not_fall_into_one_cluster(
+    cluster: Cluster, device: torch.device, times: float, channels: int, dtype: torch.dtype
+) -> None:
+    """Their directions differ by less than 16 bits tell: rounded as they are, one cluster takes nearly all keys."""
+    data = with_common_part(1, 1, 200, 32, times=times, channels=channels).to(device, dtype)
+    rounded, exact = cluster(data, 10, 2), cluster(data.float(), 10, 2)
+    sizes, wanted = (ops.cluster_index(found.labels, 10).sizes for found in (rounded, exact))
+    assert bool((sizes > 0).all()) and int(sizes.max()) <= 1.5 * int(wanted.max())
+    assert float((rounded.labels == exact.labels).float().mean()) > 0.7
+    # The share of what a key could gain over the mean centroid that rounding takes from it.
+    centroids, labels = cluster(data, 10, 0)
+    cosines = cosine_scores(data, centroids)
+    own = cosines.gather(3, labels.long()[..., None])[..., 0]
+    lost = (cosines.amax(-1) - own) / (cosines.amax(-1) - cosines.mean(-1))
+    assert float(lost.max()) < 0.15 and float(lost.mean()) < 0.01
 
 
 @pytest.mark.parametrize("centroid", ["mean", "normalized"])
@@ -269,6 +288,15 @@ class TestOnTheGpu:
             cosines = cosine_scores(data[row, :, start:], centroids[row])
             own = cosines.gather(2, labels[row, :, start:].long()[..., None])[..., 0]
             assert float((cosines.amax(-1) - own).max()) < TOLERANCE[dtype]
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_a_large_common_part(self, device: torch.device, dtype: torch.dtype) -> None:
+        data = with_common_part(1, 2, 4000, 128, times=40.0, channels=128).to(device, dtype)
+        sizes, wanted = (
+            ops.cluster_index(ops.kmeans(keys, 200, rounds=4).labels, 200).sizes for keys in (data, data.float())
+        )
+        assert int(sizes.max()) <= 1.5 * int(wanted.max())
+        assert int((sizes > 0).sum()) >= 0.95 * int((wanted > 0).sum())
 
     def test_runs_repeat_to_the_bit(self, device: torch.device) -> None:
         data = normal(1, 8, 8000, 128, dtype=torch.bfloat16).to(device)

@@ -8,6 +8,7 @@ together say where a slot goes. Legend: see the package docstring.
 from __future__ import annotations
 
 import contextlib
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,6 +28,14 @@ START_BINS = 2048
 PLACE_SLOTS = 1024
 MEAN_ROWS = 32
 MAX_SIZE = 512
+
+
+class Directions(NamedTuple):
+    """Where the directions of the means go: each less a common one, so that 16 bits can tell them apart."""
+
+    rows: Tensor  # [B * H, at least C, power of two >= D]: mean / |mean| - origin
+    origin: Tensor  # [B * H, power of two >= D] float32
+    radius: Tensor  # [B * H] float32, the longest row so far
 
 
 def supported(slots: int, size: int = 1) -> bool:
@@ -74,17 +83,18 @@ def cluster_means(rows: Tensor, index: ClusterIndex) -> Tensor:
 
 
 def update_means(
-    rows: Tensor, index: ClusterIndex, means: Tensor, directions: Tensor | None = None, normalized: bool = False
+    rows: Tensor, index: ClusterIndex, means: Tensor, directions: Directions | None = None, normalized: bool = False
 ) -> None:
     """Writes the mean of each cluster into means [B, H, C, D] float32; the mean of an empty cluster stays as it is.
 
-    directions [B * H, at least C, power of two >= D]: also receives mean / |mean|. normalized: the mean of row / |row|.
+    directions also receive those of the means that are written. normalized: the mean of row / |row|.
     """
     batch, heads, clusters, size = means.shape
     rows = rows if rows.stride(3) == 1 else rows.contiguous()
     with torch.cuda.device(rows.device) if rows.is_cuda else contextlib.nullcontext():
         mean_kernel[(clusters, batch * heads)](
-            rows, *index, means, directions, heads, rows.shape[2], 0 if directions is None else directions.shape[1],
+            rows, *index, means, *(directions or (None, None, None)),
+            heads, rows.shape[2], 0 if directions is None else directions.rows.shape[1],
             *rows.stride()[:3],
             D=size, BLOCK_D=max(16, triton.next_power_of_2(size)), ROWS=MEAN_ROWS,
             NORMALIZED=normalized, DIRECTIONS=directions is not None, num_warps=2,
@@ -170,7 +180,7 @@ def place_kernel(
 
 @triton.jit(do_not_specialize=["count", "padded"])
 def mean_kernel(
-    rows_ptr, order_ptr, sizes_ptr, offsets_ptr, means_ptr, directions_ptr,
+    rows_ptr, order_ptr, sizes_ptr, offsets_ptr, means_ptr, directions_ptr, origin_ptr, radius_ptr,
     heads, count, padded, row_b, row_h, row_n,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, NORMALIZED: tl.constexpr, DIRECTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -197,9 +207,10 @@ def mean_kernel(
     mean = total / size
     tl.store(means_ptr + place * D + d, mean, mask=d < D)
     if DIRECTIONS:
-        direction = mean * inverse_norm(tl.sum(mean * mean, 0))
+        direction = mean * inverse_norm(tl.sum(mean * mean, 0)) - tl.load(origin_ptr + head * BLOCK_D + d)
         at = directions_ptr + (head * padded + cluster) * BLOCK_D + d
         tl.store(at, direction.to(directions_ptr.dtype.element_ty))
+        tl.atomic_max(radius_ptr + head, tl.sqrt(tl.sum(direction * direction, 0)), sem="relaxed")
 
 
 @triton.jit

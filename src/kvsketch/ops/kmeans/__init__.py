@@ -1,11 +1,15 @@
 """k-means of keys by direction: what clusters of a recalled cache are made of.
 
-    assign   label_i = argmax_c <k_i, d_c>,  d_c = mu_c / |mu_c| in the dtype of the keys; equal scores: the lowest c
+    assign   label_i = argmax_c <k_i, d_c - m>,  d_c = mu_c / |mu_c|; equal scores: the lowest c
     update   mu_c = mean of the keys with label c ("mean") or of k_i / |k_i| ("normalized"); empty: mu_c stays
 
 `rounds` of both, then one last assignment. Assigning by cosine while averaging raw keys descends no common objective,
 so the number of rounds is given, not found; with "normalized" (spherical k-means) sum_i <k_i / |k_i|, d_label_i> never
 falls.
+
+m, the mean direction of up to 64 of the first centroids of a head, changes no argmax. d_c - m is rounded to the dtype
+of the keys, where d_c itself must not be: keys with a large common part, such as a bias, have directions that differ by
+less than 16 bits can tell, and one cluster would take nearly all of them.
 
 The first centroids are keys: the m keys of a row are cut into c runs of equal length (to one key), and each run gives
 one key, drawn from (seed, layer, first_position, head, number of the run), heads counted from first_head. They are
@@ -27,6 +31,8 @@ import torch
 from torch import Tensor
 
 CENTROIDS = ("mean", "normalized")
+# First centroids whose mean direction is subtracted from all directions.
+SAMPLE = 64
 
 
 class Stream(NamedTuple):

@@ -1,8 +1,10 @@
 """k-means on a GPU: one launch to begin, and in each round one to assign, four to sort by label, one to average.
 
-assign: a program holds a tile of keys and walks over the centroids. A score is lifted by |k| to be positive; then its
-bits order like the score, and the lowest of them can hold the centroid's number in its tile, counted down: one integer
-maximum finds score and centroid, and the lowest centroid of equals. Scores closer than |k| / 2^16 count as equal.
+assign: a program holds a tile of keys and walks over the centroids. A score is lifted by |k| r to be positive, r being
+the largest |d_c - m| of the head; then its bits order like the score, and the lowest of them can hold the centroid's
+number in its tile, counted down: one integer maximum finds score and centroid, and the lowest centroid of equals.
+Scores closer than |k| r / 2^16 count as equal.
+begin finds m and, like the means of a round, subtracts it from each direction that it writes: no launch is added.
 Legend: see the package docstring.
 """
 
@@ -16,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.ops.cluster_index.kernel import cluster_index, empty_index, inverse_norm, update_means
+from kvsketch.ops.cluster_index.kernel import Directions, cluster_index, empty_index, inverse_norm, update_means
 from kvsketch.ops.cluster_index.kernel import supported as index_supported
-from kvsketch.ops.kmeans import Clusters, Stream, live_clusters
+from kvsketch.ops.kmeans import SAMPLE, Clusters, Stream, live_clusters
 from kvsketch.ops.random import initial_state
 from kvsketch.ops.random.kernel import hash_combine, to_uniform
 from kvsketch.ops.weighted_attention.device import dot
@@ -26,6 +28,8 @@ from kvsketch.ops.weighted_attention.device import dot
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_KEY_SIZE = 256
 BEGIN_ROWS = 32
+# Below this radius the lift is larger than need be: directions that differ by rounding alone stay equal.
+LEAST_RADIUS = tl.constexpr(1 / 64)
 
 
 class Launch(NamedTuple):
@@ -69,7 +73,11 @@ def kmeans(
     block_d = max(16, triton.next_power_of_2(size))
     launch = launch or launch_for(dtype, block_d)
     padded = triton.cdiv(clusters, launch.clusters) * launch.clusters
-    directions = torch.zeros((batch * heads, padded, block_d), dtype=dtype, device=device)
+    directions = Directions(
+        torch.zeros((batch * heads, padded, block_d), dtype=dtype, device=device),
+        torch.empty((batch * heads, block_d), dtype=torch.float32, device=device),
+        torch.zeros(batch * heads, dtype=torch.float32, device=device),
+    )
     centroids = torch.empty((batch, heads, clusters, size), dtype=torch.float32, device=device)
     labels = torch.empty((batch, heads, length), dtype=torch.int32, device=device)
     index = empty_index(batch, heads, length, clusters, device)
@@ -78,15 +86,15 @@ def kmeans(
 
     def assign() -> None:
         assign_kernel[(triton.cdiv(length, launch.keys), batch * heads)](
-            keys, directions, first, live, labels, heads, length, padded, *keys.stride()[:3],
+            keys, directions.rows, directions.radius, first, live, labels, heads, length, padded, *keys.stride()[:3],
             KEYS=launch.keys, CLUSTERS=launch.clusters, STAGES=launch.stages, **shape, num_warps=launch.warps,
         )  # fmt: skip
 
     with torch.cuda.device(device) if keys.is_cuda else contextlib.nullcontext():
         begin_kernel[(triton.cdiv(clusters, BEGIN_ROWS), batch * heads)](
-            keys, first, live, centroids, directions, initial_state(stream.seed), *stream[1:],
+            keys, first, live, centroids, *directions, initial_state(stream.seed), *stream[1:],
             heads, length, clusters, padded, *keys.stride()[:3],
-            ROWS=BEGIN_ROWS, NORMALIZED=normalized, **shape, num_warps=4,
+            ROWS=BEGIN_ROWS, SAMPLE=SAMPLE, NORMALIZED=normalized, **shape, num_warps=4,
         )  # fmt: skip
         for _ in range(rounds):
             assign()
@@ -96,39 +104,58 @@ def kmeans(
     return Clusters(centroids, labels)
 
 
+@triton.jit
+def load_first(base, run, live, count, stream, row_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The keys that the runs begin with, in float32, and their directions; 0 beyond the live clusters."""
+    runs = tl.maximum(live, 1)
+    edge = run * count // runs
+    width = (run + 1) * count // runs - edge
+    draw = to_uniform(hash_combine(stream, run))
+    drawn = tl.minimum((draw * width.to(tl.float32)).to(tl.int64), width - 1)
+    d = tl.arange(0, BLOCK_D)
+    alive = (run < live)[:, None] & (d < D)[None, :]
+    key = tl.load(base + (edge + drawn)[:, None] * row_n + d[None, :], mask=alive, other=0.0).to(tl.float32)
+    return key, key * inverse_norm(tl.sum(key * key, 1))[:, None]
+
+
 @triton.jit(do_not_specialize=["state", "layer", "position", "first_head", "length", "clusters", "padded"])
 def begin_kernel(
-    keys_ptr, first_ptr, live_ptr, centroids_ptr, directions_ptr, state, layer, position, first_head,
-    heads, length, clusters, padded, k_b, k_h, k_n,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, NORMALIZED: tl.constexpr,
+    keys_ptr, first_ptr, live_ptr, centroids_ptr, directions_ptr, origin_ptr, radius_ptr,
+    state, layer, position, first_head, heads, length, clusters, padded, k_b, k_h, k_n,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SAMPLE: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
     """The first centroids of one head: a key of each run of keys; 0 beyond the live clusters."""
     head = tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     begin = tl.load(first_ptr + b).to(tl.int64)
     live = tl.load(live_ptr + b).to(tl.int64)
-    run = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    runs = tl.maximum(live, 1)
-    edge = run * (length - begin) // runs
-    width = (run + 1) * (length - begin) // runs - edge
     stream = hash_combine(hash_combine(hash_combine(state, layer), position), first_head + h)
-    draw = to_uniform(hash_combine(stream, run))
-    drawn = tl.minimum((draw * width.to(tl.float32)).to(tl.int64), width - 1)
-    slot = begin + edge + drawn
+    base, count = keys_ptr + b * k_b + h * k_h + begin * k_n, length - begin
     d = tl.arange(0, BLOCK_D)
-    alive = (run < live)[:, None] & (d < D)[None, :]
-    key = tl.load(keys_ptr + b * k_b + h * k_h + slot[:, None] * k_n + d[None, :], mask=alive, other=0.0).to(tl.float32)
-    direction = key * inverse_norm(tl.sum(key * key, 1))[:, None]
-    written = (run < clusters)[:, None]
+
+    # Every program finds the common direction for itself; the first one notes it for the rounds.
+    sampled = tl.minimum(live, SAMPLE)
+    number = tl.arange(0, SAMPLE).to(tl.int64)
+    picked = tl.where(number < sampled, number * live // tl.maximum(sampled, 1), live)
+    _, directions = load_first(base, picked, live, count, stream, k_n, D, BLOCK_D)
+    origin = tl.sum(directions, 0) / tl.maximum(sampled, 1).to(tl.float32)
+    if tl.program_id(0) == 0:
+        tl.store(origin_ptr + head * BLOCK_D + d, origin)
+
+    run = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    key, direction = load_first(base, run, live, count, stream, k_n, D, BLOCK_D)
     at = (head * clusters + run)[:, None] * D + d[None, :]
-    tl.store(centroids_ptr + at, direction if NORMALIZED else key, mask=written & (d < D)[None, :])
+    tl.store(centroids_ptr + at, direction if NORMALIZED else key, mask=(run < clusters)[:, None] & (d < D)[None, :])
     at = (head * padded + run)[:, None] * BLOCK_D + d[None, :]
-    tl.store(directions_ptr + at, direction.to(directions_ptr.dtype.element_ty), mask=written)
+    apart = direction - origin[None, :]
+    tl.store(directions_ptr + at, apart.to(directions_ptr.dtype.element_ty), mask=(run < clusters)[:, None])
+    farthest = tl.max(tl.where(run < live, tl.sum(apart * apart, 1), 0.0), 0)
+    tl.atomic_max(radius_ptr + head, tl.sqrt(farthest), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["length", "padded"])
 def assign_kernel(
-    keys_ptr, directions_ptr, first_ptr, live_ptr, labels_ptr, heads, length, padded, k_b, k_h, k_n,
+    keys_ptr, directions_ptr, radius_ptr, first_ptr, live_ptr, labels_ptr, heads, length, padded, k_b, k_h, k_n,
     D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, CLUSTERS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Labels of one tile of keys, -1 before the first key of the row."""
@@ -142,7 +169,8 @@ def assign_kernel(
     pointers = keys_ptr + b * k_b + h * k_h + slot.to(tl.int64)[:, None] * k_n + d[None, :]
     keys = tl.load(pointers, mask=inside, other=0.0)
     wide = keys.to(tl.float32)
-    lift = tl.sqrt(tl.sum(wide * wide, 1)) * 1.01 + 1e-30
+    radius = tl.maximum(tl.load(radius_ptr + head), LEAST_RADIUS)
+    lift = tl.sqrt(tl.sum(wide * wide, 1)) * radius * 1.01 + 1e-30
     directions = directions_ptr + head * padded * BLOCK_D
 
     # A tile of padding has nothing to assign.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.cluster_index.reference import cluster_sums
-from kvsketch.ops.kmeans import Clusters, Stream, live_clusters
+from kvsketch.ops.kmeans import SAMPLE, Clusters, Stream, live_clusters
 from kvsketch.ops.random import uniform
 
 # Keys whose scores are held at once.
@@ -39,13 +39,14 @@ def _cluster_row(keys: Tensor, clusters: int, rounds: int, stream: Stream, centr
     members = _directions(points) if centroid == "normalized" else points
     chosen = first_keys(keys.shape[0], keys.shape[1], clusters, stream, keys.device)
     means = members.gather(1, chosen[..., None].expand(-1, -1, keys.shape[2]))
-    labels = _assign(points, means, keys.dtype)
+    origin = common_direction(means)
+    labels = _assign(points, means, origin, keys.dtype)
     for _ in range(rounds):
         sums = cluster_sums(members[None], labels[None], clusters)[0]
         sizes = torch.zeros(means.shape[:2], dtype=points.dtype, device=keys.device)
         sizes.scatter_add_(1, labels, torch.ones_like(labels, dtype=points.dtype))
         means = torch.where(sizes[..., None] > 0, sums / sizes.clamp_min(1)[..., None], means)
-        before, labels = labels, _assign(points, means, keys.dtype)
+        before, labels = labels, _assign(points, means, origin, keys.dtype)
         if torch.equal(before, labels):
             break
     return means.float(), labels
@@ -61,9 +62,16 @@ def first_keys(heads: int, keys: int, clusters: int, stream: Stream, device: tor
     return edge[:-1] + torch.minimum(drawn, width - 1)
 
 
-def _assign(points: Tensor, means: Tensor, dtype: torch.dtype) -> Tensor:
+def common_direction(means: Tensor) -> Tensor:
+    """The mean direction [H, 1, D] of up to SAMPLE of the first centroids [H, C, D]."""
+    clusters = means.shape[1]
+    picked = torch.arange(min(clusters, SAMPLE), device=means.device) * clusters // min(clusters, SAMPLE)
+    return _directions(means[:, picked]).mean(1, keepdim=True)
+
+
+def _assign(points: Tensor, means: Tensor, origin: Tensor, dtype: torch.dtype) -> Tensor:
     """The centroid of largest cosine to each key, [H, n] int64; the lowest of equals."""
-    directions = _directions(means).to(dtype).to(points.dtype).mT
+    directions = (_directions(means) - origin).to(dtype).to(points.dtype).mT
     return torch.cat([(block @ directions).argmax(-1) for block in points.split(BLOCK, 1)], 1)
 
 
