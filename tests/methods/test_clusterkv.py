@@ -96,7 +96,7 @@ def brute_force(run: Run, query: Tensor, completion: bool) -> tuple[Tensor, list
             slots += [(keys[i], values[i], 0.0) for i in taken]
             if rest and completion:
                 weight = float(torch.tensor(float(len(rest))).log())
-                slots.append((keys[cluster].mean(0), values[cluster].mean(0), weight))
+                slots.append((keys[cluster].mean(0), values[rest].mean(0), weight))
         k, v, w = (torch.stack([torch.as_tensor(s[i], device=DEVICE) for s in slots]).double() for i in range(3))
         outputs.append((run.table.scale * k @ q + w).softmax(0) @ v)
         chosen.append(read)
@@ -133,6 +133,29 @@ def test_attention_equals_brute_force(completion: bool, generated: int) -> None:
     torch.testing.assert_close(run.attend(query)[0, :, 0].double(), expected, atol=1e-5, rtol=1e-4)
     other, _ = brute_force(run, query, not completion)
     assert not torch.allclose(run.attend(query)[0, :, 0].double(), other, atol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("budget", [4, 24, 38, 120])
+@pytest.mark.parametrize("share_in_group", [False, True])
+def test_completion_is_exact_where_the_keys_of_a_cluster_are_equal(
+    dtype: torch.dtype, tolerance: float, budget: int, share_in_group: bool
+) -> None:
+    """Also for the cluster that is read in part, whose values differ."""
+    method = ClusterKV(**{**SMALL, "budget": budget, "tokens_per_cluster": 10, "share_in_group": share_in_group})
+    points = normal(1, HEADS, 12, SIZE, seed=3).repeat_interleave(10, 2)
+    keys = torch.cat([normal(1, HEADS, 3, SIZE, seed=4), points], 2).to(dtype)
+    values = normal(1, HEADS, 123, SIZE, seed=5).to(dtype)
+    table = SlotTable(0, 1)
+    table.scale = SIZE**-0.5
+    table.append(keys, values)
+    method.compress(table, normal(1, HEADS * GROUP, 123, SIZE).to(dtype))
+    assert table.row_state["sizes"][:, :, :12].eq(10).all(), "every run of equal keys is a cluster"
+    query = normal(1, HEADS * GROUP, 1, SIZE, seed=9).to(dtype)
+    expected = ops.weighted_attention(query.float(), keys.float(), values.float(), None, None, table.scale)
+    out = method.attend(table, query)
+    assert out is not None
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_each_head_reads_its_budget_sinks_and_tail(reads: list[dict[str, Any]]) -> None:

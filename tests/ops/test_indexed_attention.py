@@ -51,22 +51,33 @@ def make_call(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Arguments:
-    """Lists of distinct rows of which a tenth is -1, two spans, and extra weights of which a twentieth is -inf."""
+    """Lists of distinct rows of which a tenth is -1, two spans, and extra weights of which a twentieth is -inf.
+
+    With extra slots, every second list has read a part of one of them, some tenth of its rows.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def tensor(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     value_size, query_heads = value_size or size, heads * group
-    listed = torch.rand(batch, heads if shared else query_heads, slots, generator=generator).argsort(-1)[..., :rows]
-    listed = listed.masked_fill(torch.rand(listed.shape, generator=generator) < 0.1, -1)
+    lists = heads if shared else query_heads
+    listed = torch.rand(batch, lists, slots, generator=generator).argsort(-1)[..., :rows]
+    skipped = torch.rand(listed.shape, generator=generator) < 0.1
+    skipped[..., rows // 3 : rows // 3 + rows // 8] = False
+    listed = listed.masked_fill(skipped, -1)
     edges = torch.tensor([[[3, 7], [slots - 5, slots]], [[0, 0], [slots - 9, slots - 2]]]).repeat(batch, 1, 1)[:batch]
     always = Spans(edges.to(device, torch.int32), 12) if spans else None
     extra = None
     if extras:
         weight = torch.rand(batch, query_heads, extras, generator=generator) * 3
         weight[torch.rand(weight.shape, generator=generator) < 0.05] = NEG_INF
-        extra = Extra(tensor(batch, heads, extras, size), tensor(batch, heads, extras, value_size), weight.to(device))
+        cut = torch.tensor([extras // 2, rows // 3, rows // 3 + rows // 8]).repeat(batch, lists, 1)
+        cut[:, 1::2] = torch.tensor([-1, 0, 0])
+        extra = Extra(
+            tensor(batch, heads, extras, size), tensor(batch, heads, extras, value_size), weight.to(device),
+            cut.to(device, torch.int32),
+        )  # fmt: skip
     q, k, v = (
         tensor(batch, query_heads, 1, size),
         tensor(batch, heads, slots, size),
@@ -96,9 +107,16 @@ def direct(call: Arguments) -> Indexed:
             if call.softcap is not None:
                 s = call.softcap * torch.tanh(s / call.softcap)
             terms = (s + weights).exp()
-            num = terms.sum()
+            num, apart = terms.sum(), torch.zeros_like(v[0] if len(v) else call.v[0, 0, 0]).double()
+            if call.extra is not None and call.extra.cut is not None:
+                listed = head * call.rows.shape[1] // call.q.shape[1]
+                slot, start, end = call.extra.cut[b, listed].tolist()
+                rows = call.rows[b, listed, start:end].tolist()
+                if slot >= 0:
+                    apart = (call.v[b, kv, rows].double() - call.extra.v[b, kv, slot].double()).sum(0)
+                    apart = apart * s[len(s) - call.extra.k.shape[2] + slot].exp()
             den = num if call.sink_logits is None else num + call.sink_logits[head].double().exp()
-            outs.append(terms @ v / den if num > 0 else torch.zeros_like(v[0] if len(v) else call.v[0, 0, 0]).double())
+            outs.append((terms @ v - apart) / den if num > 0 else torch.zeros_like(apart))
             nums.append(num.log())
             dens.append(den.log())
     shape = (*call.q.shape[:2], 1)
@@ -161,18 +179,22 @@ def test_reading_every_row_is_plain_attention(attend: Attend, device: torch.devi
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_completion_is_exact_where_clusters_are_points(attend: Attend, device: torch.device) -> None:
-    """Six points, ten tokens each: whatever is read of them, the rest is one slot of the same key and value."""
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_completion_is_exact_where_clusters_are_points(
+    attend: Attend, device: torch.device, softcap: float | None
+) -> None:
+    """Six keys, ten tokens each, whose values differ: whatever is read of them, one slot stands for the rest."""
     call = make_call(device, spans=False)
-    points, values = call.k[:, :, :6], call.v[:, :, :6]
-    call = replace(call, k=points.repeat_interleave(10, 2), v=values.repeat_interleave(10, 2))
+    points = call.k[:, :, :6]
+    call = replace(call, k=points.repeat_interleave(10, 2), softcap=softcap)
+    means = call.v.unflatten(2, (6, 10)).mean(3)
     labels = torch.arange(60, device=device).expand(2, 2, 60).int() // 10
     order, sizes, offsets = ops.cluster_index(labels, 6)
-    full = F.scaled_dot_product_attention(call.q, call.k, call.v, scale=call.scale, enable_gqa=True)
+    full = ops.weighted_attention(call.q, call.k, call.v, None, None, call.scale, softcap=softcap)
     scores = normal(2, 4, 6).to(device)
-    for budget in (1, 25, 60):
-        rows, _, unread = ops.select_clusters(scores, sizes, offsets, order, budget)
-        completed = replace(call, rows=rows, extra=Extra(points, values, unread))
+    for budget in (1, 25, 38, 59, 60):
+        rows, _, unread, cut = ops.select_clusters(scores, sizes, offsets, order, budget)
+        completed = replace(call, rows=rows, extra=Extra(points, means, unread, cut))
         torch.testing.assert_close(attend(completed).out, full, atol=1e-5, rtol=1e-5)
         incomplete = (attend(replace(completed, extra=None)).out - full).abs().max()
         assert (float(incomplete) > 0.01) == (budget < 60)
@@ -194,6 +216,7 @@ def test_nothing_to_read_gives_zero(attend: Attend, device: torch.device) -> Non
     rows[:, 1] = -1
     weight = call.extra.log_weight.clone()
     weight[:, 1] = NEG_INF
+    assert call.extra.cut is not None and bool((call.extra.cut[:, 1, 0] == -1).all())
     call = replace(call, rows=rows, spans=None, extra=call.extra._replace(log_weight=weight))
     result, expected = attend(call), direct(call)
     assert bool((result.out[:, 1] == 0).all()) and bool((result.log_sum_den[:, 1] == NEG_INF).all())
@@ -220,7 +243,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(attend: Attend, device: torch.dev
     assert call.spans is not None and call.extra is not None
     alone = Arguments(
         call.q[1:], call.k[1:], call.v[1:], call.rows[1:], call.scale,
-        Spans(call.spans.edges[1:], 12), Extra(*(tensor[1:] for tensor in call.extra)),
+        Spans(call.spans.edges[1:], 12), Extra(*(tensor[1:] for tensor in call.extra if tensor is not None)),
     )  # fmt: skip
     torch.testing.assert_close(attend(alone).out[0], attend(call).out[1], atol=1e-6, rtol=1e-6)
 
@@ -231,9 +254,10 @@ def test_spans_end_at_their_bound(attend: Attend, device: torch.device) -> None:
     check(attend, replace(call, spans=call.spans._replace(most=6)))
 
 
-def test_large_logits_stay_finite(attend: Attend, device: torch.device) -> None:
+@pytest.mark.parametrize("sign", [1, -1])
+def test_large_logits_stay_finite(attend: Attend, device: torch.device, sign: int) -> None:
     call = make_call(device, extras=8)
-    result = attend(replace(call, q=call.q * 1e4))
+    result = attend(replace(call, q=call.q * sign * 1e4))
     assert bool(result.out.isfinite().all()) and bool(result.log_sum_den.isfinite().all())
 
 
@@ -270,7 +294,7 @@ def test_what_is_returned(device: torch.device) -> None:
     call = make_call(device, extras=8)
     assert call.spans is not None and call.extra is not None
     names = {"spans": call.spans.edges, "max_span": 12}
-    names |= {"extra_k": call.extra.k, "extra_v": call.extra.v, "extra_log_weight": call.extra.log_weight}
+    names |= dict(zip(("extra_k", "extra_v", "extra_log_weight", "extra_cut"), call.extra, strict=True))
     out = ops.indexed_attention(call.q, call.k, call.v, call.rows, call.scale, **names)
     again, state = ops.indexed_attention(call.q, call.k, call.v, call.rows, call.scale, return_state=True, **names)
     assert torch.equal(out, again) and relative_error(out, direct(call).out) < 1e-5
@@ -294,6 +318,7 @@ def test_what_is_returned(device: torch.device) -> None:
         ({"extra_v": torch.zeros(1, 2, 4, 16)}, r"extra_v must be \[1, 2, 3, 16\]"),
         ({"extra_log_weight": torch.zeros(1, 4, 4)}, r"extra_log_weight must be \[1, 4 or 2, 3\]"),
         ({"extra_log_weight": None}, "extra_k, extra_v and extra_log_weight belong together"),
+        ({"extra_cut": torch.zeros(1, 2, 3).int()}, r"extra_cut must be int32 \[1, 4, 3\]"),
         ({"softcap": -1.0}, "softcap must be positive"),
         ({"sink_logits": torch.zeros(2)}, r"sink_logits must be \[4\]"),
     ],
@@ -359,5 +384,5 @@ def dispatched(call: Arguments) -> Tensor:
     if call.spans is not None:
         names |= {"spans": call.spans.edges, "max_span": call.spans.most}
     if call.extra is not None:
-        names |= dict(zip(("extra_k", "extra_v", "extra_log_weight"), call.extra, strict=True))
+        names |= dict(zip(("extra_k", "extra_v", "extra_log_weight", "extra_cut"), call.extra, strict=True))
     return ops.indexed_attention(call.q, call.k, call.v, call.rows, call.scale, **names)

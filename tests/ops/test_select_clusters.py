@@ -59,6 +59,13 @@ def agrees(selection: Selection, scores: Tensor, index: ClusterIndex, budget: in
         unread = (index.sizes[0, head // group] - selection.taken[0, head]).float().log()
         if not torch.allclose(selection.log_unread[0, head], unread):
             return False
+        order, sizes, offsets = (tensor[0, head // group].tolist() for tensor in index)
+        trimmed = [c for c, count in enumerate(taken) if 0 < count < sizes[c]]
+        cluster, start, end = selection.cut[0, head].tolist()
+        if [cluster] != (trimmed or [-1]) or (not trimmed and (start, end) != (0, 0)):
+            return False
+        if trimmed and rows[start:end] != order[offsets[cluster] : offsets[cluster] + taken[cluster]]:
+            return False
     return True
 
 
@@ -114,6 +121,7 @@ def test_kernel_equals_reference_to_the_bit(device: torch.device, budget: int) -
     actual, expected = (module.select_clusters(scores, index, budget, 16) for module in (kernel, reference))
     assert torch.equal(actual.rows, expected.rows)
     assert torch.equal(actual.taken, expected.taken)
+    assert torch.equal(actual.cut, expected.cut) and bool((expected.cut[..., 0] >= 0).any()) == (budget < 400)
     torch.testing.assert_close(actual.log_unread, expected.log_unread)
 
 
@@ -229,6 +237,7 @@ class TestOnTheGpu:
         expected = reference.select_clusters(scores, index, budget, 0)
         assert torch.equal(actual.rows, expected.rows)
         assert torch.equal(actual.taken, expected.taken)
+        assert torch.equal(actual.cut, expected.cut)
 
     def test_graph_replay_follows_the_scores(self, device: torch.device) -> None:
         index = make_index(4000, 200, device, heads=8)

@@ -125,10 +125,10 @@ def attention_call(layer: Layer, budget: int, completion: bool, shared: bool, se
     if shared:
         scores = scores.view(scores.shape[0], KV_HEADS, -1, layer.clusters).amax(2)
     index = layer.index
-    rows, _, unread = ops.select_clusters(scores, index.sizes, index.offsets, index.order, budget - SINKS)
+    rows, _, unread, cut = ops.select_clusters(scores, index.sizes, index.offsets, index.order, budget - SINKS)
     tokens = layer.k.shape[2]
     edges = torch.tensor([[0, SINKS], [tokens - TAIL // 2, tokens]], dtype=torch.int32, device="cuda")
-    extra = Extra(layer.centroids, layer.means, unread) if completion else None
+    extra = Extra(layer.centroids, layer.means, unread, cut) if completion else None
     return Arguments(q, layer.k, layer.v, rows, SCALE, Spans(edges.expand(len(q), 2, 2), SINKS + TAIL), extra)
 
 

@@ -135,6 +135,7 @@ class ClusterKV(RecallingMethod):
             extra_k=state[CENTROIDS] if self.completion else None,
             extra_v=state[MEANS] if self.completion else None,
             extra_log_weight=selected.log_unread if self.completion else None,
+            extra_cut=selected.cut if self.completion else None,
             softcap=softcap,
             sink_logits=sink_logits,
         )

@@ -137,7 +137,8 @@ def select_clusters(
     from `cluster_index`. A score of -inf excludes a cluster; equal scores go to the lower number; a trimmed cluster
     keeps the first tokens of its order. slot_offset is added to every slot. budgets [B] int32: a row's own budget where
     it is smaller.
-    Returns rows [B, L, budget] int32 (-1 behind the last), taken [B, L, C] int32 and log_unread [B, L, C] float32.
+    Returns rows [B, L, budget] int32 (-1 behind the last), taken [B, L, C] int32, log_unread [B, L, C] float32 and cut
+    [B, L, 3] int32: the trimmed cluster (-1: none) and where its rows start and end in the list.
     """
     index = ClusterIndex(order, sizes, offsets)
     check_selection(scores, index, budget, budgets)

@@ -6,6 +6,14 @@ i runs over the listed rows and over a few contiguous spans that every query rea
 are optional: one slot for what each cluster leaves unread, its mean key k_c, its mean value v_c, and w_c = log of the
 number of unread tokens.
 
+A cluster t that was read in part holds the rows `cut` of the list. Its slot is to stand for the mean value of the rest,
+(n v_t - sum of the rows read) / (n - rows read), so that the numerator has one more term,
+
+    - exp(s_t) sum_{i in cut} (v_i - v_t)
+
+and keys that are equal inside a cluster make the answer exact, whatever their values. The slot keeps the mean key of
+the whole cluster: that of the rest would magnify the rounding of k_t by n / (n - rows read), inside an exponent.
+
 `reference.py` is the definition in torch. `kernel.py` launches the Triton program of `device.py`, with sizes from
 `plan.py`: rows are gathered by pointer inside the kernel, so a store may also lie in pinned host memory.
 `kvsketch.ops.indexed_attention` chooses; this module holds what both share: arguments, checks and result.
@@ -38,6 +46,7 @@ class Extra(NamedTuple):
     k: Tensor  # [B, H, C, D]
     v: Tensor  # [B, H, C, Dv]
     log_weight: Tensor  # [B, Hq or H, C] float32, -inf: not read
+    cut: Tensor | None = None  # [B, L, 3] int32: slot of the cluster read in part (-1: none), its places [start, end)
 
 
 class Indexed(NamedTuple):
@@ -94,7 +103,7 @@ class Arguments:
         if self.spans is not None:
             _check_spans(self.spans, batch)
         if self.extra is not None:
-            _check_extra(self.extra, q, v.shape[3], heads)
+            _check_extra(self.extra, q, v.shape[3], heads, self.rows.shape[1])
 
 
 def _check_spans(spans: Spans, batch: int) -> None:
@@ -105,7 +114,7 @@ def _check_spans(spans: Spans, batch: int) -> None:
         raise ValueError(f"max_span={most} must be the most tokens that the spans of a row hold, 1 or more.")
 
 
-def _check_extra(extra: Extra, q: Tensor, value_size: int, heads: int) -> None:
+def _check_extra(extra: Extra, q: Tensor, value_size: int, heads: int, lists: int) -> None:
     batch, query_heads, _, size = q.shape
     count = extra.k.shape[2] if extra.k.dim() == 4 else -1
     if tuple(extra.k.shape) != (batch, heads, count, size):
@@ -116,6 +125,9 @@ def _check_extra(extra: Extra, q: Tensor, value_size: int, heads: int) -> None:
         raise ValueError(
             f"extra_log_weight must be [{batch}, {query_heads} or {heads}, {count}], got {_shape(extra.log_weight)}."
         )
+    cut = extra.cut
+    if cut is not None and (tuple(cut.shape) != (batch, lists, 3) or cut.dtype != torch.int32):
+        raise ValueError(f"extra_cut must be int32 [{batch}, {lists}, 3], one per list, got {cut.dtype} {_shape(cut)}.")
 
 
 def _shape(tensor: Tensor) -> list[int]:

@@ -17,7 +17,12 @@ from kvsketch.ops.weighted_attention.device import LOG2E, NEG_INF, add_terms, do
 @triton.jit
 def logits_of(q, k, scale, softcap, CAPPED: tl.constexpr):
     """log2(e) s for a tile of keys, [queries, slots]."""
-    s = dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32)) * scale
+    return capped(dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32)) * scale, softcap, CAPPED)
+
+
+@triton.jit
+def capped(s, softcap, CAPPED: tl.constexpr):
+    """log2(e) times logits, after the cap."""
     if CAPPED:
         # tanh(x) = 1 - 2 / (e^2x + 1) saturates at both ends without overflow.
         s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / softcap)) + 1.0))
@@ -47,13 +52,13 @@ def span_slots(spans_ptr, place, limit, SPANS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["row_count", "span_count", "extra_count", "list_splits", "span_splits", "extra_splits"])
 def pieces_kernel(
-    q_ptr, k_ptr, v_ptr, rows_ptr, spans_ptr, extra_k_ptr, extra_v_ptr, extra_w_ptr, acc_ptr, sums_ptr,
+    q_ptr, k_ptr, v_ptr, rows_ptr, spans_ptr, extra_k_ptr, extra_v_ptr, extra_w_ptr, cut_ptr, acc_ptr, sums_ptr,
     scale, softcap, row_count, span_count, extra_count, list_splits, span_splits, extra_splits, kv_heads,
     q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, ek_b, ek_h, ek_n, ev_b, ev_h, ev_n,
     GROUP: tl.constexpr, LISTS: tl.constexpr, SPANS: tl.constexpr, WEIGHTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    CAPPED: tl.constexpr, EXTRA: tl.constexpr, OVERLAP: tl.constexpr,
+    CAPPED: tl.constexpr, EXTRA: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sums over one piece, for the query heads of one KV head that read it."""
     if OVERLAP:
@@ -87,7 +92,20 @@ def pieces_kernel(
     tiles = tl.cdiv(count, BLOCK_N)
     listed = rows_ptr + (head * LISTS + which) * row_count
     list_end = tl.where(in_list, row_count, 0)
-    for tile in tl.range(tiles * split // splits, tiles * (split + 1) // splits, num_stages=STAGES):
+    begin_tile, end_tile = tiles * split // splits, tiles * (split + 1) // splits
+    if CUT:
+        # The cluster read in part: the logits of its slot, from which the sums of a list start, and its rows' places.
+        cut = cut_ptr + (head * LISTS + tl.where(in_list, which, 0)) * 3
+        cut_slot = tl.load(cut)
+        cut_start = tl.maximum(tl.load(cut + 1), begin_tile * BLOCK_N)
+        cut_end = tl.minimum(tl.load(cut + 2), end_tile * BLOCK_N)
+        cut_end = tl.where(in_list & (cut_slot >= 0), cut_end, cut_start)
+        cut_slot = tl.maximum(cut_slot, 0).to(tl.int64)
+        cut_k = tl.load(extra_k_ptr + b * ek_b + h * ek_h + cut_slot * ek_n + d, mask=d < D, other=0.0)
+        cut_s = tl.sum(q.to(tl.float32) * cut_k.to(q.dtype).to(tl.float32)[None, :], 1) * scale
+        cut_x = capped(cut_s, softcap, CAPPED)
+        origin = tl.where(cut_end > cut_start, cut_x, NEG_INF)
+    for tile in tl.range(begin_tile, end_tile, num_stages=STAGES):
         place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         slot = tl.load(listed + place, mask=place < list_end, other=-1)
         if SPANS > 0:
@@ -97,7 +115,17 @@ def pieces_kernel(
         x = tl.where(visible[None, :], logits_of(q, k, scale, softcap, CAPPED), NEG_INF)
         origin, total, terms, shrink = add_terms(origin, total, x)
         v = load_rows(v_base, slot, v_n, visible, DV, BLOCK_DV)
+        if CUT:
+            in_cut = (place >= cut_start) & (place < cut_end)
+            terms -= tl.where(in_cut[None, :], tl.exp2(cut_x - origin)[:, None], 0.0)
         acc = dot(terms.to(v.dtype), v, acc * shrink[:, None])
+    if CUT:
+        column = tl.arange(0, BLOCK_DV)
+        cut_rows = (cut_end - cut_start).to(tl.float32)
+        cut_v_ptr = extra_v_ptr + b * ev_b + h * ev_h + cut_slot * ev_n + column
+        cut_v = tl.load(cut_v_ptr, mask=column < DV, other=0.0).to(tl.float32)
+        weight = tl.where(cut_rows > 0, tl.exp2(cut_x - origin) * cut_rows, 0.0)
+        acc += weight[:, None] * cut_v[None, :]
 
     if EXTRA:
         extra_split = split - span_splits

@@ -41,9 +41,10 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Indexed:
     row_count, span_count = rows.shape[2], 0 if spans is None else spans.most
     extra_count = 0 if extra is None else extra.k.shape[2]
     edges = None if spans is None else spans.edges.contiguous()
-    extra_k, extra_v, log_weight = (None, None, None)
+    extra_k, extra_v, log_weight, cut = (None, None, None, None)
     if extra is not None:
         extra_k, extra_v, log_weight = _dense_last(extra.k), _dense_last(extra.v), extra.log_weight.float().contiguous()
+        cut = None if extra.cut is None else extra.cut.contiguous()
     sink_logits = None if call.sink_logits is None else call.sink_logits.contiguous()
     block_d, block_dv = (max(16, triton.next_power_of_2(width)) for width in (size, value_size))
     if launch is None:
@@ -59,7 +60,7 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Indexed:
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         grid = (lists * launch.list_splits + launch.span_splits + launch.extra_splits, batch * heads)
         pieces_kernel[grid](
-            q, call.k, call.v, rows, edges, extra_k, extra_v, log_weight, acc, sums,
+            q, call.k, call.v, rows, edges, extra_k, extra_v, log_weight, cut, acc, sums,
             call.scale, call.softcap or 0.0,
             row_count, span_count, extra_count, launch.list_splits, launch.span_splits, launch.extra_splits,
             heads, *q.stride()[:2], *call.k.stride()[:3], *call.v.stride()[:3], *_strides(extra_k), *_strides(extra_v),
@@ -67,7 +68,7 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Indexed:
             WEIGHTS=1 if log_weight is None else log_weight.shape[1] // heads,
             D=size, DV=value_size, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=max(16, triton.next_power_of_2(group)),
             BLOCK_N=launch.block_n, STAGES=launch.stages,
-            CAPPED=call.softcap is not None, EXTRA=extra is not None, OVERLAP=launch.overlap,
+            CAPPED=call.softcap is not None, EXTRA=extra is not None, CUT=cut is not None, OVERLAP=launch.overlap,
             num_warps=launch.warps,
         )  # fmt: skip
         combine_kernel[(batch * query_heads, triton.cdiv(value_size, COMBINE_COLUMNS))](

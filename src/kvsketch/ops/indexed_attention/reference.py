@@ -45,12 +45,32 @@ def indexed_attention(call: Arguments) -> Indexed:
     if call.extra is not None:
         unread = terms[..., slots.shape[3] :].reshape(batch, heads, query_heads // heads, -1)
         out = out + (unread @ call.extra.v.to(dtype)).reshape(batch, query_heads, -1)
+        if call.extra.cut is not None:
+            out = out - _read_of_cut(call.extra.cut, call, origin, v)
     divisor = total
     if call.sink_logits is not None:
         divisor = total + (call.sink_logits.to(dtype).view(1, -1, 1) - origin).exp()
     out = torch.where(total > 0, out / divisor, 0.0)
     log_sums = ((origin + part.log()).float() for part in (total, divisor))
     return Indexed(out[:, :, None].to(call.q.dtype), *log_sums)
+
+
+def _read_of_cut(cut: Tensor, call: Arguments, origin: Tensor, v: Tensor) -> Tensor:  # [B, Hq, Dv]
+    """exp(s_t) times the sum of v_i - v_t over the rows of the cluster t that was read in part."""
+    assert call.extra is not None
+    batch, heads, lists = v.shape[:3]
+    cluster, start, end = cut.view(batch, heads, lists, 3, 1).long().unbind(3)  # [B, H, lists, 1]
+    k_t, v_t = (
+        part.to(v.dtype).gather(2, cluster.clamp_min(0).expand(-1, -1, -1, part.shape[3]))
+        for part in (call.extra.k, call.extra.v)
+    )  # [B, H, lists, D]
+    place = torch.arange(call.rows.shape[2], device=v.device)
+    inside = ((place >= start) & (place < end) & (cluster >= 0)).to(v.dtype)  # [B, H, lists, rows]
+    apart = (inside.unsqueeze(3) @ v[..., : call.rows.shape[2], :]).squeeze(3) - inside.sum(3, keepdim=True) * v_t
+    q = call.q.reshape(batch, heads, lists, -1, call.q.shape[3]).to(v.dtype)  # [B, H, lists, queries, D]
+    s_t = _capped(call.scale * q @ k_t.unsqueeze(-1), call.softcap).flatten(1, 3)  # [B, Hq, 1]
+    weight = torch.where(cluster.repeat_interleave(q.shape[3], 2).flatten(1, 2) >= 0, (s_t - origin).exp(), 0.0)
+    return weight * apart.flatten(1, 2).repeat_interleave(q.shape[3], 1)
 
 
 def _slots(rows: Tensor, spans: Spans | None, batch: int, heads: int, lists: int) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ class Selection(NamedTuple):
     rows: Tensor  # [B, L, budget] int32 slots, -1 behind the last
     taken: Tensor  # [B, L, C] int32, tokens taken from each cluster
     log_unread: Tensor  # [B, L, C] float32, log of the tokens left in each cluster, -inf for none
+    cut: Tensor  # [B, L, 3] int32: the cluster that was trimmed and its places [start, end) in rows; -1, 0, 0 for none
 
 
 def check_scores(q: Tensor, centroids: Tensor) -> None:

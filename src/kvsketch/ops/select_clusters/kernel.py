@@ -51,15 +51,16 @@ def select_clusters(
     rows = torch.empty((batch, lists, budget), **options)
     taken, shifts = (torch.empty((batch, lists, clusters), **options) for _ in range(2))
     log_unread = torch.empty((batch, lists, clusters), dtype=torch.float32, device=scores.device)
+    cut = torch.empty((batch, lists, 3), **options)
     block = max(128, triton.next_power_of_2(clusters))
     with torch.cuda.device(scores.device) if scores.is_cuda else contextlib.nullcontext():
         select_kernel[(batch * lists,)](
-            scores.contiguous(), *(tensor.contiguous() for tensor in index), rows, taken, log_unread, shifts,
+            scores.contiguous(), *(tensor.contiguous() for tensor in index), rows, taken, log_unread, cut, shifts,
             budgets, clusters, slots, budget, slot_offset, lists // heads, lists,
             CLUSTERS=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(budget)),
             num_warps=min(16, max(4, block // 256)),
         )  # fmt: skip
-    return Selection(rows, taken, log_unread)
+    return Selection(rows, taken, log_unread, cut)
 
 
 @triton.jit(do_not_specialize=["clusters"])
@@ -90,7 +91,7 @@ def ordered_bits(score):
 
 @triton.jit(do_not_specialize=["clusters", "slots", "budget", "slot_offset"])
 def select_kernel(
-    scores_ptr, order_ptr, sizes_ptr, offsets_ptr, rows_ptr, taken_ptr, log_unread_ptr, shifts_ptr,
+    scores_ptr, order_ptr, sizes_ptr, offsets_ptr, rows_ptr, taken_ptr, log_unread_ptr, cut_ptr, shifts_ptr,
     budgets_ptr, clusters, slots, budget, slot_offset, group, lists,
     CLUSTERS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -135,12 +136,21 @@ def select_kernel(
     for start in range(0, budget, ROWS):
         place = start + tl.arange(0, ROWS)
         tl.store(rows + place, tl.zeros((ROWS,), tl.int32), mask=place < budget)
+    cut = cut_ptr + list_head * 3 + tl.zeros((CLUSTERS,), tl.int32)
+    tl.store(cut_ptr + list_head * 3, -1)
+    tl.store(cut_ptr + list_head * 3 + 1, 0)
+    tl.store(cut_ptr + list_head * 3 + 2, 0)
     tl.debug_barrier()
     chosen = (take > 0).to(tl.int32)
     first = tl.cumsum(take, 0) - take
     number = tl.cumsum(chosen, 0) - 1
     tl.store(rows + first, chosen, mask=chosen > 0)
     tl.store(shifts + number, offset - first, mask=chosen > 0)
+    # At most one cluster is taken in part, so that one thread writes.
+    trimmed = (take > 0) & (take < size)
+    tl.store(cut, cluster, mask=trimmed)
+    tl.store(cut + 1, first, mask=trimmed)
+    tl.store(cut + 2, first + take, mask=trimmed)
     tl.debug_barrier()
     total = tl.sum(take, 0)
     marked = 0

@@ -44,8 +44,14 @@ def select_clusters(
     exists = place < ends[..., -1:]
     order = index.order.repeat_interleave(group, 1)
     rows = order.gather(2, source.where(exists, 0)) + slot_offset
+    # At most one cluster is taken in part.
+    trimmed = (taken > 0) & (taken < sizes)
+    which = trimmed.int().argmax(2, keepdim=True)
+    cut = torch.cat([which, (ends - taken).gather(2, which), ends.gather(2, which)], 2)
+    none = cut.new_tensor([-1, 0, 0])
     return Selection(
         rows.masked_fill(~exists, -1).to(torch.int32),
         taken.to(torch.int32),
         (sizes - taken).to(torch.float32).log(),
+        torch.where(trimmed.any(2, keepdim=True), cut, none).to(torch.int32),
     )
