@@ -180,6 +180,20 @@ def test_a_group_can_share_its_choice(reads: list[dict[str, Any]]) -> None:
     assert reads[0]["rows"].shape == (1, HEADS, 21)
 
 
+def test_a_shared_choice_weighs_clusters_as_attention_does(reads: list[dict[str, Any]]) -> None:
+    """Heads add up exp(scale <q, centroid>), normalised over the clusters that hold tokens."""
+    run = Run(ClusterKV(**SMALL, share_in_group=True), 120)
+    run.table.scale = 0.05
+    query = normal(1, HEADS * GROUP, 1, SIZE, seed=9) * 20
+    run.attend(query)
+    for kv in range(HEADS):
+        clusters, keys = run.clusters(0, kv), run.keys[0, kv].double()
+        centroids = torch.stack([keys[cluster].mean(0) for cluster in clusters])
+        mass = (run.table.scale * query[0, kv * GROUP : kv * GROUP + GROUP, 0].double() @ centroids.T).softmax(-1).sum(0)
+        best = [token for c in mass.argsort(descending=True).tolist() for token in clusters[c]]
+        assert set(reads[0]["rows"][0, kv].tolist()) == set(best[:21])
+
+
 def test_one_key_per_cluster_finds_the_true_top_tokens(reads: list[dict[str, Any]]) -> None:
     run = Run(ClusterKV(**{**SMALL, "tokens_per_cluster": 1, "rounds": 1}), 90)
     query = normal(1, HEADS * GROUP, 1, SIZE, seed=9)

@@ -144,4 +144,7 @@ class ClusterKV(RecallingMethod):
         scores = ops.cluster_scores(query, table.row_state[CENTROIDS])
         if not self.share_in_group:
             return scores
-        return scores.view(scores.shape[0], table.shape[1], -1, scores.shape[2]).softmax(-1).sum(2)
+        # Each head weighs the clusters as attention would; those without tokens take no part.
+        scores = scores.view(scores.shape[0], table.shape[1], -1, scores.shape[2]) * table.scale
+        empty = table.row_state[SIZES].unsqueeze(2) == 0
+        return scores.masked_fill(empty, float("-inf")).softmax(-1).sum(2)
