@@ -6,6 +6,7 @@ has read, `tokens_stored` what memory still holds.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import warnings
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvsketch import attention, families, rotary, saving
 from kvsketch.cache_layer import SlotLayer
@@ -25,6 +26,11 @@ from kvsketch.saving.model_identity import ModelIdentity
 from kvsketch.slots import SlotTable
 from kvsketch.storage.hot_set import hit_rate
 from kvsketch.views import require_stream
+
+BROKEN_OFF = (
+    "what was last read into this cache was broken off: {what}. Call cache.reset() and feed the whole text again, or "
+    "go on with a copy (copy.deepcopy, cache.save) made before"
+)
 
 
 class CompressedCache(Cache):
@@ -79,6 +85,9 @@ class CompressedCache(Cache):
         super().__init__(layers=layers)
         choice = None if getattr(self.method, "placeless", "") else getattr(self.method, "positions", None)
         positions = rotary.positions(config, choice)
+        self._empty = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if not isinstance(layer, SlotLayer)}
+        self._last_updated = len(layers)  # the layer that was updated last; not behind it: another forward
+        self._broken_off = ""
         for rank, layer in enumerate(self.slot_layers):
             layer.table.rank, layer.table.compressed_layers = rank, len(self.slot_layers)
             layer.chunk = chunk if prefill == "stream" else None
@@ -98,15 +107,61 @@ class CompressedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        before = self.layers[layer_idx - 1] if layer_idx > 0 else None
-        if isinstance(before, SlotLayer):
+        layer, before = self.layers[layer_idx], self.layers[layer_idx - 1] if layer_idx > 0 else None
+        if layer_idx <= self._last_updated:
+            self._require_whole()
+        elif isinstance(before, SlotLayer):
             before.require_claimed()
-        layer = self.layers[layer_idx]
         if self.check:
             require_finite(key_states, value_states, layer_idx, self.get_seq_length(layer_idx), self.model_name)
         if self.head_share is not None and isinstance(layer, SlotLayer):
             self.head_share.place(layer.table, key_states)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._last_updated = layer_idx
+        if isinstance(layer, SlotLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.break_off(f"layer {layer_idx} has taken some of its tokens")
+        updated = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._broken_off = ""
+        return updated
+
+    # forwards that were broken off: out of memory, an error in the model, Ctrl-C
+
+    def break_off(self, what: str) -> None:
+        """From here on every forward is refused until `reset`."""
+        self._broken_off = what
+
+    def broken_off(self) -> str:
+        """What a forward that did not come to its end has left; empty: all layers have read the same tokens."""
+        if self._broken_off:
+            return self._broken_off
+        for layer in self.slot_layers:
+            if layer.waiting is not None or not layer.whole:
+                return f"layer {layer.table.layer_idx} stopped in the middle of its work"
+        seen = self.layer_lengths()
+        # A layer that no forward reads stays empty, but the last one.
+        if len({*seen} - {0}) > 1 or (any(seen) and not seen[-1]):
+            return f"its layers have read {' or '.join(map(str, sorted(set(seen))))} tokens"
+        return ""
+
+    def layer_lengths(self) -> list[int]:
+        """Tokens that each layer of attention has read."""
+        return [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+
+    def _require_whole(self) -> None:
+        for layer in self.slot_layers:
+            if layer.refused or (layer.waiting is not None and not layer.is_read):
+                layer.require_claimed()
+        what = self.broken_off()
+        if what:
+            raise RuntimeError(BROKEN_OFF.format(what=what))
+
+    def reset(self) -> None:
+        """Forgets everything; the cache is as new."""
+        for layer in self.slot_layers:
+            layer.reset()
+        for number, native in self._empty.items():
+            self.layers[number] = copy.deepcopy(native)
+        self._last_updated, self._broken_off = len(self.layers), ""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the newest tokens, negative their number, as if they had never come.
@@ -117,6 +172,8 @@ class CompressedCache(Cache):
         count = -int(tokens_to_remove)
         if count < 0:
             raise ValueError(f"crop takes a negative number of tokens to remove, such as -{-count}, not {-count}")
+        if count:
+            self._require_whole()
         if count > self.tokens_seen:
             raise ValueError(f"crop({-count}) takes more than the {self.tokens_seen} tokens that the cache has seen")
         layers: list[Any] = self.layers

@@ -9,6 +9,7 @@ prompt that is read as a stream, are appended by their view instead, chunk by ch
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,7 +53,9 @@ class SlotLayer(CacheLayerMixin):
         self.prompt: Prompt | None = None  # one that comes in several forwards; tells the padding in place of masks
         self.aside: Any = None  # where to compress while the model goes on (decoding.Aside); None: right here
         self.waiting: LayerView | None = None  # handed out, not yet attended
-        self.refused = ""  # why the last forward was broken off
+        self.refused = ""  # why the last forward was refused
+        self.is_read = False  # whether attention has ever come to a view of this layer
+        self.whole = True  # False while the table changes, and after a change that was broken off
         self.pending: Tensor | None = None  # queries of a forward that may still be rolled back
         self.recording = OFF
         self.seen_before = self.prompt_before = 0  # what the table counted before the last forward
@@ -104,11 +107,19 @@ class SlotLayer(CacheLayerMixin):
         self.seen_before, self.prompt_before = self.table.seen, self.table.prompt_tokens
         self.table.previous = None if self.before is None else self.before.table
         view = self._in_chunks(key_states, value_states) or self._at_once(key_states, value_states)
-        self.waiting = view
+        self.waiting, self.whole = view, False
         setattr(view.keys, attention.TAG, view)
         return view.keys, view.values
 
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """A change of the table inside the block; if an error ends it, the layer is not whole."""
+        self.whole = False
+        yield
+        self.whole = True
+
     def _at_once(self, keys: Tensor, values: Tensor) -> LayerView:
+        self.whole = False
         self.table.append(keys, values)
         view = LayerView.of(self)
         return view.kept() if self.keys_are_shared else view
@@ -133,6 +144,7 @@ class SlotLayer(CacheLayerMixin):
         self.pending = query
         if self.recording == OFF or (self.recording == OVER and self.table.appended == 1):
             self.settle(row_logits)
+        self.whole = True
 
     def settle(self, row_logits: ops.RowLogits | None = None) -> None:
         """Compresses what the last forward appended."""
@@ -140,8 +152,9 @@ class SlotLayer(CacheLayerMixin):
             queries, self.pending = self.pending, None
             if self.table.new_tokens > 0:
                 self.table.row_logits = row_logits
+                aside = contextlib.nullcontext() if self.aside is None else self.aside.after(queries, row_logits)
                 try:
-                    with contextlib.nullcontext() if self.aside is None else self.aside.after(queries, row_logits):
+                    with self.changing(), aside:
                         self.compress(queries[:, :, : self.table.new_tokens], self.table.scale)
                 finally:
                     self.table.row_logits = None
@@ -208,7 +221,8 @@ class SlotLayer(CacheLayerMixin):
                 f"compressed cache: it does not go "
                 f"through transformers' AttentionInterface, so kvsketch cannot serve this model. "
                 f"Families with an adapter: {', '.join(families.ADAPTED)}. Use "
-                f"transformers.DynamicCache for this model."
+                f"transformers.DynamicCache for this model. (If the last forward was broken off before it came so far: "
+                f"cache.reset().)"
             )
 
     # roll back, rows
@@ -247,12 +261,13 @@ class SlotLayer(CacheLayerMixin):
         if count > 0 and count == self.table.seen:
             self.table, self.pending = self.table.cleared(), None
         elif count > 0 or self.pending is not None:
-            self.table.prompt_tokens = self._prompt_without(count)
-            if self._is_draft(count):
-                self.table.drop_newest(count)
-            else:
-                self.pending = None
-                self.method.forget(self.table, count)
+            with self.changing():
+                self.table.prompt_tokens = self._prompt_without(count)
+                if self._is_draft(count):
+                    self.table.drop_newest(count)
+                else:
+                    self.pending = None
+                    self.method.forget(self.table, count)
         if self.record_past:
             self.recording = DRAFTS
         self.settle()
@@ -268,7 +283,7 @@ class SlotLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.table = self.table.cleared()
         self.waiting = self.pending = self.prompt = None
-        self.refused = ""
+        self.refused, self.whole = "", True
         self.record_past = self.is_initialized = False
         self.seen_before = self.prompt_before = 0
 
@@ -286,7 +301,8 @@ class SlotLayer(CacheLayerMixin):
     def _select_rows(self, rows: Tensor) -> None:
         if self.table.keys is not None:
             self.settle()
-            self.table.select_rows(rows)
+            with self.changing():
+                self.table.select_rows(rows)
 
     def offload(self) -> None:
         raise ValueError(

@@ -207,6 +207,14 @@ class Step:
 
     def run(self) -> None:
         """Generates one token."""
+        try:
+            self._run()
+        except BaseException:
+            # The device may have gone further than the host has counted.
+            self.cache.break_off("a captured decode step")
+            raise
+
+    def _run(self) -> None:
         self.sampler.before_step()
         bounded, due, regime = self.ahead or self._look_ahead()
         if due:

@@ -9,8 +9,9 @@ built: a mask of a chunk by everything before it would grow with the prompt.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,22 +47,34 @@ def prefill(
     padding = _left_padding(input_ids, cache, attention_mask)
     seen, new = cache.tokens_seen, input_ids.shape[1]
     feed = _Feed(model, cache, padding)
-    if cache.prefill == "exact" or new == 1:
-        return feed.forward(input_ids, feed.mask(seen + new))
-    prompt = Prompt(seen + new, padding, causal=True)
-    for layer in cache.slot_layers:
-        layer.prompt = prompt
-    try:
+    with _whole_or_nothing(cache, new):
+        if cache.prefill == "exact" or new == 1:
+            return feed.forward(input_ids, feed.mask(seen + new))
+        prompt = Prompt(seen + new, padding, causal=True)
+        for layer in cache.slot_layers:
+            layer.prompt = prompt
         with tqdm(total=new, unit="token", disable=not progress, desc="prefill") as bar:
             for start, end in chunk_spans(new, cache.chunk):
                 logits = feed.forward(input_ids[:, start:end], feed.mask_of_native_layers(seen + end))
                 bar.update(end - start)
                 if after_chunk is not None:
                     after_chunk(end)
+        return logits
+
+
+@contextlib.contextmanager
+def _whole_or_nothing(cache: CompressedCache, new: int) -> Iterator[None]:
+    """Reads a prompt of `new` tokens; one that is read in part cannot be read again by the same call."""
+    before = cache.layer_lengths()
+    try:
+        yield
+    except BaseException:
+        if cache.layer_lengths() != before:
+            cache.break_off(f"a prompt of {new} tokens, of which the cache has read a part")
+        raise
     finally:
         for layer in cache.slot_layers:
             layer.prompt = None
-    return logits
 
 
 def prefill_to_generate(model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Tensor:

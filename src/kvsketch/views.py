@@ -77,6 +77,7 @@ class LayerView:
 
     def recall(self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None) -> Tensor | None:
         """The answer of a method that lets a single query read a part of the slots; None when it reads all."""
+        self.layer.is_read = True
         if query.shape[2] != 1:
             return None
         self.layer.table.scale = scale
@@ -86,6 +87,7 @@ class LayerView:
         """Called when attention is done. Layers that share this layer's keys only read; the owner compresses."""
         # The key tensor and its view hold each other; the logits must not wait until that is noticed.
         row_logits, self.row_logits = self.row_logits, None
+        self.layer.is_read = True
         if self.is_owner(module):
             self.layer.note_padding(mask)
             self.layer.finish(query, scale, row_logits)

@@ -52,11 +52,11 @@ def require_whole(cache: CompressedCache) -> None:
     """Raises ValueError unless every layer has been through the same forwards."""
     if any(layer.prompt is not None for layer in cache.slot_layers):
         raise ValueError("this cache is in the middle of a prompt; save it when the whole prompt has been read")
-    seen = {layer.table.seen for layer in cache.slot_layers} - {0}
-    if len(seen) > 1 or any(layer.waiting is not None for layer in cache.slot_layers):
+    what = cache.broken_off()
+    if what:
         raise ValueError(
-            "the last forward through this cache was broken off, so its layers have seen different tokens; "
-            "start again with cache.reset(), or load the file that was saved before"
+            f"what was last read into this cache was broken off: {what}; start again with cache.reset(), or load the "
+            "file that was saved before"
         )
 
 

@@ -26,7 +26,7 @@ from kvsketch.storage.offloaded import host_capacity
 # Numbers that a method keeps in host memory wherever the model runs, so that a step can read them without waiting.
 ON_HOST = ("row_state.schedule", "row_state.host")
 # What a new layer brings along, and what lives only during a forward.
-NOT_STATE = ("table", "method", "model_name", "keys_are_shared", "before", "waiting", "refused")
+NOT_STATE = ("table", "method", "model_name", "keys_are_shared", "before", "waiting", "refused", "is_read", "whole")
 # Where a table belongs, and what it holds during a forward; the process group goes by another name in every run.
 PLACE = (
     "layer_idx", "num_layers", "rank", "compressed_layers", "head_group", "rotary", "positions", "previous",
