@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,41 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path, monk
         cache.save(tmp_path / "none" / "prompt.kvs")
     with pytest.raises(IsADirectoryError, match="is a folder"):
         cache.save(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a limit on the size of files")
+def test_a_full_disk_names_the_file_and_the_way_out(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: safetensors reports either as an error of its own."""
+    import resource
+
+    model, path = zoo.build("llama"), tmp_path / "prompt.kvs"
+    cache, _ = read(model, "full", 0, [0])
+    path.write_text("before")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"prompt\.kvs is as it was before\. Free some space") as failure:
+            cache.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert failure.value.errno == errno.EFBIG
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["prompt.kvs"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs links")
+@pytest.mark.parametrize("there", [True, False])
+def test_a_save_through_a_link_writes_what_it_leads_to(tmp_path: Path, there: bool) -> None:
+    model = zoo.build("llama")
+    cache, _ = read(model, "full", 0, [0])
+    (tmp_path / "disk").mkdir()
+    target, link = tmp_path / "disk" / "real.kvs", tmp_path / "link.kvs"
+    target.touch() if there else None
+    link.symlink_to(Path("disk") / "real.kvs")
+    cache.save(link)
+    assert link.is_symlink() and not target.is_symlink()
+    assert CompressedCache.load(target, model).tokens_seen == CompressedCache.load(link, model).tokens_seen == 40
+    assert sorted(os.listdir(tmp_path)) == ["disk", "link.kvs"] and os.listdir(tmp_path / "disk") == ["real.kvs"]
+    dangling = tmp_path / "dangling.kvs"
+    dangling.symlink_to(tmp_path / "none" / "prompt.kvs")
+    with pytest.raises(FileNotFoundError, match=f"there is no folder {tmp_path / 'none'}"):
+        cache.save(dangling)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache_layer import SlotLayer
+from kvsketch.saving.ranges import require_in_range
 from kvsketch.slots import SlotTable
 from kvsketch.storage.host import HostStore
-from kvsketch.storage.hot_set import HOST_ROW, MAPS
+from kvsketch.storage.hot_set import MAPS
 from kvsketch.storage.offloaded import host_capacity
 
 # Numbers that a method keeps in host memory wherever the model runs, so that a step can read them without waiting.
@@ -100,18 +101,16 @@ class LayerReader:
         require_sound(table)
         if saved["host"] is not None:
             table.host = self._store(table, saved["host"]["store"])
+        require_in_range(table)
         return table
 
     def _store(self, table: SlotTable, name: str) -> HostStore:
         keys, values = self._tensor(f"{name}.keys"), self._tensor(f"{name}.values")
-        rows = table.row_state[HOST_ROW]
         near = table.keys
         if near is None or table.values is None or keys.dim() != 4 or values.shape[:3] != keys.shape[:3]:
             raise ValueError("the keys and values in host memory do not fit those on the device")
         if keys.shape[1::2] != near.shape[1::2] or values.shape[3] != table.values.shape[3] or keys.dtype != near.dtype:
             raise ValueError("the keys and values in host memory do not fit those on the device")
-        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < keys.shape[0]:
-            raise ValueError("a batch row reads a row of host memory that was not saved")
         places = table.row_state.get(MAPS[0])
         capacity = host_capacity(keys.shape[2]) if places is None else places.shape[2]
         if capacity < keys.shape[2]:
@@ -143,7 +142,7 @@ class LayerReader:
 
 
 def require_sound(table: SlotTable) -> None:
-    """Raises ValueError unless the parts of a table agree in shape, so that no kernel reads outside them."""
+    """Raises ValueError unless the parts of a table agree in shape; what they point to is for `ranges`."""
     counts = [table.seed, table.seen, table.length, table.appended, table.new_tokens, table.prompt_tokens]
     counts += [table.extra_keys, table.first_head, *table.marks.values()]
     if not all(type(count) is int for count in counts) or min(counts[1:]) < 0:
@@ -152,6 +151,8 @@ def require_sound(table: SlotTable) -> None:
         if table.keys is not table.values or table.seen:
             raise ValueError("a table has keys without values or counts tokens that it does not hold")
         return
+    if table.keys.dim() != 4 or not table.keys.is_floating_point() or table.keys.dtype != table.values.dtype:
+        raise ValueError("the keys and values of a table are not alike")
     batch, heads, slots = table.keys.shape[:3]
     parts: list[tuple[Tensor | None, tuple[int, ...], torch.dtype]] = [
         (table.index, (batch, heads, table.length), torch.int32),
@@ -162,12 +163,11 @@ def require_sound(table: SlotTable) -> None:
         (table.padding, (batch,), torch.int64),
     ]
     sound = all(t is None or (tuple(t.shape) == shape and t.dtype == dtype) for t, shape, dtype in parts)
-    sound &= table.values.dim() == 4 and table.values.shape[:2] == (batch, heads) and table.length <= slots
-    sound &= all(t.shape[:2] == (batch, heads) for t in table.slot_state.values())
+    sound &= table.values.dim() == 4 and table.values.shape[:2] == (batch, heads)
+    sound &= table.length <= slots and table.values.shape[2] <= slots and table.new_tokens <= table.seen
+    sound &= all(t.shape[:3] == (batch, heads, table.length) for t in table.slot_state.values())
     sound &= all(t.shape[:1] == (batch,) for t in table.row_state.values())
     sound &= len({t is None for t in (table.index, table.log_den, table.next_slot, table.clock)}) == 1
-    if sound and table.next_slot is not None:
-        sound = 0 <= int(table.next_slot.min()) <= int(table.next_slot.max()) <= slots
     if not sound:
         raise ValueError("the tensors of a table do not fit each other")
 

@@ -2,11 +2,12 @@
 
 The header carries a SHA-256 over the whole file, in which the digits of the SHA-256 itself count as zeros: a change of
 any byte shows. It guards against damage and mix-ups, not against someone who forges a file; but nothing in a
-safetensors file is ever run.
+safetensors file is ever run, and `ranges` looks at every number that a kernel would take for a place.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import socket
 import threading
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,12 +26,14 @@ from kvsketch.models.files import place
 SEAL = re.compile(rb'"checksum":"([0-9a-f]{64})"')
 UNSEALED = "0" * 64
 LENGTH_BYTES = 8
-LONGEST_HEADER = 100_000_000  # what safetensors itself accepts
+# A layer takes some 4 kB. Parsed, a header takes two dozen times its size, and nothing is known of a file before that.
+LONGEST_HEADER = 4_000_000
 BLOCK = 1 << 20
 
 
 def write(target: Path, tensors: dict[str, Tensor], text: dict[str, str]) -> None:
-    """Writes a sealed file; at `target` is the old one or the new one, whatever happens meanwhile."""
+    """Writes a sealed file; at `target` is the old one or the new one, whatever happens meanwhile. A link stays one."""
+    target = Path(os.path.realpath(target))
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent}; create it, then save again")
     if target.is_dir():
@@ -44,8 +48,19 @@ def write(target: Path, tensors: dict[str, Tensor], text: dict[str, str]) -> Non
         # safetensors lets nobody else read; the user's own setting decides, as for any other file.
         (work / "new").chmod(work.stat().st_mode & 0o666)
         place(work / "new", target)
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            getattr(error, "errno", None) or _number(error),
+            f"{error}; {target} is as it was before. Free some space, or save to another disk or folder",
+        ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _number(error: Exception) -> int:
+    """The operating system's error number inside a message of safetensors; that of an I/O error where it has none."""
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found else errno.EIO
 
 
 def verified(path: Path) -> dict[str, str]:
@@ -75,8 +90,10 @@ def _read_header(path: Path) -> bytes:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if size < LENGTH_BYTES or not 0 < length <= min(LONGEST_HEADER, size - LENGTH_BYTES):
+        if size < LENGTH_BYTES or not 0 < length <= size - LENGTH_BYTES:
             raise ValueError(f"{path} is no saved cache, or is cut short ({size} bytes); save the cache again")
+        if length > LONGEST_HEADER:
+            raise ValueError(f"{path} is no saved cache: it has a header of {length} bytes; save the cache again")
         return file.read(length)
 
 
@@ -140,6 +157,8 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _is_running(process: int) -> bool:
+    if os.name != "posix":
+        return True  # elsewhere os.kill interrupts the process that it is to ask after
     try:
         os.kill(process, 0)
     except ProcessLookupError:
