@@ -18,6 +18,7 @@ from kvsketch.slots import NEG_INF, SlotTable
 
 LN2 = math.log(2.0)
 SCALE = 0.25
+OTHER_WEIGHTS = ("", ":den_weight=same", ":den_weight=pow2")
 
 
 def feed(method: Any, table: SlotTable, count: int, seed: int = 0, size: int = 16) -> None:
@@ -36,6 +37,18 @@ def filled(method: Any, count: int, seed: int = 0) -> SlotTable:
 
 def levels(weights: Tensor) -> Tensor:
     return (weights / LN2).round()
+
+
+def masses(table: SlotTable) -> list[Tensor]:
+    """The sum of the weights of every row and head, in the denominator and, where it has its own, in the numerator."""
+    return [w.double().exp().sum(-1) for w in (table.log_den, table.log_num) if w is not None]
+
+
+def assert_mass(table: SlotTable) -> None:
+    """Every token seen is represented once."""
+    assert table.log_den is not None
+    for mass in masses(table):
+        torch.testing.assert_close(mass, torch.full_like(mass, table.seen), rtol=1e-5, atol=0)
 
 
 # selection
@@ -99,55 +112,67 @@ def test_neither_the_older_nor_the_newer_of_a_pair_is_favoured() -> None:
 
 @pytest.mark.parametrize("count", [65, 90, 129, 500, 777, 1000])
 @pytest.mark.parametrize("rounds", [1, 2, 3])
-@pytest.mark.parametrize("select", ["weighted", "strict"])
-def test_published_rounds_keep_iterated_halves(count: int, rounds: int, select: str) -> None:
-    method = BalanceKV(budget=count - 1, sinks=20, recent=30, block=64, rounds=rounds, select=select)
+@pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"den_weight": "pow2"}], ids=str)
+def test_published_rounds_keep_iterated_halves(count: int, rounds: int, options: dict[str, Any]) -> None:
+    method = BalanceKV(budget=count - 1, sinks=20, recent=30, block=64, rounds=rounds, **options)
     table = filled(method, count)
     middle = count - 50
     for _ in range(rounds):
         middle //= 2
     assert table.stored() == 50 + middle
     assert table.log_den is not None
+    assert (table.log_num is None) == ("den_weight" not in options)
+    assert_mass(table)
     for head in range(2):
         index = table.index_slots()[0, head][: 50 + middle]
         assert torch.equal(index, index.sort().values), "order ascending"
-        den = levels(table.log_den[0, head, : 50 + middle])
         inside = (index >= 20) & (index < count - 30)
-        assert (den[inside] == rounds).all() and (den[~inside] == 0).all()
-        if select == "weighted":
-            assert table.log_num is not None
-            num = levels(table.log_num[0, head, : 50 + middle])
-            assert (num[~inside] == 0).all() and (num >= 0).all() and (num <= den).all()
-            assert float((2.0 ** num[inside]).sum()) <= count - 50
-        else:
-            assert table.log_num is None
+        den = table.log_den[0, head, : 50 + middle]
+        num = den if table.log_num is None else table.log_num[0, head, : 50 + middle]
+        assert (den[~inside] == 0).all() and (num[~inside] == 0).all(), "sinks and recent tokens weigh 1"
+        if options:
+            each = torch.full((middle,), math.log((count - 50) / middle))
+            torch.testing.assert_close(den[inside], each, msg="all halved alike")
+        steps = (num[inside] - num[inside].min()) / LN2
+        assert rounds > 1 or (steps - steps.round()).abs().max() < 1e-5, "one halving doubles a token or does not"
 
 
 @pytest.mark.parametrize("count", [101, 150, 333, 1000, 2047])
-@pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"walk": "random", "c": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"den_weight": "pow2"}, {"select": "strict"}, {"walk": "random", "c": 0.5}], ids=str
+)
 def test_a_budget_is_used_up_and_the_oldest_tokens_are_the_heaviest(count: int, options: dict[str, Any]) -> None:
     method = BalanceKV(budget=100, sinks=4, recent=16, block=32, **options)
     table = filled(method, count)
     assert table.stored() == 100
     assert table.log_den is not None
+    assert_mass(table)
     for row in range(2):
         for head in range(2):
             used = table.log_den[row, head] > NEG_INF
             den, index = levels(table.log_den[row, head][used]), table.index_slots()[row, head][used]
             assert {0, 1, 2, 3} | set(range(count - 16, count)) <= set(index.tolist())
-            middle = den[4:-16]
-            assert (middle.diff() <= 0).all() and middle.max() - middle.min() <= 1
-            assert float((2.0**den).sum()) == pytest.approx(count, abs=2 ** float(middle.max())), (
-                "each token is stood for once"
-            )
+            if method.select == "strict" or method.den_weight == "pow2":
+                middle = den[4:-16]
+                assert (middle.diff() <= 0).all() and middle.max() - middle.min() <= 1
 
 
-def test_other_weights_of_the_denominator() -> None:
-    """den_weight=same: one weight for both sums, a power of two not above that of pow2."""
-    same, pow2 = (filled(BalanceKV(budget=100, den_weight=w, block=32), 300) for w in ("same", "pow2"))
-    assert same.log_num is None and pow2.log_num is not None and same.log_den is not None
-    numbers = levels(same.log_den[same.log_den > NEG_INF])
-    assert torch.equal(numbers, numbers.round()) and numbers.max() <= 2
+def test_one_weight_for_both_sums_unless_asked() -> None:
+    default, same, pow2 = (filled(parse_method(f"balancekv:budget=100:block=32{o}"), 300) for o in OTHER_WEIGHTS)
+    assert default.log_num is None and same.log_num is None and pow2.log_num is not None
+    assert torch.equal(default.index_slots(), same.index_slots()) and torch.equal(default.log_den, same.log_den)
+    assert not torch.equal(pow2.log_num, pow2.log_den)
+
+
+def test_a_table_with_two_weights_keeps_them_under_the_default() -> None:
+    """A cache saved under den_weight=pow2, the default of earlier files, and read again."""
+    pow2, same = (BalanceKV(budget=100, block=32, den_weight=w) for w in ("pow2", "same"))
+    table = filled(pow2, 300)
+    for count in (50, 1, 1, 1, *[1] * 20, 30):
+        feed(same, table, count)
+        assert table.log_num is not None and not torch.equal(table.log_num, table.log_den)
+        assert table.stored() <= 100
+        assert_mass(table)
 
 
 def test_short_contexts_and_zero_rounds_are_exact() -> None:
@@ -177,7 +202,7 @@ def test_large_keys_stay_finite() -> None:
 
 def test_weights_as_a_bias_of_plain_attention() -> None:
     """Weighted attention is plain attention with bias log_den over values times the ratio of the weights."""
-    table = filled(BalanceKV(budget=100, block=32), 700)
+    table = filled(BalanceKV(budget=100, block=32, den_weight="pow2"), 700)
     assert table.log_num is not None and table.log_den is not None
     q = torch.randn(2, 4, 1, 16, generator=torch.Generator().manual_seed(0))
     ours = ops.weighted_attention(q, table.key_slots(), table.value_slots(), table.log_num, table.log_den, SCALE)
@@ -208,7 +233,7 @@ def only_the_schedule(tensor: Tensor) -> list[Any]:
     return [list(row) for row in tensor.numpy()]
 
 
-@pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"den_weight": "same"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"den_weight": "pow2"}], ids=str)
 def test_decoding_in_place(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget holds at every token, in place, nothing is read from the device, and room is made when announced."""
     method = BalanceKV(budget=120, sinks=4, recent=16, block=64, **options)
@@ -227,9 +252,27 @@ def test_decoding_in_place(options: dict[str, Any], monkeypatch: pytest.MonkeyPa
         for head in range(2):
             held = set(table.index_slots()[0, head].tolist())
             assert {0, 1, 2, 3} | set(range(table.seen - 16, table.seen)) <= held
-        if method.den_weight == "pow2":
-            assert table.log_den is not None
-            assert torch.equal(table.log_den.exp().sum(-1).round(), torch.full((2, 2), float(table.seen)))
+        assert_mass(table)
+
+
+@pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"den_weight": "pow2"}], ids=str)
+def test_no_mass_is_lost_in_3000_steps(options: dict[str, Any]) -> None:
+    """bf16 keys with a large common part and values of one sign or the other, so that the sign classes differ in size.
+
+    Doubling one class without conserving the sum loses half of the numerator's mass on the way.
+    """
+    method = BalanceKV(budget=48, sinks=2, recent=6, block=16, **options)
+    generator = torch.Generator().manual_seed(0)
+    keys = (torch.randn(1, 2, 3200, 8, generator=generator) + 8 * torch.randn(8, generator=generator)).bfloat16()
+    values = torch.randn(1, 2, 3200, 8, generator=generator).bfloat16()
+    table = SlotTable(0, 1)
+    table.scale = SCALE
+    for start, end in [(0, 200), *((i, i + 1) for i in range(200, 3200))]:
+        table.append(keys[:, :, start:end], values[:, :, start:end])
+        method.compress(table, keys[:, :, start:end])
+        if end % 100 == 0:
+            assert_mass(table)
+    assert table.seen == 3200 and table.stored() <= 48
 
 
 def test_the_reading_check_rejects_a_read() -> None:
@@ -260,9 +303,7 @@ def test_a_second_turn_is_compressed_to_the_budget() -> None:
     for count in (300, 1, 7, 1, 1, 40, 2000, 1):
         feed(method, table, count)
         assert table.stored() <= 200 and table.length == 201
-        assert table.log_den is not None
-        mass = table.log_den.exp().sum(-1)
-        assert ((mass - table.seen).abs() <= 0.02 * table.seen).all(), "tokens of one weight are halved together"
+        assert_mass(table)
 
 
 # quality
@@ -293,13 +334,38 @@ def error(method: Any, seed: int) -> float:
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"den_weight": "same"}, {"temp": 0.1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"den_weight": "pow2"}, {"temp": 0.1}], ids=str)
 def test_errors_are_below_those_of_a_sample_of_the_same_size(rounds: int, options: dict[str, Any]) -> None:
     """At least a fifth lower on clustered keys, means of three seeds; the walk with its signs thrown away is not."""
     budget = 64 + (4096 - 64) // 2**rounds
     ours = sum(error(BalanceKV(budget=budget, seed=s, **options), s) for s in range(3))
     uniform = sum(error(Uniform(budget=budget, sinks=32, recent=32, seed=s), s) for s in range(3))
     assert ours < 0.8 * uniform
+
+
+@pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"den_weight": "pow2"}], ids=str)
+def test_both_sums_are_right_in_the_mean(options: dict[str, Any]) -> None:
+    """Means over 16 seeds of the two sums, at an eighth of the tokens, lie within a few percent of the exact ones.
+
+    Without weights they would be an eighth of them. The numerator's weighted mean is compared along the exact vector.
+    """
+    k, v, q = clustered(0)
+    k, v, q = k[:, :, :2048], v[:, :, :2048] + 1.0, q[:, :, :16]
+    exact = (q @ k.mT / 8).exp()
+    num = den = torch.zeros(())
+    for seed in range(16):
+        table = SlotTable(0, 1, seed)
+        table.scale = 1 / 8
+        table.append(k, v)
+        BalanceKV(budget=64 + (2048 - 64) // 8, **options).compress(table, q)
+        assert table.log_den is not None
+        terms, log_num = (q @ table.key_slots().mT / 8).exp(), table.log_den if table.log_num is None else table.log_num
+        num = num + (terms * log_num[:, :, None].exp()) @ table.value_slots() / 16
+        den = den + (terms * table.log_den[:, :, None].exp()).sum(-1) / 16
+    ratio = (num * (exact @ v)).sum(-1) / (exact @ v).square().sum(-1)
+    assert abs(float(ratio.mean()) - 1) < 0.05 and (ratio - 1).abs().max() < 0.15
+    ratio = den / exact.sum(-1)
+    assert abs(float(ratio.mean()) - 1) < 0.05 and (ratio - 1).abs().max() < 0.15
 
 
 def test_the_quality_check_rejects_coin_flips(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +397,7 @@ def test_default_windows_shrink_with_a_small_budget() -> None:
         ("form=tree", "block or stream or paper"),
         ("walk=lazy", "auto or greedy or random"),
         ("select=all", "weighted or strict"),
-        ("den_weight=1", "pow2 or same"),
+        ("den_weight=1", "same or pow2"),
         ("block=1", "such as 256"),
         ("rounds=-1", "0 or more"),
         ("form=stream:rounds=2", "with form=block"),

@@ -1,8 +1,10 @@
 """BalanceKV in practice: halves runs of tokens, block by block, until each row of a table fits its budget.
 
 A halving takes a run of tokens, lets the balancing walk split it into two sign classes and keeps one of them with twice
-the weight. Which tokens: those of the smallest weight, the oldest first, and no more of them than needed. So the budget
-is used up, and during decoding a short run is halved every so often, which frees a known number of slots.
+the weight; a common factor then gives the kept tokens the weight of the whole run, so that the weights of a row always
+sum to the tokens it has seen. Which tokens: those of the smallest weight, the oldest first, and no more of them than
+needed. So the budget is used up, and during decoding a short run is halved every so often, which frees a known number of
+slots.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def compress(method: BalanceKV, table: SlotTable, rows: list[Row], queries: Tens
     while rest.halve():
         pass
     _require_room(method, rows, rest.stored)
-    _write(table, rest, max(row.budget for row in rows), tied=method.tied)
+    _write(table, rest, max(row.budget for row in rows))
     full_at = [row.seen + row.budget - stored + 1 for row, stored in zip(rows, rest.stored, strict=True)]
     row_schedule.set_schedule(table, rows, full_at)
 
@@ -64,7 +66,8 @@ class Remaining:
         over = [count - row.budget for count, row in zip(stored, rows, strict=True)]
         surplus = [o + e if o > 0 else 0 for o, e in zip(over, extra, strict=True)]
         den = torch.zeros(table.shape, device=real.device) if table.log_den is None else table.log_den.clone()
-        num = den if method.tied else den.clone() if table.log_num is None else table.log_num.clone()
+        # A table that has two weights keeps them: it may come from a file saved under den_weight=pow2.
+        num = table.log_num.clone() if table.log_num is not None else den if method.tied else den.clone()
         return cls(method, table, rows, stored, surplus, row_schedule.middle_slots(table), real, num, den)
 
     @property
@@ -117,11 +120,11 @@ class Remaining:
         return torch.where(torch.arange(width, device=run.device) < lengths, run, -1)
 
     def _apply(self, run: Tensor, keep: Tensor, double: Tensor) -> None:
-        """Doubles weights and removes the dropped; adding zero leaves alone the slot that -1 is read as."""
+        """Raises weights and removes the dropped; adding zero leaves alone the slot that -1 is read as."""
         at = run.clamp_min(0)
-        self.num.scatter_add_(2, at, double * LN2)
+        self.num.scatter_add_(2, at, growth(self.num.gather(2, at), run >= 0, keep, double))
         if self.num is not self.den:
-            self.den.scatter_add_(2, at, keep * LN2)
+            self.den.scatter_add_(2, at, growth(self.den.gather(2, at), run >= 0, keep, keep))
         dropped = torch.zeros_like(self.den).scatter_add_(2, at, ((run >= 0) & ~keep).float())
         self.alive &= dropped == 0
 
@@ -149,7 +152,7 @@ def make_room(method: BalanceKV, table: SlotTable, queries: Tensor) -> None:
     doubled = [(num, double)] if table.log_num is None else [(num, double), (table.log_den, keep)]
     for weights, raised in doubled:
         old = weights.gather(2, slots)
-        weights.scatter_(2, slots, torch.where(raised, old + LN2, old).masked_fill(drop, NEG_INF))
+        weights.scatter_(2, slots, (old + growth(old, valid, keep, raised)).masked_fill(drop, NEG_INF))
 
 
 def halve(
@@ -176,6 +179,18 @@ def halve(
     )  # fmt: skip
     signs = signs.flatten(2)[..., : run.shape[-1]]
     return (_strict_half if method.select == "strict" else _weighted_half)(signs, lengths, floor)
+
+
+def growth(log_weights: Tensor, run: Tensor, keep: Tensor, double: Tensor) -> Tensor:
+    """What the log-weights of a run's tokens [B, H, X] grow by: log 2 where `double`, and a common part where `keep`.
+
+    The common part makes the weights that stay sum to those of the whole `run`. Doubling alone loses the difference
+    between the two sign classes, a few percent that add up over the halvings.
+    """
+    weights = torch.where(run, log_weights, NEG_INF).exp()
+    kept = (weights * keep * (1 + double.float())).sum(-1, keepdim=True)
+    common = (weights.sum(-1, keepdim=True) / kept).log()
+    return torch.where(keep, common + double * LN2, 0.0)
 
 
 def _strict_half(signs: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,7 +230,7 @@ def _members(signs: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _level(den: Tensor) -> Tensor:
-    """How often each token was halved (for weights that follow the numerator: how often it was doubled)."""
+    """How often each token's weight doubled, to the nearest whole number."""
     return (den.clamp_min(0) / LN2).round().long().clamp_max(HEAVIEST - 1)
 
 
@@ -240,13 +255,13 @@ def _lightest(candidates: Tensor, den: Tensor, position: Tensor, count: int, wan
     return lowest.indices, lowest.values < 1 << 62
 
 
-def _write(table: SlotTable, rest: Remaining, room: int, tied: bool) -> None:
+def _write(table: SlotTable, rest: Remaining, room: int) -> None:
     """The bounded table of the tokens that are left, in the order of their slots."""
     chosen = compact(rest.alive, room)
     source, empty = chosen.clamp_min(0), chosen < 0
     table.rebuild(chosen, room, rest.den.gather(2, source))
     table.log_num = None
-    if not tied:
+    if rest.num is not rest.den:
         weights = rest.num.gather(2, source).masked_fill(empty, NEG_INF)
         table.log_num = torch.nn.functional.pad(weights, (0, 1), value=NEG_INF)
 

@@ -21,7 +21,7 @@ CHOICES = {
     "form": ("block", "stream", "paper"),
     "walk": ("auto", *WALKS),
     "select": ("weighted", "strict"),
-    "den_weight": ("pow2", "same"),
+    "den_weight": ("same", "pow2"),
 }
 DEFAULT_WINDOW = 32
 
@@ -34,9 +34,11 @@ class BalanceKV(BudgetedMethod):
     every query; the difference does not grow with the block, where a random half errs by its square root.
 
     form=block, the practical algorithm: runs of neighbours are halved in blocks of `block` tokens, keys relative to the
-    block's mean, until the budget holds; the last halving takes only as many of the oldest tokens as needed. A token
-    halved l times has log_den = l log 2, or log_num with den_weight=same. select=weighted doubles what it keeps up to
-    where half of the run is dropped, select=strict all of it. rounds=T halves everything T times, as published.
+    block's mean, until the budget holds; the last halving takes only as many of the oldest tokens as needed. A kept
+    token weighs 2^l in both sums; den_weight=pow2 counts every halving in the denominator but in the numerator only
+    those that doubled the token. select=weighted doubles what it keeps up to where half of the run is dropped,
+    select=strict all of it. A common factor near 1 gives the kept the weight of the whole run, so that the weights of
+    a row sum to the tokens it has seen. rounds=T halves everything T times, as published.
     form=stream, the theorem's algorithm within the budget: MergeAndReduce (methods/merge_reduce.py) for each bucket of
     value norms, and over the keys alone for the denominator. The two sums are kept within a factor `rho` of each other
     (none: as published), since a heavy key may be in one only. form=paper: the same with batches of `block` tokens; its
@@ -46,10 +48,11 @@ class BalanceKV(BudgetedMethod):
     tokens; independent samples need 1 / eps^2. The block form has none: one sample serves both sums.
 
     Papers: Han et al., arXiv 2502.07861, and its NeurIPS 2025 version, whose code has the weighted selection.
-    Differs from the authors' code: places without a token are masked, not zeros; the Gram matrix is normalised, which
-    cannot overflow, and float32; the first sign is a fair coin; any budget is met, not only powers of two; generated
-    tokens are compressed too; no needle detection. Differs from the paper's listings: buckets are 2^i <= |v| < 2^(i+1),
-    negligible ones go at eps / (2n), and line 6 of MergeAndReduce tests j.
+    Differs from the authors' code: the same weights in both sums, as in Algorithm 1 (their code has den_weight=pow2 for
+    LongBench); each halving conserves the sum of the weights; places without a token are masked, not zeros; the Gram
+    matrix is normalised, which neither overflows nor underflows, and float32; the first sign is a fair coin; any budget
+    is met, not only powers of two; generated tokens are compressed too; no needle detection. Differs from the paper's
+    listings: buckets are 2^i <= |v| < 2^(i+1), negligible ones go at eps / (2n), and line 6 of MergeAndReduce tests j.
     """
 
     name: ClassVar[str] = "balancekv"
@@ -66,7 +69,7 @@ class BalanceKV(BudgetedMethod):
     temp: float = 1.0
     center: bool = True
     select: str = "weighted"
-    den_weight: str = "pow2"
+    den_weight: str = "same"
     count_term: float = 0.025
     rho: float | None = 4.0
     epsilon: float = 0.1
