@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tiny
 from kvsketch.benchmark import records
 from kvsketch.evaluation import budgets, experiment, identity, result_table
 from kvsketch.evaluation.experiment import Cell, Experiment, failure
+from kvsketch.methods import METHODS
 
 calls: list[str] = []
 
@@ -221,3 +223,15 @@ def test_the_summary_shows_failures_and_intervals() -> None:
     cells = [next(iter(column.cells)) for column in table.columns]
     assert cells[:2] == ["a", "1/4"] and cells[4] == "0.50 [0.12, 0.88]"
     assert cells[5:7] == ["8", "1"]
+
+
+def test_all_methods_are_compared_at_equal_bytes() -> None:
+    """No bounded method of `--methods all` stores less than two thirds of what snapkv does at the same budget."""
+    shapes = budgets.Shapes(layers=8, group=2, key_size=64, value_size=64, dtype=torch.bfloat16)
+    held = {
+        method: budgets.share_of_bytes(method, 64, 512, shapes)
+        for method, _ in budgets.contenders("all", "1/8")
+        if METHODS[method.partition(":")[0]].family in ("evict", "summarise")
+    }
+    assert held.keys() >= {"snapkv", "uniform", "subgen"}
+    assert min(held.values()) > 0.66 * held["snapkv"], held

@@ -28,7 +28,7 @@ from kvsketch.cache import CompressedCache
 from kvsketch.methods import parse_method
 
 METHODS = (
-    "full,streamingllm:budget=2048,snapkv:budget=2048,pyramidkv:budget=2048,kcenter:budget=4096,"
+    "full,streamingllm:budget=2048,snapkv:budget=2048,pyramidkv:budget=2048:budget_is=mean,kcenter:budget=4096,"
     "kcenter:budget=4096:form=coarse"
 )
 BASELINE = "DynamicCache"

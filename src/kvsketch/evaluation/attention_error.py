@@ -68,7 +68,7 @@ CONTENDERS = (
     "infinigen",
     "infinigen:alpha=100",  # so far from the largest score that the budget alone decides
     "snapkv",
-    "pyramidkv",
+    "pyramidkv:budget_is=mean",  # as many bytes as the others, see budgets.ALL
     "streamingllm",
     "uniform",
     "balancekv",
@@ -110,7 +110,7 @@ class AttentionError(Experiment):
         shares = [f"1/{rate}" for rate in _whole_numbers("--rates", options.rates)] if options.rates else []
         sizes = shares or [size.strip() for size in options.budgets.split(",") if size.strip()]
         found = []
-        for text in options.methods.split(",") if options.methods != "all" else METHODS:
+        for text in options.methods.split(",") if options.methods != "all" else budgets.ALL:
             known = [text] if text == ORACLE else dict.fromkeys(m for m, _ in budgets.contenders(text, "1/2"))
             found += [(method, size) for method in known for size in sizes if method != "full"]
         return list(dict.fromkeys(found))

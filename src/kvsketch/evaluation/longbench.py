@@ -36,7 +36,9 @@ from kvsketch.methods import parse_method
 
 class LongBench(Experiment):
     name: ClassVar[str] = "longbench"
-    default_methods: ClassVar[str] = "full,streamingllm,snapkv,pyramidkv,uniform,balancekv,kcenter,clusterkv"
+    default_methods: ClassVar[str] = (
+        "full,streamingllm,snapkv,pyramidkv:budget_is=mean,uniform,balancekv,kcenter,clusterkv"
+    )
     default_budgets: ClassVar[str] = "1/4"
 
     @classmethod

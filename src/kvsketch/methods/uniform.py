@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.budget import Size
 from kvsketch.methods.base import BudgetedMethod, bound_to_budget, evict
 from kvsketch.slots import SlotTable
+
+# A stratum of so many expected tokens is empty with a chance of 2%; its tokens would then stand for nobody.
+SMALLEST = 4.0
+NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,10 @@ class Uniform(BudgetedMethod):
     Sinks and recent window are exact. Of the n middle tokens the m with the largest uniform priority u(seed, layer,
     head, position) stay; each weighs log(n / m) in both sums, so both are unbiased. Dropping the smallest priority one
     token at a time leaves the same sample as drawing it at the end. `weights=false` keeps the sample unweighted.
+
+    A share of a prompt that grows over several turns gives later tokens more room than earlier ones had, so tokens that
+    came between two such moments make a stratum g of their own and weigh log(n_g / m_g): within a stratum the largest
+    priorities stay, whatever happens elsewhere. Strata of which fewer than SMALLEST tokens are expected weigh alike.
 
     The baseline of BalanceKV (arXiv 2502.07861), there as a random half taken T times with weight 2^T; drawing m of n
     directly gives every rate, not only powers of two.
@@ -34,11 +43,14 @@ class Uniform(BudgetedMethod):
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         bound_to_budget(table, self)
+        self._note_strata(table, self.budget_tokens(table))
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         budget = self.budget_tokens(table)
         if table.exact and table.length <= budget:
             return
+        if not table.in_place:
+            self._note_strata(table, budget)
         evict(table, self._priorities(table), self, budget)
         if self.weights:
             self._reweigh(table, self.recent_window(table, budget))
@@ -47,12 +59,57 @@ class Uniform(BudgetedMethod):
         heads = table.first_head + torch.arange(table.shape[1], device=table.key_slots().device).view(1, -1, 1)
         return ops.uniform(self.seed + table.seed, table.layer_idx, heads, table.position_slots())
 
+    def _note_strata(self, table: SlotTable, budget: int) -> None:
+        """Where the budget of a row grows after tokens went, those that reach the middle from here on are a stratum."""
+        assert isinstance(self.budget, Size) and table.keys is not None
+        if not self.weights or self.budget.share is None:
+            return
+        rows, recent = self.row_budgets(table), self.recent_window(table, budget)
+        like = table.real_tokens()  # [B, 1, 1]
+        sizes = [torch.full_like(like, size) if isinstance(size, int) else size for size in (budget if rows is None else rows, recent)]
+        now = torch.cat(sizes, 1)[..., 0]  # [B, 2]
+        before = table.row_state.get("sizes")
+        table.row_state["sizes"] = now
+        if before is None:
+            table.row_state["strata"] = torch.full_like(now[:, :1], self.sinks)
+        else:
+            seen = like[:, 0] - table.new_tokens
+            starts = (now[:, :1] > before[:, :1]) & (seen > before[:, :1])
+            if bool(starts.any()):
+                start = torch.where(starts, (seen - before[:, 1:]).clamp_min(self.sinks), NEVER)
+                table.row_state["strata"] = torch.cat([table.row_state["strata"], start], 1).sort(-1).values
+
     def _reweigh(self, table: SlotTable, recent: int | Tensor) -> None:
         assert table.log_den is not None
         position = table.position_slots()
-        middle = (position >= self.sinks) & (position < table.real_tokens() - recent)
-        kept = middle.sum(-1, keepdim=True)
-        stood_for = (table.real_tokens() - recent - self.sinks).clamp_min(1)
-        weight = (stood_for.float() / kept.clamp_min(1)).log()
+        end = table.real_tokens() - recent
+        middle = (position >= self.sinks) & (position < end)
+        strata = table.row_state.get("strata")
+        if strata is None or strata.shape[1] == 1:
+            kept = middle.sum(-1, keepdim=True)
+            weight = ((end - self.sinks).clamp_min(1).float() / kept.clamp_min(1)).log()
+        else:
+            weight = stratified(position, middle, strata, end)
         weight = torch.where(middle, weight, 0.0).masked_fill(position < 0, float("-inf"))
         table.log_den.copy_(weight)
+
+
+def stratified(position: Tensor, middle: Tensor, strata: Tensor, end: Tensor) -> Tensor:  # [B, H, S]
+    """log(n_g / m_g) of each slot, g the last stratum that starts at or before its position; together they weigh n.
+
+    position, middle [B, H, S]; strata [B, G] starts in ascending order; end [B, 1, 1]: where the middle ends.
+    """
+    starts = torch.minimum(strata, end[:, 0])
+    tokens = torch.diff(starts, append=end[:, 0], dim=1).double()[:, None]  # [B, 1, G]
+    kept = middle.sum(-1, keepdim=True)
+    expected = tokens * kept / tokens.sum(-1, keepdim=True).clamp_min(1)  # [B, H, G]
+    small = expected < SMALLEST
+    group = (position[..., None] >= strata[:, None, None]).sum(-1).sub(1).clamp_min(0)  # [B, H, S]
+    # The small strata share one place, after the others.
+    group = torch.where(small.gather(2, group), strata.shape[1], group)
+    places = torch.zeros(*kept.shape[:2], strata.shape[1] + 1, dtype=torch.float64, device=position.device)
+    members = places.scatter_add(2, group, middle.double())
+    stood_for = torch.cat([torch.where(small, 0.0, tokens), torch.where(small, tokens, 0.0).sum(-1, keepdim=True)], 2)
+    found = torch.where(members > 0, stood_for, 0.0).sum(-1, keepdim=True)
+    weight = stood_for / members.clamp_min(1) * tokens.sum(-1, keepdim=True) / found.clamp_min(1)
+    return weight.gather(2, group).log().float()
