@@ -47,6 +47,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {**_LLAMA, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8}),
     "granite": ("granite", _LLAMA),
     "olmo2": ("olmo2", _LLAMA),
+    "olmo3": ("olmo3", {**_LLAMA, "num_hidden_layers": 4, "sliding_window": 8}),
+    "nanochat": ("nanochat", _LLAMA),
     "starcoder2": ("starcoder2", {**_LLAMA, "sliding_window": None}),
     "stablelm": ("stablelm", _LLAMA),
     "cohere": ("cohere", _LLAMA),

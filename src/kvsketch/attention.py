@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 
 from kvsketch import masks, ops
 from kvsketch.patches import Patch
+from kvsketch.slot_tensors import plain
 
 if TYPE_CHECKING:
     from kvsketch.views import LayerView
@@ -79,7 +80,7 @@ def _attend_module(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What a model calls in place of its own function: [B, Hq, n, D] queries in, [B, n, Hq, Dv] out."""
-    refuse_unsupported(module, view, value, kwargs)
+    refuse_unsupported(module, view, query, value, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     weights = None
     softcap, sink_logits = softcap_of(module, own, kwargs), kwargs.get("s_aux")
@@ -138,6 +139,21 @@ class _RowSums(TorchDispatchMode):
             self.table.row_state["row_lse"] = row_lse
 
 
+def _comes_again(view: LayerView, query: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether the new tokens begin at position 0 though tokens came before.
+
+    The option alone says nothing: some models hand their layers' default on to attention, whatever they were given.
+    Where they do not hand positions on: whether the forward before brought all tokens, and this one brings one more.
+    """
+    new, positions = query.shape[2], kwargs.get("position_ids")
+    before = view.seen - new
+    if new == 1 or before == 0:
+        return False
+    if positions is None:
+        return new == before + 1 == view.layer.read_before + 1
+    return bool((positions.amin(-1) == 0).all() & (positions[..., -1] < new).all())
+
+
 def attend(
     view: LayerView,
     query: Tensor,
@@ -147,8 +163,12 @@ def attend(
     sink_logits: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention of [B, Hq, n, D] queries over a layer; `bias` [1 or B, Hq, 1 or n, L] is logical like the mask."""
-    return view.attend(query, scale, mask, softcap, sink_logits, bias)
+    """Attention of [B, Hq, n, D] queries over a layer; `bias` [1 or B, Hq, 1 or n, L] is logical like the mask.
+
+    No gradient flows through a compressed table.
+    """
+    with plain():
+        return view.attend(query, scale, mask, softcap, sink_logits, bias)
 
 
 def attend_slots(
@@ -197,11 +217,14 @@ def softcap_of(module: nn.Module, own: Callable[..., Any], kwargs: dict[str, Any
     return None if softcap is None or "sdpa" in getattr(own, "__name__", "") else float(softcap)
 
 
-def refuse_unsupported(module: nn.Module, view: LayerView, value: Tensor, kwargs: dict[str, Any]) -> None:
+def refuse_unsupported(
+    module: nn.Module, view: LayerView, query: Tensor, value: Tensor, kwargs: dict[str, Any]
+) -> None:
     """Raises for attention that a slot table cannot serve, naming the model's attention class."""
-    if kwargs.get("use_cache") is False:
+    if kwargs.get("use_cache") is False and view.layer.table.rank == 0 and _comes_again(view, query, kwargs):
         raise ValueError(
-            "use_cache=False feeds the whole text at every step into the cache; leave it out or drop the cache"
+            "use_cache=False feeds the whole text at every step into the cache, which has read it already; leave it "
+            "out or drop the cache, and call cache.reset() to use it again"
         )
     for name in ("position_bias", "indices", "block_indices"):
         if kwargs.get(name) is not None:

@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvsketch import attention, families, masks, ops
 from kvsketch.methods.base import Method
+from kvsketch.slot_tensors import plain
 from kvsketch.slots import SlotTable
 from kvsketch.views import ChunkView, LayerView, Prompt, chunk_spans
 
@@ -59,6 +60,7 @@ class SlotLayer(CacheLayerMixin):
         self.pending: Tensor | None = None  # queries of a forward that may still be rolled back
         self.recording = OFF
         self.seen_before = self.prompt_before = 0  # what the table counted before the last forward
+        self.read_before = 0  # tokens of the forward before the last
         super().__init__()
 
     # what transformers asks, in logical coordinates
@@ -104,9 +106,14 @@ class SlotLayer(CacheLayerMixin):
         if self.pending is not None and self.recording == DRAFTS:
             self.recording = OVER
         self.settle()
+        self.read_before = self.table.seen - self.seen_before
         self.seen_before, self.prompt_before = self.table.seen, self.table.prompt_tokens
         self.table.previous = None if self.before is None else self.before.table
-        view = self._in_chunks(key_states, value_states) or self._at_once(key_states, value_states)
+        with plain():
+            view = self._in_chunks(key_states, value_states) or self._at_once(key_states, value_states)
+        if key_states.requires_grad and view.exact and self.seen_before == 0:
+            # The table holds no gradient; a prompt that the model's own kernel reads whole keeps its own.
+            view.keys, view.values = key_states.view_as(key_states), value_states.view_as(value_states)
         self.waiting, self.whole = view, False
         setattr(view.keys, attention.TAG, view)
         return view.keys, view.values
@@ -141,7 +148,7 @@ class SlotLayer(CacheLayerMixin):
         """
         self.waiting = None
         self.table.scale = scale
-        self.pending = query
+        self.pending = query.detach()
         if self.recording == OFF or (self.recording == OVER and self.table.appended == 1):
             self.settle(row_logits)
         self.whole = True
@@ -154,7 +161,7 @@ class SlotLayer(CacheLayerMixin):
                 self.table.row_logits = row_logits
                 aside = contextlib.nullcontext() if self.aside is None else self.aside.after(queries, row_logits)
                 try:
-                    with self.changing(), aside:
+                    with plain(), self.changing(), aside:
                         self.compress(queries[:, :, : self.table.new_tokens], self.table.scale)
                 finally:
                     self.table.row_logits = None
@@ -261,7 +268,7 @@ class SlotLayer(CacheLayerMixin):
         if count > 0 and count == self.table.seen:
             self.table, self.pending = self.table.cleared(), None
         elif count > 0 or self.pending is not None:
-            with self.changing():
+            with plain(), self.changing():
                 self.table.prompt_tokens = self._prompt_without(count)
                 if self._is_draft(count):
                     self.table.drop_newest(count)
@@ -285,7 +292,7 @@ class SlotLayer(CacheLayerMixin):
         self.waiting = self.pending = self.prompt = None
         self.refused, self.whole = "", True
         self.record_past = self.is_initialized = False
-        self.seen_before = self.prompt_before = 0
+        self.seen_before = self.prompt_before = self.read_before = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_rows(beam_idx)
@@ -301,7 +308,7 @@ class SlotLayer(CacheLayerMixin):
     def _select_rows(self, rows: Tensor) -> None:
         if self.table.keys is not None:
             self.settle()
-            with self.changing():
+            with plain(), self.changing():
                 self.table.select_rows(rows)
 
     def offload(self) -> None:

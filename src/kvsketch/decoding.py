@@ -27,6 +27,7 @@ from kvsketch.cache import CompressedCache
 from kvsketch.ops import early_start
 from kvsketch.parallel import spread_over
 from kvsketch.sampling import Sampler, unsupported
+from kvsketch.slot_tensors import plain
 from kvsketch.streaming import prefill_to_generate
 
 WARM_UP_STEPS = 2
@@ -201,9 +202,10 @@ class Step:
         self.regime: list[object] = []
         self.ahead: tuple[bool, bool, list[object]] | None = None
         self.steps = 0
-        for layer in self.layers:
-            if layer.table.exact:
-                layer.method.bound(layer.table, max_length)
+        with plain():
+            for layer in self.layers:
+                if layer.table.exact:
+                    layer.method.bound(layer.table, max_length)
 
     def run(self) -> None:
         """Generates one token."""

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
+def plain() -> contextlib.AbstractContextManager[Any]:
+    """Inside it tensors are made that hold no gradient and that every later mode may change in place.
+
+    Costs nothing under `torch.no_grad`; what is made under `torch.inference_mode` could not be changed outside it.
+    """
+    if torch.is_inference_mode_enabled():
+        return _outside_inference_mode()
+    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def owned(tensor: Tensor) -> Tensor:
     """The tensor itself if nothing else lives in its storage, else a copy, so that measured bytes are true bytes."""
+    tensor = tensor.clone() if tensor.is_inference() else tensor.detach()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kvsketch import attention, masks, ops
+from kvsketch.slot_tensors import plain
 
 if TYPE_CHECKING:
     from kvsketch.cache_layer import SlotLayer
@@ -81,7 +82,8 @@ class LayerView:
         if query.shape[2] != 1:
             return None
         self.layer.table.scale = scale
-        return self.layer.method.attend(self.layer.table, query, softcap, sink_logits)
+        with plain():
+            return self.layer.method.attend(self.layer.table, query, softcap, sink_logits)
 
     def finish(self, module: nn.Module, query: Tensor, scale: float, mask: Any) -> None:
         """Called when attention is done. Layers that share this layer's keys only read; the owner compresses."""
@@ -89,8 +91,9 @@ class LayerView:
         row_logits, self.row_logits = self.row_logits, None
         self.layer.is_read = True
         if self.is_owner(module):
-            self.layer.note_padding(mask)
-            self.layer.finish(query, scale, row_logits)
+            with plain():
+                self.layer.note_padding(mask)
+                self.layer.finish(query, scale, row_logits)
 
     def is_owner(self, module: nn.Module) -> bool:
         return getattr(module, "layer_idx", self.layer.table.layer_idx) == self.layer.table.layer_idx
@@ -175,8 +178,9 @@ class ChunkView(LayerView):
     def finish(self, module: nn.Module, query: Tensor, scale: float, mask: Any) -> None:
         if self.is_owner(module):
             start, end = self.spans[-1]
-            self._take(start, end)
-            self.layer.finish(query[:, :, start:], scale)
+            with plain():
+                self._take(start, end)
+                self.layer.finish(query[:, :, start:], scale)
 
     def _attend_span(
         self, query: Tensor, scale: float, mask: Any, bias: Tensor | None, start: int, end: int, options: dict[str, Any]

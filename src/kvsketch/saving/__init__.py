@@ -22,6 +22,7 @@ from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.saving import sealed_file
 from kvsketch.saving.layer_state import LayerReader, encode_layer, layer_devices
+from kvsketch.slot_tensors import plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +81,8 @@ def load(path: str | os.PathLike[str], model: Any, new_cache: type[CompressedCac
             f"{kvsketch.__version__} reads format {VERSION}: use that version, or save the cache again with this one"
         )
     try:
-        cache = _rebuilt(file, json.loads(text["cache"]), model, new_cache)
+        with plain():
+            cache = _rebuilt(file, json.loads(text["cache"]), model, new_cache)
     except (SafetensorError, *MISFITS) as error:
         raise ValueError(
             f"{file} does not hold what kvsketch {kvsketch.__version__} expects ({type(error).__name__}: {error}); "
