@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.merge_reduce import MergeAndReduce, softmax_balance, theory_c
+from kvsketch.methods.merge_reduce import MergeAndReduce, merge_and_reduce, softmax_balance, theory_c
 from kvsketch.ops.balance_walk.reference import normalized_gram, walk_blocks
 
 
@@ -191,6 +191,23 @@ def test_a_prompt_read_at_once_is_a_prompt_read_token_by_token(top: int | None) 
         tokens.extend(k[i : i + 1], v[i : i + 1])
     for other in (chunks, tokens):
         assert torch.equal(whole.rank, other.rank) and torch.equal(whole.level, other.level)
+
+
+def test_streams_and_batches_have_draws_of_their_own() -> None:
+    """Zero values make every sign a coin: two batches of one length keep other places, whichever streams they are of."""
+    ids, count = [1, 5, 9, 33, 62], 64
+    stream = torch.tensor(ids).repeat_interleave(2 * count)[None, None]
+    rank = torch.arange(2 * count).repeat(len(ids))[None, None]
+    zeros = torch.zeros(1, 1, rank.shape[-1], 4)
+    level = merge_and_reduce(
+        zeros, zeros, torch.zeros_like(rank), rank, torch.full((1, 1, 1), 3 * count), torch.full((1, 1, 1), count),
+        lambda k, v, slots, ids: softmax_balance(k, v, slots, 0.25, ids=ids), stream=stream, top=1,
+    )  # fmt: skip
+    kept = (level[0, 0] == 1).unflatten(0, (-1, count))
+    for one in range(len(kept)):
+        for other in range(one):
+            same = int((kept[one] == kept[other]).sum())
+            assert 12 < same < 52, "32 +- 4 of 64 places, not all of them, nor none"
 
 
 def test_estimates_are_exact_before_the_first_halving_and_counts_stay_close() -> None:
