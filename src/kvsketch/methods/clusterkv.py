@@ -79,26 +79,37 @@ class ClusterKV(RecallingMethod):
         return super().can_forget(table, left) and left >= table.marks.get(TAIL, 0)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
+        tail = table.marks.get(TAIL)
         super().compress(table, queries)
-        if self.is_indexed(table) and (table.new_tokens > 1 or table.marks[TAIL] == table.seen):
+        if self.is_indexed(table) and (table.new_tokens > 1 or table.marks[TAIL] != tail):
             clusters.note_spans(table, self.sinks)
 
     def index(self, table: SlotTable) -> None:
-        """Clusters what no cluster holds yet: a whole prompt, or `recluster` generated tokens."""
-        if not self.is_indexed(table):
-            if table.seen > self.budget_tokens(table):
-                self._add_clusters(table, 0, None)
-        elif table.seen - table.marks[TAIL] >= self.recluster:
-            self._add_clusters(table, table.marks[TAIL], self.recluster_into if table.new_tokens == 1 else None)
+        """Clusters what no cluster holds yet: a whole prompt, or `recluster` generated tokens at a time.
 
-    def _add_clusters(self, table: SlotTable, start: int, count: int | None) -> None:
-        """Clusters the tokens from `start` on; each row without its padding and sinks."""
-        keys, values = offloaded.newest(table, start)
+        The cuts do not depend on when the budget is passed, which a row does earlier beside longer ones.
+        """
+        if self.reads_on(table):
+            return
+        if not self.is_indexed(table):
+            if table.seen <= self.budget_tokens(table):
+                return
+            self._add_clusters(table, 0, min(table.prompt_tokens, table.seen), None)
+        while table.seen - table.marks[TAIL] >= self.recluster:
+            start = table.marks[TAIL]
+            if table.new_tokens > 1:
+                self._add_clusters(table, start, table.seen, None)
+            else:
+                self._add_clusters(table, start, start + self.recluster, self.recluster_into)
+
+    def _add_clusters(self, table: SlotTable, start: int, end: int, count: int | None) -> None:
+        """Clusters the tokens [start, end); each row without its padding and sinks."""
+        keys, values = (tokens[:, :, : end - start] for tokens in offloaded.newest(table, start))
         padding = [0] * keys.shape[0] if table.padding is None else table.padding.tolist()
-        first = [min(max(start, pad + self.sinks), table.seen) for pad in padding]
-        counts = [self._clusters(table.seen - f, count, whole_prompt=start == 0) for f in first]
+        first = [min(max(start, pad + self.sinks), end) for pad in padding]
+        counts = [self._clusters(end - f, count, whole_prompt=start == 0) for f in first]
         recipe = clusters.Recipe(self.rounds, self.seed + table.seed)
-        clusters.add(table, keys, values if self.completion else None, first, counts, recipe)
+        clusters.add(table, start, keys, values if self.completion else None, first, counts, recipe)
 
     def _clusters(self, tokens: int, count: int | None, whole_prompt: bool) -> int:
         """Clusters for so many tokens: `count`, or one for `tokens_per_cluster`, of a prompt with its sinks."""
@@ -108,7 +119,8 @@ class ClusterKV(RecallingMethod):
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
     ) -> Tensor | None:
-        if not self.is_indexed(table):
+        # A prompt that was broken off leaves more tokens without clusters than a tail holds.
+        if not self.is_indexed(table) or table.seen - table.marks[TAIL] > self.recluster:
             return None
         state = table.row_state
         budgets = (state[BUDGETS] - self.sinks).clamp_min(1) if BUDGETS in state else None

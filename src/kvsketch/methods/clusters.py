@@ -27,13 +27,18 @@ class Recipe(NamedTuple):
 
 
 def add(
-    table: SlotTable, keys: Tensor, values: Tensor | None, first: list[int], counts: list[int], recipe: Recipe
+    table: SlotTable,
+    start: int,
+    keys: Tensor,
+    values: Tensor | None,
+    first: list[int],
+    counts: list[int],
+    recipe: Recipe,
 ) -> None:
-    """Appends clusters of keys [B, H, n, D], the table's newest tokens: counts[b] of row b, from first[b] on.
+    """Appends clusters of keys [B, H, n, D], the tokens from number `start` on: counts[b] of row b, from first[b] on.
 
-    values: those of the same tokens, where clusters are to have mean values.
+    values: those of the same tokens, where clusters are to have mean values. The tail begins behind them.
     """
-    start = table.seen - keys.shape[2]
     clustered = ops.kmeans(
         keys,
         max(counts),
@@ -57,7 +62,7 @@ def add(
     for name, tensor in new.items():
         _append(table, name, tensor, ordered if name == ORDER else used)
     table.marks[SIZES], table.marks[ORDER] = used + max(counts), ordered + index.order.shape[2]
-    table.marks[TAIL] = table.seen
+    table.marks[TAIL] = start + keys.shape[2]
 
 
 def _on_device(numbers: list[int], device: torch.device) -> Tensor:

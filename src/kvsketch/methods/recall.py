@@ -17,6 +17,7 @@ from kvsketch.storage import offloaded
 from kvsketch.storage.hot_set import TAIL
 
 OFFLOADS = ("none", "host")
+UNFINISHED = "unfinished"  # the host store holds the part of a prompt that was read so far, and the index does not
 BUDGETS = "budgets"  # [B] int32, what each row reads when the budget is a share and padding makes rows differ
 
 
@@ -94,9 +95,16 @@ class RecallingMethod(Method, ABC):
         """Whether queries of this layer read a part of its tokens, once there are more than the budget."""
         return table.layer_idx >= self.skip_layers
 
+    def reads_on(self, table: SlotTable) -> bool:
+        """Whether the prompt goes on after this chunk of it. What is learned from a prompt waits for its end: chunks
+        are cut by column, elsewhere in a padded row than in the row alone.
+        """
+        return table.new_tokens > 1 and table.seen < table.prompt_tokens
+
     def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
-        if self.offload == "none" or keys.shape[2] == 1:
+        if self.offload == "none" or (keys.shape[2] == 1 and UNFINISHED not in table.marks):
             return
+        table.marks.pop(UNFINISHED, None)
         # The first layer asks for the memory of all, before any of them works.
         if (table.seen == 0 or self.selects(table)) and table.seen + keys.shape[2] > self.budget_tokens(table):
             skipped = max(0, self.skip_layers - table.layer_idx)
@@ -115,10 +123,15 @@ class RecallingMethod(Method, ABC):
         Full().compress(table, queries)
         if not self.selects(table):
             return
-        self.index(table)
         if table.new_tokens > 1:
             self._note_row_budgets(table)
-        if self.offload == "host" and self.is_indexed(table):
+        self.index(table)
+        if self.offload == "none":
+            return
+        if self.reads_on(table) and table.seen > self.budget_tokens(table):
+            offloaded.offload(table, table.seen, self.sinks, self.tail_tokens, 1)
+            table.marks[UNFINISHED] = 1
+        elif self.is_indexed(table):
             hot = self.keep_steps * self.lists(queries.shape[1] // table.shape[1]) * self.rows_read(table)
             offloaded.offload(table, table.marks.get(TAIL, table.seen), self.sinks, self.tail_tokens, hot)
 
