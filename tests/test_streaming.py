@@ -185,6 +185,26 @@ def test_transformers_own_chunks_are_the_same_chunks() -> None:
     assert ours.sequences.tolist() == theirs.sequences.tolist()
 
 
+@pytest.mark.parametrize("prefill", ["exact", "stream"])
+@pytest.mark.parametrize(("length", "shares"), [(4 * CHUNK, [12, 24, 36, 48]), (4 * CHUNK + 1, [12, 24, 36, 48, 48])])
+@pytest.mark.parametrize("name", BOUNDED)
+def test_transformers_own_chunks_know_of_no_prompt(name: str, length: int, shares: list[int], prefill: str) -> None:
+    """A share is of what has come so far; a last chunk of one token counts as a generated one."""
+    model, ids = zoo.build("llama"), zoo.tokens(1, length)
+    method = with_budget(name, 16).replace("budget=16", "budget=50%")
+    cache, whole = (CompressedCache(model, method, prefill=prefill, chunk=CHUNK) for _ in range(2))
+    found: list[tuple[int, int]] = []
+    hook = model.register_forward_hook(
+        lambda *_: found.append((cache.slot_layers[0].table.prompt_tokens, cache.tokens_stored))
+    )
+    model.generate(ids, past_key_values=cache, prefill_chunk_size=CHUNK, max_new_tokens=1, do_sample=False)
+    hook.remove()
+    assert [share for share, _ in found] == shares
+    assert all(stored <= share // 2 for share, stored in found)
+    kvsketch.prefill(model, ids, whole)
+    assert whole.slot_layers[0].table.prompt_tokens == length
+
+
 def test_tokens_can_be_rolled_back_after_a_stream() -> None:
     model, ids = zoo.build("llama"), zoo.tokens(1, 6).repeat(1, 6)
     options = {"max_new_tokens": 12, "do_sample": False}
