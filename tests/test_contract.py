@@ -94,6 +94,22 @@ def test_a_row_alone_equals_that_row_in_a_left_padded_batch(name: str, budget: s
             torch.testing.assert_close(a[i], b[0], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("method", [*(n for n in METHODS if n != "full"), "quest:page=4", "clusterkv:recluster=8"])
+def test_a_row_that_outgrows_its_budget_beside_a_longer_one(method: str) -> None:
+    """Rows that fit the budget when they begin, and one that does not, each as it is alone at every step."""
+    model, (name, *options) = zoo.build("qwen2"), method.split(":")
+    lengths = [45, 3, 11, 16, 19]
+    rows = [zoo.tokens(1, n, seed=n) for n in lengths]
+    batch = torch.cat([torch.nn.functional.pad(r, (45 - r.shape[1], 0)) for r in rows])
+    batch, mask = padded(batch, [45 - n for n in lengths])
+    method = ":".join([with_budget(name, 18), *options])
+    together = generate(model, batch, CompressedCache(model, method), attention_mask=mask, max_new_tokens=20)
+    for i, row in enumerate(rows):
+        alone = generate(model, row, CompressedCache(model, method), max_new_tokens=20)
+        for a, b in zip(together.logits, alone.logits, strict=True):
+            torch.testing.assert_close(a[i], b[0], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_beams_reorder_everything(name: str) -> None:
     """Each returned beam must equal its own text replayed alone through a cache of the same method."""

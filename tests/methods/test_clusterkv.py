@@ -189,7 +189,9 @@ def test_a_shared_choice_weighs_clusters_as_attention_does(reads: list[dict[str,
     for kv in range(HEADS):
         clusters, keys = run.clusters(0, kv), run.keys[0, kv].double()
         centroids = torch.stack([keys[cluster].mean(0) for cluster in clusters])
-        mass = (run.table.scale * query[0, kv * GROUP : kv * GROUP + GROUP, 0].double() @ centroids.T).softmax(-1).sum(0)
+        mass = (
+            (run.table.scale * query[0, kv * GROUP : kv * GROUP + GROUP, 0].double() @ centroids.T).softmax(-1).sum(0)
+        )
         best = [token for c in mass.argsort(descending=True).tolist() for token in clusters[c]]
         assert set(reads[0]["rows"][0, kv].tolist()) == set(best[:21])
 

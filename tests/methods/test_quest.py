@@ -55,7 +55,8 @@ def brute_force(run: Run, query: Tensor, row: int, head: int) -> set[int]:
     def bound(page: list[int]) -> float:
         return float(torch.maximum(q * keys[page].amin(0), q * keys[page].amax(0)).sum())
 
-    count = run.method.pages_read(run.method.budget_tokens(run.table))
+    budget = run.method.budget_tokens(run.table)
+    count = len(pages) if run.table.seen - run.padding[row] - 1 <= budget else run.method.pages_read(budget)
     best = sorted(pages[:-1], key=bound, reverse=True)[: count - 1]
     return {token for page in [*best, pages[-1]] for token in page}
 
@@ -79,7 +80,8 @@ def test_pages_read_equal_brute_force(padding: list[int], generated: int) -> Non
         run.grow(1)
     query = normal(2, HEADS * GROUP, 1, SIZE, seed=9)
     chosen = run.method.choose_rows(run.table, query)
-    assert chosen.shape == (2, HEADS * GROUP, 20)
+    # With padding there is room for a row of 20 tokens and the newest one.
+    assert chosen.shape == (2, HEADS * GROUP, 24 if any(padding) else 20)
     for row in range(2):
         for head in range(HEADS * GROUP):
             tokens = [t for t in chosen[row, head].tolist() if t >= 0]
@@ -108,7 +110,9 @@ def test_pages_follow_the_text_of_a_row_not_its_padding() -> None:
     alone.method.compress(alone.table, normal(1, HEADS * GROUP, 50, SIZE))
     query = normal(1, HEADS * GROUP, 1, SIZE, seed=9)
     shifted = alone.method.choose_rows(alone.table, query)
-    assert torch.equal(padded.method.choose_rows(padded.table, query), torch.where(shifted >= 0, shifted + 3, -1))
+    # The list of a padded batch has room for one page more.
+    chosen = padded.method.choose_rows(padded.table, query)
+    assert torch.equal(chosen[..., :20], torch.where(shifted >= 0, shifted + 3, -1)) and (chosen[..., 20:] == -1).all()
     pages = 50 // 4
     assert torch.equal(
         padded.table.row_state["page_min"][:, :, :pages], alone.table.row_state["page_min"][:, :, :pages]
@@ -123,6 +127,31 @@ def test_tokens_one_by_one_give_the_bounds_of_all_at_once() -> None:
     at_once.method.compress(at_once.table, normal(1, HEADS * GROUP, 45, SIZE))
     for name in ("page_min", "page_max"):
         assert torch.equal(one_by_one.table.row_state[name][:, :, :19], at_once.table.row_state[name][:, :, :19])
+
+
+def test_tokens_taken_back_leave_no_trace_in_the_bounds() -> None:
+    """After a roll back the bounds are those of the tokens that are left and of the new ones."""
+    method = Quest(budget=20, page=4, skip_layers=0)
+    keys, values = normal(1, HEADS, 60, SIZE, seed=1), normal(1, HEADS, 60, SIZE, seed=2)
+    keys[:, :, 41:50] *= 100
+
+    def grow(table: SlotTable, start: int, end: int) -> None:
+        table.append(keys[:, :, start:end], values[:, :, start:end])
+        method.compress(table, normal(1, HEADS * GROUP, end - start, SIZE))
+
+    for step in (1, 10):
+        cropped, plain = SlotTable(0, 1), SlotTable(0, 1)
+        grow(cropped, 0, 50)
+        cropped.drop_newest(9)
+        grow(plain, 0, 41)
+        for start in range(50, 60, step):
+            grow(cropped, start, start + step)
+            grow(plain, start, start + step)
+        pages = -(-plain.seen // 4)
+        for name in ("page_min", "page_max"):
+            assert torch.equal(cropped.row_state[name][:, :, :pages], plain.row_state[name][:, :, :pages]), (
+                "no page remembers what was taken back"
+            )
 
 
 def test_at_least_three_pages_and_each_row_its_share() -> None:

@@ -63,8 +63,9 @@ def agrees(rows: Tensor, scores: Tensor, text: Text, limits: Limits) -> bool:
     for b in range(rows.shape[0]):
         pad = 0 if text.padding is None else int(text.padding[b])
         count = limits.most
-        if limits.budgets is not None:
-            count = min(count, max(int(limits.budgets[b]) // text.page, limits.least))
+        budget = limits.budget if limits.budgets is None else int(limits.budgets[b])
+        if budget is not None and int(text.seen) - pad - 1 > budget:
+            count = min(count, max(budget // text.page, limits.least))
         for h in range(rows.shape[1]):
             expected = brute_force(scores[b, h].tolist(), int(text.seen) - pad, pad, text.page, count)
             listed = rows[b, h].tolist()
@@ -128,10 +129,23 @@ def test_rows_have_their_own_text_and_budget(implementation: ModuleType, device:
     text = make_text(50, 4, device, [0, 7, 48, 50, 3])
     budgets = torch.tensor([99, 20, 4, 40, 1], dtype=torch.int32, device=device)
     scores = normal(5, 6, 15).to(device)
-    for limits in (Limits(6, None, 3), Limits(6, budgets, 3), Limits(2, budgets, 3)):
+    for limits in (
+        Limits(6, None, 3), Limits(6, budgets, 3), Limits(2, budgets, 3), Limits(12, None, 3, 42), Limits(12, None, 3, 41),
+    ):  # fmt: skip
         rows = implementation.choose_pages(scores, text, limits)
         assert agrees(rows, scores, text, limits)
         assert (rows[3] == -1).all()
+
+
+@pytest.mark.parametrize("budgets", [False, True])
+def test_a_row_that_fits_its_budget_is_read_whole(
+    implementation: ModuleType, device: torch.device, budgets: bool
+) -> None:
+    """Rows of 24, 23 and 22 real tokens, pages of 5, a budget of 22: the last two have no more before the newest."""
+    text = make_text(30, 5, device, [6, 7, 8])
+    each = torch.full((3,), 22, dtype=torch.int32, device=device) if budgets else None
+    rows = implementation.choose_pages(normal(3, 2, 9).to(device), text, Limits(5, each, 3, None if budgets else 22))
+    assert [(row >= 0).sum(-1).tolist() for row in rows] == [[19, 19], [23, 23], [22, 22]]
 
 
 @pytest.mark.parametrize(
@@ -167,9 +181,11 @@ def test_kernel_equals_reference_to_the_bit(
     text = make_text(seen, page, device, [0, seen // 3])
     bounds = make_bounds(whole(2, 2, seen, 8).to(device), text, room=5)
     q = whole(2, 2 * group, 1, 8, seed=1).to(device)
-    limits = Limits(max(3, seen // page // 4), torch.tensor([seen, seen // 8], dtype=torch.int32, device=device), 3)
-    actual, expected = (module.select_pages(q, bounds, text, limits) for module in (kernel, reference))
-    assert torch.equal(actual, expected)
+    each = torch.tensor([seen, seen // 8], dtype=torch.int32, device=device)
+    for budgets, budget in ((each, None), (None, max(1, seen // 8))):
+        limits = Limits(max(3, seen // page // 4), budgets, 3, budget)
+        actual, expected = (module.select_pages(q, bounds, text, limits) for module in (kernel, reference))
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(

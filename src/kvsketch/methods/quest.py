@@ -14,6 +14,7 @@ from kvsketch.storage import offloaded
 
 # [B, H, pages, D]: smallest and largest key channels of each page.
 PAGE_MIN, PAGE_MAX = "page_min", "page_max"
+COVERED = "pages_cover"  # tokens that the bounds were made of
 LEAST_PAGES = 3
 
 
@@ -23,6 +24,7 @@ class Quest(RecallingMethod):
 
     score(page, q) = sum_c max(q_c * min_c, q_c * max_c)  >=  <q, k> for every key k of the page; each query head
     reads the top max(3, budget // page) pages, of prompt and generated text alike, and the page still being filled.
+    Beside longer rows, a row that fits the budget is read whole.
 
     Paper: Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference (arXiv 2406.10774).
     Differs from the authors' code: batches of several rows with left padding, pages per KV head without copies per
@@ -46,7 +48,10 @@ class Quest(RecallingMethod):
         return max(LEAST_PAGES, budget // self.page)
 
     def rows_read(self, table: SlotTable) -> int:
-        return self.page * self.pages_read(self.budget_tokens(table))
+        budget = self.budget_tokens(table)
+        # Beside longer rows, one that fits the budget is read whole, its newest token included.
+        most = 0 if table.padding is None else self._pages(budget + 1)
+        return self.page * max(self.pages_read(budget), most)
 
     def is_indexed(self, table: SlotTable) -> bool:
         return PAGE_MIN in table.row_state
@@ -68,6 +73,12 @@ class Quest(RecallingMethod):
         if not self.is_indexed(table) and table.seen <= self.budget_tokens(table):
             return
         new = table.new_tokens if self.is_indexed(table) else table.seen
+        if self.is_indexed(table) and table.exact and table.marks.get(COVERED, 0) > table.seen - new:
+            # Tokens were taken back since: their pages must forget them.
+            table.row_state[PAGE_MIN].fill_(float("inf"))
+            table.row_state[PAGE_MAX].fill_(float("-inf"))
+            new = table.seen
+        table.marks[COVERED] = table.seen
         self._reserve(table)
         # A captured step finds its token by the device's own count.
         next_slot = table.next_slot if new == 1 else None
@@ -121,5 +132,6 @@ class Quest(RecallingMethod):
             self.page,
             padding=table.padding,
             budgets=table.row_state.get(BUDGETS),
+            budget=None if table.padding is None else self.budget_tokens(table),
             least=LEAST_PAGES,
         )

@@ -22,6 +22,7 @@ def select_pages(
     *,
     padding: Tensor | None = None,
     budgets: Tensor | None = None,
+    budget: int | None = None,
     least: int = 1,
 ) -> Tensor:
     """Tokens of the `count` pages that each query head reads, [B, Hq, count * page] int32, -1 behind the last:
@@ -30,10 +31,11 @@ def select_pages(
         sum_d max(q_d * min_d, q_d * max_d)
 
     q [B, Hq, 1, D]; page_min, page_max [B, H, P, D], the bounds of pages of `page` tokens; seen int64 [1], tokens seen;
-    padding int64 [B]: left-padding tokens of each row, before its first page. budgets int32 [B]: tokens that a row may
-    read where that is less, but no fewer than `least` pages. Equal scores go to the lower page.
+    padding int64 [B]: left-padding tokens of each row, before its first page. budgets int32 [B], or one `budget` for
+    all rows: a row reads budget // page pages, at least `least` and at most `count`, or all its pages where it has no
+    more tokens than its budget before the newest. Equal scores go to the lower page.
     """
-    bounds, text, limits = Bounds(page_min, page_max), Text(seen, padding, page), Limits(count, budgets, least)
+    bounds, text, limits = Bounds(page_min, page_max), Text(seen, padding, page), Limits(count, budgets, least, budget)
     check_selection(q, bounds, text, limits)
     kernel = kernel_for("select_pages", q.device)
     chosen = kernel if kernel is not None and kernel.supported(bounds) else select_pages_reference

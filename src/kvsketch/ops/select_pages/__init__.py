@@ -6,7 +6,8 @@ min and max being the bounds of the page, its smallest and largest value in each
 the tokens p * page to (p + 1) * page - 1 of the row's own text, which begins behind its left padding. A query head
 reads the page of the newest token, which is still being filled, and of the full pages before it those with the largest
 scores, `count` pages in all; equal scores go to the lower page, a score that is no number comes last. The tokens come
-as one list for each query head, in ascending order, -1 behind the last.
+as one list for each query head, in ascending order, -1 behind the last. With a budget in tokens a query reads
+max(least, budget / page) pages; a row that has no more than the budget before its newest token is read whole.
 
 `widen_pages` keeps the bounds: it takes the newest tokens into those of their pages, in place.
 
@@ -43,9 +44,10 @@ class Text(NamedTuple):
 class Limits(NamedTuple):
     """How many pages a query head reads."""
 
-    most: int
-    budgets: Tensor | None  # [B] int32: tokens that a row may read where that is less
+    most: int  # pages that a list has room for
+    budgets: Tensor | None  # [B] int32: tokens that a row may read
     least: int  # pages that are read whatever a row's budget
+    budget: int | None = None  # tokens that every row may read, where there are no `budgets`; None: `most` pages
 
 
 def check_bounds(bounds: Bounds, text: Text) -> None:
@@ -74,6 +76,8 @@ def check_selection(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> No
         raise ValueError(f"q must be [{batch}, a multiple of {heads}, 1, {size}], got {list(q.shape)}.")
     if limits.most < 1 or limits.least < 1:
         raise ValueError(f"count={limits.most} and least={limits.least} must be 1 page or more.")
+    if limits.budget is not None and limits.budget < 1:
+        raise ValueError(f"budget={limits.budget} must be 1 token or more.")
     budgets = limits.budgets
     if budgets is not None and (budgets.dtype != torch.int32 or tuple(budgets.shape) != (batch,)):
         raise ValueError(

@@ -65,7 +65,7 @@ def choose_pages(scores: Tensor, text: Text, limits: Limits) -> Tensor:
     with _on(scores.device):
         choose_kernel[(batch * lists,)](
             scores, rows, chosen, text.seen, text.padding, limits.budgets, lists, pages, limits.most, limits.least,
-            PAGE=text.page, PAGES=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(rows.shape[2])), OVERLAP=overlap,
+            limits.budget or 0, PAGE=text.page, PAGES=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(rows.shape[2])), OVERLAP=overlap,
             num_warps=min(16, max(4, block // 256)), **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     return rows
@@ -126,9 +126,9 @@ def score_kernel(
             tl.store(scores_ptr + (head * GROUP + g) * pages + page, score, mask=page < tl.minimum(begun, pages))
 
 
-@triton.jit(do_not_specialize=["pages", "count", "least"])
+@triton.jit(do_not_specialize=["pages", "count", "least", "budget"])
 def choose_kernel(
-    scores_ptr, rows_ptr, chosen_ptr, seen_ptr, padding_ptr, budgets_ptr, lists, pages, count, least,
+    scores_ptr, rows_ptr, chosen_ptr, seen_ptr, padding_ptr, budgets_ptr, lists, pages, count, least, budget,
     PAGE: tl.constexpr, PAGES: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The list of one query head; `chosen` is scratch for its pages."""
@@ -136,9 +136,11 @@ def choose_kernel(
     b = list_head // lists
     real, pad = real_tokens(seen_ptr, padding_ptr, b)
     newest = (real + PAGE - 1) // PAGE - 1
-    limit = count
+    # 0: no budget, all the pages that the list has room for.
     if budgets_ptr is not None:
-        limit = tl.minimum(count, tl.maximum(tl.load(budgets_ptr + b) // PAGE, least))
+        budget = tl.load(budgets_ptr + b)
+    whole = (budget == 0) | (real - 1 <= budget)
+    limit = tl.where(whole, count, tl.minimum(count, tl.maximum(budget // PAGE, least)))
     full = tl.maximum(newest, 0).to(tl.int64)
     wanted = tl.minimum(full, (limit - 1).to(tl.int64))
     number = tl.arange(0, PAGES)

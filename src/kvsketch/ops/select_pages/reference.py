@@ -35,7 +35,7 @@ def choose_pages(scores: Tensor, text: Text, limits: Limits) -> Tensor:  # [B, H
     group = torch.where(number < newest, 1, torch.where(number == newest, 0, 2)).expand(scores.shape)
     order = order.gather(2, group.gather(2, order).argsort(dim=-1, stable=True))
     rank = torch.empty_like(order).scatter_(2, order, number.expand(order.shape))
-    taken = (rank < _pages(limits, text, scores.device)) & (number <= newest)
+    taken = (rank < _pages(limits, text, real)) & (number <= newest)
 
     # Pages taken come first, in ascending order.
     chosen = (~taken).int().argsort(dim=-1, stable=True)[..., : limits.most]
@@ -46,10 +46,13 @@ def choose_pages(scores: Tensor, text: Text, limits: Limits) -> Tensor:  # [B, H
     return torch.nn.functional.pad(rows, (0, limits.most * text.page - rows.shape[2]), value=-1)
 
 
-def _pages(limits: Limits, text: Text, device: torch.device) -> Tensor:  # [1 or B, 1, 1]
-    if limits.budgets is None:
-        return torch.full((1, 1, 1), limits.most, device=device)
-    return (limits.budgets // text.page).clamp_min(limits.least).clamp_max(limits.most).view(-1, 1, 1)
+def _pages(limits: Limits, text: Text, real: Tensor) -> Tensor:  # [1 or B, 1, 1]
+    """Pages that each row reads, of rows with `real` tokens [1 or B, 1, 1]."""
+    if limits.budgets is None and limits.budget is None:
+        return torch.full_like(real, limits.most)
+    budget = torch.full_like(real, limits.budget or 0) if limits.budgets is None else limits.budgets.view(-1, 1, 1)
+    pages = (budget // text.page).clamp_min(limits.least).clamp_max(limits.most)
+    return torch.where(real - 1 <= budget, limits.most, pages)
 
 
 def select_pages(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> Tensor:
