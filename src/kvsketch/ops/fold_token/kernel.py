@@ -179,14 +179,14 @@ def fold_numerator(
     uniform = (own_samples // 2).to(tl.float64) / folded.to(tl.float64)
     for start in range(0, samples, TILE):
         j = start + tl.arange(0, TILE)
-        weight = tl.load(shares + j, mask=j < samples, other=-INF)
+        log_weight = tl.load(shares + j, mask=j < samples, other=-INF)
         if MIXED:
             probability = tl.load(squares + j, mask=j < samples, other=1.0).to(tl.float64) * by_norm + uniform
             # An empty slot may have probability 0.
-            weight = tl.where(weight > -INF, weight - tl.log(probability.to(tl.float32)), -INF)
+            log_weight = tl.where(log_weight > -INF, log_weight - tl.log(probability.to(tl.float32)), -INF)
         else:
-            weight += base
-        tl.store(weights + first + j, weight, mask=j < samples)
+            log_weight += base
+        tl.store(weights + first + j, log_weight, mask=j < samples)
 
 
 @triton.jit

@@ -124,8 +124,8 @@ def pieces_kernel(
         cut_rows = (cut_end - cut_start).to(tl.float32)
         cut_v_ptr = extra_v_ptr + b * ev_b + h * ev_h + cut_slot * ev_n + column
         cut_v = tl.load(cut_v_ptr, mask=column < DV, other=0.0).to(tl.float32)
-        weight = tl.where(cut_rows > 0, tl.exp2(cut_x - origin) * cut_rows, 0.0)
-        acc += weight[:, None] * cut_v[None, :]
+        cut_weight = tl.where(cut_rows > 0, tl.exp2(cut_x - origin) * cut_rows, 0.0)
+        acc += cut_weight[:, None] * cut_v[None, :]
 
     if EXTRA:
         extra_split = split - span_splits
