@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvsketch import CompressedCache, cli, models
-from kvsketch.benchmark import records
+from kvsketch import CompressedCache, cli, models, records
 from kvsketch.models.catalog import CATALOG, Part
 from kvsketch.models.files import sha256_of
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from fault_kinds import EvalFault, Fault, PullFault, SaveFault, start, wait
-from kvsketch.benchmark import records
+from kvsketch import records
 from kvsketch.evaluation import needle
 
 KINDS = ("eval", "pull", "save")

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kvsketch.benchmark import records
+from kvsketch import records
 from kvsketch.benchmark.shapes import build
 
 PRESSES = "StreamingLLMPress,SnapKVPress,PyramidKVPress,ExpectedAttentionPress"

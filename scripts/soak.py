@@ -26,8 +26,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvsketch
-from kvsketch import CompressedCache, decoding, models
-from kvsketch.benchmark import records
+from kvsketch import CompressedCache, decoding, models, records
 from kvsketch.sampling import Sampler
 
 RANDOM = "random"

@@ -21,8 +21,7 @@ from typer.testing import CliRunner
 
 import kvsketch
 import zoo
-from kvsketch import CompressedCache, models
-from kvsketch.benchmark import records
+from kvsketch import CompressedCache, models, records
 from kvsketch.cli import app
 from kvsketch.cli.bench import BENCHMARKS
 from kvsketch.cli.evaluate import EXPERIMENTS
@@ -179,10 +178,10 @@ def test_a_text_in_a_record_comes_back(tmp_path: Path, text: str) -> None:
     path = tmp_path / "records.jsonl"
     path.unlink(missing_ok=True)
     try:
-        records.append(path, {"text": text})
+        records.append(path, {"kind": "text", "data": {"text": text}})
     except UnicodeEncodeError:
         return
-    assert list(records.read(path)) == [{"text": text}]
+    assert [record["data"] for record in records.read(path)] == [{"text": text}]
 
 
 COMMANDS = st.sampled_from([

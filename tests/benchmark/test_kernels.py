@@ -47,7 +47,7 @@ def test_contenders_differ_in_their_weights() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_small_run(tmp_path: Path) -> None:
-    from kvsketch.benchmark import records
+    from kvsketch import records
 
     path = tmp_path / "kernels.jsonl"
     assert kernels.main(["--batch", "1", "--slots", "1024", "--out", str(path)]) == 0

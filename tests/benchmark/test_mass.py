@@ -36,7 +36,7 @@ def test_the_check_sees_wrong_and_missing_results(noise: mass.Noise | None) -> N
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_small_run(tmp_path: Path) -> None:
-    from kvsketch.benchmark import records
+    from kvsketch import records
 
     path = tmp_path / "mass.jsonl"
     assert mass.main(["--tokens", "2048", "--slots", "512", "--prefill-ms", "100", "--out", str(path)]) == 0

@@ -10,8 +10,8 @@ import torch
 
 import zoo
 from common import generate
-from kvsketch import CompressedCache
-from kvsketch.benchmark import offload, records
+from kvsketch import CompressedCache, records
+from kvsketch.benchmark import offload
 
 
 def test_locality_slows_the_choice_down() -> None:

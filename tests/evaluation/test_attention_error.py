@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import zoo
-from kvsketch import models, texts
-from kvsketch.benchmark import records
-from kvsketch.evaluation import attention_error, experiment, recall_page
+from kvsketch import models, records, texts
+from kvsketch.evaluation import attention_error, experiment
 from kvsketch.evaluation.attention_error import ORACLE, Captured, Protocol
 
 ROOT = Path(__file__).parent.parent.parent
@@ -138,17 +137,15 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     )
     monkeypatch.setattr(experiment, "model_sha256", lambda name: "0" * 64)
     monkeypatch.setattr(texts, "document", lambda name: "")
-    picture = tmp_path / "pictures" / "errors.png"
     line = ["--tokens", "480", "--queries", "16", "--layers", "1", "--methods", f"quest,{ORACLE},snapkv,uniform"]
     line += ["--rates", "4,8", "--seeds", "0-2", "--out", str(tmp_path)]
     for _ in range(2):
-        assert attention_error.main([*line, "--picture", str(picture)]) == 0
+        assert attention_error.main(line) == 0
     found = list(records.read(tmp_path / "attention_error.jsonl"))
     # Three methods without chance once, uniform with three seeds, at two rates.
     assert len(loads) == 1 and len(found) == 2 * (3 + 3)
     assert {record["kind"] for record in found} == {attention_error.KIND}
     assert all(record["data"]["outcomes"]["1"]["error"] > 0 for record in found)
-    assert picture.stat().st_size > 10_000
     assert "12 records" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--tokens 170 leaves too few"):
         attention_error.main([*line, "--tokens", "170"])
@@ -159,29 +156,3 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_layer_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match=r"layers \[7\].*are 0, 1"):
         attention_error.capture(zoo.build("qwen2"), zoo.tokens(1, 32), [7])
-
-
-def test_the_page_is_written_from_the_records() -> None:
-    page = (ROOT / "docs" / "recall.md").read_text(encoding="utf-8")
-    written = recall_page.with_table(page, ROOT / "results" / "attention_error.jsonl")
-    assert page == written, f"run: {recall_page.BEGIN.removeprefix('<!-- written by ').removesuffix(' -->')}"
-
-
-def test_the_last_record_of_a_rate_counts() -> None:
-    data = {
-        **recall_page.SETTING,
-        "method": "quest",
-        "family": "recall",
-        "rate": 4,
-        "tokens_read": 2064,
-        "bytes": 3_000_000,
-    }
-    found = [{"kind": attention_error.KIND, "data": data | {"mean": mean}} for mean in (0.9, 0.05)]
-    assert recall_page.table(found).endswith("| recall | `quest` | .050 | .055 .105 .170 | 2064 | 3 |")
-
-
-def test_records_of_other_settings_are_no_part_of_the_page() -> None:
-    data = {**recall_page.SETTING, "method": "quest", "family": "recall", "rate": 4, "tokens_read": 9, "bytes": 9}
-    others: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"protocol": "balancekv"}, {"sample": "1790-Washington-1"}]
-    found = [{"kind": attention_error.KIND, "data": data | {"mean": 0.5} | other} for other in others]
-    assert "quest" not in recall_page.table(found)

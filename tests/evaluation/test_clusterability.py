@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import tiny
-from kvsketch import texts
-from kvsketch.benchmark import records
+from kvsketch import records, texts
 from kvsketch.evaluation import captures, clusterability
 from kvsketch.evaluation.attention_protocol import Captured
 
@@ -101,9 +100,9 @@ def test_layers_by_name(folder: Path) -> None:
         captures.layer_numbers("first", str(folder))
 
 
-def run(folder: Path, out: Path, *line: str) -> list[dict[str, Any]]:
+def run(folder: Path, out: Path, *line: str, code: int = 0) -> list[dict[str, Any]]:
     common = ["--model", str(folder), "--device", "cpu", "--out", str(out)]
-    assert clusterability.main([*common, *line]) == 0
+    assert clusterability.main([*common, *line]) == code
     return list(records.read(out / "clusterability.jsonl"))
 
 
@@ -130,7 +129,7 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_text_that_is_too_short_is_said_so(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "document", lambda name: "too short")
-    found = run(folder, tmp_path, "--texts", "mine", "--tokens", "100", "--layers", "0")
+    found = run(folder, tmp_path, "--texts", "mine", "--tokens", "100", "--layers", "0", code=1)
     assert found[0]["data"]["failed"] == ("ValueError: mine has 9 tokens, not 100; use fewer tokens or a longer text")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvsketch.benchmark import records
+from kvsketch import records
 from kvsketch.evaluation import distributed, experiment
 from kvsketch.evaluation.experiment import FAILED, Cell, Experiment
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import tiny
-from kvsketch.benchmark import records
+from kvsketch import records
 from kvsketch.evaluation import budgets, experiment, identity, result_table
 from kvsketch.evaluation.experiment import Cell, Experiment, failure
 from kvsketch.methods import METHODS
@@ -71,11 +71,11 @@ class Toy(Experiment):
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     calls.clear()
-    monkeypatch.setattr(records, "SECONDS_BETWEEN_WRITES", 0.0)
+    monkeypatch.setattr("kvsketch.records.files.SECONDS_BETWEEN_WRITES", 0.0)
 
 
-def run(out: Path, *arguments: str) -> list[dict[str, Any]]:
-    assert experiment.main(Toy, ["--out", str(out), "--budgets", "1/4,64", *arguments]) == 0
+def run(out: Path, *arguments: str, code: int | None = 0) -> list[dict[str, Any]]:
+    assert experiment.main(Toy, ["--out", str(out), "--budgets", "1/4,64", *arguments]) == code
     return list(records.read(out / "toy_example.jsonl"))
 
 
@@ -100,7 +100,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "toy_example.jsonl"
     child = multiprocessing.get_context("fork").Process(target=run, args=(tmp_path, "--seconds", "0.03"))
     child.start()
-    while not path.exists() or len(path.read_bytes().splitlines()) < 4:
+    while not path.exists() or len(path.read_bytes().splitlines()) < 5:
         time.sleep(0.01)
     assert child.pid is not None
     child.kill()
@@ -117,7 +117,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 def test_failures_are_records_until_they_are_retried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run(tmp_path, "--bad", "1", "--explode", "4")
+    found = run(tmp_path, "--bad", "1", "--explode", "4", code=1)
     failed = [record["data"] for record in found if "failed" in record["data"]]
     assert len(found) == 18 and len(failed) == 6
     assert {data["failed"] for data in failed} == {"ValueError: bad sample", "RuntimeError: out of luck"}
@@ -125,7 +125,7 @@ def test_failures_are_records_until_they_are_retried(tmp_path: Path, capsys: pyt
     output = capsys.readouterr()
     assert "18 records" in output.out and "6 of them failed" in output.out
     assert "failed: snapkv 1/4 sample=4: RuntimeError: out of luck" in output.err
-    assert run(tmp_path) == found
+    assert run(tmp_path, code=1) == found
     again = run(tmp_path, "--retry-failed")
     assert again[:18] == found and sorted(keys(again[18:])) == sorted(keys([r for r in found if "failed" in r["data"]]))
     assert all("score" in record["data"] for record in again[18:])
@@ -143,7 +143,7 @@ def test_a_limit_takes_the_first_samples_of_each_setting(tmp_path: Path) -> None
 
 def test_an_outcome_that_is_no_number_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Toy, "measure", lambda self, cells: ((cell, {"score": float("nan")}) for cell in cells))
-    found = run(tmp_path, "--samples", "1")
+    found = run(tmp_path, "--samples", "1", code=1)
     assert ["ValueError" in record["data"]["failed"] for record in found] == [True] * 3
 
 
@@ -158,12 +158,12 @@ def test_a_lost_device_stops_the_run_after_what_lost_it(tmp_path: Path, monkeypa
         run(tmp_path, "--samples", "1")
     found = list(records.read(tmp_path / "toy_example.jsonl"))
     assert [("failed" in r["data"], r["data"]["budget"]) for r in found] == [(False, ""), (True, "1/4")]
-    assert [record["data"]["budget"] for record in run(tmp_path, "--samples", "1")] == ["", "1/4", "64"]
+    assert [record["data"]["budget"] for record in run(tmp_path, "--samples", "1", code=1)] == ["", "1/4", "64"]
 
 
 def test_an_experiment_that_forgets_a_cell_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Toy, "measure", lambda self, cells: iter([(cells[0], {"score": 1.0})]))
-    found = run(tmp_path, "--samples", "1")
+    found = run(tmp_path, "--samples", "1", code=1)
     assert [record["data"].get("failed") for record in found] == [None] + 2 * [
         "RuntimeError: the experiment gave no outcome"
     ]
@@ -173,7 +173,7 @@ def test_options_travel_to_other_processes() -> None:
     options = experiment.parser(Toy).parse_args([])
     there = Toy(pickle.loads(pickle.dumps(options)))
     assert there.cells() == Toy(copy.deepcopy(options)).cells()
-    assert next(experiment.measure_group(there, there.cells()[:1]))[1]["score"] == 0.0
+    assert next(experiment.measure_group(there, there.cells()[:1]))[1]["data"]["score"] == 0.0
 
 
 def test_out_is_a_folder(tmp_path: Path) -> None:
@@ -214,6 +214,94 @@ def test_the_model_hash_follows_the_weights(tmp_path: Path, monkeypatch: pytest.
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\1\2\3")
     assert identity.model_sha256.__wrapped__(str(folder)) != first
+
+
+def _hash_when_told(folder: Path, start: Any) -> None:
+    start.wait()
+    identity.model_sha256.__wrapped__(str(folder))
+
+
+def test_processes_started_at_once_note_the_same_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSKETCH_HOME", str(tmp_path / "home"))
+    folder = tiny.save_tiny_model(tmp_path / "model")
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(8)
+    processes = [context.Process(target=_hash_when_told, args=(folder, start)) for _ in range(8)]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join()
+    assert [each.exitcode for each in processes] == [0] * 8
+
+
+def test_a_folder_that_cannot_hold_notes_costs_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVSKETCH_HOME", str(tmp_path / "file" / "home"))
+    folder = tiny.save_tiny_model(tmp_path / "model")
+    assert len(identity.model_sha256.__wrapped__(str(folder))) == 64
+
+
+def test_models_in_folders_of_the_same_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSKETCH_HOME", str(tmp_path / "home"))
+    settings = []
+    for name in ("a", "b"):
+        folder = tiny.save_tiny_model(tmp_path / name / "model")
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-4] + name.encode() * 4)
+        settings.append(dict(Toy(experiment.parser(Toy).parse_args(["--model", str(folder)])).setting))
+    assert settings[0]["model"] == settings[1]["model"] == "model"
+    assert settings[0]["weights"] != settings[1]["weights"]
+    built_in = dict(Toy(experiment.parser(Toy).parse_args([])).setting)
+    assert "weights" not in built_in, "a built-in name pins its weights, and a complete file needs no model"
+
+
+def test_what_cannot_be_written_is_said_before_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        run(tmp_path / "file" / "results")
+
+    def unnamed(self: Toy) -> dict[str, Any]:
+        raise OSError("no such weights")
+
+    monkeypatch.setattr(Toy, "origin", unnamed)
+    with pytest.raises(OSError, match="no such weights"):
+        run(tmp_path)
+    assert calls == []
+
+
+def test_records_that_lack_a_field_are_measured_again(tmp_path: Path) -> None:
+    whole = run(tmp_path)
+    path = tmp_path / "toy_example.jsonl"
+    lacking: list[dict[str, Any]] = [copy.deepcopy(each) for each in whole[:3]]
+    del lacking[0]["seed"], lacking[1]["data"]["sample"], lacking[2]["data"]["score"]
+    path.unlink()
+    records.append(path, *lacking, *whole[3:])
+    found = run(tmp_path)
+    assert len(calls) == 2 + 18 + 3
+    assert sorted(keys(found[-3:])) == sorted(keys(whole[:3]))
+    path.write_text('{"kind": "toy_example"}\n' + path.read_text())
+    with pytest.raises(ValueError, match=r"toy_example\.jsonl, line 1 is not a record \(it has no data"):
+        run(tmp_path)
+
+
+def test_again_measures_what_another_commit_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = run(tmp_path)
+    monkeypatch.setattr(records, "commit", lambda: {"hash": "new", "dirty": False})
+    monkeypatch.setattr("kvsketch.records.stamp.commit", records.commit)
+    assert len(run(tmp_path)) == 18
+    new = run(tmp_path, "--again", "--methods", "snapkv")[18:]
+    assert len(new) == 12 and all(each["again"] and each["commit"]["hash"] == "new" for each in new)
+    assert len(run(tmp_path, "--again", "--methods", "snapkv")) == 30, "a second start goes on where the first stopped"
+    counts = [
+        each["commit"] == old[0]["commit"] for each in records.latest(records.read(tmp_path / "toy_example.jsonl"))
+    ]
+    assert sum(counts) == 6 and len(counts) == 18
+
+
+def test_every_sample_has_a_cache_seed_of_its_own() -> None:
+    cells = [Cell("uniform", "1/4", f"question={n}", seed) for n in range(50) for seed in (0, 1)]
+    assert len({cell.cache_seed for cell in cells}) == 100
+    assert cells[0].cache_seed == Cell("snapkv", "1/2", "question=0", 0).cache_seed, "the same for all methods"
 
 
 def test_the_summary_shows_failures_and_intervals() -> None:

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import tiny
-from kvsketch import METHODS, CompressedCache, models
-from kvsketch.benchmark import records
+from kvsketch import METHODS, CompressedCache, models, records
 from kvsketch.evaluation import budgets, experiment, line_records, lines, questions
 from kvsketch.evaluation.questions import chat_question
 
@@ -24,9 +23,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def run(out: Path, folder: Path, *arguments: str) -> list[dict[str, Any]]:
+def run(out: Path, folder: Path, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
     common = ["--model", str(folder), "--out", str(out), "--device", "cpu", "--max-new-tokens", "8"]
-    assert lines.main([*common, *arguments]) == 0
+    assert lines.main([*common, *arguments]) == code
     return [record["data"] for record in records.read(out / "lines.jsonl")]
 
 
@@ -92,7 +91,9 @@ def test_answers_are_those_of_generate(tmp_path: Path, model_folder: Path) -> No
         size, number = each["lines"], int(each["sample"].rpartition("=")[2])
         source = line_records.generate(size, 0, number)
         ids = tokenizer(source.text + source.question, return_tensors="pt")
-        cache = CompressedCache(model, budgets.with_budget(each["method"], each["budget"]))
+        method = budgets.with_budget(each["method"], each["budget"])
+        cache = CompressedCache(model, method, seed=each.get("cache_seed", 0))
+        assert ("cache_seed" in each) == (each["method"] == "uniform")
         tokens = model.generate(**ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
         answer = tokenizer.decode(tokens[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
         assert each["answer"] == answer
@@ -100,6 +101,20 @@ def test_answers_are_those_of_generate(tmp_path: Path, model_folder: Path) -> No
         assert each["score"] == float(lines.numbers(answer)[-1:] == [source.expected])
         assert each["prompt_tokens"] == ids["input_ids"].shape[1]
         assert min(each["tokens_stored"], each["device_bytes"]) > 0 and each["model_sha256"]
+
+
+@pytest.mark.parametrize("more", [[], ["--chunk", "64"], ["--question-as-decode"]])
+def test_questions_of_a_method_that_draws_share_no_random_numbers(
+    tmp_path: Path, model_folder: Path, more: list[str]
+) -> None:
+    """One text asked twice: with a seed for both the answers agree, with seeds of their own other tokens are kept."""
+    line = ["--lines", "12", "--questions", "8", "--budgets", "1/4", "--methods", "uniform", "--batch", "8", *more]
+    own = run(tmp_path / "own", model_folder, *line)
+    assert len({each["cache_seed"] for each in own}) == 8
+    shared = run(tmp_path / "shared", model_folder, *line, "--rows-per-seed", "8")
+    assert {each["cache_seed"] for each in shared} == {own[0]["cache_seed"]}
+    assert own[0]["answer"] == shared[0]["answer"], "the first question has the same seed in both"
+    assert [each["answer"] for each in own[1:]] != [each["answer"] for each in shared[1:]]
 
 
 def test_a_batch_that_does_not_fit_is_halved(
@@ -168,7 +183,7 @@ def test_what_cannot_fit_is_refused_with_the_reason(tmp_path: Path, model_folder
     with pytest.raises(ValueError, match=r"quest.*no budget fits into 1/8.*use a share of more"):
         budgets.tokens_within("quest:offload=host", "1/8", 1000, shapes)
     data = run(tmp_path, model_folder, "--lines", "12", "--questions", "1", "--budgets", "1/2", "--budgets-in", "bytes",
-               "--methods", "snapkv,streamingllm,quest")  # fmt: skip
+               "--methods", "snapkv,streamingllm,quest", code=1)  # fmt: skip
     shares = {each["method"]: each["device_bytes"] / each["full_bytes"] for each in data if "failed" not in each}
     assert shares.keys() == {"snapkv", "streamingllm"} and all(0.45 < share <= 0.505 for share in shares.values())
     assert "no budget fits" in next(each["failed"] for each in data if each["method"] == "quest")

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvsketch import models
-from kvsketch.benchmark import records
-from kvsketch.evaluation import longbench, longbench_data, longbench_encoding, longbench_tasks
-from kvsketch.evaluation.longbench_encoding import encode, question_of
-from kvsketch.evaluation.longbench_metrics import METRICS
-from kvsketch.evaluation.longbench_tasks import GROUPS, NAMES, TASKS, is_chinese, task_names, task_of
+from kvsketch import models, records
+from kvsketch.evaluation.longbench import data as longbench_data
+from kvsketch.evaluation.longbench import encoding as longbench_encoding
+from kvsketch.evaluation.longbench import experiment as longbench
+from kvsketch.evaluation.longbench import tasks as longbench_tasks
+from kvsketch.evaluation.longbench.encoding import encode, question_of
+from kvsketch.evaluation.longbench.metrics import METRICS
+from kvsketch.evaluation.longbench.tasks import GROUPS, NAMES, TASKS, is_chinese, task_names, task_of
 from tiny import save_tiny_model
 
 DATA = Path(__file__).parent.parent / "data" / "longbench"
@@ -201,7 +203,7 @@ def test_a_run_resumes_and_records_failures(
 
     out = tmp_path / "out"
     monkeypatch.setattr(longbench, "score", broken)
-    assert longbench.main(command(tiny, out, "--limit", "1", data=short)) == 0
+    assert longbench.main(command(tiny, out, "--limit", "1", data=short)) == 1
     found = [record["data"] for record in records.read(out / "longbench.jsonl")]
     assert [(d["task"], d["method"], "failed" in d) for d in found] == [
         ("trec", "full", True),
@@ -212,8 +214,8 @@ def test_a_run_resumes_and_records_failures(
     assert found[0]["failed"] == "RuntimeError: broken scorer" and found[0]["prompts"] == "longbench"
     assert "2 of them failed" in capsys.readouterr().out
     monkeypatch.setattr(longbench, "score", score)
-    assert longbench.main(command(tiny, out, "--limit", "1", data=short)) == 0 and len(loads) == 1
-    assert longbench.main(command(tiny, out, data=short)) == 0
+    assert longbench.main(command(tiny, out, "--limit", "1", data=short)) == 1 and len(loads) == 1
+    assert longbench.main(command(tiny, out, data=short)) == 1
     assert longbench.main(command(tiny, out, "--retry-failed", data=short)) == 0 and len(loads) == 3
     data = [record["data"] for record in records.read(out / "longbench.jsonl")]
     keys = [(d["sample"], d["method"]) for d in data if "failed" not in d]

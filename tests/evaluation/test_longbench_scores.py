@@ -9,7 +9,7 @@ import numpy
 import pytest
 from rich.console import Console
 
-from kvsketch.evaluation import longbench_scores
+from kvsketch.evaluation.longbench import scores as longbench_scores
 
 
 def scored(task: str, *values: float, length: int = 100) -> list[dict[str, Any]]:
@@ -23,7 +23,7 @@ def test_no_task_or_group_weighs_more_for_having_more_rows() -> None:
     found = longbench_scores.scores(data)
     assert found.groups["single"].value == 75.0 and found.groups["code"].value == 25.0
     assert found.average is not None and found.average.value == 50.0
-    assert found.average.interval == (37.5, 62.5)  # only qasper's two rows vary: 0, 50 or 100
+    assert (found.average.low, found.average.high) == (37.5, 62.5)  # only qasper's two rows vary: 0, 50 or 100
     seeds = [*scored("lcc", 0.0, 1.0), *scored("lcc", 1.0)]
     assert longbench_scores.scores(seeds).tasks["lcc"].value == 75.0, "two seeds of one row are one value"
 
@@ -37,9 +37,10 @@ def test_the_tasks_of_e_may_be_averaged_by_length() -> None:
 def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
     generator = numpy.random.default_rng(5)
     inside = 0
-    for trial in range(200):
-        low, high = longbench_scores.task_estimate(scored("lcc", *generator.random(60)), seed=trial).interval
-        inside += low <= 50 <= high
+    for _trial in range(200):
+        found = longbench_scores.scores(scored("lcc", *generator.random(60))).tasks["lcc"]
+        assert found.low is not None and found.high is not None
+        inside += found.low <= 50 <= found.high
     # 95% of 200 is 190; fewer than 178 happen once in 10,000 times.
     assert 178 <= inside < 200
 

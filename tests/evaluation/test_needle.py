@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import tiny
-from kvsketch import models, texts
-from kvsketch.benchmark import records
+from kvsketch import models, records, texts
 from kvsketch.evaluation import experiment, needle
 
 SENTENCES = [f"Sentence number {chr(97 + i)} of the message. " for i in range(26)] * 40

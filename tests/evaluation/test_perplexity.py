@@ -13,8 +13,7 @@ import torch
 
 import tiny
 import zoo
-from kvsketch import CompressedCache, decoding, models, texts
-from kvsketch.benchmark import records
+from kvsketch import CompressedCache, decoding, models, records, texts
 from kvsketch.evaluation import next_token, perplexity
 from kvsketch.evaluation.next_token import Reading, exact_nll
 from kvsketch.evaluation.shared_prefill import shared_prefill
@@ -114,15 +113,16 @@ def test_the_outcome_of_a_stretch() -> None:
     assert found["deviation"] == pytest.approx(math.exp(0.595) - math.e)
     assert found["chunk_tokens"] == [50, 50, 20]
     assert found["chunk_nll"] == pytest.approx([0.245, 0.745, 1.095])
-    value, low, high = perplexity.deviation([found, found])
-    assert value == pytest.approx(found["deviation"], rel=1e-4), "chunks count by their tokens"
-    assert math.exp(0.245) - math.e <= low < value < high <= math.exp(1.095) - math.e
-    assert perplexity.deviation([perplexity.summary(nll, nll, 50)]) == (0.0, 0.0, 0.0)
+    both = records.perplexity_deviation([found, found])
+    assert both.value == pytest.approx(found["deviation"], rel=1e-4), "chunks count by their tokens"
+    assert both.low is not None and both.high is not None
+    assert math.exp(0.245) - math.e <= both.low < both.value < both.high <= math.exp(1.095) - math.e
+    assert records.perplexity_deviation([perplexity.summary(nll, nll, 50)])[:3] == (0.0, 0.0, 0.0)
 
 
-def run(folder: Path, out: Path, *line: str) -> list[dict[str, Any]]:
+def run(folder: Path, out: Path, *line: str, code: int = 0) -> list[dict[str, Any]]:
     common = ["--model", str(folder), "--device", "cpu", "--out", str(out)]
-    assert perplexity.main([*common, *line]) == 0
+    assert perplexity.main([*common, *line]) == code
     return list(records.read(out / "perplexity.jsonl"))
 
 
@@ -144,9 +144,7 @@ def test_the_stream_by_command_and_resumed(folder: Path, tmp_path: Path) -> None
         assert (abs(each["nll"] - each["full_nll"]) < 1e-4) == (each["method"] == "full")
         assert each["full_bytes"] > 0
     out = tmp_path / "part"
-    out.mkdir()
-    lines = (tmp_path / "whole" / "perplexity.jsonl").read_text().splitlines()
-    (out / "perplexity.jsonl").write_text("".join(f"{line}\n" for line in lines[3:11]))
+    records.append(out / "perplexity.jsonl", *whole[3:11])
     resumed = run(folder, out, *STREAM)
     assert sorted(_numbers(record) for record in resumed) == sorted(_numbers(record) for record in whole)
     assert len(run(folder, out, *STREAM)) == len(whole)
@@ -165,7 +163,7 @@ def test_the_prefill_protocol_and_a_method_that_fails(
 
     monkeypatch.setattr(StreamingLLM, "compress", broken)
     line = ["--protocol", "prefill", "--tokens", "90", "--bucket", "30", "--steps", "5", "--budgets", "1/2"]
-    found = run(folder, tmp_path, *line, "--methods", "full,streamingllm,snapkv:window=4")
+    found = run(folder, tmp_path, *line, "--methods", "full,streamingllm,snapkv:window=4", code=1)
     data = [record["data"] for record in found]
     assert [each["position"] for each in data] == [30, 30, 30, 60, 60, 60]
     assert [each.get("failed") for each in data] == [None, "RuntimeError: no room", None] * 2
@@ -191,6 +189,34 @@ def test_prefixes_read_as_a_stream(folder: Path, tmp_path: Path) -> None:
     assert nll[0][0] == pytest.approx(nll[2][0], abs=1e-5), "full forgets nothing"
     assert abs(nll[0][1] - nll[2][1]) > 1e-4, "later chunks read what is left of earlier ones"
     assert [each["chunk"] for each in chunks] == [16, 16]
+
+
+@pytest.mark.usefixtures("speeches")
+@pytest.mark.parametrize("protocol", ["stream", "prefill"])
+def test_texts_of_a_method_that_draws_have_seeds_of_their_own(folder: Path, tmp_path: Path, protocol: str) -> None:
+    line = [
+        "--protocol",
+        protocol,
+        "--texts",
+        "2",
+        "--tokens",
+        "120",
+        "--prefix",
+        "90",
+        "--bucket",
+        "60",
+        "--steps",
+        "9",
+    ]
+    line += ["--budgets", "80", "--methods", "uniform,streamingllm"]
+    data = [record["data"] for record in run(folder, tmp_path / "both", *line)]
+    seeds = {each["sample"]: each.get("cache_seed") for each in data if each["method"] == "uniform"}
+    assert len(set(seeds.values())) == 2 and None not in seeds.values()
+    assert all("cache_seed" not in each for each in data if each["method"] == "streamingllm")
+    alone = [record["data"] for record in run(folder, tmp_path / "alone", *line, "--texts", "second")]
+    known = {(each["method"], each["position"]): each["nll"] for each in data if each["sample"] == "second"}
+    for each in alone:
+        assert each["nll"] == pytest.approx(known[each["method"], each["position"]], abs=1e-5), "alone as beside others"
 
 
 def test_options_that_leave_nothing() -> None:

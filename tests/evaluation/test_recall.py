@@ -11,8 +11,7 @@ import torch
 
 import tiny
 import zoo
-from kvsketch import ops, texts
-from kvsketch.benchmark import records
+from kvsketch import ops, records, texts
 from kvsketch.evaluation import attention_protocol, recall, selections
 from kvsketch.evaluation.attention_protocol import Captured
 from kvsketch.evaluation.selections import Choice
@@ -167,8 +166,8 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert ("hot_set_hits" in each) == (each["budget"] == "40")
         assert ("cluster_hits" in each) == ("clusters" in each) == each["method"].startswith("clusterkv")
     assert data[-1]["clusters"] <= 24
-    lines = (tmp_path / "recall.jsonl").read_text().splitlines()
-    (tmp_path / "recall.jsonl").write_text("".join(f"{line}\n" for line in lines[1:4]))
+    (tmp_path / "recall.jsonl").unlink()
+    records.append(tmp_path / "recall.jsonl", *found[1:4])
     resumed = run(folder, tmp_path, *line)
     assert sorted(json.dumps(record["data"], sort_keys=True) for record in resumed) == sorted(
         json.dumps(each, sort_keys=True) for each in data

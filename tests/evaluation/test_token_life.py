@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvsketch import CompressedCache, models, parse_method, texts
+from kvsketch import CompressedCache, models, parse_method, records, texts
 from kvsketch.evaluation import token_life
 from kvsketch.evaluation.token_life import marked, noting_reads, residence, spread, views
 from tiny import save_tiny_model
@@ -101,9 +100,10 @@ def test_the_experiment_writes_small_records_and_resumes(
     options += ["--chunk", "50", "--out", str(tmp_path), "--dtype", "float32", "--device", "cpu"]
     assert token_life.main(options) == 0
     assert token_life.main(options) == 0
-    rows = (tmp_path / "token_life.jsonl").read_text(encoding="utf-8").splitlines()
-    found = {row["data"]["method"]: row["data"] for row in map(json.loads, rows)}
-    assert len(rows) == 3 and list(found) == ["full", "snapkv", "quest"]
+    path = tmp_path / "token_life.jsonl"
+    rows = path.read_text(encoding="utf-8").splitlines()
+    found = {record["data"]["method"]: record["data"] for record in records.read(path)}
+    assert len(rows) == 1 + 3 and list(found) == ["full", "snapkv", "quest"]
     assert "failed" not in found["snapkv"], found["snapkv"]
     assert all(len(row) < 300_000 for row in rows)
     words = found["snapkv"]["words"]

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 from sample_records import MODEL, memory, perplexity_data, record, write, write_all, write_two_models
 
-from kvsketch.evaluation.statistics import bootstrap_interval
-from kvsketch.report.contents import Contents, as_data, gather, setting_order
+from kvsketch.records import budget_value, estimate
+from kvsketch.report.contents import Contents, gather, setting_order
 from kvsketch.report.figures import draw
-from kvsketch.report.observations import Row, budget_value
-from kvsketch.report.reading import read_folder
+from kvsketch.report.rows import Row
 
 
 def contents_of(folder: Path, name: str, records: list[dict[str, Any]]) -> Contents:
     write(folder / f"{name}.jsonl", records)
-    return gather(read_folder(folder))
+    return gather(folder)
 
 
 def line(question: int, score: float | None, seed: int = 0, lines: int = 200, **more: Any) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def test_a_row_has_the_mean_its_interval_and_the_memory(tmp_path: Path) -> None:
     values = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
     (row,) = rows_of(contents_of(tmp_path, "lines", [line(n, value) for n, value in enumerate(values)]))
     assert row.mean == pytest.approx(4 / 6)
-    assert (row.low, row.high) == bootstrap_interval(values, seed=0)
+    assert (row.mean, row.low, row.high) == estimate(values)[:3]
     assert (row.count, row.failed) == (6, 0)
     assert (row.tokens_stored, row.full_bytes) == (1000, 8000 * 28_672)
     assert row.share == pytest.approx(1.02 / 8, rel=1e-3)
@@ -100,7 +99,7 @@ def test_ways_to_measure_have_means_of_their_own(tmp_path: Path) -> None:
 
 
 def test_models_stay_apart_in_rows_maps_pictures_and_documents(tmp_path: Path) -> None:
-    contents = gather(read_folder(write_two_models(tmp_path)))
+    contents = gather(write_two_models(tmp_path))
     models = {"qwen2.5-coder-0.5b (bfloat16)", "qwen2.5-coder-1.5b (bfloat16)"}
     for section in contents.sections:
         assert {row.model for row in section.rows} == models, section.kind.name
@@ -215,11 +214,38 @@ def test_needle_maps_keep_failures_and_gaps(tmp_path: Path) -> None:
     assert found["cells"] == [[[1.0, 1, 0], [0.0, 1, 0]], [None, [None, 0, 1]]]
 
 
-def test_every_experiment_reaches_the_page(tmp_path: Path) -> None:
-    data = as_data(gather(read_folder(write_all(tmp_path))))
-    assert [each["kind"] for each in data["experiments"]] == ["lines", "needle", "longbench", "perplexity", "recall"]
-    assert data["needle"] and data["positions"] and data["clusters"] and data["documents"]
-    assert data["remarks"] == ["kernels.jsonl: 1 records of kind 'kernel' are of no experiment that this report shows"]
+def test_every_experiment_is_read(tmp_path: Path) -> None:
+    contents = gather(write_all(tmp_path))
+    assert [section.kind.name for section in contents.sections] == [
+        "lines",
+        "needle",
+        "longbench",
+        "perplexity",
+        "recall",
+    ]
+    assert contents.needle and contents.positions and contents.clusters and contents.documents
+    assert contents.remarks == ["kernels.jsonl: 1 records of kind 'kernel' are of no experiment that this report shows"]
+
+
+def test_a_record_that_lacks_a_field_is_told_and_left_out(tmp_path: Path) -> None:
+    whole, lacking = line(0, 1.0), line(1, 1.0)
+    del lacking["data"]["lines"]
+    contents = contents_of(tmp_path, "lines", [whole, lacking, line(2, 0.0)])
+    (row,) = rows_of(contents)
+    assert row.count == 2
+    assert contents.remarks == [
+        "lines.jsonl, line 2: a record of lines that cannot be shown (it has no 'lines'); left out"
+    ]
+
+
+def test_models_of_one_name_with_other_weights_have_rows_of_their_own(tmp_path: Path) -> None:
+    found = rows_of(
+        contents_of(tmp_path, "lines", [line(0, 1.0, weights="aaaaaaaaaa"), line(0, 0.0, weights="bbbbbbbbbb")])
+    )
+    assert [(row.model, row.mean) for row in found] == [
+        ("qwen2.5-coder-1.5b aaaaaaaa (bfloat16)", 1.0),
+        ("qwen2.5-coder-1.5b bbbbbbbb (bfloat16)", 0.0),
+    ]
 
 
 def test_budgets_and_settings_sort_by_size() -> None:
@@ -247,15 +273,3 @@ def test_a_failed_picture_is_told(tmp_path: Path) -> None:
     again = {name: value for name, value in failed.items() if name != "failed"} | outcome
     contents = contents_of(tmp_path, "token_life", [record("token_life", each) for each in (failed, again)])
     assert len(contents.documents) == 1 and contents.remarks == []
-
-
-def test_summaries_have_three_forms_of_rouge(tmp_path: Path) -> None:
-    data = {"method": "keyformer", "budget": "50%", "sample": "0 abc", **MODEL, "beams": 4}
-    scores = [{"rouge1": 0.4, "rouge2": 0.2, "rougeL": 0.3}, {"failed": "ValueError: no"}]
-    records = [record("summaries", {**data, "sample": f"{n} abc", **each}) for n, each in enumerate(scores)]
-    found = rows_of(contents_of(tmp_path, "summaries", records))
-    assert [(row.setting, row.mean, row.failed) for row in found] == [
-        ("ROUGE-2, 4 beams", 0.2, 1),
-        ("ROUGE-1, 4 beams", 0.4, 1),
-        ("ROUGE-L, 4 beams", 0.3, 1),
-    ]

@@ -18,8 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvsketch import models, texts
-from kvsketch.benchmark import records
+from kvsketch import models, records, texts
 from kvsketch.cache import CompressedCache
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
 from kvsketch.storage.hot_set import COUNTS

@@ -24,8 +24,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvsketch import ops
-from kvsketch.benchmark import records
+from kvsketch import ops, records
 from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.timing import Timing, copy_bandwidth, time_calls
 from kvsketch.ops.weighted_attention import reference

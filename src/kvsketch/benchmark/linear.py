@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvsketch.benchmark import records
+from kvsketch import records
 from kvsketch.benchmark.options import parse, whole_numbers, without_gpu
 from kvsketch.benchmark.timing import copy_bandwidth, time_calls
 from kvsketch.ops.thin_linear import reference

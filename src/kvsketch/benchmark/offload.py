@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvsketch.benchmark import records
+from kvsketch import records
 from kvsketch.benchmark.decode import Session, check_tokens, time_steps
 from kvsketch.benchmark.options import parse, without_gpu
 from kvsketch.benchmark.shapes import HELP, build

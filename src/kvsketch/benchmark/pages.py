@@ -22,8 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvsketch import ops
-from kvsketch.benchmark import records
+from kvsketch import ops, records
 from kvsketch.benchmark.kcenter import make_keys
 from kvsketch.benchmark.timing import Call, copy_bandwidth, time_calls
 from kvsketch.ops.select_pages import Bounds, Limits, Text, reference

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvsketch.benchmark import records
+from kvsketch import records
 from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.shapes import HELP, build
 from kvsketch.cache import CompressedCache

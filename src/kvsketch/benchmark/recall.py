@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvsketch import ops
-from kvsketch.benchmark import records
+from kvsketch import ops, records
 from kvsketch.benchmark.kcenter import make_keys, measure_prefill
 from kvsketch.benchmark.timing import Timing, time_calls
 from kvsketch.methods import ClusterKV

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from kvsketch.benchmark import records
+from kvsketch import records
 from kvsketch.benchmark.decode import Session, time_steps
 from kvsketch.benchmark.options import parse, whole_numbers, without_gpu
 from kvsketch.benchmark.shapes import SHAPES, build

@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvsketch import ops
-from kvsketch.benchmark import records
+from kvsketch import ops, records
 from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.shapes import SHAPES, build
 from kvsketch.cache import CompressedCache

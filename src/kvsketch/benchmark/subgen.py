@@ -23,8 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvsketch import ops
-from kvsketch.benchmark import records
+from kvsketch import ops, records
 from kvsketch.benchmark.kcenter import HEAD_SIZE, KEYS, KV_HEADS, LAYERS, make_keys, measure_prefill, milliseconds
 from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.timing import time_calls

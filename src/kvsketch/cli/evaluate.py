@@ -15,7 +15,6 @@ EXPERIMENTS = {
     "perplexity": "perplexity of a long text against the full cache, by position",
     "recall": "how many of the tokens that matter a recall method reads, and how often the device held them",
     "clusterability": "how keys and values cluster: t-SNE, k-center radii, cluster counts, query norms",
-    "summaries": "ROUGE of summaries against the share of the cache that is kept",
     "token-life": "how long each token of a document stays in the cache, by layer and head",
 }
 

@@ -11,13 +11,25 @@ from kvsketch.cli.output import remarks, results
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder of records, as `kvsketch eval --out` writes them.")],
+    folder: Annotated[
+        Path | None, typer.Argument(help="Folder of records, as `kvsketch eval --out` writes them.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the report; FOLDER/report unless given.")] = None,
+    docs: Annotated[
+        bool, typer.Option("--docs", help="Write all pages and figures of docs/ from results/, here.")
+    ] = False,
 ) -> None:
     """Write report.md, report.html and figures from the records of experiments; needs no model and no torch."""
+    from kvsketch.report import docs as pages
     from kvsketch.report.render import render
 
-    written, said = render(folder, out or folder / "report")
+    if docs == (folder is not None) or (docs and out is not None):
+        raise ValueError("name a folder of records, or give --docs alone to write the pages of this repository")
+    said: list[str] = []
+    if folder is None:
+        written = pages.write(Path())
+    else:
+        written, said = render(folder, out or folder / "report")
     for remark in said:
         remarks().print(remark, markup=False)
     for path in written:

@@ -1,7 +1,6 @@
 """How far the attention of a compressed cache lies from the exact one, on a real model and a real text.
 
-    kvsketch eval attention-error --model qwen2.5-coder-0.5b --tokens 8192 --out results \
-        --picture docs/pictures/attention_error.png
+    kvsketch eval attention-error --model qwen2.5-coder-0.5b --tokens 8192 --out results
     kvsketch eval attention-error --protocol balancekv --layers 0,1,4 --seeds 0-9 --methods balancekv,uniform
 
 The model reads a text once; queries, keys and values of some layers are kept. In each of them the last queries read the
@@ -17,7 +16,6 @@ import functools
 import statistics
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -42,8 +40,8 @@ from kvsketch.evaluation.attention_protocol import (
     relative_error,
 )
 from kvsketch.evaluation.experiment import Cell, Experiment
-from kvsketch.evaluation.statistics import mean_text
 from kvsketch.methods import METHODS
+from kvsketch.records import mean_text
 
 __all__ = [
     "BALANCEKV", "CONTENDERS", "KIND", "LAYERS", "ORACLE", "PAPER_CLUSTERKV", "PREFIX", "RATES", "RECENT", "SINKS",
@@ -102,7 +100,6 @@ class AttentionError(Experiment):
         add("--layers", default=",".join(map(str, LAYERS)))
         add("--rates", default=None, help="one in so many middle tokens is read, by commas; instead of --budgets")
         add("--texts", default=texts.LONGEST_SPEECH, help="so many of the longest speeches, or names by commas")
-        add("--picture", default=None, help="PNG file to draw the errors into")
 
     @property
     def contenders(self) -> list[tuple[str, str]]:
@@ -146,10 +143,13 @@ class AttentionError(Experiment):
             try:
                 rate = rate_of(cell.budget)
                 outcomes = {
-                    str(index): measure(cell.method, rate, layer, self.queries, self.protocol, cell.seed)._asdict()
+                    str(index): measure(
+                        cell.method, rate, layer, self.queries, self.protocol, cell.cache_seed
+                    )._asdict()
                     for index, layer in layers.items()
                 }
                 outcome = summary(cell.method, rate, outcomes) | _memory(layers, outcomes)
+                outcome |= {"cache_seed": cell.cache_seed} if _has_chance(cell.method) else {}
             except (ValueError, RuntimeError) as error:
                 outcome = experiment.failure(error)
             yield cell, outcome
@@ -177,21 +177,6 @@ class AttentionError(Experiment):
             failed = str(len(cells) - len(right))
             found.add_row(method, budget, mean_text(errors, digits=4), deviation, str(len(right)), failed, read)
         return found
-
-    def show(self, data: list[dict[str, Any]]) -> None:
-        super().show(data)
-        right = [each for each in data if experiment.FAILED not in each]
-        if self.options.picture and right:
-            from kvsketch.evaluation.picture import draw
-
-            means = [
-                {
-                    **cells[0],
-                    **{name: statistics.mean(each[name] for each in cells) for name in ("mean", "tokens_read")},
-                }
-                for cells in _by(right, "method", "rate").values()
-            ]
-            draw(means, Path(self.options.picture))
 
 
 def rate_of(budget: str) -> int:

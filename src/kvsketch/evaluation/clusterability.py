@@ -32,7 +32,7 @@ from kvsketch.evaluation import experiment, passages
 from kvsketch.evaluation.attention_protocol import Captured
 from kvsketch.evaluation.captures import TextCapture, layer_numbers
 from kvsketch.evaluation.experiment import Cell
-from kvsketch.evaluation.statistics import mean, mean_text
+from kvsketch.records import mean, mean_text
 
 CENTERS = 16
 RUN = 64  # tokens whose mean query norm is one value of the bootstrap
@@ -121,6 +121,7 @@ class Clusterability(experiment.Experiment):
     """Radius curves, cluster counts, query norms and t-SNE pictures, a record for each layer."""
 
     name: ClassVar[str] = "clusterability"
+    metric: ClassVar[str] = "query_norm"
     default_methods: ClassVar[str] = "full"
 
     def __init__(self, options: argparse.Namespace) -> None:

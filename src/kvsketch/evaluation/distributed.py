@@ -24,17 +24,18 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from kvsketch.benchmark import records
-from kvsketch.evaluation.experiment import FAILED, Cell, Experiment, measure_group, records_path
+from kvsketch import records
+from kvsketch.evaluation.experiment import Cell, Experiment, common_fields, make_record, measure_group, records_path
+from kvsketch.records import FAILED, Record
 
 TRIES = 2
 CONNECT_SECONDS = 10.0
-Record = dict[str, Any]
 
 
 def run(experiment: Experiment, groups: list[list[Cell]]) -> None:
     """Measures the groups on the cluster that `--ray` names, or on this machine, and writes their records."""
     ray = _import_ray()
+    path, common = records_path(experiment), common_fields(experiment)
     with cluster(ray, experiment.options.ray):
         pool = _Pool(ray, experiment, len(groups))
         with tqdm(total=sum(map(len, groups)), unit="cell", disable=None, desc=experiment.name) as bar:
@@ -43,7 +44,7 @@ def run(experiment: Experiment, groups: list[list[Cell]]) -> None:
                     if FAILED in (data := record["data"]):
                         told = f"failed: {data['method']} {data['budget']} {data['sample']}: {data[FAILED]}"
                         tqdm.write(told, file=sys.stderr)
-                records.append(records_path(experiment), *found)
+                records.append(path, *found, common=common)
                 bar.update(len(found))
 
 
@@ -73,8 +74,7 @@ class Worker:
 
     def measure(self, cells: list[Cell]) -> list[Record]:
         """The records of one group."""
-        kind = self.experiment.kind()
-        return [records.make_record(kind, data, cell.seed) for cell, data in measure_group(self.experiment, cells)]
+        return [record for _cell, record in measure_group(self.experiment, cells)]
 
 
 class _Pool:
@@ -130,7 +130,7 @@ class _Pool:
             waiting.extendleft([group] if group else [])
             return []
         told = {FAILED: f"WorkerDied: {TRIES} workers died while they measured this group: {reason}"}
-        return [records.make_record(self.experiment.kind(), {**c.data, **told}, c.seed) for c in group]
+        return [make_record(self.experiment, cell, told) for cell in group]
 
 
 class Share(NamedTuple):

@@ -2,7 +2,7 @@
 
 An experiment lists its cells; a cell is one measurement and becomes one record. What the file holds already is not
 measured again, so a run that was killed goes on where it stopped. A cell that fails is recorded as failed with its
-reason and stays so until `--retry-failed`.
+reason and stays so until `--retry-failed`. `--again` measures anew what another commit measured.
 
     class Lines(Experiment):
         name = "lines"
@@ -16,6 +16,7 @@ The cells of one group are measured together, on one machine: a process needs on
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from abc import ABC, abstractmethod
@@ -29,14 +30,14 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from kvsketch import models
-from kvsketch.benchmark import records
+from kvsketch import models, records
 from kvsketch.evaluation import budgets, result_table
 from kvsketch.evaluation.identity import model_sha256
+from kvsketch.records import FAILED
 
-FAILED = "failed"
 DEVICE_LOST = "CUDA error"  # after one, nothing else runs on the device in this process
 WIDTH_IN_FILES = 160
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,23 @@ class Cell:
     def key(self) -> str:
         return _key(self.data, self.seed)
 
+    @property
+    def cache_seed(self) -> int:
+        """The seed of this cell's cache: each sample has its own, so that methods that draw tokens draw others in each.
+
+        One seed for all samples would make all of them keep the same positions, and intervals over samples would not
+        hold the error of that one draw.
+        """
+        return cache_seed(self.seed, self.sample)
+
 
 def _key(data: dict[str, Any], seed: int | None) -> str:
     return json.dumps([seed, data], sort_keys=True)
+
+
+def cache_seed(seed: int, sample: str) -> int:
+    """31 bits of a hash of the base seed and the sample."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {sample}".encode()).digest()[:4]) >> 1
 
 
 class Experiment(ABC):
@@ -114,7 +129,7 @@ class Experiment(ABC):
         Console(width=None if console.is_terminal else WIDTH_IN_FILES).print(self.table(data))
 
     def origin(self) -> dict[str, Any]:
-        """What each record says of the model and the text, once `open` was called; no part of a cell's identity."""
+        """What each record says of the model; asked before anything is measured."""
         return {"model_sha256": model_sha256(self.options.model)}
 
     # what the common options mean
@@ -130,10 +145,15 @@ class Experiment(ABC):
 
     @property
     def setting(self) -> tuple[tuple[str, Any], ...]:
-        """What identifies every measurement with a model: its name, its dtype, and the unit of the budgets."""
-        path = Path(self.options.model).expanduser()
-        name = path.name if path.exists() else self.options.model
-        return (("model", name), ("dtype", self.dtype), ("budgets_in", self.options.budgets_in))
+        """What identifies every measurement with a model: its name and weights, its dtype, the unit of the budgets.
+
+        The name of a built-in model pins its weights; any other is identified by the hash of its files.
+        """
+        spec = self.options.model
+        path = Path(spec).expanduser()
+        weights = () if spec in models.CATALOG else (("weights", model_sha256(spec)[:16]),)
+        name = path.name if path.exists() else spec
+        return (("model", name), *weights, ("dtype", self.dtype), ("budgets_in", self.options.budgets_in))
 
     @property
     def dtype(self) -> str:
@@ -182,6 +202,7 @@ def parser(experiment: type[Experiment]) -> argparse.ArgumentParser:
     add("--device", default=None, help="cpu or cuda; a GPU where there is one")
     add("--dtype", default=None, help="float32, bfloat16 or float16; bfloat16 on a GPU")
     add("--retry-failed", action="store_true", help="measure again what failed before")
+    add("--again", action="store_true", help="measure again what another commit measured; replaces it in reports")
     add("--limit", type=int, default=None, help="only the first so many samples of each setting, for a quick look")
     add("--ray", nargs="?", const="", metavar="ADDRESS", help="spread the work over a Ray cluster; no address: here")
     add("--ray-workers", type=int, metavar="N", help="processes that measure; one for each GPU, else for each machine")
@@ -212,41 +233,60 @@ def wanted_cells(experiment: Experiment) -> dict[str, Cell]:
     return found
 
 
-def recorded(experiment: Experiment, wanted: dict[str, Cell]) -> dict[str, dict[str, Any]]:
-    """Data of the records of the wanted cells, by key; the last record of a cell counts."""
+def recorded(experiment: Experiment, wanted: dict[str, Cell]) -> dict[str, Record]:
+    """The records of the wanted cells, by key; the last record of a cell counts."""
     names = {tuple(cell.data) for cell in wanted.values()}
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Record] = {}
     for record in records.read(records_path(experiment)):
-        data = record["data"]
+        data, seed = record["data"], record["seed"]
+        if experiment.metric not in data and FAILED not in data:
+            continue  # without an outcome the cell is still to be measured
         for fields in names:
             if all(name in data for name in fields):
-                key = _key({name: data[name] for name in fields}, record["seed"])
+                key = _key({name: data[name] for name in fields}, seed)
                 if key in wanted:
-                    found[key] = {**data, "seed": record["seed"]}
+                    found[key] = record
     return found
 
 
 def pending(experiment: Experiment, wanted: dict[str, Cell]) -> list[list[Cell]]:
-    """The groups of cells that have no record, or only a failed one when `--retry-failed` is given."""
-    done = recorded(experiment, wanted)
-    retry = experiment.options.retry_failed
-    missing = wanted.keys() - {key for key, data in done.items() if not (retry and FAILED in data)}
-    groups = ([cell for cell in group if cell.key in missing] for group in experiment.groups())
+    """The groups of cells that have no record; with `--retry-failed` or `--again` those that failed, or that another
+    commit measured, as well.
+    """
+    done = {key for key, record in recorded(experiment, wanted).items() if _counts(record, experiment.options)}
+    groups = ([cell for cell in group if cell.key in wanted.keys() - done] for group in experiment.groups())
     return [group for group in groups if group]
 
 
-def measure_group(experiment: Experiment, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """The data of each cell; an error that stops the group is the outcome of all cells that it leaves unmeasured."""
+def _counts(record: Record, options: argparse.Namespace) -> bool:
+    if options.again and record.get("commit") != records.commit():
+        return False
+    return not (options.retry_failed and FAILED in record["data"])
+
+
+def measure_group(experiment: Experiment, cells: list[Cell]) -> Iterator[tuple[Cell, Record]]:
+    """The record of each cell; an error that stops the group is the outcome of all cells that it leaves unmeasured."""
     left = {cell.key: cell for cell in cells}
     reason: dict[str, Any] = {FAILED: "RuntimeError: the experiment gave no outcome"}
     try:
         for cell, outcome in experiment.measure(cells):
             left.pop(cell.key)
-            yield cell, {**cell.data, **_writable(outcome), **experiment.origin()}
+            yield cell, make_record(experiment, cell, _writable(outcome))
     except Exception as error:
         reason = failure(error)
     for cell in left.values():
-        yield cell, {**cell.data, **reason, **experiment.origin()}
+        yield cell, make_record(experiment, cell, reason)
+
+
+def make_record(experiment: Experiment, cell: Cell, outcome: dict[str, Any]) -> Record:
+    """The record of a cell, which says itself which of its fields tell measurements apart."""
+    data = {**cell.data, **outcome, **experiment.origin()}
+    return records.make_record(experiment.kind(), data, cell.seed, tuple(cell.data), experiment.options.again)
+
+
+def common_fields(experiment: Experiment) -> tuple[str, ...]:
+    """The fields that all records of a run have in common, which their file holds once."""
+    return (*dict(experiment.setting), *experiment.origin())
 
 
 def _writable(outcome: dict[str, Any]) -> dict[str, Any]:
@@ -259,16 +299,17 @@ def _writable(outcome: dict[str, Any]) -> dict[str, Any]:
 
 def run(experiment: Experiment, groups: list[list[Cell]]) -> None:
     """Measures the groups one after another, with the time left, and writes their records."""
-    with records.Writer(records_path(experiment)) as writer, _bar(experiment, groups) as bar:
+    path, common = records_path(experiment), common_fields(experiment)
+    with records.Writer(path, common) as writer, _bar(experiment, groups) as bar:
         for group in groups:
             lost = None
-            for cell, data in measure_group(experiment, group):
+            for cell, record in measure_group(experiment, group):
                 if lost not in (None, (cell.method, cell.budget)):
                     break
-                if FAILED in data:
-                    tqdm.write(f"failed: {cell.method} {cell.budget} {cell.sample}: {data[FAILED]}", file=sys.stderr)
-                    lost = (cell.method, cell.budget) if DEVICE_LOST in data[FAILED] else lost
-                writer.add(records.make_record(experiment.kind(), data, cell.seed))
+                if reason := record["data"].get(FAILED):
+                    tqdm.write(f"failed: {cell.method} {cell.budget} {cell.sample}: {reason}", file=sys.stderr)
+                    lost = (cell.method, cell.budget) if DEVICE_LOST in reason else lost
+                writer.add(record)
                 bar.update()
             if lost is not None:
                 raise RuntimeError(f"{lost[0]} {lost[1]} left the GPU unusable; give the same command again to go on")
@@ -281,10 +322,17 @@ def _bar(experiment: Experiment, groups: list[list[Cell]]) -> tqdm:
 
 
 def main(experiment: type[Experiment], arguments: list[str] | None = None) -> int:
-    """Runs an experiment: measures what the file of records lacks, and prints the summary of all."""
+    """Runs an experiment: measures what the file of records lacks, and prints the summary of all.
+
+    The exit code is 1 when a cell of the run has failed or has no record, and 0 otherwise.
+    """
     asked = experiment(parser(experiment).parse_args(arguments))
     wanted = wanted_cells(asked)
     groups = pending(asked, wanted)
+    if groups:
+        # What cannot be named or written is said before hours of measurements, not after.
+        asked.origin()
+        records.append(records_path(asked))
     if groups and asked.options.ray is not None:
         from kvsketch.evaluation import distributed
 
@@ -292,8 +340,12 @@ def main(experiment: type[Experiment], arguments: list[str] | None = None) -> in
     elif groups:
         asked.open()
         run(asked, groups)
-    found = list(recorded(asked, wanted).values())
-    asked.show(found)
-    failed = sum(FAILED in data for data in found)
-    print(f"{len(found)} records in {records_path(asked)}" + (f", {failed} of them failed" if failed else ""))
-    return 0
+    found = recorded(asked, wanted)
+    asked.show([{**record["data"], "seed": record["seed"]} for record in found.values()])
+    failed = sum(FAILED in record["data"] for record in found.values())
+    missing = len(wanted) - len(found)
+    said = [f"{len(found)} records in {records_path(asked)}"]
+    said += [f"{failed} of them failed"] if failed else []
+    said += [f"{missing} cells have none"] if missing else []
+    print(", ".join(said))
+    return 1 if failed or missing else 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import json
 from pathlib import Path
 
 from kvsketch import models
-from kvsketch.models.files import home, read_json, sha256_of, write_json
+from kvsketch.models.files import home, read_json, sha256_of
+from kvsketch.records import write_whole
 
 
 @functools.cache
@@ -31,11 +34,12 @@ def _remembered_sha256(file: Path) -> str:
     if isinstance(known, str):
         return known
     found = sha256_of(file)
-    note.parent.mkdir(parents=True, exist_ok=True)
-    write_json(note, {"file": file.name, "sha256": found})
+    # A hash that cannot be noted is computed again the next time.
+    with contextlib.suppress(OSError):
+        write_whole(note, json.dumps({"file": file.name, "sha256": found}).encode())
     return found
 
 
 def text_sha256(text: str) -> str:
-    """Identity of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    """Identity of a text: the first 16 digits of its SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

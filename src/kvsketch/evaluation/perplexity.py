@@ -28,7 +28,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy
 import torch
 from rich.table import Table
 from torch import Tensor
@@ -39,7 +38,9 @@ from kvsketch.evaluation.budgets import text_form
 from kvsketch.evaluation.experiment import Cell
 from kvsketch.evaluation.next_token import Reading, exact_nll
 from kvsketch.evaluation.shared_prefill import memory, shared_prefill, streamed_prefill
-from kvsketch.evaluation.statistics import CONFIDENCE, RESAMPLES
+from kvsketch.methods import parse_method
+from kvsketch.records import perplexity_deviation
+from kvsketch.records.estimate import interval_text
 
 STREAM, PREFILL = PROTOCOLS = ("stream", "prefill")
 CHUNK = 50  # tokens whose mean is one value of the bootstrap
@@ -59,21 +60,6 @@ def summary(nll: Tensor, full: Tensor, chunk: int) -> Data:
         "chunk_nll": [round(float(part.mean()), 5) for part in parts[0]],
         "full_chunk_nll": [round(float(part.mean()), 5) for part in parts[1]],
     }
-
-
-def deviation(records: list[Data], seed: int = 0) -> tuple[float, float, float]:
-    """Deviation of perplexity over the tokens of all records, with its 95% bootstrap interval over their chunks."""
-    tokens, nll, full = (
-        numpy.array([value for each in records for value in each[name]], dtype=numpy.float64)
-        for name in ("chunk_tokens", "chunk_nll", "full_chunk_nll")
-    )
-    drawn = numpy.random.default_rng(seed).integers(0, len(tokens), (RESAMPLES, len(tokens)))
-    drawn = numpy.vstack([numpy.arange(len(tokens)), drawn])
-    weight = tokens[drawn]
-    perplexities = [numpy.exp((values[drawn] * weight).sum(1) / weight.sum(1)) for values in (nll, full)]
-    found = perplexities[0] - perplexities[1]
-    low, high = numpy.quantile(found[1:], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return float(found[0]), float(low), float(high)
 
 
 class Perplexity(experiment.Experiment):
@@ -139,7 +125,7 @@ class Perplexity(experiment.Experiment):
         """A stream is one group; so are all methods behind one prefill."""
         found: dict[Any, list[Cell]] = {}
         for cell in self.cells():
-            one = (cell.method, cell.budget, cell.seed) if self.options.protocol == STREAM else _position(cell)
+            one = _through_one_cache(cell) if self.options.protocol == STREAM else _position(cell)
             found.setdefault(one, []).append(cell)
         return found.values()
 
@@ -160,7 +146,7 @@ class Perplexity(experiment.Experiment):
     def _stream(self, cells: list[Cell], names: list[str], ids: Tensor, full: Tensor) -> Iterator[tuple[Cell, Data]]:
         prefix, tokens = self.options.prefix, self.options.tokens
         method, facts = self._text_form(cells[0])
-        cache = shared_prefill(self.model, ids[:, :prefix]).cache(method, cells[0].seed)
+        cache = shared_prefill(self.model, ids[:, :prefix]).cache(method, cells[0].cache_seed)
         reading = Reading(self.model, cache, ids, prefix)
         for position in self.positions:
             asked = [cell for cell in cells if _position(cell) == position]
@@ -171,7 +157,7 @@ class Perplexity(experiment.Experiment):
             held = memory(cache) | facts
             for cell in asked:
                 row = names.index(cell.sample)
-                yield cell, summary(reading.nll[row, scored], full[row, scored], CHUNK) | held
+                yield cell, summary(reading.nll[row, scored], full[row, scored], CHUNK) | held | _drawn(cell)
 
     def _text_form(self, cell: Cell) -> tuple[str, Data]:
         """The method of a stream, its budget in tokens: a share is one of the whole text, not of the prefix."""
@@ -186,15 +172,19 @@ class Perplexity(experiment.Experiment):
         prefilled = None if self.options.chunk else shared_prefill(self.model, read)
         scored = slice(position + 1, position + 1 + steps)
         for asked in _by_method(cells):
+            seed = asked[0].cache_seed
+            # The rows of a cache draw the same numbers, so a method that draws any reads one text at a time.
+            rows = [names.index(asked[0].sample)] if _drawn(asked[0]) else list(range(len(names)))
             try:
                 method, facts = text_form(
                     self.model, asked[0].method, asked[0].budget, position, self.options.budgets_in
                 )
                 if prefilled is None:
-                    _, cache = streamed_prefill(self.model, read, method, asked[0].seed, self.options.chunk)
+                    own = {name: tensor[rows] for name, tensor in read.items()}
+                    _, cache = streamed_prefill(self.model, own, method, seed, self.options.chunk)
                 else:
-                    cache = prefilled.cache(method, asked[0].seed)
-                reading = Reading(self.model, cache, ids[:, : scored.stop], position)
+                    cache = prefilled.rows(rows).cache(method, seed)
+                reading = Reading(self.model, cache, ids[rows, : scored.stop], position)
                 reading.to(scored.stop)
                 held = memory(cache) | facts
             except Exception as error:
@@ -202,7 +192,8 @@ class Perplexity(experiment.Experiment):
                 continue
             for cell in asked:
                 row = names.index(cell.sample)
-                yield cell, summary(reading.nll[row, scored], full[row, scored], steps) | held
+                nll = reading.nll[rows.index(row), scored]
+                yield cell, summary(nll, full[row, scored], steps) | held | _drawn(cell)
 
     def table(self, data: list[Data]) -> Table:
         """A row for each method and budget: deviation of perplexity by position and over all, with its interval."""
@@ -220,11 +211,21 @@ def _position(cell: Cell) -> int:
     return int(dict(cell.setting)["position"])
 
 
+def _through_one_cache(cell: Cell) -> tuple[Any, ...]:
+    """Cells with the same value share a cache: the texts of a method that draws no random numbers."""
+    return cell.method, cell.budget, cell.seed, cell.sample if _drawn(cell) else ""
+
+
+def _drawn(cell: Cell) -> Data:
+    """What the record says of the random numbers of the cell's cache, if there are any."""
+    return {"cache_seed": cell.cache_seed} if parse_method(cell.method).random else {}
+
+
 def _by_method(cells: Iterable[Any]) -> list[list[Any]]:
-    """Cells, or data of records, by method, budget and (for cells) seed."""
+    """Cells that share a cache, or data of records by method and budget."""
     found: dict[Any, list[Any]] = {}
     for cell in cells:
-        key = (cell.method, cell.budget, cell.seed) if isinstance(cell, Cell) else (cell["method"], cell["budget"])
+        key = _through_one_cache(cell) if isinstance(cell, Cell) else (cell["method"], cell["budget"])
         found.setdefault(key, []).append(cell)
     return list(found.values())
 
@@ -239,16 +240,23 @@ def _shown(positions: list[int], most: int = 6) -> list[int]:
 def _row(cells: list[Data], shown: list[int]) -> list[str]:
     right = [each for each in cells if experiment.FAILED not in each]
     own = [[each for each in right if each["position"] == place] for place in shown]
-    places = [f"{deviation(each)[0]:+.2f}" if each else "-" for each in own]
+    places = [f"{perplexity_deviation(each).value:+.2f}" if each else "-" for each in own]
     failed = str(len(cells) - len(right))
     if not right:
         return [cells[0]["method"], cells[0]["budget"], *places, "-", "-", "-", failed]
-    average, low, high = deviation(right)
+    average = perplexity_deviation(right)
     tokens = sum(each["tokens_scored"] for each in right)
     full = math.exp(sum(each["full_nll"] * each["tokens_scored"] for each in right) / tokens)
     stored = sum(each["tokens_stored"] for each in right) / len(right)
-    interval = f"{average:+.3f} [{low:+.3f}, {high:+.3f}]"
-    return [cells[0]["method"], cells[0]["budget"], *places, interval, f"{full:.2f}", f"{stored:,.0f}", failed]
+    return [
+        cells[0]["method"],
+        cells[0]["budget"],
+        *places,
+        interval_text(average, "+.3f"),
+        f"{full:.2f}",
+        f"{stored:,.0f}",
+        failed,
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,6 +3,9 @@
 The prompts of a batch are read once, padded on the left; then every method at every budget compresses a copy and
 answers. With `--question-as-decode` the prompts are compressed before the question is known: it is fed afterwards,
 token by token, like text that the model generates.
+
+All rows of a cache draw the same random numbers, so a method that draws any gets a cache for each question, with a seed
+of its own (`cache_seed` in the record).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import Tensor
 from kvsketch.evaluation import budgets
 from kvsketch.evaluation.experiment import Cell, Experiment, failure
 from kvsketch.evaluation.shared_prefill import Prefilled, memory, rows_that_fit, shared_prefill, streamed_prefill
+from kvsketch.methods import parse_method
 from kvsketch.models import encode_chat
 
 LARGEST_BATCH = 64
@@ -53,6 +57,12 @@ class QuestionExperiment(Experiment):
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--batch", type=int, default=0, help="questions read together; 0: as many as memory holds")
+        parser.add_argument(
+            "--rows-per-seed",
+            type=int,
+            default=1,
+            help="questions that share the random numbers of a cache; more: faster",
+        )
         parser.add_argument("--max-new-tokens", type=int, default=cls.default_new_tokens)
         parser.add_argument("--eager", action="store_true", help="decode on a GPU without captured graphs")
         parser.add_argument(
@@ -121,11 +131,30 @@ class QuestionExperiment(Experiment):
                 for cell in cells
                 if (cell.method, cell.budget) == (method, budget)
             ]
-            try:
-                outcomes = self._answers(prefilled, question_ids, method, budget, missing[0][1].seed, questions)
-            except Exception as error:
-                outcomes = [failure(error)] * len(rows)
-            yield from ((cell, outcomes[row]) for row, cell in missing)
+            size = self.options.rows_per_seed if parse_method(method).random else len(rows)
+            for part in _chunks(missing, size):
+                yield from self._measure_rows(prefilled, question_ids, questions, part)
+
+    def _measure_rows(
+        self,
+        prompts: Prefilled | dict[str, Tensor],
+        question_ids: Tensor | None,
+        questions: list[Question],
+        asked: list[tuple[int, Cell]],
+    ) -> list[tuple[Cell, dict[str, Any]]]:
+        """The outcomes of some rows of a batch with one method at one budget, through one cache."""
+        cell = asked[0][1]
+        rows = [row for row, _cell in asked] if len(asked) < len(questions) else None
+        chosen = questions if rows is None else [questions[row] for row in rows]
+        ids = question_ids if rows is None or question_ids is None else question_ids[rows]
+        if rows is not None:
+            prompts = prompts.rows(rows) if isinstance(prompts, Prefilled) else {k: v[rows] for k, v in prompts.items()}
+        try:
+            outcomes = self._answers(prompts, ids, cell.method, cell.budget, cell.cache_seed, chosen)
+        except Exception as error:
+            outcomes = [failure(error)] * len(chosen)
+        drawn = {"cache_seed": cell.cache_seed} if parse_method(cell.method).random else {}
+        return [(cell, outcome | drawn) for (_row, cell), outcome in zip(asked, outcomes, strict=True)]
 
     def _inputs(self, questions: list[Question]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Prompts padded on the left, and what is fed after them: in every row as many tokens as the longest

@@ -33,9 +33,9 @@ from kvsketch.evaluation.attention_protocol import Captured
 from kvsketch.evaluation.budgets import contenders, with_budget
 from kvsketch.evaluation.captures import TextCapture, layer_numbers
 from kvsketch.evaluation.experiment import Cell
-from kvsketch.evaluation.statistics import mean, mean_text
 from kvsketch.methods import parse_method
 from kvsketch.methods.recall import RecallingMethod
+from kvsketch.records import mean, mean_text
 from kvsketch.slots import SlotTable
 
 PAPER_STEPS = (1, 2)  # R of the paper's cache hit rates
@@ -161,7 +161,8 @@ class Recall(experiment.Experiment):
         for layer in self._texts.of(self.model, self.tokenizer, cells[0].sample).values():
             self._measure_layer(layer, context, outcomes)
         for cell, outcome in outcomes.items():
-            yield cell, outcome.data(selections.budget_tokens(cell.budget, context))
+            drawn = {"cache_seed": cell.cache_seed} if parse_method(cell.method).random else {}
+            yield cell, outcome.data(selections.budget_tokens(cell.budget, context)) | drawn
 
     def _measure_layer(self, layer: Captured, context: int, outcomes: dict[Cell, LayerOutcome]) -> None:
         sizes = {cell: selections.budget_tokens(cell.budget, context) for cell in outcomes}
@@ -172,14 +173,15 @@ class Recall(experiment.Experiment):
             method = selections.readable(parse_method(with_budget(cell.method, cell.budget)))
             # An index does not depend on the budget, as long as there is one.
             recalls = isinstance(method, RecallingMethod) and sizes[cell] < context
-            table = shared if recalls and shared is not None else selections.table_of(method, layer, context, cell.seed)
+            own = shared if recalls else None
+            table = selections.table_of(method, layer, context, cell.cache_seed) if own is None else own
             shared = table if recalls else shared
             choice = selections.choose(method, table, layer.queries[:, :, context:])
             outcomes[cell].add(layer, choice, ranks, sizes[cell])
             outcomes[cell].add_table(table, context)
             if isinstance(method, RecallingMethod) and cell.budget in hot:
                 for steps in map(int, self.options.keep_steps.split(",")):
-                    counted = selections.hot_set_hits(method, layer, context, steps, cell.seed)
+                    counted = selections.hot_set_hits(method, layer, context, steps, cell.cache_seed)
                     outcomes[cell].add_hot(steps, counted)
 
     def table(self, data: list[dict[str, Any]]) -> Table:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvsketch.evaluation.statistics import mean, mean_text
+from kvsketch.records import mean, mean_text
 
 Data = dict[str, Any]
 
@@ -47,5 +47,7 @@ def _mean(data: Sequence[Data], name: str) -> str:
 
 
 def _share(data: Sequence[Data]) -> str:
-    values = [each["device_bytes"] / each["full_bytes"] for each in data if each.get("full_bytes")]
+    values = [
+        each["device_bytes"] / each["full_bytes"] for each in data if each.get("full_bytes") and "device_bytes" in each
+    ]
     return f"{mean(values):.1%}" if values else "-"

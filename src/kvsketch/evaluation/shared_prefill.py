@@ -87,6 +87,20 @@ class Prefilled:
     ) -> None:
         self.model, self.input_ids, self.attention_mask = model, ids, mask
         self.read, self.queries, self.logits = read, queries, logits
+        self.chosen: list[int] | None = None  # the rows of `read` that these are; None: all
+
+    def rows(self, chosen: list[int]) -> Prefilled:
+        """Some rows of the batch; what was computed for them stays where it is."""
+        found = Prefilled(
+            self.model,
+            self.input_ids[chosen],
+            self.attention_mask[chosen],
+            self.read,
+            self.queries,
+            self.logits[chosen],
+        )
+        found.chosen = chosen if self.chosen is None else [self.chosen[row] for row in chosen]
+        return found
 
     @torch.no_grad()
     def cache(self, method: str | Method, seed: int = 0) -> CompressedCache:
@@ -95,12 +109,19 @@ class Prefilled:
         for index, (layer, read) in enumerate(zip(cache.layers, self.read.layers, strict=True)):
             if isinstance(read, SlotLayer):
                 assert isinstance(layer, SlotLayer) and read.keys is not None and read.values is not None
-                layer.update(read.keys.clone(), read.values.clone())
+                keys, values, queries = (self._own(t) for t in (read.keys, read.values, self.queries[index]))
+                layer.update(keys.clone(), values.clone())
                 assert layer.waiting is not None
-                layer.waiting.finish(self.model, self.queries[index], read.table.scale, self.attention_mask)
+                layer.waiting.finish(self.model, queries, read.table.scale, self.attention_mask)
             else:
-                cache.layers[index] = copy.deepcopy(read)
+                copied: Any = copy.deepcopy(read)
+                cache.layers[index] = copied
+                if self.chosen is not None:
+                    copied.batch_select_indices(torch.tensor(self.chosen, device=self.input_ids.device))
         return cache
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor if self.chosen is None else tensor[self.chosen]
 
     @torch.no_grad()
     def generate(

@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvsketch import models, rotary
-from kvsketch.benchmark import records
+from kvsketch import models, records, rotary
 from kvsketch.evaluation import passages
 from kvsketch.methods import InfiniGen
 from kvsketch.slots import SlotTable

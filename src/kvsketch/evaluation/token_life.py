@@ -87,13 +87,14 @@ class TokenLife(Experiment):
         text, facts = text_form(self.model, in_tokens.method, in_tokens.budget, ids.shape[1], options.budgets_in)
         reads: Reads = {}
         method = noting_reads(parse_method(text), reads)
-        cache = CompressedCache(self.model, method, seed=cell.seed)
+        cache = CompressedCache(self.model, method, seed=cell.cache_seed)
         shares = residence(self.model, cache, ids, options.chunk, reads)
         found = marked(words, document.passkey)
         return {
             "score": float(shares.mean((0, 1))[found].mean()),
             "mean_share": float(shares.mean()),
             "measures": "read" if isinstance(method, RecallingMethod) else "stored",
+            "cache_seed": cell.cache_seed,
             **facts,
             **memory(cache),
             "words": words,

@@ -1,12 +1,12 @@
-"""From records to a report: Markdown, figures and one HTML page that works from a file.
+"""From records to pages: everything that is made of records, and nothing else.
 
-    reading.py        the records of a folder
-    kinds.py          what each kind of record says: its observations
-    observations.py   observations of one setting become a row with an interval
-    overall.py        settings that stand for several others
-    pictures.py       what is drawn beside rows: heat maps, positions, clusters, token lives
-    contents.py       all of it together; what the three writers below show
-    markdown.py, figures.py, page.py
+    kinds.py      what each kind of record says: its observations
+    rows.py       observations of one setting become a row with an interval
+    pictures.py   what is drawn beside rows: heat maps, positions, clusters, token lives
+    contents.py   all of it together
+    body.py       the report in blocks; blocks.py writes them as Markdown and HTML; render.py writes the files
+    figures.py    curves; figure_pictures.py, benchmark_figures.py: the other figures
+    docs.py       the pages of docs/, with templates/; streams.py, recall.py, benchmarks.py: their tables
 
 Nothing here imports torch or transformers.
 """

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from kvsketch.records import FAILED, Record, budget_value, latest, read_folder
 from kvsketch.report import pictures
-from kvsketch.report.experiments import KINDS
-from kvsketch.report.kinds import Data, Kind, latest
-from kvsketch.report.observations import Observation, Row, aggregate, budget_value
-from kvsketch.report.overall import is_overall, together
-from kvsketch.report.palette import looks, order
-from kvsketch.report.reading import Folder, Record, provenance
+from kvsketch.report.kinds import KINDS, Data, Kind
+from kvsketch.report.palette import order
+from kvsketch.report.rows import Observation, Row, aggregate, is_overall, together
 
 CLUSTERABILITY, TOKEN_LIFE = "clusterability", "token_life"
-PAIR = {  # keys and values beside the methods
-    "keys": {"family": "", "light": "#1b6ca8", "dark": "#6db3e8", "dash": "", "marker": "o"},
-    "values": {"family": "", "light": "#c0432b", "dark": "#f2917b", "dash": "", "marker": "s"},
-}
-Measured = tuple[Kind, list[Observation]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Section:
     """One experiment and its rows."""
 
@@ -30,7 +25,7 @@ class Section:
     rows: list[Row]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Contents:
     sections: list[Section]
     needle: list[Data]
@@ -56,33 +51,39 @@ class Contents:
         return sorted(counts, key=lambda model: (-counts[model], model))
 
 
-def gather(folder: Folder) -> Contents:
-    """What the records of a folder say."""
-    measured = [_measured(kind, folder.records) for kind in KINDS]
-    known = [(kind, found) for kind, found in measured if found]
-    used = [record for record in folder.records if _is_shown(record)]
+def gather(folder: Path, below: bool = False) -> Contents:
+    """What the records of a folder, and with `below` of the folders in it, say."""
+    remarks: list[str] = []
+    records = read_folder(folder, remarks, below)
+    known = [(kind, found) for kind in KINDS if (found := _observations(kind, records, remarks))]
+    used = [record for record in records if _is_shown(record)]
     of = {kind.name: found for kind, found in known}
     estimates = {kind.name: kind.estimate for kind, _ in known}
     return Contents(
         sections=[Section(kind, _ordered(aggregate(found, kind.estimate))) for kind, found in known],
         needle=pictures.needle_maps(each for each in of.get("needle", []) if not is_overall(each.setting)),
         positions=pictures.by_position(of.get("perplexity", []), estimates.get("perplexity")),
-        clusters=pictures.clusters(_of_kind(folder.records, CLUSTERABILITY)),
-        documents=pictures.documents(_of_kind(folder.records, TOKEN_LIFE)),
+        clusters=pictures.clusters(_drawn(records, CLUSTERABILITY), remarks),
+        documents=pictures.documents(_drawn(records, TOKEN_LIFE), remarks),
         provenance=provenance(used),
-        remarks=[*folder.remarks, *_failed_pictures(folder.records), *_left_out(folder.records)],
+        remarks=[*remarks, *_failed_pictures(records), *_left_out(records)],
         records=len(used),
     )
 
 
-def _measured(kind: Kind, records: Iterable[Record]) -> Measured:
-    """The observations of an experiment; of the same measurement made twice, the last counts."""
-    found = [each for record in kind.latest(records) for each in kind.observations(record)]
-    return kind, together(kind, found) if kind.overall else found
+def _observations(kind: Kind, records: Iterable[Record], remarks: list[str]) -> list[Observation]:
+    """What the records of an experiment measured; one that lacks a field is told and left out."""
+    found: list[Observation] = []
+    for record in kind.latest(records):
+        try:
+            found += kind.observations(record)
+        except (KeyError, TypeError, ValueError) as error:
+            remarks.append(pictures.lacking(record, error))
+    return together(kind.setting[0], kind.overall, found) if kind.overall and found else found
 
 
-def _of_kind(records: Iterable[Record], name: str) -> list[Record]:
-    return [record for record in records if record["kind"].replace("-", "_") == name]
+def _drawn(records: Iterable[Record], name: str) -> list[Record]:
+    return latest(record for record in records if record["kind"].replace("-", "_") == name)
 
 
 def _is_shown(record: Record) -> bool:
@@ -91,12 +92,12 @@ def _is_shown(record: Record) -> bool:
 
 def _failed_pictures(records: Sequence[Record]) -> list[str]:
     """What failed of the experiments that have no rows to count it in."""
-    drawn = latest(record for name in (CLUSTERABILITY, TOKEN_LIFE) for record in _of_kind(records, name))
+    drawn = [record for name in (CLUSTERABILITY, TOKEN_LIFE) for record in _drawn(records, name)]
     failed = {
         f"{record['file']}: {record['data'].get('method', '')} {record['data'].get('budget', '')} failed: "
-        f"{record['data']['failed']}"
+        f"{record['data'][FAILED]}"
         for record in drawn
-        if record["data"].get("failed")
+        if record["data"].get(FAILED)
     }
     return sorted(failed)
 
@@ -116,12 +117,14 @@ def _left_out(records: Sequence[Record]) -> list[str]:
 def _ordered(rows: Sequence[Row]) -> list[Row]:
     """Rows by model, setting, method and budget."""
     return sorted(
-        rows, key=lambda row: (row.model, setting_order(row.setting, row.variant), order(row.method), _size(row))
+        rows,
+        key=lambda row: (
+            row.model,
+            setting_order(row.setting, row.variant),
+            order(row.method),
+            budget_value(row.budget),
+        ),
     )
-
-
-def _size(row: Row) -> float:
-    return budget_value(row.budget)
 
 
 def setting_order(setting: str, variant: str = "") -> tuple[int, str, list[tuple[float, str]]]:
@@ -137,64 +140,51 @@ def _part(word: str) -> tuple[float, str]:
     return (float(digits), "") if digits.replace(".", "", 1).isdigit() else (-1.0, word)
 
 
-def as_data(contents: Contents) -> Data:
-    """The contents as the page embeds them."""
-    places = {model: place for place, model in enumerate(contents.models)}
-    group = {
-        "kind": "perplexity",
-        "id": "positions",
-        "title": "Perplexity by position",
-        "text": "Deviation from the full cache in each stretch of the text, with 95% intervals.",
-        "measure": "deviation of perplexity",
-        "entries": contents.positions,
-    }
-    return _rounded(
-        {
-            "experiments": [_section(section) for section in contents.sections],
-            "methods": {**{m: look._asdict() for m, look in looks(contents.methods).items()}, **PAIR},
-            "methods_in_order": contents.methods,
-            "models": contents.models,
-            "needle": contents.needle,
-            "positions": [group] if contents.positions else [],
-            "clusters": sorted(contents.clusters, key=lambda each: places[each["name"].partition(";")[0]]),
-            "documents": sorted(contents.documents, key=lambda each: places[each["name"].partition(";")[0]]),
-            "provenance": contents.provenance,
-            "remarks": contents.remarks,
+def provenance(records: Iterable[Record]) -> list[Data]:
+    """Where records come from: one entry for each file, command, commit, machine, set of versions and model hash."""
+    runs: dict[str, dict[str, Any]] = {}
+    for record in records:
+        origin = {
+            "file": record["file"],
+            "command": record.get("command") or "unknown",
+            "commit": commit_text(record.get("commit")),
+            "machine": _machine(record.get("machine") or {}),
+            "versions": ", ".join(f"{k} {v}" for k, v in sorted((record.get("versions") or {}).items()) if v),
+            "model": _model(record["data"]),
         }
-    )
-
-
-def _section(section: Section) -> Data:
-    kind = section.kind
-    variants = {row.setting: row.variant for row in section.rows}
-    places = sorted(variants, key=lambda setting: setting_order(setting, variants[setting]))
-    names = ("title", "text", "measure", "higher_is_better", "logarithmic", "share")
-    rows = [
+        run = runs.setdefault(json.dumps(origin, sort_keys=True), {**origin, "records": 0, "seeds": set(), "dates": []})
+        run["records"] += 1
+        run["dates"].append(str(record.get("time", ""))[:10])
+        if record.get("seed") is not None:
+            run["seeds"].add(record["seed"])
+    return [
         {
-            **dataclasses.asdict(row),
-            "share": row.share,
-            "budget_value": budget_value(row.budget) if row.budget else 1e12,
-            "setting_order": places.index(row.setting),
-            "overall": is_overall(row.setting),
-            "tells_failures": _tells_failures(kind, row, section.rows),
+            **{key: value for key, value in run.items() if key not in ("seeds", "dates")},
+            "seeds": ", ".join(map(str, sorted(run["seeds"]))),
+            "dates": _span(run["dates"]),
         }
-        for row in section.rows
+        for _, run in sorted(runs.items())
     ]
-    id = kind.name.replace("_", "-")
-    return {"kind": kind.name, "id": id, "rows": rows, **{name: getattr(kind, name) for name in names}}
 
 
-def _tells_failures(kind: Kind, row: Row, rows: Sequence[Row]) -> bool:
-    """Whether the failures of a row are told where each is told once: a failed run counts in several settings."""
-    if kind.overall or not any(is_overall(each.setting) for each in rows):
-        return not is_overall(row.setting)
-    return is_overall(row.setting)
+def commit_text(commit: dict[str, Any] | None) -> str:
+    if not commit:
+        return "unknown"
+    return f"{str(commit.get('hash', 'unknown'))[:10]}{' with changes' if commit.get('dirty') else ''}"
 
 
-def _rounded(value: Any) -> Any:
-    """Six significant digits are more than any interval here deserves."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
+def _machine(machine: dict[str, Any]) -> str:
+    gpu = machine.get("gpu")
+    return gpu or f"no GPU, {machine.get('processor', 'unknown processor')}, {machine.get('cores', '?')} cores"
+
+
+def _model(data: Data) -> str:
+    name, found = str(data.get("model") or ""), data.get("model_sha256") or ""
+    return f"{name} ({str(found)[:16]})" if found else name
+
+
+def _span(dates: list[str]) -> str:
+    known = sorted(date for date in dates if date)
+    if not known:
+        return ""
+    return known[0] if known[0] == known[-1] else f"{known[0]} to {known[-1]}"

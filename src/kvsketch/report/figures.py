@@ -1,4 +1,4 @@
-"""Figures of the results, as PNG and SVG: curves with intervals, one panel for each setting."""
+"""Figures of the results: curves with intervals, one panel for each setting."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from kvsketch.records import budget_value
 from kvsketch.report import figure_pictures
 from kvsketch.report.canvas import GRID, legend, line_style, new_figure, slug
 from kvsketch.report.contents import Contents, Section
 from kvsketch.report.kinds import Kind
-from kvsketch.report.observations import Row, budget_value
-from kvsketch.report.overall import is_overall
 from kvsketch.report.palette import Look, looks, order
+from kvsketch.report.rows import Row, is_overall
 
 MOST_PANELS = 6
 Figure = tuple[str, Any]  # name of the file without its ending, and the matplotlib figure
@@ -24,7 +24,8 @@ def draw(contents: Contents) -> Iterator[Figure]:
     for section in contents.sections:
         for model, variant in dict.fromkeys((row.model, row.variant) for row in section.rows):
             rows = [row for row in section.rows if (row.model, row.variant) == (model, variant)]
-            if any(row.budget and row.mean is not None for row in rows):
+            # One budget is no curve; the table shows it.
+            if len({row.budget for row in rows if row.budget and row.mean is not None}) > 1:
                 yield f"{section.kind.name}-{slug(f'{model} {variant}')}", _curves(section, rows, shown)
     yield from figure_pictures.needle(contents.needle)
     yield from figure_pictures.positions(contents.positions, shown)
@@ -53,6 +54,20 @@ def _curves(section: Section, rows: Sequence[Row], shown: dict[str, Look]) -> An
     title = ", ".join(filter(None, (section.kind.title, rows[0].model, rows[0].variant)))
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     legend(figure, panels[: len(settings)])
+    return figure
+
+
+def attention_errors(section: Section, model: str) -> Any:
+    """Two panels: the recall methods in all their settings beside the oracle, and every method as it is by default."""
+    rows = [row for row in section.rows if row.model == model and is_overall(row.setting)]
+    shown = looks({row.method for row in rows})
+    figure, panels = new_figure(13.0, 6.4, 1, 2)
+    recall = [row for row in rows if shown[row.method].family in ("recall", "oracle")]
+    defaults = [row for row in rows if ":" not in row.method]
+    for axes, own, title in ((panels[0], recall, "Recall methods"), (panels[1], defaults, "All methods, by default")):
+        _panel(axes, section.kind, own, shown)
+        axes.set_title(title, loc="left", fontsize=10)
+    legend(figure, panels)
     return figure
 
 

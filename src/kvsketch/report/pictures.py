@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvsketch.records import FAILED, Record, budget_value
 from kvsketch.report.kinds import Data, model_name, variants
-from kvsketch.report.observations import Observation, budget_value, mean_and_interval
 from kvsketch.report.palette import order
-from kvsketch.report.reading import Record
+from kvsketch.report.rows import Observation
 
 Key = tuple[Any, ...]
 
@@ -44,11 +44,11 @@ def _cell(members: Sequence[Observation]) -> list[Any] | None:
     if not members:
         return None
     measured = [each for each in members if each.value is not None]
-    mean = mean_and_interval(measured)[0]
+    mean = sum(each.value or 0 for each in measured) / len(measured) if measured else None
     return [mean, len(measured), len(members) - len(measured)]
 
 
-def by_position(observations: Iterable[Observation], estimate: Any) -> list[Data]:
+def by_position(observations: Iterable[Observation], estimator: Any) -> list[Data]:
     """For each setting, method and budget the estimate and its interval at each position of the text."""
     groups: dict[Key, dict[int, list[Observation]]] = {}
     for each in observations:
@@ -57,7 +57,7 @@ def by_position(observations: Iterable[Observation], estimate: Any) -> list[Data
             groups.setdefault(key, {}).setdefault(int(each.data["position"]), []).append(each)
     found = []
     for (model, setting, method, budget), places in _sorted(groups):
-        values = [estimate(places[place]) for place in sorted(places)]
+        values = [estimator(places[place])[:3] for place in sorted(places)]
         edges = zip(*values, strict=True)
         named = dict(zip(("mean", "low", "high"), map(list, edges), strict=True))
         found.append(
@@ -66,17 +66,20 @@ def by_position(observations: Iterable[Observation], estimate: Any) -> list[Data
     return found
 
 
-def clusters(records: Iterable[Record]) -> list[Data]:
+def clusters(records: Iterable[Record], remarks: list[str]) -> list[Data]:
     """For each model and text the layers: t-SNE pictures, radius curves and cluster counts in the mean over heads."""
     groups: dict[tuple[str, str], dict[int, Data]] = {}
-    for record in records:
-        data = record["data"]
-        if not data.get("failed"):
+    for record, data in _measured(records):
+        try:
+            layer = _layer(data)
             name = f"{data['tokens']:,} tokens of {data['sample']}"
-            layers = groups.setdefault((model_name(data), name), {})
-            # A layer measured with a picture and again without keeps the picture.
-            kept = layers.get(data["layer"], {}).get("tsne")
-            layers[data["layer"]] = _layer(data) | ({"tsne": kept} if kept and "tsne" not in data else {})
+        except (KeyError, TypeError) as error:
+            remarks.append(lacking(record, error))
+            continue
+        layers = groups.setdefault((model_name(data), name), {})
+        # A layer measured with a picture and again without keeps the picture.
+        kept = layers.get(data["layer"], {}).get("tsne")
+        layers[data["layer"]] = layer | ({"tsne": kept} if kept and "tsne" not in data else {})
     return [
         {"name": f"{model}; {text}", "layers": [layers[number] for number in sorted(layers)]}
         for (model, text), layers in sorted(groups.items())
@@ -107,14 +110,15 @@ def _head_means(values: dict[str, list[float]]) -> dict[str, float]:
     return {key: sum(heads) / len(heads) for key, heads in sorted(values.items(), key=lambda item: float(item[0]))}
 
 
-def documents(records: Iterable[Record]) -> list[Data]:
+def documents(records: Iterable[Record], remarks: list[str]) -> list[Data]:
     """For each model and document its tokens, and for each method and budget the shares of the steps they stayed."""
     groups: dict[str, dict[str, Any]] = {}
-    for record in records:
-        data = record["data"]
-        if data.get("failed"):
+    for record, data in _measured(records):
+        try:
+            text = {"model": model_name(data), **{name: data[name] for name in ("words", "marked", "chunk")}}
+        except KeyError as error:
+            remarks.append(lacking(record, error))
             continue
-        text = {"model": model_name(data), "words": data["words"], "marked": data["marked"], "chunk": data["chunk"]}
         group = groups.setdefault(json.dumps(text, sort_keys=True), {"text": text, "lives": {}})
         group["lives"][data["model"], data["method"], data["budget"]] = data
     return [_document(group["text"], group["lives"]) for _, group in sorted(groups.items())]
@@ -127,11 +131,19 @@ def _document(text: Data, lives: dict[Key, Data]) -> Data:
         "words": text["words"],
         "marked": text["marked"],
         "lives": [
-            {"method": method, "budget": budget, "measures": data["measures"], "views": _percent(data["views"])}
+            {"method": method, "budget": budget, "measures": data["measures"], "views": data["views"]}
             for (_, method, budget), data in _sorted(lives)
         ],
     }
 
 
-def _percent(views: list[Data]) -> list[Data]:
-    return [{**view, "shares": [round(100 * share) for share in view["shares"]]} for view in views]
+def _measured(records: Iterable[Record]) -> list[tuple[Record, Data]]:
+    return [(record, record["data"]) for record in records if not record["data"].get(FAILED)]
+
+
+def lacking(record: Record, error: Exception) -> str:
+    """What is said of a record that cannot be shown."""
+    reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    return (
+        f"{record.get('place', record['kind'])}: a record of {record['kind']} that cannot be shown ({reason}); left out"
+    )

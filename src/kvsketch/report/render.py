@@ -4,75 +4,74 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import os
-import tempfile
+from collections.abc import Iterable
+from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from kvsketch.report import figures
+from kvsketch.records import write_whole
+from kvsketch.report import blocks, figures
+from kvsketch.report.body import TITLE, body
 from kvsketch.report.contents import CLUSTERABILITY, Contents, gather
-from kvsketch.report.experiments import KINDS
-from kvsketch.report.markdown import report
-from kvsketch.report.page import page
-from kvsketch.report.reading import read_folder
+from kvsketch.report.kinds import KINDS
 
 NO_FIGURES = "no figures: matplotlib is missing; pip install 'kvsketch[plot]'"
-# Files are the same for the same records: no date, no version, no random names inside.
-METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
+DPI = 110
+COLOURS = 255  # of a figure's palette: lines and letters need no more, and the file is half
 
 
-def render(source: Path, target: Path) -> tuple[list[Path], list[str]]:
-    """Reads the records in `source` and writes the report into `target`; the files, and remarks for the user."""
-    contents = gather(read_folder(source))
+def render(source: Path, target: Path, page: bool = True, below: bool = False) -> tuple[list[Path], list[str]]:
+    """Reads the records in `source` and writes the report into `target`; the files, and remarks for the user.
+
+    Without `page` there is no HTML page; with `below` the folders in `source` are read too.
+    """
+    contents = gather(source, below)
     if not contents.records:
         found = "; ".join(contents.remarks)
         raise ValueError(
             f"{source} holds no record of an experiment; run one first: kvsketch eval --help. Found: {found}"
         )
     drawn, remarks = _write_figures(contents, target)
-    names = [path.relative_to(target).as_posix() for path in drawn if path.suffix == ".png"]
-    written = [
-        write(target / "report.md", report(contents, names).encode()),
-        write(target / "report.html", page(contents).encode()),
-    ]
+    whole = body(contents, [path.relative_to(target).as_posix() for path in drawn])
+    written = [write_whole(target / "report.md", (blocks.markdown(whole) + "\n").encode())]
+    if page:
+        written.append(write_whole(target / "report.html", html_page(whole, target).encode()))
     return written + drawn, [*contents.remarks, *remarks]
+
+
+def html_page(whole: Iterable[blocks.Block], folder: Path) -> str:
+    """The report as one HTML file that works without a network."""
+    parts = resources.files("kvsketch.report") / "web"
+    text = Template((parts / "page.html").read_text(encoding="utf-8"))
+    style = (parts / "page.css").read_text(encoding="utf-8").strip()
+    return text.substitute(title=TITLE, style=style, body=blocks.html(whole, folder))
 
 
 def _write_figures(contents: Contents, target: Path) -> tuple[list[Path], list[str]]:
     if importlib.util.find_spec("matplotlib") is None:
         return [], [NO_FIGURES]
-    import matplotlib
-
-    written = []
-    with matplotlib.rc_context({"svg.hashsalt": "kvsketch", "svg.fonttype": "none"}):
-        for name, figure in figures.draw(contents):
-            for ending, metadata in METADATA.items():
-                drawing = io.BytesIO()
-                figure.savefig(drawing, format=ending, dpi=130, metadata=metadata)
-                written.append(write(target / "figures" / f"{name}.{ending}", drawing.getvalue()))
-    _remove_others(target / "figures", written)
+    folder = target / "figures"
+    written = [write_whole(folder / f"{name}.png", png(figure)) for name, figure in figures.draw(contents)]
+    _remove_others(folder, written)
     return written, []
+
+
+def png(figure: Any) -> bytes:
+    """A figure as PNG with a palette; the same for the same figure."""
+    from PIL import Image
+
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=DPI, metadata={"Software": None})
+    image = Image.open(drawn).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    image.save(small, format="png", optimize=True)
+    return small.getvalue()
 
 
 def _remove_others(folder: Path, written: list[Path]) -> None:
     """Removes the figures of an earlier report that this one does not have; other files stay."""
     kinds = (CLUSTERABILITY, *(kind.name for kind in KINDS))
     for path in folder.glob("*"):
-        ours = path.suffix[1:] in METADATA and path.name.startswith(tuple(f"{kind}-" for kind in kinds))
+        ours = path.suffix in (".png", ".svg") and path.name.startswith(tuple(f"{kind}-" for kind in kinds))
         if ours and path not in written:
             path.unlink()
-
-
-def write(path: Path, content: bytes) -> Path:
-    """Writes a file under another name first, so that no reader ever sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return path

@@ -1,0 +1,80 @@
+"""Rewrites files of records so that they hold what counts, once.
+
+    python scripts/compact_records.py results/eval/*.jsonl
+
+Of a measurement made several times the record that reports show stays, and what the records of a run have in common is
+written with the run. Files of benchmarks keep all their records in order, because there the last one counts. Nothing
+else changes; run it after a re-measurement.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from kvsketch import records
+from kvsketch.records.files import OWN, PLACE
+from kvsketch.records.identity import OLDER
+from kvsketch.report.contents import CLUSTERABILITY, TOKEN_LIFE
+from kvsketch.report.kinds import KINDS
+
+Record = dict[str, Any]
+
+
+def compact(path: Path) -> tuple[int, int]:
+    """Rewrites one file; how many records it had and has."""
+    found = list(records.read(path))
+    kept = found
+    if all(map(_of_experiment, found)):
+        kept = sorted(map(_named, records.latest(found)), key=_run)
+    target = path.with_name(f".{path.name}.compact")
+    target.unlink(missing_ok=True)
+    for _, run in groupby(kept, key=_run):
+        own = list(run)
+        records.append(target, *own, common=_shared(own))
+    target.replace(path)
+    target.with_name(f".{target.name}.lock").unlink(missing_ok=True)
+    return len(found), len(kept)
+
+
+def _of_experiment(record: Record) -> bool:
+    return any(kind.owns(record) for kind in KINDS) or record["kind"] in (CLUSTERABILITY, TOKEN_LIFE)
+
+
+def _named(record: Record) -> Record:
+    """The record with the names of the fields that identify it; older ones have them from the list for such."""
+    if "identity" in record or not _of_experiment(record):
+        return record
+    names = (*OLDER, "position") if record["kind"] == "perplexity" else OLDER
+    return {**record, "identity": [name for name in names if name in record["data"]]}
+
+
+def _run(record: Record) -> str:
+    run = {name: value for name, value in record.items() if name not in (*OWN, PLACE)}
+    # Runs that measured again replace what stands before them, so they come first.
+    return json.dumps([not record.get("again"), run, records.FAILED in record["data"]], sort_keys=True)
+
+
+def _shared(run: list[Record]) -> list[str]:
+    """Fields of data that have one value in the whole run."""
+    first, *others = (record["data"] for record in run)
+    same = [name for name, value in first.items() if all(_same(each.get(name), value) for each in others)]
+    return [name for name in same if others and name != records.FAILED]
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other)
+
+
+def main(arguments: list[str]) -> int:
+    for path in map(Path, arguments):
+        before, after = compact(path)
+        print(f"{path}: {before} records, {after} kept, {path.stat().st_size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

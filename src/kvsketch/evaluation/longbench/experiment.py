@@ -1,0 +1,157 @@
+"""LongBench: questions, summaries, few-shot, synthetic and code tasks over long documents (arXiv 2308.14508).
+
+    kvsketch eval longbench --data FOLDER --tasks e --methods full,snapkv,balancekv --budgets 1/4
+
+The documents are not part of kvsketch: --data is a folder with a <task>.jsonl for each task, LongBench's data.zip, or
+`hub`. Prompts are LongBench's own where the folder has config/dataset2prompt.json, else those of an installed lm-eval,
+else templates of ours; the record says which, and scores compare only under the same ones.
+
+Each prompt is prefilled once for all methods; answers are greedy. With --question-as-decode the end of the prompt that
+holds the question is fed token by token after compression, so that no method sees the question while it compresses
+(the protocol of Quest and ClusterKV).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any, ClassVar
+
+from rich.table import Table
+
+from kvsketch.evaluation.budgets import text_form
+from kvsketch.evaluation.experiment import Cell, Experiment, failure
+from kvsketch.evaluation.experiment import main as run_experiment
+from kvsketch.evaluation.identity import text_sha256
+from kvsketch.evaluation.longbench import scores as longbench_scores
+from kvsketch.evaluation.longbench import tasks as longbench_tasks
+from kvsketch.evaluation.longbench.data import PROMPT_SOURCES, Prompts, Row, prompts, rows
+from kvsketch.evaluation.longbench.encoding import TRUNCATIONS, Encoded, encode, prompt_limit, question_of
+from kvsketch.evaluation.longbench.metrics import CLEANINGS, clean, require, score
+from kvsketch.evaluation.longbench.tasks import Task, task_of
+from kvsketch.evaluation.shared_prefill import Prefilled, memory, shared_prefill
+from kvsketch.methods import parse_method
+
+
+class LongBench(Experiment):
+    name: ClassVar[str] = "longbench"
+    default_methods: ClassVar[str] = (
+        "full,streamingllm,snapkv,pyramidkv:budget_is=mean,uniform,balancekv,kcenter,clusterkv"
+    )
+    default_budgets: ClassVar[str] = "1/4"
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        shorthands = ", ".join(longbench_tasks.SHORTHANDS)
+        add("--data", required=True, help="folder of <task>.jsonl files, LongBench's data.zip, or hub")
+        add("--tasks", default="english", help=f"by commas; names, or {shorthands} (e: the 13 of LongBench-E)")
+        add("--prompts", choices=("auto", *PROMPT_SOURCES), default="auto", help="whose prompt templates")
+        add("--max-prompt", type=int, default=None, help="tokens beyond which the middle is cut out; the context")
+        add("--truncate", choices=TRUNCATIONS, default="text", help="join the halves as text or as tokens")
+        add("--plain-tasks", default=None, help="tasks without chat template; few-shot and code tasks")
+        add("--question-as-decode", action="store_true", help="feed the question token by token, after compression")
+        add("--clean", choices=CLEANINGS, default="longbench", help="what of an answer is scored")
+        add("--e-average", choices=longbench_scores.E_AVERAGES, default="rows", help="how -E tasks are averaged")
+        add("--columns", choices=("groups", "tasks"), default="groups", help="columns of the summary")
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        if options.max_prompt is not None and options.max_prompt < 2:
+            raise ValueError(f"--max-prompt {options.max_prompt} leaves nothing of a prompt; use 2 or more")
+        self.task_names = longbench_tasks.task_names(options.tasks)
+        self._rows: dict[str, dict[str, Row]] = {}
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        return prompts(self.options.prompts, self.options.data)
+
+    def rows(self, name: str) -> dict[str, Row]:
+        """The rows of a task by what a record calls them."""
+        if name not in self._rows:
+            self._rows[name] = {f"{name} {row.identity}": row for row in rows(self.options.data, name)}
+        return self._rows[name]
+
+    def in_chat(self, task: Task) -> bool:
+        """Whether a task's prompt goes into the chat template of a model that has one."""
+        plain = self.options.plain_tasks
+        return task.chat if plain is None else task.name not in {task_of(n).name for n in plain.split(",") if n}
+
+    def setting_of(self, name: str) -> tuple[tuple[str, Any], ...]:
+        options = self.options
+        return (
+            *self.setting,
+            ("task", name),
+            ("prompts", self.prompts.source),
+            ("chat", self.in_chat(task_of(name))),
+            ("max_prompt", options.max_prompt),
+            ("truncate", options.truncate),
+            ("question_as_decode", options.question_as_decode),
+            ("clean", options.clean),
+        )
+
+    def cells(self) -> list[Cell]:
+        return [cell for group in self.groups() for cell in group]
+
+    def groups(self) -> Iterable[list[Cell]]:
+        """The cells of one row share its prefill."""
+        for name in self.task_names:
+            setting = self.setting_of(name)
+            for sample in self.rows(name):
+                yield [
+                    Cell(method, budget, sample, seed, setting)
+                    for method, budget in self.contenders
+                    for seed in (self.seeds if parse_method(method).random else self.seeds[:1])
+                ]
+
+    def open(self) -> None:
+        require({task_of(name).metric for name in self.task_names})
+        super().open()
+
+    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        name = dict(cells[0].setting)["task"]
+        task, row = task_of(name), self.rows(name)[cells[0].sample]
+        prompt = self.prompts.fill(task, row)
+        encoded = self.encode(task, prompt)
+        prefilled = shared_prefill(self.model, encoded.ids)
+        known = {
+            "group": task.group,
+            "length": row.length,
+            "prompt_tokens": encoded.tokens,
+            "truncated": encoded.truncated,
+            "prompt_sha256": text_sha256(prompt),
+        }
+        for cell in cells:
+            try:
+                yield cell, {**known, **self._outcome(cell, task, row, encoded, prefilled)}
+            except Exception as error:
+                yield cell, {**known, **failure(error)}
+
+    def encode(self, task: Task, prompt: str) -> Encoded:
+        """The token ids of a prompt, as the options want them."""
+        options, chat = self.options, self.in_chat(task)
+        limit = options.max_prompt or prompt_limit(self.model, self.tokenizer, chat, self._new_tokens(task))
+        question = question_of(prompt, task.marker) if options.question_as_decode else ""
+        return encode(self.tokenizer, prompt, chat=chat, limit=limit, truncation=options.truncate, question=question)
+
+    def _new_tokens(self, task: Task) -> int:
+        return self.prompts.lengths[task.name]
+
+    def _outcome(self, cell: Cell, task: Task, row: Row, encoded: Encoded, prefilled: Prefilled) -> dict[str, Any]:
+        read = encoded.ids.shape[1]
+        method, facts = text_form(self.model, cell.method, cell.budget, read, self.options.budgets_in)
+        cache = prefilled.cache(method, cell.cache_seed)
+        facts |= memory(cache)
+        tokens = prefilled.generate(cache, self._new_tokens(task), encoded.question)
+        answer = self.tokenizer.decode(tokens[0], skip_special_tokens=True)
+        scored = clean(answer, task.first_line, self.options.clean)
+        facts |= {"cache_seed": cell.cache_seed} if parse_method(cell.method).random else {}
+        return {"score": score(task.metric, scored, row.answers, row.classes), "answer": answer, **facts}
+
+    def table(self, data: list[dict[str, Any]]) -> Table:
+        return longbench_scores.table(data, self.options.e_average, self.options.columns)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_experiment(LongBench, arguments)

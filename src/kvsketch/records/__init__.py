@@ -1,0 +1,39 @@
+"""The laboratory's ground floor: what a record is, where it lies, when two are the same measurement, one estimator.
+
+    stamp.py      a record: kind, command, commit, machine, versions, seed, time, data
+    files.py      files of records: one reader, one writer
+    identity.py   which records measure the same thing, and which of them counts
+    estimate.py   means, differences and perplexities with their bootstrap intervals
+
+Nothing here knows models, methods or pages; torch is imported only to name a machine.
+"""
+
+from kvsketch.records.estimate import Estimate, difference, estimate, mean, mean_text, perplexity_deviation
+from kvsketch.records.files import FAILED, Record, Writer, append, read, read_folder, write_whole
+from kvsketch.records.identity import budget_of, budget_value, identity, latest
+from kvsketch.records.stamp import command, commit, machine, make_record, versions
+
+__all__ = [
+    "FAILED",
+    "Estimate",
+    "Record",
+    "Writer",
+    "append",
+    "budget_of",
+    "budget_value",
+    "command",
+    "commit",
+    "difference",
+    "estimate",
+    "identity",
+    "latest",
+    "machine",
+    "make_record",
+    "mean",
+    "mean_text",
+    "perplexity_deviation",
+    "read",
+    "read_folder",
+    "versions",
+    "write_whole",
+]

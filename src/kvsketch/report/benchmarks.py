@@ -1,0 +1,404 @@
+"""The benchmark page: what it says of each kind of record, a title, a sentence, a table.
+
+For each thing measured the last record counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvsketch.records import Record
+from kvsketch.report.blocks import Code, table
+from kvsketch.report.contents import commit_text
+from kvsketch.report.palette import BASE
+
+Data = dict[str, Any]
+Make = Callable[[list[Data]], str]
+LLAMA_8B_SLOT = 8 * 2 * 128 * 2  # bytes of a token's keys and values in one layer: KV heads, both, size, bf16
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    return table(header, [[cell if isinstance(cell, str) else str(cell) for cell in row] for row in rows])
+
+
+def last(data: list[Data], *keys: str) -> list[Data]:
+    return list({tuple(d.get(k) for k in keys): d for d in data}.values())
+
+
+def kernels(data: list[Data]) -> str:
+    cells: dict[tuple[int, int, str], dict[str, Data]] = {}
+    for d in last(data, "batch", "slots", "cache", "contender"):
+        cells.setdefault((d["batch"], d["slots"], d["cache"]), {})[d["contender"]] = d
+    names = ("unweighted", "tied weights", "separate weights", "sdpa flash", "sdpa cudnn")
+    rows = []
+    for (batch, slots, cache), by_name in sorted(cells.items()):
+        times = [by_name[n]["median_us"] if n in by_name else None for n in names]
+        rivals = [t for t in times[3:] if t is not None]
+        ratio = f"{times[0] / min(rivals):.2f}" if rivals and times[0] else ""
+        share = f"{by_name['unweighted']['share_of_copy_bandwidth']:.0%}" if "unweighted" in by_name else ""
+        rows.append((batch, f"{slots:,}", cache, *(f"{t:.1f}" if t else "" for t in times), ratio, share))
+    return _table(("batch", "slots", "L2", *names, "ours / better rival", "of copy bandwidth"), rows)
+
+
+def prefill(data: list[Data]) -> str:
+    timed = [d for d in last(data, "method", "length") if d.get("prefill_ms")]
+    rows = [
+        (
+            Code(d["method"]),
+            f"{d['prefill_ms']:.0f}",
+            f"{d['overhead']:+.1%}",
+            f"{d['cache_bytes'] / 1e6:.0f}",
+            f"{d['cache_bytes'] / (sum(d['stored']) * LLAMA_8B_SLOT):.3f}",
+            f"{d['peak_bytes'] / 1e9:.1f}",
+        )
+        for d in timed
+    ]
+    head = f"{timed[-1]['length']:,} tokens; transformers' DynamicCache takes {timed[-1]['baseline_ms']:.0f} ms."
+    header = ("method", "ms", "overhead", "cache MB", "cache / keys and values of the stored tokens", "peak GB")
+    return head + "\n\n" + _table(header, rows)
+
+
+def decode(data: list[Data]) -> str:
+    found = last(data, "method", "batch", "prompt")
+    full = {d["batch"]: d["step_ms"] for d in found if d["method"] == "full" and d["step_ms"]}
+    best = max((1e3 * batch / ms for batch, ms in full.items()), default=0.0)
+    rows = []
+    for d in sorted(found, key=lambda d: (d["batch"], d["step_ms"] or 1e9)):
+        if d["step_ms"] is None:
+            rows.append((d["batch"], Code(d["method"]), d["failed"], "", "", "", "", ""))
+            continue
+        rate = 1e3 * d["batch"] / d["step_ms"]
+        rows.append(
+            (
+                d["batch"],
+                Code(d["method"]),
+                f"{d['step_ms']:.2f}",
+                f"{d['p10_ms']:.2f}-{d['p90_ms']:.2f}",
+                f"{d['floor_ms']:.2f}" if d["floor_ms"] and not _recalls(d["method"]) else "",
+                f"{full[d['batch']] / d['step_ms']:.2f}x" if d["batch"] in full and d["cache_bytes"] else "",
+                f"{rate:.0f} ({rate / best:.1f}x)" if best else f"{rate:.0f}",
+                f"{d['cache_bytes'] / 1e6:.0f}" if d["cache_bytes"] else "",
+            )
+        )
+    header = (
+        "batch",
+        "method",
+        "ms per step",
+        "p10-p90",
+        "floor ms",
+        "against full",
+        "tokens/s (to full's best)",
+        "MB",
+    )
+    return _table(header, rows)
+
+
+def _recalls(method: str) -> bool:
+    """Whether a step reads a part of the cache, so that reading all of it is no floor."""
+    name = method.partition(":")[0]
+    return name in BASE and BASE[name].family == "recall"
+
+
+def step_profile(data: list[Data], most: int = 9) -> str:
+    """Microseconds of a layer by kernel, the longest first."""
+    rows = []
+    for d in last(data, "method", "batch"):
+        kernels = [
+            f"{k['kernel'].split('<')[0].removeprefix('void ')} {k['us'] / d['layers']:.1f}" for k in d["kernels"]
+        ]
+        rows.append((d["batch"], Code(d["method"]), f"{d['step_ms']:.2f}", ", ".join(kernels[:most])))
+    return _table(("batch", "method", "ms per step", "kernels, µs for each layer"), rows)
+
+
+def soak(data: list[Data]) -> str:
+    rows = []
+    for d in last(data, "method"):
+        first, end = d["intervals"][0], d["intervals"][-1]
+        cells = (f"{d['tokens']:,}", f"{end['tokens_stored']} of {d['budget']}", f"{end['device_bytes']:,}")
+        flat = f"{end['device_bytes'] / first['device_bytes']:.3f}"
+        rows.append((Code(d["method"]), *cells, flat, f"{d['slowdown']:.2f}", len(d["complaints"])))
+    return _table(("method", "tokens", "stored", "bytes", "end / start", "second half / first", "complaints"), rows)
+
+
+def faults(data: list[Data]) -> str:
+    rows = ((d["fault"], d["killed"], len(d["problems"])) for d in last(data, "fault", "pip"))
+    return _table(("what was killed", "kills", "problems"), rows)
+
+
+Column = tuple[str, str, str]  # heading, field, format
+
+
+def plain(keys: tuple[str, ...], *columns: Column, only: Callable[[Data], bool] = lambda d: True) -> Make:
+    """A table of chosen fields of the records that `only` lets through."""
+
+    def table(data: list[Data]) -> str:
+        chosen = last([d for d in data if only(d)], *keys)
+        rows = [["" if d.get(f) is None else format(d[f], spec) for _, f, spec in columns] for d in chosen]
+        return _table([heading for heading, _, _ in columns], rows)
+
+    return table
+
+
+SECTIONS: list[tuple[str, str, str, Make]] = [
+    (
+        "The decode kernel",
+        "kernel",
+        "One layer of Llama-3.1-8B shape (32 query heads, 8 KV heads, size 128, bf16), µs inside a CUDA graph.\n\n"
+        "![Decode attention against SDPA](pictures/kernels.png)",
+        kernels,
+    ),
+    (
+        "Prefill",
+        "prefill",
+        "Llama-3.1-8B shape, random weights, batch 1: time of the whole prefill with the compression "
+        "in it. The last but one "
+        "column is 1 for a cache that holds nothing but keys and values; index, weights and scores "
+        "take 8 to 12 bytes of "
+        "520 a slot. subgen stores keys without values, balancekv fills its budget while decoding.",
+        prefill,
+    ),
+    (
+        "Decoding",
+        "decode",
+        "Llama-3.1-8B shape, random weights, bf16, captured steps after a prompt of 32,768 tokens "
+        "(DynamicCache: 4,096). `full` is "
+        "the full cache with our own kernel, captured: the baseline. The floor is the time to read "
+        "weights and cache once at "
+        "the measured copy bandwidth; recall methods read a part of the cache and have none. Before a method is timed "
+        "its captured tokens are compared with eager ones and, where no layer is read whole, without the fused kernels "
+        "with those of `model.generate`.\n\n"
+        "![Decode step and throughput by batch](pictures/decode.png)",
+        decode,
+    ),
+    (
+        "Where the time of a step goes",
+        "step_profile",
+        "The first eight layers of the shape, captured, 32,768 tokens before. Kernels start before the one ahead "
+        "has ended and are charged for the wait, so the times add up to more than the step; clusterkv reads all "
+        "tokens in its first two layers (`split_kernel`) and chosen rows in the other six (`pieces_kernel`).",
+        step_profile,
+    ),
+    (
+        "Linear layers of a decode step",
+        "linear",
+        "One layer of Llama-3.1-8B and its head, bf16, weights read from memory: µs inside a CUDA graph, beside "
+        "torch's products and additions, and the share of the copy bandwidth at which the weights are read.",
+        plain(
+            ("batch", "product"),
+            ("batch", "batch", ""),
+            ("product", "product", ""),
+            ("µs", "us", ".1f"),
+            ("torch µs", "torch_us", ".1f"),
+            ("of copy bandwidth", "of_copy_bandwidth", ".0%"),
+            ("torch", "torch_of_copy_bandwidth", ".0%"),
+        ),
+    ),
+    (
+        "kvpress",
+        "kvpress",
+        "The same shape and prompt through kvpress 0.5.5 with transformers 5.2, whose decoding is eager: such a step "
+        "is bound by the host and varies with it.",
+        plain(
+            ("press",),
+            ("press", "press", ""),
+            ("kept", "kept", ",d"),
+            ("prefill ms", "prefill_ms", ",.0f"),
+            ("ms per step", "step_ms", ".1f"),
+            ("cache bytes", "cache_bytes", ",d"),
+        ),
+    ),
+    (
+        "Decoding from host memory",
+        "offload",
+        "One batch-1 step of `clusterkv` with budget 1024 after 32,768 tokens, keys and values on "
+        "the device against in pinned "
+        "host memory. Queries of random weights wander, so their hit rate is low; `locality` blends "
+        "each step's cluster scores "
+        "with the last ones, which real models do by themselves.",
+        plain(
+            ("method",),
+            ("method", "method", ""),
+            ("on device ms", "device_ms", ".2f"),
+            ("in host memory ms", "host_ms", ".2f"),
+            ("ratio", "ratio", ".2f"),
+            ("hit rate", "hit_rate", ".0%"),
+            ("device bytes", "offloaded_device_bytes", ",d"),
+            ("host bytes", "offloaded_host_bytes", ",d"),
+        ),
+    ),
+    (
+        "Hit rate of the hot set on a real model",
+        "hit_rate",
+        "Qwen2.5-Coder-0.5B, 8,192 tokens of real text, then decoding with a budget of 256: share of "
+        "the rows a query head reads "
+        "that the last steps had brought to the device, and share of all reads that are copied from host memory.",
+        plain(
+            ("method",),
+            ("method", "method", ""),
+            ("hit rate", "hit_rate", ".1%"),
+            ("copied", "copied", ".1%"),
+        ),
+    ),
+    (
+        "Column sums of attention (h2o, keyformer)",
+        "attention-mass",
+        "One layer; the share is of a prefill of 1,400 ms, all 32 layers.",
+        plain(
+            ("contender",),
+            ("what", "contender", ""),
+            ("tokens", "tokens", ",d"),
+            ("µs", "median_us", ",.0f"),
+            ("of prefill", "share_of_prefill", ".1%"),
+            ("target", "limit", ".0%"),
+        ),
+    ),
+    (
+        "Farthest-first centers (kcenter)",
+        "farthest-first",
+        "One layer, 32,768 keys, 2,048 centers per KV head. `coarse` is judged by its radius against the exact one.",
+        plain(
+            ("keys", "form"),
+            ("keys", "keys", ""),
+            ("form", "form", ""),
+            ("ms", "layer_ms", ".2f"),
+            ("of prefill", "share_of_prefill", ".1%"),
+            ("target", "target", ".0%"),
+            ("radius / exact", "radius_over_exact", ".3f"),
+        ),
+    ),
+    (
+        "Balancing walk (balancekv)",
+        "balance",
+        "One layer; `making room` is the halving that decoding does every so many tokens.",
+        plain(
+            ("contender",),
+            ("what", "contender", ""),
+            ("tokens", "tokens", ",d"),
+            ("ms", "median_ms", ".3f"),
+            ("of prefill", "share_of_prefill", ".1%"),
+            ("ms per token, all layers", "ms_per_token_all_layers", ".3f"),
+        ),
+    ),
+    (
+        "Clustering and selection (clusterkv)",
+        "recall",
+        "One layer, 32,768 tokens, batch 1. Shares are of a prefill (clustering) or a decode step of 7 ms (selection).",
+        plain(
+            ("operation", "contender", "clusters", "rounds", "budget", "batch"),
+            ("operation", "operation", ""),
+            ("by", "contender", ""),
+            ("clusters", "clusters", ",d"),
+            ("rounds", "rounds", ""),
+            ("budget", "budget", ""),
+            ("µs", "median_us", ",.1f"),
+            ("share", "share", ".1%"),
+            ("target", "target", ".0%"),
+            only=lambda d: d["operation"] in ("kmeans", "index", "selection") and d.get("batch", 1) == 1,
+        ),
+    ),
+    (
+        "Attention over chosen rows (clusterkv, quest)",
+        "recall",
+        "One layer, batch 1, rows chosen per query head or shared by a group, with or without completion slots.",
+        plain(
+            ("operation", "contender", "budget", "batch", "shared", "completion", "store"),
+            ("operation", "operation", ""),
+            ("by", "contender", ""),
+            ("budget", "budget", ""),
+            ("shared", "shared", ""),
+            ("completion", "completion", ""),
+            ("store", "store", ""),
+            ("µs", "median_us", ",.1f"),
+            only=lambda d: d["operation"] in ("indexed_attention", "full attention") and d.get("batch") == 1,
+        ),
+    ),
+    (
+        "Choosing pages (quest)",
+        "pages",
+        "One layer, 32,768 tokens in pages of 16, of which each query head reads 128. The floor is the time to read "
+        "the pages' bounds once.",
+        plain(
+            ("operation", "contender", "batch"),
+            ("operation", "operation", ""),
+            ("by", "contender", ""),
+            ("batch", "batch", ""),
+            ("µs", "median_us", ",.1f"),
+            ("floor µs", "floor_us", ",.1f"),
+            ("ms, all layers", "all_layers_ms", ".2f"),
+        ),
+    ),
+    (
+        "SubGen",
+        "subgen",
+        "One layer, budget 1,024: folding a prompt of 32,768 tokens, host included, and one decode step in a graph. "
+        "98% or more of the slots are those of the reference.",
+        plain(
+            ("keys", "method"),
+            ("keys", "keys", ""),
+            ("prompt, ms", "layer_ms", ".2f"),
+            ("of prefill", "share_of_prefill", ".1%"),
+            ("step, µs", "step_us", ".1f"),
+            ("bytes / formula", "bytes_over_formula", ".3f"),
+        ),
+    ),
+    (
+        "Streaming prefill",
+        "stream",
+        "Llama-3.1-8B shape, random weights, chunks of 8,192 tokens: the prompt never has to fit. Memory and time "
+        "only: the trained model's positions end at 131,072, see long_contexts.md. Tenths: time per token of the "
+        "slowest over the fastest tenth of the prompt, the first left out. Peak of the device's memory, "
+        "model included.",
+        plain(
+            ("method", "tokens"),
+            ("method", "method", ""),
+            ("tokens", "tokens", ",d"),
+            ("seconds", "prefill_s", ".1f"),
+            ("tenths", "slowest_over_fastest_tenth", ".2f"),
+            ("cache bytes", "cache_bytes", ",d"),
+            ("full cache", "full_bytes", ",d"),
+            ("peak bytes", "peak_bytes", ",d"),
+            ("peak / shortest", "peak_over_shortest", ".3f"),
+        ),
+    ),
+    (
+        "Long generation",
+        "soak",
+        "A small random model generates token by token on a CPU: bytes of the cache at the end over those at the "
+        "start, and time per token of the second half over the first. Memory and time only: what a trained model says "
+        "ends with its positions, see long_contexts.md.",
+        soak,
+    ),
+    (
+        "Faults",
+        "faults",
+        "Processes killed at random moments, then run again; problems are results that differ from those of an "
+        "undisturbed run.",
+        faults,
+    ),
+]
+
+
+def page(found: Sequence[Record]) -> str:
+    """The whole page from the records of benchmarks."""
+    parts = [_machines([record for record in found if any(record["kind"] == kind for _, kind, _, _ in SECTIONS)])]
+    for title, kind, text, make in SECTIONS:
+        data = [record["data"] for record in found if record["kind"] == kind]
+        if data:
+            parts += [f"## {title}", text, make(data)]
+    return "\n\n".join(parts)
+
+
+def _machines(found: Sequence[Record]) -> str:
+    rows = {}
+    for record in found:
+        versions, machine = record.get("versions") or {}, record.get("machine") or {}
+        named = (f"{name} {versions.get(name)}" for name in ("torch", "triton", "transformers"))
+        rows[record.get("command")] = (
+            Code(record.get("command") or "unknown"),
+            machine.get("gpu") or f"none ({machine.get('processor')})",
+            commit_text(record.get("commit")),
+            ", ".join(named),
+            str(record.get("time", ""))[:10],
+        )
+    return _table(("command", "GPU", "commit", "versions", "date"), rows.values())

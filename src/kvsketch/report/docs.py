@@ -1,0 +1,237 @@
+"""The pages of docs/ that hold results: `kvsketch report --docs` writes tables, figures and sentences from results/.
+
+A page marks what is written for it:
+
+    <!-- kvsketch report --docs: results -->
+    ...
+    <!-- end -->
+
+What stands between comes from templates/results.md, a jinja2 template whose numbers are calls of `Numbers`. Nothing
+else of a page is touched, and no number of a record is typed by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kvsketch.records import FAILED, Estimate, Record, budget_value, latest, mean, read_folder, write_whole
+from kvsketch.records.estimate import interval_text
+from kvsketch.report import benchmark_figures, benchmarks, blocks, figures, recall, render, streams
+from kvsketch.report.contents import Contents, Section, gather
+from kvsketch.report.rows import Row, is_overall
+
+BLOCK = re.compile(r"(<!-- kvsketch report --docs: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BIG, SMALL = "qwen2.5-coder-1.5b (bfloat16)", "qwen2.5-coder-0.5b (bfloat16)"
+NOTHING = "not measured"
+
+
+def write(root: Path) -> list[Path]:
+    """Writes every page and figure of a checkout; the files."""
+    numbers = Numbers(root)
+    drawn = [write_whole(root / "docs" / "pictures" / f"{name}.png", render.png(f)) for name, f in numbers.figures()]
+    report, _ = render.render(root / "results" / "eval", root / "docs" / "report", page=False, below=True)
+    return [*report, *drawn, *(write_whole(path, text.encode()) for path, text in pages(root, numbers).items())]
+
+
+def pages(root: Path, numbers: Numbers | None = None) -> dict[Path, str]:
+    """Every page that has marks, as it should read."""
+    numbers = numbers or Numbers(root)
+    found = {}
+    for path in sorted([root / "README.md", *(root / "docs").glob("*.md"), *(root / "docs" / "methods").glob("*.md")]):
+        page = path.read_text(encoding="utf-8")
+        if BLOCK.search(page):
+            found[path] = BLOCK.sub(lambda block: f"{block[1]}\n{numbers.words(block[2])}\n\n{block[4]}", page)
+    return found
+
+
+class Numbers:
+    """What templates ask for, as text."""
+
+    def __init__(self, root: Path) -> None:
+        if not (root / "results" / "eval").is_dir() or not (root / "docs").is_dir():
+            raise ValueError(f"{root} has no results/eval and docs; run this where the repository is")
+        self.results = root / "results"
+
+    @cached_property
+    def contents(self) -> Contents:
+        return gather(self.results / "eval", below=True)
+
+    @cached_property
+    def benchmarks(self) -> list[Record]:
+        return read_folder(self.results)
+
+    @cached_property
+    def streamed(self) -> list[Record]:
+        """The records that compare streams with exact prefills; of answers about lines the latter are in eval/."""
+        found = read_folder(self.results / "stream_quality", below=True)
+        wanted = {streams.asked(record) for record in found if record["kind"] == "lines"}
+        return [
+            *found,
+            *(r for r in read_folder(self.results / "eval") if r["kind"] == "lines" and streams.asked(r) in wanted),
+        ]
+
+    @cached_property
+    def errors(self) -> Contents:
+        """The records that the page on recall speaks of."""
+        return gather(self.results)
+
+    def words(self, name: str) -> str:
+        """A template, filled in."""
+        from jinja2 import Environment, StrictUndefined
+
+        path = resources.files("kvsketch.report") / "templates" / f"{name}.md"
+        if not path.is_file():
+            known = sorted(each.name[:-3] for each in (resources.files("kvsketch.report") / "templates").iterdir())
+            raise ValueError(f"no template {name!r}; a page may ask for: {', '.join(known)}")
+        environment = Environment(undefined=StrictUndefined, autoescape=False, trim_blocks=True, lstrip_blocks=True)
+        return environment.from_string(path.read_text(encoding="utf-8")).render(n=self).strip()
+
+    def figures(self) -> Iterator[tuple[str, Any]]:
+        """The figures of docs/pictures by name."""
+        yield from benchmark_figures.draw(self.benchmarks)
+        for section in self.errors.sections:
+            if section.kind.name == "attention_error":
+                yield "attention_error", figures.attention_errors(section, recall.MODEL)
+
+    # rows
+
+    def _section(self, kind: str, contents: Contents | None = None) -> Section | None:
+        return next((s for s in (contents or self.contents).sections if s.kind.name == kind), None)
+
+    def rows(self, kind: str, model: str = BIG, variant: str = "", **wanted: str) -> list[Row]:
+        section = self._section(kind)
+        found = [row for row in (section.rows if section else []) if row.model == model and row.variant == variant]
+        return [row for row in found if all(getattr(row, name) == value for name, value in wanted.items())]
+
+    def _text(self, rows: Sequence[Row], form: str = ".2f", interval: bool = False) -> str:
+        if not rows or rows[0].mean is None:
+            return NOTHING
+        row = rows[0]
+        assert row.mean is not None
+        return interval_text(Estimate(row.mean, *((row.low, row.high) if interval else (None, None)), row.count), form)
+
+    # answers
+
+    def lines(self, method: str, budget: str = "", *sizes: int, model: str = BIG, variant: str = "") -> str:
+        """Right answers about so many lines, in the order asked: `0.98, 0.84`."""
+        found = []
+        for size in sizes or (200, 300, 400, 600):
+            setting = ", ".join(filter(None, (f"lines {size:,}", variant)))
+            found.append(self._text(self.rows("lines", model, variant, setting=setting, method=method, budget=budget)))
+        return ", ".join(found)
+
+    def asked(self, method: str, budget: str = "", size: int = 400, model: str = BIG, variant: str = "") -> str:
+        """How many questions were answered, right or wrong."""
+        setting = ", ".join(filter(None, (f"lines {size:,}", variant)))
+        rows = self.rows("lines", model, variant, setting=setting, method=method, budget=budget)
+        return str(rows[0].count) if rows else "0"
+
+    def passkeys(self, method: str, budget: str = "", model: str = BIG, length: int | None = None) -> str:
+        """`14 of 15`: passkeys found over all lengths and depths."""
+        rows = [row for row in self.rows("needle", model, method=method, budget=budget) if not is_overall(row.setting)]
+        rows = [row for row in rows if length is None or row.setting == f"length {length:,}"]
+        asked = sum(row.count for row in rows)
+        return f"{sum(round((row.mean or 0) * row.count) for row in rows)} of {asked}" if asked else NOTHING
+
+    def bytes(self, method: str, budget: str = "", model: str = BIG, variant: str = "", host: bool = False) -> str:
+        """Bytes on the device, or on the host, as a share of the full cache's."""
+        rows = self.rows("lines", model, variant, method=method, budget=budget)
+        shares = [row.host_share if host else row.device_share for row in rows if not is_overall(row.setting)]
+        known = [share for share in shares if share is not None]
+        return f"{mean(known):.0%}" if known else NOTHING
+
+    # perplexity
+
+    def perplexity(self, method: str, setting: str = "", model: str = BIG) -> str:
+        """Deviation from the full cache with its interval, the setting that names a prefill unless another is given."""
+        rows = [row for row in self.rows("perplexity", model, method=method) if setting in row.setting]
+        return self._text(rows, "+.2f", interval=True)
+
+    def perplexities(self, method: str) -> str:
+        """Deviations in every setting of every model, and which of them the interval tells from 0."""
+        section = self._section("perplexity")
+        rows = [row for row in (section.rows if section else []) if row.method == method and row.mean is not None]
+        told = []
+        for row in rows:
+            outside = row.low is not None and row.high is not None and not row.low <= 0 <= row.high
+            verdict = "outside the noise" if outside else "within the noise"
+            told.append(
+                f"{self._text([row], '+.2f', interval=True)} ({row.model.partition(' (')[0]}, {row.setting}: {verdict})"
+            )
+        return "; ".join(told) or NOTHING
+
+    # attention errors and recall
+
+    def quotients(self, model: str, setting: str, one: str = "balancekv", other: str = "uniform") -> str:
+        """Errors of one method over those of another, by budget: `0.88 (1/2), 0.95 (1/4)`."""
+        section = self._section("attention_error")
+        rows = [row for row in (section.rows if section else []) if row.model == model and setting in row.setting]
+        errors = {(r.method, r.budget): r.mean for r in rows if is_overall(r.setting) and r.mean}
+        budgets = sorted({budget for method, budget in errors if method == one}, key=budget_value, reverse=True)
+        both = [(b, errors[one, b], errors[other, b]) for b in budgets if (other, b) in errors]
+        return ", ".join(f"{a / b:.2f} ({budget})" for budget, a, b in both) or NOTHING
+
+    def recall(self, method: str, budget: str, model: str = BIG) -> str:
+        return self._text(self.rows("recall", model, method=method, budget=budget))
+
+    def hits(self, steps: int, method: str = "clusterkv", budget: str = "1024") -> str:
+        """Share of the clusters a query reads that it read in the last steps, for each model."""
+        found: dict[str, list[float]] = {}
+        for record in latest(r for r in read_folder(self.results / "eval") if r["kind"] == "recall"):
+            data = record["data"]
+            if data.get("method") == method and data.get("budget") == budget and FAILED not in data:
+                found.setdefault(str(data["model"]), []).append(data["cluster_hits"][str(steps)])
+        return " and ".join(f"{mean(shares):.0%} ({model})" for model, shares in sorted(found.items())) or NOTHING
+
+    # whole tables
+
+    def benchmark_page(self) -> str:
+        return benchmarks.page(self.benchmarks)
+
+    def stream_tables(self) -> str:
+        return streams.tables(self.streamed)
+
+    def stream_summary(self, kind: str, model: str = BIG) -> str:
+        """How many differences between streamed and exact prefill the intervals tell from zero."""
+        return streams.summary(self.streamed, kind, model)
+
+    def recall_table(self) -> str:
+        section = self._section("attention_error", self.errors)
+        return recall.table(section.rows) if section else NOTHING
+
+    def error(self, method: str, budget: str) -> str:
+        """Error of the attention output on the page on recall."""
+        section = self._section("attention_error", self.errors)
+        return recall.error(section.rows if section else [], method, budget)
+
+    def error_quotient(self, one: str, other: str) -> str:
+        """Errors of one method over those of another on the page on recall, by budget."""
+        section = self._section("attention_error", self.errors)
+        return recall.quotients(section.rows if section else [], one, other)
+
+    def samples(self) -> str:
+        """How many seeds and questions stand behind the answers about lines."""
+        return str(max((row.count for row in self.rows("lines") if not is_overall(row.setting)), default=0))
+
+    def cost_table(self) -> str:
+        """The table of the README."""
+        columns = (
+            ("full cache", "full", ""),
+            ("clusterkv, reads 1/16", "clusterkv", "1/16"),
+            ("quest, reads 1/16", "quest", "1/16"),
+            ("snapkv, keeps 1/2", "snapkv", "1/2"),
+            ("h2o 1/2", "h2o", "1/2"),
+            ("streamingllm 1/2", "streamingllm", "1/2"),
+            ("snapkv 1/8", "snapkv", "1/8"),
+        )
+        rows = [
+            [f"{size} lines", *(self.lines(method, budget, size) for _, method, budget in columns)]
+            for size in (200, 600)
+        ]
+        rows.append(["bytes of the cache", *(self.bytes(method, budget) for _, method, budget in columns)])
+        return blocks.table(["", *(head for head, _, _ in columns)], rows)

@@ -1,0 +1,187 @@
+"""Records say where a number came from, and files of them survive several writers."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvsketch import records
+from kvsketch.records import stamp
+
+
+def test_a_record_carries_its_origin() -> None:
+    record = records.make_record("kernel", {"median_us": 5.5}, seed=3)
+    assert list(record) == ["kind", "command", "commit", "machine", "versions", "seed", "time", "data"]
+    assert record["seed"] == 3
+    assert record["data"] == {"median_us": 5.5}
+    assert record["versions"]["torch"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", record["time"])
+    assert json.loads(json.dumps(record)) == record
+
+
+def test_commit_is_the_checkout_or_what_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    stamp.commit.cache_clear()
+    monkeypatch.setenv("KVSKETCH_COMMIT", "abc123-dirty")
+    assert records.commit() == {"hash": "abc123", "dirty": True}
+    stamp.commit.cache_clear()
+    monkeypatch.delenv("KVSKETCH_COMMIT")
+    found = records.commit()
+    assert found is None or re.fullmatch(r"[0-9a-f]{40,64}", found["hash"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["/opt/bin/python3.12", "-m", "kvsketch.benchmark.kernels", "--out", "a b"],
+         "python -m kvsketch.benchmark.kernels --out 'a b'"),
+        (["/opt/bin/python3", "/opt/bin/kvsketch", "eval", "clusterkv:budget=1024"],
+         "kvsketch eval clusterkv:budget=1024"),
+        (["python"], "python"),
+    ],
+)  # fmt: skip
+def test_command_names_no_folders(monkeypatch: pytest.MonkeyPatch, typed: list[str], expected: str) -> None:
+    monkeypatch.setattr(sys, "orig_argv", typed)
+    assert records.command() == expected
+
+
+def record(number: int, text: str = "", **data: object) -> dict[str, object]:
+    run = {"kind": "toy", "command": "kvsketch eval toy", "commit": {"hash": "abc", "dirty": False}}
+    return {**run, "seed": 0, "time": "2026-01-01T00:00:00+00:00", "data": {"number": number, "text": text, **data}}
+
+
+def numbers(path: Path) -> list[int]:
+    return [each["data"]["number"] for each in records.read(path)]
+
+
+def _append_some(path: Path, start: int) -> None:
+    for number in range(start, start + 8):
+        records.append(path, record(number, "é" * 5000, model="m"), common=["model"])
+
+
+def test_many_processes_do_not_mix_lines_and_the_run_is_described_once(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "records.jsonl"
+    processes = [multiprocessing.get_context("fork").Process(target=_append_some, args=(path, 8 * n)) for n in range(6)]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join()
+    assert sorted(numbers(path)) == list(range(48))
+    assert path.read_bytes().count(b'"command"') == 1 and path.read_bytes().count(b'"model"') == 1
+    assert all(each["data"]["model"] == "m" and each["kind"] == "toy" for each in records.read(path))
+
+
+def test_what_is_read_is_what_was_appended(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    whole = [record(1, lines=200), record(2, lines=400), {**record(3), "kind": "other", "seed": None}]
+    records.append(path, *whole, common=["lines"])
+    found = list(records.read(path))
+    assert [{k: v for k, v in each.items() if k != "place"} for each in found] == whole
+    assert [each["place"] for each in found] == [f"records.jsonl, line {line}" for line in (2, 4, 6)]
+    records.append(path, *found)
+    assert numbers(path) == [1, 2, 3] * 2
+
+
+def test_files_of_whole_records_are_read_and_continued(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(record(1)) + "\n", encoding="utf-8")
+    records.append(path, record(2))
+    assert numbers(path) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [('{"kind": ', "Expecting value"), ("[1]", "no object"), ('{"kind": "a"}', "it has no data"),
+     ('{"data": {}}', "it has no kind"), ('{"of": "5", "data": {}}', "its run '5' is not described")],
+)  # fmt: skip
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "records.jsonl"
+    assert list(records.read(path)) == []
+    path.write_text(f"{json.dumps(record(1))}\n{line}\n{json.dumps(record(2))}\n")
+    with pytest.raises(ValueError, match=rf"records\.jsonl, line 2 is not a record \({reason}"):
+        list(records.read(path))
+    remarks: list[str] = []
+    assert [each["data"]["number"] for each in records.read(path, remarks)] == [1, 2]
+    assert len(remarks) == 1 and remarks[0].startswith(f"records.jsonl, line 2: not a record ({reason}")
+
+
+def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        records.append(tmp_path / "records.jsonl", record(1, median_us=float("nan")))
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+@pytest.mark.parametrize("rest", ['{"kind": ', '{"kind": "\\u00', "7", "x" * 200_000])
+def test_a_last_line_cut_short_is_no_record_and_goes_with_the_next_append(tmp_path: Path, rest: str) -> None:
+    path = tmp_path / "records.jsonl"
+    records.append(path, record(1))
+    with path.open("a") as file:
+        file.write(rest)
+    assert numbers(path) == [1]
+    records.append(path, record(2), record(3))
+    assert numbers(path) == [1, 2, 3] and rest not in path.read_text().splitlines()
+
+
+def test_a_last_line_that_lacks_only_its_end_stays(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(record(1)))
+    records.append(path, record(2))
+    assert numbers(path) == [1, 2]
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = records.write_whole(tmp_path / "report.md", b"old")
+
+    def full_disk(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.replace", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        records.write_whole(target, b"new")
+    assert target.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+# when two records are the same measurement
+
+
+def cell(sample: int, score: float, seed: int = 0, **more: object) -> dict[str, object]:
+    data = {"method": "snapkv", "budget": "1/8", "sample": f"question={sample}", "model": "m", "score": score}
+    names = ["method", "budget", "sample", "model"]
+    run = {name: more.pop(name) for name in ("again", "commit") if name in more}
+    return {"kind": "lines", "identity": names, **run, "seed": seed, "data": {**data, **more}}
+
+
+def scores(found: list[dict[str, object]]) -> list[object]:
+    return [each["data"]["score"] for each in found]  # type: ignore[index]
+
+
+def test_the_last_record_of_a_measurement_counts() -> None:
+    found = [cell(0, 0.1), cell(1, 0.2), cell(0, 0.3), cell(0, 0.4, seed=1), cell(0, 0.5, device_bytes=7)]
+    assert scores(records.latest(found)) == [0.5, 0.2, 0.4]
+
+
+def test_models_of_one_name_are_told_apart_by_their_weights() -> None:
+    found = [cell(0, 0.1, model_sha256="a"), cell(0, 0.2, model_sha256="b")]
+    assert scores(records.latest(found)) == [0.1, 0.2]
+
+
+def test_a_run_that_measured_again_replaces_all_of_an_older_version() -> None:
+    older = [cell(n, 0.0) for n in range(3)] + [cell(0, 0.5, method="quest")]
+    again = [cell(1, 1.0, again=True, commit={"hash": "new"}), cell(2, 1.0, again=True, commit={"hash": "new"})]
+    assert scores(records.latest([*older, *again])) == [1.0, 1.0, 0.5]
+    assert scores(records.latest([*older, *again, cell(4, 0.25)])) == [1.0, 1.0, 0.25, 0.5]
+
+
+def test_records_of_older_files_are_told_apart_by_the_fields_they_had() -> None:
+    older = [
+        {"kind": "lines", "seed": 0, "data": {"method": "a", "sample": "s", "lines": n, "score": n}} for n in (1, 2)
+    ]
+    retried = [{"kind": "lines", "seed": 0, "data": {"method": "a", "sample": "s", "lines": 1, "failed": "no"}}]
+    assert len(records.latest([*retried, *older])) == 2
+    rates = [{"kind": "attention_error", "seed": 0, "data": {"method": "a", "rate": rate}} for rate in (4, 8)]
+    assert [records.budget_of(each["data"]) for each in records.latest(rates)] == ["1/4", "1/8"]

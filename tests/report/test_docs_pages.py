@@ -1,0 +1,196 @@
+"""Every page that shows results is what the records say, and so all pages agree with each other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_records import record, write
+
+from kvsketch import records
+from kvsketch.report import benchmarks, blocks, docs, recall, streams
+from kvsketch.report.body import body
+from kvsketch.report.contents import gather
+
+ROOT = Path(__file__).parent.parent.parent
+COMMAND = "run: kvsketch report --docs"
+CELL = {"model": "m", "dtype": "bfloat16", "budgets_in": "tokens", "method": "snapkv", "budget": "1024"}
+
+
+@pytest.fixture(scope="module")
+def numbers() -> docs.Numbers:
+    return docs.Numbers(ROOT)
+
+
+def test_every_page_is_written_from_the_records(numbers: docs.Numbers) -> None:
+    written = docs.pages(ROOT, numbers)
+    assert {path.name for path in written} >= {
+        "README.md",
+        "results.md",
+        "recall.md",
+        "long_contexts.md",
+        "benchmarks.md",
+    }
+    for path, text in written.items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}; {COMMAND}"
+
+
+def test_the_report_is_written_from_the_same_rows(numbers: docs.Numbers) -> None:
+    folder = ROOT / "docs" / "report"
+    drawn = sorted(path.relative_to(folder).as_posix() for path in (folder / "figures").glob("*"))
+    report = (folder / "report.md").read_text(encoding="utf-8")
+    shown = re.findall(r"!\[[^]]*\]\((figures/[^)]+)\)", report)
+    assert sorted(shown) == drawn and all(name.endswith(".png") for name in drawn)
+    assert report == blocks.markdown(body(numbers.contents, shown)) + "\n", COMMAND
+
+
+def test_no_number_of_a_row_is_typed_by_hand() -> None:
+    """Sentences about results stand between the marks; templates hold what papers report and settings, not results."""
+    page = docs.BLOCK.sub("", (ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
+    assert not re.search(r"\d", page)
+    from_papers = {
+        "0.5",
+        "0.70",
+        "0.98",
+        "1.0",
+        "0.68",
+        "0.5.5",
+        "5.2",
+        "2.5",
+        "1.5",
+        "4,000",
+        "16,000",
+        "1,024",
+        "6,000",
+    }
+    template = (Path(docs.__file__).parent / "templates" / "results.md").read_text(encoding="utf-8")
+    typed = set(re.findall(r"\d+(?:[.,]\d+)+", re.sub(r"\{\{.*?\}\}", "", template, flags=re.DOTALL)))
+    assert typed <= from_papers, typed - from_papers
+
+
+def test_the_speeds_in_the_readme_are_in_the_records(numbers: docs.Numbers) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = numbers.benchmark_page()
+    rows = [
+        line for line in readme.splitlines() if line.startswith(("| decode step", "| prefill, over", "| cache after"))
+    ]
+    assert len(rows) == 6
+    for row in rows:
+        for number in re.findall(r"[-+]?[\d,]+(?:\.\d+)?%?", row.split("|", 2)[2]):
+            assert f"| {number.replace(',', '')} |" in page.replace("ms", ""), number
+
+
+def test_records_name_no_folder_of_a_machine() -> None:
+    for path in (ROOT / "results").rglob("*.jsonl"):
+        for each in records.read(path):
+            assert " /" not in each["command"] and "=/" not in each["command"], path.name
+
+
+def test_an_unknown_block_is_named(tmp_path: Path) -> None:
+    for name in ("results/eval", "docs"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "README.md").write_text("<!-- kvsketch report --docs: nothing -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match="no template 'nothing'; a page may ask for: benchmarks, costs"):
+        docs.pages(tmp_path)
+    with pytest.raises(ValueError, match="run this where the repository is"):
+        docs.Numbers(tmp_path / "docs")
+
+
+def test_a_measurement_made_again_is_what_pages_show(tmp_path: Path) -> None:
+    """A re-measured method replaces its old rows, also those of questions that were not asked again."""
+    place = {
+        "lines": 200,
+        "model": docs.BIG.partition(" ")[0],
+        "dtype": "bfloat16",
+        "method": "uniform",
+        "budget": "1/4",
+    }
+    old = [record("lines", {**place, "sample": f"question={n}", "score": 0.0}) for n in range(5)]
+    new = [
+        {
+            **record("lines", {**place, "sample": f"question={n}", "score": 1.0}),
+            "again": True,
+            "identity": ["sample", *place],
+        }
+        for n in range(4)
+    ]
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "results" / "eval").mkdir(parents=True)
+    records.append(tmp_path / "results" / "eval" / "lines.jsonl", *old)
+    assert docs.Numbers(tmp_path).lines("uniform", "1/4", 200) == "0.00"
+    records.append(tmp_path / "results" / "eval" / "lines.jsonl", *new)
+    assert docs.Numbers(tmp_path).lines("uniform", "1/4", 200) == "1.00"
+    assert docs.Numbers(tmp_path).asked("uniform", "1/4", 200) == "4"
+
+
+# streams beside exact prefills
+
+
+def perplexity(text: int, position: int, nll: float | None, **more: Any) -> dict[str, Any]:
+    runs = {"chunk_tokens": [64], "chunk_nll": [nll], "full_chunk_nll": [1.0]}
+    outcome = {"failed": "MemoryError: no"} if nll is None else runs
+    place = {"sample": f"text {text}", "protocol": "prefill", "steps": 64, "position": position}
+    return record("perplexity", {**CELL, **place, **outcome, **more})
+
+
+def line(question: int, score: float, **more: Any) -> dict[str, Any]:
+    place = {"sample": f"lines=600 question={question}", "lines": 600, "max_new_tokens": 48}
+    return record("lines", {**CELL, **place, "score": score, "prompt_tokens": 9012, "position": 7 * question, **more})
+
+
+def read(folder: Path, name: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    write(folder / f"{name}.jsonl", found)
+    return records.read_folder(folder)
+
+
+def test_models_and_lengths_stay_apart_and_samples_are_paired(tmp_path: Path) -> None:
+    found = [perplexity(text, 8000, 1.0) for text in (1, 2, 3)]
+    found += [perplexity(1, 16000, 2.0), perplexity(1, 8000, 3.0, model="other")]
+    found += [perplexity(text, 8000, 2.0, chunk=2048) for text in (1, 2, 3, 4)]
+    text = streams.tables(read(tmp_path, "perplexity", found))
+    assert "#### m (bfloat16)" in text and "#### other (bfloat16)" in text
+    head = "| method | budget | tokens | exact prefill | chunks of 2,048 | chunks of 2,048 - exact | samples |"
+    assert head in text and "| method | budget | tokens | exact prefill | samples |\n" in text
+    higher = "+4.67 [+4.67, +4.67]"
+    assert f"| `snapkv` | 1024 | 8,000 | +0.00 [+0.00, +0.00] | {higher} | {higher} | 3 to 4 |" in text
+    assert "| `snapkv` | 1024 | 16,000 | +4.67 |  |  | 1 |" in text
+    assert streams.summary(records.read_folder(tmp_path), "perplexity", "m (bfloat16)").startswith("of 1 differences")
+
+
+def test_a_retried_failure_counts_no_more_and_others_are_told(tmp_path: Path) -> None:
+    again = [perplexity(1, 8000, None), perplexity(2, 8000, None), perplexity(1, 8000, 1.0)]
+    assert "| 8,000 | +0.00 (1 failed) | 1 |" in streams.tables(read(tmp_path, "perplexity", again))
+
+
+def test_answers_are_shown_with_the_tokens_that_lines_come_to(tmp_path: Path) -> None:
+    found = [line(n, 1.0) for n in range(4)] + [line(n, float(n < 2), chunk=2048) for n in range(4)]
+    text = streams.tables(read(tmp_path, "lines", found))
+    (row,) = [each for each in text.splitlines() if each.startswith("| `snapkv`")]
+    assert row.startswith("| `snapkv` | 1024 | 600 (9,000 tokens) | 1.00 [1.00, 1.00] | 0.50 [0.00, 1.00] | -0.50 [")
+
+
+# errors on the page on recall, and benchmarks
+
+
+def test_of_an_error_measured_twice_the_last_counts_and_other_settings_are_no_part(tmp_path: Path) -> None:
+    data = {"model": "qwen2.5-coder-0.5b", "dtype": "float32", "tokens": 8192, "method": "quest", "rate": 4}
+    data |= {"tokens_read": 2064, "bytes": 3_000_000, "outcomes": {}, "layers": "0"}
+    found = [record("attention_error", {**data, "mean": mean}) for mean in (0.9, 0.05)]
+    found += [record("attention_error", {**data, "mean": 0.5, "dtype": "bfloat16", "method": "h2o"})]
+    write(tmp_path / "attention_error.jsonl", found)
+    (section,) = gather(tmp_path).sections
+    assert recall.table(section.rows).endswith("| recall | `quest` | .050 | .055 .105 .170 | 2064 | 3 |")
+    assert (
+        recall.error(section.rows, "quest", "1/4") == ".050"
+        and recall.error(section.rows, "h2o", "1/4") == "not measured"
+    )
+
+
+def test_the_last_record_of_a_benchmark_counts() -> None:
+    data = {"method": "full", "batch": 1, "prompt": 8, "p10_ms": 6.0, "p90_ms": 8.0, "failed": None}
+    data |= {"floor_ms": 4.0, "cache_bytes": 2_000_000}
+    page = benchmarks.page([record("decode", {**data, "step_ms": step}) for step in (9.0, 7.0)])
+    assert "| 1 | `full` | 7.00 | 6.00-8.00 | 4.00 | 1.00x |" in page
+    assert "9.00" not in page
