@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -144,6 +147,20 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, monke
         records.write_whole(target, b"new")
     assert target.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_two_writers_of_one_file_do_not_share_a_temporary_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have written before either of them puts its file in place."""
+    both, replace = threading.Barrier(2, timeout=20), os.replace
+
+    def together(*names: str) -> None:
+        both.wait()
+        replace(*names)
+
+    monkeypatch.setattr("os.replace", together)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda content: records.write_whole(tmp_path / "note.json", content), (b"one", b"two")))
+    assert (tmp_path / "note.json").read_bytes() in (b"one", b"two") and len(list(tmp_path.iterdir())) == 1
 
 
 # when two records are the same measurement
