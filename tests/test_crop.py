@@ -225,12 +225,13 @@ def test_every_turn_has_its_own_share(name: str, source: str) -> None:
     text = torch.cat([text, zoo.tokens(1, 300, seed=1)], 1)
     plain = generate(model, text, cache, max_new_tokens=3).sequences
     assert shares(cache) == {text.shape[1]}
-    assert 0.75 * (text.shape[1] // 2) < cache.tokens_stored <= text.shape[1] // 2
+    # Samples of one token share a slot, so subgen stores fewer than it may.
+    assert 0.6 * (text.shape[1] // 2) < cache.tokens_stored <= text.shape[1] // 2
     # Assisted decoding feeds all ids it is given, so a second turn gives the new ones under a mask for all.
     new, before = torch.cat([plain[:, -1:], zoo.tokens(1, 9, seed=2).repeat(1, 4)], 1), cache.tokens_seen
     _, third = assisted(model, new, cache, source, attention_mask=torch.ones(1, before + 37, dtype=torch.long))
     assert shares(cache) == {third} and before + 37 <= third < before + 37 + 20
-    assert 0.75 * (third // 2) < cache.tokens_stored <= third // 2
+    assert 0.6 * (third // 2) < cache.tokens_stored <= third // 2
 
 
 @pytest.mark.parametrize("name", BOUNDED)

@@ -22,7 +22,6 @@ import kvsketch
 import zoo
 from common import generate, padded, with_budget
 from kvsketch import CompressedCache, rotary
-from kvsketch.decoding import Step
 from kvsketch.methods import H2O
 from kvsketch.ops.turn_keys import reference
 from kvsketch.slots import SlotTable
@@ -496,7 +495,6 @@ def test_replayed_steps_count_and_warn() -> None:
     with heard(1):
         for _ in range(5):
             table.count_replayed()
-    assert "count_replayed" in Step.run.__code__.co_names
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from test_saving import RECALL, VARIANTS, read, step
 MORE = [
     "balancekv:budget=24:sinks=2:recent=4:form=stream:block=8",
     "balancekv:budget=24:sinks=2:recent=4:form=paper:block=8",
-    "subgen:budget=16:sinks=2:recent=4:normalizer=self",
+    "subgen:budget=16:sinks=2:recent=4:normalizer=clipped",
     "infinigen:budget=16:skip_layers=0:speculate=previous",
     *(method.replace("budget=16", "budget=40%") for method in RECALL),
     *(method.replace("budget=16", "budget=40%") + ":offload=host" for method in RECALL),
@@ -71,7 +71,7 @@ def test_numbers_that_point_to_nothing_are_refused(method: str, tmp_path: Path) 
 def forged_tables() -> dict[str, tuple[str, Callable[[SlotTable], None]]]:
     clusterkv = next(method for method in RECALL if method.startswith("clusterkv"))
     offloaded = f"{clusterkv}:offload=host"
-    subgen = "subgen:budget=16:sinks=2:recent=4"
+    subgen = "subgen:budget=16:sinks=2:recent=4:normalizer=clipped"
     return {
         "more tokens than slots": ("full", lambda t: setattr(t, "seen", 10_000)),
         "an index of too many tokens": (clusterkv, lambda t: t.row_state["order"][0, 0, 0].fill_(t.seen)),

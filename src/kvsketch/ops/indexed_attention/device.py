@@ -93,18 +93,6 @@ def pieces_kernel(
     listed = rows_ptr + (head * LISTS + which) * row_count
     list_end = tl.where(in_list, row_count, 0)
     begin_tile, end_tile = tiles * split // splits, tiles * (split + 1) // splits
-    if CUT:
-        # The cluster read in part: the logits of its slot, from which the sums of a list start, and its rows' places.
-        cut = cut_ptr + (head * LISTS + tl.where(in_list, which, 0)) * 3
-        cut_slot = tl.load(cut)
-        cut_start = tl.maximum(tl.load(cut + 1), begin_tile * BLOCK_N)
-        cut_end = tl.minimum(tl.load(cut + 2), end_tile * BLOCK_N)
-        cut_end = tl.where(in_list & (cut_slot >= 0), cut_end, cut_start)
-        cut_slot = tl.maximum(cut_slot, 0).to(tl.int64)
-        cut_k = tl.load(extra_k_ptr + b * ek_b + h * ek_h + cut_slot * ek_n + d, mask=d < D, other=0.0)
-        cut_s = tl.sum(q.to(tl.float32) * cut_k.to(q.dtype).to(tl.float32)[None, :], 1) * scale
-        cut_x = capped(cut_s, softcap, CAPPED)
-        origin = tl.where(cut_end > cut_start, cut_x, NEG_INF)
     for tile in tl.range(begin_tile, end_tile, num_stages=STAGES):
         place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         slot = tl.load(listed + place, mask=place < list_end, other=-1)
@@ -115,17 +103,33 @@ def pieces_kernel(
         x = tl.where(visible[None, :], logits_of(q, k, scale, softcap, CAPPED), NEG_INF)
         origin, total, terms, shrink = add_terms(origin, total, x)
         v = load_rows(v_base, slot, v_n, visible, DV, BLOCK_DV)
-        if CUT:
-            in_cut = (place >= cut_start) & (place < cut_end)
-            terms -= tl.where(in_cut[None, :], tl.exp2(cut_x - origin)[:, None], 0.0)
         acc = dot(terms.to(v.dtype), v, acc * shrink[:, None])
     if CUT:
-        column = tl.arange(0, BLOCK_DV)
-        cut_rows = (cut_end - cut_start).to(tl.float32)
-        cut_v_ptr = extra_v_ptr + b * ev_b + h * ev_h + cut_slot * ev_n + column
-        cut_v = tl.load(cut_v_ptr, mask=column < DV, other=0.0).to(tl.float32)
-        cut_weight = tl.where(cut_rows > 0, tl.exp2(cut_x - origin) * cut_rows, 0.0)
-        acc += cut_weight[:, None] * cut_v[None, :]
+        # A cluster read in part, places [cut_start, cut_end) of the list: its slot stands for the unread rows alone, so
+        # exp(s) (n mean - sum of the n rows read) joins the numerator. The rows are read twice: they are few, and the
+        # loop above stays as it is.
+        cut = cut_ptr + (head * LISTS + tl.where(in_list, which, 0)) * 3
+        cut_slot = tl.load(cut)
+        cut_start = tl.maximum(tl.load(cut + 1), begin_tile * BLOCK_N)
+        cut_end = tl.minimum(tl.load(cut + 2), end_tile * BLOCK_N)
+        if in_list & (cut_slot >= 0) & (cut_end > cut_start):
+            cut_k = tl.load(extra_k_ptr + b * ek_b + h * ek_h + cut_slot.to(tl.int64) * ek_n + d, mask=d < D, other=0.0)
+            cut_s = tl.sum(q.to(tl.float32) * cut_k.to(q.dtype).to(tl.float32)[None, :], 1) * scale
+            cut_x = capped(cut_s, softcap, CAPPED)
+            raised = tl.maximum(origin, cut_x)
+            lowered = tl.exp2(origin - raised)
+            cut_column = tl.arange(0, BLOCK_DV)
+            cut_v_ptr = extra_v_ptr + b * ev_b + h * ev_h + cut_slot.to(tl.int64) * ev_n + cut_column
+            mean = tl.load(cut_v_ptr, mask=cut_column < DV, other=0.0).to(tl.float32)
+            missing = mean * (cut_end - cut_start).to(tl.float32)
+            for cut_tile in range(cut_start // BLOCK_N, tl.cdiv(cut_end, BLOCK_N)):
+                cut_place = cut_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                in_cut = (cut_place >= cut_start) & (cut_place < cut_end)
+                cut_row = tl.load(listed + cut_place, mask=in_cut, other=-1)
+                missing -= tl.sum(load_rows(v_base, cut_row, v_n, cut_row >= 0, DV, BLOCK_DV).to(tl.float32), 0)
+            acc = acc * lowered[:, None] + tl.exp2(cut_x - raised)[:, None] * missing[None, :]
+            total = total * lowered
+            origin = raised
 
     if EXTRA:
         extra_split = split - span_splits
