@@ -142,6 +142,47 @@ def test_a_seed_reproduces(name: str) -> None:
         assert not torch.equal(runs[0], runs[2])
 
 
+RANDOM = {
+    **{name: with_budget(name, 24) for name, method in kvsketch.METHODS.items() if method.random},
+    "subgen_two_sums": "subgen:budget=24:sinks=2:normalizer=clipped",
+    "subgen_mixed": "subgen:budget=24:sinks=2:sampling=mixed",
+    "balancekv_stream": "balancekv:budget=24:sinks=2:recent=4:form=stream",
+}
+
+
+def test_the_random_methods_are_known() -> None:
+    assert RANDOM.keys() >= {"uniform", "keyformer", "subgen", "balancekv", "clusterkv"}
+
+
+def drawn(model: torch.nn.Module, text: str, seed: int) -> list[torch.Tensor]:
+    """What each layer of a cache stores of the same random tokens: its slots, scores and clusters, in one tensor."""
+    cache, found = CompressedCache(model, text, seed=seed), []
+    heads, size = model.config.num_key_value_heads, model.config.head_dim
+    for layer in cache.slot_layers:
+        generator = torch.Generator().manual_seed(5)
+        keys, values, queries = (torch.randn(2, n * heads, 90, size, generator=generator) for n in (1, 1, 2))
+        table = layer.table
+        table.scale = size**-0.5
+        for part in (slice(0, 80), *(slice(i, i + 1) for i in range(80, 90))):
+            layer.method.prepare(table, keys[:, :, part], values[:, :, part])
+            table.append(keys[:, :, part], values[:, :, part])
+            layer.method.compress(table, queries[:, :, part])
+        # The hash states of the draws tell the seed, whether it is used or not.
+        state = [tensor for name, tensor in {**table.slot_state, **table.row_state}.items() if name != "streams"]
+        found.append(torch.cat([tensor.flatten().double() for tensor in [table.index_slots(), *state]]))
+    return found
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_the_seed_of_a_cache_changes_the_draws_of_every_layer(name: str) -> None:
+    """Experiments give each sample a seed of its own, so that intervals hold the error of the draws too."""
+    model = zoo.build("llama", num_hidden_layers=3)
+    runs = [drawn(model, RANDOM[name], seed) for seed in (1, 1, 2)]
+    for same, again, other in zip(*runs, strict=True):
+        assert torch.equal(same, again)
+        assert same.shape != other.shape or not torch.equal(same, other)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_rolled_back_tokens_leave_no_trace(name: str) -> None:
     """Prompt lookup under eviction: candidates that were rejected change nothing that is said afterwards."""

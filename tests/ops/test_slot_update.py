@@ -88,7 +88,8 @@ def test_of_equal_scores_the_oldest_goes_first(device: torch.device, slots: int,
     results = []
     for module in (reference, kernel):
         t = make_table(device, slots, torch.float32)
-        t["index"][t["index"] < 0] = 3 * slots - 1
+        t["index"][t["index"] < 2 + slots // 3] = 3 * slots - 1
+        t["index"][:, :, -1] = 2 + slots // 3  # the oldest lies in the last slot
         t["scores"] = t["scores"].gt(0).float() * torch.tensor(-0.0, device=device)
         t["scores"][:, :, ::7] = 0.0
         padding = t["padding"] if padded else None
