@@ -14,6 +14,7 @@ from kvsketch import CompressedCache
 from kvsketch.methods.h2o import H2O
 from kvsketch.methods.keyformer import Keyformer
 from kvsketch.ops.attention_mass import reference
+from kvsketch.slots import SlotTable
 
 PROMPT, STEPS = 40, 30
 KEPT, WINDOW = 24, 7  # 60% of the prompt, 30% of that
@@ -60,6 +61,27 @@ def test_temperature_schedule() -> None:
     for table, generated in zip(tables(method, stream), range(11), strict=True):
         tau = reference.temperature_at(method.temperature(table), table.seen, torch.device("cpu"))
         assert float(tau) == pytest.approx(1.0 + min(generated, 8) / 8)
+
+
+def test_a_draft_goes_on_and_a_turn_starts_again() -> None:
+    """The temperature counts generated tokens, those of a draft that are kept among them, from the last prompt."""
+    method, table = Keyformer(budget=64, tau_init=1.0, tau_end=2.0, horizon=8), SlotTable(0, 1)
+
+    def tau() -> float:
+        return float(reference.temperature_at(method.temperature(table), table.seen, torch.device("cpu")))
+
+    def append(count: int, draft: bool = False) -> None:
+        table.append(*torch.randn(2, 1, 1, count, 4), draft=draft)
+
+    append(12)
+    append(8)
+    assert tau() == 1.0, "a prompt in two forwards"
+    append(1)
+    append(4, draft=True)
+    table.drop_newest(2)
+    assert tau() == 1.0 + 3 / 8
+    append(5)
+    assert tau() == 1.0, "a new turn"
 
 
 def test_noise_changes_what_is_kept_and_nothing_else() -> None:

@@ -1,10 +1,12 @@
 """Uniform sampling: the law of its sample and of its weights, in one turn and over several.
 
-Draws depend on the head, so heads that hold the same keys and values are independent runs. Seeds are fixed; a check of a
-mean or a variance over 800 heads raises a false alarm with a chance of 6e-5.
+Draws depend on the head, so heads that hold the same keys and values are independent runs. Seeds are fixed; a check of
+a mean or a variance over 800 heads raises a false alarm with a chance of 6e-5.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -107,7 +109,7 @@ def test_every_token_weighs_one_in_the_mean_over_several_turns(case: str) -> Non
     bounds = [4]
     for chunk in chunks:
         bounds.append(bounds[-1] + chunk - (4 if len(bounds) == 1 else 0))
-    several = [(a, min(b, count - 8)) for a, b in zip(bounds, bounds[1:], strict=False) if b - a > 1]
+    several = [(a, min(b, count - 8)) for a, b in itertools.pairwise(bounds) if b - a > 1]
     for start, end in several:
         mass = weights[:, start:end].sum(-1)
         near = abs(float(mass.mean()) - (end - start)) < 0.02 * (end - start)

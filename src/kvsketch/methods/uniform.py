@@ -66,7 +66,10 @@ class Uniform(BudgetedMethod):
             return
         rows, recent = self.row_budgets(table), self.recent_window(table, budget)
         like = table.real_tokens()  # [B, 1, 1]
-        sizes = [torch.full_like(like, size) if isinstance(size, int) else size for size in (budget if rows is None else rows, recent)]
+        sizes = [
+            torch.full_like(like, size) if isinstance(size, int) else size
+            for size in (budget if rows is None else rows, recent)
+        ]
         now = torch.cat(sizes, 1)[..., 0]  # [B, 2]
         before = table.row_state.get("sizes")
         table.row_state["sizes"] = now
