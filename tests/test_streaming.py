@@ -23,6 +23,7 @@ from test_oracle import oracle
 
 METHODS = list(kvsketch.METHODS)
 BOUNDED = [n for n, m in kvsketch.METHODS.items() if m.family in ("evict", "summarise")]
+RECALL = [n for n, m in kvsketch.METHODS.items() if m.family == "recall"]
 FORMS = ["balancekv:budget=16:form=stream", "balancekv:budget=16:form=paper:block=8", "subgen:budget=16:policy=double"]
 CHUNK, LENGTH = 12, 61
 
@@ -105,6 +106,45 @@ def test_a_row_alone_equals_that_row_behind_whole_chunks_of_padding(name: str) -
     alone = kvsketch.prefill(model, row, stream(model, method))
     together = kvsketch.prefill(model, batch, stream(model, method), mask)
     torch.testing.assert_close(together[1:], alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("padding", [1, 7, 2 * CHUNK, LENGTH - 5])
+@pytest.mark.parametrize(
+    "method", [*(with_budget(name, 16) for name in RECALL), "clusterkv:budget=25%:sinks=2:skip_layers=0"]
+)
+def test_a_row_of_a_recall_method_is_what_it_is_alone_whatever_its_padding(method: str, padding: int) -> None:
+    """Chunks are cut elsewhere in the padded row; everything is kept and indexed at the end of the prompt."""
+    model = zoo.build("llama")
+    row = zoo.tokens(1, LENGTH - padding)
+    batch = torch.cat([zoo.tokens(1, LENGTH, seed=5), torch.nn.functional.pad(row, (padding, 0))])
+    batch, mask = padded(batch, [0, padding])
+    options = {"max_new_tokens": 8, "suppress_tokens": [0]}
+    together = generate(model, batch, stream(model, method), attention_mask=mask, **options)
+    for alone in (stream(model, method), CompressedCache(model, method)):
+        for a, b in zip(together.logits, generate(model, row, alone, **options).logits, strict=True):
+            torch.testing.assert_close(a[1], b[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("offload", ["none", "host"])
+@pytest.mark.parametrize("name", RECALL)
+def test_a_stream_that_breaks_off_reads_all_it_has(name: str, offload: str) -> None:
+    """The first of two turns is complete, the second is not; the next token reads every token all the same."""
+    model, ids = zoo.build("llama"), zoo.tokens(1, 80)
+    options = ":recluster=5:recluster_into=2" if name == "clusterkv" else ""
+    cache = stream(model, f"{with_budget(name, 16)}:offload={offload}{options}")
+    kvsketch.prefill(model, ids[:, :30], cache)
+
+    def stop(read: int) -> None:
+        if read == 2 * CHUNK:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kvsketch.prefill(model, ids[:, 30:], cache, after_chunk=stop)
+    assert cache.tokens_seen == 30 + 2 * CHUNK
+    with torch.no_grad():
+        for token in ids[:, 54:58].split(1, 1):
+            logits = model(token, past_key_values=cache).logits
+    assert bool(logits.isfinite().all()) and cache.tokens_seen == 58
 
 
 @pytest.mark.parametrize(

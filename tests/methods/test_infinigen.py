@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import kvsketch
+import zoo
+from kvsketch import CompressedCache
 from kvsketch.methods import InfiniGen
-from kvsketch.methods.infinigen import PARTIAL, SKEW
+from kvsketch.methods.infinigen import LEARNED, PARTIAL, SKEW
 from kvsketch.slots import SlotTable
 
 TOKENS, SIZE, GROUP = 90, 16, 2
@@ -88,6 +90,122 @@ def test_the_answer_is_attention_over_the_chosen() -> None:
             chosen = [r for r in rows[b, h].tolist() if r >= 0]
             weights = (keys[b, h, chosen] @ query[b, h, 0] * table.scale).softmax(0)
             torch.testing.assert_close(out[b, h, 0], weights @ values[b, h, chosen], atol=1e-5, rtol=1e-5)
+
+
+class Text:
+    """Keys and values, and queries whose long directions change after the first 16 tokens."""
+
+    def __init__(self, tokens: int, padding: int = 0) -> None:
+        g = torch.Generator().manual_seed(3)
+        self.keys, self.values = (torch.randn(1, 3, tokens, SIZE, generator=g) for _ in range(2))
+        turns = [torch.linalg.qr(torch.randn(SIZE, SIZE, generator=g)).Q for _ in range(2)]
+        queries = torch.randn(1, 3 * GROUP, tokens, SIZE, generator=g) * torch.linspace(2.0, 0.1, SIZE) ** 4
+        self.queries = torch.cat([queries[:, :, :16] @ turns[0], queries[:, :, 16:] @ turns[1]], 2)
+        self.padding = padding
+
+    def read(self, method: InfiniGen, pieces: list[int]) -> SlotTable:
+        """A table that took the text in pieces of so many tokens, behind the padding."""
+        table, start = SlotTable(0, 1), 0
+        table.scale = 0.25
+        for i, new in enumerate(pieces):
+            part = [t[:, :, start : start + new] for t in (self.keys, self.values, self.queries)]
+            if i == 0:
+                part = [torch.nn.functional.pad(t, (0, 0, self.padding, 0), value=7.0) for t in part]
+            method.prepare(table, part[0], part[1])
+            table.append(part[0], part[1])
+            table.padding = torch.tensor([self.padding]) if self.padding else None
+            method.compress(table, part[2])
+            start += new
+        return table
+
+
+def projector(table: SlotTable) -> torch.Tensor:
+    skew = table.row_state[SKEW]
+    return skew @ skew.mT
+
+
+@pytest.mark.parametrize("padding", [0, 30])
+@pytest.mark.parametrize("budget", [10, 60])
+def test_a_short_first_prompt_does_not_decide_for_a_long_second(budget: int, padding: int) -> None:
+    """The queries of the second, with all keys, give the directions; every stored key is turned along them."""
+    method, text = InfiniGen(budget=budget, skip_layers=0), Text(216, padding)
+    table = text.read(method, [16, 200])
+    late = Text(216)
+    late.queries[:, :, :16] = 0
+    torch.testing.assert_close(projector(table), projector(late.read(method, [216])), atol=1e-4, rtol=1e-4)
+    assert table.row_state[LEARNED].tolist() == [216]
+    stored = table.row_state[PARTIAL][:, :, padding : padding + 216]
+    torch.testing.assert_close(stored, text.keys @ table.row_state[SKEW])
+    held = (text.queries[:, :, 16:].unflatten(1, (3, GROUP)) @ table.row_state[SKEW].unsqueeze(2)).norm()
+    assert held / text.queries[:, :, 16:].norm() > 0.9
+
+
+@pytest.mark.parametrize("padding", [0, 30])
+def test_directions_are_learned_at_the_budget_and_when_the_tokens_have_doubled(padding: int) -> None:
+    """Token by token: the keys decide where one query leaves directions open, and all stored keys follow."""
+    method, text = InfiniGen(budget=40, skip_layers=0), Text(170, padding)
+    learned, table = {}, SlotTable(0, 1)
+    for tokens in (16, 39, 40, 79, 80, 159, 160):
+        table = text.read(method, [16, *[1] * (tokens - 16)])
+        due = table.seen + 1 >= method._learns_at(table)
+        assert due or tokens not in (39, 79, 159)
+        assert method.maintenance_due(table) or not due
+        learned[tokens] = table.row_state[LEARNED].tolist()[0] if LEARNED in table.row_state else 0
+    assert learned == {16: 0, 39: 0, 40: 40, 79: 40, 80: 80, 159: 80, 160: 160}
+    stored = table.row_state[PARTIAL][:, :, padding : padding + 160]
+    torch.testing.assert_close(stored, text.keys[:, :, :160] @ table.row_state[SKEW])
+
+
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_chunks_of_a_prompt_count_as_one(offload: str) -> None:
+    method, text = InfiniGen(budget=40, skip_layers=0, offload=offload), Text(150)
+    whole, table = text.read(method, [150]), SlotTable(0, 1)
+    table.scale = 0.25
+    for start in range(0, 150, 50):
+        part = [t[:, :, start : start + 50] for t in (text.keys, text.values, text.queries)]
+        method.prepare(table, part[0], part[1])
+        table.append(part[0], part[1], whole=150)
+        method.compress(table, part[2])
+        assert method.is_indexed(table) == (start == 100)
+    torch.testing.assert_close(projector(table), projector(whole), atol=1e-4, rtol=1e-4)
+
+
+def test_a_host_store_learns_what_the_device_learns() -> None:
+    tables = [Text(170).read(InfiniGen(budget=40, skip_layers=0, offload=o), [60, *[1] * 70]) for o in ("none", "host")]
+    assert tables[1].host is not None and [t.row_state[LEARNED].tolist() for t in tables] == [[120], [120]]
+    torch.testing.assert_close(projector(tables[0]), projector(tables[1]))
+    stored = [t.row_state[PARTIAL][:, :, :130] for t in tables]
+    torch.testing.assert_close(stored[0].abs(), stored[1].abs(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("speculate", ["own", "previous"])
+@pytest.mark.parametrize("projection", ["k_proj", "q_proj", "v_proj"])
+@pytest.mark.parametrize("check", [False, True])
+def test_a_nan_in_one_row_leaves_the_others_alone(speculate: str, projection: str, check: bool) -> None:
+    model, ids = zoo.build("llama"), zoo.tokens(2, 40)
+    method = f"infinigen:budget=16:skip_layers=0:speculate={speculate}"
+
+    def spoil(module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        if output.shape[:2] == (2, 40):
+            output = output.clone()
+            output[1, 20, 0] = float("nan")
+        return output
+
+    def logits(rows: torch.Tensor, check: bool = False) -> torch.Tensor:
+        cache = CompressedCache(model, method, check=check)
+        with torch.no_grad():
+            return torch.stack([
+                model(piece, past_key_values=cache).logits[0, -1] for piece in (rows, rows[:, :1], rows[:, 1:2])
+            ])  # fmt: skip
+
+    alone = logits(ids[:1])
+    getattr(model.model.layers[0].self_attn, projection).register_forward_hook(spoil)
+    if check:
+        layer = 1 if projection == "q_proj" else 0
+        with pytest.raises(ValueError, match=f"llama, layer {layer}: nan in the .* of batch row 1"):
+            logits(ids, check=True)
+    else:
+        torch.testing.assert_close(logits(ids), alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("text", ["infinigen:ratio=0", "infinigen:ratio=1.5", "infinigen:alpha=0", "infinigen:sinks=4"])

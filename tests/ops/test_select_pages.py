@@ -130,7 +130,8 @@ def test_rows_have_their_own_text_and_budget(implementation: ModuleType, device:
     budgets = torch.tensor([99, 20, 4, 40, 1], dtype=torch.int32, device=device)
     scores = normal(5, 6, 15).to(device)
     for limits in (
-        Limits(6, None, 3), Limits(6, budgets, 3), Limits(2, budgets, 3), Limits(12, None, 3, 42), Limits(12, None, 3, 41),
+        Limits(6, None, 3), Limits(6, budgets, 3), Limits(2, budgets, 3),
+        Limits(12, None, 3, 42), Limits(12, None, 3, 41),
     ):  # fmt: skip
         rows = implementation.choose_pages(scores, text, limits)
         assert agrees(rows, scores, text, limits)

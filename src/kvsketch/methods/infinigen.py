@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -11,13 +12,16 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods import speculation
 from kvsketch.methods.recall import BUDGETS, RecallingMethod
-from kvsketch.methods.skew import directions
+from kvsketch.methods.skew import GRAM, directions, observe
 from kvsketch.parallel import mean_over_heads
 from kvsketch.slots import SlotTable
 from kvsketch.storage import offloaded
 
 SKEW = "skew"  # [B, H, D, p]: the directions along which queries are longest
 PARTIAL = "partial_keys"  # [B, H, tokens, p]: every key along them
+LEARNED = "learned_at"  # [B] int64: tokens that a row had when it learned its directions, 0: it has none yet
+LEARN_NEXT = "learn_next"  # tokens seen when the next row learns
+GROWTH = 2
 QUERIES = ("own", "previous")
 
 
@@ -33,8 +37,12 @@ class InfiniGen(RecallingMethod):
     says which tokens may matter: those with s'_i > max - alpha. Their number is averaged over the query heads of a row
     and capped at the budget; each head reads its best so many, and its own token. Attention over them is exact.
 
+    A row learns its directions when it reaches its budget, from the queries of that forward (a whole prompt, or one
+    token) and, where these leave directions undecided, from all its keys; and again in the first forward after which it
+    has twice the tokens. Positions turn queries away from where they were, so old directions serve new queries badly.
+
     Paper: Lee et al., InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache
-    Management (arXiv 2406.19707). Differs from the authors' code: the directions come from the queries of the prompt
+    Management (arXiv 2406.19707). Differs from the authors' code: the directions come from the queries of the text
     itself, per batch row and KV head, not from a calibration text; columns are taken by their sum of squares; and the
     query that scores is the layer's own. The authors multiply the input of the layer before with this layer's query
     weights, because they must start copying early; here rows are read where they lie, and the choice is the one that
@@ -68,8 +76,12 @@ class InfiniGen(RecallingMethod):
 
     def maintenance_due(self, table: SlotTable) -> bool:
         outgrown = self.is_indexed(table) and table.seen + 1 > table.row_state[PARTIAL].shape[2]
-        begins = self.selects(table) and not self.is_indexed(table) and table.seen + 1 >= self.budget_tokens(table)
-        return outgrown or begins or super().maintenance_due(table)
+        learns = self.selects(table) and table.seen + 1 >= self._learns_at(table)
+        return outgrown or learns or super().maintenance_due(table)
+
+    def _learns_at(self, table: SlotTable) -> int:
+        """Tokens seen from which on some row may learn."""
+        return table.marks.get(LEARN_NEXT, self.budget_tokens(table))
 
     def can_forget(self, table: SlotTable, left: int) -> bool:
         # The directions were learned from the queries of a prompt.
@@ -81,9 +93,9 @@ class InfiniGen(RecallingMethod):
             table.row_state.pop(PARTIAL, None)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
-        # Before the budget is reached: a row then learns the same alone and beside longer ones.
-        if self.selects(table) and SKEW not in table.row_state:
-            table.row_state[SKEW] = directions(table, queries, self.ratio)
+        end = max(table.seen, table.prompt_tokens) if table.new_tokens > 1 else table.seen
+        if self.selects(table) and end >= self._learns_at(table):
+            observe(table, queries)
         if self.speculate == "previous" and queries.shape[2] > 1:
             self._learn(table, queries)
         super().compress(table, queries)
@@ -94,13 +106,16 @@ class InfiniGen(RecallingMethod):
                 "infinigen: speculate=previous maps all heads of a layer at once, and here they are divided among "
                 "processes; use speculate=own"
             )
-        if SKEW in table.row_state:
+        if self.selects(table):
             speculation.learn(table, queries)
         speculation.leave(table, queries)
 
     def index(self, table: SlotTable) -> None:
-        """Writes the new tokens' keys along the chosen directions."""
-        if SKEW not in table.row_state or (not self.is_indexed(table) and table.seen < self.budget_tokens(table)):
+        """Writes the new tokens' keys along the chosen directions, which a row that is due learns first."""
+        if not self.reads_on(table) and GRAM in table.row_state:
+            self._learn_directions(table)
+        begins = SKEW in table.row_state and table.seen >= self.budget_tokens(table) and not self.reads_on(table)
+        if not (self.is_indexed(table) or begins):
             return
         new = table.new_tokens if self.is_indexed(table) else table.seen
         self._reserve(table)
@@ -109,6 +124,34 @@ class InfiniGen(RecallingMethod):
         partial = table.row_state[PARTIAL]
         place = place.view(1, 1, -1, 1).expand(*keys.shape[:3], partial.shape[3])
         partial.scatter_(2, place, keys @ table.row_state[SKEW])
+
+    def _learn_directions(self, table: SlotTable) -> None:
+        """Gives directions to the rows that are due, and their keys along these.
+
+        When a row is due depends on its own tokens alone, so that it learns the same beside others.
+        """
+        state, gram, keys = table.row_state, table.row_state.pop(GRAM), offloaded.all_keys(table)
+        batch, heads, _, size = keys.shape
+        real = table.real_tokens().flatten()
+        if SKEW not in state:
+            state[SKEW] = keys.new_zeros(batch, heads, size, math.ceil(self.ratio * size))
+            state[LEARNED] = torch.zeros_like(real)
+        learned = state.setdefault(LEARNED, real.clone())
+        budget = state[BUDGETS].long() if BUDGETS in state else torch.full_like(real, self.budget_tokens(table))
+        rows = torch.arange(batch, device=keys.device)
+        if table.padding is not None:
+            rows = (real >= torch.maximum(GROWTH * learned, budget)).nonzero().flatten()
+        padding = None if table.padding is None else table.padding[rows]
+        if len(rows):
+            state[SKEW][rows] = directions(gram[rows], keys[rows], padding, self.ratio)
+            learned[rows] = real[rows]
+            if self.is_indexed(table):
+                self._reserve(table)
+                state[PARTIAL][rows, :, : table.seen] = keys[rows] @ state[SKEW][rows]
+        if table.padding is None:
+            table.marks[LEARN_NEXT] = GROWTH * table.seen
+        else:
+            table.marks[LEARN_NEXT] = int((table.padding + torch.maximum(GROWTH * learned, budget)).min())
 
     def _reserve(self, table: SlotTable) -> None:
         skew, present = table.row_state[SKEW], table.row_state.get(PARTIAL)

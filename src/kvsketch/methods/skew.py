@@ -1,4 +1,4 @@
-"""The directions along which the queries of a prompt are longest: InfiniGen's skewing."""
+"""The directions along which queries are longest: InfiniGen's skewing."""
 
 from __future__ import annotations
 
@@ -9,18 +9,36 @@ from torch import Tensor
 
 from kvsketch.slots import SlotTable
 
+# [B, H, D, D] float32: sum of q q^T over the queries that read each KV head, of a prompt until its last chunk is read.
+GRAM = "query_gram"
 
-def directions(table: SlotTable, queries: Tensor, ratio: float) -> Tensor:  # [B, H, D, p]
-    """The p = ceil(ratio * D) first right singular vectors of the queries [B, Hq, n, D] that read each KV head."""
-    keys = table.key_slots()[:, :, : table.seen].float()
-    q = queries.float().unflatten(1, (keys.shape[1], -1))  # [B, H, G, n, D]
+
+def observe(table: SlotTable, queries: Tensor) -> None:
+    """Adds the queries [B, Hq, n, D] of the newest tokens to the gram; left padding does not count."""
+    q = queries.float().unflatten(1, (table.shape[1], -1))  # [B, H, G, n, D]
     if table.padding is not None:
-        real = torch.arange(table.seen, device=keys.device) >= table.padding.view(-1, 1)
-        keys = keys * real[:, None, :, None]
-        q = q * real[:, None, None, -q.shape[3] :, None]
+        token = torch.arange(table.seen - q.shape[3], table.seen, device=q.device)
+        q = q.masked_fill((token < table.padding.view(-1, 1))[:, None, None, :, None], 0.0)
     q = q.flatten(2, 3)
-    gram, other = q.mT @ q, keys.mT @ keys
-    # Fewer queries than channels leave directions undecided; there the keys decide.
+    gram = q.mT @ q
+    if GRAM in table.row_state:
+        gram += table.row_state[GRAM]
+    table.row_state[GRAM] = gram
+
+
+def directions(gram: Tensor, keys: Tensor, padding: Tensor | None, ratio: float) -> Tensor:  # [B, H, D, p]
+    """The p = ceil(ratio * D) first singular vectors of the queries with this gram, in the dtype of keys [B, H, n, D].
+
+    A head with a nan among its queries or keys gets directions that mean nothing; the others do not notice.
+    """
+    wide = keys.float()
+    if padding is not None:
+        hidden = torch.arange(keys.shape[2], device=keys.device) < padding.view(-1, 1)
+        wide = wide.masked_fill(hidden[:, None, :, None], 0.0)
+    other = wide.mT @ wide
     traces = [g.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-20)[..., None, None] for g in (gram, other)]
-    vectors = torch.linalg.eigh(gram / traces[0] + 1e-4 * other / traces[1]).eigenvectors
-    return vectors[..., -math.ceil(ratio * keys.shape[-1]) :].to(queries.dtype)
+    # Fewer queries than channels leave directions undecided; there the keys decide.
+    both = gram / traces[0] + 1e-4 * other / traces[1]
+    sound = both.isfinite().flatten(2).all(2)[..., None, None]
+    vectors = torch.linalg.eigh(torch.where(sound, both, 0.0)).eigenvectors
+    return vectors[..., -math.ceil(ratio * keys.shape[-1]) :].to(keys.dtype)

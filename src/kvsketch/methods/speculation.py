@@ -6,7 +6,8 @@ l + 1. With the rotation by position taken off both, q without it being called u
     u_(l+1)  ~  m + (u_l - mean u_l) Q A,        u: all query heads of a layer side by side
 
 Q [F, r] are the r directions in which u_l varies most, A [r, F'] the least-squares map from there, both found from the
-queries of the prompt, for each batch row by itself. Tables hold all of it as row state.
+queries of a prompt, or of the first of its chunks, for each batch row by itself; and again from one with twice as many
+tokens of the row. Tables hold all of it as row state.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ RIDGE = 1e-4
 ASKED, PROMPT = "asked", "prompt_queries"
 # The map, [B, F, r], [B, r, F'] and [B, 1, F']; [B, half]: the angles by which a position turns each pair of channels.
 BASIS, MAP, OFFSET, ANGLES = "speculation_basis", "speculation_map", "speculation_offset", "speculation_angles"
+# [B] int64: tokens of a row that its map was found from; the mark: the fewest of any row.
+TOKENS = "speculation_tokens"
+GROWTH = 2
 
 
 def note(table: SlotTable, query: Tensor) -> None:
@@ -35,12 +39,21 @@ def note(table: SlotTable, query: Tensor) -> None:
 
 def learn(table: SlotTable, queries: Tensor) -> None:
     """Finds the map from the layer before, from the queries [B, Hq, n, D] of several tokens."""
-    before = _prompt_before(table, queries)
-    if before is not None and MAP not in table.row_state:
-        table.row_state[ANGLES] = queries.new_tensor(table.rotary, dtype=torch.float32).repeat(queries.shape[0], 1)
-        found = [_fit(*pair) for pair in zip(_still(table, before), _still(table, queries), strict=True)]
-        for name, parts in zip((BASIS, MAP, OFFSET), zip(*found, strict=True), strict=True):
-            table.row_state[name] = torch.stack(parts).to(queries.dtype)
+    before, state = _prompt_before(table, queries), table.row_state
+    new = min(queries.shape[2], FIT_TOKENS)
+    if before is None or (MAP in state and new < GROWTH * table.marks.get(TOKENS, FIT_TOKENS)):
+        return
+    state[ANGLES] = queries.new_tensor(table.rotary, dtype=torch.float32).repeat(queries.shape[0], 1)
+    pairs = list(zip(_still(table, before), _still(table, queries), strict=True))
+    known, learned = MAP in state, state[TOKENS].tolist() if TOKENS in state else [0] * len(pairs)
+    for row, (asked, wanted) in enumerate(pairs):
+        if known and len(asked) < GROWTH * max(1, learned[row]):
+            continue
+        for name, part in zip((BASIS, MAP, OFFSET), _fit(asked, wanted), strict=True):
+            state.setdefault(name, queries.new_zeros(len(pairs), *part.shape))[row] = part.to(queries.dtype)
+        learned[row] = len(asked)
+    state[TOKENS] = torch.tensor(learned, device=queries.device)
+    table.marks[TOKENS] = max(1, min(learned))
 
 
 def leave(table: SlotTable, queries: Tensor) -> None:
@@ -98,6 +111,8 @@ def _still(table: SlotTable, queries: Tensor) -> list[Tensor]:
 def _fit(asked: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Basis, map and offset that lead from asked [n, F] to wanted [n, F'], by least squares."""
     tokens, width = asked.shape
+    # A row with a nan gets a map that means nothing, and the solver something to solve.
+    asked, wanted = (rows.nan_to_num(0.0, 0.0, 0.0) for rows in (asked, wanted))
     means = [rows.sum(0, keepdim=True) / max(1, tokens) for rows in (asked, wanted)]
     asked, wanted = asked - means[0], wanted - means[1]
     rank = min(RANK, width)

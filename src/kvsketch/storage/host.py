@@ -78,11 +78,12 @@ class HostStore:
                     place = far[row, head, start : start + near.shape[2]]
                     place.copy_(near[row, head], non_blocking=True)
 
-    def read(self, rows: list[int], keys: Tensor, values: Tensor) -> None:
+    def read(self, rows: list[int], keys: Tensor, values: Tensor | None = None) -> None:
         """Copies all tokens of the named store rows to the first places of keys and values [B, H, n, D]."""
         self.wait()
         for far, near in ((self.keys, keys), (self.values, values)):
-            for to, row in enumerate(rows):
+            for to, row in enumerate(rows if near is not None else []):
+                assert near is not None
                 for head in range(far.shape[1]):
                     near[to, head, : self.length].copy_(far[row, head, : self.length], non_blocking=True)
 

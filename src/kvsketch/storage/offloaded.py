@@ -112,6 +112,19 @@ def newest(table: SlotTable, start: int) -> tuple[Tensor, Tensor]:
     return table.keys[:, :, new], table.values[:, :, new]
 
 
+def all_keys(table: SlotTable) -> Tensor:  # [B, H, seen, D]
+    """The keys of all tokens, in order; when offloaded, a copy that lives as long as the caller holds it."""
+    assert table.keys is not None
+    if not is_offloaded(table):
+        return table.keys[:, :, : table.seen]
+    assert table.host is not None
+    store, first, near = table.host, table.marks[SINKS], table.keys
+    keys = near.new_empty(near.shape[0], near.shape[1], table.seen, near.shape[3])
+    store.read(table.row_state[HOST_ROW].tolist(), keys)
+    keys[:, :, store.length :] = near[:, :, first : first + table.seen - store.length]
+    return keys
+
+
 def _own_store(table: SlotTable, tokens: int) -> HostStore:
     """The table's store, with room for `tokens` tokens, in which every batch row has a row of its own."""
     assert table.keys is not None and table.values is not None

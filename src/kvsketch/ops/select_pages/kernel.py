@@ -65,8 +65,8 @@ def choose_pages(scores: Tensor, text: Text, limits: Limits) -> Tensor:
     with _on(scores.device):
         choose_kernel[(batch * lists,)](
             scores, rows, chosen, text.seen, text.padding, limits.budgets, lists, pages, limits.most, limits.least,
-            limits.budget or 0, PAGE=text.page, PAGES=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(rows.shape[2])), OVERLAP=overlap,
-            num_warps=min(16, max(4, block // 256)), **({"launch_pdl": True} if overlap else {}),
+            limits.budget or 0, PAGE=text.page, PAGES=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(rows.shape[2])),
+            OVERLAP=overlap, num_warps=min(16, max(4, block // 256)), **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     return rows
 
