@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -143,6 +144,24 @@ def test_a_row_alone_equals_that_row_in_a_left_padded_batch() -> None:
     for row, pad in enumerate((0, 9, 30)):
         alone, _ = run(model, batch[row : row + 1, pad:])
         assert alone.sequences[0, -12:].tolist() == together.sequences[row, -12:].tolist()
+
+
+@torch.no_grad()
+def test_a_much_longer_prompt_gives_a_new_map_row_by_row() -> None:
+    """Rows of 4 and 9 tokens, then 14 more for both: only the first has more than twice as many; then 90 for both."""
+    model, ids = zoo.build("llama"), zoo.tokens(2, 113, 7)
+    ids, mask = padded(ids, [5, 0])
+    cache = CompressedCache(model, TINY)
+    maps, tokens = [], []
+    for start, end in ((0, 9), (9, 23), (23, 113)):
+        positions = (mask[:, :end].cumsum(-1) - 1).clamp_min(0)[:, start:]
+        model(ids[:, start:end], attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache)
+        state = cache.slot_layers[1].table.row_state
+        maps.append(state[speculation.MAP].clone())
+        tokens.append(state[speculation.TOKENS].tolist())
+    assert tokens == [[4, 9], [14, 9], [90, 90]]
+    changed = [(after != before).flatten(1).any(1).tolist() for before, after in itertools.pairwise(maps)]
+    assert changed == [[True, False], [True, True]]
 
 
 @torch.no_grad()

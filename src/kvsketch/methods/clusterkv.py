@@ -26,14 +26,15 @@ class ClusterKV(RecallingMethod):
     included) and trims the last cluster. Generated tokens are read in full until `recluster` of them form
     `recluster_into` new clusters.
 
-    `completion`: what a query leaves unread still counts, one slot per cluster (centroid, mean value, log of the
-    number of unread tokens). Ours, not the paper's: it reads no further token and lowers the error.
+    `completion`: what a query leaves unread still counts, one slot per cluster (centroid, mean value of the unread
+    tokens, log of their number). Ours, not the paper's: it reads no further token and lowers the error.
     `tokens_per_cluster=80:recluster_into=4:rounds=20:completion=false` is the paper's setting; finer clusters find the
     needed tokens more surely.
 
-    Paper: Liu et al., ClusterKV (arXiv 2412.03213). Differs from the authors' code: initial keys are drawn without
-    replacement, sums are kept in fp32, the sort holds any number of clusters, the trimmed cluster keeps its earliest
-    tokens, batches and left padding work, the hot set holds tokens and not clusters.
+    Paper: Liu et al., ClusterKV (arXiv 2412.03213). Differs from the authors' code: k-means starts from one key drawn
+    from each of as many runs of neighbouring keys as there are clusters, directions are compared less a common one,
+    sums are kept in fp32, the sort holds any number of clusters, the trimmed cluster keeps its earliest tokens, batches
+    and left padding work, the hot set holds tokens and not clusters.
     """
 
     name: ClassVar[str] = "clusterkv"

@@ -136,9 +136,11 @@ class InfiniGen(RecallingMethod):
         if SKEW not in state:
             state[SKEW] = keys.new_zeros(batch, heads, size, math.ceil(self.ratio * size))
             state[LEARNED] = torch.zeros_like(real)
+        # A cache of an earlier version learned before it was saved.
+        unknown = LEARNED not in state
         learned = state.setdefault(LEARNED, real.clone())
         budget = state[BUDGETS].long() if BUDGETS in state else torch.full_like(real, self.budget_tokens(table))
-        rows = torch.arange(batch, device=keys.device)
+        rows = torch.arange(0 if unknown else batch, device=keys.device)
         if table.padding is not None:
             rows = (real >= torch.maximum(GROWTH * learned, budget)).nonzero().flatten()
         padding = None if table.padding is None else table.padding[rows]
