@@ -26,7 +26,7 @@ METHODS = [
     *(with_budget(name, 24) for name in kvsketch.METHODS),
     "balancekv:budget=24:sinks=2:recent=4:form=stream",
     "balancekv:budget=40:sinks=2:recent=4:den_weight=same:block=8",
-    "subgen:budget=40:sinks=2:recent=4:policy=double",
+    "subgen:budget=40:sinks=2:recent=4:normalizer=clipped:policy=double",
     "clusterkv:budget=24:sinks=2:skip_layers=0:recluster=8:recluster_into=2",
     "clusterkv:budget=24:sinks=2:skip_layers=0:offload=host",
     "infinigen:budget=40:skip_layers=0:alpha=1.5",

@@ -27,7 +27,8 @@ VARIANTS = [
     *METHODS,
     *(f"{method}:offload=host" for method in RECALL),
     "snapkv:budget=25%:sinks=2:window=4",
-    "subgen:budget=16:sinks=2:recent=4:policy=grow",
+    "subgen:budget=16:sinks=2:recent=4:normalizer=clipped:policy=grow",
+    "subgen:budget=16:sinks=2:recent=4:sampling=mixed",
     "balancekv:budget=50%:sinks=2:recent=4",
 ]
 

@@ -24,7 +24,12 @@ from test_oracle import oracle
 METHODS = list(kvsketch.METHODS)
 BOUNDED = [n for n, m in kvsketch.METHODS.items() if m.family in ("evict", "summarise")]
 RECALL = [n for n, m in kvsketch.METHODS.items() if m.family == "recall"]
-FORMS = ["balancekv:budget=16:form=stream", "balancekv:budget=16:form=paper:block=8", "subgen:budget=16:policy=double"]
+FORMS = [
+    "balancekv:budget=16:form=stream",
+    "balancekv:budget=16:form=paper:block=8",
+    "subgen:budget=16:normalizer=clipped:policy=double",
+    "subgen:budget=16:sampling=mixed",
+]
 CHUNK, LENGTH = 12, 61
 
 
