@@ -236,7 +236,7 @@ def test_a_decode_step_never_waits_for_the_device(method: str) -> None:
 
 def test_nobody_else_is_at_work_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture that meets another thread's prompt or step is lost."""
-    model, started = zoo.build("llama").to(DEVICE), threading.Barrier(3)
+    model, started = zoo.build("llama").to(DEVICE), threading.Barrier(3, timeout=60)
     record, forward = decoding.Step._record, type(model).forward
     recording: list[int] = []
     met: list[set[int]] = []

@@ -114,7 +114,7 @@ def test_a_thread_that_outlives_the_block_runs_plainly(model: Any) -> None:
 
 def test_threads_with_sessions_of_their_own_and_one_without(model: Any) -> None:
     """All inside at once; each starts a thread of its own in its block."""
-    ids, inside = zoo.tokens(1, 30), threading.Barrier(3)
+    ids, inside = zoo.tokens(1, 30), threading.Barrier(3, timeout=60)
     plain = model.generate(ids, **OPTIONS).tolist()
     found: dict[int, Any] = {}
 
