@@ -283,7 +283,7 @@ class SlotLayer(CacheLayerMixin):
         """The whole that a share refers to once the last `count` tokens are gone."""
         table, left = self.table, self.table.seen - count
         if table.appended == 1 or left < self.seen_before:
-            return min(table.prompt_tokens, left)
+            return min(table.prompt_tokens if table.appended == 1 else self.prompt_before, left)
         several = left - self.seen_before > 1 and not self.has_drafted
         return left if several or self.prompt_before == 0 else self.prompt_before
 
