@@ -247,7 +247,11 @@ def test_the_budget_holds_at_every_token_in_place(budget: int, walk: str) -> Non
 
 @pytest.mark.parametrize(
     "method",
-    [TEXT, TEXT.replace("budget=16", "budget=40%"), *(f"balancekv:form=paper:block={b}:sinks=2:recent=4" for b in (4, 8))],
+    [
+        TEXT,
+        TEXT.replace("budget=16", "budget=40%"),
+        *(f"balancekv:form=paper:block={b}:sinks=2:recent=4" for b in (4, 8)),
+    ],
 )
 def test_a_row_alone_equals_that_row_in_a_left_padded_batch(method: str) -> None:
     """Also while decoding, where each row completes a batch, or exceeds its budget, at another step than the others."""

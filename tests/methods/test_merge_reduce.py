@@ -194,7 +194,7 @@ def test_a_prompt_read_at_once_is_a_prompt_read_token_by_token(top: int | None) 
 
 
 def test_streams_and_batches_have_draws_of_their_own() -> None:
-    """Zero values make every sign a coin: two batches of one length keep other places, whichever streams they are of."""
+    """Zero values make every sign a coin: two batches of one length keep other places, of whichever streams."""
     ids, count = [1, 5, 9, 33, 62], 64
     stream = torch.tensor(ids).repeat_interleave(2 * count)[None, None]
     rank = torch.arange(2 * count).repeat(len(ids))[None, None]

@@ -3,8 +3,8 @@
 A halving takes a run of tokens, lets the balancing walk split it into two sign classes and keeps one of them with twice
 the weight; a common factor then gives the kept tokens the weight of the whole run, so that the weights of a row always
 sum to the tokens it has seen. Which tokens: those of the smallest weight, the oldest first, and no more of them than
-needed. So the budget is used up, and during decoding a short run is halved every so often, which frees a known number of
-slots.
+needed. So the budget is used up, and during decoding a short run is halved every so often, which frees a known number
+of slots.
 """
 
 from __future__ import annotations

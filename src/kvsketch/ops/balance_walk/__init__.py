@@ -7,9 +7,9 @@ For the tokens j = 1..b of a block, in order, with the kernel of softmax attenti
     random: sign_j = +1 with probability 1/2 - y_j / (2 c), cut to [0, 1]
 
 R^2 = exp(temp scale max |k|^2) (max |v|^2 + constant) makes |g| <= 1 by Cauchy-Schwarz; it is divided out inside the
-exponent, so that nothing overflows, and c has no dimension. Greedy is the walk with c -> 0; a positive factor per token j
-changes none of its signs, so there each row j is divided by its own largest exp(temp scale <k_j, k_l>), l < j, instead:
-R^2 would let whole rows underflow where key norms differ. Then for every query q
+exponent, so that nothing overflows, and c has no dimension. Greedy is the walk with c -> 0; a positive factor per token
+j changes none of its signs, so there each row j is divided by its own largest exp(temp scale <k_j, k_l>), l < j: with
+R^2 whole rows of long keys would underflow. Then for every query q
 
     sum_{+} exp(scale <q, k>) v  ~  sum_{-} exp(scale <q, k>) v
 

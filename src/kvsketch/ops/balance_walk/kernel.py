@@ -92,7 +92,8 @@ def block_statistics(
 ):  # fmt: skip
     """Stores <k_j, mean> of each token.
 
-    Returns the places up to the last token, |mean|^2, the largest squared norm of a centred key and 1 / (max |v|^2 + constant).
+    Returns the places up to the last token, |mean|^2, the largest squared norm of a centred key and
+    1 / (max |v|^2 + constant).
     """
     rows = tl.arange(0, TILE)
     mean = tl.zeros((BLOCK_D,), tl.float32)
