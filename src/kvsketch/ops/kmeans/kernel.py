@@ -135,10 +135,13 @@ def begin_kernel(
 
     # Every program finds the common direction for itself; the first one notes it for the rounds.
     sampled = tl.minimum(live, SAMPLE)
-    number = tl.arange(0, SAMPLE).to(tl.int64)
-    picked = tl.where(number < sampled, number * live // tl.maximum(sampled, 1), live)
-    _, directions = load_first(base, picked, live, count, stream, k_n, D, BLOCK_D)
-    origin = tl.sum(directions, 0) / tl.maximum(sampled, 1).to(tl.float32)
+    origin = tl.zeros((BLOCK_D,), tl.float32)
+    for part in range(0, SAMPLE, ROWS):
+        number = part + tl.arange(0, ROWS).to(tl.int64)
+        picked = tl.where(number < sampled, number * live // tl.maximum(sampled, 1), live)
+        _key, sample = load_first(base, picked, live, count, stream, k_n, D, BLOCK_D)
+        origin += tl.sum(sample, 0)
+    origin = origin / tl.maximum(sampled, 1).to(tl.float32)
     if tl.program_id(0) == 0:
         tl.store(origin_ptr + head * BLOCK_D + d, origin)
 
