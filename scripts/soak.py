@@ -26,8 +26,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvsketch
-from kvsketch import CompressedCache, decoding, models, records
-from kvsketch.sampling import Sampler
+from kvsketch import CompressedCache, models, records
+from kvsketch.decode import captured as decoding
+from kvsketch.decode.sampling import Sampler
 
 RANDOM = "random"
 BOUNDED = [name for name, method in kvsketch.METHODS.items() if method.family in ("evict", "summarise")]

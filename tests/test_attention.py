@@ -12,7 +12,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import add_offsets_to_mask_function
 
 import zoo
-from kvsketch import CompressedCache, attention, masks
+from kvsketch import CompressedCache
+from kvsketch.cache import attention, masks
 
 SEEN, NEW = 12, 3
 

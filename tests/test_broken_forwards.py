@@ -15,9 +15,9 @@ import kvsketch
 import zoo
 from common import with_budget
 from kvsketch import CompressedCache
-from kvsketch.cache_layer import SlotLayer
-from kvsketch.decoding import Step
-from kvsketch.slots import SlotTable
+from kvsketch.cache.layer import SlotLayer
+from kvsketch.decode.captured import Step
+from kvsketch.slots.table import SlotTable
 
 METHODS = list(kvsketch.METHODS)
 BROKEN = r"broken off: .*cache\.reset\(\)"
@@ -189,7 +189,7 @@ def test_a_prompt_refused_before_anything_was_read_can_be_tried_again(monkeypatc
     model, ids = zoo.build("llama"), zoo.tokens(1, 60)
     method = with_budget("quest", 16) + ":offload=host"
     cache, other = CompressedCache(model, method), CompressedCache(model, method)
-    monkeypatch.setattr("kvsketch.storage.host.free_host_memory", lambda: 0)
+    monkeypatch.setattr("kvsketch.slots.host.free_host_memory", lambda: 0)
     with pytest.raises(MemoryError, match="host memory"):
         kvsketch.prefill(model, ids, cache)
     monkeypatch.undo()

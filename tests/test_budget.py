@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsketch
-from kvsketch.budget import Size
+from kvsketch.methods.budget import Size
 
 
 @given(st.integers(1, 10**9))

@@ -10,7 +10,7 @@ import torch
 import kvsketch
 import zoo
 from kvsketch import CompressedCache
-from kvsketch.checks import require_finite
+from kvsketch.cache.checks import require_finite
 
 METHOD = "streamingllm:budget=16:sinks=2"
 
@@ -63,7 +63,7 @@ def test_off_it_does_not_look_and_on_it_changes_nothing(monkeypatch: pytest.Monk
         for check in (False, True)
     ]
     assert answers[0] == answers[1]
-    monkeypatch.setattr("kvsketch.cache.require_finite", lambda *args: pytest.fail("looked"))
+    monkeypatch.setattr("kvsketch.cache.compressed.require_finite", lambda *args: pytest.fail("looked"))
     model.generate(ids, past_key_values=CompressedCache(model, METHOD), max_new_tokens=3)
 
 

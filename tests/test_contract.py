@@ -15,7 +15,7 @@ import kvsketch
 import zoo
 from common import generate, padded, with_budget
 from kvsketch import CompressedCache
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 METHODS = list(kvsketch.METHODS)
 BOUNDED = [n for n, m in kvsketch.METHODS.items() if m.family in ("evict", "summarise")]

@@ -17,8 +17,9 @@ from transformers import GenerationConfig
 import kvsketch
 import zoo
 from common import padded, with_budget
-from kvsketch import CompressedCache, decoding
-from kvsketch.sampling import Sampler
+from kvsketch import CompressedCache
+from kvsketch.decode import captured as decoding
+from kvsketch.decode.sampling import Sampler
 
 METHODS = list(kvsketch.METHODS)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

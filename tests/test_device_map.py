@@ -22,7 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 import kvsketch
 import zoo
 from common import generate, padded, with_budget
-from kvsketch import CompressedCache, decoding, parallel
+from kvsketch import CompressedCache
+from kvsketch.decode import captured as decoding
+from kvsketch.slots import heads as parallel
 
 METHODS = [*kvsketch.METHODS, "balancekv:form=stream", "clusterkv:offload=host"]
 

@@ -12,7 +12,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import zoo
-from kvsketch import fusion
+from kvsketch.decode import fused as fusion
 
 pytest.importorskip("triton", reason="needs Triton")
 from kvsketch.ops.decoder_layer import kernel as decoder_layer

@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 import kvsketch
 import zoo
 from kvsketch import CompressedCache, models, records
+from kvsketch.cache.saving import sealed_file
 from kvsketch.cli import app
 from kvsketch.cli.bench import BENCHMARKS
 from kvsketch.cli.evaluate import EXPERIMENTS
-from kvsketch.saving import sealed_file
 
 INPUTS = int(os.environ.get("KVSKETCH_FUZZ", "100"))
 quickly = settings(

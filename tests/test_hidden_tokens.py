@@ -12,7 +12,8 @@ from transformers import DynamicCache
 import kvsketch
 import zoo
 from common import generate, padded, with_budget
-from kvsketch import CompressedCache, masks
+from kvsketch import CompressedCache
+from kvsketch.cache import masks
 
 IGNORING = [name for name, method in kvsketch.METHODS.items() if method.ignores_hidden_tokens]
 REFUSING = [name for name in kvsketch.METHODS if name not in IGNORING]

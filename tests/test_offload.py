@@ -13,7 +13,7 @@ import kvsketch
 import zoo
 from common import generate, padded
 from kvsketch import CompressedCache
-from kvsketch.storage import host
+from kvsketch.slots import host
 from test_decoding import DEVICE, without_gpu  # noqa: F401
 
 # Small clusters, pages and tails, so that a short text passes through everything several times.

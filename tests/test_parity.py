@@ -12,7 +12,8 @@ from transformers import DynamicCache
 import kvsketch
 import zoo
 from common import generate, padded, with_budget
-from kvsketch import CompressedCache, attention
+from kvsketch import CompressedCache
+from kvsketch.cache import attention
 
 METHODS = list(kvsketch.METHODS)
 

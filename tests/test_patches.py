@@ -19,8 +19,10 @@ from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM
 import kvsketch
 import zoo
 from common import generate
-from kvsketch import CompressedCache, attention, fusion
-from kvsketch.patches import Patch
+from kvsketch import CompressedCache
+from kvsketch.cache import attention
+from kvsketch.cache.patches import Patch
+from kvsketch.decode import fused as fusion
 
 SEAMS: dict[str, tuple[str, Any, str]] = {
     "attention": ("llama", AttentionInterface, "get_interface"),
@@ -156,7 +158,7 @@ def test_fused_classes_are_transformers_own_outside_the_context(monkeypatch: pyt
 
 def test_a_model_runs_transformers_own_code_after_captured_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused steps run the model's own modules on a CPU, through the same wrappers."""
-    from kvsketch import decoding
+    from kvsketch.decode import captured as decoding
     from test_decoding import RunInsteadOfReplay
 
     monkeypatch.setattr(fusion, "can_fuse", lambda model: True)

@@ -21,11 +21,12 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, D
 import kvsketch
 import zoo
 from common import generate, padded, with_budget
-from kvsketch import CompressedCache, rotary
+from kvsketch import CompressedCache
+from kvsketch.cache import rotary
+from kvsketch.cache.view import chunk_spans
 from kvsketch.methods import H2O
 from kvsketch.ops.turn_keys import reference
-from kvsketch.slots import SlotTable
-from kvsketch.views import chunk_spans
+from kvsketch.slots.table import SlotTable
 from test_oracle import BUDGET, SCHEDULES, SINKS, step_by_step
 
 STREAMING = f"streamingllm:budget={BUDGET}:sinks={SINKS}"

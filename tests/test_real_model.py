@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import kvsketch
-from kvsketch import CompressedCache, models, texts
+from kvsketch import CompressedCache, models
+from kvsketch.models import texts
 
 pytestmark = pytest.mark.real_model
 BUDGET = 96

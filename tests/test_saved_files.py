@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from kvsketch import CompressedCache
-from kvsketch.saving import sealed_file
+from kvsketch.cache.saving import sealed_file
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 import zoo
 from common import padded
 from kvsketch import CompressedCache
-from kvsketch.saving import ranges, sealed_file
-from kvsketch.saving.layer_state import require_sound
-from kvsketch.slots import SlotTable
+from kvsketch.cache.saving import ranges, sealed_file
+from kvsketch.cache.saving.layer_state import require_sound
+from kvsketch.slots.table import SlotTable
 from test_saving import RECALL, VARIANTS, read, step
 
 MORE = [

@@ -17,7 +17,7 @@ import kvsketch
 import zoo
 from common import padded, with_budget
 from kvsketch import CompressedCache
-from kvsketch.saving import sealed_file
+from kvsketch.cache.saving import sealed_file
 
 # Small clusters and pages, so that a short text passes through everything several times.
 SMALL = {"clusterkv": ":recluster=8:recluster_into=2:tokens_per_cluster=4", "quest": ":page=2"}

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStream
 
 import kvsketch
 import zoo
-from kvsketch import sessions
+from kvsketch.cache import sessions
 from tiny import save_tiny_model
 
 METHOD = "streamingllm:budget=12"
@@ -194,7 +194,7 @@ def test_the_block_may_end_in_another_context(model: Any) -> None:
     ids = zoo.tokens(1, 30)
     plain = model.generate(ids, **OPTIONS).tolist()
 
-    def generator() -> Iterator[kvsketch.sessions.Session]:
+    def generator() -> Iterator[kvsketch.cache.sessions.Session]:
         with kvsketch.use(model, METHOD) as session:
             yield session
 

@@ -15,8 +15,8 @@ import kvsketch
 import zoo
 from common import generate, padded, with_budget
 from kvsketch import CompressedCache, ops
-from kvsketch.slots import SlotTable
-from kvsketch.views import LayerView
+from kvsketch.cache.view import LayerView
+from kvsketch.slots.table import SlotTable
 
 METHODS = [name for name, method in kvsketch.METHODS.items() if method.wants_logits]
 Run = Callable[[Any, CompressedCache], Tensor]

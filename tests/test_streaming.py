@@ -14,11 +14,12 @@ from transformers import DynamicCache
 import kvsketch
 import zoo
 from common import generate, padded, with_budget
-from kvsketch import CompressedCache, attention, masks
-from kvsketch.cache_layer import SlotLayer
-from kvsketch.slots import SlotTable
-from kvsketch.streaming import prefill_to_generate
-from kvsketch.views import chunk_spans
+from kvsketch import CompressedCache
+from kvsketch.cache import attention, masks
+from kvsketch.cache.layer import SlotLayer
+from kvsketch.cache.view import chunk_spans
+from kvsketch.decode.streaming import prefill_to_generate
+from kvsketch.slots.table import SlotTable
 from test_oracle import oracle
 
 METHODS = list(kvsketch.METHODS)

@@ -12,7 +12,7 @@ import kvsketch
 import zoo
 from common import padded, with_budget
 from kvsketch import CompressedCache
-from kvsketch.views import chunk_spans
+from kvsketch.cache.view import chunk_spans
 from test_oracle import BUDGET, SINKS, oracle, streaming_visible
 
 LENGTH = 61

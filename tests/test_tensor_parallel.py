@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zoo
-from kvsketch import parallel
 from kvsketch.methods import parse_method
+from kvsketch.slots import heads as parallel
 from tensor_parallel_worker import METHODS, VOCABULARY, converse, load
 
 TESTS = Path(__file__).parent

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from kvsketch import models, texts
+from kvsketch import models
+from kvsketch.models import texts
 
 SENTENCE = "The quick brown fox of Mr. J. Smith jumps over 3.5 lazy dogs in the U.S. today."
 

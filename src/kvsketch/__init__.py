@@ -9,13 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvsketch import methods, models, ops, texts
-    from kvsketch.cache import CompressedCache
-    from kvsketch.decoding import generate
+    from kvsketch import methods, models, ops
+    from kvsketch.cache.compressed import CompressedCache
+    from kvsketch.cache.patches import uninstall
+    from kvsketch.cache.sessions import use
+    from kvsketch.decode.captured import generate
+    from kvsketch.decode.streaming import prefill
     from kvsketch.methods import METHODS, parse_method
-    from kvsketch.patches import uninstall
-    from kvsketch.sessions import use
-    from kvsketch.streaming import prefill
+    from kvsketch.models import texts
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,17 +35,17 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "CompressedCache": "kvsketch.cache",
+    "CompressedCache": "kvsketch.cache.compressed",
     "METHODS": "kvsketch.methods",
-    "generate": "kvsketch.decoding",
+    "generate": "kvsketch.decode.captured",
     "methods": "kvsketch.methods",
     "models": "kvsketch.models",
     "ops": "kvsketch.ops",
     "parse_method": "kvsketch.methods",
-    "prefill": "kvsketch.streaming",
-    "texts": "kvsketch.texts",
-    "uninstall": "kvsketch.patches",
-    "use": "kvsketch.sessions",
+    "prefill": "kvsketch.decode.streaming",
+    "texts": "kvsketch.models.texts",
+    "uninstall": "kvsketch.cache.patches",
+    "use": "kvsketch.cache.sessions",
 }
 
 
@@ -52,6 +53,6 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'kvsketch' has no attribute {name!r}")
     module = importlib.import_module(_MODULE_OF[name])
-    value = module if module.__name__ == f"kvsketch.{name}" else getattr(module, name)
+    value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
     globals()[name] = value
     return value

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache import CompressedCache
+from kvsketch.cache.compressed import CompressedCache
 from kvsketch.evaluation.shared_prefill import shared_prefill
 from kvsketch.methods import METHODS, Full, Method, parse_method
 

@@ -11,7 +11,7 @@ import torch
 import zoo
 from kvsketch import ops
 from kvsketch.benchmark import kcenter, prefill
-from kvsketch.cache import CompressedCache
+from kvsketch.cache.compressed import CompressedCache
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks the answer without a GPU")

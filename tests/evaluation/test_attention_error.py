@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import zoo
-from kvsketch import models, records, texts
+from kvsketch import models, records
 from kvsketch.evaluation import attention_error, experiment
 from kvsketch.evaluation.attention_error import ORACLE, Captured, Protocol
+from kvsketch.models import texts
 
 ROOT = Path(__file__).parent.parent.parent
 QUERIES = 16

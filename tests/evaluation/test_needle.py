@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import tiny
-from kvsketch import models, records, texts
+from kvsketch import models, records
 from kvsketch.evaluation import experiment, needle
+from kvsketch.models import texts
 
 SENTENCES = [f"Sentence number {chr(97 + i)} of the message. " for i in range(26)] * 40
 

@@ -13,11 +13,13 @@ import torch
 
 import tiny
 import zoo
-from kvsketch import CompressedCache, decoding, models, records, texts
+from kvsketch import CompressedCache, models, records
+from kvsketch.decode import captured as decoding
 from kvsketch.evaluation import next_token, perplexity
 from kvsketch.evaluation.next_token import Reading, exact_nll
 from kvsketch.evaluation.shared_prefill import shared_prefill
 from kvsketch.methods import StreamingLLM
+from kvsketch.models import texts
 from test_decoding import RunInsteadOfReplay
 
 TEXT = "".join(f"{n} green bottles hang on the wall, and {n * n} more. " for n in range(30))

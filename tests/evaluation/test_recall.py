@@ -11,12 +11,13 @@ import torch
 
 import tiny
 import zoo
-from kvsketch import ops, records, texts
+from kvsketch import ops, records
 from kvsketch.evaluation import attention_protocol, recall, selections
 from kvsketch.evaluation.attention_protocol import Captured
 from kvsketch.evaluation.selections import Choice
 from kvsketch.methods import parse_method
 from kvsketch.methods.recall import RecallingMethod
+from kvsketch.models import texts
 
 CONTEXT, STEPS = 240, 12
 SMALL = "clusterkv:tokens_per_cluster=6:sinks=4:completion=false"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvsketch import models
-from kvsketch.cache import CompressedCache
+from kvsketch.cache.compressed import CompressedCache
 from tiny import save_tiny_model
 
 pytest.importorskip("lm_eval")

@@ -12,7 +12,7 @@ from kvsketch.methods.h2o import H2O
 from kvsketch.methods.keyformer import Keyformer
 from kvsketch.ops.attention_mass import Noise, reference
 from kvsketch.ops.random import gumbel
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from kvsketch.methods.subgen_sketch import Sketch, Tokens, fold
+from kvsketch.methods.subgen.sketch import Sketch, Tokens, fold
 from kvsketch.ops.fold_token.reference import denominator_weights, norms, numerator_shares, numerator_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

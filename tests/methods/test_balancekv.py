@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvsketch import ops
 from kvsketch.methods import BalanceKV, Uniform, parse_method
-from kvsketch.methods.balance_blocks import _strict_half, _weighted_half
-from kvsketch.slots import NEG_INF, SlotTable
+from kvsketch.methods.balancekv.blocks import _strict_half, _weighted_half
+from kvsketch.slots.table import NEG_INF, SlotTable
 
 LN2 = math.log(2.0)
 SCALE = 0.25

@@ -14,8 +14,8 @@ import zoo
 from common import generate, padded
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import BalanceKV, parse_method
-from kvsketch.methods.balance_stream import ZERO_VALUE, first_batch, shares
-from kvsketch.slots import NEG_INF, SlotTable
+from kvsketch.methods.balancekv.stream import ZERO_VALUE, first_batch, shares
+from kvsketch.slots.table import NEG_INF, SlotTable
 
 LN2 = math.log(2.0)
 SCALE = 0.25

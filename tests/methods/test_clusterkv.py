@@ -14,7 +14,7 @@ import zoo
 from common import generate
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import ClusterKV
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, GROUP, SIZE = 2, 3, 8

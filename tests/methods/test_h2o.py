@@ -10,9 +10,10 @@ from heavy_hitters import kept, random_stream, simulate, tables
 
 import kvsketch
 import zoo
-from kvsketch import CompressedCache, attention
+from kvsketch import CompressedCache
+from kvsketch.cache import attention
 from kvsketch.methods.h2o import H2O
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 SCHEDULES = {
     "prompt_then_tokens": [40] + [1] * 25,

@@ -10,7 +10,7 @@ import zoo
 from kvsketch import CompressedCache
 from kvsketch.methods import InfiniGen
 from kvsketch.methods.infinigen import LEARNED, PARTIAL, SKEW
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 TOKENS, SIZE, GROUP = 90, 16, 2
 

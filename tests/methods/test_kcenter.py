@@ -11,7 +11,7 @@ import zoo
 from common import generate, padded
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import KCenter
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, SIZE = 2, 8

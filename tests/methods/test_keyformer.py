@@ -14,7 +14,7 @@ from kvsketch import CompressedCache
 from kvsketch.methods.h2o import H2O
 from kvsketch.methods.keyformer import Keyformer
 from kvsketch.ops.attention_mass import reference
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 PROMPT, STEPS = 40, 30
 KEPT, WINDOW = 24, 7  # 60% of the prompt, 30% of that

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.merge_reduce import MergeAndReduce, merge_and_reduce, softmax_balance, theory_c
+from kvsketch.methods.balancekv.merge_reduce import MergeAndReduce, merge_and_reduce, softmax_balance, theory_c
 from kvsketch.ops.balance_walk.reference import normalized_gram, walk_blocks
 
 

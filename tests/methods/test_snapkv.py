@@ -7,7 +7,7 @@ import torch
 
 import kvsketch
 from kvsketch.methods import SnapKV
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, GROUP, SIZE, SCALE = 2, 3, 8, 0.6

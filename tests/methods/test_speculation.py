@@ -14,11 +14,13 @@ from torch import Tensor
 import kvsketch
 import zoo
 from common import generate, padded
-from kvsketch import CompressedCache, models, rotary, texts
+from kvsketch import CompressedCache, models
+from kvsketch.cache import rotary
 from kvsketch.evaluation.attention_protocol import capture
 from kvsketch.evaluation.speculation import QUERIES, Asked, main, measure, recall
-from kvsketch.methods import speculation
-from kvsketch.slots import SlotTable
+from kvsketch.methods.infinigen import speculation
+from kvsketch.models import texts
+from kvsketch.slots.table import SlotTable
 
 HEADS, GROUP, SIZE, PROMPT, STEPS = 2, 2, 16, 300, 8
 BUDGET = 40

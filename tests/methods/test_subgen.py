@@ -30,7 +30,7 @@ from subgen_streams import (
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.subgen_sketch import Sketch, fold
+from kvsketch.methods.subgen.sketch import Sketch, fold
 from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR
 from kvsketch.ops.reservoir.reference import thresholds
 

@@ -13,8 +13,8 @@ from torch import Tensor
 import zoo
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import SubGen
-from kvsketch.methods.subgen_slots import state_of
-from kvsketch.slots import SlotTable
+from kvsketch.methods.subgen.slots import state_of
+from kvsketch.slots.table import SlotTable
 
 
 @pytest.mark.parametrize("sampling", ["sampling=norms", "sampling=mixed"])

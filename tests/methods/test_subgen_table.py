@@ -9,8 +9,8 @@ from subgen_tables import DEVICE, SIZE, feed, read, subgen, tokens
 import zoo
 from common import generate
 from kvsketch import CompressedCache
-from kvsketch.methods.subgen_slots import exact_until, layout_of, state_of
-from kvsketch.slots import NEG_INF, SlotTable
+from kvsketch.methods.subgen.slots import exact_until, layout_of, state_of
+from kvsketch.slots.table import NEG_INF, SlotTable
 
 CHUNKS = {"chunked": [60, 50, 40], "decoded": [20] + [1] * 130, "mixed": [70, 1, 1, 1, 27, 1, 1, 48]}
 

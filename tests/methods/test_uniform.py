@@ -16,7 +16,7 @@ import kvsketch
 import zoo
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import Uniform
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 HEADS, SIZE, SIGMAS = 800, 4, 4.0
 

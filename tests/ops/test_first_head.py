@@ -13,7 +13,7 @@ import torch
 from formula import needs_triton
 from torch import Tensor
 
-from kvsketch.methods.subgen_sketch import stream_states
+from kvsketch.methods.subgen.sketch import stream_states
 from kvsketch.ops.attention_mass import Noise, Temperature
 from kvsketch.ops.kmeans import Stream
 

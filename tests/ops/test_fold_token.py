@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvsketch
-from kvsketch.methods.subgen_slots import layout_of, state_of
+from kvsketch.methods.subgen.slots import layout_of, state_of
 from kvsketch.ops.fold_token import reference
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsketch.slots import SlotTable
-from kvsketch.storage import hot_set, offloaded
+from kvsketch.slots import hot_set, offloaded
+from kvsketch.slots.table import SlotTable
 
 HEADS, LISTS, SIZE, TAIL_TOKENS, SINKS = 2, 2, 4, 5, 2
 

@@ -29,7 +29,7 @@ from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.timing import time_calls
 from kvsketch.methods import BalanceKV, Method, Uniform
 from kvsketch.ops.balance_walk.reference import block_uniforms, normalized_gram
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 LAYERS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 256
 SCALE = HEAD_SIZE**-0.5

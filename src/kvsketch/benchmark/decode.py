@@ -27,10 +27,10 @@ from kvsketch import records
 from kvsketch.benchmark.options import parse, whole_numbers, without_gpu
 from kvsketch.benchmark.shapes import HELP, build, weight_bytes
 from kvsketch.benchmark.timing import copy_bandwidth
-from kvsketch.cache import CompressedCache
-from kvsketch.decoding import Step
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.decode.captured import Step
+from kvsketch.decode.sampling import Sampler
 from kvsketch.methods import Method, parse_method
-from kvsketch.sampling import Sampler
 
 
 @dataclasses.dataclass

@@ -18,10 +18,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvsketch import models, records, texts
-from kvsketch.cache import CompressedCache
+from kvsketch import models, records
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.models import texts
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
-from kvsketch.storage.hot_set import COUNTS
+from kvsketch.slots.hot_set import COUNTS
 
 METHODS = ("clusterkv", "clusterkv:tokens_per_cluster=80:recluster_into=4:rounds=20:completion=false", "quest")
 

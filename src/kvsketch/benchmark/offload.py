@@ -32,8 +32,8 @@ from kvsketch.benchmark.shapes import HELP, build
 from kvsketch.methods import METHODS, ClusterKV, Method, parse_method
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
-from kvsketch.slots import SlotTable
-from kvsketch.storage.hot_set import COUNTS
+from kvsketch.slots.hot_set import COUNTS
+from kvsketch.slots.table import SlotTable
 
 DEVICE = "cuda"
 CHECK_PROMPT = 4096

@@ -24,7 +24,7 @@ from torch import Tensor
 from kvsketch import records
 from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.shapes import HELP, build
-from kvsketch.cache import CompressedCache
+from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import parse_method
 
 METHODS = (

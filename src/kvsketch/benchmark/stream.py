@@ -27,10 +27,10 @@ from torch import Tensor
 from kvsketch import ops, records
 from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.shapes import SHAPES, build
-from kvsketch.cache import CompressedCache
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.decode.streaming import prefill
 from kvsketch.methods import parse_method
 from kvsketch.ops.chunk_attention import Arguments, reference
-from kvsketch.streaming import prefill
 
 METHODS = (
     "streamingllm:budget=2048,h2o:budget=2048,snapkv:budget=2048,uniform:budget=2048,subgen:budget=2048,"

@@ -28,9 +28,9 @@ from kvsketch.benchmark.kcenter import HEAD_SIZE, KEYS, KV_HEADS, LAYERS, make_k
 from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.timing import time_calls
 from kvsketch.methods.subgen import SubGen
-from kvsketch.methods.subgen_sketch import Sketch, fold_denominator, fold_numerator
-from kvsketch.methods.subgen_slots import covering_radii, exact_tokens, layout_of, state_of
-from kvsketch.slots import SlotTable
+from kvsketch.methods.subgen.sketch import Sketch, fold_denominator, fold_numerator
+from kvsketch.methods.subgen.slots import covering_radii, exact_tokens, layout_of, state_of
+from kvsketch.slots.table import SlotTable
 
 TARGET = 0.10  # share of prefill
 # Keys that are as near to one representative as to another may go to either, and slots follow.

@@ -40,7 +40,8 @@ def demo(
     sizes = _split(budgets, "--budgets", "1/4,1/8")
 
     from kvsketch import demo as comparison
-    from kvsketch import environment, models, texts
+    from kvsketch import environment, models
+    from kvsketch.models import texts
 
     chosen = comparison.choose_methods(names, sizes)
     if out is not None:

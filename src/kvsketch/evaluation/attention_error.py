@@ -20,8 +20,6 @@ from typing import Any
 
 from rich.table import Table
 
-from kvsketch import texts
-from kvsketch.budget import Size
 from kvsketch.evaluation import budgets, experiment, passages
 from kvsketch.evaluation.attention_protocol import (
     BALANCEKV,
@@ -41,6 +39,8 @@ from kvsketch.evaluation.attention_protocol import (
 )
 from kvsketch.evaluation.experiment import Cell, Experiment
 from kvsketch.methods import METHODS
+from kvsketch.methods.budget import Size
+from kvsketch.models import texts
 from kvsketch.records import mean_text
 
 __all__ = [

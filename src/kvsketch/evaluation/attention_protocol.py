@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.cache import CompressedCache
+from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import InfiniGen, Quest, parse_method
 from kvsketch.methods.base import Method
 from kvsketch.methods.recall import RecallingMethod
-from kvsketch.positions import TEXT
-from kvsketch.slots import SlotTable
+from kvsketch.slots.positions import TEXT
+from kvsketch.slots.table import SlotTable
 
 ORACLE = "oracle"
 

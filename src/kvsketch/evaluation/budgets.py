@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from kvsketch.budget import Size
-from kvsketch.cache import CompressedCache
+from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import METHODS, Method, parse_method
+from kvsketch.methods.budget import Size
 from kvsketch.methods.recall import RecallingMethod
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 UNITS = ("tokens", "bytes")
 # Every method, as it is compared at equal budgets. A pyramid reads its budget as the most that a layer may hold and

@@ -18,8 +18,8 @@ def model_sha256(spec: str) -> str:
     """What identifies the weights behind a model's name or folder.
 
     A built-in model is the file that its name pins: the converted copy has other bytes after another release of
-    transformers. For others, SHA-256 over the names and the SHA-256 of config.json and the weight files. Hashes of files
-    are remembered in kvsketch's cache folder by path, size and time, so that weights are read once.
+    transformers. For others, SHA-256 over the names and the SHA-256 of config.json and the weight files. Hashes are
+    remembered in kvsketch's cache folder by path, size and time, so that weights are read once.
     """
     if spec in models.CATALOG:
         return models.CATALOG[spec].sha256

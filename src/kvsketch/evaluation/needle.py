@@ -19,11 +19,11 @@ from typing import Any
 
 from rich.table import Table
 
-from kvsketch import texts
 from kvsketch.evaluation import experiment, result_table
 from kvsketch.evaluation.experiment import Cell
 from kvsketch.evaluation.identity import text_sha256
 from kvsketch.evaluation.questions import Question, QuestionExperiment, chat_question
+from kvsketch.models import texts
 
 DECOYS = ("door code", "flight number", "account number", "room number", "case number", "order number", "locker code")
 DECOY_SENTENCE = "The {name} is {number}. Remember it: {number} is the {name}. "

@@ -16,9 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvsketch import decoding
-from kvsketch.cache import CompressedCache
-from kvsketch.sampling import Sampler
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.decode import captured as decoding
+from kvsketch.decode.sampling import Sampler
 
 BLOCK_TOKENS = 1024  # whose logits are held at once, over all rows
 STEPS_WORTH_CAPTURING = 48

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsketch import texts
+from kvsketch.models import texts
 
 
 def names(wanted: str) -> list[str]:

@@ -32,13 +32,13 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from kvsketch.budget import Size
 from kvsketch.evaluation import experiment, passages
 from kvsketch.evaluation.budgets import text_form
 from kvsketch.evaluation.experiment import Cell
 from kvsketch.evaluation.next_token import Reading, exact_nll
 from kvsketch.evaluation.shared_prefill import memory, shared_prefill, streamed_prefill
 from kvsketch.methods import parse_method
+from kvsketch.methods.budget import Size
 from kvsketch.records import perplexity_deviation
 from kvsketch.records.estimate import interval_text
 

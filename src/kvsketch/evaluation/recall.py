@@ -36,7 +36,7 @@ from kvsketch.evaluation.experiment import Cell
 from kvsketch.methods import parse_method
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.records import mean, mean_text
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 PAPER_STEPS = (1, 2)  # R of the paper's cache hit rates
 METHODS = ("clusterkv", PAPER_CLUSTERKV, "quest", "infinigen", "infinigen:alpha=100")

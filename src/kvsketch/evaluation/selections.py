@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.budget import Size
 from kvsketch.evaluation.attention_protocol import Captured
 from kvsketch.methods import ClusterKV, InfiniGen, Quest
 from kvsketch.methods.base import Method
-from kvsketch.methods.clusters import CENTROIDS, OFFSETS, ORDER, SIZES
+from kvsketch.methods.budget import Size
+from kvsketch.methods.clusterkv.clusters import CENTROIDS, OFFSETS, ORDER, SIZES
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.ops.hot_rows import HITS, READS
-from kvsketch.slots import SlotTable
-from kvsketch.storage.hot_set import COUNTS
+from kvsketch.slots.hot_set import COUNTS
+from kvsketch.slots.table import SlotTable
 
 
 class Choice(NamedTuple):

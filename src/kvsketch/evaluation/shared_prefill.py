@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch import decoding
-from kvsketch.cache import CompressedCache
-from kvsketch.cache_layer import SlotLayer
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.layer import SlotLayer
+from kvsketch.decode import captured as decoding
+from kvsketch.decode.sampling import Sampler
+from kvsketch.decode.streaming import prefill
 from kvsketch.methods.base import Method
 from kvsketch.methods.full import Full
-from kvsketch.sampling import Sampler
-from kvsketch.slots import SlotTable
-from kvsketch.streaming import prefill
+from kvsketch.slots.table import SlotTable
 
 ROWS_ON_A_CPU = 4
 SHARE_OF_FREE_MEMORY = 0.7

@@ -24,10 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvsketch import models, records, rotary
+from kvsketch import models, records
+from kvsketch.cache import rotary
 from kvsketch.evaluation import passages
 from kvsketch.methods import InfiniGen
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 
 class Asked(NamedTuple):

@@ -27,18 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch import texts
-from kvsketch.budget import Size
-from kvsketch.cache import CompressedCache
+from kvsketch.cache.compressed import CompressedCache
 from kvsketch.evaluation import experiment
 from kvsketch.evaluation.budgets import text_form
 from kvsketch.evaluation.experiment import Cell, Experiment
 from kvsketch.evaluation.shared_prefill import memory
 from kvsketch.methods import ClusterKV, parse_method
 from kvsketch.methods.base import Method
+from kvsketch.methods.budget import Size
 from kvsketch.methods.recall import RecallingMethod
-from kvsketch.slots import NEG_INF, SlotTable
-from kvsketch.storage.hot_set import TAIL
+from kvsketch.models import texts
+from kvsketch.slots.hot_set import TAIL
+from kvsketch.slots.table import NEG_INF, SlotTable
 
 LAYERS_SHOWN, HEADS_SHOWN = 6, 2
 LEAST_TOKENS = 64

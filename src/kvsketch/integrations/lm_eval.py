@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvsketch import models
-from kvsketch.cache import CompressedCache
+from kvsketch.cache.compressed import CompressedCache
 from kvsketch.evaluation.identity import model_sha256
 from kvsketch.evaluation.shared_prefill import Prefilled, shared_prefill
 from kvsketch.methods import parse_method

@@ -7,10 +7,9 @@
 | summarise | a weighted set; numerator and denominator may differ     | compress                     |
 | recall    | everything; a query reads a part of it                   | compress indexes, attend     |
 
-`base.py` is the contract, `recall.py` what recall methods share, `received.py` what those that score by attention
-share, `text.py` the text form. What is too long for a method's own file stands beside it: `subgen_*.py`;
-`balance_blocks.py`, `balance_stream.py`, `merge_reduce.py` and `row_schedule.py` for balancekv; `clusters.py` for
-clusterkv.
+`base.py` is the contract, `budget.py` sizes as tokens or shares, `text.py` the text form, `recall.py` what recall
+methods share, `received.py` what those that score by attention share. A method that needs several files has a folder;
+the method itself is its `__init__.py`.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.budget import Size
+from kvsketch.methods.budget import Size
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.ops.slot_update.reference import rank, sort_keys
-from kvsketch.positions import CACHE, POSITIONS, TEXT
-from kvsketch.slots import SlotTable
+from kvsketch.slots.positions import CACHE, POSITIONS, TEXT
+from kvsketch.slots.table import SlotTable
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class BudgetedMethod(Method):
     """A method whose memory is bounded: `budget` tokens per KV head and layer, the sinks and the recent window
     included.
 
-    `positions`: a query finds a slot as far away as in the text, or as in the cache (`kvsketch.positions`).
+    `positions`: a query finds a slot as far away as in the text, or as in the cache (`kvsketch.slots.positions`).
     """
 
     budget: Size | int | str = 1024

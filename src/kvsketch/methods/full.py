@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.base import Method
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.budget import Size
 from kvsketch.methods.base import EvictingMethod
+from kvsketch.methods.budget import Size
 from kvsketch.methods.received import add_attention
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 REDUCTIONS = ("sum", "mean", "max")
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.budget import Size
 from kvsketch.methods.base import BudgetedMethod, close_slots, evict
+from kvsketch.methods.budget import Size
 from kvsketch.ops.farthest_first import FORMS
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 WEIGHTS = ("none", "count")
 GROWTH = 256  # slots added at a time where generated tokens never go

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.budget import Size
 from kvsketch.methods.base import BudgetedMethod
+from kvsketch.methods.budget import Size
 from kvsketch.methods.h2o import H2O
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 COMPATIBILITY = ("intended", "official")
 LATER_THAN_ALL = 2.0**24

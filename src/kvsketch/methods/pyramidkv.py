@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvsketch.budget import Size
+from kvsketch.methods.budget import Size
 from kvsketch.methods.snapkv import SnapKV, _whole
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 READINGS = ("ceiling", "mean")
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.recall import BUDGETS, RecallingMethod
-from kvsketch.slots import SlotTable
-from kvsketch.storage import offloaded
+from kvsketch.slots import offloaded
+from kvsketch.slots.table import SlotTable
 
 # [B, H, pages, D]: smallest and largest key channels of each page.
 PAGE_MIN, PAGE_MAX = "page_min", "page_max"

@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvsketch.budget import Size
 from kvsketch.methods.base import Method
+from kvsketch.methods.budget import Size
 from kvsketch.methods.full import Full
-from kvsketch.slots import SlotTable
-from kvsketch.storage import offloaded
-from kvsketch.storage.hot_set import TAIL
+from kvsketch.slots import offloaded
+from kvsketch.slots.hot_set import TAIL
+from kvsketch.slots.table import SlotTable
 
 OFFLOADS = ("none", "host")
 UNFINISHED = "unfinished"  # the host store holds the part of a prompt that was read so far, and the index does not

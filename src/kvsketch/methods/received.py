@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.attention_mass import is_plain
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 
 def add_attention(

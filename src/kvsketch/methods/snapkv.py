@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsketch.budget import Size
 from kvsketch.methods.base import BudgetedMethod, EvictingMethod
+from kvsketch.methods.budget import Size
 from kvsketch.methods.received import add_attention
-from kvsketch.slots import SlotTable
+from kvsketch.slots.table import SlotTable
 
 POOLS = ("avg", "max")
 REDUCTIONS = ("sum", "mean", "max")

@@ -7,8 +7,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints
 
-from kvsketch.budget import Size
 from kvsketch.methods.base import Method
+from kvsketch.methods.budget import Size
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.budget import Size
 from kvsketch.methods.base import BudgetedMethod, bound_to_budget, evict
-from kvsketch.slots import SlotTable
+from kvsketch.methods.budget import Size
+from kvsketch.slots.table import SlotTable
 
 # A stratum of so many expected tokens is empty with a chance of 2%; its tokens would then stand for nobody.
 SMALLEST = 4.0

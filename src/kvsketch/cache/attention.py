@@ -1,0 +1,240 @@
+"""Seam 2 into transformers: the attention function that reads a compressed cache.
+
+Models ask `AttentionInterface.get_interface` for the function that attends. At the first use of a compressed cache
+that method is wrapped, once and for the whole process; what it hands out looks whether the key tensor came out of a
+compressed layer. If so this module attends, if not the model's own function runs untouched. `uninstall` takes the
+wrapper away again.
+
+While a layer is exact, the model's own kernel reads it, bit for bit; afterwards `ops.weighted_attention` reads the
+slots, with the (logical) mask looked up at the slots' logical indices (masks.py). Several tokens for a bounded layer,
+and prompts that are read as a stream, attend chunk by chunk (view.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface
+
+from kvsketch import ops
+from kvsketch.cache import masks
+from kvsketch.cache.patches import Patch
+from kvsketch.slots.tensors import plain
+
+if TYPE_CHECKING:
+    from kvsketch.cache.view import LayerView
+
+TAG = "_kvsketch_view"
+READS_EVERYTHING = (
+    "the attention of {model} reads every token, which offload=host keeps in host memory; use offload=none"
+)
+
+
+def install() -> None:
+    """Wraps `AttentionInterface.get_interface`; does nothing the second time."""
+    _INTERFACE.install()
+
+
+def uninstall() -> None:
+    """Puts `AttentionInterface.get_interface` back; compressed caches then no longer work until `install`."""
+    _INTERFACE.remove()
+
+
+def _get_interface(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    return _dispatch(original(*args, **kwargs))
+
+
+_INTERFACE = Patch(AttentionInterface, "get_interface", _get_interface)
+
+
+def _dispatch(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's own attention function, unless the keys came out of a compressed layer.
+
+    A plain function: torch.compile has to read through it, in every model of the process.
+    """
+
+    @functools.wraps(own)
+    def attend_or_own(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        view = getattr(key, TAG, None)
+        if view is None:
+            return own(module, query, key, value, *args, **kwargs)
+        return _attend_module(own, view, module, query, key, value, *args, **kwargs)
+
+    return attend_or_own
+
+
+def _attend_module(
+    own: Callable[..., Any],
+    view: LayerView,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *args: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What a model calls in place of its own function: [B, Hq, n, D] queries in, [B, n, Hq, Dv] out."""
+    refuse_unsupported(module, view, query, value, kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    weights = None
+    softcap, sink_logits = softcap_of(module, own, kwargs), kwargs.get("s_aux")
+    if view.layer.mask_free and not view.exact:
+        attention_mask = None
+    recalled = view.recall(query, scale, softcap, sink_logits)
+    if recalled is not None:
+        output = recalled.transpose(1, 2).contiguous()
+    elif view.exact:
+        if scaling is not None:
+            kwargs["scaling"] = scaling
+        with _RowSums(view, attention_mask is None) as sums:
+            output, weights = own(module, query, key, value, attention_mask, *args, **kwargs)
+        sums.leave(query, key, scale)
+    else:
+        attended = attend(view, query, scale, attention_mask, softcap=softcap, sink_logits=sink_logits)
+        output = attended.transpose(1, 2).contiguous()
+    view.finish(module, query, scale, attention_mask)
+    return output, weights
+
+
+class _RowSums(TorchDispatchMode):
+    """Notes the logarithms of the row sums that fused attention computes anyway, for methods that want them."""
+
+    def __init__(self, view: LayerView, unmasked: bool) -> None:
+        super().__init__()
+        self.table = view.layer.table
+        self.wanted = unmasked and view.layer.method.wants_row_lse and self.table.new_tokens > 1
+        self.row_lse: Tensor | None = None
+
+    def __enter__(self) -> _RowSums:
+        return super().__enter__() if self.wanted else self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.wanted:
+            super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name == "aten::_scaled_dot_product_cudnn_attention":
+            # The fifth argument asks for the sums, which inference leaves out; the output does not depend on it.
+            args = (*args[:4], True, *args[5:])
+        result = func(*args, **(kwargs or {}))
+        if name.startswith(("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention")):
+            self.row_lse = result[1]
+        return result
+
+    def leave(self, query: Tensor, key: Tensor, scale: float) -> None:
+        """Hands the sums to the method if they are what they should be: kernels differ in what they return."""
+        if self.row_lse is None or self.row_lse.numel() != query.shape[:3].numel():
+            return
+        row_lse = self.row_lse.view(query.shape[:3]).float()
+        group = query.shape[1] // key.shape[1]
+        last = (query[:, :group, -1].float() @ key[:, 0].float().mT * scale).logsumexp(-1)  # [B, G]
+        if torch.allclose(row_lse[:, :group, -1], last, atol=0.05, rtol=1e-3):
+            self.table.row_state["row_lse"] = row_lse
+
+
+def _comes_again(view: LayerView, query: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether the new tokens begin at position 0 though tokens came before.
+
+    The option alone says nothing: some models hand their layers' default on to attention, whatever they were given.
+    Where they do not hand positions on: whether the forward before brought all tokens, and this one brings one more.
+    """
+    new, positions = query.shape[2], kwargs.get("position_ids")
+    before = view.seen - new
+    if new == 1 or before == 0:
+        return False
+    if positions is None:
+        return new == before + 1 == view.layer.read_before + 1
+    return bool((positions.amin(-1) == 0).all() & (positions[..., -1] < new).all())
+
+
+def attend(
+    view: LayerView,
+    query: Tensor,
+    scale: float,
+    mask: Any,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention of [B, Hq, n, D] queries over a layer; `bias` [1 or B, Hq, 1 or n, L] is logical like the mask.
+
+    No gradient flows through a compressed table.
+    """
+    with plain():
+        return view.attend(query, scale, mask, softcap, sink_logits, bias)
+
+
+def attend_slots(
+    view: LayerView,
+    query: Tensor,
+    scale: float,
+    mask: Any,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Attention over the slots of a view, with mask and bias read at their logical indices."""
+    if view.layer.table.host is not None and not view.exact:
+        raise ValueError(READS_EVERYTHING.format(model=view.layer.model_name))
+    slot_bias = masks.mask_at_slots(view, query, mask)
+    if bias is not None:
+        slot_bias = masks.add_bias(slot_bias, masks.at_slots(bias, view.index, query.shape[1]))
+    wanted = view.layer.method.wants_logits and not view.exact and query.shape[2] == 1 and softcap is None
+    attended = ops.weighted_attention(
+        query,
+        view.keys,
+        view.values,
+        view.log_den if view.log_num is None else view.log_num,
+        view.log_den,
+        scale,
+        bias=slot_bias,
+        softcap=softcap,
+        sink_logits=sink_logits,
+        clip=view.layer.method.clip,
+        return_state=wanted,
+        return_logits=wanted,
+    )
+    if not wanted:
+        return attended
+    out, (row_lse, _), logits = attended
+    # The numerator's sum leaves a sink logit out, but not a bias, which the logits do not hold.
+    view.row_logits = ops.RowLogits(logits[:, :, 0], row_lse[:, :, 0] if slot_bias is None else None)
+    return out
+
+
+def softcap_of(module: nn.Module, own: Callable[..., Any], kwargs: dict[str, Any]) -> float | None:
+    """The logit soft-cap the model's own function would apply: sdpa ignores it in older releases, and we follow
+    the model.
+    """
+    softcap = kwargs.get("softcap")
+    return None if softcap is None or "sdpa" in getattr(own, "__name__", "") else float(softcap)
+
+
+def refuse_unsupported(
+    module: nn.Module, view: LayerView, query: Tensor, value: Tensor, kwargs: dict[str, Any]
+) -> None:
+    """Raises for attention that a slot table cannot serve, naming the model's attention class."""
+    if kwargs.get("use_cache") is False and view.layer.table.rank == 0 and _comes_again(view, query, kwargs):
+        raise ValueError(
+            "use_cache=False feeds the whole text at every step into the cache, which has read it already; leave it "
+            "out or drop the cache, and call cache.reset() to use it again"
+        )
+    for name in ("position_bias", "indices", "block_indices"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} passes {name!r} to its attention, which kvsketch cannot "
+                f"compress; use DynamicCache"
+            )
+    if value is not view.values and value.shape != view.values.shape:
+        raise ValueError(
+            f"{type(module).__name__} changes keys or values between the cache and its attention, "
+            "which kvsketch cannot compress; use DynamicCache"
+        )

@@ -1,0 +1,258 @@
+"""Seam 1 into transformers: the cache. Everything transformers asks is answered in logical coordinates.
+
+A cache is a list of layers (layer.py), those of full attention compressed. `tokens_seen` counts what the model
+has read, `tokens_stored` what memory still holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import warnings
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from kvsketch.cache import attention, families, rotary, saving
+from kvsketch.cache.checks import require_finite
+from kvsketch.cache.layer import SlotLayer
+from kvsketch.cache.saving.model_identity import ModelIdentity
+from kvsketch.cache.view import require_stream
+from kvsketch.methods import parse_method
+from kvsketch.methods.base import Method
+from kvsketch.slots.heads import head_share, require_one_device
+from kvsketch.slots.hot_set import hit_rate
+from kvsketch.slots.table import SlotTable
+
+BROKEN_OFF = (
+    "what was last read into this cache was broken off: {what}. Call cache.reset() and feed the whole text again, or "
+    "go on with a copy (copy.deepcopy, cache.save) made before"
+)
+
+
+class CompressedCache(Cache):
+    """A KV cache for `model.generate(..., past_key_values=cache)` that a method keeps small.
+
+        cache = CompressedCache(model, "streamingllm:budget=1024")
+
+    `model` is a model or its config; `method` a text form or a Method. Full-attention layers are compressed;
+    sliding-window and linear-attention layers stay native. The model is not changed. `check`: a nan or inf in a key
+    or value is an error that names its layer and head (asks the device at every step).
+
+    `prefill`: "exact" reads a prompt whole and compresses it then; "stream" reads it `chunk` tokens at a time, each
+    chunk attending to itself and to what is left of those before, so that the prompt never has to fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | PretrainedConfig,
+        method: str | Method = "full",
+        *,
+        seed: int = 0,
+        check: bool = False,
+        prefill: str = "exact",
+        chunk: int = 2048,
+    ) -> None:
+        config = model if isinstance(model, PretrainedConfig) else getattr(model, "config", None)
+        if not isinstance(config, PretrainedConfig):
+            raise ValueError(f"CompressedCache takes a transformers model or its config, not {type(model).__name__}")
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(f"{config.model_type} is an encoder-decoder model; kvsketch serves decoder-only models")
+        if getattr(config, "use_cache", True) is False:
+            warnings.warn(f"{config.model_type} turns its cache off by default: pass use_cache=True", stacklevel=2)
+        require_stream(prefill, chunk)
+        self.method = parse_method(method)
+        self.check, self.prefill, self.chunk = check, prefill, chunk
+        self.identity = ModelIdentity(model, config)
+        self.head_share = head_share(model)
+        self.model_name = str(getattr(config, "model_type", type(config).__name__))
+        attention.install()
+        families.adapt(config)
+        native = DynamicCache(config=config).layers
+        text_config = config.get_text_config(decoder=True)
+        shared = bool(getattr(text_config, "num_kv_shared_layers", 0))
+        if shared:
+            require_one_device(model)
+        layers = [
+            SlotLayer(SlotTable(i, len(native), seed), self.method, self.model_name, shared)
+            if type(layer) is DynamicLayer
+            else layer
+            for i, layer in enumerate(native)
+        ]
+        super().__init__(layers=layers)
+        choice = None if getattr(self.method, "placeless", "") else getattr(self.method, "positions", None)
+        positions = rotary.positions(config, choice)
+        self._empty = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if not isinstance(layer, SlotLayer)}
+        self._last_updated = len(layers)  # the layer that was updated last; not behind it: another forward
+        self._broken_off = ""
+        for rank, layer in enumerate(self.slot_layers):
+            layer.table.rank, layer.table.compressed_layers = rank, len(self.slot_layers)
+            layer.chunk = chunk if prefill == "stream" else None
+            layer.table.rotary, layer.table.positions = rotary.frequencies(config), positions
+        for before, after in itertools.pairwise(layers):
+            # Layers that share keys ask the same table for different queries; there is no one query to learn from.
+            if isinstance(before, SlotLayer) and isinstance(after, SlotLayer) and not shared:
+                after.before = before
+        if not self.slot_layers:
+            raise ValueError(f"{self.model_name} has no full-attention layer to compress; use DynamicCache")
+
+    @property
+    def slot_layers(self) -> list[SlotLayer]:
+        """The layers that the method compresses."""
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        layer, before = self.layers[layer_idx], self.layers[layer_idx - 1] if layer_idx > 0 else None
+        if layer_idx <= self._last_updated:
+            self._require_whole()
+        elif isinstance(before, SlotLayer):
+            before.require_claimed()
+        if self.check:
+            require_finite(key_states, value_states, layer_idx, self.get_seq_length(layer_idx), self.model_name)
+        if self.head_share is not None and isinstance(layer, SlotLayer):
+            self.head_share.place(layer.table, key_states)
+        self._last_updated = layer_idx
+        if isinstance(layer, SlotLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.break_off(f"layer {layer_idx} has taken some of its tokens")
+        updated = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._broken_off = ""
+        return updated
+
+    # forwards that were broken off: out of memory, an error in the model, Ctrl-C
+
+    def break_off(self, what: str) -> None:
+        """From here on every forward is refused until `reset`."""
+        self._broken_off = what
+
+    def broken_off(self) -> str:
+        """What a forward that did not come to its end has left; empty: all layers have read the same tokens."""
+        if self._broken_off:
+            return self._broken_off
+        for layer in self.slot_layers:
+            if layer.waiting is not None or not layer.whole:
+                return f"layer {layer.table.layer_idx} stopped in the middle of its work"
+        seen = self.layer_lengths()
+        # A layer that no forward reads stays empty, but the last one.
+        if len({*seen} - {0}) > 1 or (any(seen) and not seen[-1]):
+            return f"its layers have read {' or '.join(map(str, sorted(set(seen))))} tokens"
+        return ""
+
+    def layer_lengths(self) -> list[int]:
+        """Tokens that each layer of attention has read."""
+        return [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+
+    def _require_whole(self) -> None:
+        for layer in self.slot_layers:
+            if layer.refused or (layer.waiting is not None and not layer.is_read):
+                layer.require_claimed()
+        what = self.broken_off()
+        if what:
+            raise RuntimeError(BROKEN_OFF.format(what=what))
+
+    def reset(self) -> None:
+        """Forgets everything; the cache is as new."""
+        for layer in self.slot_layers:
+            layer.reset()
+        for number, native in self._empty.items():
+            self.layers[number] = copy.deepcopy(native)
+        self._last_updated, self._broken_off = len(self.layers), ""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens, negative their number, as if they had never come.
+
+        Possible after `activate_past_recording()` for the tokens of the last forward, and without it while a method has
+        dropped, summarised or counted nothing of them; else RuntimeError, and nothing is changed.
+        """
+        count = -int(tokens_to_remove)
+        if count < 0:
+            raise ValueError(f"crop takes a negative number of tokens to remove, such as -{-count}, not {-count}")
+        if count:
+            self._require_whole()
+        if count > self.tokens_seen:
+            raise ValueError(f"crop({-count}) takes more than the {self.tokens_seen} tokens that the cache has seen")
+        layers: list[Any] = self.layers
+        for number, layer in enumerate(layers if count else ()):
+            reason = layer.refuses_crop(count) if isinstance(layer, SlotLayer) else _native_refuses(layer, count)
+            if reason:
+                raise RuntimeError(
+                    f"the cache cannot forget its last {count} tokens: layer {number}, {reason}. Call "
+                    "cache.activate_past_recording() before the forward that may be taken back and crop right after "
+                    "it, or go back to a copy.deepcopy(cache) made before"
+                )
+        for layer in layers:
+            if count or isinstance(layer, SlotLayer) or getattr(layer, "record_past", False):
+                layer.crop(-count)
+
+    def end_recording(self) -> None:
+        """Compresses what could still be rolled back; from here on a forward is compressed at once."""
+        layers: list[Any] = self.layers
+        for layer in layers:
+            if getattr(layer, "record_past", False):
+                layer.settle() if isinstance(layer, SlotLayer) else layer.crop(0)
+                layer.record_past = False
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens the model has read into this cache."""
+        return self.slot_layers[0].table.seen
+
+    @property
+    def tokens_stored(self) -> int:
+        """The most slots any KV head of a compressed layer holds."""
+        return max(layer.table.stored() for layer in self.slot_layers)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of every tensor on the model's device: keys, values, weights, index, state, native layers included."""
+        return sum(t.numel() * t.element_size() for layer in self.layers for t in _layer_tensors(layer))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes the cache holds in host memory beside the device."""
+        tensors = (t for layer in self.slot_layers for t in layer.table.host_tensors())
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """With offload=host, the share of reads that found their token on the device."""
+        return hit_rate(layer.table for layer in self.slot_layers)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cache to a file, in one step; see `saving`."""
+        saving.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: nn.Module | PretrainedConfig) -> CompressedCache:
+        """The cache that `save` wrote, on the model's device; ValueError when file or model are not the right ones."""
+        return saving.load(path, model, cls)
+
+    def __repr__(self) -> str:
+        counts = f"tokens_seen={self.tokens_seen}, tokens_stored={self.tokens_stored}"
+        return f"CompressedCache({self.model_name}, '{self.method}', {counts})"
+
+
+def _native_refuses(layer: Any, count: int) -> str:
+    """Why a layer of transformers' own cannot forget its last `count` tokens; empty: it can."""
+    if not getattr(layer, "is_croppable", True) or (hasattr(layer, "conv_states") and not layer.record_past):
+        return f"{type(layer).__name__} keeps no past states"
+    window = getattr(layer, "sliding_window", None)
+    if (
+        window is None
+        or layer.keys is None
+        or layer.keys.shape[-2] - count >= min(layer.get_seq_length() - count, window - 1)
+    ):
+        return ""
+    return f"a sliding window of {window} has dropped what lies before them"
+
+
+def _layer_tensors(layer: Any) -> list[Tensor]:
+    if isinstance(layer, SlotLayer):
+        return layer.table.tensors()
+    tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    return [t for t in tensors if isinstance(t, Tensor)]

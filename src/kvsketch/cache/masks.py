@@ -1,0 +1,161 @@
+"""What a query may see: masks as transformers hands them over, in logical coordinates, and as slots need them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvsketch.cache.view import LayerView
+
+CAUSAL = "_kvsketch_causal"  # on a mask: whether it is causal
+HIDDEN = "_kvsketch_hidden"  # on a mask: what it hides inside a row
+MASK_BLOCK = 1 << 24  # numbers of a mask looked at at once
+
+
+def mask_at_slots(view: LayerView, query: Tensor, mask: Any) -> Tensor | None:
+    """What each query may see of each slot, [B, H, n, S]; None when it may see every slot."""
+    new = query.shape[2]
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+        visible = None
+        if new > 1:
+            first = view.seen - new
+            query_index = torch.arange(first, first + new, device=query.device)
+            visible = view.index.unsqueeze(2) <= query_index.view(1, 1, -1, 1)
+        if mask is not None:
+            padding = at_slots(mask[:, None, None, :].bool(), view.index, view.keys.shape[1])
+            visible = padding if visible is None else visible & padding
+        return visible
+    if isinstance(mask, Tensor):
+        return at_slots(mask[..., : view.seen], view.index, view.keys.shape[1])
+    if hasattr(mask, "mask_mod"):
+        return _evaluate_mask_mod(view, query, mask)
+    raise TypeError(
+        f"attention mask of type {type(mask).__name__} is not understood; use a tensor, a BlockMask or None"
+    )
+
+
+def at_slots(logical: Tensor, index: Tensor, heads: int) -> Tensor:
+    """Columns of a logical tensor [1 or B, 1 or heads, n, L] at the slots' indices [B, H, S]; empty slots read
+    column 0.
+    """
+    batch, kv_heads, _slots = index.shape
+    logical = logical.expand(batch, heads if logical.shape[1] == 1 else -1, -1, -1)
+    index = index.clamp_min(0).repeat_interleave(logical.shape[1] // kv_heads, 1)
+    return logical.gather(-1, index.unsqueeze(2).expand(-1, -1, logical.shape[2], -1))
+
+
+def last_row_visible(mask: Any, seen: int) -> Tensor | None:  # [B, L] bool
+    """Which logical tokens the newest query may see: what is left out at the front is left padding."""
+    if isinstance(mask, Tensor):
+        row = mask if mask.dim() == 2 else mask[:, 0, -1]
+        row = row[:, :seen]
+        return row > torch.finfo(row.dtype).min / 2 if mask.dim() == 4 and row.is_floating_point() else row.bool()
+    if hasattr(mask, "mask_mod") and mask.shape[0] is not None:
+        device = mask.kv_num_blocks.device
+        rows = torch.arange(mask.shape[0], device=device).view(-1, 1)
+        columns = torch.arange(seen, device=device).view(1, -1)
+        last = torch.full_like(columns, seen - 1 - _first_query(mask))
+        return mask.mask_mod(*torch.broadcast_tensors(rows, torch.zeros_like(rows), last, columns))
+    return None
+
+
+def hidden_inside(mask: Any, seen: int) -> tuple[int, int] | None:
+    """A row and a token in it that the newest query may not see although it sees an earlier one: no left padding.
+
+    None where a mask hides no such token, as a causal one, that of a prefix or of packed texts. Looks at the last row
+    of the mask only; layers share it, so the answer is kept on it and the device is asked once in a forward.
+    """
+    known, state = getattr(mask, HIDDEN, None), _state(mask, seen)
+    if known is None or known[0] != state:
+        visible = None if mask is None else last_row_visible(mask, seen)  # [B, L]
+        if visible is None:
+            return None
+        inside = ~visible & (visible.cumsum(-1) > 0)
+        place = inside.nonzero()[0].tolist() if bool(inside.any()) else None
+        known = (state, None if place is None else (place[0], place[1]))
+        setattr(mask, HIDDEN, known)
+    return known[1]
+
+
+def is_causal(mask: Any, seen: int, new: int, padding: Tensor | None) -> bool:
+    """Whether a mask hides nothing from the `new` last of `seen` tokens but later ones and each row's left padding.
+
+    Layers share a mask, so the answer is kept on it: the device is asked once in a forward.
+    """
+    if mask is None:
+        return True
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or (mask.dim() == 4 and mask.shape[1] > 1):
+        return False
+    known, state = getattr(mask, CAUSAL, None), _state(mask, seen)
+    if known is None or known[0] != state:
+        known = (state, _hides_nothing_else(mask, seen, new, padding))
+        setattr(mask, CAUSAL, known)
+    return known[1]
+
+
+def _state(mask: Any, seen: int) -> tuple[int, int]:
+    """What an answer that is kept on a mask depends on: the tokens seen, and how often the mask was written to."""
+    return seen, mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0
+
+
+def _hides_nothing_else(mask: Tensor, seen: int, new: int, padding: Tensor | None) -> bool:
+    if mask.shape[-1] < seen:
+        return False
+    column = torch.arange(seen, device=mask.device)
+    first = torch.zeros(mask.shape[0], 1, 1, dtype=torch.long, device=mask.device)
+    first = first if padding is None else padding.view(-1, 1, 1)
+    if mask.dim() == 2:
+        return bool((mask[:, :seen].bool() == (column >= first[:, 0])).all())
+    if mask.shape[2] != new:
+        return False
+    lowest = torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else None
+    block = max(1, MASK_BLOCK // (mask.shape[0] * seen))
+    for start in range(0, new, block):
+        rows = mask[:, 0, start : start + block, :seen]
+        visible = rows.bool() if lowest is None else rows > lowest
+        if lowest is not None and bool((visible & (rows != 0)).any()):
+            return False
+        query = torch.arange(start, start + rows.shape[1], device=mask.device)[:, None] + seen - new
+        # What a query that is padding itself sees does not matter.
+        wrong = (visible != ((column <= query) & (column >= first))) & (query >= first)
+        if bool(wrong.any()):
+            return False
+    return True
+
+
+def rows_of_mask(mask: Any, start: int, end: int, seen: int) -> Any:
+    """The part of a mask or logical bias that is about the queries [start, end) and the first `seen` tokens."""
+    if not isinstance(mask, Tensor):
+        return mask
+    if mask.dim() == 2:
+        return mask[:, :seen]
+    return mask[..., :seen] if mask.shape[2] == 1 else mask[..., start:end, :seen]
+
+
+def add_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
+    if mask is None:
+        return bias
+    mask = mask.repeat_interleave(bias.shape[1] // mask.shape[1], 1)
+    if mask.dtype == torch.bool:
+        return bias.float().masked_fill(~mask, float("-inf"))
+    return bias.float() + mask
+
+
+def _first_query(mask: Any) -> int:
+    """Logical index of the first query of a BlockMask, whose function counts queries from there."""
+    return int(mask.shape[-1] - mask.shape[-2])
+
+
+def _evaluate_mask_mod(view: LayerView, query: Tensor, mask: Any) -> Tensor:
+    batch, heads, _slots = view.index.shape
+    new = query.shape[2]
+    device = query.device
+    rows = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+    heads_index = torch.arange(heads, device=device).view(1, -1, 1, 1)
+    queries = torch.arange(view.seen - new, view.seen, device=device).view(1, 1, -1, 1) - _first_query(mask)
+    columns = view.index.clamp_min(0).unsqueeze(2)
+    visible: Tensor = mask.mask_mod(*torch.broadcast_tensors(rows, heads_index, queries, columns))
+    return visible

@@ -1,0 +1,110 @@
+"""`use(model, method)`: compression for callers that cannot pass a cache, such as pipelines and lm-eval."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.patches import Patch
+from kvsketch.methods import Method, parse_method
+
+_lock = threading.Lock()
+_numbers = itertools.count()
+_open: dict[int, tuple[Any, Session]] = {}  # number -> model and session
+# Numbers of the sessions that a thread or async task is in, innermost last. One that was left elsewhere may still be
+# named here; it is not in `_open` any more.
+_entered: ContextVar[tuple[int, ...]] = ContextVar("kvsketch_sessions", default=())
+_doors: dict[int, Patch] = {}  # id of a model -> its wrapped generate
+
+
+@dataclass
+class Session:
+    """What `use` yields: the method in force and the cache of the last `generate`."""
+
+    method: Method
+    seed: int = 0
+    cache: CompressedCache | None = None
+
+
+@contextmanager
+def use(model: Any, method: str | Method, *, seed: int = 0) -> Iterator[Session]:
+    """Inside the block every `model.generate` without a cache of its own gets a fresh compressed one.
+
+    The block counts for its own thread or async task, and for threads that are started inside it, such as the one of
+    `TextIteratorStreamer`. Others that use the model at the same time are not affected. Workers of a pool that ran
+    before the block take part with `pool.submit(contextvars.copy_context().run, model.generate, ...)`.
+    """
+    if not callable(getattr(model, "generate", None)):
+        raise ValueError(f"use() takes a transformers model with a generate method, not {type(model).__name__}")
+    session, number = Session(parse_method(method), seed), next(_numbers)
+    _enter(model, session, number)
+    try:
+        yield session
+    finally:
+        _leave(model, number)
+
+
+def _enter(model: Any, session: Session, number: int) -> None:
+    with _lock:
+        door = _doors.setdefault(id(model), Patch(model, "generate", functools.partial(_generate, model)))
+        door.hold()
+        _THREADS.hold()
+        _open[number] = (model, session)
+    _entered.set((*_still_open(), number))
+
+
+def _leave(model: Any, number: int) -> None:
+    """The end of a block may run in another context than its beginning, as that of an async generator does."""
+    with _lock:
+        del _open[number]
+        _THREADS.release()
+        door = _doors[id(model)]
+        door.release()
+        if not door.holders:
+            del _doors[id(model)]
+    _entered.set(_still_open())
+
+
+def _still_open() -> tuple[int, ...]:
+    return tuple(number for number in _entered.get() if number in _open)
+
+
+def _session(model: Any) -> Session | None:
+    """The innermost open session of this thread or task on the model."""
+    found = (_open.get(number, (None, None)) for number in reversed(_entered.get()))
+    return next((session for owner, session in found if owner is model), None)
+
+
+def _generate(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    session = _session(model)
+    if session is None or kwargs.get("past_key_values") is not None:
+        return original(*args, **kwargs)
+    cache = session.cache = CompressedCache(model, session.method, seed=session.seed)
+    result = original(*args, **{**kwargs, "past_key_values": cache})
+    if cache.tokens_seen == 0:
+        raise RuntimeError(f"{cache.model_name} generated without reading the compressed cache; is use_cache off?")
+    return result
+
+
+def _start_inside(original: Callable[..., Any], thread: threading.Thread) -> None:
+    """A new thread begins with an empty context: its sessions are handed over."""
+    numbers, run = _still_open(), thread.run
+    if numbers:
+
+        def run_inside() -> None:
+            _entered.set(numbers)
+            run()
+
+        setattr(thread, "run", run_inside)  # noqa: B010
+    original(thread)
+
+
+# While a session is open.
+_THREADS = Patch(threading.Thread, "start", _start_inside)

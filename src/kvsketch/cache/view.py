@@ -1,0 +1,273 @@
+"""What one forward reads of one layer: travels on the key tensor from the cache to the attention function.
+
+A `LayerView` is the table with the new tokens in it. A `ChunkView` holds several new tokens that are not in the table
+yet, because the table is bounded or because the prompt is read as a stream. Chunk by chunk,
+
+    attend      the queries of the chunk read the table and, causally, the chunk (`ops.chunk_attention`)
+    take        the table takes the keys and values of the chunk
+    compress    the method brings the table back to its budget
+
+so that no matrix of queries by slots and, in a stream, no prompt is ever held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kvsketch import ops
+from kvsketch.cache import attention, masks
+from kvsketch.slots.tensors import plain
+
+if TYPE_CHECKING:
+    from kvsketch.cache.layer import SlotLayer
+
+PREFILLS = ("exact", "stream")
+
+
+@dataclass
+class LayerView:
+    """A table that holds the new tokens already."""
+
+    layer: SlotLayer
+    keys: Tensor
+    values: Tensor
+    exact: bool
+    seen: int
+    log_num: Tensor | None = None
+    log_den: Tensor | None = None
+    kept_index: Tensor | None = None
+    row_logits: ops.RowLogits | None = None  # of the last attention by a single query, for methods that want them
+
+    @classmethod
+    def of(cls, layer: SlotLayer) -> LayerView:
+        """The table of a layer as it is."""
+        table = layer.table
+        view = cls(layer, table.read_keys(), table.value_slots(), table.exact, table.seen)
+        if not table.exact:
+            view.log_num, view.log_den = table.log_num, table.log_den
+        return view
+
+    @property
+    def index(self) -> Tensor:  # [B, H, S] int64
+        """Logical index of each slot; only looked at when a mask or bias has to be read at the slots."""
+        return self.layer.table.index_slots() if self.kept_index is None else self.kept_index
+
+    def kept(self) -> LayerView:
+        """For layers that read these keys later in this forward: nothing that compress changes in place is seen."""
+        if not self.exact:
+            self.log_num = None if self.log_num is None else self.log_num.clone()
+            self.log_den = None if self.log_den is None else self.log_den.clone()
+            self.kept_index = self.layer.table.index_slots().clone()
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return self
+
+    def attend(
+        self,
+        query: Tensor,
+        scale: float,
+        mask: Any,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of [B, Hq, n, D] queries over the slots; `bias` is logical like the mask."""
+        return attention.attend_slots(self, query, scale, mask, softcap, sink_logits, bias)
+
+    def recall(self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None) -> Tensor | None:
+        """The answer of a method that lets a single query read a part of the slots; None when it reads all."""
+        self.layer.is_read = True
+        if query.shape[2] != 1:
+            return None
+        self.layer.table.scale = scale
+        with plain():
+            return self.layer.method.attend(self.layer.table, query, softcap, sink_logits)
+
+    def finish(self, module: nn.Module, query: Tensor, scale: float, mask: Any) -> None:
+        """Called when attention is done. Layers that share this layer's keys only read; the owner compresses."""
+        # The key tensor and its view hold each other; the logits must not wait until that is noticed.
+        row_logits, self.row_logits = self.row_logits, None
+        self.layer.is_read = True
+        if self.is_owner(module):
+            with plain():
+                self.layer.note_padding(mask)
+                self.layer.finish(query, scale, row_logits)
+
+    def is_owner(self, module: nn.Module) -> bool:
+        return getattr(module, "layer_idx", self.layer.table.layer_idx) == self.layer.table.layer_idx
+
+
+@dataclass
+class Prompt:
+    """What is known of the new tokens before the first of their chunks is read."""
+
+    end: int  # tokens seen once all of them are there
+    padding: Tensor | None  # [B] int64, left padding of each row by then; None: no row has any
+    causal: bool  # whether left padding and the order of the tokens say all that a mask says
+
+    def __post_init__(self) -> None:
+        self.most_padding = 0 if self.padding is None else int(self.padding.max())
+
+    def on(self, device: torch.device) -> Prompt:
+        """The same for a layer on that device."""
+        if self.padding is None or self.padding.device == device:
+            return self
+        return Prompt(self.end, self.padding.to(device), self.causal)
+
+    def padding_at(self, seen: int) -> Tensor | None:
+        """Left padding among the first `seen` tokens."""
+        return None if self.padding is None else self.padding.clamp_max(seen)
+
+    def hidden_from(self, start: int) -> Tensor | None:  # [B]
+        """How many tokens from number `start` on are left padding."""
+        if self.padding is None or self.most_padding <= start:
+            return None
+        return (self.padding - start).clamp_min(0)
+
+
+@dataclass
+class Reading:
+    """Attention arguments of one chunk: tokens and the slots before them, or a view to be read under a mask."""
+
+    keys: Tensor
+    values: Tensor
+    past: ops.Past | None = None
+    hidden: Tensor | None = None
+    view: LayerView | None = None
+
+
+class ChunkView(LayerView):
+    """Several new tokens, [B, H, n, D], that their layer takes chunk by chunk."""
+
+    def __init__(self, layer: SlotLayer, keys: Tensor, values: Tensor, spans: list[tuple[int, int]]) -> None:
+        super().__init__(layer, keys, values, exact=False, seen=layer.table.seen + keys.shape[2])
+        self.spans = spans
+        self.taken = 0
+        self.prompt: Prompt | None = None
+        self.reading: Reading | None = None
+
+    def attend(
+        self,
+        query: Tensor,
+        scale: float,
+        mask: Any,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of [B, Hq, n, D] queries, each chunk over the table as the chunks before have left it."""
+        mask = None if self.layer.prompt is not None else mask
+        options = {"softcap": softcap, "sink_logits": sink_logits}
+        if self.reading is not None:
+            return self._read_again(query, scale, mask, bias, options)
+        prompt = self.layer.prompt or self.layer.describe_prompt(mask, self.keys.shape[2])
+        self.prompt = prompt.on(self.keys.device)
+        if len(self.spans) == 1:
+            return self._attend_span(query, scale, mask, bias, 0, query.shape[2], options)
+        # Laid out as the model reads on: heads next to each other.
+        out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], self.values.shape[3])
+        for start, end in self.spans:
+            out[:, start:end] = self._attend_span(query, scale, mask, bias, start, end, options).transpose(1, 2)
+            if end < query.shape[2]:
+                self._take(start, end)
+                self.layer.compress(query[:, :, start:end], scale)
+        return out.transpose(1, 2)
+
+    def finish(self, module: nn.Module, query: Tensor, scale: float, mask: Any) -> None:
+        if self.is_owner(module):
+            start, end = self.spans[-1]
+            with plain():
+                self._take(start, end)
+                self.layer.finish(query[:, :, start:], scale)
+
+    def _attend_span(
+        self, query: Tensor, scale: float, mask: Any, bias: Tensor | None, start: int, end: int, options: dict[str, Any]
+    ) -> Tensor:
+        table, layer = self.layer.table, self.layer
+        assert self.prompt is not None
+        layer.method.prepare(table, self.keys[:, :, start:end], self.values[:, :, start:end])
+        if table.host is not None and not table.exact:
+            raise ValueError(attention.READS_EVERYTHING.format(model=layer.model_name))
+        masked = bias is not None or not self.prompt.causal
+        if table.exact or masked:
+            self._take(start, end)
+        if masked:
+            self.reading = Reading(self.keys, self.values, view=LayerView.of(layer))
+        elif table.exact:
+            hidden = self.prompt.hidden_from(0)
+            self.reading = Reading(table.read_keys(), table.value_slots(), None, hidden)
+        else:
+            assert table.keys is not None and table.values is not None
+            num = table.log_den if table.log_num is None else table.log_num
+            past = ops.Past(table.read_keys(end - start), table.values, num, table.log_den)
+            hidden = self.prompt.hidden_from(table.seen)
+            self.reading = Reading(self.keys[:, :, start:end], self.values[:, :, start:end], past, hidden)
+        return self._read(query[:, :, start:end], scale, mask, bias, start, end, options)
+
+    def _read(
+        self, query: Tensor, scale: float, mask: Any, bias: Tensor | None, start: int, end: int, options: dict[str, Any]
+    ) -> Tensor:
+        reading, method = self.reading, self.layer.method
+        assert reading is not None
+        if reading.view is not None:
+            mask = self._padding_mask() if mask is None else masks.rows_of_mask(mask, start, end, reading.view.seen)
+            bias = None if bias is None else masks.rows_of_mask(bias, start, end, reading.view.seen)
+            return reading.view.attend(query, scale, mask, bias=bias, **options)
+        out, (_, row_lse) = ops.chunk_attention(
+            query, reading.keys, reading.values, scale,
+            past=reading.past, hidden=reading.hidden, clip=method.clip, return_state=True, **options,
+        )  # fmt: skip
+        if method.wants_row_lse and reading.hidden is None and all(option is None for option in options.values()):
+            self.layer.table.row_state["row_lse"] = row_lse
+        return out
+
+    def _read_again(
+        self, query: Tensor, scale: float, mask: Any, bias: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """Attention of a layer that shares these keys, after their owner has attended."""
+        if len(self.spans) > 1:
+            raise ValueError(
+                f"layers of {self.layer.model_name} share keys, so that a prompt cannot be read as a stream within one "
+                f"forward; feed it chunk by chunk with kvsketch.prefill, or use prefill='exact'"
+            )
+        return self._read(query, scale, mask, bias, 0, query.shape[2], options)
+
+    def _padding_mask(self) -> Tensor | None:  # [B, seen]
+        padding, seen = self.layer.table.padding, self.layer.table.seen
+        return None if padding is None else torch.arange(seen, device=padding.device) >= padding.view(-1, 1)
+
+    def _take(self, start: int, end: int) -> None:
+        """The table takes the tokens [start, end), if it has not yet."""
+        if self.taken >= end:
+            return
+        assert self.prompt is not None
+        table = self.layer.table
+        whole = self.prompt.end if self.layer.chunk is not None else None
+        table.append(self.keys[:, :, start:end], self.values[:, :, start:end], whole)
+        table.padding = self.prompt.padding_at(table.seen)
+        self.taken = end
+
+
+def chunk_spans(tokens: int, chunk: int | None, keep_last: bool = False) -> list[tuple[int, int]]:
+    """Where `tokens` new tokens are cut: after every `chunk`, but never so that a single token is left.
+
+    A single token is a decode step, in which a method may do less. `keep_last`: the last two chunks stay together, so
+    that the newest `chunk` tokens can be rolled back.
+    """
+    if chunk is None:
+        return [(0, tokens)]
+    cuts = list(range(chunk, tokens, chunk))
+    if cuts and (keep_last or tokens - cuts[-1] == 1):
+        cuts.pop()
+    return list(zip([0, *cuts], [*cuts, tokens], strict=True))
+
+
+def require_stream(prefill: str, chunk: int) -> None:
+    """Raises ValueError unless the two say how a prompt is read."""
+    if prefill not in PREFILLS:
+        raise ValueError(f"prefill={prefill!r} is not one of {', '.join(PREFILLS)}")
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 2:
+        raise ValueError(f"chunk={chunk!r} is not a number of tokens; use a whole number of 2 or more, such as 2048")

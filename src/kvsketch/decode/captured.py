@@ -1,0 +1,304 @@
+"""Captured decoding: one decode step recorded as a CUDA graph and replayed for every token.
+
+An eager decode step on a fast GPU is bound by the host that launches its thousand kernels, whatever the cache holds.
+A compressed cache has a fixed shape and is updated in place, so the whole step (model, cache update, compression,
+choice of the token) can be recorded once. transformers prepares everything (`custom_generate`), so all arguments mean
+what they mean in `model.generate`.
+
+The life of a call: transformers prepares; prefill runs eagerly; the first decode steps run eagerly too, as warm-up;
+then the step is recorded and replayed. A step in which a method does periodic work runs eagerly in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsketch.cache import masks
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.decode import fused as fusion
+from kvsketch.decode.sampling import Sampler, unsupported
+from kvsketch.decode.streaming import prefill_to_generate
+from kvsketch.ops import early_start
+from kvsketch.slots.heads import spread_over
+from kvsketch.slots.tensors import plain
+
+WARM_UP_STEPS = 2
+_turns: dict[torch.device, threading.RLock] = {}
+
+
+def generate(model: Any, inputs: Any, cache: CompressedCache, *, fused: bool = True, **options: Any) -> Any:
+    """`model.generate(**inputs, past_key_values=cache, **options)` with captured decode steps; same tokens.
+
+    `inputs` is a tensor of token ids or what a tokenizer returns. Where capture is impossible (no CUDA, beams, an
+    unusual option or model) the eager loop runs, with one warning that says why.
+
+    `fused` lets kernels do the work of the decoder layers of known families. They add the same products in another
+    order, so in half precision two tokens that are equally likely up to rounding may change places, as they may between
+    batch sizes. `fused=False` captures the model's own modules: the tokens of `model.generate`, bit by bit, except
+    where that reads an exact table with the model's own attention (method `full`, layers that recall methods read
+    whole, prompts within the budget).
+    """
+    if not isinstance(cache, CompressedCache):
+        raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
+    arguments = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+    reason = impossible(model, cache, options)
+    if reason is not None:
+        _warn(reason)
+        return model.generate(**arguments, past_key_values=cache, **options)
+    # transformers shows the streamer the prompt but does not hand it on to a custom loop.
+    loop = functools.partial(_captured_loop, streamer=options.get("streamer"), fused=fused)
+    # A graph records what the current device does.
+    with torch.cuda.device_of(next(model.parameters())):
+        return model.generate(**arguments, past_key_values=cache, custom_generate=loop, **options)
+
+
+def impossible(model: Any, cache: CompressedCache, options: dict[str, Any]) -> str | None:
+    """Why a step of this model, cache and options of generate cannot be captured; None when it can."""
+    if cache.check:
+        return "check=True looks at every key and value on the host"
+    if len(cache.slot_layers) < len(cache.layers):
+        return f"{cache.model_name} has sliding-window or linear layers, whose native caches cannot be captured"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{cache.model_name} takes no position_ids and counts positions on the host"
+    if (spread := spread_over(model)) is not None:
+        return f"the model is spread over {spread}, and a graph belongs to one device"
+    configs = [options.get("generation_config"), model.generation_config]
+    for option in ("num_beams", "assistant_model", "prompt_lookup_num_tokens", "return_dict_in_generate"):
+        given = [options[option]] if option in options else [getattr(config, option, None) for config in configs]
+        value = next((v for v in given if v is not None), None)
+        if value not in (None, False, 1):
+            return f"{option}={value!r} needs the eager loop"
+    if model.device.type != "cuda":
+        return f"the model is on {model.device.type}, and only CUDA has graphs"
+    return None
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(f"kvsketch.generate runs the eager loop: {reason}", RuntimeWarning, stacklevel=3)
+
+
+def _captured_loop(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    generation_config: Any = None,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    fused: bool = True,
+    **model_kwargs: Any,
+) -> Tensor:
+    """transformers' sampling loop, with the steps after prefill captured."""
+    names = unsupported(logits_processor, stopping_criteria)
+    names += ["synced_gpus"] * synced_gpus + _masked(model_kwargs.get("attention_mask"))
+    if names:
+        _warn(f"{', '.join(names)} cannot be captured")
+        return type(model)._sample(
+            model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+            generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
+        )  # fmt: skip
+    cache = model_kwargs["past_key_values"]
+    cache.end_recording()
+    eos, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
+    sampler = Sampler(logits_processor, input_ids, stopping_criteria.max_length, eos, pad, generation_config.do_sample)
+    turn = _turn(model.device)
+    with turn:
+        logits = prefill_to_generate(model, input_ids, generation_config, model_kwargs)
+        sampler.before_step()
+        token = sampler.choose(logits)
+        step = Step(model, cache, sampler, token, stopping_criteria.max_length, fused)
+    _stream(streamer, token)
+    while sampler.length < stopping_criteria.max_length and not sampler.finished():
+        with turn:
+            step.run()
+        _stream(streamer, step.token)
+    if streamer is not None:
+        streamer.end()
+    return sampler.tokens()
+
+
+def _turn(device: torch.device) -> threading.RLock:
+    """Held by the thread whose prompt or step is at work on the device.
+
+    Threads share the device's stream, so little would run at the same time anyway. A step that is recorded next to
+    another thread's prompt is spoilt when that one waits for the whole device, whatever the capture mode.
+    """
+    return _turns.setdefault(device, threading.RLock())
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """torch's own is one for all devices, and open to everybody."""
+    return torch.cuda.Stream(device)
+
+
+def _masked(mask: Any) -> list[str]:
+    """What a mask says that a captured step, which reads none, does not know: anything but left padding."""
+    if mask is None:
+        return []
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return ["an attention_mask that is not [batch, tokens]"]
+    hidden = masks.hidden_inside(mask, mask.shape[1])
+    return [] if hidden is None else [f"an attention_mask that hides token {hidden[1]} inside batch row {hidden[0]}"]
+
+
+def _stream(streamer: Any, token: Tensor) -> None:
+    if streamer is not None:
+        streamer.put(token.squeeze(1).cpu())
+
+
+class Aside:
+    """The branch of a captured step on which layers compress while the model goes on: nobody reads a layer's slots
+    again before the next step.
+    """
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.held: list[Any] = []
+
+    @contextlib.contextmanager
+    def after(self, *used: Any) -> Iterator[None]:
+        """Work that starts after what the current stream has so far; `used` are its tensors, kept until the end."""
+        self.held.append(used)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), early_start.off():
+            yield
+
+    def join(self) -> None:
+        """The current stream goes on after all of it."""
+        if self.held:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self.held.clear()
+
+
+class Step:
+    """One decode step on fixed addresses: eager while warming up, then a graph."""
+
+    def __init__(
+        self,
+        model: Any,
+        cache: CompressedCache,
+        sampler: Sampler,
+        token: Tensor,
+        max_length: int,
+        fused: bool = True,
+    ) -> None:
+        self.model, self.cache, self.sampler, self.fused = model, cache, sampler, fused
+        self.layers = cache.slot_layers
+        self.token = token.clone()
+        table = self.layers[0].table
+        position = torch.full_like(token, table.seen)
+        self.position = position if table.padding is None else position - table.padding.view(-1, 1)
+        self.graph: Any = None
+        self.addresses: list[int] = []
+        self.regime: list[object] = []
+        self.ahead: tuple[bool, bool, list[object]] | None = None
+        self.steps = 0
+        with plain():
+            for layer in self.layers:
+                if layer.table.exact:
+                    layer.method.bound(layer.table, max_length)
+
+    def run(self) -> None:
+        """Generates one token."""
+        try:
+            self._run()
+        except BaseException:
+            # The device may have gone further than the host has counted.
+            self.cache.break_off("a captured decode step")
+            raise
+
+    def _run(self) -> None:
+        self.sampler.before_step()
+        bounded, due, regime = self.ahead or self._look_ahead()
+        if due:
+            self._forward(bounded)
+            if self.addresses != self._addresses():
+                self.graph = None
+        elif self.steps < WARM_UP_STEPS or not bounded:
+            self._forward(bounded)
+        else:
+            if self.graph is None or self.regime != regime:
+                # The old recording goes first: what it holds must not be torn down under the new one.
+                self.graph = None
+                self.graph, self.regime = self._record(), regime
+            self.graph.replay()
+            for layer in self.layers:
+                layer.table.count_replayed()
+        self.steps += 1
+        # While the device works.
+        self.ahead = self._look_ahead()
+
+    def _look_ahead(self) -> tuple[bool, bool, list[object]]:
+        """What the host must know of the next step: whether all tables are bounded, whether a method has periodic work
+        to do, and what the methods' branches depend on.
+        """
+        bounded = not any(layer.table.exact for layer in self.layers)
+        due = any(layer.method.maintenance_due(layer.table) for layer in self.layers)
+        return bounded, due, [layer.method.regime(layer.table) for layer in self.layers]
+
+    def _forward(self, bounded: bool) -> None:
+        for layer in self.layers:
+            layer.mask_free = True
+        mask = None if bounded else self._padding_mask()
+        try:
+            with fusion.fused(self.model) if self.fused else contextlib.nullcontext():
+                logits = self.model(
+                    input_ids=self.token,
+                    position_ids=self.position,
+                    past_key_values=self.cache,
+                    use_cache=True,
+                    attention_mask=mask,
+                ).logits
+        finally:
+            for layer in self.layers:
+                layer.mask_free = False
+        self.token.copy_(self.sampler.choose(logits[:, -1]))
+        self.position += 1
+
+    def _padding_mask(self) -> Tensor | None:
+        """The mask that tables still exact need, None when no row is padded."""
+        table = self.layers[0].table
+        if table.padding is None:
+            return None
+        return (torch.arange(table.seen + 1, device=self.token.device)[None] >= table.padding[:, None]).long()
+
+    def _addresses(self) -> list[int]:
+        tables = [layer.table for layer in self.layers]
+        return [t.data_ptr() for table in tables for t in (*table.tensors(), *table.host_tensors())]
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Inside the block the layers compress aside; the branches meet again at its end."""
+        aside = Aside()
+        for layer in self.layers:
+            layer.aside = aside
+        try:
+            yield
+        finally:
+            aside.join()
+            for layer in self.layers:
+                layer.aside = None
+
+    def _record(self) -> Any:
+        """Captures one step. Capture does not run it, so the host's counters are put back."""
+        self.addresses = self._addresses()
+        counters = [(layer.table.seen, layer.table.new_tokens) for layer in self.layers]
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Threads outside kvsketch may allocate and launch meanwhile.
+        stream = _capture_stream(self.token.device)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), self._aside():
+            self._forward(bounded=True)
+        for layer, (seen, new_tokens) in zip(self.layers, counters, strict=True):
+            layer.table.seen, layer.table.new_tokens = seen, new_tokens
+        return graph

@@ -1,0 +1,153 @@
+"""Streaming prefill: a prompt goes through the model chunk by chunk, so that neither it nor its activations must fit.
+
+    cache = CompressedCache(model, "streamingllm:budget=2048", prefill="stream", chunk=2048)
+    logits = prefill(model, input_ids, cache)
+
+The same chunks as within one forward (cache/view.py) and the same state afterwards; memory is that of one chunk. No mask
+is built: a mask of a chunk by everything before it would grow with the prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.view import Prompt, chunk_spans
+
+# What generate hands to a text model; anything else is for the model itself to prepare.
+PLAIN_ARGUMENTS = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+
+
+@torch.no_grad()
+def prefill(
+    model: Any,
+    input_ids: Tensor,
+    cache: CompressedCache,
+    attention_mask: Tensor | None = None,
+    *,
+    progress: bool = False,
+    after_chunk: Callable[[int], None] | None = None,
+) -> Tensor:  # [B, vocabulary]
+    """Reads `input_ids` [B, n], tokens that `cache` has not seen yet, into it; returns the logits after the last.
+
+    `attention_mask` [B, n], or with the tokens seen before [B, seen + n]: 0 for left padding. To go on, append the
+    token you choose and call `model.generate(all_ids, past_key_values=cache)`. A cache made with prefill="exact" reads
+    the prompt in one forward. `progress` shows a bar; `after_chunk` is called with the number of tokens read so far.
+    """
+    _require(input_ids, cache)
+    if cache.slot_layers[0].has_drafted:
+        cache.end_recording()
+    padding = _left_padding(input_ids, cache, attention_mask)
+    seen, new = cache.tokens_seen, input_ids.shape[1]
+    feed = _Feed(model, cache, padding)
+    with _whole_or_nothing(cache, new):
+        if cache.prefill == "exact" or new == 1:
+            return feed.forward(input_ids, feed.mask(seen + new))
+        prompt = Prompt(seen + new, padding, causal=True)
+        for layer in cache.slot_layers:
+            layer.prompt = prompt
+        with tqdm(total=new, unit="token", disable=not progress, desc="prefill") as bar:
+            for start, end in chunk_spans(new, cache.chunk):
+                logits = feed.forward(input_ids[:, start:end], feed.mask_of_native_layers(seen + end))
+                bar.update(end - start)
+                if after_chunk is not None:
+                    after_chunk(end)
+        return logits
+
+
+@contextlib.contextmanager
+def _whole_or_nothing(cache: CompressedCache, new: int) -> Iterator[None]:
+    """Reads a prompt of `new` tokens; one that is read in part cannot be read again by the same call."""
+    before = cache.layer_lengths()
+    try:
+        yield
+    except BaseException:
+        if cache.layer_lengths() != before:
+            cache.break_off(f"a prompt of {new} tokens, of which the cache has read a part")
+        raise
+    finally:
+        for layer in cache.slot_layers:
+            layer.prompt = None
+
+
+def prefill_to_generate(model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Tensor:
+    """The logits after the prompt, [B, vocabulary], from what generate has prepared: chunk by chunk where possible."""
+    cache = model_kwargs["past_key_values"]
+    given = {name for name, value in model_kwargs.items() if value is not None}
+    chunked = generation_config.prefill_chunk_size is not None
+    if cache.prefill == "exact" or chunked or not given <= PLAIN_ARGUMENTS:
+        return model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
+    mask, seen = model_kwargs.get("attention_mask"), cache.tokens_seen
+    length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    # The ids are the whole text, or new ones alone under a mask for all.
+    return prefill(model, input_ids[:, seen:] if length == input_ids.shape[1] else input_ids, cache, mask)
+
+
+class _Feed:
+    """Forwards of one prompt through one model."""
+
+    def __init__(self, model: Any, cache: CompressedCache, padding: Tensor | None) -> None:
+        self.model, self.cache, self.padding = model, cache, padding
+        names = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in names
+        self.options = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+        self.only_slots = len(cache.slot_layers) == len(cache.layers)
+
+    def forward(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        options: dict[str, Any] = dict(self.options)
+        if self.padding is not None and self.takes_positions:
+            at = torch.arange(ids.shape[1], device=ids.device) + self.cache.tokens_seen
+            options["position_ids"] = (at - self.padding.view(-1, 1)).clamp_min(0)
+        out = self.model(ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, **options)
+        return out.logits[:, -1]
+
+    def mask(self, seen: int) -> Tensor | None:  # [B, seen]
+        """The mask that left padding needs."""
+        if self.padding is None:
+            return None
+        return (torch.arange(seen, device=self.padding.device) >= self.padding.view(-1, 1)).long()
+
+    def mask_of_native_layers(self, seen: int) -> Tensor | None:
+        """A mask only where something reads it: layers that are not compressed, or a model that counts positions."""
+        return None if self.only_slots and self.takes_positions else self.mask(seen)
+
+
+def _require(input_ids: Tensor, cache: CompressedCache) -> None:
+    if not isinstance(cache, CompressedCache):
+        raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.shape[1] == 0:
+        shape = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ValueError(f"input_ids must be token ids [batch, tokens] with one token or more, got {shape}")
+
+
+def _left_padding(input_ids: Tensor, cache: CompressedCache, mask: Tensor | None) -> Tensor | None:  # [B]
+    """Left padding of each row once `input_ids` are read; None: no row has any."""
+    seen, new = cache.tokens_seen, input_ids.shape[1]
+    before = cache.slot_layers[0].table.padding
+    if mask is None:
+        return before
+    batch = input_ids.shape[0]
+    if tuple(mask.shape) not in ((batch, new), (batch, seen + new)):
+        raise ValueError(
+            f"attention_mask must be [{batch}, {new}], or [{batch}, {seen + new}] with the {seen} tokens read before, "
+            f"got {list(mask.shape)}"
+        )
+    fresh = mask[:, -new:].bool()
+    hidden = (fresh.cumsum(-1) == 0).sum(-1)
+    old = torch.zeros_like(hidden) if before is None else before
+    # A row may go on with padding only if it has seen nothing else.
+    padding = old + torch.where(old == seen, hidden, 0)
+    expected = torch.arange(seen, seen + new, device=mask.device) >= padding.view(-1, 1)
+    if not bool((fresh == expected).all()):
+        raise ValueError(
+            "attention_mask hides tokens that are not at the start of their row; a stream takes left padding only: "
+            "pad on the left, and a later turn not at all"
+        )
+    return padding if bool(padding.any()) else None

@@ -1,0 +1,156 @@
+"""BalanceKV: halve the tokens so that both halves attend alike, and keep one of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvsketch.methods.balancekv import blocks as balance_blocks
+from kvsketch.methods.balancekv import schedule as row_schedule
+from kvsketch.methods.balancekv import stream as balance_stream
+from kvsketch.methods.balancekv.merge_reduce import theory_c
+from kvsketch.methods.balancekv.schedule import Row
+from kvsketch.methods.base import BudgetedMethod
+from kvsketch.methods.budget import Size
+from kvsketch.ops.balance_walk import WALKS
+from kvsketch.slots.table import SlotTable
+
+CHOICES = {
+    "form": ("block", "stream", "paper"),
+    "walk": ("auto", *WALKS),
+    "select": ("weighted", "strict"),
+    "den_weight": ("same", "pow2"),
+}
+DEFAULT_WINDOW = 32
+
+
+@dataclass(frozen=True)
+class BalanceKV(BudgetedMethod):
+    """Keeps one of two halves of the tokens that have almost the same attention sums, with twice the weight.
+
+    The balancing walk (ops.balance_walk) gives the tokens of a block signs with sum_+ exp(s) v ~ sum_- exp(s) v for
+    every query; the difference does not grow with the block, where a random half errs by its square root.
+
+    form=block, the practical algorithm: runs of neighbours are halved in blocks of `block` tokens, keys relative to the
+    block's mean, until the budget holds; the last halving takes only as many of the oldest tokens as needed. A kept
+    token weighs 2^l in both sums; den_weight=pow2 counts every halving in the denominator but in the numerator only
+    those that doubled the token. select=weighted doubles what it keeps up to where half of the run is dropped,
+    select=strict all of it. A common factor near 1 gives the kept the weight of the whole run, so that the weights of
+    a row sum to the tokens it has seen. rounds=T halves everything T times, as published.
+    form=stream, the theorem's algorithm within the budget: MergeAndReduce (merge_reduce.py) for each bucket of
+    value norms, and over the keys alone for the denominator. The two sums are kept within a factor `rho` of each other
+    (none: as published), since a heavy key may be in one only. form=paper: the same with batches of `block` tokens; its
+    memory grows with the logarithm of the context and does not heed the budget.
+
+    Guarantee (stream, paper, c=theory): |out - exact| <= eps |softmax|_2 |V|_F with sets of O*(exp(2 scale r^2) / eps)
+    tokens; independent samples need 1 / eps^2. The block form has none: one sample serves both sums.
+
+    Papers: Han et al., arXiv 2502.07861, and its NeurIPS 2025 version, whose code has the weighted selection.
+    Differs from the authors' code: the same weights in both sums, as in Algorithm 1 (their code has den_weight=pow2 for
+    LongBench); each halving conserves the sum of the weights; places without a token are masked, not zeros; the Gram
+    matrix is normalised, which neither overflows nor underflows, and float32; the first sign is a fair coin; any budget
+    is met, not only powers of two; generated tokens are compressed too; no needle detection. Differs from the paper's
+    listings: buckets are 2^i <= |v| < 2^(i+1), negligible ones go at eps / (2n), and line 6 of MergeAndReduce tests j.
+    """
+
+    name: ClassVar[str] = "balancekv"
+    family: ClassVar[str] = "summarise"
+    paper: ClassVar[str] = "arXiv 2502.07861"
+    random: ClassVar[bool] = True
+    sinks: int = DEFAULT_WINDOW
+    recent: Size | int | str = DEFAULT_WINDOW
+    form: str = "block"
+    block: int = 256
+    rounds: int | None = None
+    walk: str = "auto"  # greedy for blocks, random for streams
+    c: float | str = 1.0
+    temp: float = 1.0
+    center: bool = True
+    select: str = "weighted"
+    den_weight: str = "same"
+    count_term: float = 0.025
+    rho: float | None = 4.0
+    epsilon: float = 0.1
+    delta: float = 0.01
+
+    def __post_init__(self) -> None:
+        budget = Size.parse(self.budget, f"{self.name}: budget")
+        if budget.tokens is not None:
+            self._set("sinks", row_schedule.within(self.sinks, DEFAULT_WINDOW, budget.tokens))
+            if self.recent == DEFAULT_WINDOW:
+                self._set("recent", row_schedule.within(DEFAULT_WINDOW, DEFAULT_WINDOW, budget.tokens))
+        super().__post_init__()
+        for name, choices in CHOICES.items():
+            self._require(name, getattr(self, name) in choices, " or ".join(choices))
+        self._require("block", isinstance(self.block, int) and self.block >= 2, "2 or more tokens, such as 256")
+        halvings = self.rounds is None or (self.rounds >= 0 and self.form == "block")
+        self._require("rounds", halvings, "none, or with form=block a number of halvings, 0 or more")
+        theory = self.c == "theory" and self.form != "block"
+        ok = theory if isinstance(self.c, str) else self.c > 0
+        self._require("c", ok, "a positive number or, unless form=block, theory")
+        for name in ("temp", "epsilon", "delta"):
+            self._require(name, getattr(self, name) > 0, "a positive number")
+        self._require("count_term", self.count_term >= 0, "a number, 0 or more")
+        self._require("rho", self.rho is None or self.rho >= 1, "none or a number of 1 or more")
+
+    @property
+    def placeless(self) -> str:
+        if self.form == "block":
+            return ""
+        return f"for form={self.form} holds a token in several slots, whose weights estimate sums over the whole text"
+
+    @property
+    def clip(self) -> float | None:
+        return None if self.form == "block" or self.rho is None else math.log(self.rho)
+
+    @property
+    def tied(self) -> bool:
+        """Whether numerator and denominator have the same weights."""
+        return self.form == "block" and (self.select == "strict" or self.den_weight == "same")
+
+    @property
+    def walk_name(self) -> str:
+        automatic = "greedy" if self.form == "block" else "random"
+        return automatic if self.walk == "auto" else self.walk
+
+    @property
+    def walk_c(self) -> float:
+        longest = self.block if self.form == "paper" else balance_stream.LARGEST_BATCH
+        return theory_c(longest, self.delta) if self.c == "theory" else float(self.c)
+
+    @property
+    def on_fail(self) -> str:
+        return "raise" if self.c == "theory" else "clip"
+
+    def rows(self, table: SlotTable) -> list[Row]:
+        """What each row of the table may hold."""
+        assert isinstance(self.budget, Size) and isinstance(self.recent, Size)
+        return row_schedule.rows_of(table, self.budget, self.sinks, self.recent, DEFAULT_WINDOW, self.block)
+
+    def maintenance_due(self, table: SlotTable) -> bool:
+        return not table.exact and row_schedule.due(table, ahead=1)
+
+    def bound(self, table: SlotTable, max_length: int) -> None:
+        if self.form != "paper":
+            self._algorithm.bound(self, table, self.rows(table))
+
+    def compress(self, table: SlotTable, queries: Tensor) -> None:
+        if row_schedule.in_place(table):
+            if row_schedule.due(table):
+                self._algorithm.make_room(self, table, queries)
+            row_schedule.find_free_slot(table)
+        elif not table.exact or any(self._exceeds(row) for row in self.rows(table)):
+            self._algorithm.compress(self, table, self.rows(table), queries)
+
+    @property
+    def _algorithm(self) -> ModuleType:
+        return balance_blocks if self.form == "block" else balance_stream
+
+    def _exceeds(self, row: Row) -> bool:
+        if self.form == "paper":
+            return row.seen - row.sinks - row.recent >= self.block
+        return row.seen > row.budget

@@ -1,0 +1,282 @@
+"""BalanceKV in practice: halves runs of tokens, block by block, until each row of a table fits its budget.
+
+A halving takes a run of tokens, lets the balancing walk split it into two sign classes and keeps one of them with twice
+the weight; a common factor then gives the kept tokens the weight of the whole run, so that the weights of a row always
+sum to the tokens it has seen. Which tokens: those of the smallest weight, the oldest first, and no more of them than
+needed. So the budget is used up, and during decoding a short run is halved every so often, which frees a known number
+of slots.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.methods.balancekv import schedule as row_schedule
+from kvsketch.methods.balancekv.merge_reduce import stream_state
+from kvsketch.methods.balancekv.schedule import Row, compact, running_count, to_device
+from kvsketch.slots.heads import least_over_heads
+from kvsketch.slots.table import NEG_INF, SlotTable
+
+if TYPE_CHECKING:
+    from kvsketch.methods.balancekv import BalanceKV
+
+LN2 = math.log(2.0)
+HEAVIEST = 64  # halvings that any token can have gone through
+
+
+def compress(method: BalanceKV, table: SlotTable, rows: list[Row], queries: Tensor) -> None:
+    """Brings an exact or lengthened table back to the budget of its rows and to its fixed shape; needs no queries."""
+    row_schedule.set_schedule(table, rows, [0] * len(rows))
+    rest = Remaining.of(method, table, rows)
+    while rest.halve():
+        pass
+    _require_room(method, rows, rest.stored)
+    _write(table, rest, max(row.budget for row in rows))
+    full_at = [row.seen + row.budget - stored + 1 for row, stored in zip(rows, rest.stored, strict=True)]
+    row_schedule.set_schedule(table, rows, full_at)
+
+
+@dataclass
+class Remaining:
+    """What is left of a table while it is halved: tokens, their weights, and counts of them on the host."""
+
+    method: BalanceKV
+    table: SlotTable
+    rows: list[Row]
+    stored: list[int]  # tokens of each row
+    surplus: list[int]  # tokens that have to go
+    middle: Tensor  # [B, H, S], slots that may be halved
+    alive: Tensor
+    num: Tensor
+    den: Tensor
+    passes: int = 0
+
+    @classmethod
+    def of(cls, method: BalanceKV, table: SlotTable, rows: list[Row]) -> Remaining:
+        real = table.index_slots() >= 0
+        stored = [row.seen for row in rows] if table.exact else real.sum(-1)[:, 0].tolist()
+        # A decoded token makes room for more than itself, so that the next ones need not.
+        extra = [row.freed - 1 if table.new_tokens == 1 else 0 for row in rows]
+        over = [count - row.budget for count, row in zip(stored, rows, strict=True)]
+        surplus = [o + e if o > 0 else 0 for o, e in zip(over, extra, strict=True)]
+        den = torch.zeros(table.shape, device=real.device) if table.log_den is None else table.log_den.clone()
+        # A table that has two weights keeps them: it may come from a file saved under den_weight=pow2.
+        num = table.log_num.clone() if table.log_num is not None else den if method.tied else den.clone()
+        return cls(method, table, rows, stored, surplus, row_schedule.middle_slots(table), real, num, den)
+
+    @property
+    def published(self) -> bool:
+        """Whether everything is halved a given number of times, whatever the budget."""
+        return self.table.exact and self.method.rounds is not None
+
+    def halve(self) -> bool:
+        """One halving of each row that needs it; False when none does."""
+        counts = self._counts()
+        if not any(counts):
+            return False
+        lengths = to_device(counts, self.den.device).view(-1, 1, 1)
+        run = self._run(max(counts), lengths)
+        weights = self.num if self.passes or not self.table.exact else None
+        floor = (lengths == 1) | self.published
+        keep, double = halve(self.method, self.table, run, lengths, weights, floor, self.passes)
+        self._apply(run, keep, double)
+        gone = [(count + (self.published or count == 1)) // 2 for count in counts]
+        self.stored = [s - g for s, g in zip(self.stored, gone, strict=True)]
+        self.surplus = [max(0, s - g) for s, g in zip(self.surplus, gone, strict=True)]
+        self.passes += 1
+        return True
+
+    def _counts(self) -> list[int]:
+        """How many tokens of each row the next halving takes: twice the surplus, as far as tokens of one weight go."""
+        if self.published and self.passes == self.method.rounds:
+            return [0] * len(self.rows)
+        if self.table.exact:
+            middle = [max(0, s - r.sinks - r.recent) for s, r in zip(self.stored, self.rows, strict=True)]
+            return middle if self.published else [min(2 * s, m) for s, m in zip(self.surplus, middle, strict=True)]
+        if not any(self.surplus):
+            return [0] * len(self.rows)
+        counts = _level_counts(_level(self.den), self.middle & self.alive)
+        wanted = to_device([min(2 * s, self.method.block) for s in self.surplus], self.den.device).view(-1, 1, 1)
+        at_level = counts.gather(2, _first_level(counts, wanted))
+        available = torch.where(at_level >= wanted, at_level, counts.sum(-1, keepdim=True))[..., 0]
+        most = least_over_heads(available, self.table).tolist()
+        return [min(2 * s, count) for s, count in zip(self.surplus, most, strict=True)]
+
+    def _run(self, width: int, lengths: Tensor) -> Tensor:
+        """The slots to halve, [B, H, width]; -1 beyond the `lengths` [B, 1, 1] of the rows."""
+        candidates = self.middle & self.alive
+        if self.table.exact and (self.passes == 0 or self.method.den_weight == "pow2"):
+            run = compact(candidates, width)
+        else:
+            wanted = lengths.clamp_max(0 if self.table.exact else self.method.block)
+            run, there = _lightest(candidates, self.den, self.table.position_slots(), width, wanted)
+            run = torch.where(there, run, -1)
+        return torch.where(torch.arange(width, device=run.device) < lengths, run, -1)
+
+    def _apply(self, run: Tensor, keep: Tensor, double: Tensor) -> None:
+        """Raises weights and removes the dropped; adding zero leaves alone the slot that -1 is read as."""
+        at = run.clamp_min(0)
+        self.num.scatter_add_(2, at, growth(self.num.gather(2, at), run >= 0, keep, double))
+        if self.num is not self.den:
+            self.den.scatter_add_(2, at, growth(self.den.gather(2, at), run >= 0, keep, keep))
+        dropped = torch.zeros_like(self.den).scatter_add_(2, at, ((run >= 0) & ~keep).float())
+        self.alive &= dropped == 0
+
+
+def bound(method: BalanceKV, table: SlotTable, rows: list[Row]) -> None:
+    """Gives an exact table that fits its fixed shape before anything had to go."""
+    table.bound(max(row.budget for row in rows))
+    table.log_num = None if method.tied or table.log_den is None else table.log_den.clone()
+    row_schedule.set_schedule(table, rows, [row.budget + 1 for row in rows])
+
+
+def make_room(method: BalanceKV, table: SlotTable, queries: Tensor) -> None:
+    """Halves the lightest tokens of the rows that are full, in place and without asking the device."""
+    assert table.index is not None and table.log_den is not None
+    num = table.log_den if table.log_num is None else table.log_num
+    due = row_schedule.due_rows(table)
+    lengths = row_schedule.limits_of(table)[-1] * due
+    candidates = row_schedule.middle_slots(table) & due
+    width = min(2 * row_schedule.most_freed(table), table.length)
+    slots, valid = _lightest(candidates, table.log_den, table.position_slots(), width, lengths)
+    valid &= torch.arange(width, device=slots.device) < lengths
+    keep, double = halve(method, table, torch.where(valid, slots, -1), lengths, num, lengths == 1, 0)
+    drop = valid & ~keep
+    table.index.scatter_(2, slots, table.index.gather(2, slots).masked_fill(drop, -1))
+    doubled = [(num, double)] if table.log_num is None else [(num, double), (table.log_den, keep)]
+    for weights, raised in doubled:
+        old = weights.gather(2, slots)
+        weights.scatter_(2, slots, (old + growth(old, valid, keep, raised)).masked_fill(drop, NEG_INF))
+
+
+def halve(
+    method: BalanceKV,
+    table: SlotTable,
+    run: Tensor,
+    lengths: Tensor,
+    log_weights: Tensor | None,
+    floor: Tensor,
+    number: int,
+) -> tuple[Tensor, Tensor]:
+    """Which tokens of each run [B, H, X] stay, and which of those count twice.
+
+    Runs have `lengths` [B, 1, 1] tokens; of an odd number the larger half stays, where `floor` [B, 1, 1] the smaller.
+    """
+    size = min(method.block, run.shape[-1])
+    blocks = torch.nn.functional.pad(run, (0, -run.shape[-1] % size), value=-1).unflatten(-1, (-1, size))
+    signs = ops.balance_walk(
+        table.key_slots(), table.value_slots(), blocks, table.scale,
+        weights=None if log_weights is None else log_weights.exp(),
+        state=stream_state(method.seed + table.seed, table.layer_idx, number), first_head=table.first_head,
+        ids=(table.real_tokens() << 16) + torch.arange(blocks.shape[2], device=run.device),
+        walk=method.walk_name, c=method.walk_c, temp=method.temp, center=method.center, constant=method.count_term,
+    )  # fmt: skip
+    signs = signs.flatten(2)[..., : run.shape[-1]]
+    return (_strict_half if method.select == "strict" else _weighted_half)(signs, lengths, floor)
+
+
+def growth(log_weights: Tensor, run: Tensor, keep: Tensor, double: Tensor) -> Tensor:
+    """What the log-weights of a run's tokens [B, H, X] grow by: log 2 where `double`, and a common part where `keep`.
+
+    The common part makes the weights that stay sum to those of the whole `run`. Doubling alone loses the difference
+    between the two sign classes, a few percent that add up over the halvings.
+    """
+    weights = torch.where(run, log_weights, NEG_INF).exp()
+    kept = (weights * keep * (1 + double.float())).sum(-1, keepdim=True)
+    common = (weights.sum(-1, keepdim=True) / kept).log()
+    return torch.where(keep, common + double * LN2, 0.0)
+
+
+def _strict_half(signs: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """Half of the run: the tokens of sign -1, cut at the end or topped up with the first tokens of sign +1."""
+    minus, plus, _ = _members(signs, lengths)
+    wanted = torch.where(floor, lengths // 2, lengths - lengths // 2)
+    keep = ((signs < 0) & (minus <= wanted)) | ((signs > 0) & (plus <= wanted - minus[..., -1:]))
+    return keep, keep
+
+
+def _weighted_half(signs: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """Drops one sign class until half the run is gone; the other class counts twice up to there, later tokens once.
+
+    With h = lengths // 2 that is the class which reaches h members. If both do, the run ends where the second does, and
+    the +1 class goes: the walk starts with a fair coin, so neither older nor newer tokens are favoured.
+    """
+    half, never = lengths // 2, signs.shape[-1]
+    minus, plus, place = _members(signs, lengths)
+    minus_full, plus_full = ((members < half).sum(-1, keepdim=True) for members in (minus, plus))
+    last = torch.maximum(minus_full, plus_full)
+    both = last < never
+    last = torch.where(both, last, torch.minimum(minus_full, plus_full))
+    drop_plus = both | (last == plus_full)
+    dropped_sign, members = torch.where(drop_plus, 1, -1), torch.where(drop_plus, plus, minus)
+    keep = (signs != 0) & ((signs != dropped_sign) | (members > half))
+    double = (signs == -dropped_sign) & (place <= last)
+    newest = torch.where(keep, place, -1).amax(-1, keepdim=True)
+    surplus = floor & (lengths % 2 == 1) & (place == newest)
+    return keep & ~surplus, double & keep & ~surplus
+
+
+def _members(signs: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens of sign -1 and of sign +1 up to each place of a run, and the places; a run fills its first places."""
+    place = torch.arange(signs.shape[-1], device=signs.device)
+    minus = running_count(signs < 0)
+    return minus, torch.minimum(place + 1, lengths) - minus, place
+
+
+def _level(den: Tensor) -> Tensor:
+    """How often each token's weight doubled, to the nearest whole number."""
+    return (den.clamp_min(0) / LN2).round().long().clamp_max(HEAVIEST - 1)
+
+
+def _level_counts(level: Tensor, candidates: Tensor) -> Tensor:  # [B, H, HEAVIEST]
+    return level.new_zeros(*level.shape[:2], HEAVIEST).scatter_add_(2, level, candidates.long())
+
+
+def _first_level(counts: Tensor, wanted: Tensor) -> Tensor:  # [B, H, 1]
+    """The lightest level with at least `wanted` tokens; 0 if there is none."""
+    return (counts >= wanted).int().argmax(-1, keepdim=True)
+
+
+def _lightest(candidates: Tensor, den: Tensor, position: Tensor, count: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """`count` slots, the lightest first and the oldest first among those; and which of them are candidates.
+
+    Levels that have fewer than `wanted` [B, 1, 1] tokens are passed over, so that a run has one weight where possible.
+    """
+    level = _level(den)
+    candidates = candidates & (level >= _first_level(_level_counts(level, candidates), wanted))
+    key = torch.where(candidates, (level << 40) + position, 1 << 62)
+    lowest = key.topk(count, dim=-1, largest=False)
+    return lowest.indices, lowest.values < 1 << 62
+
+
+def _write(table: SlotTable, rest: Remaining, room: int) -> None:
+    """The bounded table of the tokens that are left, in the order of their slots."""
+    chosen = compact(rest.alive, room)
+    source, empty = chosen.clamp_min(0), chosen < 0
+    table.rebuild(chosen, room, rest.den.gather(2, source))
+    table.log_num = None
+    if rest.num is not rest.den:
+        weights = rest.num.gather(2, source).masked_fill(empty, NEG_INF)
+        table.log_num = torch.nn.functional.pad(weights, (0, 1), value=NEG_INF)
+
+
+def _require_room(method: BalanceKV, rows: list[Row], stored: list[int]) -> None:
+    for row, count in zip(rows, stored, strict=True):
+        if count > row.budget:
+            raise ValueError(
+                f"balancekv: rounds={method.rounds} leaves {count} of {row.seen} tokens, over budget={row.budget}; "
+                f"use rounds={_rounds_needed(row)} or more, leave rounds out, or use budget={count}"
+            )
+
+
+def _rounds_needed(row: Row) -> int:
+    middle, rounds = row.seen - row.sinks - row.recent, 0
+    while middle >> rounds > row.middle:
+        rounds += 1
+    return rounds

@@ -1,0 +1,132 @@
+"""How much each row of a table may hold and when it is full, counted on the host.
+
+Rows differ by their left padding. A row is full at a token count that is known in advance, and then again after every
+`freed` tokens, because making room frees a known number of slots. So a plain decode step neither asks the device nor
+works for rows that are not full, and a row does the same alone as in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.methods.budget import Size
+from kvsketch.slots.table import SlotTable
+
+
+class Row(NamedTuple):
+    """What one row may hold, and what it has seen."""
+
+    seen: int  # real tokens
+    budget: int
+    sinks: int
+    recent: int
+    freed: int  # slots that making room during decoding frees
+
+    @property
+    def middle(self) -> int:
+        """Slots between the sinks and the recent window."""
+        return self.budget - self.sinks - self.recent
+
+
+def rows_of(table: SlotTable, budget: Size, sinks: int, recent: Size, default: int, block: int) -> list[Row]:
+    """The rows of a table; sinks and recent windows of `default` tokens shrink to an eighth of a small budget."""
+    assert table.keys is not None
+    padding = [0] * table.keys.shape[0] if table.padding is None else table.padding.tolist()
+    rows = []
+    for pad in padding:
+        tokens = budget.of(max(1, table.prompt_tokens - pad))
+        first = min(within(sinks, default, tokens), tokens - 1)
+        last = min(within(recent.of(tokens), default, tokens), tokens - first)
+        freed = max(1, min(block // 2, (tokens - first - last) // 16))
+        rows.append(Row(table.seen - pad, tokens, first, last, freed))
+    return rows
+
+
+def within(size: int, default: int, budget: int) -> int:
+    """A size that was left at its default shrinks to an eighth of a small budget; any other stays."""
+    return min(size, budget // 8) if size == default else size
+
+
+def set_schedule(table: SlotTable, rows: list[Row], full_at: list[int]) -> None:
+    """Remembers when each row is full: at the real token number `full_at`, then every `freed` tokens."""
+    assert table.keys is not None
+    host = [[table.seen - row.seen, at, row.freed, table.length] for at, row in zip(full_at, rows, strict=True)]
+    limits = [
+        [row.sinks, row.recent, at, row.freed, min(2 * row.freed, row.middle + 1)]
+        for at, row in zip(full_at, rows, strict=True)
+    ]
+    table.row_state["schedule"] = torch.tensor(host)
+    table.row_state["limits"] = to_device(limits, table.keys.device)
+
+
+def in_place(table: SlotTable) -> bool:
+    """Whether one token was written into a table of its fixed shape; a roll back may leave one in a longer table."""
+    return table.in_place and table.row_state["schedule"].tolist()[0][3] == table.length
+
+
+def due(table: SlotTable, ahead: int = 0) -> bool:
+    """Whether some row is full, `ahead` tokens from now; asks nothing of the device."""
+    schedule = table.row_state.get("schedule")
+    if schedule is None:
+        return False
+    passed = ((table.seen + ahead - padding - full_at, freed) for padding, full_at, freed, _ in schedule.tolist())
+    return any(tokens >= 0 and tokens % freed == 0 for tokens, freed in passed)
+
+
+def most_freed(table: SlotTable) -> int:
+    """The most slots that making room frees in any row; asks nothing of the device."""
+    return max(freed for _, _, freed, _ in table.row_state["schedule"].tolist())
+
+
+def due_rows(table: SlotTable) -> Tensor:  # [B, 1, 1]
+    """Which rows are full, on the device."""
+    _, _, full_at, freed, _ = limits_of(table)
+    passed = table.real_tokens() - full_at
+    return (passed >= 0) & (passed % freed == 0)
+
+
+def find_free_slot(table: SlotTable) -> None:
+    """Names an empty slot as the next to be written: some slot is, and empty slots rank lowest."""
+    assert table.index is not None and table.log_den is not None
+    ops.free_lowest(
+        None, table.index, table.log_den, table.log_num, table.next_slot, table.padding, table.clock, 0, 0
+    )  # fmt: skip
+
+
+def middle_slots(table: SlotTable) -> Tensor:  # [B, H, S]
+    """Slots whose tokens lie between the sinks and the recent window of their row."""
+    sinks, recent, *_ = limits_of(table)
+    position = table.position_slots()
+    return (position >= sinks) & (position < table.real_tokens() - recent)
+
+
+def limits_of(table: SlotTable) -> list[Tensor]:
+    """Sinks, recent window, full_at, freed and the tokens to halve of each row, each [B, 1, 1]."""
+    return [column.view(-1, 1, 1) for column in table.row_state["limits"].unbind(1)]
+
+
+def to_device(numbers: Sequence[object], device: torch.device) -> Tensor:
+    """Numbers of the host as a tensor on the device, without waiting for the device."""
+    tensor = torch.tensor(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def running_count(mask: Tensor) -> Tensor:
+    """mask.cumsum(-1) as int32, by parts: a single scan of a long row would leave most of a GPU idle."""
+    width = mask.shape[-1]
+    parts = torch.nn.functional.pad(mask, (0, -width % 256)).unflatten(-1, (-1, 256)).cumsum(-1, dtype=torch.int32)
+    before = parts[..., -1].cumsum(-1, dtype=torch.int32) - parts[..., -1]
+    return (parts + before[..., None]).flatten(-2)[..., :width]
+
+
+def compact(mask: Tensor, width: int) -> Tensor:
+    """The slots where `mask` [B, H, S] is true, in order, as [B, H, width] slot numbers; -1 beyond the last."""
+    rank = running_count(mask) - 1
+    place = torch.where(mask & (rank < width), rank, width).long()
+    slots = torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape)
+    return place.new_full((*mask.shape[:2], width + 1), -1).scatter_(2, place, slots)[..., :width]

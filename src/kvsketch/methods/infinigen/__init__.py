@@ -1,0 +1,208 @@
+"""InfiniGen: choose tokens by a few channels of rotated queries and keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.methods.infinigen import speculation
+from kvsketch.methods.infinigen.skew import GRAM, directions, observe
+from kvsketch.methods.recall import BUDGETS, RecallingMethod
+from kvsketch.slots import offloaded
+from kvsketch.slots.heads import mean_over_heads
+from kvsketch.slots.table import SlotTable
+
+SKEW = "skew"  # [B, H, D, p]: the directions along which queries are longest
+PARTIAL = "partial_keys"  # [B, H, tokens, p]: every key along them
+LEARNED = "learned_at"  # [B] int64: tokens that a row had when it learned its directions, 0: it has none yet
+LEARN_NEXT = "learn_next"  # tokens seen when the next row learns
+GROWTH = 2
+QUERIES = ("own", "previous")
+
+
+@dataclass(frozen=True)
+class InfiniGen(RecallingMethod):
+    """Reads the tokens whose inner product with the query looks large along the few directions where queries are long.
+
+    Keys and queries are turned by the orthogonal matrix of the queries' singular vectors, which keeps inner products
+    and gathers the queries' length in the first columns. With p = ceil(ratio * D) of them,
+
+        s'_i = scale * <q turned, k_i turned> over p columns
+
+    says which tokens may matter: those with s'_i > max - alpha. Their number is averaged over the query heads of a row
+    and capped at the budget; each head reads its best so many, and its own token. Attention over them is exact.
+
+    A row learns its directions when it reaches its budget, from the queries of that forward (a whole prompt, or one
+    token) and, where these leave directions undecided, from all its keys; and again in the first forward after which it
+    has twice the tokens. Positions turn queries away from where they were, so old directions serve new queries badly.
+
+    Paper: Lee et al., InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache
+    Management (arXiv 2406.19707). Differs from the authors' code: the directions come from the queries of the text
+    itself, per batch row and KV head, not from a calibration text; columns are taken by their sum of squares; and the
+    query that scores is the layer's own. The authors multiply the input of the layer before with this layer's query
+    weights, because they must start copying early; here rows are read where they lie, and the choice is the one that
+    their speculation aims at. `speculate=previous` speculates as well: attention sees queries and no inputs, so the
+    query comes from that of the layer before by a linear map, learned from the prompt (`speculation.py`); the first
+    layer, one behind a layer that is not compressed, and a prompt of a single token use their own.
+    """
+
+    name: ClassVar[str] = "infinigen"
+    paper: ClassVar[str] = "arXiv 2406.19707"
+    sinks: int = field(default=0, init=False)
+    ratio: float = 0.2
+    alpha: float = 5.0
+    speculate: str = "own"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("ratio", 0 < self.ratio <= 1, "a share of the channels, above 0 and at most 1")
+        self._require("alpha", self.alpha > 0, "a distance from the largest score, above 0")
+        self._require("speculate", self.speculate in QUERIES, " or ".join(QUERIES))
+
+    @property
+    def tail_tokens(self) -> int:
+        return 256
+
+    def rows_read(self, table: SlotTable) -> int:
+        return self.budget_tokens(table)
+
+    def is_indexed(self, table: SlotTable) -> bool:
+        return PARTIAL in table.row_state
+
+    def maintenance_due(self, table: SlotTable) -> bool:
+        outgrown = self.is_indexed(table) and table.seen + 1 > table.row_state[PARTIAL].shape[2]
+        learns = self.selects(table) and table.seen + 1 >= self._learns_at(table)
+        return outgrown or learns or super().maintenance_due(table)
+
+    def _learns_at(self, table: SlotTable) -> int:
+        """Tokens seen from which on some row may learn."""
+        return table.marks.get(LEARN_NEXT, self.budget_tokens(table))
+
+    def can_forget(self, table: SlotTable, left: int) -> bool:
+        # The directions were learned from the queries of a prompt.
+        return super().can_forget(table, left) and (not self.selects(table) or left >= table.prompt_tokens)
+
+    def forget(self, table: SlotTable, count: int) -> None:
+        super().forget(table, count)
+        if table.seen < self.budget_tokens(table):
+            table.row_state.pop(PARTIAL, None)
+
+    def compress(self, table: SlotTable, queries: Tensor) -> None:
+        end = max(table.seen, table.prompt_tokens) if table.new_tokens > 1 else table.seen
+        if self.selects(table) and end >= self._learns_at(table):
+            observe(table, queries)
+        if self.speculate == "previous" and queries.shape[2] > 1:
+            self._learn(table, queries)
+        super().compress(table, queries)
+
+    def _learn(self, table: SlotTable, queries: Tensor) -> None:
+        if table.head_group:
+            raise ValueError(
+                "infinigen: speculate=previous maps all heads of a layer at once, and here they are divided among "
+                "processes; use speculate=own"
+            )
+        if self.selects(table):
+            speculation.learn(table, queries)
+        speculation.leave(table, queries)
+
+    def index(self, table: SlotTable) -> None:
+        """Writes the new tokens' keys along the chosen directions, which a row that is due learns first."""
+        if not self.reads_on(table) and GRAM in table.row_state:
+            self._learn_directions(table)
+        begins = SKEW in table.row_state and table.seen >= self.budget_tokens(table) and not self.reads_on(table)
+        if not (self.is_indexed(table) or begins):
+            return
+        new = table.new_tokens if self.is_indexed(table) else table.seen
+        self._reserve(table)
+        keys = offloaded.newest(table, table.seen - new)[0] if new > 1 else self.newest_key(table)
+        place = self.seen_on_device(table) - new + torch.arange(new, device=keys.device)
+        partial = table.row_state[PARTIAL]
+        place = place.view(1, 1, -1, 1).expand(*keys.shape[:3], partial.shape[3])
+        partial.scatter_(2, place, keys @ table.row_state[SKEW])
+
+    def _learn_directions(self, table: SlotTable) -> None:
+        """Gives directions to the rows that are due, and their keys along these.
+
+        When a row is due depends on its own tokens alone, so that it learns the same beside others.
+        """
+        state, gram, keys = table.row_state, table.row_state.pop(GRAM), offloaded.all_keys(table)
+        batch, heads, _, size = keys.shape
+        real = table.real_tokens().flatten()
+        if SKEW not in state:
+            state[SKEW] = keys.new_zeros(batch, heads, size, math.ceil(self.ratio * size))
+            state[LEARNED] = torch.zeros_like(real)
+        # A cache of an earlier version learned before it was saved.
+        unknown = LEARNED not in state
+        learned = state.setdefault(LEARNED, real.clone())
+        budget = state[BUDGETS].long() if BUDGETS in state else torch.full_like(real, self.budget_tokens(table))
+        rows = torch.arange(0 if unknown else batch, device=keys.device)
+        if table.padding is not None:
+            rows = (real >= torch.maximum(GROWTH * learned, budget)).nonzero().flatten()
+        padding = None if table.padding is None else table.padding[rows]
+        if len(rows):
+            state[SKEW][rows] = directions(gram[rows], keys[rows], padding, self.ratio)
+            learned[rows] = real[rows]
+            if self.is_indexed(table):
+                self._reserve(table)
+                state[PARTIAL][rows, :, : table.seen] = keys[rows] @ state[SKEW][rows]
+        if table.padding is None:
+            table.marks[LEARN_NEXT] = GROWTH * table.seen
+        else:
+            table.marks[LEARN_NEXT] = int((table.padding + torch.maximum(GROWTH * learned, budget)).min())
+
+    def _reserve(self, table: SlotTable) -> None:
+        skew, present = table.row_state[SKEW], table.row_state.get(PARTIAL)
+        if present is None or present.shape[2] < table.seen:
+            longer = skew.new_zeros(*skew.shape[:2], table.seen + max(64, table.seen // 8), skew.shape[3])
+            if present is not None:
+                longer[:, :, : present.shape[2]] = present
+            table.row_state[PARTIAL] = longer
+
+    def attend(
+        self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
+    ) -> Tensor | None:
+        if self.speculate == "previous":
+            speculation.note(table, query)
+        if not self.is_indexed(table):
+            return None
+        rows = self.slots_of(table, self.choose_rows(table, query))
+        assert table.keys is not None and table.values is not None
+        return ops.indexed_attention(
+            query, table.keys, table.values, rows, table.scale, softcap=softcap, sink_logits=sink_logits
+        )
+
+    def choose_rows(self, table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq, rows_read] int32
+        """The tokens each query head reads, best first, -1 behind the last."""
+        if self.speculate == "previous" and speculation.can_speculate(table):
+            query = speculation.speculate(table, query)
+        scores = self._scores(table, query)  # [B, Hq, N]
+        token = torch.arange(scores.shape[-1], device=scores.device)
+        newest = self.seen_on_device(table) - 1
+        hidden = token >= newest
+        if table.padding is not None:
+            hidden = hidden | (token < table.padding.view(-1, 1, 1))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        promising = (scores > scores.amax(-1, keepdim=True) - self.alpha).sum(-1).float()  # [B, Hq]
+        # The query's own token is not in the index yet and is always read.
+        scores = torch.where(token == newest, float("inf"), scores)
+        most = min(self.rows_read(table), scores.shape[-1])
+        count = (mean_over_heads(promising, table).round().long() + 1).clamp_max(most)
+        if BUDGETS in table.row_state:
+            count = torch.minimum(count, table.row_state[BUDGETS].long())
+        if table.padding is not None:
+            # A row that fits its budget reads all it has, as it does alone.
+            budget = table.row_state[BUDGETS].long() if BUDGETS in table.row_state else most
+            count = torch.where(table.real_tokens().flatten() <= budget, most, count)
+        best = scores.topk(most, dim=-1)
+        wanted = (torch.arange(most, device=scores.device) < count.view(-1, 1, 1)) & (best.values > float("-inf"))
+        return torch.where(wanted, best.indices, -1).int()
+
+    def _scores(self, table: SlotTable, query: Tensor) -> Tensor:
+        skew, partial = table.row_state[SKEW], table.row_state[PARTIAL]
+        turned = query.view(query.shape[0], skew.shape[1], -1, query.shape[3]) @ skew
+        return (turned @ partial.mT).float().flatten(1, 2) * table.scale

@@ -1,0 +1,154 @@
+"""SubGen / ClusterGen, Algorithm 1: samples of values for the numerator, clusters of keys for the denominator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.methods.base import BudgetedMethod
+from kvsketch.methods.budget import Size
+from kvsketch.methods.subgen import slots
+from kvsketch.methods.subgen.plan import divide
+from kvsketch.methods.subgen.sketch import POLICIES
+from kvsketch.ops.fold_token import Plan
+from kvsketch.slots.table import SlotTable
+
+NORMALIZERS = ("paper", "self", "clipped")
+SAMPLINGS = ("norms", "mixed")
+
+
+@dataclass(frozen=True)
+class SubGen(BudgetedMethod):
+    """Samples values by squared norm for the numerator; its own weights, or clusters of keys, give the denominator.
+
+        z   = sum over s pairs (k, v) drawn with probability p = |v|^2 / mu of  1 / (s p) exp(scale <q, k>) v
+        tau = sum over the same pairs of  1 / (s p) exp(scale <q, k>)                                  normalizer=self
+        tau = sum over clusters i, and t keys k drawn uniformly from its n_i members, of  n_i / t exp(scale <q, k>)
+        out = z / tau
+
+    Each sum is unbiased; sinks and recent window are exact and in both, and a token enters Algorithm 1 when it leaves
+    the window. `normalizer=clipped` and `paper` are the paper's two sums: a key farther than delta from all
+    representatives opens a cluster, others join the nearest, and budget = sinks + recent + s + clusters (t + 1), half
+    of what the exact tokens leave for each sum. `self`, the default, has no clusters and gives all of it to s.
+
+    `sampling=mixed` is ours: every second sample is drawn uniformly and all weigh by p = (|v|^2 / mu + 1 / n) / 2 (the
+    balance heuristic of Veach and Guibas). No weight then exceeds 2 n / s, while by norms alone a heavy key with a
+    small value is rarely drawn and weighs much. Zero values count in tau.
+
+    Paper: Zandieh, Han, Mirrokni, Karbasi, SubGen (arXiv 2402.06082), later named ClusterGen. With t of order
+    eps^-2 e^(2 delta r scale) log n and s of order eps^-2 d the error is at most eps |softmax| |V|_op for |q| <= r.
+    Their experiments run another algorithm: see the method kcenter. No code of theirs is public; the paper leaves open:
+    - delta: here the radius at which greedy k-center covers the prompt's middle keys with `clusters` centres.
+    - capacity: `policy=absorb` lets far keys join the nearest cluster once there is no room, `double` doubles delta and
+      merges clusters, `grow` is the paper's unbounded form, whose clusters exceed the budget. The last two ask the
+      device at each step.
+    - normalizer: z / tau can be scaled arbitrarily when a heavy key is in one sum only. `clipped` bounds the ratio of
+      the sums to [1 / rho, rho], `self` keeps the output among the values, `paper` does neither.
+    - scale: the paper omits 1 / sqrt(d). Samples follow |v|^2, as in its proof; its text says |k|^2.
+    """
+
+    name: ClassVar[str] = "subgen"
+    family: ClassVar[str] = "summarise"
+    paper: ClassVar[str] = "arXiv 2402.06082"
+    random: ClassVar[bool] = True
+    earlier_defaults: ClassVar[dict[str, str]] = {"normalizer": "clipped", "rho": "4.0"}
+    recent: Size | int | str = "25%"
+    s: int | None = None
+    t: int | None = None
+    clusters: int | None = None
+    delta: float | None = None
+    policy: str = "absorb"
+    normalizer: str = "self"
+    rho: float = 1.5
+    coalesce: bool = True
+    sampling: str = "norms"
+    form: str = "stream"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("s", "t", "clusters"):
+            size = getattr(self, name)
+            self._require(name, size is None or (isinstance(size, int) and size > 0), "a whole number above 0, or none")
+        self._require("delta", self.delta is None or _between(0, self.delta), "a distance of 0 or more, or none")
+        self._require("policy", self.policy in POLICIES, f"one of {', '.join(POLICIES)}")
+        self._require("normalizer", self.normalizer in NORMALIZERS, f"one of {', '.join(NORMALIZERS)}")
+        self._require("rho", _between(1, self.rho), "a number of 1 or more")
+        self._require("sampling", self.sampling in SAMPLINGS, f"one of {', '.join(SAMPLINGS)}")
+        self._require("form", self.form == "stream", "stream; the papers' experiments are the method kcenter")
+        assert isinstance(self.budget, Size)
+        if self.budget.tokens is not None:
+            self._require_room(self.budget.tokens)
+
+    @property
+    def placeless(self) -> str:
+        return "for it holds a token in several slots, whose weights estimate sums over the whole text"
+
+    @property
+    def clip(self) -> float | None:
+        return math.log(self.rho) if self.normalizer == "clipped" else None
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether the structure keeps its shape and delta, so that a step needs nothing from the host."""
+        return self.policy == "absorb" or self.normalizer == "self"
+
+    def bound(self, table: SlotTable, max_length: int) -> None:
+        if self._in_place:
+            self._rewrite(table)
+
+    def maintenance_due(self, table: SlotTable) -> bool:
+        return not table.exact and (not self._in_place or table.seen + 1 > min(slots.exact_until(table)))
+
+    def compress(self, table: SlotTable, queries: Tensor) -> None:
+        if table.exact:
+            if table.length > self.budget_tokens(table):
+                self._rewrite(table)
+            return
+        layout = slots.layout_of(table)
+        whole = table.length == layout.total and table.seen <= min(slots.exact_until(table))
+        if table.in_place and whole and self._in_place:
+            ops.fold_token(slots.state_of(table), layout, self.coalesce)
+        else:
+            self._rewrite(table)
+
+    def health(self, table: SlotTable, queries: Tensor) -> Tensor:  # [B, Hq, n]
+        """log of the numerator's weights over the denominator, for each query: near 0 when both sums agree."""
+        num = table.log_den if table.log_num is None else table.log_num
+        _, (log_num, log_den) = ops.weighted_attention(
+            queries, table.key_slots(), table.value_slots(), num, table.log_den, table.scale, return_state=True
+        )
+        return log_num - log_den
+
+    def plan(self, budget: int) -> Plan:
+        """How a budget divides; see `subgen_plan`."""
+        recent = self.recent_tokens(budget)
+        return divide(budget, self.sinks, recent, self.s, self.clusters, self.t, self.normalizer != "self")
+
+    def _require_room(self, budget: int) -> None:
+        plan = self.plan(budget)
+        asked = [(self.sinks, plan.sinks), (self.recent_tokens(budget), plan.recent), (self.s, plan.samples)]
+        if self.normalizer != "self":
+            asked += [(self.clusters, plan.clusters), (self.t, plan.per_cluster)]
+        if any(wanted not in (None, got) for wanted, got in asked):
+            raise ValueError(
+                f"{self.name}: budget={budget} cannot hold sinks + recent + s + clusters (t + 1) for "
+                f"sinks={self.sinks}, recent={self.recent}, s={self.s}, clusters={self.clusters}, t={self.t}; "
+                "use a larger budget or smaller sizes"
+            )
+
+    def _rewrite(self, table: SlotTable) -> None:
+        """Brings a table into form that is exact, or too long, or holds a row that outgrew its budget."""
+        assert table.keys is not None
+        shares = self.row_budgets(table)
+        budgets = [self.budget_tokens(table)] * table.keys.shape[0] if shares is None else shares.flatten().tolist()
+        plans = [self.plan(budget) for budget in budgets]
+        seed, mixed = self.seed + table.seed, self.sampling == "mixed"
+        slots.rewrite(table, budgets, plans, self.policy, self.delta, self.coalesce, seed, mixed)
+
+
+def _between(least: float, value: object) -> bool:
+    return isinstance(value, (int, float)) and least <= value < math.inf

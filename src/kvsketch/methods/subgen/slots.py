@@ -1,0 +1,269 @@
+"""How SubGen's structure lies in a slot table, and how a table that is exact or too long is brought into that form.
+
+A row keeps every token exactly until it exceeds its own budget; then the tokens between its sinks and its recent window
+pass into the structure, in order, and from then on each token does as it leaves the window. All of it is keyed by
+positions, so a row does the same alone and in a batch. See `ops/fold_token` for the order of the slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.methods.subgen.sketch import Sketch, Tokens, fold, gather_slots, merge, used, with_room
+from kvsketch.ops.fold_token import Layout, Plan, State
+from kvsketch.ops.fold_token.reference import denominator_weights, norms, numerator_shares, numerator_weights, slot_of
+from kvsketch.slots.table import NEG_INF, SlotTable
+
+FOREVER = 1 << 62
+# The covering radius is itself a distance between two keys: a hair more, and rounding does not decide on which side of
+# delta that key lies.
+BEYOND_RADIUS = 1.001
+ROW_STATE = ("plan", "representatives", "counts", "delta", "mu", "shares", "streams")
+MIXED_STATE = ("squares", "folded")
+
+
+def rewrite(
+    table: SlotTable,
+    budgets: list[int],
+    plans: list[Plan],
+    policy: str,
+    delta: float | None,
+    coalesce: bool,
+    seed: int,
+    mixed: bool = False,
+) -> None:
+    """Folds what has to leave the exact slots of a table in any state, and writes the table anew."""
+    layout = None if table.exact else layout_of(table)
+    tokens = exact_tokens(table, layout)
+    batch, heads = tokens.keys.shape[:2]
+    device = tokens.keys.device
+    padding = [0] * batch if table.padding is None else table.padding.tolist()
+    before = [0] * batch if layout is None else exact_until(table)
+    until = [
+        FOREVER if old == FOREVER or table.seen - pad > budget else pad + budget
+        for old, pad, budget in zip(before, padding, budgets, strict=True)
+    ]
+    plans = [p._replace(hold=0) if n == FOREVER else p for p, n in zip(plans, until, strict=True)]
+    plan = torch.tensor(plans, device=device)
+    real = table.real_tokens()[:, 0]  # [B, 1]
+
+    room = common_layout(plans)
+    if layout is None:
+        sketch = Sketch.empty(tokens, *room[3:], seed, table.layer_idx, table.first_head, mixed)
+        sketch = replace(sketch, samples=plan[:, 3], clusters=plan[:, 4], per_cluster=plan[:, 5])
+    else:
+        sketch = sketch_of(table, layout)
+        if [p[3:] for p in plans] != [p[3:] for p in plans_of(table)]:
+            sketch = resized(sketch, plan[:, 3:], room[3:], real.expand(batch, heads), policy == "grow")
+    structured = torch.tensor([[n == FOREVER and p.samples > 0] for n, p in zip(until, plans, strict=True)])
+    leaves = (tokens.positions >= plan[:, :1]) & (tokens.positions < real - plan[:, 1:2]) & structured.to(device)
+    leaving = replace(tokens, valid=leaves)
+    started = [n == FOREVER != old for old, n in zip(before, until, strict=True)]
+    if any(started) and sketch.den_keys.shape[3]:
+        radius = torch.full_like(sketch.delta, delta or 0.0)
+        if delta is None:
+            radius = covering_radii(leaving, plans)
+        sketch = replace(sketch, delta=torch.where(torch.tensor(started, device=device)[:, None], radius, sketch.delta))
+    sketch = fold(sketch, leaving, policy)
+    write(table, tokens, sketch, plans, until, coalesce)
+
+
+def covering_radii(leaving: Tokens, plans: list[Plan]) -> Tensor:  # [B, H]
+    """delta: a hair above the radius at which greedy k-center covers all leaving keys, one centre per cluster.
+
+    These are all keys of the prompt between sinks and window where it is read at once, so its clusters cover it; read
+    in chunks, those of the first chunk that exceeds the budget.
+    """
+    device = leaving.keys.device
+    valid = leaving.valid[:, None].expand(leaving.keys.shape[:3])
+    radius = torch.zeros(leaving.keys.shape[:2], device=device)
+    for clusters in {p.clusters for p in plans} - {0}:
+        rows = torch.tensor([i for i, p in enumerate(plans) if p.clusters == clusters], device=device)
+        radius[rows] = ops.farthest_first(leaving.keys[rows], clusters, valid=valid[rows]).radius
+    return BEYOND_RADIUS * radius
+
+
+def layout_of(table: SlotTable) -> Layout:
+    """The layout of a bounded table, from the host."""
+    return Layout(*table.row_state["host"][0, 1:7].tolist())
+
+
+def exact_until(table: SlotTable) -> list[int]:
+    """How many tokens seen each row keeps whole, from the host; FOREVER once it does not any more."""
+    return table.row_state["host"][:, 0].tolist()
+
+
+def plans_of(table: SlotTable) -> list[Plan]:
+    """The plan of each row of a bounded table, from the host."""
+    return [Plan(*row) for row in table.row_state["host"][:, 7:].tolist()]
+
+
+def state_of(table: SlotTable) -> State:
+    """The tensors of a bounded table as the decode step takes them."""
+    assert table.keys is not None and table.values is not None and table.index is not None
+    assert table.log_den is not None and table.next_slot is not None and table.clock is not None
+    rows = table.row_state
+    return State(
+        table.keys, table.values, table.index, table.log_num, table.log_den, table.next_slot, table.clock,
+        table.padding, *(rows[name] for name in ROW_STATE), *(rows.get(name) for name in MIXED_STATE),
+    )  # fmt: skip
+
+
+def sketch_of(table: SlotTable, layout: Layout) -> Sketch:
+    """The structure inside a bounded table, which may hold new tokens after the samples."""
+    assert table.keys is not None and table.values is not None and table.index is not None
+    rows, samples = table.row_state, slice(layout.exact, layout.valued)
+    clusters = (layout.clusters, layout.per_cluster)
+    index = table.index.long()
+    return Sketch(
+        keys=table.keys[:, :, samples],
+        values=table.values[:, :, samples],
+        index=index[:, :, samples],
+        mu=rows["mu"],
+        representatives=rows["representatives"],
+        counts=rows["counts"].long(),
+        den_keys=table.keys[:, :, table.values.shape[2] :].unflatten(2, clusters),
+        den_index=index[:, :, table.values.shape[2] :].unflatten(2, clusters),
+        delta=rows["delta"],
+        streams=rows["streams"],
+        samples=rows["plan"][:, 3],
+        clusters=rows["plan"][:, 4],
+        per_cluster=rows["plan"][:, 5],
+        folded=rows.get("folded"),
+    )
+
+
+def exact_tokens(table: SlotTable, layout: Layout | None) -> Tokens:
+    """The tokens a table holds exactly, in order of position; empty slots, at position -1, come first."""
+    assert table.keys is not None and table.values is not None
+    positions = table.position_slots()[:, 0].contiguous()
+    index = table.index_slots()[:, 0]
+    if layout is None:
+        keys, values = table.key_slots(), table.value_slots()
+    else:
+        new = torch.arange(layout.valued, table.values.shape[2], device=positions.device)
+        columns = torch.cat([torch.arange(layout.exact, device=positions.device), new])
+        order = positions[:, columns].argsort(dim=-1, stable=True)
+        columns = columns[order]  # [B, n]
+        positions, index = positions.gather(1, columns), index.gather(1, columns)
+        at = columns[:, None].expand(-1, table.keys.shape[1], -1)
+        keys, values = gather_slots(table.keys, at), gather_slots(table.values, at)
+    return Tokens(keys, values, index, positions, positions >= 0)
+
+
+def columns_of(tokens: Tokens, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns of the tokens at positions `wanted` [B, k], and which of them exist."""
+    columns = torch.searchsorted(tokens.positions, wanted).clamp_max(tokens.positions.shape[1] - 1)
+    return columns, (wanted >= 0) & (tokens.positions.gather(1, columns) == wanted)
+
+
+def resized(sketch: Sketch, sizes: Tensor, room: tuple[int, int, int], event: Tensor, grows: bool) -> Sketch:
+    """The structure for other sizes (s, m, t) [B, 3], as when a share of a longer prompt allows more.
+
+    A further slot repeats an earlier one, of the same parity where there are two, which keeps every slot's law;
+    clusters beyond the limit pour into the nearest. `room`: the largest sizes.
+    """
+    samples, clusters, per_cluster = sizes.unbind(1)
+    sketch = with_room(sketch, max(room[1], sketch.counts.shape[2]))
+    number, held = torch.arange(room[0], device=sizes.device), sketch.samples.clamp_min(1)[:, None]
+    pick = torch.where(number < held, number, number % (held - held % 2).clamp_min(1))
+    pick = pick[:, None].expand(*sketch.mu.shape, -1)
+    within = (torch.arange(room[2], device=sizes.device) % sketch.per_cluster.clamp_min(1)[:, None])[:, None, None]
+    within = within.expand(*sketch.counts.shape, -1)
+    # One more empty slot, so that there is something to repeat where there was none.
+    pad = torch.nn.functional.pad
+    den_keys = pad(sketch.den_keys, (0, 0, 0, 1))
+    index = pad(sketch.index, (0, 1), value=-1).gather(2, pick)
+    den_index = pad(sketch.den_index, (0, 1), value=-1).gather(3, within)
+    sketch = replace(
+        sketch,
+        keys=gather_slots(pad(sketch.keys, (0, 0, 0, 1)), pick),
+        values=gather_slots(pad(sketch.values, (0, 0, 0, 1)), pick),
+        index=torch.where(used(samples, room[0]), index, -1),
+        den_keys=den_keys.gather(3, within[..., None].expand(-1, -1, -1, -1, den_keys.shape[4])),
+        den_index=torch.where(used(per_cluster, room[2])[:, None], den_index, -1),
+        samples=samples,
+        clusters=clusters,
+        per_cluster=per_cluster,
+    )
+    if grows or room[2] == 0:
+        return sketch
+    number = torch.arange(sketch.counts.shape[2], device=sizes.device)
+    points = sketch.representatives.float()
+    nearest = torch.where(used(clusters, len(number))[:, None], torch.cdist(points, points), float("inf")).argmin(-1)
+    labels = torch.where(used(clusters, len(number)), number, nearest)
+    return with_room(merge(sketch, labels, sketch.representatives, event), room[1])
+
+
+def write(
+    table: SlotTable, tokens: Tokens, sketch: Sketch, plans: list[Plan], until: list[int], coalesce: bool
+) -> None:
+    """Fills a table with the exact tokens that the plans keep, and with the structure."""
+    device = tokens.keys.device
+    layout = common_layout(plans, sketch)
+    plan = torch.tensor(plans, device=device)
+    real = table.real_tokens()[:, 0]  # [B, 1]
+    columns, kept = columns_of(tokens, _wanted_positions(real, plan, layout))
+    heads = tokens.keys.shape[1]
+    at = columns[:, None].expand(-1, heads, -1)
+    held = torch.where(kept, tokens.index.gather(1, columns), -1)[:, None].expand(-1, heads, -1)
+    exact_weight = torch.where(held >= 0, 0.0, NEG_INF)
+    shares = numerator_shares(sketch.values, sketch.index, coalesce, mixed=sketch.folded is not None)
+    squares = None if sketch.folded is None else norms(sketch.values).square()
+    num = numerator_weights(sketch.mu, shares, plan, squares, sketch.folded)
+    den_index = sketch.den_index.flatten(2)
+    structured = torch.tensor([[n == FOREVER] for n in until])
+
+    table.keys = torch.cat([gather_slots(tokens.keys, at), sketch.keys, sketch.den_keys.flatten(2, 3)], 2)
+    table.values = torch.cat([gather_slots(tokens.values, at), sketch.values], 2)
+    table.index = torch.cat([held, sketch.index, den_index], 2).to(torch.int32)
+    if layout.per_cluster:
+        den = denominator_weights(sketch.counts, sketch.den_index, plan, coalesce).flatten(2)
+        table.log_den = torch.cat([exact_weight, torch.full_like(num, NEG_INF), den], 2)
+        table.log_num = torch.cat([exact_weight, num, torch.full_like(den, NEG_INF)], 2)
+    else:
+        table.log_den, table.log_num = torch.cat([exact_weight, num], 2), None
+    table.next_slot = slot_of(real[:, 0], plan, layout).view(-1, 1, 1).expand(-1, heads, 1).contiguous()
+    table.clock = torch.full((1,), table.seen, device=device)
+    table.length = layout.total
+    table.row_state = {
+        "host": torch.tensor([[n, *layout, *row] for n, row in zip(until, plans, strict=True)]),
+        "plan": plan,
+        "extra_keys": torch.maximum(sketch.alive, plan[:, 4:5]) * structured.to(device),
+        "representatives": sketch.representatives.contiguous(),
+        "counts": sketch.counts.to(torch.int32),
+        "delta": sketch.delta,
+        "mu": sketch.mu.contiguous(),
+        "shares": shares,
+        "streams": sketch.streams,
+    }
+    if squares is not None and sketch.folded is not None:
+        table.row_state |= {"squares": squares, "folded": sketch.folded}
+
+
+def common_layout(plans: list[Plan], sketch: Sketch | None = None) -> Layout:
+    """Room for every row; the structure, where there is one, keeps the room it has."""
+    sinks, recent, hold, samples, clusters, per_cluster = (max(column) for column in zip(*plans, strict=True))
+    if sketch is not None:
+        samples, (clusters, per_cluster) = sketch.keys.shape[2], sketch.den_keys.shape[2:4]
+    return Layout(sinks, recent + 1, hold, samples, clusters, per_cluster)
+
+
+def _wanted_positions(real: Tensor, plan: Tensor, layout: Layout) -> Tensor:  # [B, exact slots]
+    """The position each exact slot is to hold, the inverse of `slot_of`; -1 for none."""
+    sinks, recent, hold = (plan[:, i : i + 1] for i in range(3))
+    sink, ring, held = (torch.arange(count, device=plan.device) for count in (layout.sinks, layout.ring, layout.hold))
+    newest = real - 1 - (real - 1 - ring) % (recent + 1)
+    in_ring = (ring <= recent) & (newest >= torch.maximum(sinks + hold, real - recent))
+    return torch.cat(
+        [
+            torch.where(sink < sinks, sink, -1),
+            torch.where(in_ring, newest, -1),
+            torch.where(held < hold, held + sinks, -1),
+        ],
+        1,
+    )
