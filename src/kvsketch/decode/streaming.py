@@ -3,8 +3,8 @@
     cache = CompressedCache(model, "streamingllm:budget=2048", prefill="stream", chunk=2048)
     logits = prefill(model, input_ids, cache)
 
-The same chunks as within one forward (cache/view.py) and the same state afterwards; memory is that of one chunk. No mask
-is built: a mask of a chunk by everything before it would grow with the prompt.
+The same chunks as within one forward (cache/view.py) and the same state afterwards; memory is that of one chunk. No
+mask is built: a mask of a chunk by everything before it would grow with the prompt.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvsketch.methods.balancekv.stream import ZERO_VALUE
 from kvsketch.methods.clusterkv import clusters
-from kvsketch.methods.infinigen import PARTIAL
+from kvsketch.methods.infinigen import LEARNED, PARTIAL, speculation
 from kvsketch.methods.quest import PAGE_MIN
 from kvsketch.methods.recall import BUDGETS
 from kvsketch.methods.subgen.slots import FOREVER
@@ -91,6 +91,7 @@ def _ranges(table: SlotTable) -> dict[str, Range]:
         "extra_keys": Range((batch, heads), 0, max(seen, length)),
         "counts": Range((batch, heads, _width(table, "representatives")), 0, seen),
         "streams": Range((batch, heads, 3), ANY.min, ANY.max),
+        "folded": Range((batch, heads), 0, seen),
         # clusters, and what recall methods share
         clusters.SIZES: Range((batch, heads, count), 0, ordered),
         clusters.OFFSETS: Range((batch, heads, count), 0, ordered),
@@ -98,6 +99,8 @@ def _ranges(table: SlotTable) -> dict[str, Range]:
         clusters.SPANS: Range((batch, 2, 2), 0, max(slots, indexed)),
         clusters.SHIFT: Range((batch,), -indexed, length),
         BUDGETS: Range((batch,), 1, max(1, table.prompt_tokens)),
+        LEARNED: Range((batch,), 0, seen),
+        speculation.TOKENS: Range((batch,), 0, speculation.FIT_TOKENS),
         # tokens in host memory
         hot_set.HOST_ROW: Range((batch,), 0, rows - 1),
         hot_set.TAIL: Range((batch,), 0, seen if table.host is None else table.host.length),
