@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from formula import Attend, needs_triton
+from formula import Attend, by_kernel, by_reference, needs_triton
 from torch import Tensor
-
-from kvsketch.ops.weighted_attention import Attended, reference
-from kvsketch.ops.weighted_attention.plan import Plan
 
 
 @pytest.fixture(scope="session")
@@ -28,12 +25,4 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
         return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    if request.param == "reference":
-        return reference.weighted_attention
-    from kvsketch.ops.weighted_attention import kernel
-
-    def in_two_splits(*args: Any, **options: Any) -> Attended:
-        options.setdefault("launch", Plan(block_n=32, splits=2, warps=4, stages=2, overlap=False))
-        return kernel.weighted_attention(*args, **options)
-
-    return in_two_splits
+    return by_reference if request.param == "reference" else by_kernel

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsketch.ops.weighted_attention import Attended
+from kvsketch.ops.weighted_attention import Arguments, Attended, reference
 
 Attend = Callable[..., Attended]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -104,6 +104,23 @@ def direct(
         den = den + sink_logits.double().exp()[:, None]
     out = torch.where(den[..., None] > 0, num / den[..., None], 0.0)
     return Attended(out, terms_num[..., :value_slots].sum(-1).log(), den.log(), s)
+
+
+def by_reference(*arguments: Any, **options: Any) -> Attended:
+    """The reference, with the arguments of the operation."""
+    return reference.weighted_attention(Arguments(*arguments, **options))
+
+
+def by_kernel(
+    *arguments: Any, block_n: int = 32, splits: int = 2, warps: int = 4, stages: int = 2, overlap: bool = False,
+    **options: Any,
+) -> Attended:  # fmt: skip
+    """The kernel, with the arguments of the operation and a plan."""
+    from kvsketch.ops.weighted_attention import kernel
+
+    return kernel.weighted_attention(
+        Arguments(*arguments, **options), kernel.Plan(block_n, splits, warps, stages, overlap)
+    )
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

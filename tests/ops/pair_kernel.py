@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.ops.attention_mass.device import pair_uniform
+from kvsketch.ops.attention_mass.kernel import pair_uniform
 from kvsketch.ops.random.kernel import hash_combine
 
 

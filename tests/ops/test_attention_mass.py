@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvsketch import ops
-from kvsketch.ops import reading
-from kvsketch.ops.attention_mass import Noise, Temperature, reference, stream
+from kvsketch.ops.attention_mass import Noise, Options, Temperature, reference, stream
+from kvsketch.ops.common import dispatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 NOISE = Noise(seed=5, layer=3)
@@ -80,7 +80,7 @@ def measure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         from kvsketch.ops.attention_mass import kernel
 
         monkeypatch.setattr(torch, "empty", poisoned)
-        monkeypatch.setattr(reading, "kernel_for", lambda operation, device: kernel)
+        monkeypatch.setattr(dispatch, "kernel_for", lambda operation, device: kernel)
     return ops.attention_mass
 
 
@@ -206,7 +206,7 @@ def test_huge_logits_stay_finite(measure: Measure, device: torch.device, queries
 def test_noise_has_the_same_bits_in_torch_and_triton(device: torch.device) -> None:
     from pair_kernel import fill
 
-    from kvsketch.ops.attention_mass.one_row import signed
+    from kvsketch.ops.attention_mass.kernel import signed
 
     rows, columns = torch.arange(100, 132, device=device), torch.arange(64, device=device) * 977
     expected = reference.pair_uniform(NOISE, torch.tensor(7, device=device), rows[:, None], columns)
@@ -226,13 +226,11 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def largest_tensor(queries: int, **options: Any) -> int:
+def largest_tensor(queries: int, noise: Noise | None) -> int:
     inputs = make_inputs(torch.device("cpu"), queries, queries, group=1, kv_heads=1)
     with Largest() as largest:
-        reference.attention_mass(
-            inputs.q, inputs.k, inputs.scale, seen=queries, index=None, padding=None, temperature=Temperature(),
-            row_lse=None, reduce="sum", into=torch.zeros(1, 1, queries), **options,
-        )  # fmt: skip
+        options = Options(torch.zeros(1, 1, queries), seen=queries, noise=noise)
+        reference.attention_mass(inputs.q, inputs.k, inputs.scale, options)
     return largest.numbers
 
 
@@ -252,7 +250,7 @@ def test_kernel_buffers_grow_with_the_tokens(monkeypatch: pytest.MonkeyPatch, de
     sizes: list[int] = []
     allocate = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **o: sizes.append(allocate(*a, **o).numel()) or allocate(*a, **o))
-    monkeypatch.setattr(reading, "kernel_for", lambda operation, device: kernel)
+    monkeypatch.setattr(dispatch, "kernel_for", lambda operation, device: kernel)
     inputs = make_inputs(device, 128, 128, group=1)
     ops.attention_mass(inputs.q, inputs.k, inputs.scale, noise=NOISE)
     assert sizes == [2 * 128] * 4

@@ -106,7 +106,7 @@ def direct(call: Arguments) -> Attended:
 def assert_close(actual: Attended, expected: Attended, dtype: torch.dtype) -> None:
     assert actual.out.dtype == dtype and actual.out.shape == expected.out.shape
     assert relative_error(actual.out, expected.out) < TOLERANCE[dtype]
-    for own, exact in zip(actual[1:], expected[1:], strict=True):
+    for own, exact in zip(actual[1:3], expected[1:3], strict=True):
         assert own.dtype == torch.float32
         torch.testing.assert_close(own.double(), exact, atol=1e-4, rtol=1e-4)
 

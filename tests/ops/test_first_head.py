@@ -14,7 +14,7 @@ from formula import needs_triton
 from torch import Tensor
 
 from kvsketch.methods.subgen.sketch import stream_states
-from kvsketch.ops.attention_mass import Noise, Temperature
+from kvsketch.ops.attention_mass import Noise, Options
 from kvsketch.ops.kmeans import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
@@ -69,10 +69,8 @@ def test_noise_of_attention_mass(implementation: str, device: torch.device, quer
 
     def mass(heads: int, first: int) -> Tensor:
         into = torch.zeros(1, heads, 40, device=device)
-        return measure(
-            normal(heads * group, queries, device), normal(heads, 40, device), 0.3, seen=40, index=None, padding=None,
-            temperature=Temperature(), noise=Noise(5, 3, first), row_lse=None, reduce="sum", into=into,
-        )  # fmt: skip
+        q, k = normal(heads * group, queries, device), normal(heads, 40, device)
+        return measure(q, k, 0.3, Options(into, 40, noise=Noise(5, 3, first)))
 
     assert_drawn_by_head(mass(HEADS, 0), mass(HERE, HEADS - HERE), mass(HERE, 0))
 

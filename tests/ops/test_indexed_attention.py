@@ -14,9 +14,9 @@ from recall_inputs import normal, poison
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.ops.common.device import Device
 from kvsketch.ops.indexed_attention import Arguments, Extra, Indexed, Spans, reference
 from kvsketch.ops.indexed_attention.plan import Plan, plan
-from kvsketch.ops.weighted_attention.plan import Device
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 Attend = Callable[..., Indexed]

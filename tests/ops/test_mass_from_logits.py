@@ -16,8 +16,8 @@ from formula import Attend, needs_triton, relative_error
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.ops import reading
-from kvsketch.ops.attention_mass import Noise, Temperature, reference
+from kvsketch.ops.attention_mass import Noise, Options, Temperature, reference
+from kvsketch.ops.common import dispatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 NAN, NEG_INF = float("nan"), float("-inf")
@@ -58,8 +58,7 @@ class Step:
         return {"seen": self.seen, "index": self.index, "padding": self.padding}
 
     def from_keys(self, into: Tensor, **options: Any) -> Tensor:
-        chosen = {"temperature": Temperature(), "noise": None, "reduce": "sum", **options}
-        return reference.attention_mass(self.q, self.k, self.scale, **self.options, row_lse=None, into=into, **chosen)
+        return reference.attention_mass(self.q, self.k, self.scale, Options(into, **self.options, **options))
 
 
 def make_step(device: torch.device, slots: int, group: int, batch: int = 2, heads: int = 2) -> Step:
@@ -89,7 +88,7 @@ def measure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         from kvsketch.ops.attention_mass import kernel
 
         monkeypatch.setattr(torch, "empty", poisoned)
-        monkeypatch.setattr(reading, "kernel_for", lambda operation, device: kernel)
+        monkeypatch.setattr(dispatch, "kernel_for", lambda operation, device: kernel)
     return ops.mass_from_logits
 
 
@@ -155,11 +154,8 @@ def test_noise_follows_the_number_of_the_head_in_the_whole_model(implementation:
     index = torch.arange(40, dtype=torch.int32, device=device).expand(1, 4, 40)
 
     def mass(heads: int, first: int) -> Tensor:
-        return measure(
-            logits[:, : 3 * heads], seen=40, index=index[:, :heads], row_lse=None, padding=None,
-            temperature=Temperature(), noise=Noise(5, 3, first), reduce="sum",
-            into=torch.zeros(1, heads, 40, device=device),
-        )  # fmt: skip
+        into = torch.zeros(1, heads, 40, device=device)
+        return measure(logits[:, : 3 * heads], Options(into, 40, index[:, :heads], noise=Noise(5, 3, first)))
 
     assert torch.equal(mass(4, 0)[:, 2:], mass(2, 2))
     assert not torch.equal(mass(2, 0), mass(2, 2))

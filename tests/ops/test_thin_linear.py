@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.device import Device
 from kvsketch.ops.thin_linear import reference
-from kvsketch.ops.thin_linear.plan import tile_for
-from kvsketch.ops.weighted_attention.plan import Device
 
 kernel = pytest.importorskip("kvsketch.ops.thin_linear.kernel", reason="needs Triton")
 # The sums are in fp32 on both sides; the outputs are rounded once, and Triton's interpreter truncates.
@@ -70,11 +69,11 @@ def test_tiles_fit_the_shared_memory_of_the_device(shared_kilobytes: int) -> Non
     device = Device(multiprocessors=108, shared_bytes=shared_kilobytes * 1024, overlap=False)
     for rows in range(1, kernel.MOST_ROWS + 1):
         for outputs in (100, 4096, 6144, 28672, 128256):
-            tile = tile_for(rows, outputs, device)
+            tile = kernel.tile_for(rows, outputs, device)
             assert tile.shared_bytes(rows) <= device.shared_bytes
             assert tile.stages >= 2 and tile.block_k >= 64
     roomy = Device(multiprocessors=132, shared_bytes=227 * 1024, overlap=True)
-    assert tile_for(64, 4096, roomy).stages == 6, "nothing is taken away where there is room"
+    assert kernel.tile_for(64, 4096, roomy).stages == 6, "nothing is taken away where there is room"
 
 
 def test_what_the_kernel_takes(device: torch.device) -> None:

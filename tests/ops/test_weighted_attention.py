@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from formula import Attend, direct, make_inputs, needs_triton, relative_error
+from formula import Attend, by_kernel, by_reference, direct, make_inputs, needs_triton, relative_error
 
 from kvsketch import ops
 from kvsketch.ops.weighted_attention import reference
-from kvsketch.ops.weighted_attention.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 NEG_INF = float("-inf")
@@ -83,12 +82,9 @@ def test_order_of_slots_is_irrelevant(attend: Attend, device: torch.device) -> N
 @pytest.mark.parametrize("splits", [1, 3, 4, 9])
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_every_plan_gives_the_same(device: torch.device, splits: int, block_n: int) -> None:
-    from kvsketch.ops.weighted_attention import kernel
-
     inputs = make_inputs(device, slots=50, value_slots=43, kv_heads=1)
-    launch = Plan(block_n, splits, warps=2, stages=3, overlap=False)
-    result = kernel.weighted_attention(*inputs.weighted, launch=launch)
-    expected = reference.weighted_attention(*inputs.weighted)
+    result = by_kernel(*inputs.weighted, block_n=block_n, splits=splits, warps=2, stages=3)
+    expected = by_reference(*inputs.weighted)
     for actual, exact in zip(result[:3], expected[:3], strict=True):
         torch.testing.assert_close(actual, exact, atol=1e-5, rtol=1e-5)
 
@@ -164,9 +160,9 @@ def test_states_of_two_halves_merge_to_the_whole(attend: Attend, device: torch.d
 def test_reference_takes_queries_in_blocks(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     inputs = make_inputs(device, slots=30, queries=11)
     bias = torch.randn(1, 4, 11, 30, generator=torch.Generator().manual_seed(8)).to(device)
-    whole = reference.weighted_attention(*inputs.weighted, bias=bias, return_logits=True)
+    whole = by_reference(*inputs.weighted, bias=bias, return_logits=True)
     monkeypatch.setattr(reference, "MAX_LOGITS", 4 * 30 * 3)
-    blocks = reference.weighted_attention(*inputs.weighted, bias=bias, return_logits=True)
+    blocks = by_reference(*inputs.weighted, bias=bias, return_logits=True)
     for actual, exact in zip(blocks, whole, strict=True):
         torch.testing.assert_close(actual, exact)
 
@@ -208,27 +204,25 @@ class TestOnTheGpu:
     def test_default_plan(self, device: torch.device, batch: int, slots: int, dtype: torch.dtype) -> None:
         inputs = make_inputs(device, slots, group=4, size=128, dtype=dtype, batch=batch, kv_heads=8)
         for arguments in (inputs.plain, inputs.weighted):
-            expected = reference.weighted_attention(*arguments).out
+            expected = by_reference(*arguments).out
             assert relative_error(ops.weighted_attention(*arguments), expected) < TOLERANCE[dtype]
 
     @pytest.mark.parametrize("overlap", [False, True])
     def test_graph_replay_follows_lengths_and_contents(self, device: torch.device, overlap: bool) -> None:
-        from kvsketch.ops.weighted_attention import kernel
-
         if overlap and torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("overlapping launches need a Hopper GPU")
         inputs = make_inputs(device, slots=1500, group=4, size=128, dtype=torch.bfloat16, batch=2)
         lengths = torch.full((2, 2), 1500, dtype=torch.int32, device=device)
-        launch = Plan(64, 8, 4, 3, overlap)
-        kernel.weighted_attention(*inputs.weighted, lengths=lengths, launch=launch)
+        launch = {"block_n": 64, "splits": 8, "stages": 3, "overlap": overlap}
+        by_kernel(*inputs.weighted, lengths=lengths, **launch)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = kernel.weighted_attention(*inputs.weighted, lengths=lengths, launch=launch).out
+            out = by_kernel(*inputs.weighted, lengths=lengths, **launch).out
         for seed, length in enumerate((1500, 3, 777)):
             fresh = make_inputs(device, slots=1500, group=4, size=128, dtype=torch.bfloat16, batch=2, seed=seed)
             for name in ("q", "k", "v", "log_num", "log_den"):
                 getattr(inputs, name).copy_(getattr(fresh, name))
             lengths.fill_(length)
             graph.replay()
-            expected = reference.weighted_attention(*fresh.weighted, lengths=lengths).out
+            expected = by_reference(*fresh.weighted, lengths=lengths).out
             assert relative_error(out, expected) < TOLERANCE[torch.bfloat16]

@@ -10,8 +10,9 @@ import torch
 from formula import make_inputs, needs_triton
 
 from kvsketch import ops
-from kvsketch.ops import dispatch
-from kvsketch.ops.weighted_attention.plan import Device, best_splits, plan
+from kvsketch.ops.common import dispatch
+from kvsketch.ops.common.device import Device
+from kvsketch.ops.weighted_attention import Arguments
 
 
 @pytest.mark.parametrize(
@@ -56,10 +57,10 @@ def test_dispatch_finds_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSKETCH_KERNELS", "auto")
     assert ops.kernel_for("weighted_attention", torch.device("cuda")) is kernel
     inputs = make_inputs(torch.device("cpu"))
-    assert kernel.supported(inputs.q, inputs.k, inputs.v)
-    assert not kernel.supported(inputs.q.double(), inputs.k, inputs.v)
+    assert kernel.supported(Arguments(*inputs.weighted))
+    assert not kernel.supported(Arguments(inputs.q.double(), *inputs.weighted[1:]))
     wide = torch.zeros(1, 2, 1, 512)
-    assert not kernel.supported(wide, wide, wide)
+    assert not kernel.supported(Arguments(wide, wide, wide, None, None, 1.0))
 
 
 def test_missing_triton_warns_once(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
@@ -75,17 +76,23 @@ def test_missing_triton_warns_once(monkeypatch: pytest.MonkeyPatch, recwarn: pyt
     assert len(recwarn) == 1
 
 
+@needs_triton
 @pytest.mark.parametrize("heads", [1, 8, 64, 96, 256])
 @pytest.mark.parametrize("slots", [1, 100, 2048, 32768])
 @pytest.mark.parametrize("slot_bytes", [64, 512, 2048])
 def test_plans_are_launchable(heads: int, slots: int, slot_bytes: int) -> None:
+    from kvsketch.ops.weighted_attention.kernel import plan
+
     chosen = plan(heads, slots, slot_bytes, Device(multiprocessors=132, shared_bytes=227 * 1024, overlap=True))
     assert chosen.block_n in (16, 32, 64, 128)
     assert 1 <= chosen.splits <= max(1, -(-slots // chosen.block_n))
     assert (chosen.stages - 1) * chosen.block_n * slot_bytes <= 128 * 1024
 
 
+@needs_triton
 def test_splits_fill_the_device_without_a_tail() -> None:
+    from kvsketch.ops.weighted_attention.kernel import best_splits
+
     assert best_splits(heads=256, tiles=512, resident=264) == 1
     assert best_splits(heads=8, tiles=512, resident=264) in (32, 33)
     waves = best_splits(heads=96, tiles=512, resident=264) * 96 / 264

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import Attend, needs_triton
+from conftest import Attend, by_kernel, needs_triton
 from kvsketch import ops
-from kvsketch.ops.weighted_attention.plan import Plan
 
 NEG_INF = float("-inf")
 
@@ -65,13 +64,7 @@ def test_empty_sums_stay_zero(attend: Attend, device: torch.device) -> None:
 
 @needs_triton
 def test_one_split_and_many_agree(device: torch.device) -> None:
-    from kvsketch.ops.weighted_attention import kernel
-
-    arguments = (*table(device, 4.0), 0.25)
-    one, many = (
-        kernel.weighted_attention(*arguments, clip=0.7, launch=Plan(32, splits, warps=4, stages=2, overlap=False)).out
-        for splits in (1, 3)
-    )
+    one, many = (by_kernel(*table(device, 4.0), 0.25, clip=0.7, splits=splits).out for splits in (1, 3))
     torch.testing.assert_close(one, many, atol=1e-6, rtol=1e-5)
 
 

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from formula import direct, make_inputs, needs_triton
+from formula import by_kernel, by_reference, direct, make_inputs, needs_triton
 from torch import Tensor
-
-from kvsketch.ops.weighted_attention import reference
-from kvsketch.ops.weighted_attention.plan import Plan
 
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings
@@ -67,7 +64,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 @given(call=calls(most_slots=40))
 def test_reference_equals_the_formula(call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
     arguments, options = call
-    assert_equal(reference.weighted_attention(*arguments, **options), direct(*arguments, **options))
+    assert_equal(by_reference(*arguments, **options), direct(*arguments, **options))
 
 
 @needs_triton
@@ -76,12 +73,10 @@ def test_reference_equals_the_formula(call: tuple[tuple[Any, ...], dict[str, Any
 def test_kernel_equals_the_formula(
     device: torch.device, call: tuple[tuple[Any, ...], dict[str, Any]], splits: int
 ) -> None:
-    from kvsketch.ops.weighted_attention import kernel
-
     arguments, options = call
     # One copy for both weights when they are one: moving them apart would untie them.
     moved = {id(value): value.to(device) for value in (*arguments, *options.values()) if isinstance(value, Tensor)}
     there = [moved.get(id(value), value) for value in arguments]
     options_there = {name: moved.get(id(value), value) for name, value in options.items()}
-    launch = Plan(block_n=16, splits=splits, warps=4, stages=2, overlap=False)
-    assert_equal(kernel.weighted_attention(*there, **options_there, launch=launch), direct(*arguments, **options))
+    result = by_kernel(*there, **options_there, block_n=16, splits=splits)
+    assert_equal(result, direct(*arguments, **options))

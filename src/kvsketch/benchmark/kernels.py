@@ -15,7 +15,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvsketch import ops, records
 from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.timing import Timing, copy_bandwidth, time_calls
-from kvsketch.ops.weighted_attention import reference
-from kvsketch.ops.weighted_attention.plan import Plan, plan
+from kvsketch.ops.common.device import device_traits
+from kvsketch.ops.weighted_attention import Arguments, reference
+
+if TYPE_CHECKING:
+    from kvsketch.ops.weighted_attention.kernel import Plan
 
 QUERY_HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128
 SCALE = HEAD_SIZE**-0.5
@@ -118,7 +121,8 @@ def error_against_reference(inputs: Inputs, contender: str, out: Tensor) -> floa
     for row in (slice(0, 1), slice(-1, None)):
         num_row = None if num is None else num[row]
         den_row = num_row if den is num else den[row] if den is not None else None
-        exact = reference.weighted_attention(inputs.q[row], inputs.k[row], inputs.v[row], num_row, den_row, SCALE).out
+        call = Arguments(inputs.q[row], inputs.k[row], inputs.v[row], num_row, den_row, SCALE)
+        exact = reference.weighted_attention(call).out
         errors.append(float((out[row].float() - exact.float()).norm() / exact.float().norm()))
     return max(errors, key=lambda error: float("inf") if error != error else error)
 
@@ -178,7 +182,7 @@ def describe(
 
 
 def default_plan(batch: int, slots: int) -> Plan:
-    from kvsketch.ops.weighted_attention.kernel import device_traits
+    from kvsketch.ops.weighted_attention.kernel import plan
 
     traits = device_traits(torch.device("cuda", torch.cuda.current_device()))
     return plan(batch * KV_HEADS, slots, 2 * HEAD_SIZE * torch.bfloat16.itemsize, traits)

@@ -123,7 +123,7 @@ def measure(product: Product, batch: int, bandwidth: float, seed: int) -> dict[s
 
 
 def tune(batches: list[int], seed: int) -> None:
-    from kvsketch.ops.thin_linear.plan import Tile
+    from kvsketch.ops.thin_linear.kernel import Tile
 
     for product, batch in itertools.product(products(), batches):
         x, residual, copies = make_inputs(product, batch, seed)

@@ -28,7 +28,7 @@ from torch import Tensor
 from kvsketch import ops, records
 from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.timing import Timing, time_calls
-from kvsketch.ops.attention_mass import Noise, Temperature, reference
+from kvsketch.ops.attention_mass import Noise, Options, reference
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_SIZE = 32, 32, 8, 128
 SCALE = HEAD_SIZE**-0.5
@@ -82,11 +82,8 @@ def slots_of(inputs: Inputs) -> dict[str, Any]:
 
 def error_against_reference(inputs: Inputs, mass: Tensor, noise: Noise | None, **options: Any) -> float:
     """Relative error; NaN when a number is."""
-    chosen: dict[str, Any] = {"seen": inputs.k.shape[2], "index": None, "padding": None, "reduce": "sum", **options}
-    exact = reference.attention_mass(
-        inputs.q, inputs.k, SCALE, temperature=Temperature(), noise=noise, row_lse=None,
-        into=torch.zeros_like(mass), **chosen,
-    )  # fmt: skip
+    chosen: dict[str, Any] = {"seen": inputs.k.shape[2], **options}
+    exact = reference.attention_mass(inputs.q, inputs.k, SCALE, Options(torch.zeros_like(mass), noise=noise, **chosen))
     return float((mass - exact).norm() / exact.norm())
 
 
@@ -192,10 +189,8 @@ def tune(tokens: int) -> list[dict[str, Any]]:
         for name, lse in (("column pass", known), ("both passes", None))[noise is not None :]:
 
             def call(noise: Noise | None = noise, launch: Launch = launch, lse: Tensor | None = lse) -> Tensor:
-                return kernel.attention_mass(
-                    inputs.q, inputs.k, SCALE, seen=tokens, index=None, padding=None, temperature=Temperature(),
-                    noise=noise, row_lse=lse, reduce="sum", into=into, launch=Launches(launch, launch),
-                )  # fmt: skip
+                options = Options(into, seen=tokens, noise=noise, row_lse=lse)
+                return kernel.attention_mass(inputs.q, inputs.k, SCALE, options, Launches(launch, launch))
 
             try:
                 timing = time_calls([call], replays=3, least_calls=1)

@@ -17,8 +17,9 @@ from rich.table import Table
 
 from kvsketch.benchmark.kernels import KV_HEADS, SCALE, Inputs, default_plan, error_against_reference, input_sets
 from kvsketch.benchmark.timing import Timing, time_calls
-from kvsketch.ops.weighted_attention import kernel
-from kvsketch.ops.weighted_attention.plan import MAX_SPLITS, PROGRAMS_PER_MULTIPROCESSOR, Plan, best_splits
+from kvsketch.ops.common.device import device_traits
+from kvsketch.ops.weighted_attention import Arguments, kernel
+from kvsketch.ops.weighted_attention.kernel import MAX_SPLITS, PROGRAMS_PER_MULTIPROCESSOR, Plan, best_splits
 
 TILES = [  # slots, warps, stages
     *itertools.product((32,), (2, 4), (3, 4, 5)),
@@ -59,7 +60,7 @@ def run(sizes: list[tuple[int, int]], seed: int) -> tuple[list[dict[str, Any]], 
 def sweep(batch: int, slots: int, seed: int) -> tuple[Plan, dict[Plan, Timing]]:
     """The default plan of a size, and the time of every plan that ran."""
     sets = input_sets(batch, slots, seed)
-    device = kernel.device_traits(torch.device("cuda", torch.cuda.current_device()))
+    device = device_traits(torch.device("cuda", torch.cuda.current_device()))
     heads = batch * KV_HEADS
     default = default_plan(batch, slots)
     resident = device.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
@@ -99,12 +100,8 @@ def _time(sets: list[Inputs], plans: list[Plan], timings: dict[Plan, Timing]) ->
 
 
 def _call(inputs: Inputs, chosen: Plan) -> Any:
-    def call() -> Any:
-        return kernel.weighted_attention(
-            inputs.q, inputs.k, inputs.v, inputs.log_num, inputs.log_den, SCALE, launch=chosen
-        )
-
-    return call
+    call = Arguments(inputs.q, inputs.k, inputs.v, inputs.log_num, inputs.log_den, SCALE)
+    return lambda: kernel.weighted_attention(call, chosen)
 
 
 def _row(chosen: Plan, timing: Timing) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode import fused as fusion
 from kvsketch.decode.sampling import Sampler, unsupported
 from kvsketch.decode.streaming import prefill_to_generate
-from kvsketch.ops import early_start
+from kvsketch.ops.common import early_start
 from kvsketch.slots.heads import spread_over
 from kvsketch.slots.tensors import plain
 

@@ -1,36 +1,62 @@
 """The operations every method is built from.
 
-Each operation has a package of its own: `reference.py` in torch, the truth, beside `kernel.py` in Triton. A CUDA
-tensor goes to the kernel when the kernel serves the call, everything else to the reference (`dispatch.py`).
-`KVSKETCH_KERNELS=reference` turns the kernels off, for a second opinion on a result.
+reading keys and values
+    weighted_attention   attention over weighted slots: what every compressed cache is read with
+    chunk_attention      attention of a chunk of new tokens, to weighted slots and causally to tokens kept whole
+    indexed_attention    attention of one query to chosen rows of a store, where they lie
+    attention_mass       attention that each token received: column sums of the softmax
+    mass_from_logits     the same for one query, from the logits that attention has left
+    turn_keys            keys at their places in the cache, for rotary distances that skip dropped tokens
+choosing what a query reads
+    cluster_scores       inner products of a query with centroids
+    select_clusters      the tokens of the best clusters, as many as the budget
+    select_pages         the tokens of the best pages of neighbouring tokens
+    widen_pages          takes new tokens into the bounds of their pages
+grouping keys
+    kmeans               clusters by direction
+    cluster_index        tokens sorted by cluster; cluster_means: the mean of each cluster
+    leader_clustering    clusters of a stream: a key far from all opens one
+    farthest_first       greedy k-center; nearest_center: the center nearest to each key
+writing slots
+    write_token          one token into its slot
+    free_lowest          the lowest-ranked slot of each head becomes the next to write
+    reservoir            the last token that fired in each slot of a sample
+    fold_token           one token into SubGen's clusters and samples
+    balance_walk         signs that split a block into halves with almost equal attention sums
+    hot_rows             rows of a store in host memory, brought to places on the device
+random numbers
+    uniform, gumbel      draws that depend on seed and coordinates alone
+parts of a model's decode step, called by their kernels (`kernel_for`)
+    decoder_layer        norm, rotary embedding, gated SiLU
+    thin_linear          products of a few rows with large weights
+
+An operation is read in three files of its package: `__init__.py` (signature, meaning, checks), `reference.py` in torch,
+the truth, and `kernel.py` in Triton. A CUDA tensor goes to the kernel when the kernel supports the call, everything
+else to the reference (`common/dispatch.py`; `common/` also holds what kernels share). `KVSKETCH_KERNELS=reference`
+turns the kernels off, for a second opinion on a result.
 """
 
 from __future__ import annotations
 
-from kvsketch.ops.attention_mass import Noise, RowLogits, Temperature
-from kvsketch.ops.chunk_attention import Past
-from kvsketch.ops.dispatch import kernel_for
+from kvsketch.ops.attention_mass import Noise, RowLogits, Temperature, attention_mass, mass_from_logits
+from kvsketch.ops.chunk_attention import Past, chunk_attention
+from kvsketch.ops.common.dispatch import kernel_for
+from kvsketch.ops.farthest_first import farthest_first, nearest_center
 from kvsketch.ops.grouping import (
     cluster_index,
     cluster_means,
     cluster_scores,
-    farthest_first,
     kmeans,
     leader_clustering,
-    nearest_center,
     select_clusters,
 )
+from kvsketch.ops.hot_rows import hot_rows
 from kvsketch.ops.paging import select_pages, widen_pages
 from kvsketch.ops.random import gumbel, uniform
-from kvsketch.ops.reading import (
-    attention_mass,
-    chunk_attention,
-    indexed_attention,
-    mass_from_logits,
-    turn_keys,
-    weighted_attention,
-)
-from kvsketch.ops.updating import balance_walk, fold_token, free_lowest, hot_rows, reservoir, write_token
+from kvsketch.ops.reading import indexed_attention
+from kvsketch.ops.turn_keys import turn_keys
+from kvsketch.ops.updating import balance_walk, fold_token, free_lowest, reservoir, write_token
+from kvsketch.ops.weighted_attention import weighted_attention
 
 __all__ = [
     "Noise",

@@ -5,15 +5,11 @@ Each goes to its Triton kernel where that serves the call, else to its torch ref
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvsketch.ops.cluster_index import ClusterIndex, check_labels, check_rows
 from kvsketch.ops.cluster_index import reference as cluster_index_reference
-from kvsketch.ops.dispatch import kernel_for
-from kvsketch.ops.farthest_first import Centers
-from kvsketch.ops.farthest_first import check_arguments as check_farthest_first
-from kvsketch.ops.farthest_first import reference as farthest_first_reference
+from kvsketch.ops.common.dispatch import kernel_for
 from kvsketch.ops.kmeans import Clusters, Stream
 from kvsketch.ops.kmeans import check_arguments as check_kmeans
 from kvsketch.ops.kmeans import reference as kmeans_reference
@@ -37,33 +33,6 @@ def leader_clustering(
     if kernel is None or not kernel.supported(keys):
         return leader_clustering_reference.leader_clustering(keys, valid, representatives, alive, delta, limit)
     return kernel.leader_clustering(keys, valid, representatives, alive, delta, limit)
-
-
-def farthest_first(
-    keys: Tensor, count: int, *, valid: Tensor | None = None, given: int = 1, form: str = "exact"
-) -> Centers:
-    """Greedy k-center: `count` keys of each head, each the farthest from those chosen before it.
-
-    keys [B, H, N, D]; valid [B, H, N] bool: the keys that take part (None: all). The first `given` valid keys are
-    centers from the start. form: `exact`, or `coarse` with fewer passes over the keys and a radius at most 1 / 0.9
-    times the bound. Returns the index [B, H, count] int64 of the centers in the order of choice, -1 where there are
-    no more keys, and the radius [B, H] float32. A smaller count gives the beginning of the same list.
-    """
-    check_farthest_first(keys, count, valid, given, form)
-    if valid is None:
-        valid = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
-    kernel = kernel_for("farthest_first", keys.device)
-    if kernel is None or not kernel.supported(keys):
-        return farthest_first_reference.farthest_first(keys, count, valid, given, form)
-    return kernel.farthest_first(keys, count, valid, given, form)
-
-
-def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
-    """The center nearest to each key: its place in `centers`, [B, H, N] int64; ties go to the earlier place.
-
-    keys [B, H, N, D]; centers [B, H, m] int64, key numbers or -1 for none. Runs in torch on every device.
-    """
-    return farthest_first_reference.nearest_center(keys, centers)
 
 
 def kmeans(

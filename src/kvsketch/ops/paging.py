@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvsketch.ops.dispatch import kernel_for
+from kvsketch.ops.common.dispatch import kernel_for
 from kvsketch.ops.select_pages import Bounds, Limits, Text, check_selection, check_widening
 from kvsketch.ops.select_pages import reference as select_pages_reference
 

@@ -1,4 +1,4 @@
-"""Operations that write slots: single tokens, samples, balanced halves, rows brought from host memory.
+"""Operations that write slots: single tokens, samples, balanced halves.
 
 Each goes to its Triton kernel where that serves the call, else to its torch reference.
 """
@@ -12,12 +12,9 @@ from torch import Tensor
 
 from kvsketch.ops import balance_walk as balance_walk_checks
 from kvsketch.ops.balance_walk.reference import balance_walk as balance_walk_reference
-from kvsketch.ops.dispatch import kernel_for
+from kvsketch.ops.common.dispatch import kernel_for
 from kvsketch.ops.fold_token import Layout, State
 from kvsketch.ops.fold_token import reference as fold_token_reference
-from kvsketch.ops.hot_rows import Buffer, HotPlaces, Store
-from kvsketch.ops.hot_rows import check_arguments as check_hot_rows
-from kvsketch.ops.hot_rows import reference as hot_rows_reference
 from kvsketch.ops.reservoir import reference as reservoir_reference
 from kvsketch.ops.slot_update import reference as slot_update_reference
 
@@ -106,16 +103,3 @@ def balance_walk(
             "use a larger c, another seed, or on_fail='clip'."
         )
     return walked.signs
-
-
-def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> Tensor:
-    """Where the tokens that `rows` names lie on the device, once those that did not were copied out of the store.
-
-    rows [B, L, M] int32: tokens, -1 for none, in lists of each query head or each KV head; tail [B] int32: the tokens
-    from here on lie in the buffer's tail. The hot places and the buffer change in place.
-    Returns slots of the buffer, [B, L, M] int32, -1 for none. See `kvsketch.ops.hot_rows` for which places are taken.
-    """
-    check_hot_rows(rows, tail, hot, store, buffer)
-    kernel = kernel_for("hot_rows", rows.device)
-    chosen = kernel if kernel is not None and kernel.supported(store, buffer) else hot_rows_reference
-    return chosen.hot_rows(rows, tail, hot, store, buffer)

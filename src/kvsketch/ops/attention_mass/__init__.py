@@ -1,12 +1,8 @@
 """How much attention each token received: column sums of the softmax, without the matrix.
 
-    mass_j = sum over rows i that see j of  exp((s_ij + g_ij) / tau) / sum_j' exp((s_ij' + g_ij') / tau)
-
-with s_ij = scale * <q_i, k_j> and, on request, Gumbel noise g_ij. `reference.py` is the definition in torch, a block
-of rows at a time. `kernel.py` launches the Triton programs of `device.py` (one pass for the logarithm of each row's
-sum, one that draws the same noise again and adds up the columns) and of `decode.py` (a single query, from its keys or
-from the logits that attention has left). Memory grows with the number of tokens, not with its square.
-`kvsketch.ops.attention_mass` and `kvsketch.ops.mass_from_logits` choose; this module holds what is shared.
+Three files: the operations and their checks here; the definition in torch, a block of rows at a time, in
+`reference.py`; the Triton programs and their launches in `kernel.py`. Memory grows with the number of tokens, not with
+its square.
 
 Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H query heads per KV head, N queries, S columns (keys), D
 head size. A row is one query of one query head. A place is a logical index, a position is that without left padding.
@@ -15,14 +11,16 @@ head size. A row is one query of one query head. A place is a logical index, a p
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.dispatch import implementation
+from kvsketch.ops.common.tensors import DTYPES
 from kvsketch.ops.random import hash_combine, initial_state
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REDUCTIONS = ("sum", "mean", "max")
 HIDDEN = 2**30  # the place of a column that no query sees
 
@@ -48,6 +46,9 @@ class Temperature(NamedTuple):
         return (self.end - self.start) / self.steps
 
 
+PLAIN = Temperature()
+
+
 class RowLogits(NamedTuple):
     """What the attention of one query per row leaves: s_j = scale * <q, k_j>, anything at empty slots."""
 
@@ -55,43 +56,129 @@ class RowLogits(NamedTuple):
     row_lse: Tensor | None  # [B, Hq] fp32, log of the sum of exp(s_j) over the slots in use; None: not known
 
 
-def stream(noise: Noise) -> int:
-    """The state that the noise of one layer starts from, before the query head."""
-    return _stream(noise.seed, noise.layer)
-
-
-@functools.lru_cache(maxsize=4096)
-def _stream(seed: int, layer: int) -> int:
-    return int(hash_combine(torch.tensor(initial_state(seed), dtype=torch.int64), layer))
-
-
-def is_plain(temperature: Temperature, noise: Noise | None) -> bool:
-    """Whether the softmax is that of plain attention, so that its row sums serve."""
-    return noise is None and temperature.start == temperature.end == 1.0
-
-
-def reduce_group(mass: Tensor, kv_heads: int, reduce: str) -> Tensor:  # [B, H, S] fp32
-    """One number per column for the query heads of each KV head, from one per query head [B, Hq, S]."""
-    grouped = mass.unflatten(1, (kv_heads, -1))
-    if reduce == "max":
-        return grouped.amax(2).float()
-    return (grouped.sum(2) if reduce == "sum" else grouped.mean(2)).float()
-
-
-def check_arguments(
+def attention_mass(
     q: Tensor,
     k: Tensor,
     scale: float,
-    seen: int | Tensor | None,
-    index: Tensor | None,
-    padding: Tensor | None,
-    temperature: Temperature,
-    noise: Noise | None,
-    row_lse: Tensor | None,
-    reduce: str,
-    into: Tensor | None,
-) -> None:
-    """Raise ValueError when a shape, a dtype or a choice does not fit the others."""
+    *,
+    seen: int | Tensor | None = None,
+    index: Tensor | None = None,
+    padding: Tensor | None = None,
+    temperature: float | Temperature = 1.0,
+    noise: Noise | None = None,
+    row_lse: Tensor | None = None,
+    reduce: str = "sum",
+    into: Tensor | None = None,
+    fade: float = 1.0,
+) -> Tensor:
+    """Attention that each column received from the queries, the column sums of the softmax, [B, H, S] float32:
+
+        mass_j = sum_i exp((s_ij + g_ij) / tau) / sum_j' exp((s_ij' + g_ij') / tau),     s_ij = scale * <q_i, k_j>
+
+    q [B, Hq, N, D], the last N tokens seen; k [B, H, S, D], all tokens in order (S = seen) or, with index [B, H, S],
+    slots in any order that hold the tokens index (negative: empty), `seen` [1] or a number then telling how many tokens
+    were seen. A query sees no later token. padding [B]: left-padding tokens, which neither see nor are seen.
+    temperature: tau, a number or a schedule. noise: g_ij is Gumbel noise, fresh for every row and column but the same
+    at every call; None: 0. row_lse [B, Hq, N]: log of the inner sums if known (plain attention only): saves a pass.
+    reduce: how the query heads of one KV head become one number: their sum, mean or max over these N queries.
+    into: [B, H, S] float32 that becomes fade * into + mass, in place; it is returned.
+
+    Memory is that of a few numbers per token and head; with one query nothing is read back by the host.
+    """
+    _check_keys(q, k, scale, seen, index)
+    into = torch.zeros(k.shape[:3], device=q.device) if into is None else into
+    seen = k.shape[2] if seen is None else seen
+    options = Options(into, seen, index, padding, _schedule(temperature), noise, row_lse, reduce, fade)
+    options.check(q.shape[:3], k.shape[1], k.shape[2])
+    result: Tensor = implementation("attention_mass", q.device, q, k).attention_mass(q, k, scale, options)
+    return result
+
+
+def mass_from_logits(
+    logits: Tensor,
+    index: Tensor,
+    seen: int | Tensor,
+    *,
+    row_lse: Tensor | None = None,
+    padding: Tensor | None = None,
+    temperature: float | Temperature = 1.0,
+    noise: Noise | None = None,
+    reduce: str = "sum",
+    into: Tensor | None = None,
+    fade: float = 1.0,
+) -> Tensor:
+    """What `attention_mass` gives for one query in a row, from the logits that attention has left, [B, H, S] float32:
+
+        mass_j = exp((s_j + g_j) / tau) / sum_j' exp((s_j' + g_j') / tau)
+
+    logits: s_j, [B, Hq, S] float32, as `weighted_attention` returns them; anything where the slot is empty. index
+    [B, H, S]: the tokens in the slots, negative for empty ones. row_lse [B, Hq]: log of the sum if known (plain
+    attention only). The rest as in `attention_mass`. No key is read, and nothing is read back by the host.
+    """
+    _check_logits(logits, index)
+    into = torch.zeros(index.shape, device=logits.device) if into is None else into
+    options = Options(into, seen, index, padding, _schedule(temperature), noise, row_lse, reduce, fade)
+    options.check(logits.shape[:2], index.shape[1], logits.shape[2])
+    result: Tensor = implementation("attention_mass", logits.device, logits, index).mass_from_logits(logits, options)
+    return result
+
+
+def _schedule(temperature: float | Temperature) -> Temperature:
+    if isinstance(temperature, Temperature):
+        return temperature
+    return PLAIN if temperature == 1.0 else Temperature(float(temperature), float(temperature))
+
+
+@dataclass(slots=True)
+class Options:
+    """Which softmax is summed up, and where the sums go, as `attention_mass` describes them."""
+
+    into: Tensor
+    seen: int | Tensor
+    index: Tensor | None = None
+    padding: Tensor | None = None
+    temperature: Temperature = PLAIN
+    noise: Noise | None = None
+    row_lse: Tensor | None = None
+    reduce: str = "sum"
+    fade: float = 1.0
+
+    def check(self, rows: tuple[int, ...], kv_heads: int, columns: int) -> None:
+        """Raise ValueError when a shape or a choice does not fit; `rows` is the shape of one number per row."""
+        per_column = (rows[0], kv_heads, columns)
+        for name, given, shape in (
+            ("index", self.index, per_column),
+            ("into", self.into, per_column),
+            ("padding", self.padding, rows[:1]),
+            ("row_lse", self.row_lse, rows),
+        ):
+            if given is not None and given.shape != shape:
+                raise ValueError(f"{name} must be {list(shape)}, got {list(given.shape)}.")
+        if self.into.dtype != torch.float32 or not self.into.is_contiguous():
+            raise ValueError(
+                f"into must be contiguous float32, got {self.into.dtype} with strides {self.into.stride()}."
+            )
+        if self.reduce not in REDUCTIONS:
+            raise ValueError(f"reduce={self.reduce!r} is not one of {', '.join(REDUCTIONS)}.")
+        if not (self.temperature.start > 0 and self.temperature.end > 0 and self.temperature.steps >= 1):
+            raise ValueError(f"{self.temperature} must have positive temperatures and at least one step.")
+        if self.row_lse is not None and not is_plain(self.temperature, self.noise):
+            raise ValueError(
+                "row_lse holds the sums of plain attention: it serves temperature 1 without noise only; pass None."
+            )
+
+    def add(self, mass: Tensor) -> Tensor:
+        """Adds the mass of each query head, [B, Hq, S], to the sums: one number for the query heads of a KV head."""
+        grouped = mass.unflatten(1, (self.into.shape[1], -1))
+        if self.reduce == "max":
+            reduced = grouped.amax(2)
+        else:
+            reduced = grouped.sum(2) if self.reduce == "sum" else grouped.mean(2)
+        return self.into.mul_(self.fade).add_(reduced.float())
+
+
+def _check_keys(q: Tensor, k: Tensor, scale: float, seen: int | Tensor | None, index: Tensor | None) -> None:
+    """Raise ValueError when queries and keys do not fit."""
     for name, tensor in (("q", q), ("k", k)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions [batch, heads, length, size], got {list(tensor.shape)}.")
@@ -117,54 +204,30 @@ def check_arguments(
         )
     if index is not None and seen is None:
         raise ValueError("index needs seen, the number of tokens seen including those of q: slots do not tell it.")
-    per_column = [batch, kv_heads, columns]
-    _check_shapes(index=(index, per_column), into=(into, per_column), padding=(padding, [batch]))
-    _check_shapes(row_lse=(row_lse, [batch, query_heads, queries]))
-    _check_softmax(temperature, noise, row_lse, reduce, into)
 
 
-def check_logits(
-    logits: Tensor,
-    index: Tensor,
-    row_lse: Tensor | None,
-    padding: Tensor | None,
-    temperature: Temperature,
-    noise: Noise | None,
-    reduce: str,
-    into: Tensor | None,
-) -> None:
-    """The same for logits [B, Hq, S] of slots index [B, H, S]."""
+def _check_logits(logits: Tensor, index: Tensor) -> None:
+    """Raise ValueError when logits and index do not fit."""
     for name, tensor in (("logits", logits), ("index", index)):
         if tensor.dim() != 3:
             raise ValueError(f"{name} must have 3 dimensions [batch, heads, slots], got {list(tensor.shape)}.")
     if logits.dtype != torch.float32:
         raise ValueError(f"logits must be float32, got {logits.dtype}; ops.weighted_attention returns them so.")
-    batch, query_heads, columns = logits.shape
-    kv_heads = index.shape[1]
+    query_heads, kv_heads = logits.shape[1], index.shape[1]
     if kv_heads == 0 or query_heads % kv_heads:
         raise ValueError(f"logits has {query_heads} heads, which is not a multiple of the {kv_heads} heads of index.")
-    per_column = [batch, kv_heads, columns]
-    _check_shapes(index=(index, per_column), into=(into, per_column), padding=(padding, [batch]))
-    _check_shapes(row_lse=(row_lse, [batch, query_heads]))
-    _check_softmax(temperature, noise, row_lse, reduce, into)
 
 
-def _check_shapes(**expected: tuple[Tensor | None, list[int]]) -> None:
-    for name, (given, shape) in expected.items():
-        if given is not None and list(given.shape) != shape:
-            raise ValueError(f"{name} must be {shape}, got {list(given.shape)}.")
+def stream(noise: Noise) -> int:
+    """The state that the noise of one layer starts from, before the query head."""
+    return _stream(noise.seed, noise.layer)
 
 
-def _check_softmax(
-    temperature: Temperature, noise: Noise | None, row_lse: Tensor | None, reduce: str, into: Tensor | None
-) -> None:
-    if into is not None and (into.dtype != torch.float32 or not into.is_contiguous()):
-        raise ValueError(f"into must be contiguous float32, got {into.dtype} with strides {into.stride()}.")
-    if reduce not in REDUCTIONS:
-        raise ValueError(f"reduce={reduce!r} is not one of {', '.join(REDUCTIONS)}.")
-    if not (temperature.start > 0 and temperature.end > 0 and temperature.steps >= 1):
-        raise ValueError(f"{temperature} must have positive temperatures and at least one step.")
-    if row_lse is not None and not is_plain(temperature, noise):
-        raise ValueError(
-            "row_lse holds the sums of plain attention: it serves temperature 1 without noise only; pass None."
-        )
+@functools.lru_cache(maxsize=4096)
+def _stream(seed: int, layer: int) -> int:
+    return int(hash_combine(torch.tensor(initial_state(seed), dtype=torch.int64), layer))
+
+
+def is_plain(temperature: Temperature, noise: Noise | None) -> bool:
+    """Whether the softmax is that of plain attention, so that its row sums serve."""
+    return noise is None and temperature.start == temperature.end == 1.0

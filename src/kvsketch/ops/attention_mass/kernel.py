@@ -1,28 +1,67 @@
-"""Attention mass on a GPU: launches of the programs of `device.py`; a single query goes to `one_row.py`.
+"""Attention mass on a GPU: launch sizes, launches and Triton programs. Logarithms in programs are to base 2.
 
-Launch sizes: a tile of logits is [rows, columns]. Without noise the tensor cores are the limit and large tiles feed
-them; with noise the hash and the logarithms are, and small tiles leave room for more programs on a multiprocessor.
+Several queries take two passes over the logits, which are never stored:
+
+    hash_kernel     the hashes of all row and column positions, so that the noise of a pair costs one small hash
+    row_kernel      lse_i = log sum_j exp(x_ij), one program for a tile of rows, which reads the columns it sees
+    column_kernel   mass_j = sum_i exp(x_ij - lse_i), one program for a tile of columns, which reads the rows that see
+    it
+
+Nothing is shared between programs, so nothing is added atomically and a result does not depend on their order. Noise:
+exp((s + g) / tau) with g = -ln(-ln u) is 2^(factor s - log2(-log2 u) / tau) up to a constant that both passes share.
+
+One new token adds to the scores in one launch or two:
+
+    logits_kernel   x_j = log2(e) (s_j + g_j) / tau for a tile of slots, with the tile's own maximum and sum
+    soften_kernel   the same from logits s_j that attention has left
+    update_kernel   scores_j <- fade scores_j + reduce over the query heads of 2^(x_j - log2 of the sum over all tiles)
+    shares_kernel   scores_j <- fade scores_j + reduce over the query heads of exp(s_j - lse), both left by attention
+
+The grid of these depends on shapes alone and every number that changes from step to step is read on the device, so a
+captured step can be replayed. Legend: see the package docstring; `first` is the place of row 0.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvsketch.ops.attention_mass import Noise, Temperature, reduce_group
-from kvsketch.ops.attention_mass.device import column_kernel, hash_kernel, row_kernel
-from kvsketch.ops.attention_mass.one_row import Softmax, add_from_keys, dense_last, mass_from_logits
+from kvsketch.ops.attention_mass import HIDDEN as HIDDEN_PLACE
+from kvsketch.ops.attention_mass import Noise, Options, stream
+from kvsketch.ops.common import early_start
+from kvsketch.ops.common.device import on
+from kvsketch.ops.common.kernel import (
+    INF,
+    INTERPRETED,
+    LN2,
+    LOG2E,
+    NEG_INF,
+    described_rows,
+    dot,
+    load_rows,
+    load_tile,
+    wait,
+)
+from kvsketch.ops.common.tensors import (
+    KERNEL_DTYPES,
+    MAX_HEAD_SIZE,
+    aligned,
+    block_size,
+    contiguous,
+    dense_last,
+    outer_strides,
+)
+from kvsketch.ops.random.kernel import FIRST_FACTOR, SECOND_FACTOR, hash_combine
 
-__all__ = ["attention_mass", "mass_from_logits", "supported"]
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_SIZE = 256
+HIDDEN = tl.constexpr(HIDDEN_PLACE)
 HASH_BLOCK = 1024
+KEY_COLUMNS = 64
+MAX_TILES = 512
+LOGITS_TILE = 2048  # logits that one program reads, those of all query heads of a KV head together
 
 
 class Launch(NamedTuple):
@@ -40,64 +79,85 @@ class Launches(NamedTuple):
     column_pass: Launch
 
 
-def supported(q: Tensor, k: Tensor) -> bool:
-    """True when the kernel serves this call."""
-    return q.dtype in DTYPES and q.shape[3] <= MAX_HEAD_SIZE and min(*q.shape, *k.shape) > 0
+def supported(rows: Tensor, columns: Tensor) -> bool:
+    """True when the kernels serve queries and keys, or the logits of one query and their index, of these shapes."""
+    fits = rows.dim() == 3 or rows.shape[3] <= MAX_HEAD_SIZE
+    return rows.dtype in KERNEL_DTYPES and fits and rows.numel() > 0 and columns.numel() > 0
 
 
-def launches(q: Tensor, noise: Noise | None) -> Launches:
-    """The launch sizes for the two passes."""
-    if q.shape[3] > 128 or q.dtype == torch.float32:
-        edge = 32 if q.shape[3] > 128 and q.dtype == torch.float32 else 64
-        return Launches(Launch(edge, edge, 4, 2), Launch(edge, edge, 4, 2))
-    if noise is None:
-        return Launches(Launch(128, 128, 8, 2), Launch(128, 128, 8, 2))
-    return Launches(Launch(64, 64, 4, 2, 128), Launch(64, 64, 4, 2, 128))
-
-
-def attention_mass(
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    *,
-    seen: int | Tensor,
-    index: Tensor | None,
-    padding: Tensor | None,
-    temperature: Temperature,
-    noise: Noise | None,
-    row_lse: Tensor | None,
-    reduce: str,
-    into: Tensor,
-    fade: float = 1.0,
-    launch: Launches | None = None,
-) -> Tensor:
+def attention_mass(q: Tensor, k: Tensor, scale: float, options: Options, launch: Launches | None = None) -> Tensor:
     """See `kvsketch.ops.attention_mass`; `launch` overrides the launch sizes."""
-    call = _Call(q, k, scale, seen, index, padding, temperature, noise)
-    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+    call = Call(q, k.shape[1], k.shape[2], options)
+    q, k = dense_last(q), dense_last(k)
+    with on(q.device):
         if q.shape[2] == 1:
-            return add_from_keys(call, call.q, call.k, scale, call.sizes, reduce, into, fade)
-        mass = _column_sums(call, row_lse, launch or launches(q, noise))
-        return into.mul_(fade).add_(reduce_group(mass, k.shape[1], reduce))
+            return _add_one_row(call, q, k, scale)
+        return options.add(_column_sums(call, q, k, scale, launch or launches(q, options.noise)))
 
 
-class _Call(Softmax):
-    """The arguments of the programs that read queries and keys."""
+def mass_from_logits(logits: Tensor, options: Options) -> Tensor:
+    """See `kvsketch.ops.mass_from_logits`."""
+    assert options.index is not None
+    call = Call(logits, options.index.shape[1], options.index.shape[2], options)
+    logits = logits.contiguous()
+    block_g = triton.next_power_of_2(call.group)
+    block_n = _columns_per_tile(call.columns, max(64, min(256, LOGITS_TILE // block_g)))
+    grid = (triton.cdiv(call.columns, block_n), call.batch * call.kv_heads)
+    with on(logits.device):
+        if options.row_lse is not None:
+            shares_kernel[grid](
+                logits, options.row_lse.float().contiguous(), call.index, call.padding, options.into,
+                options.fade, call.columns, call.kv_heads, *outer_strides(call.index),
+                GROUP=call.group, BLOCK_G=block_g, BLOCK_N=block_n, PADDED=call.padding is not None,
+                REDUCE=options.reduce, **early_start.launch(logits.device),
+            )  # fmt: skip
+            return options.into
+        x, parts = call.row_buffers(grid[0])
+        soften_kernel[grid](
+            logits, *call.context, x, parts, *call.temperature,
+            call.stream, call.first_head, call.seen, call.columns, call.kv_heads, *outer_strides(call.index),
+            GROUP=call.group, BLOCK_G=block_g, BLOCK_N=block_n, PADDED=call.padding is not None,
+            SEEN=call.seen_on_device is not None, NOISE=options.noise is not None, PTX=call.ptx,
+            **early_start.launch(logits.device),
+        )  # fmt: skip
+        return _update(call, grid, x, parts, block_g, block_n)
 
-    def __init__(self, q: Tensor, k: Tensor, scale: float, *softmax: Any) -> None:
-        super().__init__(q, k.shape[1], k.shape[2], *softmax)
-        self.q, self.k = dense_last(q), dense_last(k)
-        self.queries, self.size = q.shape[2:]
-        self.scale = scale
+
+class Call:
+    """What every program is told of a call; `rows` is [B, Hq, ..]."""
+
+    def __init__(self, rows: Tensor, kv_heads: int, columns: int, options: Options) -> None:
+        seen, noise, temperature = options.seen, options.noise, options.temperature
+        self.options = options
+        self.device = rows.device
+        self.batch, self.query_heads = rows.shape[:2]
+        self.kv_heads, self.columns = kv_heads, columns
+        self.group = self.query_heads // kv_heads
+        self.index = None if options.index is None else dense_last(options.index)
+        self.padding = contiguous(options.padding)
+        self.seen_on_device = seen if isinstance(seen, Tensor) else None
+        self.seen = seen if isinstance(seen, int) else 0
+        self.ptx = rows.is_cuda and not INTERPRETED.value and torch.version.hip is None
+        self.stream = 0 if noise is None else signed(stream(noise))
+        self.first_head = 0 if noise is None else noise.first_head * self.group
+        self.temperature = (temperature.start, temperature.slope, temperature.steps, temperature.since)
 
     @property
-    def sizes(self) -> dict[str, Any]:
+    def context(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.index, self.padding, self.seen_on_device
+
+    @property
+    def flags(self) -> dict[str, Any]:
         return {
-            "GROUP": self.group,
-            "BLOCK_D": _block_size(self.size),
-            "NOISE": self.noise is not None,
-            "PTX": self.ptx,
-            **self.flags,
+            "SLOTS": self.index is not None,
+            "PADDED": self.padding is not None,
+            "SEEN": self.seen_on_device is not None,
         }
+
+    def sizes(self, head_size: int) -> dict[str, Any]:
+        """For the programs that read queries and keys."""
+        noisy = self.options.noise is not None
+        return {"GROUP": self.group, "BLOCK_D": block_size(head_size), "NOISE": noisy, "PTX": self.ptx, **self.flags}
 
     def resources(self, launch: Launch) -> dict[str, Any]:
         options = {
@@ -110,68 +170,467 @@ class _Call(Softmax):
             options["maxnreg"] = launch.registers
         return options
 
+    def row_buffers(self, tiles: int) -> tuple[Tensor, Tensor]:
+        """Room for the row [B, Hq, S] itself and for the maximum and sum of each of its tiles."""
+        shape = (self.batch, self.query_heads)
+        row = torch.empty((*shape, self.columns), dtype=torch.float32, device=self.device)
+        return row, torch.empty((*shape, tiles, 2), dtype=torch.float32, device=self.device)
 
-def _column_sums(call: _Call, row_lse: Tensor | None, launch: Launches) -> Tensor:  # [B, Hq, S] fp32
+
+def _column_sums(call: Call, q: Tensor, k: Tensor, scale: float, launch: Launches) -> Tensor:  # [B, Hq, S] fp32
     """Both passes; the first one is left out when the caller knows its result."""
-    row_hash, column_hash = _position_hashes(call)
-    lse = torch.empty((call.batch, call.query_heads, call.queries), dtype=torch.float32, device=call.q.device)
-    mass = torch.empty((call.batch, call.query_heads, call.columns), dtype=torch.float32, device=call.q.device)
+    queries, size = q.shape[2:]
+    row_hash, column_hash = _position_hashes(call, queries)
+    lse = torch.empty((call.batch, call.query_heads, queries), dtype=torch.float32, device=q.device)
+    mass = torch.empty((call.batch, call.query_heads, call.columns), dtype=torch.float32, device=q.device)
     numbers = (
-        call.scale,
-        *call.temperature,
-        call.seen,
-        call.queries,
-        call.columns,
-        call.query_heads,
-        *call.index_strides,
-    )
-    q, k = _tileable(call.q), _tileable(call.k)
+        scale, *call.temperature, call.seen, queries, call.columns, call.query_heads, *outer_strides(call.index),
+    )  # fmt: skip
+    q, k = aligned(q), aligned(k)
     heads = call.batch * call.query_heads
-    if row_lse is None:
+    if call.options.row_lse is None:
         rows, columns = launch.row_pass[:2]
-        row_kernel[(triton.cdiv(call.queries, rows), heads)](
-            _tiles(q, rows), _tiles(k, columns), *call.context, row_hash, column_hash, lse, *numbers,
-            **call.sizes, **call.resources(launch.row_pass),
+        row_kernel[(triton.cdiv(queries, rows), heads)](
+            described_rows(q, rows), described_rows(k, columns), *call.context, row_hash, column_hash, lse, *numbers,
+            **call.sizes(size), **call.resources(launch.row_pass),
         )  # fmt: skip
     else:
-        lse = row_lse.float().contiguous()
+        lse = call.options.row_lse.float().contiguous()
     rows, columns = launch.column_pass[:2]
     # Slots are in no order, so no tile of rows is known to see all of a tile of them.
     for masked in (True,) if call.index is not None else (True, False):
         column_kernel[(triton.cdiv(call.columns, columns), heads)](
-            _tiles(q, rows), _tiles(k, columns), *call.context, row_hash, column_hash, lse, mass, *numbers,
-            MASKED=masked, **call.sizes, **call.resources(launch.column_pass),
+            described_rows(q, rows), described_rows(k, columns), *call.context, row_hash, column_hash, lse, mass,
+            *numbers, MASKED=masked, **call.sizes(size), **call.resources(launch.column_pass),
         )  # fmt: skip
     return mass
 
 
-def _position_hashes(call: _Call) -> tuple[Tensor | None, Tensor | None]:
-    if call.noise is None:
+def _position_hashes(call: Call, queries: int) -> tuple[Tensor | None, Tensor | None]:
+    if call.options.noise is None:
         return None, None
     shape = (call.batch, call.query_heads)
-    row_hash = torch.empty((*shape, call.queries), dtype=torch.int32, device=call.q.device)
-    column_hash = torch.empty((*shape, call.columns), dtype=torch.int32, device=call.q.device)
-    hash_kernel[(triton.cdiv(max(call.queries, call.columns), HASH_BLOCK), call.batch * call.query_heads)](
+    row_hash = torch.empty((*shape, queries), dtype=torch.int32, device=call.device)
+    column_hash = torch.empty((*shape, call.columns), dtype=torch.int32, device=call.device)
+    hash_kernel[(triton.cdiv(max(queries, call.columns), HASH_BLOCK), call.batch * call.query_heads)](
         *call.context, row_hash, column_hash,
-        call.stream, call.first_head, call.seen, call.queries, call.columns, call.query_heads, *call.index_strides,
+        call.stream, call.first_head, call.seen, queries, call.columns, call.query_heads, *outer_strides(call.index),
         GROUP=call.group, BLOCK=HASH_BLOCK, **call.flags,
     )  # fmt: skip
     return row_hash, column_hash
 
 
-def _tileable(tensor: Tensor) -> Tensor:
-    """The tensor itself if tiles of it can be described to the copy engine, else a copy with an aligned head size."""
-    element = tensor.element_size()
-    aligned = all(stride * element % 16 == 0 and stride > 0 for stride in tensor.stride()[:-1])
-    if aligned and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0:
-        return tensor
-    return torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % (16 // element))).contiguous()
+def _add_one_row(call: Call, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Adds the mass of q [B, Hq, 1, D] on k [B, H, S, D] to the scores."""
+    block_g = block_size(call.group)
+    block_n = _columns_per_tile(call.columns, KEY_COLUMNS)
+    grid = (triton.cdiv(call.columns, block_n), call.batch * call.kv_heads)
+    x, parts = call.row_buffers(grid[0])
+    logits_kernel[grid](
+        q, k, *call.context, x, parts, scale, *call.temperature,
+        call.stream, call.first_head, call.seen, call.columns, call.kv_heads,
+        *q.stride()[:2], *k.stride()[:3], *outer_strides(call.index),
+        D=q.shape[3], BLOCK_G=block_g, BLOCK_N=block_n, **call.sizes(q.shape[3]),
+    )  # fmt: skip
+    return _update(call, grid, x, parts, block_g, block_n)
 
 
-def _tiles(tensor: Tensor, count: int) -> TensorDescriptor:
-    """Tiles of `count` rows of one head."""
-    return TensorDescriptor.from_tensor(tensor, [1, 1, count, _block_size(tensor.shape[-1])])
+def _update(call: Call, grid: tuple[int, int], x: Tensor, parts: Tensor, block_g: int, block_n: int) -> Tensor:
+    into = call.options.into
+    update_kernel[grid](
+        x, parts, into, call.options.fade, call.columns,
+        GROUP=call.group, BLOCK_G=block_g, BLOCK_N=block_n, BLOCK_T=triton.next_power_of_2(grid[0]),
+        REDUCE=call.options.reduce, **early_start.launch(into.device),
+    )  # fmt: skip
+    return into
 
 
-def _block_size(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+def launches(q: Tensor, noise: Noise | None) -> Launches:
+    """The launch sizes for the two passes.
+
+    Without noise the tensor cores are the limit and large tiles feed them; with noise the hash and the logarithms are,
+    and small tiles leave room for more programs on a multiprocessor.
+    """
+    if q.shape[3] > 128 or q.dtype == torch.float32:
+        edge = 32 if q.shape[3] > 128 and q.dtype == torch.float32 else 64
+        return Launches(Launch(edge, edge, 4, 2), Launch(edge, edge, 4, 2))
+    if noise is None:
+        return Launches(Launch(128, 128, 8, 2), Launch(128, 128, 8, 2))
+    return Launches(Launch(64, 64, 4, 2, 128), Launch(64, 64, 4, 2, 128))
+
+
+def _columns_per_tile(columns: int, least: int) -> int:
+    """Few enough tiles for one program to add up what all of them found."""
+    while least < 256 and triton.cdiv(columns, least) > MAX_TILES:
+        least *= 2
+    return least
+
+
+def signed(number: int) -> int:
+    """The same 32 bits as a signed number, so that one compiled program serves every seed."""
+    return number - 2**32 if number >= 2**31 else number
+
+
+@triton.jit
+def product(q, k, PTX: tl.constexpr):
+    """q k^T in float32; float32 operands keep their precision, on tensor cores in three products of tf32."""
+    return dot(q, tl.trans(k), PRECISION="tf32x3" if PTX else "ieee")
+
+
+@triton.jit
+def fast_log2(x, NEGATE: tl.constexpr, PTX: tl.constexpr):
+    """log2(x), or log2(-x)."""
+    if PTX and NEGATE:
+        negated: tl.constexpr = "{.reg .f32 t; neg.f32 t, $1; lg2.approx.ftz.f32 $0, t;}"
+        return tl.inline_asm_elementwise(negated, "=f,f", [x], tl.float32, True, 1)
+    elif PTX:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    elif NEGATE:
+        return tl.log2(-x)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def pair_uniform(row_hash, column_hash):
+    """float32 in (0, 1) for each pair, bit for bit that of the reference, without the slow conversion of an integer."""
+    x = (row_hash ^ column_hash) * tl.full((), FIRST_FACTOR, tl.uint32)
+    x = (x ^ (x >> 15)) * tl.full((), SECOND_FACTOR, tl.uint32)
+    one_to_two = ((x >> 9) | tl.full((), 0x3F800000, tl.uint32)).to(tl.float32, bitcast=True)
+    return one_to_two - 0.999999940395355224609375
+
+
+@triton.jit
+def log2_exponential(row_hash, column_hash, PTX: tl.constexpr):
+    """log2(-log2 u): minus the Gumbel noise, to base 2 and up to a constant; it lies between -24 and 5."""
+    u = pair_uniform(row_hash, column_hash)
+    # The fast logarithm is off by up to 2^-22 near 1, where the largest noise comes from; ln u <= u - 1 is sharp there.
+    return fast_log2(tl.minimum(fast_log2(u, False, PTX), (u - 1.0) * LOG2E), True, PTX)
+
+
+@triton.jit
+def temperature_at(seen, start, slope, steps, since):
+    passed = tl.minimum(tl.maximum(seen - since, 0), steps)
+    return start + passed.to(tl.float32) * slope
+
+
+@triton.jit
+def column_places(index_ptr, offset, columns, limit, pad, SLOTS: tl.constexpr):
+    """The place of each column; HIDDEN for empty slots, left padding and columns beyond the last."""
+    places = tl.load(index_ptr + offset + columns, mask=columns < limit, other=-1) if SLOTS else columns
+    return tl.where((columns < limit) & (places >= pad), places, HIDDEN)
+
+
+@triton.jit(do_not_specialize=["stream", "first_head", "seen", "queries", "columns_total", "i_b", "i_h"])
+def hash_kernel(
+    index_ptr, padding_ptr, seen_ptr, row_hash_ptr, column_hash_ptr,
+    stream, first_head, seen, queries, columns_total, query_heads, i_b, i_h,
+    GROUP: tl.constexpr, SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Hashes [B, Hq, N] of the row positions and [B, Hq, S] of the column positions."""
+    batch_head = tl.program_id(1).to(tl.int64)
+    b, head = batch_head // query_heads, batch_head % query_heads
+    state = hash_combine(stream, first_head + head)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pad = 0
+    if PADDED:
+        pad = tl.load(padding_ptr + b).to(tl.int32)
+    if SEEN:
+        seen = tl.load(seen_ptr).to(tl.int32)
+    row_hash = hash_combine(hash_combine(state, 0), seen - queries + at - pad)
+    row_pointers = row_hash_ptr + batch_head * queries + at
+    tl.store(row_pointers, row_hash.to(tl.int32, bitcast=True), mask=at < queries)
+    places = column_places(index_ptr, b * i_b + head // GROUP * i_h, at, columns_total, pad, SLOTS)
+    column_hash = hash_combine(hash_combine(state, 1), places - pad)
+    column_pointers = column_hash_ptr + batch_head * columns_total + at
+    tl.store(column_pointers, column_hash.to(tl.int32, bitcast=True), mask=at < columns_total)
+
+
+@triton.jit
+def add_columns(
+    q, k_tiles, b, head, index_ptr, index_offset, column_hash_ptr, hash_offset, row_hash, places,
+    start, columns_total, pad, factor, per_tau, origin, total,
+    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, SLOTS: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The running sums of a tile of rows, as 2^origin * total, with one more tile of columns."""
+    columns = start + tl.arange(0, BLOCK_N)
+    s = product(q, load_rows(k_tiles, b, head // GROUP, start, BLOCK_N, BLOCK_D), PTX)
+    if MASKED:
+        column_at = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS)
+        s = tl.where(column_at[None, :] <= places[:, None], s, NEG_INF)
+    # The maximum without noise will do as origin: noise adds less than float32 has room for.
+    new_origin = tl.maximum(origin, tl.max(s, 1) * factor)
+    subtracted = tl.where(new_origin == NEG_INF, 0.0, new_origin)
+    x = s * factor - subtracted[:, None]
+    if NOISE:
+        pointers = column_hash_ptr + hash_offset + columns
+        column_hash = tl.load(pointers, mask=columns < columns_total, other=0) if MASKED else tl.load(pointers)
+        x -= log2_exponential(row_hash[:, None], column_hash.to(tl.uint32, bitcast=True)[None, :], PTX) * per_tau
+    return new_origin, total * tl.exp2(origin - subtracted) + tl.sum(tl.exp2(x), 1)
+
+
+@triton.jit(do_not_specialize=["seen", "queries", "columns_total", "i_b", "i_h", "since", "steps"])
+def row_kernel(
+    q_tiles, k_tiles, index_ptr, padding_ptr, seen_ptr, row_hash_ptr, column_hash_ptr, lse_ptr,
+    scale, tau_start, tau_slope, steps, since, seen, queries, columns_total, query_heads, i_b, i_h,
+    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Writes lse [B, Hq, N]; -inf for a row that sees nothing."""
+    # The last rows see the most columns: they start first.
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    b, head = tl.program_id(1) // query_heads, tl.program_id(1) % query_heads
+    batch_head = tl.program_id(1).to(tl.int64)
+    pad = 0
+    if PADDED:
+        pad = tl.load(padding_ptr + b).to(tl.int32)
+    if SEEN:
+        seen = tl.load(seen_ptr).to(tl.int32)
+    tau = temperature_at(seen, tau_start, tau_slope, steps, since)
+    factor = scale * LOG2E / tau
+    rows = start + tl.arange(0, BLOCK_M)
+    first = seen - queries
+    places = first + rows
+    q = load_rows(q_tiles, b, head, start, BLOCK_M, BLOCK_D)
+    index_offset, hash_offset = b * i_b + head // GROUP * i_h, batch_head * columns_total
+    row_hash = rows.to(tl.uint32)
+    if NOISE:
+        pointers = row_hash_ptr + batch_head * queries + rows
+        row_hash = tl.load(pointers, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
+
+    origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    # Columns [0, whole) are seen by all rows of the tile, columns from `last` on by none.
+    last = columns_total if SLOTS else tl.minimum(first + start + BLOCK_M, columns_total)
+    whole = 0 if SLOTS or PADDED else (first + start + 1) // BLOCK_N * BLOCK_N
+    for column in range(0, whole, BLOCK_N):
+        origin, total = add_columns(
+            q, k_tiles, b, head, index_ptr, index_offset, column_hash_ptr, hash_offset, row_hash, places,
+            column, columns_total, pad, factor, 1.0 / tau, origin, total,
+            GROUP, BLOCK_D, BLOCK_N, False, SLOTS, NOISE, PTX,
+        )  # fmt: skip
+    begin = whole if SLOTS else tl.maximum(whole, pad // BLOCK_N * BLOCK_N)
+    for column in range(begin, last, BLOCK_N):
+        origin, total = add_columns(
+            q, k_tiles, b, head, index_ptr, index_offset, column_hash_ptr, hash_offset, row_hash, places,
+            column, columns_total, pad, factor, 1.0 / tau, origin, total,
+            GROUP, BLOCK_D, BLOCK_N, True, SLOTS, NOISE, PTX,
+        )  # fmt: skip
+    tl.store(lse_ptr + batch_head * queries + rows, (origin + tl.log2(total)) * LN2, mask=rows < queries)
+
+
+@triton.jit(do_not_specialize=["seen", "queries", "columns_total", "i_b", "i_h", "since", "steps"])
+def column_kernel(
+    q_tiles, k_tiles, index_ptr, padding_ptr, seen_ptr, row_hash_ptr, column_hash_ptr, lse_ptr, mass_ptr,
+    scale, tau_start, tau_slope, steps, since, seen, queries, columns_total, query_heads, i_b, i_h,
+    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Writes (MASKED) or adds to mass [B, Hq, S]; 0 for a column that no row sees.
+
+    Two launches: MASKED for the tiles of rows of which some see some columns, else for those that see them all. In one
+    program the registers of the first, a small part of the work, would halve the speed of the second.
+    """
+    start = tl.program_id(0) * BLOCK_N
+    b, head = tl.program_id(1) // query_heads, tl.program_id(1) % query_heads
+    batch_head = tl.program_id(1).to(tl.int64)
+    pad = 0
+    if PADDED:
+        pad = tl.load(padding_ptr + b).to(tl.int32)
+    if SEEN:
+        seen = tl.load(seen_ptr).to(tl.int32)
+    tau = temperature_at(seen, tau_start, tau_slope, steps, since)
+    factor = scale * LOG2E / tau
+    first = seen - queries
+    columns = start + tl.arange(0, BLOCK_N)
+    index_offset, row_offset = b * i_b + head // GROUP * i_h, batch_head * queries
+    mass_pointers = mass_ptr + batch_head * columns_total + columns
+    k = load_rows(k_tiles, b, head // GROUP, start, BLOCK_N, BLOCK_D)
+    column_hash = columns.to(tl.uint32)
+    if NOISE:
+        pointers = column_hash_ptr + batch_head * columns_total + columns
+        column_hash = tl.load(pointers, mask=columns < columns_total, other=0).to(tl.uint32, bitcast=True)
+
+    # Rows before `begin` see none of the columns, rows from `whole` on see all of them.
+    begin = 0 if SLOTS else tl.maximum(start - first, 0) // BLOCK_M * BLOCK_M
+    whole = queries if SLOTS else tl.cdiv(tl.maximum(start + BLOCK_N - 1 - first, 0), BLOCK_M) * BLOCK_M
+    if MASKED:
+        last = tl.minimum(whole, queries)
+    else:
+        begin = whole
+        last = queries
+    sums = tl.zeros((BLOCK_M // 16, 8, BLOCK_N), tl.float32)
+    for row in range(begin, last, BLOCK_M):
+        rows = row + tl.arange(0, BLOCK_M)
+        q = load_rows(q_tiles, b, head, row, BLOCK_M, BLOCK_D)
+        # An infinite sum takes out a row that is padding, sees nothing or does not exist.
+        lse = tl.load(lse_ptr + row_offset + rows, mask=(rows < queries) & (first + rows >= pad), other=INF) * LOG2E
+        lse = tl.where(lse == NEG_INF, INF, lse)
+        x = product(q, k, PTX) * factor - lse[:, None]
+        if NOISE:
+            row_pointers = row_hash_ptr + row_offset + rows
+            row_hash = tl.load(row_pointers, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
+            x -= log2_exponential(row_hash[:, None], column_hash[None, :], PTX) * (1.0 / tau)
+        if MASKED:
+            places = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS)
+            x = tl.where(places[None, :] <= first + rows[:, None], x, NEG_INF)
+        # One thread of a tensor-core tile holds rows r and r + 8: adding these alone moves nothing between threads.
+        sums += tl.sum(tl.reshape(tl.exp2(x), (BLOCK_M // 16, 2, 8, BLOCK_N)), 1)
+
+    mass = tl.sum(tl.sum(sums, 1), 0)
+    if not MASKED:
+        mass += tl.load(mass_pointers, mask=columns < columns_total, other=0.0)
+    visible = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS) < HIDDEN
+    tl.store(mass_pointers, tl.where(visible, mass, 0.0), mask=columns < columns_total)
+
+
+@triton.jit
+def store_tile(
+    x, places, columns, x_ptr, part_ptr, tau, stream, first_head, seen, pad, columns_total, batch_head, h,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Adds the noise to a tile x [heads, slots], hides what is not seen, and stores it with its maximum and sum."""
+    heads = tl.arange(0, BLOCK_G)
+    if NOISE:
+        state = hash_combine(stream, first_head + h * GROUP + heads)
+        row_hash = hash_combine(hash_combine(state, 0), seen - 1 - pad)
+        column_hash = hash_combine(hash_combine(state, 1)[:, None], (places - pad)[None, :])
+        x -= log2_exponential(row_hash[:, None], column_hash, PTX) * (1.0 / tau)
+    # A row of left padding sees only itself, which is hidden.
+    x = tl.where((places < HIDDEN)[None, :], x, NEG_INF)
+    origin = tl.max(x, 1)
+    total = tl.sum(tl.exp2(x - tl.where(origin == NEG_INF, 0.0, origin)[:, None]), 1)
+
+    rows = batch_head * GROUP + heads
+    inside = (heads < GROUP)[:, None] & (columns < columns_total)[None, :]
+    tl.store(x_ptr + rows[:, None] * columns_total + columns[None, :], x, mask=inside)
+    part = part_ptr + (rows * tl.num_programs(0) + tl.program_id(0)) * 2
+    tl.store(part, origin, mask=heads < GROUP)
+    tl.store(part + 1, total, mask=heads < GROUP)
+
+
+@triton.jit
+def add_to_scores(
+    score_ptr, shares, columns, columns_total, fade, batch_head, GROUP: tl.constexpr, REDUCE: tl.constexpr
+):
+    """Adds a tile of shares [heads, slots] to the scores [B, H, S]."""
+    mass = tl.max(shares, 0) if REDUCE == "max" else tl.sum(shares, 0)
+    if REDUCE == "mean":
+        mass = mass / GROUP
+    scores = score_ptr + batch_head * columns_total + columns
+    before = tl.load(scores, mask=columns < columns_total, other=0.0)
+    tl.store(scores, fade * before + mass, mask=columns < columns_total)
+
+
+@triton.jit(do_not_specialize=["stream", "first_head", "seen", "columns_total", "i_b", "i_h", "since", "steps"])
+def logits_kernel(
+    q_ptr, k_ptr, index_ptr, padding_ptr, seen_ptr, x_ptr, part_ptr,
+    scale, tau_start, tau_slope, steps, since, stream, first_head, seen, columns_total, kv_heads,
+    q_b, q_h, k_b, k_h, k_s, i_b, i_h,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Writes x [B, Hq, S] and, for each tile of slots, its maximum and sum [B, Hq, tiles, 2]."""
+    start = tl.program_id(0) * BLOCK_N
+    batch_head = tl.program_id(1).to(tl.int64)
+    b, h = batch_head // kv_heads, batch_head % kv_heads
+    pad = 0
+    if PADDED:
+        pad = tl.load(padding_ptr + b).to(tl.int32)
+    if SEEN:
+        seen = tl.load(seen_ptr).to(tl.int32)
+    tau = temperature_at(seen, tau_start, tau_slope, steps, since)
+    columns = start + tl.arange(0, BLOCK_N)
+    places = column_places(index_ptr, b * i_b + h * i_h, columns, columns_total, pad, SLOTS)
+    q = load_tile(q_ptr + b * q_b + h * GROUP * q_h, 0, q_h, GROUP, BLOCK_G, D, BLOCK_D, True)
+    k = load_tile(k_ptr + b * k_b + h * k_h, start, k_s, columns_total, BLOCK_N, D, BLOCK_D, True)
+    x = product(q, k, PTX) * (scale * LOG2E / tau)
+    store_tile(
+        x, places, columns, x_ptr, part_ptr, tau, stream, first_head, seen, pad, columns_total, batch_head, h,
+        GROUP, BLOCK_G, NOISE, PTX,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stream", "first_head", "seen", "columns_total", "i_b", "i_h", "since", "steps"])
+def soften_kernel(
+    logits_ptr, index_ptr, padding_ptr, seen_ptr, x_ptr, part_ptr,
+    tau_start, tau_slope, steps, since, stream, first_head, seen, columns_total, kv_heads, i_b, i_h,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Writes what `logits_kernel` writes, from logits s [B, Hq, S]."""
+    wait(EARLY)
+    batch_head = tl.program_id(1).to(tl.int64)
+    b, h = batch_head // kv_heads, batch_head % kv_heads
+    pad = 0
+    if PADDED:
+        pad = tl.load(padding_ptr + b).to(tl.int32)
+    if SEEN:
+        seen = tl.load(seen_ptr).to(tl.int32)
+    tau = temperature_at(seen, tau_start, tau_slope, steps, since)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    places = column_places(index_ptr, b * i_b + h * i_h, columns, columns_total, pad, True)
+    s = load_logits(logits_ptr, columns, columns_total, batch_head, GROUP, BLOCK_G)
+    store_tile(
+        s * (LOG2E / tau), places, columns, x_ptr, part_ptr, tau, stream, first_head, seen, pad, columns_total,
+        batch_head, h, GROUP, BLOCK_G, NOISE, PTX,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_logits(logits_ptr, columns, columns_total, batch_head, GROUP: tl.constexpr, BLOCK_G: tl.constexpr):
+    """A tile [heads, slots] of [B, Hq, S]; -inf outside."""
+    heads = tl.arange(0, BLOCK_G)
+    rows = batch_head * GROUP + heads
+    inside = (heads < GROUP)[:, None] & (columns < columns_total)[None, :]
+    return tl.load(logits_ptr + rows[:, None] * columns_total + columns[None, :], mask=inside, other=NEG_INF)
+
+
+@triton.jit(do_not_specialize=["fade", "columns_total", "i_b", "i_h"])
+def shares_kernel(
+    logits_ptr, lse_ptr, index_ptr, padding_ptr, score_ptr, fade, columns_total, kv_heads, i_b, i_h,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr, REDUCE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Adds the mass of one tile of slots to the scores [B, H, S], from logits [B, Hq, S] and log-sums [B, Hq]."""
+    wait(EARLY)
+    batch_head = tl.program_id(1).to(tl.int64)
+    b, h = batch_head // kv_heads, batch_head % kv_heads
+    pad = 0
+    if PADDED:
+        pad = tl.load(padding_ptr + b).to(tl.int32)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    heads = tl.arange(0, BLOCK_G)
+    places = column_places(index_ptr, b * i_b + h * i_h, columns, columns_total, pad, True)
+    s = load_logits(logits_ptr, columns, columns_total, batch_head, GROUP, BLOCK_G)
+    lse = tl.load(lse_ptr + batch_head * GROUP + heads, mask=heads < GROUP, other=0.0)
+    # What an empty slot's logit says, and the log-sum of a row that sees nothing, must not be looked at.
+    shares = tl.where((places < HIDDEN)[None, :], tl.exp2((s - lse[:, None]) * LOG2E), 0.0)
+    add_to_scores(score_ptr, shares, columns, columns_total, fade, batch_head, GROUP, REDUCE)
+
+
+@triton.jit(do_not_specialize=["fade", "columns_total"])
+def update_kernel(
+    x_ptr, part_ptr, score_ptr, fade, columns_total,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, REDUCE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Adds the mass of one tile of slots to the scores [B, H, S]."""
+    wait(EARLY)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    batch_head = tl.program_id(1).to(tl.int64)
+    heads, tiles = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T)
+    rows = batch_head * GROUP + heads
+    known = (heads < GROUP)[:, None] & (tiles < tl.num_programs(0))[None, :]
+    part = part_ptr + (rows[:, None] * tl.num_programs(0) + tiles[None, :]) * 2
+    origins = tl.load(part, mask=known, other=NEG_INF)
+    totals = tl.load(part + 1, mask=known, other=0.0)
+    origin = tl.max(origins, 1)
+    origin = tl.where(origin == NEG_INF, 0.0, origin)
+    total = tl.sum(totals * tl.exp2(origins - origin[:, None]), 1)
+
+    x = load_logits(x_ptr, columns, columns_total, batch_head, GROUP, BLOCK_G)
+    shares = tl.exp2(x - origin[:, None]) / tl.where(total > 0.0, total, 1.0)[:, None]
+    add_to_scores(score_ptr, shares, columns, columns_total, fade, batch_head, GROUP, REDUCE)

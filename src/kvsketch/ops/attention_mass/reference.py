@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.ops.attention_mass import HIDDEN, Noise, Temperature, reduce_group, stream
+from kvsketch.ops.attention_mass import HIDDEN, Noise, Options, Temperature, stream
 from kvsketch.ops.random import gumbel, hash_combine, to_uniform
 
 NEG_INF = float("-inf")
@@ -18,22 +18,9 @@ MASK = 0xFFFFFFFF
 MAX_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
-def attention_mass(
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    *,
-    seen: int | Tensor,
-    index: Tensor | None,
-    padding: Tensor | None,
-    temperature: Temperature,
-    noise: Noise | None,
-    row_lse: Tensor | None,
-    reduce: str,
-    into: Tensor,
-    fade: float = 1.0,
-) -> Tensor:
+def attention_mass(q: Tensor, k: Tensor, scale: float, options: Options) -> Tensor:
     """See `kvsketch.ops.attention_mass`."""
+    seen, index, padding, noise = options.seen, options.index, options.padding, options.noise
     batch, query_heads, queries = q.shape[:3]
     kv_heads, columns = k.shape[1:3]
     group = query_heads // kv_heads
@@ -43,7 +30,7 @@ def attention_mass(
     places = column_places(places, padding)[:, :, None, None]  # [B, H, 1, 1, S]
     pad = torch.zeros(1, dtype=torch.int64, device=q.device) if padding is None else padding
     pad = pad.view(-1, 1, 1, 1, 1)
-    tau = temperature_at(temperature, seen, q.device).to(dtype)
+    tau = temperature_at(options.temperature, seen, q.device).to(dtype)
     row_places = (torch.arange(queries, device=q.device) + (seen - queries)).view(1, 1, 1, -1, 1)
     heads = torch.arange(query_heads, device=q.device).view(1, kv_heads, group, 1, 1)
     heads = heads if noise is None else noise.first_head * group + heads
@@ -61,29 +48,19 @@ def attention_mass(
         if noise is not None:
             x = x + gumbel(pair_uniform(noise, heads, at - pad, places[..., :end] - pad)).to(dtype)
         x = (x / tau).masked_fill(places[..., :end] > at, NEG_INF)
-        if row_lse is None:
+        if options.row_lse is None:
             shares = x.softmax(-1)
         else:
-            shares = (x - row_lse.unflatten(1, (kv_heads, group))[..., rows, None].to(dtype)).exp()
+            shares = (x - options.row_lse.unflatten(1, (kv_heads, group))[..., rows, None].to(dtype)).exp()
         sees_nothing = (x == NEG_INF).all(-1, keepdim=True) | (at < pad)
         mass[..., :end] += shares.masked_fill(sees_nothing, 0.0).sum(3)
-    return into.mul_(fade).add_(reduce_group(mass.flatten(1, 2), kv_heads, reduce))
+    return options.add(mass.flatten(1, 2))
 
 
-def mass_from_logits(
-    logits: Tensor,
-    *,
-    seen: int | Tensor,
-    index: Tensor,
-    row_lse: Tensor | None,
-    padding: Tensor | None,
-    temperature: Temperature,
-    noise: Noise | None,
-    reduce: str,
-    into: Tensor,
-    fade: float = 1.0,
-) -> Tensor:
+def mass_from_logits(logits: Tensor, options: Options) -> Tensor:
     """See `kvsketch.ops.mass_from_logits`."""
+    seen, index, padding, noise = options.seen, options.index, options.padding, options.noise
+    assert index is not None
     kv_heads = index.shape[1]
     x = logits.unflatten(1, (kv_heads, -1))  # [B, H, G, S]
     places = column_places(index, padding)[:, :, None]
@@ -94,14 +71,14 @@ def mass_from_logits(
         pad = 0 if padding is None else padding.view(-1, 1, 1, 1)
         row = torch.as_tensor(seen, device=x.device) - 1 - pad
         x = x + gumbel(pair_uniform(noise, heads, row, places - pad))
-    if row_lse is None:
-        x = (x / temperature_at(temperature, seen, x.device)).masked_fill(hidden, NEG_INF)
+    if options.row_lse is None:
+        x = (x / temperature_at(options.temperature, seen, x.device)).masked_fill(hidden, NEG_INF)
         shares = x.softmax(-1)
     else:
-        shares = (x - row_lse.view(*x.shape[:3], 1)).exp()
+        shares = (x - options.row_lse.view(*x.shape[:3], 1)).exp()
     # The softmax of nothing is NaN, and so may be the logit of an empty slot.
     mass = shares.masked_fill(hidden, 0.0).flatten(1, 2)
-    return into.mul_(fade).add_(reduce_group(mass, kv_heads, reduce))
+    return options.add(mass)
 
 
 def column_places(index: Tensor, padding: Tensor | None) -> Tensor:  # [B or 1, H or 1, S] int64

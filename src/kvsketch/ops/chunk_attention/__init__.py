@@ -1,10 +1,7 @@
 """Attention of a chunk of new tokens: to the weighted slots that stand for the past, and causally to tokens kept whole.
 
-    out(q_i) = (sum_s exp(x_is + log_num_s) v_s + sum_{j <= i} exp(x_ij) v_j)
-             / (sum_s exp(x_is + log_den_s)     + sum_{j <= i} exp(x_ij)),        x = scale * <q, k>
-
-`reference.py` is the definition in torch. `kernel.py` launches the Triton program of `device.py`, which holds one tile
-of logits at a time. `kvsketch.ops.chunk_attention` chooses; this module holds what both share.
+Three files: the operation and its checks here, the definition in torch in `reference.py`, the Triton program, which
+holds one tile of logits at a time, and its launch in `kernel.py`.
 
 Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H query heads per KV head, N queries, L tokens kept whole
 (the queries are those of the last N of them), S slots, Sv slots that carry a value (the last S - Sv carry a key only),
@@ -13,11 +10,13 @@ D key size, Dv value size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvsketch.ops.weighted_attention import check_arguments as check_weighted
+from kvsketch.ops.common.dispatch import implementation
+from kvsketch.ops.weighted_attention import Arguments as WeightedArguments
+from kvsketch.ops.weighted_attention import Attended
 
 
 class Past(NamedTuple):
@@ -34,8 +33,38 @@ class Past(NamedTuple):
         return self.log_num is self.log_den and self.values.shape[2] == self.keys.shape[2]
 
 
+def chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    past: Past | None = None,
+    hidden: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    clip: float | None = None,
+    return_state: bool = False,
+) -> Any:
+    """Attention of q [B, Hq, N, D] to tokens k [B, H, L, D], v [B, H, L, Dv], and to the weighted slots of `past`:
+
+        out(q_i) = (sum_s exp(x_is + log_num_s) v_s + sum_j exp(x_ij) v_j)
+                 / (sum_s exp(x_is + log_den_s)     + sum_j exp(x_ij)),        x = scale * <q, k>
+
+    The queries are those of the last N of the L tokens; a query sees every slot and, of the tokens, none that comes
+    later and none of the first `hidden` [B] of its row. softcap, sink_logits and clip as in `weighted_attention`.
+
+    Returns out [B, Hq, N, Dv] in the dtype of q, 0 where nothing is seen. With return_state, (out, (log of the
+    numerator's weights, log of the denominator)), each [B, Hq, N] float32. Memory is that of the output.
+    """
+    call = Arguments(q, k, v, scale, past, hidden, softcap, sink_logits, clip)
+    call.check()
+    attended: Attended = implementation("chunk_attention", q.device, call).chunk_attention(call)
+    return attended.returned(return_state)
+
+
 class Arguments(NamedTuple):
-    """One call, as `kvsketch.ops.chunk_attention` describes it."""
+    """One call, as `chunk_attention` describes it."""
 
     q: Tensor
     k: Tensor
@@ -50,7 +79,9 @@ class Arguments(NamedTuple):
     def check(self) -> None:
         """Raise ValueError when a shape or dtype does not fit the others."""
         q, k, v = self.q, self.k, self.v
-        check_weighted(q, k, v, None, None, None, self.softcap, self.sink_logits, None, self.clip)
+        WeightedArguments(
+            q, k, v, None, None, self.scale, softcap=self.softcap, sink_logits=self.sink_logits, clip=self.clip
+        ).check()
         if v.shape[2] != k.shape[2]:
             raise ValueError(f"k and v must hold the same tokens, got {k.shape[2]} keys and {v.shape[2]} values.")
         if q.shape[2] > k.shape[2]:
@@ -59,7 +90,7 @@ class Arguments(NamedTuple):
                 f"pass the keys of all of them."
             )
         if self.past is not None:
-            check_weighted(q, *self.past, None, None, None, None)
+            WeightedArguments(q, *self.past, self.scale).check()
             if self.past.keys.shape[1] != k.shape[1] or self.past.values.shape[3] != v.shape[3]:
                 raise ValueError(
                     f"the slots must have the heads and sizes of k {list(k.shape)} and v {list(v.shape)}, "
@@ -70,11 +101,3 @@ class Arguments(NamedTuple):
                 f"hidden must be [{q.shape[0]}] whole numbers, one per row, "
                 f"got {self.hidden.dtype} {list(self.hidden.shape)}."
             )
-
-
-class Attended(NamedTuple):
-    """The output and the logarithms of both sums, the sink logit in the denominator's; -inf when empty."""
-
-    out: Tensor  # [B, Hq, N, Dv], dtype of q
-    log_sum_num: Tensor  # [B, Hq, N] fp32
-    log_sum_den: Tensor  # [B, Hq, N] fp32

@@ -1,22 +1,35 @@
-"""Chunk attention on a GPU: which calls the Triton program of `device.py` serves, and how it is launched."""
+"""Chunk attention on a GPU: launch sizes, the launch, and the Triton program.
+
+One program takes one tile of queries of one query head and reads tokens and slots tile by tile, with the sums of
+`common/sums.py`. The tokens come first: they weigh the same in numerator and denominator, so that one sum serves both;
+then the denominator gets a sum of its own and the slots follow.
+Legend: see the package docstring; `first` is the place of query 0 among the tokens.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvsketch.ops.chunk_attention import Arguments, Attended, Past
-from kvsketch.ops.chunk_attention.device import chunk_kernel
-from kvsketch.ops.weighted_attention.kernel import device_traits
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_SIZE = 256
+from kvsketch.ops.chunk_attention import Arguments, Attended
+from kvsketch.ops.common.device import device_traits, on
+from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, described_rows, dot, load_rows, tanh_ratio
+from kvsketch.ops.common.sums import add_sink, add_terms, clip_denominator, load_weights, normalizer
+from kvsketch.ops.common.tensors import (
+    KERNEL_DTYPES,
+    MAX_HEAD_SIZE,
+    aligned,
+    block_size,
+    contiguous,
+    float_weights,
+    outer_strides,
+)
 
 
 class Launch(NamedTuple):
@@ -31,12 +44,12 @@ class Launch(NamedTuple):
 def supported(call: Arguments) -> bool:
     """True when the kernel serves this call."""
     sizes = (*call.q.shape, *call.v.shape, *(() if call.past is None else call.past.values.shape))
-    return call.q.dtype in DTYPES and max(call.q.shape[3], call.v.shape[3]) <= MAX_HEAD_SIZE and min(sizes) > 0
+    return call.q.dtype in KERNEL_DTYPES and max(call.q.shape[3], call.v.shape[3]) <= MAX_HEAD_SIZE and min(sizes) > 0
 
 
 def launch_for(call: Arguments) -> Launch:
     """The launch sizes: as much of a tile as shared memory and registers hold."""
-    size = max(_block_size(call.q.shape[3]), _block_size(call.v.shape[3]))
+    size = max(block_size(call.q.shape[3]), block_size(call.v.shape[3]))
     roomy = device_traits(call.q.device).shared_bytes > 170 * 1024
     if call.q.dtype == torch.float32:
         return Launch(64, 32, 4, 2) if size <= 128 else Launch(64, 32, 8, 2) if roomy else Launch(32, 32, 4, 1)
@@ -51,22 +64,22 @@ def chunk_attention(call: Arguments, launch: Launch | None = None) -> Attended:
     batch, query_heads, queries, size = q.shape
     kv_heads, tokens, value_size = k.shape[1], k.shape[2], v.shape[3]
     past = call.past
-    log_num, log_den = (None, None) if past is None else (_weights(past.log_num), _weights(past.log_den))
+    log_num, log_den = (None, None) if past is None else (float_weights(past.log_num), float_weights(past.log_den))
     tied = past is None or past.tied
     launch = launch or launch_for(call)
-    past_k, past_v = (None, None) if past is None else _past_rows(past, launch)
+    past_k, past_v = (None, None) if past is None else (_rows(t, launch.keys) for t in (past.keys, past.values))
     slots, value_slots = (0, 0) if past is None else (past.keys.shape[2], past.values.shape[2])
     factor = call.scale * (1.0 if call.softcap is not None else math.log2(math.e))
     # Laid out as the model reads on: heads next to each other.
     out = torch.empty((batch, queries, query_heads, value_size), dtype=q.dtype, device=q.device)
     state = torch.empty((2, batch, query_heads, queries), dtype=torch.float32, device=q.device)
-    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+    with on(q.device):
         chunk_kernel[(triton.cdiv(queries, launch.queries), batch * query_heads)](
             _rows(q, launch.queries), _rows(k, launch.keys), _rows(v, launch.keys), past_k, past_v,
-            log_num, log_den, _whole(call.hidden), _whole(call.sink_logits), out, state,
+            log_num, log_den, contiguous(call.hidden), contiguous(call.sink_logits), out, state,
             factor, call.softcap or 0.0, (call.clip or 0.0) / math.log(2.0),
-            queries, tokens, slots, value_slots, query_heads, *_strides(log_num), *_strides(log_den),
-            GROUP=query_heads // kv_heads, DV=value_size, BLOCK_D=_block_size(size), BLOCK_DV=_block_size(value_size),
+            queries, tokens, slots, value_slots, query_heads, *outer_strides(log_num), *outer_strides(log_den),
+            GROUP=query_heads // kv_heads, DV=value_size, BLOCK_D=block_size(size), BLOCK_DV=block_size(value_size),
             BLOCK_M=launch.queries, BLOCK_N=launch.keys, PRECISION="ieee" if torch.version.hip else "tf32x3",
             PAST=past is not None, TIED=tied, NUM=log_num is not None, DEN=log_den is not None,
             TAIL=value_slots < slots, HIDDEN=call.hidden is not None, CAPPED=call.softcap is not None,
@@ -76,38 +89,114 @@ def chunk_attention(call: Arguments, launch: Launch | None = None) -> Attended:
     return Attended(out.transpose(1, 2), state[0], state[1])
 
 
-def _past_rows(past: Past, launch: Launch) -> tuple[TensorDescriptor, TensorDescriptor]:
-    return _rows(past.keys, launch.keys), _rows(past.values, launch.keys)
-
-
 def _rows(tensor: Tensor, count: int) -> TensorDescriptor:
-    """Tiles of `count` rows of one head, for the copy engine."""
-    return TensorDescriptor.from_tensor(_aligned(tensor), [1, 1, count, _block_size(tensor.shape[-1])])
+    return described_rows(aligned(tensor), count)
 
 
-def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor itself if the copy engine can read it where it lies, else a copy with an aligned head size."""
-    element = tensor.element_size()
-    aligned = all(stride * element % 16 == 0 and stride > 0 for stride in tensor.stride()[:-1])
-    if aligned and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0:
-        return tensor
-    return torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % (16 // element))).contiguous()
+@triton.jit
+def logits(q, k, factor, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """log2(e) x for a tile [queries, keys]; `factor` is the scale, times log2(e) where no cap comes between."""
+    s = dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32), PRECISION) * factor
+    if CAPPED:
+        s = softcap * LOG2E * tanh_ratio(s, softcap)
+    return s
 
 
-def _block_size(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+@triton.jit
+def add_tile(origin, total, acc, x, v, PRECISION: tl.constexpr):
+    """The sum and the weighted values with one more tile of logits [queries, keys] and values [keys, Dv]."""
+    origin, total, terms, shrink = add_terms(origin, total, x)
+    return origin, total, dot(terms.to(v.dtype), v, acc * shrink[:, None], PRECISION)
 
 
-def _weights(weights: Tensor | None) -> Tensor | None:
-    if weights is None:
-        return None
-    weights = weights.float()
-    return weights if weights.stride(-1) == 1 else weights.contiguous()
+# Chunks end where prompts end: their lengths must not compile a program each.
+@triton.jit(
+    do_not_specialize=["queries", "tokens", "slots_total", "value_slots", "num_b", "num_h", "den_b", "den_h"]
+)  # fmt: skip
+def chunk_kernel(
+    q_rows, k_rows, v_rows, past_k_rows, past_v_rows, num_ptr, den_ptr, hidden_ptr, sink_ptr, out_ptr, state_ptr,
+    factor, softcap, log2_clip, queries, tokens, slots_total, value_slots, query_heads, num_b, num_h, den_b, den_h,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    PAST: tl.constexpr, TIED: tl.constexpr, NUM: tl.constexpr, DEN: tl.constexpr, TAIL: tl.constexpr,
+    HIDDEN: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr,
+):  # fmt: skip
+    """Writes out [B, N, Hq, Dv] and the logarithms of both sums, [2, B, Hq, N]."""
+    # The last queries see the most tokens: they start first.
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    b, head = tl.program_id(1) // query_heads, tl.program_id(1) % query_heads
+    kv_head = head // GROUP
+    rows = start + tl.arange(0, BLOCK_M)
+    row_inside = rows < queries
+    first = tokens - queries
+    places = first + rows
+    q = load_rows(q_rows, b, head, start, BLOCK_M, BLOCK_D)
+    origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
 
+    # Tokens [begin, whole) are seen by all queries of the tile, those from `last` on by none.
+    hidden = 0
+    if HIDDEN:
+        hidden = tl.load(hidden_ptr + b).to(tl.int32)
+    last = tl.minimum(first + start + BLOCK_M, tokens)
+    begin = hidden // BLOCK_N * BLOCK_N
+    whole = begin if HIDDEN else (first + start + 1) // BLOCK_N * BLOCK_N
+    for token in range(begin, whole, BLOCK_N):
+        k = load_rows(k_rows, b, kv_head, token, BLOCK_N, BLOCK_D)
+        v = load_rows(v_rows, b, kv_head, token, BLOCK_N, BLOCK_DV)
+        x = logits(q, k, factor, softcap, CAPPED, PRECISION)
+        origin, total, acc = add_tile(origin, total, acc, x, v, PRECISION)
+    for token in range(whole, last, BLOCK_N):
+        columns = token + tl.arange(0, BLOCK_N)
+        k = load_rows(k_rows, b, kv_head, token, BLOCK_N, BLOCK_D)
+        v = load_rows(v_rows, b, kv_head, token, BLOCK_N, BLOCK_DV)
+        x = logits(q, k, factor, softcap, CAPPED, PRECISION)
+        visible = columns[None, :] <= places[:, None]
+        if HIDDEN:
+            visible = visible & (columns >= hidden)[None, :]
+        origin, total, acc = add_tile(origin, total, acc, tl.where(visible, x, NEG_INF), v, PRECISION)
 
-def _whole(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+    den_origin, den_total = origin, total
+    if PAST:
+        num_base, den_base = num_ptr, den_ptr
+        if NUM:
+            num_base += b.to(tl.int64) * num_b + kv_head * num_h
+        if DEN:
+            den_base += b.to(tl.int64) * den_b + kv_head * den_h
+        for slot in range(0, value_slots, BLOCK_N):
+            slots = slot + tl.arange(0, BLOCK_N)
+            k = load_rows(past_k_rows, b, kv_head, slot, BLOCK_N, BLOCK_D)
+            v = load_rows(past_v_rows, b, kv_head, slot, BLOCK_N, BLOCK_DV)
+            x = logits(q, k, factor, softcap, CAPPED, PRECISION)
+            x_num = x + load_weights(num_base, slots, value_slots, NUM, True)[None, :]
+            origin, total, acc = add_tile(origin, total, acc, x_num, v, PRECISION)
+            if not TIED:
+                x_den = x + load_weights(den_base, slots, slots_total, DEN, True)[None, :]
+                den_origin, den_total, _, _ = add_terms(den_origin, den_total, x_den)
+        if TAIL:
+            # The last tile above read on beyond `value_slots`.
+            for slot in range(tl.cdiv(value_slots, BLOCK_N) * BLOCK_N, slots_total, BLOCK_N):
+                slots = slot + tl.arange(0, BLOCK_N)
+                k = load_rows(past_k_rows, b, kv_head, slot, BLOCK_N, BLOCK_D)
+                x = logits(q, k, factor, softcap, CAPPED, PRECISION)
+                x_den = x + load_weights(den_base, slots, slots_total, DEN, True)[None, :]
+                den_origin, den_total, _, _ = add_terms(den_origin, den_total, x_den)
+        if TIED:
+            den_origin, den_total = origin, total
 
-
-def _strides(weights: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if weights is None else (weights.stride(0), weights.stride(1))
+    by_origin, by_total = clip_denominator(origin, total, den_origin, den_total, log2_clip, CLIPPED)
+    if SINKS:
+        sink = tl.load(sink_ptr + head).to(tl.float32)
+        den_origin, den_total = add_sink(den_origin, den_total, sink)
+        by_origin, by_total = add_sink(by_origin, by_total, sink)
+    out = acc * normalizer(origin, total, by_origin, by_total)[:, None]
+    columns = tl.arange(0, BLOCK_DV)
+    out_rows = (b.to(tl.int64) * queries + rows) * query_heads + head
+    inside = row_inside[:, None] & (columns[None, :] < DV)
+    pointers = out_ptr + out_rows[:, None] * DV + columns[None, :]
+    tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=inside)
+    state_rows = state_ptr + tl.program_id(1).to(tl.int64) * queries + rows
+    tl.store(state_rows, (origin + tl.log2(total)) * LN2, mask=row_inside)
+    den_rows = state_rows + tl.num_programs(1).to(tl.int64) * queries
+    tl.store(den_rows, (den_origin + tl.log2(den_total)) * LN2, mask=row_inside)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.ops.chunk_attention import Arguments, Attended, Past
+from kvsketch.ops.chunk_attention import Arguments, Attended, Past, WeightedArguments
 from kvsketch.ops.weighted_attention.reference import MAX_LOGITS, weighted_attention
 
 
@@ -17,14 +17,14 @@ def chunk_attention(call: Arguments) -> Attended:
     joined = _joined(call)
     batch, query_heads, queries, _ = call.q.shape
     block = max(1, MAX_LOGITS // max(1, batch * query_heads * joined.keys.shape[2]))
-    parts = [
-        weighted_attention(
+    parts = []
+    for start in range(0, max(1, queries), block):
+        seen = _visible(call, start, min(start + block, queries))
+        part = WeightedArguments(
             call.q[:, :, start : start + block], *joined, call.scale,
-            bias=_visible(call, start, min(start + block, queries)),
-            softcap=call.softcap, sink_logits=call.sink_logits, clip=call.clip,
-        )
-        for start in range(0, max(1, queries), block)
-    ]  # fmt: skip
+            bias=seen, softcap=call.softcap, sink_logits=call.sink_logits, clip=call.clip,
+        )  # fmt: skip
+        parts.append(weighted_attention(part))
     return Attended(
         torch.cat([part.out for part in parts], 2),
         torch.cat([part.log_sum_num for part in parts], 2),

@@ -26,6 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.dispatch import implementation, reference_of
+from kvsketch.ops.common.tensors import DTYPES
+
 FORMS = ("exact", "coarse")
 # More candidates let the exact form advance farther in a round; the coarse one does not profit.
 PER_TILE = {"exact": 8, "coarse": 4}
@@ -34,7 +37,6 @@ MIN_TILE = 32
 SLACK = 0.9
 # A squared distance below this share of |k_i|^2 + |k_c|^2 is rounding.
 ROUNDING = 2.0**-16
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,48 @@ class Centers:
 
     index: Tensor  # [B, H, count] int64, -1 where a row has fewer keys
     radius: Tensor  # [B, H] float32
+
+
+def farthest_first(
+    keys: Tensor, count: int, *, valid: Tensor | None = None, given: int = 1, form: str = "exact"
+) -> Centers:
+    """Greedy k-center: `count` keys of each head, each the farthest from those chosen before it.
+
+    keys [B, H, N, D]; valid [B, H, N] bool: the keys that take part (None: all). The first `given` valid keys are
+    centers from the start. form: `exact`, or `coarse` with fewer passes over the keys and a radius at most 1 / 0.9
+    times the bound. Returns the index [B, H, count] int64 of the centers in the order of choice, -1 where there are
+    no more keys, and the radius [B, H] float32. A smaller count gives the beginning of the same list.
+    """
+    _check(keys, count, valid, given, form)
+    if valid is None:
+        valid = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
+    centers: Centers = implementation("farthest_first", keys.device, keys).farthest_first(
+        keys, count, valid, given, form
+    )
+    return centers
+
+
+def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
+    """The center nearest to each key: its place in `centers`, [B, H, N] int64; ties go to the earlier place.
+
+    keys [B, H, N, D]; centers [B, H, m] int64, key numbers or -1 for none. Runs in torch on every device.
+    """
+    place: Tensor = reference_of("farthest_first").nearest_center(keys, centers)
+    return place
+
+
+def _check(keys: Tensor, count: int, valid: Tensor | None, given: int, form: str) -> None:
+    """Raise ValueError when a shape, a dtype or a choice does not fit the others."""
+    if keys.dim() != 4:
+        raise ValueError(f"keys must have 4 dimensions [batch, heads, keys, size], got {list(keys.shape)}.")
+    if keys.dtype not in DTYPES:
+        raise ValueError(f"keys must be float32, bfloat16, float16 or float64, got {keys.dtype}. Cast them first.")
+    if valid is not None and (valid.dtype != torch.bool or valid.shape != keys.shape[:3]):
+        raise ValueError(f"valid must be bool {list(keys.shape[:3])}, got {valid.dtype} {list(valid.shape)}.")
+    if count < 0 or given < 1:
+        raise ValueError(f"count={count} must be 0 or more and given={given} 1 or more.")
+    if form not in FORMS:
+        raise ValueError(f"form={form!r} is not one of {', '.join(FORMS)}.")
 
 
 class Tiles(NamedTuple):
@@ -63,17 +107,3 @@ class Tiles(NamedTuple):
 def widest_tile(keys: int) -> int:
     """The width of a tile when all of `keys` take part; no row has wider ones."""
     return max(MIN_TILE, 1 << (-(-keys // MAX_TILES) - 1).bit_length())
-
-
-def check_arguments(keys: Tensor, count: int, valid: Tensor | None, given: int, form: str) -> None:
-    """Raise ValueError when a shape, a dtype or a choice does not fit the others."""
-    if keys.dim() != 4:
-        raise ValueError(f"keys must have 4 dimensions [batch, heads, keys, size], got {list(keys.shape)}.")
-    if keys.dtype not in DTYPES:
-        raise ValueError(f"keys must be float32, bfloat16, float16 or float64, got {keys.dtype}. Cast them first.")
-    if valid is not None and (valid.dtype != torch.bool or valid.shape != keys.shape[:3]):
-        raise ValueError(f"valid must be bool {list(keys.shape[:3])}, got {valid.dtype} {list(valid.shape)}.")
-    if count < 0 or given < 1:
-        raise ValueError(f"count={count} must be 0 or more and given={given} 1 or more.")
-    if form not in FORMS:
-        raise ValueError(f"form={form!r} is not one of {', '.join(FORMS)}.")

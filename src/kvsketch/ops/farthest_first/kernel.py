@@ -10,18 +10,17 @@ whether all are. Legend: see the package docstring.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvsketch.ops.common.device import on
+from kvsketch.ops.common.kernel import dot
+from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size
 from kvsketch.ops.farthest_first import MAX_TILES, MIN_TILE, PER_TILE, ROUNDING, SLACK, Centers, Tiles, widest_tile
 from kvsketch.ops.farthest_first.reference import fill_with_equals, first_centers
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_SIZE = 256
 # The number of a key and that of one of 512 candidates share 32 bits when the farthest candidate is looked up.
 MAX_KEYS = 1 << 23
 CHECK = 8
@@ -29,14 +28,12 @@ BLOCK_CENTERS = 32
 ACCEPT_ROWS = 32
 # Bytes of keys in one block; float32 products have no tensor core and unroll into registers, so they get half.
 BLOCK_BYTES = {2: 32 * 1024, 4: 16 * 1024}
-# Triton's interpreter stores bfloat16 as integers and multiplies them as such in tl.dot.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def supported(keys: Tensor) -> bool:
     """True when the kernel serves this call."""
     sizes = 0 < keys.shape[2] < MAX_KEYS and 0 < keys.shape[3] <= MAX_HEAD_SIZE
-    return keys.dtype in DTYPES and sizes and keys.stride(3) == 1 and keys.shape[0] * keys.shape[1] > 0
+    return keys.dtype in KERNEL_DTYPES and sizes and keys.stride(3) == 1 and keys.shape[0] * keys.shape[1] > 0
 
 
 def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: str) -> Centers:
@@ -59,7 +56,7 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
     accepted = torch.empty((rows, candidates), dtype=torch.int32, device=device)
     radius = torch.zeros(rows, device=device)
 
-    block_d = max(16, triton.next_power_of_2(size))
+    block_d = block_size(size)
     shape = (heads, length, *keys.stride()[:3])
     sizes = {"D": size, "BLOCK_D": block_d, "ROUNDING": ROUNDING}
     block = max(16, min(128, BLOCK_BYTES[keys.element_size()] // (block_d * keys.element_size())))
@@ -88,7 +85,7 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
                 M=candidates, ROWS=min(ACCEPT_ROWS, candidates), num_warps=8,
             )  # fmt: skip
 
-    with torch.cuda.device(device) if keys.is_cuda else contextlib.nullcontext():
+    with on(device):
         while bool((start < stop).any()):
             for _ in range(CHECK):
                 play_round()
@@ -117,9 +114,7 @@ def squared_norms(points):
 def squared_distances(points, norms, others, ROUNDING: tl.constexpr):
     """Between points [N, D] and others [M, D]: [N, M]."""
     total = norms[:, None] + squared_norms(others)[None, :]
-    if INTERPRETED:
-        points, others = points.to(tl.float32), others.to(tl.float32)
-    distance = total - 2.0 * tl.dot(points, tl.trans(others), input_precision="ieee")
+    distance = total - 2.0 * dot(points, tl.trans(others))
     return tl.where(distance <= ROUNDING * total, 0.0, distance)
 
 

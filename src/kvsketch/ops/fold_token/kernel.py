@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvsketch.ops import early_start
-from kvsketch.ops.early_start.device import wait
+from kvsketch.ops.common import early_start
+from kvsketch.ops.common.kernel import wait
 from kvsketch.ops.fold_token import Layout, State
 from kvsketch.ops.random.kernel import hash_combine
 

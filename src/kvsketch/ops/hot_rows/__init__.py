@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.dispatch import implementation
+
 OLDEST = 63
 # The columns of `counts`.
 CALLS, READS, HITS, COPIES = range(4)
@@ -55,6 +57,18 @@ class Buffer(NamedTuple):
     first_hot: int
 
 
+def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> Tensor:
+    """Where the tokens that `rows` names lie on the device, once those that did not were copied out of the store.
+
+    rows [B, L, M] int32: tokens, -1 for none, in lists of each query head or each KV head; tail [B] int32: the tokens
+    from here on lie in the buffer's tail. The hot places and the buffer change in place.
+    Returns slots of the buffer, [B, L, M] int32, -1 for none. The package docstring says which places are taken.
+    """
+    _check(rows, tail, hot, store, buffer)
+    slots: Tensor = implementation("hot_rows", rows.device, store, buffer).hot_rows(rows, tail, hot, store, buffer)
+    return slots
+
+
 def new_places(batch: int, heads: int, tokens: int, places: int, device: torch.device) -> HotPlaces:
     """Empty places for a store of `tokens` tokens."""
     return HotPlaces(
@@ -65,7 +79,7 @@ def new_places(batch: int, heads: int, tokens: int, places: int, device: torch.d
     )
 
 
-def check_arguments(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> None:
+def _check(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> None:
     """Raise ValueError when a shape or dtype does not fit the others."""
     batch, heads, places = hot.token_of.shape
     if rows.dim() != 3 or rows.shape[0] != batch or rows.shape[1] % heads or rows.dtype != torch.int32:

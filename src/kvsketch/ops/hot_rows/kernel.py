@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvsketch.ops.common.device import on
 from kvsketch.ops.hot_rows import OLDEST, Buffer, HotPlaces, Store
 
 BLOCK = 4096
@@ -35,7 +34,7 @@ def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: B
     count = torch.empty(batch * heads, dtype=torch.int32, device=rows.device)
     block, hot_block = (min(BLOCK, max(64, triton.next_power_of_2(size))) for size in (entries, places))
     size, value_size = buffer.keys.shape[3], buffer.values.shape[3]
-    with torch.cuda.device(rows.device) if rows.is_cuda else contextlib.nullcontext():
+    with on(rows.device):
         place_kernel[(batch * heads,)](
             rows, tail, *hot, slots, copies, count,
             heads, entries, places, hot.place_of.shape[2], buffer.first_tail, buffer.first_hot,

@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvsketch.ops.weighted_attention.device import LOG2E, NEG_INF, add_terms, dot
+from kvsketch.ops.common.kernel import LOG2E, NEG_INF, dot
+from kvsketch.ops.common.sums import add_terms
 
 
 @triton.jit

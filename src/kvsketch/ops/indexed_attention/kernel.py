@@ -9,11 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
+from kvsketch.ops.common.device import device_traits
+from kvsketch.ops.common.sums import COMBINE_COLUMNS, combine_kernel
+from kvsketch.ops.common.tensors import KERNEL_DTYPES as DTYPES
+from kvsketch.ops.common.tensors import MAX_HEAD_SIZE
 from kvsketch.ops.indexed_attention import Arguments, Indexed
 from kvsketch.ops.indexed_attention.device import pieces_kernel
 from kvsketch.ops.indexed_attention.plan import Plan, plan
-from kvsketch.ops.weighted_attention.device import combine_kernel
-from kvsketch.ops.weighted_attention.kernel import COMBINE_COLUMNS, DTYPES, MAX_HEAD_SIZE, device_traits
 
 
 def supported(call: Arguments) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from kvsketch.ops.weighted_attention.plan import Device
+from kvsketch.ops.common.device import Device
 
 # Rows lie anywhere, so that many small programs hide the wait for them better than a few with more tiles in flight.
 TILE_BYTES = 16 * 1024

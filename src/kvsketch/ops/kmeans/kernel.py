@@ -20,10 +20,10 @@ from torch import Tensor
 
 from kvsketch.ops.cluster_index.kernel import Directions, cluster_index, empty_index, inverse_norm, update_means
 from kvsketch.ops.cluster_index.kernel import supported as index_supported
+from kvsketch.ops.common.kernel import dot
 from kvsketch.ops.kmeans import SAMPLE, Clusters, Stream, live_clusters
 from kvsketch.ops.random import initial_state
 from kvsketch.ops.random.kernel import hash_combine, to_uniform
-from kvsketch.ops.weighted_attention.device import dot
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_KEY_SIZE = 256

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvsketch.ops.common.kernel import dot
 from kvsketch.ops.leader_clustering import Clustering
-from kvsketch.ops.weighted_attention.device import dot
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_KEY_SIZE = 256

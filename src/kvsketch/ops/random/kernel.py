@@ -1,4 +1,4 @@
-"""The random numbers of `reference.py` as Triton functions, bit for bit, for use inside other kernels.
+"""The random numbers of the package as Triton functions, bit for bit, for use inside other kernels.
 
 Start from the integer `initial_state(seed)` passed as an argument, chain `hash_combine` over the same coordinates,
 finish with `to_uniform`.

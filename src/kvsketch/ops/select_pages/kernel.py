@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvsketch.ops.common.device import device_traits
 from kvsketch.ops.select_clusters.kernel import ordered_bits
 from kvsketch.ops.select_pages import Bounds, Limits, Text
-from kvsketch.ops.weighted_attention.kernel import device_traits
 
 # The scores of one list live in the registers of one program.
 MAX_PAGES = 16384

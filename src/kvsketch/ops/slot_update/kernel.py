@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.ops import early_start
-from kvsketch.ops.early_start.device import wait
+from kvsketch.ops.common import early_start
+from kvsketch.ops.common.kernel import wait
 
 ROWS_OF_ONE_PROGRAM = 16
 

@@ -6,24 +6,38 @@ order differs from the library's products.
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.ops import early_start
-from kvsketch.ops.thin_linear.plan import Tile, padded, tile_for
-from kvsketch.ops.weighted_attention.device import dot
-from kvsketch.ops.weighted_attention.kernel import device_traits
+from kvsketch.ops.common import early_start
+from kvsketch.ops.common.device import Device, device_traits, on
+from kvsketch.ops.common.kernel import dot
 
 MOST_ROWS = 64
 FEWEST_WEIGHTS = 1 << 19  # below this a launch costs more than the product
 MOST_PARTS = 3
+MATRIX_ROWS = 16  # the fewest rows that the tensor cores take
 PREFETCHED_TILES = tl.constexpr(2)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of a weight per program, columns per turn of its loop, warps, tiles on their way in shared memory."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int = 0
+
+    def shared_bytes(self, rows: int) -> int:
+        """Memory of the tiles of weight and input, in numbers of two bytes."""
+        return 2 * max(1, self.stages) * (self.block_n + padded(rows)) * self.block_k
 
 
 def serves(x: Tensor, *weights: Tensor) -> bool:
@@ -38,6 +52,86 @@ def serves(x: Tensor, *weights: Tensor) -> bool:
         and all(w.dtype == x.dtype and w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights)
         and sum(w.numel() for w in weights) >= FEWEST_WEIGHTS
     )
+
+
+def linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    residual: Tensor | None = None,
+    tile: Tile | None = None,
+) -> list[Tensor]:
+    """See reference.linears, and linear_onto for a residual; all in one launch."""
+    if len(weights) > MOST_PARTS:
+        raise ValueError(f"{len(weights)} weights in one launch; at most {MOST_PARTS}")
+    count, size = x.numel() // x.shape[-1], x.shape[-1]
+    outputs = [weight.shape[0] for weight in weights]
+    tile = tile or tile_for(count, sum(outputs), device_traits(x.device))
+    results = [x.new_empty((*x.shape[:-1], n)) for n in outputs]
+    extra = MOST_PARTS - len(weights)
+    with_bias = any(bias is not None for bias in biases)
+    given = (
+        [x.new_zeros(n) if bias is None else bias for bias, n in zip(biases, outputs, strict=True)] if with_bias else []
+    )
+    parts = [*given, *[x] * (MOST_PARTS - len(given))]
+    with on(x.device):
+        linears_kernel[(sum(triton.cdiv(n, tile.block_n) for n in outputs),)](
+            x, *weights, *[x] * extra, *parts, x if residual is None else residual,
+            *results, *[x] * extra, count, size, *outputs, *[0] * extra,
+            ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, PARTS=len(weights),
+            BIAS=with_bias, RESIDUAL=residual is not None,
+            num_warps=tile.warps, **early_start.launch(x.device),
+        )  # fmt: skip
+    return results
+
+
+def linear_onto(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See reference.linear_onto; the residual is contiguous."""
+    return linears(x, [weight], [bias], residual)[0]
+
+
+def gated_linear(x: Tensor, gate: Tensor, up: Tensor, tile: Tile | None = None) -> Tensor:
+    """See reference.gated_linear."""
+    count, size, outputs = x.numel() // x.shape[-1], x.shape[-1], gate.shape[0]
+    tile = tile or tile_for(count, 2 * outputs, device_traits(x.device))
+    out = x.new_empty((*x.shape[:-1], outputs))
+    with on(x.device):
+        gated_kernel[(triton.cdiv(2 * outputs, tile.block_n),)](
+            x, gate, up, out, count, size, outputs,
+            ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
+            num_warps=tile.warps, **early_start.launch(x.device),
+        )  # fmt: skip
+    return out
+
+
+def padded(rows: int) -> int:
+    """One row stays one; more are filled up to a power of two that the tensor cores take."""
+    return 1 if rows == 1 else max(MATRIX_ROWS, 1 << (rows - 1).bit_length())
+
+
+def tile_for(rows: int, outputs: int, device: Device) -> Tile:
+    """What `kvsketch bench linear --tune` found best on an H200, with fewer stages where shared memory is smaller."""
+    tile = _best(rows, outputs, device.multiprocessors)
+    while tile.stages > 2 and tile.shared_bytes(rows) > device.shared_bytes:
+        tile = dataclasses.replace(tile, stages=tile.stages - 1)
+    while tile.block_k > 64 and tile.shared_bytes(rows) > device.shared_bytes:
+        tile = dataclasses.replace(tile, block_k=tile.block_k // 2)
+    return tile
+
+
+def _best(rows: int, outputs: int, multiprocessors: int) -> Tile:
+    """Few outputs need deep pipelines, for all programs run at once and each must keep its share of the memory busy;
+    many are read best by programs that follow one another.
+    """
+    if rows == 1:
+        return Tile(16, 512, 8, 4)
+    if rows <= MATRIX_ROWS:
+        if outputs <= 32 * multiprocessors:
+            return Tile(16, 256, 2, 6)
+        return Tile(16, 512, 2, 3) if outputs <= 512 * multiprocessors else Tile(64, 128, 4, 4)
+    if outputs <= 32 * multiprocessors:
+        return Tile(32, 128, 4, 6)
+    return Tile(64, 128, 4, 4) if outputs <= 64 * multiprocessors else Tile(64, 64, 4, 5)
 
 
 @triton.jit
@@ -169,57 +263,3 @@ def gated_kernel(
     kept = (rows < count)[:, None] & (n < outputs)[None, :]
     place = rows[:, None] * outputs + n[None, :]
     tl.store(out_ptr + place, (silu * up.to(dtype).to(tl.float32)).to(dtype), mask=kept)
-
-
-def linears(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    residual: Tensor | None = None,
-    tile: Tile | None = None,
-) -> list[Tensor]:
-    """See reference.linears, and linear_onto for a residual; all in one launch."""
-    if len(weights) > MOST_PARTS:
-        raise ValueError(f"{len(weights)} weights in one launch; at most {MOST_PARTS}")
-    count, size = x.numel() // x.shape[-1], x.shape[-1]
-    outputs = [weight.shape[0] for weight in weights]
-    tile = tile or tile_for(count, sum(outputs), device_traits(x.device))
-    results = [x.new_empty((*x.shape[:-1], n)) for n in outputs]
-    extra = MOST_PARTS - len(weights)
-    with_bias = any(bias is not None for bias in biases)
-    given = (
-        [x.new_zeros(n) if bias is None else bias for bias, n in zip(biases, outputs, strict=True)] if with_bias else []
-    )
-    parts = [*given, *[x] * (MOST_PARTS - len(given))]
-    with _on(x):
-        linears_kernel[(sum(triton.cdiv(n, tile.block_n) for n in outputs),)](
-            x, *weights, *[x] * extra, *parts, x if residual is None else residual,
-            *results, *[x] * extra, count, size, *outputs, *[0] * extra,
-            ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, PARTS=len(weights),
-            BIAS=with_bias, RESIDUAL=residual is not None,
-            num_warps=tile.warps, **early_start.launch(x.device),
-        )  # fmt: skip
-    return results
-
-
-def linear_onto(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See reference.linear_onto; the residual is contiguous."""
-    return linears(x, [weight], [bias], residual)[0]
-
-
-def gated_linear(x: Tensor, gate: Tensor, up: Tensor, tile: Tile | None = None) -> Tensor:
-    """See reference.gated_linear."""
-    count, size, outputs = x.numel() // x.shape[-1], x.shape[-1], gate.shape[0]
-    tile = tile or tile_for(count, 2 * outputs, device_traits(x.device))
-    out = x.new_empty((*x.shape[:-1], outputs))
-    with _on(x):
-        gated_kernel[(triton.cdiv(2 * outputs, tile.block_n),)](
-            x, gate, up, out, count, size, outputs,
-            ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
-            num_warps=tile.warps, **early_start.launch(x.device),
-        )  # fmt: skip
-    return out
-
-
-def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -5,7 +5,7 @@
 
 A rotary logit depends on the distance between query and key alone, so the newest token finds slot i' as many places
 away as there are stored tokens between. Channels from 2 half on are not rotary and stay. `reference.py` is the
-definition in torch, `kernel.py` the same in Triton; `kvsketch.ops.turn_keys` chooses.
+definition in torch, `kernel.py` the same in Triton.
 
 Angles come as whole numbers of 2^-40 turns. Products of whole numbers wrap around as angles do, so that a million
 positions are turned as exactly as one; a product of float32 numbers would be off by hundredths of a radian.
@@ -21,7 +21,20 @@ import math
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.dispatch import implementation
+
 TURN = 1 << 40  # one full turn
+
+
+def turn_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:
+    """Keys [B, H, S, D] turned by the tokens that are gone after each, so that rotary distances skip them.
+
+    index [B, H, S]: the tokens in the slots, each in one slot only; negative for empty slots, whose keys stay. seen
+    [1]: tokens seen. turns [half] int64: the angle of one position in channels c and c + half (`whole_turns`).
+    Computed in float32 and rounded once to the dtype of the keys; nothing is read back by the host.
+    """
+    check_arguments(keys, index, seen, turns)
+    return implementation("turn_keys", keys.device, keys).turn_keys(keys, index, seen, turns)
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsketch.ops.weighted_attention import Attended
+from kvsketch.ops.weighted_attention import Arguments, Attended
 
 NEG_INF = float("-inf")
 # Logits held at once; queries are taken in blocks so that a long chunk over a long cache fits in memory.
@@ -30,56 +30,43 @@ class Sum(NamedTuple):
         return self.origin + self.total.log()
 
 
-def weighted_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_num: Tensor | None,
-    log_den: Tensor | None,
-    scale: float,
-    *,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    lengths: Tensor | None = None,
-    clip: float | None = None,
-    return_logits: bool = False,
-) -> Attended:
+def weighted_attention(call: Arguments) -> Attended:
     """See `kvsketch.ops.weighted_attention`."""
+    q, k, v, log_num, log_den = call[:5]
     batch, query_heads, queries, size = q.shape
     kv_heads, slots = k.shape[1:3]
     group = query_heads // kv_heads
-    tied = log_num is log_den and v.shape[2] == slots
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     visible = None
-    if lengths is not None:
-        visible = torch.arange(slots, device=k.device) < lengths[..., None]  # [B, H, S]
+    if call.lengths is not None:
+        visible = torch.arange(slots, device=k.device) < call.lengths[..., None]  # [B, H, S]
         # What lies beyond the lengths may hold anything, NaN included.
         v = v.masked_fill(~visible[:, :, : v.shape[2], None], 0.0)
         log_num = _hide(log_num, visible)
-        log_den = log_num if tied else _hide(log_den, visible)
+        log_den = log_num if call.tied else _hide(log_den, visible)
     keys, values = k.to(dtype), v.to(dtype)
-    sinks = None if sink_logits is None else sink_logits.to(dtype).view(1, kv_heads, group, 1)
+    sinks = None if call.sink_logits is None else call.sink_logits.to(dtype).view(1, kv_heads, group, 1)
+    clip = None if call.tied else call.clip
 
     block = max(1, MAX_LOGITS // max(1, batch * query_heads * slots))
     blocks = []
     for start in range(0, max(1, queries), block):
         rows = q[:, :, start : start + block]
         count = rows.shape[2]
-        rows = rows.to(dtype).reshape(batch, kv_heads, group * count, size) * scale
+        rows = rows.to(dtype).reshape(batch, kv_heads, group * count, size) * call.scale
         logits = (rows @ keys.mT).view(batch, kv_heads, group, count, slots)
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
+        if call.softcap is not None:
+            logits = call.softcap * torch.tanh(logits / call.softcap)
         if visible is not None:
             logits = logits.masked_fill(~visible[:, :, None, None], NEG_INF)
         x = logits
-        if bias is not None:
-            part = bias if bias.shape[2] == 1 else bias[:, :, start : start + block]
+        if call.bias is not None:
+            part = call.bias if call.bias.shape[2] == 1 else call.bias[:, :, start : start + block]
             x = x + _grouped_bias(part, kv_heads, query_heads, dtype)
-        out, num, den = _attend(x, values, log_num, log_den, sinks, None if tied else clip, tied)
+        out, num, den = _attend(x, values, log_num, log_den, sinks, clip, call.tied)
         flat = (batch, query_heads, count)
         out, log_sum_num, log_sum_den = out.view(*flat, v.shape[3]), num.log.view(flat), den.log.view(flat)
-        kept = logits.view(*flat, slots).float() if return_logits else None
+        kept = logits.view(*flat, slots).float() if call.return_logits else None
         blocks.append(Attended(out, log_sum_num.float(), log_sum_den.float(), kept))
     return _concatenate(blocks, q.dtype)
 

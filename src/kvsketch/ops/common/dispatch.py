@@ -7,10 +7,17 @@ import importlib
 import os
 import warnings
 from types import ModuleType
+from typing import Any
 
 import torch
 
 KERNEL_CHOICES = ("auto", "reference")
+
+
+def implementation(operation: str, device: torch.device, *call: Any) -> ModuleType:
+    """The module that runs a call: the kernel where the device has one that supports the call, else the reference."""
+    kernel = kernel_for(operation, device)
+    return kernel if kernel is not None and kernel.supported(*call) else reference_of(operation)
 
 
 def kernel_for(operation: str, device: torch.device) -> ModuleType | None:
@@ -24,6 +31,12 @@ def kernel_for(operation: str, device: torch.device) -> ModuleType | None:
 
 
 @functools.cache
+def reference_of(operation: str) -> ModuleType:
+    """The module with the torch reference of an operation; it imports the operation's package, so it comes late."""
+    return importlib.import_module(f"kvsketch.ops.{operation}.reference")
+
+
+@functools.cache
 def _load_kernel(operation: str) -> ModuleType | None:
     try:
         import triton  # noqa: F401
@@ -31,7 +44,7 @@ def _load_kernel(operation: str) -> ModuleType | None:
         warnings.warn(
             f"Triton cannot be imported ({error}): {operation} runs its slower torch reference. Install triton.",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
         return None
     return importlib.import_module(f"kvsketch.ops.{operation}.kernel")

@@ -1,0 +1,9 @@
+"""What operations share.
+
+dispatch      which implementation runs a call: the Triton kernel or the torch reference
+device        what launch sizes depend on
+early_start   launches that overlap the kernel before them
+tensors       dtypes, strides and alignment that kernels take
+kernel        Triton functions: products, tiles, the start of a program
+sums          Triton functions: sums of exponentials, and the program that combines those of several splits
+"""

@@ -1,0 +1,78 @@
+"""Triton functions that kernels share: products, tiles, and what a program does first."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kvsketch.ops.common.tensors import block_size
+
+# Triton's interpreter stores bfloat16 as integers and multiplies them as such in tl.dot.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+INF = tl.constexpr(float("inf"))
+NEG_INF = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def begin(LETS: tl.constexpr, WAITS: tl.constexpr):
+    """Lets the next kernel start, if it can, and waits for the one before, if this one started early."""
+    if LETS:
+        tl.extra.cuda.gdc_launch_dependents()
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait(EARLY: tl.constexpr):
+    """Both, for a kernel in a chain of such."""
+    begin(EARLY, EARLY)
+
+
+@triton.jit
+def dot(a, b, acc=None, PRECISION: tl.constexpr = "ieee"):
+    """a b (+ acc), accumulated in float32; `PRECISION` says how float32 operands are multiplied."""
+    if INTERPRETED:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32))
+        return product if acc is None else acc + product
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def tanh_ratio(s, softcap):
+    """tanh(s / softcap), as 1 - 2 / (e^2x + 1), which saturates at both ends without overflow."""
+    return 1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / softcap)) + 1.0)
+
+
+@triton.jit
+def load_tile(
+    base, first, stride, limit, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Rows [first, first + ROWS) of a [.., SIZE] matrix; zero from column SIZE and, if MASKED, from row `limit` on."""
+    rows = tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, COLUMNS)[None, :]
+    pointers = base + tl.cast(first, tl.int64) * stride + rows * stride + columns
+    if MASKED:
+        mask = first + rows < limit
+        if SIZE != COLUMNS:
+            mask = mask & (columns < SIZE)
+        return tl.load(pointers, mask=mask, other=0.0)
+    elif SIZE != COLUMNS:
+        return tl.load(pointers, mask=columns < SIZE, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+def described_rows(tensor: Tensor, count: int) -> TensorDescriptor:
+    """Tiles of `count` rows of one head of an aligned tensor [B, heads, .., size], for `load_rows`."""
+    return TensorDescriptor.from_tensor(tensor, [1, 1, count, block_size(tensor.shape[-1])])
+
+
+@triton.jit
+def load_rows(descriptor, b, head, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows [first, first + ROWS) of one head of [B, heads, .., size], by the copy engine; zero outside."""
+    return tl.reshape(descriptor.load([b, head, first, 0]), (ROWS, COLUMNS))

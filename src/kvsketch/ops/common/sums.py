@@ -1,0 +1,137 @@
+"""Sums of exponentials inside attention kernels, and the program that makes one output of the sums of several splits.
+
+A running sum of each row is kept in base 2, as origin = max x and total = sum of 2^(x - origin). Numerator and
+denominator have one each:
+
+    num: x_i = log2(e) (s_i + log_num_i), and acc = sum_i 2^(x_i - origin) v_i
+    den: x_i = log2(e) (s_i + log_den_i)
+
+An (output, logsumexp) pair per split would not do: a split may add to one of the sums only. With tied weights the two
+are one. Legend: as in `kvsketch.ops.weighted_attention`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF
+
+COMBINE_COLUMNS = 64
+
+
+def combine(
+    acc: Tensor, sums: Tensor, out: Tensor, state: Tensor, splits: int, sink_logits: Tensor | None,
+    tied: bool, log2_clip: float | None, overlap: bool,
+) -> None:  # fmt: skip
+    """Writes out [B, Hq, N, Dv] and state [2, B, Hq, N] from acc [B, Hq, N, splits, Dv] and sums [.., splits, 4].
+
+    `log2_clip` bounds the denominator, None: not; `overlap` starts the programs while those of the splits still run.
+    """
+    query_heads, queries, value_size = out.shape[1:]
+    combine_kernel[(out.shape[0] * query_heads * queries, triton.cdiv(value_size, COMBINE_COLUMNS))](
+        acc, sums, sink_logits, out, state, log2_clip or 0.0, splits, queries, query_heads,
+        DV=value_size, COLUMNS=COMBINE_COLUMNS, BLOCK_SPLITS=triton.next_power_of_2(splits),
+        TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
+        num_warps=4, **({"launch_pdl": True} if overlap else {}),
+    )  # fmt: skip
+
+
+@triton.jit
+def finite_or_zero(origin):
+    """An origin that can be subtracted: an empty sum has -inf."""
+    return tl.where(origin == NEG_INF, 0.0, origin)
+
+
+@triton.jit
+def add_terms(origin, total, x):
+    """The sum with 2^x of a tile [rows, slots] added, these terms, and the factor by which older terms shrink."""
+    new_origin = tl.maximum(origin, tl.max(x, 1))
+    subtracted = finite_or_zero(new_origin)
+    terms = tl.exp2(x - subtracted[:, None])
+    shrink = tl.exp2(origin - subtracted)
+    return new_origin, total * shrink + tl.sum(terms, 1), terms, shrink
+
+
+@triton.jit
+def add_sink(origin, total, sink):
+    """The sum with one more logit, given in natural units."""
+    x = sink * LOG2E
+    new_origin = tl.maximum(origin, x)
+    subtracted = finite_or_zero(new_origin)
+    return new_origin, total * tl.exp2(origin - subtracted) + tl.exp2(x - subtracted)
+
+
+@triton.jit
+def clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip, CLIPPED: tl.constexpr):
+    """The denominator moved to within a factor 2^log2_clip of the numerator's weights; an empty one stays empty."""
+    if CLIPPED:
+        num = num_origin + tl.log2(num_total)
+        den_origin = tl.minimum(tl.maximum(den_origin + tl.log2(den_total), num - log2_clip), num + log2_clip)
+        den_total = tl.where(den_total > 0.0, 1.0, 0.0)
+    return den_origin, den_total
+
+
+@triton.jit
+def normalizer(num_origin, num_total, den_origin, den_total):
+    """What acc is multiplied by; 0 when either sum is empty."""
+    ratio = tl.exp2(num_origin - den_origin + tl.log2(num_total) - tl.log2(den_total)) / num_total
+    return tl.where((num_total > 0.0) & (den_total > 0.0), ratio, 0.0)
+
+
+@triton.jit
+def load_weights(base, slots, limit, WEIGHTED: tl.constexpr, MASKED: tl.constexpr):
+    """Base-2 log-weights of a tile of slots; -inf from `limit` on."""
+    if WEIGHTED and MASKED:
+        return tl.load(base + slots, mask=slots < limit, other=NEG_INF) * LOG2E
+    elif WEIGHTED:
+        return tl.load(base + slots) * LOG2E
+    elif MASKED:
+        return tl.where(slots < limit, 0.0, NEG_INF)
+    else:
+        return tl.zeros(slots.shape, tl.float32)
+
+
+@triton.jit
+def merge_sums(pointers, inside):
+    """One sum from the sums of the splits, and the factor each split's terms shrink by."""
+    origins = tl.load(pointers, mask=inside, other=NEG_INF)
+    totals = tl.load(pointers + 1, mask=inside, other=0.0)
+    origin = tl.max(origins, 0)
+    share = tl.exp2(origins - finite_or_zero(origin))
+    return origin, tl.sum(totals * share, 0), share
+
+
+@triton.jit(do_not_specialize=["splits", "queries"])
+def combine_kernel(
+    acc_ptr, sums_ptr, sink_ptr, out_ptr, state_ptr, log2_clip, splits, queries, query_heads,
+    DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Output of one row, COLUMNS of it, from the sums of its splits."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK_SPLITS)
+    inside = split < splits
+    place = row * splits + split
+    num_origin, num_total, share = merge_sums(sums_ptr + place * 4, inside)
+    den_origin, den_total = num_origin, num_total
+    if not TIED:
+        den_origin, den_total, _ = merge_sums(sums_ptr + place * 4 + 2, inside)
+    by_origin, by_total = clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip, CLIPPED)
+    if SINKS:
+        sink = tl.load(sink_ptr + (row // queries) % query_heads).to(tl.float32)
+        den_origin, den_total = add_sink(den_origin, den_total, sink)
+        by_origin, by_total = add_sink(by_origin, by_total, sink)
+
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    pieces = tl.load(
+        acc_ptr + place[:, None] * DV + column[None, :], mask=inside[:, None] & (column[None, :] < DV), other=0.0
+    )
+    out = tl.sum(pieces * share[:, None], 0) * normalizer(num_origin, num_total, by_origin, by_total)
+    tl.store(out_ptr + row * DV + column, out.to(out_ptr.dtype.element_ty), mask=column < DV)
+    if tl.program_id(1) == 0:
+        tl.store(state_ptr + row, (num_origin + tl.log2(num_total)) * LN2)
+        tl.store(state_ptr + tl.num_programs(0) + row, (den_origin + tl.log2(den_total)) * LN2)

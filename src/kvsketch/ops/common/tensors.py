@@ -1,0 +1,44 @@
+"""Tensors as kernels take them: dtypes, strides and alignment."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (*KERNEL_DTYPES, torch.float64)  # float64 runs in the reference
+MAX_HEAD_SIZE = 256  # the largest that a tile of an attention kernel has room for
+
+
+def dense_last(tensor: Tensor) -> Tensor:
+    """The tensor itself if its last dimension is contiguous, else a copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """The optional tensor, contiguous."""
+    return None if tensor is None else tensor.contiguous()
+
+
+def float_weights(weights: Tensor | None) -> Tensor | None:
+    """Optional log-weights [B, H, S] in float32."""
+    return None if weights is None else dense_last(weights.float())
+
+
+def outer_strides(tensor: Tensor | None) -> tuple[int, int]:
+    """Strides of the first two dimensions of an optional tensor."""
+    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
+
+
+def block_size(size: int) -> int:
+    """Columns of a tile that holds rows of this size: a power of two that the tensor cores take."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor itself if the copy engine can read it where it lies, else a copy with an aligned head size."""
+    element = tensor.element_size()
+    fits = all(stride * element % 16 == 0 and stride > 0 for stride in tensor.stride()[:-1])
+    if fits and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % (16 // element))).contiguous()
