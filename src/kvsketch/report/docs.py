@@ -12,11 +12,13 @@ else of a page is touched, and no number of a record is typed by hand.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 from kvsketch.records import FAILED, Estimate, Record, budget_value, latest, mean, read_folder, write_whole
@@ -199,6 +201,32 @@ class Numbers:
     def stream_summary(self, kind: str, model: str = BIG) -> str:
         """How many differences between streamed and exact prefill the intervals tell from zero."""
         return streams.summary(self.streamed, kind, model)
+
+    def positions_table(self) -> str:
+        """Perplexity at positions inside and beyond the trained ones, of the full cache and by `positions`."""
+        found: dict[int, dict[str, float]] = {}
+        for record in latest(read_folder(self.results / "positions")):
+            data = record["data"]
+            row = found.setdefault(data["position"], {"full": math.exp(data["full_nll"])})
+            row["cache" if "positions=cache" in data["method"] else "text"] = math.exp(data["nll"])
+        names = ("full", "text", "cache")
+        rows = [[f"{at:,}", *(f"{row[name]:,.1f}" for name in names)] for at, row in sorted(found.items())]
+        return blocks.table(
+            ["tokens read", "full cache", blocks.Code("positions=text"), blocks.Code("positions=cache")], rows
+        )
+
+    def sampling_table(self) -> str:
+        """Errors of SubGen's forms and of uniform sampling, mean and deviation over seeds."""
+        found: dict[str, dict[str, list[float]]] = {}
+        for record in latest(read_folder(self.results / "subgen_sampling")):
+            data = record["data"]
+            found.setdefault(data["method"], {}).setdefault(data["budget"], []).append(data["mean"])
+        budgets = sorted({b for by in found.values() for b in by}, key=budget_value, reverse=True)
+        rows = [
+            [blocks.Code(method), *(f"{mean(by[b]):.2f} ± {stdev(by[b]):.2f}" for b in budgets)]
+            for method, by in found.items()
+        ]
+        return blocks.table(["middle tokens kept", *budgets], rows)
 
     def recall_table(self) -> str:
         section = self._section("attention_error", self.errors)
