@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import soak
+from kvsketch import records
 
 # A busy machine may halve in speed for a while; a cache that grows with the text takes several times as long.
 SLOWER = 4.0
@@ -52,6 +52,6 @@ def test_one_command_writes_a_record_for_each_method(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sys, "argv", [*command, "--device", "cpu"])
     with pytest.raises(SystemExit):
         runpy.run_path(soak.__file__, run_name="__main__")
-    lines = [json.loads(line) for line in (tmp_path / "soak.jsonl").read_text().splitlines()]
+    lines = list(records.read(tmp_path / "soak.jsonl"))
     assert [line["data"]["method"] for line in lines] == ["streamingllm:budget=72", "kcenter:budget=72"]
     assert all(line["kind"] == "soak" and line["data"]["tokens_seen"] == 335 for line in lines)

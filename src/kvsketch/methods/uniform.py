@@ -16,6 +16,8 @@ from kvsketch.slots.table import SlotTable
 # A stratum of so many expected tokens is empty with a chance of 2%; its tokens would then stand for nobody.
 SMALLEST = 4.0
 NEVER = 1 << 62
+# [B, 2] int64, budget and recent window of each row when it was last compressed; [B, G] int64, where strata start.
+SIZES, STRATA = "stratum_sizes", "strata"
 
 
 @dataclass(frozen=True)
@@ -71,23 +73,23 @@ class Uniform(BudgetedMethod):
             for size in (budget if rows is None else rows, recent)
         ]
         now = torch.cat(sizes, 1)[..., 0]  # [B, 2]
-        before = table.row_state.get("sizes")
-        table.row_state["sizes"] = now
+        before = table.row_state.get(SIZES)
+        table.row_state[SIZES] = now
         if before is None:
-            table.row_state["strata"] = torch.full_like(now[:, :1], self.sinks)
+            table.row_state[STRATA] = torch.full_like(now[:, :1], self.sinks)
         else:
             seen = like[:, 0] - table.new_tokens
             starts = (now[:, :1] > before[:, :1]) & (seen > before[:, :1])
             if bool(starts.any()):
                 start = torch.where(starts, (seen - before[:, 1:]).clamp_min(self.sinks), NEVER)
-                table.row_state["strata"] = torch.cat([table.row_state["strata"], start], 1).sort(-1).values
+                table.row_state[STRATA] = torch.cat([table.row_state[STRATA], start], 1).sort(-1).values
 
     def _reweigh(self, table: SlotTable, recent: int | Tensor) -> None:
         assert table.log_den is not None
         position = table.position_slots()
         end = table.real_tokens() - recent
         middle = (position >= self.sinks) & (position < end)
-        strata = table.row_state.get("strata")
+        strata = table.row_state.get(STRATA)
         if strata is None or strata.shape[1] == 1:
             kept = middle.sum(-1, keepdim=True)
             weight = ((end - self.sinks).clamp_min(1).float() / kept.clamp_min(1)).log()

@@ -61,7 +61,7 @@ def document(name: str = LONGEST_SPEECH) -> str:
     texts = _read_speeches(_wheel())
     if name not in texts:
         raise ValueError(
-            f"unknown speech {name!r}; kvsketch.models.texts.speeches() lists the {len(texts)} names, "
+            f"unknown speech {name!r}; kvsketch.texts.speeches() lists the {len(texts)} names, "
             f"from {min(texts)} to {max(texts)}"
         )
     return texts[name]

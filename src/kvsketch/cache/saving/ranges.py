@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.methods import uniform
 from kvsketch.methods.balancekv.stream import ZERO_VALUE
 from kvsketch.methods.clusterkv import clusters
 from kvsketch.methods.infinigen import LEARNED, PARTIAL, speculation
@@ -92,6 +93,9 @@ def _ranges(table: SlotTable) -> dict[str, Range]:
         "counts": Range((batch, heads, _width(table, "representatives")), 0, seen),
         "streams": Range((batch, heads, 3), ANY.min, ANY.max),
         "folded": Range((batch, heads), 0, seen),
+        # uniform: sizes of its rows, and where its strata start
+        uniform.SIZES: Range((batch, 2), 0, ANY.max),
+        uniform.STRATA: Range((batch, _strata(table)), 0, ANY.max),
         # clusters, and what recall methods share
         clusters.SIZES: Range((batch, heads, count), 0, ordered),
         clusters.OFFSETS: Range((batch, heads, count), 0, ordered),
@@ -109,6 +113,11 @@ def _ranges(table: SlotTable) -> dict[str, Range]:
         LAST_READ: Range((batch, heads, places), ANY.min, ANY.max),
         COUNTS: Range((batch, heads, 4), 0, ANY.max),
     }
+
+
+def _strata(table: SlotTable) -> int:
+    tensor = table.row_state.get(uniform.STRATA)
+    return 1 if tensor is None or tensor.dim() != 2 else tensor.shape[1]
 
 
 def _width(table: SlotTable, name: str) -> int:
