@@ -266,7 +266,8 @@ def test_nobody_else_is_at_work_while_a_step_is_recorded(monkeypatch: pytest.Mon
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    assert len(met) >= 18 and not any(met)
+    # On a GPU a thread runs a prompt, two warm-up steps and the one that is recorded.
+    assert len(met) >= 3 * 4 and not any(met)
     for seed, text in texts.items():
         cache, ids = CompressedCache(model, "streamingllm:budget=12"), zoo.tokens(1, 30, seed=seed).to(DEVICE)
         assert text == model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False).tolist()
