@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from kvsketch.cache import attention, masks
 SEEN, NEW = 12, 3
 
 
-def view_of(index: torch.Tensor) -> Any:
-    return SimpleNamespace(index=index, seen=SEEN, keys=torch.zeros(*index.shape, 8))
+def at_slots(index: torch.Tensor, query: torch.Tensor, mask: Any) -> torch.Tensor | None:
+    return masks.mask_at_slots(mask, query, lambda: index, SEEN, index.shape[1])
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def test_every_kind_of_mask_says_the_same(slots: torch.Tensor) -> None:
     wanted = expected(slots, pads)
     empty = slots < 0
     for mask in (boolean, additive, padding, block):
-        found = masks.mask_at_slots(view_of(slots), query, mask)
+        found = at_slots(slots, query, mask)
         assert found is not None
         visible = found if found.dtype == torch.bool else found == 0
         hidden_slots = empty.unsqueeze(2).expand_as(visible)
@@ -65,8 +64,8 @@ def test_every_kind_of_mask_says_the_same(slots: torch.Tensor) -> None:
 
 
 def test_no_mask_and_one_query_sees_everything(slots: torch.Tensor) -> None:
-    assert masks.mask_at_slots(view_of(slots), torch.zeros(2, 4, 1, 8), None) is None
-    causal = masks.mask_at_slots(view_of(slots), torch.zeros(2, 4, NEW, 8), None)
+    assert at_slots(slots, torch.zeros(2, 4, 1, 8), None) is None
+    causal = at_slots(slots, torch.zeros(2, 4, NEW, 8), None)
     assert causal is not None and torch.equal(
         causal[slots.unsqueeze(2).expand_as(causal) >= 0],
         expected(slots, [0, 0])[slots.unsqueeze(2).expand_as(causal) >= 0],
@@ -75,7 +74,7 @@ def test_no_mask_and_one_query_sees_everything(slots: torch.Tensor) -> None:
 
 def test_unknown_masks_are_refused(slots: torch.Tensor) -> None:
     with pytest.raises(TypeError, match="dict"):
-        masks.mask_at_slots(view_of(slots), torch.zeros(2, 4, NEW, 8), {})
+        at_slots(slots, torch.zeros(2, 4, NEW, 8), {})
 
 
 def test_install_happens_once_and_is_reversible() -> None:

@@ -14,25 +14,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
-from kvsketch import ops
-from kvsketch.cache import masks
 from kvsketch.cache.patches import Patch
-from kvsketch.slots.tensors import plain
-
-if TYPE_CHECKING:
-    from kvsketch.cache.view import LayerView
-
-TAG = "_kvsketch_view"
-READS_EVERYTHING = (
-    "the attention of {model} reads every token, which offload=host keeps in host memory; use offload=none"
-)
+from kvsketch.cache.view import TAG, LayerView
 
 
 def install() -> None:
@@ -97,7 +87,7 @@ def _attend_module(
             output, weights = own(module, query, key, value, attention_mask, *args, **kwargs)
         sums.leave(query, key, scale)
     else:
-        attended = attend(view, query, scale, attention_mask, softcap=softcap, sink_logits=sink_logits)
+        attended = view.attend(query, scale, attention_mask, softcap=softcap, sink_logits=sink_logits)
         output = attended.transpose(1, 2).contiguous()
     view.finish(module, query, scale, attention_mask)
     return output, weights
@@ -153,61 +143,6 @@ def _comes_again(view: LayerView, query: Tensor, kwargs: dict[str, Any]) -> bool
     if positions is None:
         return new == before + 1 == view.layer.read_before + 1
     return bool((positions.amin(-1) == 0).all() & (positions[..., -1] < new).all())
-
-
-def attend(
-    view: LayerView,
-    query: Tensor,
-    scale: float,
-    mask: Any,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Attention of [B, Hq, n, D] queries over a layer; `bias` [1 or B, Hq, 1 or n, L] is logical like the mask.
-
-    No gradient flows through a compressed table.
-    """
-    with plain():
-        return view.attend(query, scale, mask, softcap, sink_logits, bias)
-
-
-def attend_slots(
-    view: LayerView,
-    query: Tensor,
-    scale: float,
-    mask: Any,
-    softcap: float | None,
-    sink_logits: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    """Attention over the slots of a view, with mask and bias read at their logical indices."""
-    if view.layer.table.host is not None and not view.exact:
-        raise ValueError(READS_EVERYTHING.format(model=view.layer.model_name))
-    slot_bias = masks.mask_at_slots(view, query, mask)
-    if bias is not None:
-        slot_bias = masks.add_bias(slot_bias, masks.at_slots(bias, view.index, query.shape[1]))
-    wanted = view.layer.method.wants_logits and not view.exact and query.shape[2] == 1 and softcap is None
-    attended = ops.weighted_attention(
-        query,
-        view.keys,
-        view.values,
-        view.log_den if view.log_num is None else view.log_num,
-        view.log_den,
-        scale,
-        bias=slot_bias,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        clip=view.layer.method.clip,
-        return_state=wanted,
-        return_logits=wanted,
-    )
-    if not wanted:
-        return attended
-    out, (row_lse, _), logits = attended
-    # The numerator's sum leaves a sink logit out, but not a bias, which the logits do not hold.
-    view.row_logits = ops.RowLogits(logits[:, :, 0], row_lse[:, :, 0] if slot_bias is None else None)
-    return out
 
 
 def softcap_of(module: nn.Module, own: Callable[..., Any], kwargs: dict[str, Any]) -> float | None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kvsketch.cache import attention
 from kvsketch.cache.patches import Patch
+from kvsketch.cache.view import TAG
 
 _patches: dict[str, Patch] = {}  # family -> its adapter, once it was needed
 
@@ -41,7 +41,7 @@ def _attend_with_float_mask(
     original: Callable[..., Any], self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None
 ) -> tuple[Tensor, Tensor | None]:
     """GPT-J and CodeGen: `_attn` takes [B, H, n, D] queries and an additive mask, and returns [B, H, n, D]."""
-    view = getattr(key, attention.TAG, None)
+    view = getattr(key, TAG, None)
     if view is None:
         return original(self, query, key, value, attention_mask)
     scale = 1.0 / float(self.scale_attn)
@@ -51,7 +51,7 @@ def _attend_with_float_mask(
     elif view.exact:
         output, weights = original(self, query, key, value, attention_mask)
     else:
-        output, weights = attention.attend(view, query.to(value.dtype), scale, attention_mask), None
+        output, weights = view.attend(query.to(value.dtype), scale, attention_mask), None
     view.finish(self, query.to(value.dtype), scale, attention_mask)
     return output, weights
 
@@ -76,14 +76,14 @@ def _mpt_forward(
         mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     query, key, value = (t.view(batch, new, self.n_heads, self.head_dim).transpose(1, 2) for t in mixed.chunk(3, dim=2))
     key, value = past_key_values.update(key, value, self.layer_idx)
-    view = getattr(key, attention.TAG)
+    view = getattr(key, TAG)
     bias = position_bias[None, :, :, -view.seen :]
     scale = float(self.softmax_scale)
     visible = None if attention_mask is None else ~attention_mask
     if view.exact:
         output, weights = _eager_with_bias(query, key, value, scale, bias, visible)
     else:
-        output, weights = attention.attend(view, query, scale, visible, bias=bias), None
+        output, weights = view.attend(query, scale, visible, bias=bias), None
     view.finish(self, query, scale, visible)
     return self.out_proj(output.transpose(1, 2).reshape(batch, new, -1)), weights
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvsketch import ops
-from kvsketch.cache import attention, families, masks
-from kvsketch.cache.view import ChunkView, LayerView, Prompt, chunk_spans
+from kvsketch.cache import families, masks
+from kvsketch.cache.view import TAG, ChunkView, LayerView, Prompt, chunk_spans
 from kvsketch.methods.base import Method
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
@@ -116,7 +116,7 @@ class SlotLayer(CacheLayerMixin):
             # The table holds no gradient; a prompt that the model's own kernel reads whole keeps its own.
             view.keys, view.values = key_states.view_as(key_states), value_states.view_as(value_states)
         self.waiting, self.whole = view, False
-        setattr(view.keys, attention.TAG, view)
+        setattr(view.keys, TAG, view)
         return view.keys, view.values
 
     @contextlib.contextmanager

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from kvsketch.cache.view import LayerView
 
 CAUSAL = "_kvsketch_causal"  # on a mask: whether it is causal
 HIDDEN = "_kvsketch_hidden"  # on a mask: what it hides inside a row
 MASK_BLOCK = 1 << 24  # numbers of a mask looked at at once
 
 
-def mask_at_slots(view: LayerView, query: Tensor, mask: Any) -> Tensor | None:
-    """What each query may see of each slot, [B, H, n, S]; None when it may see every slot."""
+def mask_at_slots(mask: Any, query: Tensor, index: Callable[[], Tensor], seen: int, kv_heads: int) -> Tensor | None:
+    """What each query may see of each slot, [B, H, n, S]; None when it may see every slot.
+
+    query: those of the last n of `seen` tokens; index(): the logical index of each slot, [B, H, S], asked for only
+    where a mask has to be read.
+    """
     new = query.shape[2]
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
         visible = None
         if new > 1:
-            first = view.seen - new
+            first = seen - new
             query_index = torch.arange(first, first + new, device=query.device)
-            visible = view.index.unsqueeze(2) <= query_index.view(1, 1, -1, 1)
+            visible = index().unsqueeze(2) <= query_index.view(1, 1, -1, 1)
         if mask is not None:
-            padding = at_slots(mask[:, None, None, :].bool(), view.index, view.keys.shape[1])
+            padding = at_slots(mask[:, None, None, :].bool(), index(), kv_heads)
             visible = padding if visible is None else visible & padding
         return visible
     if isinstance(mask, Tensor):
-        return at_slots(mask[..., : view.seen], view.index, view.keys.shape[1])
+        return at_slots(mask[..., :seen], index(), kv_heads)
     if hasattr(mask, "mask_mod"):
-        return _evaluate_mask_mod(view, query, mask)
+        return _evaluate_mask_mod(mask, query.shape[2], index(), seen)
     raise TypeError(
         f"attention mask of type {type(mask).__name__} is not understood; use a tensor, a BlockMask or None"
     )
@@ -149,13 +151,12 @@ def _first_query(mask: Any) -> int:
     return int(mask.shape[-1] - mask.shape[-2])
 
 
-def _evaluate_mask_mod(view: LayerView, query: Tensor, mask: Any) -> Tensor:
-    batch, heads, _slots = view.index.shape
-    new = query.shape[2]
-    device = query.device
+def _evaluate_mask_mod(mask: Any, new: int, index: Tensor, seen: int) -> Tensor:
+    batch, heads, _slots = index.shape
+    device = index.device
     rows = torch.arange(batch, device=device).view(-1, 1, 1, 1)
     heads_index = torch.arange(heads, device=device).view(1, -1, 1, 1)
-    queries = torch.arange(view.seen - new, view.seen, device=device).view(1, 1, -1, 1) - _first_query(mask)
-    columns = view.index.clamp_min(0).unsqueeze(2)
+    queries = torch.arange(seen - new, seen, device=device).view(1, 1, -1, 1) - _first_query(mask)
+    columns = index.clamp_min(0).unsqueeze(2)
     visible: Tensor = mask.mask_mod(*torch.broadcast_tensors(rows, heads_index, queries, columns))
     return visible

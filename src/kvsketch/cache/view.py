@@ -13,26 +13,47 @@ so that no matrix of queries by slots and, in a stream, no prompt is ever held.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from kvsketch import ops
-from kvsketch.cache import attention, masks
+from kvsketch.cache import masks
+from kvsketch.methods.base import Method
+from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
-if TYPE_CHECKING:
-    from kvsketch.cache.layer import SlotLayer
-
 PREFILLS = ("exact", "stream")
+TAG = "_kvsketch_view"
+READS_EVERYTHING = (
+    "the attention of {model} reads every token, which offload=host keeps in host memory; use offload=none"
+)
+
+
+class Owner(Protocol):
+    """What a view asks of the layer that handed it out (layer.py)."""
+
+    table: SlotTable
+    method: Method
+    model_name: str
+    chunk: int | None
+    prompt: Prompt | None
+    mask_free: bool
+    is_read: bool
+    read_before: int
+
+    def note_padding(self, mask: Any) -> None: ...
+    def describe_prompt(self, mask: Any, new: int) -> Prompt: ...
+    def compress(self, queries: Tensor, scale: float) -> None: ...
+    def finish(self, query: Tensor, scale: float, row_logits: ops.RowLogits | None = None) -> None: ...
 
 
 @dataclass
 class LayerView:
     """A table that holds the new tokens already."""
 
-    layer: SlotLayer
+    layer: Owner
     keys: Tensor
     values: Tensor
     exact: bool
@@ -43,7 +64,7 @@ class LayerView:
     row_logits: ops.RowLogits | None = None  # of the last attention by a single query, for methods that want them
 
     @classmethod
-    def of(cls, layer: SlotLayer) -> LayerView:
+    def of(cls, layer: Owner) -> LayerView:
         """The table of a layer as it is."""
         table = layer.table
         view = cls(layer, table.read_keys(), table.value_slots(), table.exact, table.seen)
@@ -75,7 +96,33 @@ class LayerView:
         bias: Tensor | None = None,
     ) -> Tensor:
         """Attention of [B, Hq, n, D] queries over the slots; `bias` is logical like the mask."""
-        return attention.attend_slots(self, query, scale, mask, softcap, sink_logits, bias)
+        if self.layer.table.host is not None and not self.exact:
+            raise ValueError(READS_EVERYTHING.format(model=self.layer.model_name))
+        slot_bias = masks.mask_at_slots(mask, query, lambda: self.index, self.seen, self.keys.shape[1])
+        if bias is not None:
+            slot_bias = masks.add_bias(slot_bias, masks.at_slots(bias, self.index, query.shape[1]))
+        method = self.layer.method
+        wanted = method.wants_logits and not self.exact and query.shape[2] == 1 and softcap is None
+        attended = ops.weighted_attention(
+            query,
+            self.keys,
+            self.values,
+            self.log_den if self.log_num is None else self.log_num,
+            self.log_den,
+            scale,
+            bias=slot_bias,
+            softcap=softcap,
+            sink_logits=sink_logits,
+            clip=method.clip,
+            return_state=wanted,
+            return_logits=wanted,
+        )
+        if not wanted:
+            return attended
+        out, (row_lse, _), logits = attended
+        # The numerator's sum leaves a sink logit out, but not a bias, which the logits do not hold.
+        self.row_logits = ops.RowLogits(logits[:, :, 0], row_lse[:, :, 0] if slot_bias is None else None)
+        return out
 
     def recall(self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None) -> Tensor | None:
         """The answer of a method that lets a single query read a part of the slots; None when it reads all."""
@@ -142,7 +189,7 @@ class Reading:
 class ChunkView(LayerView):
     """Several new tokens, [B, H, n, D], that their layer takes chunk by chunk."""
 
-    def __init__(self, layer: SlotLayer, keys: Tensor, values: Tensor, spans: list[tuple[int, int]]) -> None:
+    def __init__(self, layer: Owner, keys: Tensor, values: Tensor, spans: list[tuple[int, int]]) -> None:
         super().__init__(layer, keys, values, exact=False, seen=layer.table.seen + keys.shape[2])
         self.spans = spans
         self.taken = 0
@@ -190,7 +237,7 @@ class ChunkView(LayerView):
         assert self.prompt is not None
         layer.method.prepare(table, self.keys[:, :, start:end], self.values[:, :, start:end])
         if table.host is not None and not table.exact:
-            raise ValueError(attention.READS_EVERYTHING.format(model=layer.model_name))
+            raise ValueError(READS_EVERYTHING.format(model=layer.model_name))
         masked = bias is not None or not self.prompt.causal
         if table.exact or masked:
             self._take(start, end)
