@@ -8,7 +8,7 @@ import torch
 import zoo
 from kvsketch import CompressedCache
 
-BUDGET, PROMPT, SIZE, HEADS, ELEMENT = 512, 900, 128, 2, 2
+BUDGET, PROMPT, SIZE, HEADS, ELEMENT = 512, 560, 128, 2, 2
 PER_SLOT = ELEMENT * 2 * SIZE
 
 # method -> bytes per KV head, given the budget of 512 slots
