@@ -78,7 +78,7 @@ def test_a_forward_broken_off_anywhere(name: str, prefill: str) -> None:
             right = logits_after(model, whole, ids[:, start:end])
         after = logits_after(model, whole, ids[:, end : end + 1])
         refused = 0
-        for at in range(1, counter.calls, max(1, counter.calls // 16)):
+        for at in range(1, counter.calls, max(1, counter.calls // 8)):
             cache = copy.deepcopy(begun)
             with pytest.raises(KeyboardInterrupt), BreakOff(at):
                 logits_after(model, cache, ids[:, start:end])
@@ -91,7 +91,7 @@ def test_a_forward_broken_off_anywhere(name: str, prefill: str) -> None:
             else:
                 # All layers were done: only the answer is lost.
                 assert torch.equal(logits_after(model, cache, ids[:, end : end + 1]), after)
-        assert refused > 5
+        assert refused > 2
     assert_usable_after_reset(model, cache, ids)
 
 
