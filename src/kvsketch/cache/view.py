@@ -95,7 +95,22 @@ class LayerView:
         sink_logits: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Attention of [B, Hq, n, D] queries over the slots; `bias` is logical like the mask."""
+        """Attention of [B, Hq, n, D] queries over the slots; `bias` is logical like the mask.
+
+        No gradient flows through a compressed table.
+        """
+        with plain():
+            return self._attend(query, scale, mask, softcap, sink_logits, bias)
+
+    def _attend(
+        self,
+        query: Tensor,
+        scale: float,
+        mask: Any,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
         if self.layer.table.host is not None and not self.exact:
             raise ValueError(READS_EVERYTHING.format(model=self.layer.model_name))
         slot_bias = masks.mask_at_slots(mask, query, lambda: self.index, self.seen, self.keys.shape[1])
@@ -196,14 +211,14 @@ class ChunkView(LayerView):
         self.prompt: Prompt | None = None
         self.reading: Reading | None = None
 
-    def attend(
+    def _attend(
         self,
         query: Tensor,
         scale: float,
         mask: Any,
-        softcap: float | None = None,
-        sink_logits: Tensor | None = None,
-        bias: Tensor | None = None,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+        bias: Tensor | None,
     ) -> Tensor:
         """Attention of [B, Hq, n, D] queries, each chunk over the table as the chunks before have left it."""
         mask = None if self.layer.prompt is not None else mask
