@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 import zipfile
 from abc import ABC, abstractmethod
@@ -21,9 +20,7 @@ import torch
 from kvsketch import CompressedCache, cli, models, records
 from kvsketch.models.catalog import CATALOG, Part
 from kvsketch.models.files import sha256_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from tiny import save_tiny_model
+from tests.helpers.tiny import save_tiny_model
 
 RUN_LIMIT = 120.0  # seconds after which an undisturbed run counts as hanging
 SLOW_PIP = """

@@ -1,6 +1,6 @@
 """kill -9 at random moments: whatever a process was doing, the next one goes on and nothing is corrupt.
 
-    python scripts/faults.py --trials 50 --out results/faults.jsonl
+    python -m scripts.faults --trials 50 --out results/faults.jsonl
 
 eval    `kvsketch eval needle` on a tiny model: afterwards the records are those of an undisturbed run, none twice, none
         lost
@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from fault_kinds import EvalFault, Fault, PullFault, SaveFault, start, wait
 from kvsketch import records
 from kvsketch.evaluation import needle
+from scripts.fault_kinds import EvalFault, Fault, PullFault, SaveFault, start, wait
 
 KINDS = ("eval", "pull", "save")
 MOST_RUNS = 4  # for each kill: some runs end before their moment comes

@@ -1,6 +1,6 @@
 """Long generation: memory and time per token of every bounded method while a model generates on and on.
 
-    python scripts/soak.py --tokens 100000 --processes 3 --out results/soak.jsonl
+    python -m scripts.soak --tokens 100000 --processes 3 --out results/soak.jsonl
 
 A prompt is read, then tokens are generated one by one: as captured CUDA graphs on a GPU, eagerly on a CPU. At regular
 intervals the bytes of the cache, the tokens it holds and the time per token are noted. The run fails when the bytes

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import zoo
-from common import generate
 from kvsketch import CompressedCache, records
 from kvsketch.benchmark import offload
+from tests.helpers import zoo
+from tests.helpers.common import generate
 
 
 def test_locality_slows_the_choice_down() -> None:

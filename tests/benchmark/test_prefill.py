@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import zoo
 from kvsketch import ops
 from kvsketch.benchmark import kcenter, prefill
 from kvsketch.cache.compressed import CompressedCache
+from tests.helpers import zoo
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks the answer without a GPU")

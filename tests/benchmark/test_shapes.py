@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
 from kvsketch.benchmark.shapes import SHAPES, build, weight_bytes
+from tests.helpers import tiny
 
 
 def test_a_shape_has_random_weights_and_as_many_layers_as_asked() -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import kvsketch
-import zoo
 from kvsketch import ops
 from kvsketch.benchmark import chunk, stream
 from kvsketch.cache.compressed import CompressedCache
+from tests.helpers import zoo
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks the answer without a GPU")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-import zoo
 from kvsketch import models, records
 from kvsketch.evaluation import attention_error, experiment
 from kvsketch.evaluation.attention_error import ORACLE, Captured, Protocol
 from kvsketch.models import texts
+from tests.helpers import zoo
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 QUERIES = 16
 CAUSAL = Protocol("balancekv", 24, 24, causal=True)
 BOUNDED = ("snapkv", "pyramidkv", "streamingllm", "uniform", "balancekv", "subgen", "kcenter", "h2o", "keyformer")

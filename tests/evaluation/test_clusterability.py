@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import tiny
 from kvsketch import records
 from kvsketch.evaluation import captures, clusterability
 from kvsketch.evaluation.attention_protocol import Captured
 from kvsketch.models import texts
+from tests.helpers import tiny
 
 
 def vectors(count: int, seed: int = 0) -> torch.Tensor:  # [1, 2, count, 8]

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-import tiny
 from kvsketch import records
 from kvsketch.evaluation import budgets, experiment, identity, result_table
 from kvsketch.evaluation.experiment import Cell, Experiment, failure
 from kvsketch.methods import METHODS
+from tests.helpers import tiny
 
 calls: list[str] = []
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import tiny
 from kvsketch import METHODS, CompressedCache, models, records
 from kvsketch.evaluation import budgets, experiment, line_records, lines, questions
 from kvsketch.evaluation.questions import chat_question
+from tests.helpers import tiny
 
 LINE = re.compile(r"line ([a-z]+-[a-z]+): REGISTER_CONTENT is <(\d+)>")
 

@@ -20,7 +20,7 @@ from kvsketch.evaluation.longbench import tasks as longbench_tasks
 from kvsketch.evaluation.longbench.encoding import encode, question_of
 from kvsketch.evaluation.longbench.metrics import METRICS
 from kvsketch.evaluation.longbench.tasks import GROUPS, NAMES, TASKS, is_chinese, task_names, task_of
-from tiny import save_tiny_model
+from tests.helpers.tiny import save_tiny_model
 
 DATA = Path(__file__).parent.parent / "data" / "longbench"
 CHAT = (

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import tiny
 from kvsketch import models, records
 from kvsketch.evaluation import experiment, needle
 from kvsketch.models import texts
+from tests.helpers import tiny
 
 SENTENCES = [f"Sentence number {chr(97 + i)} of the message. " for i in range(26)] * 40
 

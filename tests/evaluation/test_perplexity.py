@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import tiny
-import zoo
 from kvsketch import CompressedCache, models, records
 from kvsketch.decode import captured as decoding
 from kvsketch.evaluation import next_token, perplexity
@@ -20,7 +18,8 @@ from kvsketch.evaluation.next_token import Reading, exact_nll
 from kvsketch.evaluation.shared_prefill import shared_prefill
 from kvsketch.methods import StreamingLLM
 from kvsketch.models import texts
-from test_decoding import RunInsteadOfReplay
+from tests.decode.test_decoding import RunInsteadOfReplay
+from tests.helpers import tiny, zoo
 
 TEXT = "".join(f"{n} green bottles hang on the wall, and {n * n} more. " for n in range(30))
 START = 24

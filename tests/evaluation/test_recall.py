@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import tiny
-import zoo
 from kvsketch import ops, records
 from kvsketch.evaluation import attention_protocol, recall, selections
 from kvsketch.evaluation.attention_protocol import Captured
@@ -18,6 +16,7 @@ from kvsketch.evaluation.selections import Choice
 from kvsketch.methods import parse_method
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.models import texts
+from tests.helpers import tiny, zoo
 
 CONTEXT, STEPS = 240, 12
 SMALL = "clusterkv:tokens_per_cluster=6:sinks=4:completion=false"

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import common
 import kvsketch
-import zoo
 from kvsketch import CompressedCache, models
 from kvsketch.decode import captured as decoding
 from kvsketch.evaluation.shared_prefill import memory, rows_that_fit, shared_prefill
 from kvsketch.models import texts
+from tests.helpers import common, zoo
 
 LENGTH, NEW = 60, 10
 OFFLOADED = [f"{common.with_budget(name, 16)}:offload=host" for name in ("clusterkv", "quest", "infinigen")]

@@ -12,7 +12,7 @@ from kvsketch import CompressedCache, models, parse_method, records
 from kvsketch.evaluation import token_life
 from kvsketch.evaluation.token_life import marked, noting_reads, residence, spread, views
 from kvsketch.models import texts
-from tiny import save_tiny_model
+from tests.helpers.tiny import save_tiny_model
 
 SENTENCES = ["It is a long time since the Union was formed. "] * 60
 

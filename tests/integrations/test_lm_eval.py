@@ -13,7 +13,7 @@ import torch
 
 from kvsketch import models
 from kvsketch.cache.compressed import CompressedCache
-from tiny import save_tiny_model
+from tests.helpers.tiny import save_tiny_model
 
 pytest.importorskip("lm_eval")
 

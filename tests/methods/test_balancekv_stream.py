@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import zoo
-from common import generate, padded
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import BalanceKV, parse_method
 from kvsketch.methods.balancekv.stream import ZERO_VALUE, first_batch, shares
 from kvsketch.slots.table import NEG_INF, SlotTable
+from tests.helpers import zoo
+from tests.helpers.common import generate, padded
 
 LN2 = math.log(2.0)
 SCALE = 0.25

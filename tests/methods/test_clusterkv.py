@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvsketch
-import zoo
-from common import generate
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import ClusterKV
 from kvsketch.slots.table import SlotTable
+from tests.helpers import zoo
+from tests.helpers.common import generate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, GROUP, SIZE = 2, 3, 8

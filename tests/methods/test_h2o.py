@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from heavy_hitters import kept, random_stream, simulate, tables
 
 import kvsketch
-import zoo
 from kvsketch import CompressedCache
 from kvsketch.cache import attention
 from kvsketch.methods.h2o import H2O
 from kvsketch.slots.table import SlotTable
+from tests.helpers import zoo
+from tests.methods.heavy_hitters import kept, random_stream, simulate, tables
 
 SCHEDULES = {
     "prompt_then_tokens": [40] + [1] * 25,

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import kvsketch
-import zoo
 from kvsketch import CompressedCache
 from kvsketch.methods import InfiniGen
 from kvsketch.methods.infinigen import LEARNED, PARTIAL, SKEW
 from kvsketch.slots.table import SlotTable
+from tests.helpers import zoo
 
 TOKENS, SIZE, GROUP = 90, 16, 2
 

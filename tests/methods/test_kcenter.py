@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import kvsketch
-import zoo
-from common import generate, padded
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import KCenter
 from kvsketch.slots.table import SlotTable
+from tests.helpers import zoo
+from tests.helpers.common import generate, padded
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, SIZE = 2, 8

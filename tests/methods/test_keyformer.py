@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from heavy_hitters import Stream, kept, random_stream, simulate, tables
 
-import zoo
-from common import generate
 from kvsketch import CompressedCache
 from kvsketch.methods.h2o import H2O
 from kvsketch.methods.keyformer import Keyformer
 from kvsketch.ops.attention_mass import reference
 from kvsketch.slots.table import SlotTable
+from tests.helpers import zoo
+from tests.helpers.common import generate
+from tests.methods.heavy_hitters import Stream, kept, random_stream, simulate, tables
 
 PROMPT, STEPS = 40, 30
 KEPT, WINDOW = 24, 7  # 60% of the prompt, 30% of that

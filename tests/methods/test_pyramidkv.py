@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvsketch
-import zoo
-from common import generate, padded
 from kvsketch import CompressedCache
 from kvsketch.methods import PyramidKV
 from kvsketch.methods.pyramidkv import READINGS
+from tests.helpers import zoo
+from tests.helpers.common import generate, padded
 
 
 def schedule(method: PyramidKV, prompt: int, layers: int) -> list[int]:

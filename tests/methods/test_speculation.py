@@ -12,8 +12,6 @@ import transformers
 from torch import Tensor
 
 import kvsketch
-import zoo
-from common import generate, padded
 from kvsketch import CompressedCache, models
 from kvsketch.cache import rotary
 from kvsketch.evaluation.attention_protocol import capture
@@ -21,6 +19,8 @@ from kvsketch.evaluation.speculation import QUERIES, Asked, main, measure, recal
 from kvsketch.methods.infinigen import speculation
 from kvsketch.models import texts
 from kvsketch.slots.table import SlotTable
+from tests.helpers import zoo
+from tests.helpers.common import generate, padded
 
 HEADS, GROUP, SIZE, PROMPT, STEPS = 2, 2, 16, 300, 8
 BUDGET = 40

@@ -11,7 +11,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from subgen_streams import (
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.methods.subgen.sketch import Sketch, fold
+from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR
+from kvsketch.ops.reservoir.reference import thresholds
+from tests.methods.subgen_streams import (
     DEVICE,
     LEAST_P,
     SIGMAS,
@@ -27,12 +33,6 @@ from subgen_streams import (
     run,
     stream,
 )
-from torch import Tensor
-
-from kvsketch import ops
-from kvsketch.methods.subgen.sketch import Sketch, fold
-from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR
-from kvsketch.ops.reservoir.reference import thresholds
 
 # T1, T2: the numerator's samples
 

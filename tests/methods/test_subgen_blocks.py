@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from subgen_streams import (
+from torch import Tensor
+
+from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR
+from kvsketch.ops.fold_token.reference import numerator_shares
+from kvsketch.ops.reservoir.reference import draws
+from tests.methods.subgen_streams import (
     DEVICE,
     LEAST_P,
     clustered,
@@ -16,11 +21,6 @@ from subgen_streams import (
     run,
     stream,
 )
-from torch import Tensor
-
-from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR
-from kvsketch.ops.fold_token.reference import numerator_shares
-from kvsketch.ops.reservoir.reference import draws
 
 # T7: blocked against token by token
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from subgen_tables import feed, read, subgen, tokens
 from torch import Tensor
 
-import zoo
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import SubGen
 from kvsketch.methods.subgen.slots import state_of
 from kvsketch.slots.table import SlotTable
+from tests.helpers import zoo
+from tests.methods.subgen_tables import feed, read, subgen, tokens
 
 
 @pytest.mark.parametrize("sampling", ["sampling=norms", "sampling=mixed"])

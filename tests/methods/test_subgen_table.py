@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from subgen_tables import DEVICE, SIZE, feed, read, subgen, tokens
 
-import zoo
-from common import generate
 from kvsketch import CompressedCache
 from kvsketch.methods.subgen.slots import exact_until, layout_of, state_of
 from kvsketch.slots.table import NEG_INF, SlotTable
+from tests.helpers import zoo
+from tests.helpers.common import generate
+from tests.methods.subgen_tables import DEVICE, SIZE, feed, read, subgen, tokens
 
 CHUNKS = {"chunked": [60, 50, 40], "decoded": [20] + [1] * 130, "mixed": [70, 1, 1, 1, 27, 1, 1, 48]}
 

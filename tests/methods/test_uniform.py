@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import kvsketch
-import zoo
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import Uniform
 from kvsketch.slots.table import SlotTable
+from tests.helpers import zoo
 
 HEADS, SIZE, SIGMAS = 800, 4, 4.0
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from formula import Attend, by_kernel, by_reference, needs_triton
 from torch import Tensor
+
+from tests.ops.formula import Attend, by_kernel, by_reference, needs_triton
 
 
 @pytest.fixture(scope="session")

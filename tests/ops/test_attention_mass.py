@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from formula import needs_triton, relative_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvsketch import ops
 from kvsketch.ops.attention_mass import Noise, Options, Temperature, reference, stream
 from kvsketch.ops.common import dispatch
+from tests.ops.formula import needs_triton, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 NOISE = Noise(seed=5, layer=3)
@@ -204,9 +204,8 @@ def test_huge_logits_stay_finite(measure: Measure, device: torch.device, queries
 
 @needs_triton
 def test_noise_has_the_same_bits_in_torch_and_triton(device: torch.device) -> None:
-    from pair_kernel import fill
-
     from kvsketch.ops.attention_mass.kernel import signed
+    from tests.ops.pair_kernel import fill
 
     rows, columns = torch.arange(100, 132, device=device), torch.arange(64, device=device) * 977
     expected = reference.pair_uniform(NOISE, torch.tensor(7, device=device), rows[:, None], columns)

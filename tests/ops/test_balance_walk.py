@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from formula import needs_triton
 from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.balance_walk import Walked, reference
 from kvsketch.ops.random import hash_combine, to_uniform
+from tests.ops.formula import needs_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 Walk = Callable[..., Walked]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from formula import needs_triton, relative_error
 from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.chunk_attention import Arguments, Attended, Past, reference
+from tests.ops.formula import needs_triton, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 NEG_INF = float("-inf")

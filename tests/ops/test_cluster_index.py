@@ -6,12 +6,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from formula import needs_triton
-from recall_inputs import normal, poison
 from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.cluster_index import ClusterIndex, reference
+from tests.ops.formula import needs_triton
+from tests.ops.recall_inputs import normal, poison
 
 
 @pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])

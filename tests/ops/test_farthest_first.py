@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from formula import needs_triton
 from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.farthest_first import SLACK, Centers, Tiles, reference, widest_tile
+from tests.ops.formula import needs_triton
 
 Choose = Callable[..., Centers]
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from formula import needs_triton
 from torch import Tensor
 
 from kvsketch.methods.subgen.sketch import stream_states
 from kvsketch.ops.attention_mass import Noise, Options
 from kvsketch.ops.kmeans import Stream
+from tests.ops.formula import needs_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 HEADS, HERE = 4, 2  # all KV heads; the last of them are here

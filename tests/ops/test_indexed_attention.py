@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from formula import needs_triton, relative_error
-from recall_inputs import normal, poison
 from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.common.device import Device
 from kvsketch.ops.indexed_attention import Arguments, Extra, Indexed, Spans, reference
 from kvsketch.ops.indexed_attention.plan import Plan, plan
+from tests.ops.formula import needs_triton, relative_error
+from tests.ops.recall_inputs import normal, poison
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 Attend = Callable[..., Indexed]

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from formula import needs_triton
-from recall_inputs import cones, cosine_scores, normal, poison, with_common_part
 from scipy.stats import chisquare
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
@@ -16,6 +14,8 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.kmeans import Clusters, Stream, reference
+from tests.ops.formula import needs_triton
+from tests.ops.recall_inputs import cones, cosine_scores, normal, poison, with_common_part
 
 Cluster = Callable[..., Clusters]
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from formula import Attend, needs_triton, relative_error
 from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.attention_mass import Noise, Options, Temperature, reference
 from kvsketch.ops.common import dispatch
+from tests.ops.formula import Attend, needs_triton, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 NAN, NEG_INF = float("nan"), float("-inf")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
-from formula import needs_triton
 from scipy import stats
 
 from kvsketch.ops.random import gumbel, hash_combine, initial_state, to_uniform, uniform
+from tests.ops.formula import needs_triton
 
 COUNT = 1 << 16
 
@@ -106,7 +106,7 @@ def test_seeds_beyond_32_bits_count() -> None:
 
 @needs_triton
 def test_triton_functions_are_equal_bit_for_bit(device: torch.device) -> None:
-    from random_kernel import fill
+    from tests.ops.random_kernel import fill
 
     coordinates = torch.tensor([0, 1, 2, 5, -1, -7, 2**31 - 1, -(2**31), *range(1000, 1100)], device=device)
     for seed in (0, 1, 3, -9, 2**50 + 1):

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from formula import needs_triton
-from recall_inputs import normal, poison
 from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.cluster_index import ClusterIndex
 from kvsketch.ops.select_clusters import Selection, reference
+from tests.ops.formula import needs_triton
+from tests.ops.recall_inputs import normal, poison
 
 NEG_INF = float("-inf")
 

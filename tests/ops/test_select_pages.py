@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from formula import needs_triton
-from recall_inputs import normal, poison
 from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.select_pages import Bounds, Limits, Text, reference
+from tests.ops.formula import needs_triton
+from tests.ops.recall_inputs import normal, poison
 
 INF = float("inf")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from formula import needs_triton
 from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.turn_keys import TURN, reference, whole_turns
+from tests.ops.formula import needs_triton
 
 
 def angles(half: int) -> tuple[float, ...]:

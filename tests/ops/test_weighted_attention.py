@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from formula import Attend, by_kernel, by_reference, direct, make_inputs, needs_triton, relative_error
 
 from kvsketch import ops
 from kvsketch.ops.weighted_attention import reference
+from tests.ops.formula import Attend, by_kernel, by_reference, direct, make_inputs, needs_triton, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 NEG_INF = float("-inf")

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from formula import make_inputs, needs_triton
 
 from kvsketch import ops
 from kvsketch.ops.common import dispatch
 from kvsketch.ops.common.device import Device
 from kvsketch.ops.weighted_attention import Arguments
+from tests.ops.formula import make_inputs, needs_triton
 
 
 @pytest.mark.parametrize(

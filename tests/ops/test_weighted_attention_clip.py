@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import Attend, by_kernel, needs_triton
 from kvsketch import ops
+from tests.ops.conftest import Attend, by_kernel, needs_triton
 
 NEG_INF = float("-inf")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from formula import Attend, by_reference, direct, make_inputs, relative_error
+
+from tests.ops.formula import Attend, by_reference, direct, make_inputs, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 NEG_INF = float("-inf")

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from formula import by_kernel, by_reference, direct, make_inputs, needs_triton
 from torch import Tensor
+
+from tests.ops.formula import by_kernel, by_reference, direct, make_inputs, needs_triton
 
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings

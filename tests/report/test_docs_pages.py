@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_records import record, write
 
 from kvsketch import records
 from kvsketch.report import benchmarks, blocks, docs, recall, streams
 from kvsketch.report.body import body
 from kvsketch.report.contents import gather
+from tests.report.sample_records import record, write
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 COMMAND = "run: kvsketch report --docs"
 CELL = {"model": "m", "dtype": "bfloat16", "budgets_in": "tokens", "method": "snapkv", "budget": "1024"}
 

@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from sample_records import METHODS, lines, recall, record, token_life, write, write_all
 from typer.testing import CliRunner
 
 import kvsketch
@@ -18,6 +17,7 @@ from kvsketch.records import read_folder
 from kvsketch.report import render as rendering
 from kvsketch.report.palette import BASE, looks
 from kvsketch.report.render import render
+from tests.report.sample_records import METHODS, lines, recall, record, token_life, write, write_all
 
 
 def test_a_torn_last_line_is_told_and_the_rest_is_read(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_records import MODEL, memory, perplexity_data, record, write, write_all, write_two_models
 
 from kvsketch.records import budget_value, estimate
 from kvsketch.report.contents import Contents, gather, setting_order
 from kvsketch.report.figures import draw
 from kvsketch.report.rows import Row
+from tests.report.sample_records import MODEL, memory, perplexity_data, record, write, write_all, write_two_models
 
 
 def contents_of(folder: Path, name: str, records: list[dict[str, Any]]) -> Contents:

@@ -1,0 +1,40 @@
+"""Measured bytes against the formulas of the papers: keys and values of the kept slots, and little else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvsketch import CompressedCache
+from tests.helpers import zoo
+
+BUDGET, PROMPT, SIZE, HEADS, ELEMENT = 512, 560, 128, 2, 2
+PER_SLOT = ELEMENT * 2 * SIZE
+
+# method -> bytes per KV head, given the budget of 512 slots
+FORMULAS = {
+    "streamingllm:budget=512": BUDGET * PER_SLOT,
+    "uniform:budget=512": BUDGET * PER_SLOT,
+    "h2o:budget=512": BUDGET * (PER_SLOT + 4),
+    "keyformer:budget=512": BUDGET * (PER_SLOT + 4),
+    "snapkv:budget=512": BUDGET * (PER_SLOT + 4),
+    "kcenter:budget=512": BUDGET * PER_SLOT,
+    "kcenter:budget=512:weights=count": BUDGET * (PER_SLOT + 4),
+    "balancekv:budget=512": BUDGET * PER_SLOT,
+    "balancekv:budget=512:den_weight=pow2": BUDGET * (PER_SLOT + 4),
+}
+
+
+@pytest.mark.parametrize("method", FORMULAS)
+def test_bytes_are_those_of_the_kept_slots(method: str) -> None:
+    model = zoo.build("llama", num_hidden_layers=1, head_dim=SIZE).to(torch.bfloat16)
+    cache = CompressedCache(model, method)
+    ids = zoo.tokens(1, PROMPT)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        for token in range(3):
+            model(ids[:, token : token + 1], past_key_values=cache)
+    formula = FORMULAS[method] * HEADS
+    assert cache.tokens_stored <= BUDGET
+    # one slot for the incoming token, and for each slot its index and weight
+    assert 0.98 * formula < cache.device_bytes < 1.02 * formula + (PER_SLOT + 16) * HEADS

@@ -1,0 +1,280 @@
+"""The command line: what it prints, what a script can read, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from typer.testing import CliRunner
+
+import kvsketch
+from kvsketch import environment, models
+from kvsketch.cli import app
+from kvsketch.cli.boundary import one_line
+from kvsketch.cli.generate import full_cache_bytes
+from kvsketch.cli.options import DEFAULT_MODEL
+from tests.helpers import zoo
+from tests.helpers.tiny import save_tiny_model
+
+PROMPT = "The cat sat on the mat, and the dog sat on the cat. " * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def run(*args: str, text: str | None = None) -> Any:
+    return CliRunner().invoke(app, list(args), input=text)
+
+
+def read_json(*args: str, text: str | None = None) -> Any:
+    result = run(*args, "--json", text=text)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    check = "import sys, kvsketch.cli; print([m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_names_every_command() -> None:
+    shown = run("--help")
+    assert shown.exit_code == 0
+    assert all(command in shown.stdout for command in ("demo", "methods", "generate", "models", "env"))
+
+
+def test_default_model_is_the_catalogue_default() -> None:
+    assert DEFAULT_MODEL == models.DEFAULT_MODEL
+
+
+def test_methods_lists_every_method() -> None:
+    listed = {method["name"]: method for method in read_json("methods")}
+    assert list(listed) == list(kvsketch.METHODS)
+    assert listed["streamingllm"]["parameters"]["sinks"] == 4
+    assert all(method["idea"] and method["family"] for method in listed.values())
+    table = run("methods").stdout
+    assert all(name in table for name in kvsketch.METHODS)
+
+
+@pytest.mark.parametrize("name", kvsketch.METHODS)
+def test_every_listed_parameter_can_be_written(name: str) -> None:
+    described = read_json("methods", name)
+    settings = [f"{key}={value}" for key, value in described["parameters"].items()]
+    assert kvsketch.parse_method(":".join([name, *settings])) == kvsketch.METHODS[name]()
+    assert described["idea"] in run("methods", name).stdout.replace("\n", " ")
+
+
+def test_models_lists_the_catalogue() -> None:
+    listed = read_json("models")
+    assert [model["name"] for model in listed] == list(models.CATALOG)
+    assert all(len(model["sha256"]) == 64 and model["licence"] for model in listed)
+    assert "smollm2-135m" in run("models").stdout
+
+
+def test_env_reports_versions_and_ranges() -> None:
+    found = read_json("env")
+    assert found["kvsketch"] == kvsketch.__version__
+    assert set(found["versions"]) == set(found["tested"]) == {"python", "torch", "transformers", "triton"}
+    assert found["home"] == str(models.home())
+    assert found["versions"]["transformers"] in run("env").stdout
+
+
+@pytest.mark.parametrize(
+    ("version", "warned"),
+    [("5.14.9", True), ("5.15.0", False), ("5.22.9", False), ("5.23.0", True), ("6.0.0", True), (None, False)],
+)
+def test_versions_outside_the_tested_range_are_named(version: str | None, warned: bool) -> None:
+    warning = environment.untested("transformers", version)
+    assert (warning is not None) is warned
+    if warned:
+        assert warning is not None and str(version) in warning and "5.15.0" in warning
+
+
+def test_env_warns_on_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(environment.TESTED, "transformers", ("1.0", "1.1"))
+    assert "outside the tested range 1.0 to 1.1" in run("env").stderr
+
+
+def test_generate_gives_the_models_own_text_with_the_full_cache(folder: str) -> None:
+    found = read_json("generate", PROMPT, "--model", folder, "--method", "full", "--max-new-tokens", "9")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    cache = DynamicCache(config=model.config)
+    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=9, do_sample=False)
+    count = inputs["input_ids"].shape[1]
+    assert found["text"] == tokenizer.decode(output[0, count:], skip_special_tokens=True)
+    assert found["prompt_tokens"] == count
+    assert found["full_bytes"] == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert found["tokens_seen"] == found["tokens_stored"] == cache.get_seq_length()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("length", [5, 40])
+def test_the_full_cache_is_measured_with_its_sliding_layers(family: str, length: int) -> None:
+    model = zoo.build(family)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(zoo.tokens(1, length), past_key_values=cache, use_cache=True)
+    assert full_cache_bytes(model, length) == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def test_generate_streams_text_and_says_what_the_cache_took(folder: str) -> None:
+    command = ("generate", PROMPT, "--model", folder, "--method", "streamingllm:budget=16", "--max-new-tokens", "6")
+    streamed, found = run(*command), read_json(*command)
+    assert streamed.stdout.strip() == found["text"].strip()
+    assert found["tokens_stored"] == 16
+    assert 0 < found["device_bytes"] < found["full_bytes"]
+    assert f"streamingllm:budget=16: {found['tokens_seen']} tokens seen, 16 stored" in streamed.stderr
+    assert len(streamed.stderr.strip().splitlines()) == 1
+
+
+def test_generate_reads_a_file_a_pipe_and_an_argument_alike(folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT, encoding="utf-8")
+    options = ("--model", folder, "--max-new-tokens", "5")
+    answers = [
+        read_json("generate", PROMPT, *options)["text"],
+        read_json("generate", "--file", str(file), *options)["text"],
+        read_json("generate", "-", *options, text=PROMPT)["text"],
+        read_json("generate", *options, text=PROMPT)["text"],
+    ]
+    assert len(set(answers)) == 1
+
+
+def test_generate_samples_by_seed(folder: str) -> None:
+    def sample(seed: int) -> str:
+        options = ("--model", folder, "--temperature", "1.5", "--seed", str(seed), "--max-new-tokens", "12")
+        return str(read_json("generate", PROMPT, *options)["text"])
+
+    assert sample(1) == sample(1)
+    assert len({sample(seed) for seed in range(4)}) > 1
+
+
+def test_generate_notes_a_prompt_beyond_the_context(folder: str) -> None:
+    result = run("generate", "a" * 4090, "--model", folder, "--max-new-tokens", "8", "--method", "uniform:budget=99")
+    assert result.exit_code == 0
+    assert "4,098 tokens go beyond the 4,096" in result.stderr
+
+
+FOLDER = "FOLDER"
+MISTAKES = {
+    "method": (["generate", "hi", "--model", FOLDER, "--method", "streamllm"], "streamingllm"),
+    "parameter": (["generate", "hi", "--model", FOLDER, "--method", "streamingllm:sink=3"], "sinks"),
+    "budget": (["generate", "hi", "--model", FOLDER, "--method", "streamingllm:budget=lots"], "25%"),
+    "small budget": (["generate", "hi", "--model", FOLDER, "--method", "streamingllm:budget=2"], "budget=5"),
+    "file": (["generate", "--file", "no/such/file.txt", "--model", FOLDER], "no/such/file.txt"),
+    "folder as file": (["generate", "--file", FOLDER, "--model", FOLDER], "directory"),
+    "model": (["generate", "hi", "--model", "smollm3"], "smollm2-135m"),
+    "model folder": (["generate", "hi", "--model", "./no/such/folder"], "smollm2-135m"),
+    "gguf file": (["generate", "hi", "--model", "no-such-file.gguf"], "no-such-file.gguf"),
+    "device": (["generate", "hi", "--model", FOLDER, "--device", "abacus"], "cuda"),
+    "dtype": (["generate", "hi", "--model", FOLDER, "--dtype", "int3"], "bfloat16"),
+    "two prompts": (["generate", "hi", "--file", "x", "--model", FOLDER], "give one"),
+    "empty prompt": (["generate", " ", "--model", FOLDER], "--file"),
+    "method to show": (["methods", "h3o"], "uniform"),
+    "model to pull": (["models", "pull", "gpt-9"], "qwen2.5-coder-0.5b"),
+    "demo method": (["demo", "--methods", "full,best", "--model", FOLDER], "streamingllm"),
+    "demo budget": (["demo", "--budgets", "1/0", "--model", FOLDER], "1/8"),
+    "no demo budget": (["demo", "--budgets", ",", "--model", FOLDER], "1/4,1/8"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_two(mistake: str, folder: str) -> None:
+    args, hint = MISTAKES[mistake]
+    result = run(*(folder if arg == FOLDER else arg for arg in args))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    assert hint in lines[0]
+
+
+def test_a_binary_prompt_file_is_named(folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "picture.png"
+    file.write_bytes(b"\x89PNG\xff\xfe")
+    result = run("generate", "--file", str(file), "--model", folder)
+    assert result.exit_code == 2
+    assert "picture.png is not UTF-8 text" in result.stderr
+
+
+@pytest.mark.parametrize("args", [["generate", "hi", "--max-new-tokens", "0"], ["demo", "--depth", "2"], ["fly"]])
+def test_a_wrong_option_is_exit_code_two(args: list[str]) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_an_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "load", interrupted)
+    result = run("generate", "hi")
+    assert result.exit_code == 130
+    assert "Traceback" not in result.output
+
+
+def test_the_traceback_is_there_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSKETCH_TRACEBACK", "1")
+    assert isinstance(run("methods", "h3o").exception, ValueError)
+
+
+def test_one_line_joins_lines_and_names_the_file() -> None:
+    assert one_line(ValueError("first\n  second")) == "first second"
+    assert one_line(FileNotFoundError(2, "No such file or directory", "a.txt")) == "a.txt: No such file or directory"
+    assert one_line(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize(("options", "unbuffered"), [(["--json"], ""), ([], "1")])
+def test_a_reader_that_leaves_early_sees_no_traceback(options: list[str], unbuffered: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from kvsketch.cli import main; main()", "methods", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() in (0, 1)
+
+
+def test_bench_names_its_benchmarks_and_needs_a_gpu() -> None:
+    wrong = CliRunner().invoke(app, ["bench", "speed"])
+    assert wrong.exit_code == 2
+    assert "decode" in wrong.output and "kernels" in wrong.output
+    listed = CliRunner().invoke(app, ["bench", "decode", "--help"])
+    assert listed.exit_code == 0
+    assert "--batches" in listed.output
+
+
+def test_eval_names_its_experiments() -> None:
+    wrong = CliRunner().invoke(app, ["eval", "speed"])
+    assert wrong.exit_code == 2
+    assert "attention-error" in wrong.output
+    listed = CliRunner().invoke(app, ["eval", "attention-error", "--help"])
+    assert listed.exit_code == 0
+    assert "--tokens" in listed.output
+
+
+def test_every_listed_benchmark_and_experiment_exists() -> None:
+    from importlib.util import find_spec
+
+    from kvsketch.cli.bench import BENCHMARKS
+    from kvsketch.cli.evaluate import EXPERIMENTS
+
+    assert all(find_spec(f"kvsketch.benchmark.{name.replace('-', '_')}") for name in BENCHMARKS)
+    assert all(find_spec(f"kvsketch.evaluation.{name.replace('-', '_')}") for name in EXPERIMENTS)

@@ -1,0 +1,144 @@
+"""The comparison behind `kvsketch demo`: its numbers, its words, its picture, and one run on a real model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import kvsketch
+from kvsketch import demo, models
+from kvsketch.cli import app
+from kvsketch.cli.demo import summary
+from kvsketch.cli.picture import draw, spread
+from kvsketch.evaluation.shared_prefill import shared_prefill
+from tests.helpers.tiny import save_tiny_model
+
+BUDGETED = [name for name, cls in kvsketch.METHODS.items() if "budget" in {f.name for f in dataclasses.fields(cls)}]
+TOKENS = 160
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    return models.load(save_tiny_model(tmp_path_factory.mktemp("tiny")), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def prompt() -> torch.Tensor:
+    return torch.randint(1, 256, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def test_every_method_with_a_budget_takes_part() -> None:
+    chosen = [str(method) for method in demo.choose_methods([], ["1/4", "1/8"])]
+    assert chosen[0] == "full"
+    assert len(chosen) == 1 + 2 * len(BUDGETED)
+    for name in BUDGETED:
+        assert f"{name}:budget=25%" in chosen
+        assert f"{name}:budget=1/8" in chosen
+
+
+def test_named_methods_only() -> None:
+    assert [str(method) for method in demo.choose_methods(["uniform"], ["128"])] == ["full", "uniform:budget=128"]
+
+
+def test_a_method_that_cannot_take_part_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'nothing'.*streamingllm"):
+        demo.choose_methods(["nothing"], ["1/4"])
+
+
+def test_the_greedy_answer_is_the_one_of_generate(tiny: tuple[Any, Any], prompt: torch.Tensor) -> None:
+    model, tokenizer = tiny
+    opening = tokenizer(demo.OPENING, add_special_tokens=False)["input_ids"]
+    cache = shared_prefill(model, prompt).cache("full")
+    first = [demo.next_logits(model, token, cache) for token in opening][-1]
+    answer, seconds = demo.greedy_answer(model, first, cache)
+    whole = torch.cat([prompt, torch.tensor([opening])], 1)
+    expected = model.generate(whole, max_new_tokens=demo.MAX_ANSWER_TOKENS, do_sample=False)
+    assert answer == expected[0, whole.shape[1] :].tolist()
+    assert len(seconds) == len(answer)
+
+
+def test_rows_measure_memory_and_divergence(tiny: tuple[Any, Any], prompt: torch.Tensor) -> None:
+    model, tokenizer = tiny
+    chosen = [kvsketch.parse_method(text) for text in ("full", "streamingllm:budget=1000", "streamingllm:budget=1/8")]
+    full, roomy, tight = demo.compare(model, tokenizer, prompt, "60494", chosen)
+    assert full.divergence == 0
+    assert roomy.divergence == pytest.approx(0, abs=1e-5)
+    assert tight.divergence > 1e-3
+    assert roomy.answer == full.answer
+    assert full.tokens_stored == full.tokens_seen > TOKENS
+    assert tight.tokens_stored == (TOKENS + len(demo.OPENING) - 1) // 8
+    assert tight.device_bytes < full.device_bytes / 4
+    assert full.milliseconds_per_token > 0
+
+
+def test_mean_kl_is_the_definition() -> None:
+    p, q = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]), torch.tensor([[0.25, 0.25, 0.5], [0.1, 0.2, 0.7]])
+    by_hand = 0.5 * torch.log(torch.tensor(2.0)) - 0.25 * torch.log(torch.tensor(2.0))
+    assert demo.mean_kl(p.log(), q.log()) == pytest.approx(float(by_hand) / 2, rel=1e-5)
+
+
+def row(method: str, right: bool, size: int, divergence: float = 0.1) -> demo.Row:
+    return demo.Row(method, method.partition(":")[0], 100, 50, size, 0, 10.0, "an answer", right, divergence)
+
+
+def test_the_summary_says_what_was_lost() -> None:
+    rows = [row("full", True, 1000), row("a:budget=1/4", True, 250), row("b:budget=1/8", False, 125)]
+    text = "\n".join(summary(rows))
+    assert "lost the passkey: b:budget=1/8" in text
+    assert "smallest cache that finds it: a:budget=1/4, 25% of the full cache's bytes" in text
+
+
+def test_the_summary_does_not_blame_a_cache_for_a_model_that_fails() -> None:
+    text = "\n".join(summary([row("full", False, 1000), row("a", False, 250)]))
+    assert "full cache itself misses the passkey" in text
+    assert "lost the passkey" not in text
+
+
+def test_spread_keeps_order_distance_and_mean() -> None:
+    heights = [1.0, 1.1, 1.2, 9.0, 9.0]
+    places = spread(heights, gap=1.0)
+    assert all(above - below >= 1.0 - 1e-9 for below, above in itertools.pairwise(places))
+    assert sum(places) == pytest.approx(sum(heights))
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [row("full", True, 10**8), row("a", True, 2 * 10**7, 0.0), row("b", False, 10**7, 2.0)]
+    draw(rows, tmp_path / "demo.png", "a title")
+    content = (tmp_path / "demo.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) > 10_000
+
+
+@pytest.mark.real_model
+def test_the_demo_runs_on_a_real_model(tmp_path: Path) -> None:
+    command = ["demo", "--tokens", "500", "--budgets", "1/2", "--methods", "streamingllm", "--depth", "0.9"]
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    full, compressed = record["rows"]
+    assert full["right"]
+    assert record["passkey"] in full["answer"]
+    assert compressed["right"], "the passkey lies inside the recent window and must be found"
+    assert 0 < compressed["divergence"] < 1
+    assert 450 < record["prompt_tokens"] <= 500
+    assert compressed["device_bytes"] < 0.6 * full["device_bytes"]
+    assert json.loads((tmp_path / "demo.json").read_text(encoding="utf-8")) == record
+
+
+@pytest.mark.real_model
+def test_the_demo_prints_a_table() -> None:
+    command = ["demo", "--tokens", "300", "--budgets", "64", "--methods", "streamingllm"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    header = next(line for line in result.stdout.splitlines() if line.startswith("method"))
+    assert header.split() == ["method", "tokens", "seen", "stored", "cache", "ms/token", "divergence", "answer"]
+    assert "streamingllm:budget=64" in result.stdout
+    assert "lost the passkey" in result.stdout

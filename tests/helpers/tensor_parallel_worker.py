@@ -1,0 +1,85 @@
+"""What one process of a tensor parallel group does for test_tensor_parallel.py; the test runs the same by itself.
+
+    torchrun --nproc-per-node 2 tests/helpers/tensor_parallel_worker.py FOLDER
+
+FOLDER holds the models `divisible` and `single_head`; process r leaves its results in FOLDER/process_r.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import kvsketch
+from kvsketch import CompressedCache
+from tests.helpers.common import generate, padded, with_budget
+
+VOCABULARY = 96
+METHODS = [
+    *(with_budget(name, 24) for name in kvsketch.METHODS),
+    "balancekv:budget=24:sinks=2:recent=4:form=stream",
+    "balancekv:budget=40:sinks=2:recent=4:den_weight=same:block=8",
+    "subgen:budget=40:sinks=2:recent=4:normalizer=clipped:policy=double",
+    "clusterkv:budget=24:sinks=2:skip_layers=0:recluster=8:recluster_into=2",
+    "clusterkv:budget=24:sinks=2:skip_layers=0:offload=host",
+    "infinigen:budget=40:skip_layers=0:alpha=1.5",
+]
+
+
+def converse(model: Any, method: str) -> dict[str, Any]:
+    """Some turns of a padded batch: tokens, what the cache counts, and which tokens each head of each layer holds."""
+    cache = CompressedCache(model, method, seed=3)
+    generator = torch.Generator().manual_seed(1)
+    tokens, mask = padded(torch.randint(3, VOCABULARY, (2, 70), generator=generator), [0, 9])
+    for turn in (0, 11, 3, 2):
+        tokens = torch.cat([tokens, torch.randint(3, VOCABULARY, (2, turn), generator=generator)], 1)
+        mask = torch.nn.functional.pad(mask, (0, tokens.shape[1] - mask.shape[1]), value=1)
+        tokens = generate(model, tokens, cache, attention_mask=mask, max_new_tokens=5).sequences
+    tables = [layer.table for layer in cache.slot_layers]
+    return {
+        "tokens": tokens.tolist(),
+        "kept": [[sorted(head) for row in table.index_slots().tolist() for head in row] for table in tables],
+        "heads": [list(range(table.first_head, table.first_head + table.shape[1])) for table in tables],
+        "tokens_stored": cache.tokens_stored,
+        "bytes": cache.device_bytes + cache.host_bytes,
+    }
+
+
+def refusals(split: Any, folder: Path) -> dict[str, str]:
+    """The messages for models, or what stands for them, whose heads cannot be told apart."""
+    single_head = load(folder / "single_head", tp_size=2)
+    models = {"one KV head": single_head, "config": split.config}
+    messages = {}
+    for name, model in models.items():
+        try:
+            CompressedCache(model, "streamingllm")
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def load(folder: Path, **sizes: int) -> Any:
+    options = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    # Random weights: every token is an ordinary one.
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def main(folder: Path) -> None:
+    model = load(folder / "divisible", tp_size=2)
+    results: dict[str, Any] = {method: converse(model, method) for method in METHODS}
+    results["refusals"] = refusals(model, folder)
+    (folder / f"process_{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

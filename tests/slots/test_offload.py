@@ -1,0 +1,193 @@
+"""offload=host: keys and values in host memory, the same answers, device memory that does not follow the context."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvsketch
+from kvsketch import CompressedCache
+from kvsketch.slots import host
+from tests.decode.test_decoding import DEVICE, without_gpu  # noqa: F401
+from tests.helpers import zoo
+from tests.helpers.common import generate, padded
+
+# Small clusters, pages and tails, so that a short text passes through everything several times.
+NEAR = {
+    "clusterkv": "clusterkv:budget=16:sinks=2:skip_layers=0:recluster=8:recluster_into=2:tokens_per_cluster=4",
+    "clusterkv, groups": "clusterkv:budget=16:sinks=5:skip_layers=1:recluster=7:share_in_group=true:completion=false",
+    "quest": "quest:budget=16:page=2:skip_layers=0",
+    "infinigen": "infinigen:budget=16:skip_layers=0",
+    "quest, share": "quest:budget=50%:page=4:skip_layers=1",
+}
+
+
+def build(family: str) -> Any:
+    return zoo.build(family).to(DEVICE)
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return zoo.tokens(batch, length, seed).to(DEVICE)
+
+
+def both(name: str) -> list[str]:
+    return [NEAR[name], f"{NEAR[name]}:offload=host"]
+
+
+def assert_same(results: list[Any]) -> None:
+    assert results[0].sequences.tolist() == results[1].sequences.tolist()
+    for near, far in zip(results[0].logits, results[1].logits, strict=True):
+        torch.testing.assert_close(near, far, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("pads", [[0, 0], [0, 9], [0, 37]], ids=str)
+def test_offloaded_equals_on_device(name: str, pads: list[int]) -> None:
+    """The last row begins with fewer tokens than sinks and budget."""
+    model = build("llama")
+    ids, mask = padded(tokens(2, 40), pads)
+    caches = [CompressedCache(model, method) for method in both(name)]
+    assert_same([generate(model, ids, c, attention_mask=mask, max_new_tokens=40) for c in caches])
+    assert caches[0].host_bytes == 0 and caches[1].host_bytes > 0
+    assert caches[0].tokens_stored == caches[1].tokens_stored
+    assert caches[0].hit_rate is None and 0 < caches[1].hit_rate < 1
+
+
+@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gptj", "gpt_oss"])
+def test_families(name: str, family: str) -> None:
+    """Normed keys, soft-capped logits, an attention of its own, sink logits; sliding layers stay as they are."""
+    model, ids = build(family), tokens(1, 40)
+    assert_same([generate(model, ids, CompressedCache(model, method)) for method in both(name)])
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_a_short_prompt_moves_out_when_it_outgrows_the_budget(name: str) -> None:
+    model, ids = build("llama"), tokens(1, 9)
+    caches = [CompressedCache(model, method) for method in both(name)]
+    assert_same([generate(model, ids, c, max_new_tokens=30) for c in caches])
+    assert caches[1].host_bytes > 0
+
+
+@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("pads", [[0, 0], [0, 9]], ids=str)
+@pytest.mark.parametrize("length", [12, 40])
+def test_captured_steps(name: str, pads: list[int], length: int) -> None:
+    model = build("llama")
+    ids, mask = padded(tokens(2, length), pads)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    near, far = both(name)
+    expected = model.generate(
+        **inputs, past_key_values=CompressedCache(model, near), max_new_tokens=40, do_sample=False
+    )
+    cache = CompressedCache(model, far)
+    assert kvsketch.generate(model, inputs, cache, max_new_tokens=40, do_sample=False).tolist() == expected.tolist()
+    assert cache.host_bytes > 0 and cache.tokens_seen == length + 39
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_turns_and_chunks(name: str) -> None:
+    """Several tokens at once bring everything back, are read exactly, and move out again."""
+    model = build("llama")
+    transcripts = []
+    for method in both(name):
+        cache = CompressedCache(model, method)
+        text = generate(model, tokens(2, 40), cache, prefill_chunk_size=11).sequences
+        for turn in range(2):
+            text = torch.cat([text, tokens(2, 3 + 9 * turn, seed=turn)], 1)
+            text = generate(model, text, cache).sequences
+        transcripts.append(text.tolist())
+    assert transcripts[0] == transcripts[1]
+
+
+@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 3}], ids=str)
+def test_beams(name: str, options: dict[str, Any]) -> None:
+    model, ids = build("llama"), tokens(2, 30)
+    sequences = [
+        generate(model, ids, CompressedCache(model, m), max_new_tokens=25, **options).sequences for m in both(name)
+    ]
+    assert sequences[0].tolist() == sequences[1].tolist()
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_prompt_lookup(name: str) -> None:
+    model, ids = build("llama"), tokens(1, 6).repeat(1, 6)
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    texts = [model.generate(ids, past_key_values=CompressedCache(model, m), **options).tolist() for m in both(name)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_copies_are_independent(name: str) -> None:
+    model, ids = build("llama"), tokens(1, 40)
+    cache = CompressedCache(model, both(name)[1])
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        branch = copy.deepcopy(cache)
+        once = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(10)]
+        again = [model(ids[:, i : i + 1], past_key_values=branch).logits for i in range(10)]
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    cache.reset()
+    assert cache.host_bytes == cache.device_bytes == 0 and branch.host_bytes > 0
+
+
+def bytes_after(method: str, length: int) -> tuple[int, int, int]:
+    """(device bytes, of which index and maps, host bytes) after a prompt and a few generated tokens."""
+    model = build("llama")
+    cache = CompressedCache(model, method)
+    generate(model, tokens(1, length), cache, max_new_tokens=4)
+    growing = ("centroids", "mean_values", "sizes", "offsets", "order", "page_min", "page_max", "hot_place_of")
+    states = [layer.table.row_state for layer in cache.slot_layers]
+    index = sum(s[n].numel() * s[n].element_size() for s in states for n in growing if n in s)
+    return cache.device_bytes, index, cache.host_bytes
+
+
+@pytest.mark.parametrize("name", ["clusterkv", "quest"])
+def test_device_memory_stays_flat_while_the_context_doubles(name: str) -> None:
+    """All that grows on the device is the index, by the share of the keys and values that the docs give."""
+    near, far = both(name)
+    half, whole, near_half, near_whole = (bytes_after(m, n) for m in (far, near) for n in (1000, 2000))
+    assert whole[0] - whole[1] == half[0] - half[1]
+    growth, full_growth = whole[1] - half[1], near_whole[0] - near_whole[1] - (near_half[0] - near_half[1])
+    # fp32, d = 8: 4 tokens per cluster, each cluster 2 x 8 x 4 + 8 bytes, 8 bytes per token for order and map; pages of
+    # 2, each 2 x 8 x 4 bytes, 4 per token for the map. Buffers have an eighth to spare.
+    share = {"clusterkv": (72 / 4 + 8) / 64, "quest": (64 / 2 + 4) / 64}[name]
+    assert share * full_growth <= growth <= 1.14 * share * full_growth
+    assert whole[2] - half[2] == full_growth and near_whole[2] == 0
+
+
+def test_host_memory_that_is_not_there_is_an_error_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = build("llama"), []
+    cache = CompressedCache(model, "clusterkv:budget=32:offload=host")
+    monkeypatch.setattr(host, "free_host_memory", lambda: 100_000)
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(MemoryError, match=r"offload=host needs .* GiB .*0\.00 GiB are free.*offload=none"):
+        model(tokens(1, 400), past_key_values=CompressedCache(model, "clusterkv:budget=32:skip_layers=0:offload=host"))
+    assert not calls
+    model(tokens(1, 30), past_key_values=cache)
+
+
+def test_free_memory_counts_the_limits_of_a_container(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 600000\ninactive_file 50000\n")
+    assert host._group_memory(tmp_path) == 350_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host._group_memory(tmp_path) is None
+    assert host._group_memory(tmp_path / "absent") is None
+    assert host.free_host_memory() > 0
+
+
+def test_what_cannot_be_offloaded_says_so() -> None:
+    model = build("mpt")
+    with pytest.raises(ValueError, match=r"mpt reads every token.*offload=none"):
+        generate(model, tokens(1, 40), CompressedCache(model, both("clusterkv")[1]))
+    with pytest.raises(ValueError, match="offload=disk is not valid; use none or host"):
+        kvsketch.parse_method("quest:offload=disk")
+    with pytest.raises(ValueError, match="keep_steps=0"):
+        kvsketch.parse_method("clusterkv:keep_steps=0")
