@@ -67,6 +67,29 @@ def load_tile(
         return tl.load(pointers)
 
 
+@triton.jit
+def load_levels(
+    base, first, stride, limit, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """z = c - (2^b - 1) / 2 of rows [first, first + ROWS) of packed codes (`ops.codec`); zero as in `load_tile`."""
+    rows = tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, COLUMNS)[None, :]
+    pointers = base + tl.cast(first, tl.int64) * stride + rows * stride
+    inside = (first + rows < limit) & (columns < SIZE)
+    if BITS == 8:
+        levels = tl.load(pointers + columns, mask=inside, other=0).to(tl.int32)
+    elif BITS == 4:
+        byte = tl.load(pointers + columns % (SIZE // 2), mask=inside, other=0).to(tl.int32)
+        levels = (byte >> (columns // (SIZE // 2) * 4)) & 15
+    else:
+        byte = tl.load(pointers + columns % (SIZE // 4), mask=inside, other=0).to(tl.int32)
+        levels = (byte >> (columns // (SIZE // 4) * 2)) & 3
+        if BITS == 3:
+            high = tl.load(pointers + SIZE // 4 + columns % (SIZE // 8), mask=inside, other=0).to(tl.int32)
+            levels += ((high >> (columns // (SIZE // 8))) & 1) * 4
+    return tl.where(inside, levels.to(tl.float32) - (2**BITS - 1) / 2, 0.0)
+
+
 def described_rows(tensor: Tensor, count: int) -> TensorDescriptor:
     """Tiles of `count` rows of one head of an aligned tensor [B, heads, .., size], for `load_rows`."""
     return TensorDescriptor.from_tensor(tensor, [1, 1, count, block_size(tensor.shape[-1])])

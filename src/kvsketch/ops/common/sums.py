@@ -25,7 +25,7 @@ def combine(
     acc: Tensor, sums: Tensor, out: Tensor, state: Tensor, splits: int, sink_logits: Tensor | None,
     tied: bool, log2_clip: float | None, overlap: bool,
 ) -> None:  # fmt: skip
-    """Writes out [B, Hq, N, Dv] and state [2, B, Hq, N] from acc [B, Hq, N, splits, Dv] and sums [.., splits, 4].
+    """Writes out [B, Hq, N, Dv] and state [2 or 3, B, Hq, N] from acc [B, Hq, N, splits, Dv] and sums [.., splits, 4].
 
     `log2_clip` bounds the denominator, None: not; `overlap` starts the programs while those of the splits still run.
     """
@@ -34,6 +34,7 @@ def combine(
         acc, sums, sink_logits, out, state, log2_clip or 0.0, splits, queries, query_heads,
         DV=value_size, COLUMNS=COMBINE_COLUMNS, BLOCK_SPLITS=triton.next_power_of_2(splits),
         TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
+        RATIO=state.shape[0] == 3,
         num_warps=4, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
@@ -108,6 +109,7 @@ def combine_kernel(
     acc_ptr, sums_ptr, sink_ptr, out_ptr, state_ptr, log2_clip, splits, queries, query_heads,
     DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
+    RATIO: tl.constexpr = False,
 ):  # fmt: skip
     """Output of one row, COLUMNS of it, from the sums of its splits."""
     if OVERLAP:
@@ -130,8 +132,11 @@ def combine_kernel(
     pieces = tl.load(
         acc_ptr + place[:, None] * DV + column[None, :], mask=inside[:, None] & (column[None, :] < DV), other=0.0
     )
-    out = tl.sum(pieces * share[:, None], 0) * normalizer(num_origin, num_total, by_origin, by_total)
+    factor = normalizer(num_origin, num_total, by_origin, by_total)
+    out = tl.sum(pieces * share[:, None], 0) * factor
     tl.store(out_ptr + row * DV + column, out.to(out_ptr.dtype.element_ty), mask=column < DV)
     if tl.program_id(1) == 0:
         tl.store(state_ptr + row, (num_origin + tl.log2(num_total)) * LN2)
         tl.store(state_ptr + tl.num_programs(0) + row, (den_origin + tl.log2(den_total)) * LN2)
+        if RATIO:
+            tl.store(state_ptr + 2 * tl.num_programs(0) + row, num_total * factor)

@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.dispatch import implementation
 from kvsketch.ops.common.tensors import DTYPES
 
 
 def weighted_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | CodedSlots,
+    v: Tensor | CodedSlots,
     log_num: Tensor | None,
     log_den: Tensor | None,
     scale: float,
@@ -39,6 +40,7 @@ def weighted_attention(
         out(q) = sum_i exp(s_i + log_num_i) v_i / sum_i exp(s_i + log_den_i),     s_i = scale * <q, k_i>
 
     q [B, Hq, N, D]; k [B, H, S, D]; v [B, H, Sv, Dv], Sv <= S: later slots count in the denominator only.
+      Either may be held in few bits (`ops.codec`).
     log_num, log_den [B, H, S]: None is zero, -inf is legal; the same object twice (or None twice) needs one sum only.
     bias: added to s_i, or boolean (True: visible), [B or 1, Hq or H or 1, N or 1, S]; the lowest finite number of its
       dtype hides a slot like -inf.
@@ -79,8 +81,8 @@ class Arguments(NamedTuple):
     """One call, as `weighted_attention` describes it."""
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    k: Tensor | CodedSlots
+    v: Tensor | CodedSlots
     log_num: Tensor | None
     log_den: Tensor | None
     scale: float
@@ -100,12 +102,14 @@ class Arguments(NamedTuple):
         """Raise ValueError when a shape or dtype does not fit the others."""
         q, k, v = self.q, self.k, self.v
         for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if isinstance(tensor, CodedSlots):
+                continue
             if tensor.dim() != 4:
                 raise ValueError(f"{name} must have 4 dimensions [batch, heads, length, size], got {_shape(tensor)}.")
             if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
                 raise ValueError(
                     f"q, k and v must share one dtype of float32, bfloat16, float16, float64; "
-                    f"got q {q.dtype}, k {k.dtype}, v {v.dtype}. Cast them first."
+                    f"got q {q.dtype}, {name} {tensor.dtype}. Cast them first."
                 )
         batch, query_heads, _, size = q.shape
         kv_heads, slots = k.shape[1], k.shape[2]
@@ -144,5 +148,5 @@ class Arguments(NamedTuple):
             raise ValueError(f"bias must be boolean (True: visible) or floating point (added), got {bias.dtype}.")
 
 
-def _shape(tensor: Tensor) -> list[int]:
+def _shape(tensor: Tensor | CodedSlots) -> list[int]:
     return list(tensor.shape)

@@ -3,6 +3,9 @@
 One program reads one contiguous piece (a split) of the slots of one KV head, for all query heads of its group, and
 keeps two running sums for each row (`common/sums.py`); a second one combines the splits. The grid depends on shapes
 alone; `lengths` are read on the device.
+
+Keys in few bits meet a rotated query, <q, k> = <q, center> + step <R q, z>. Values in few bits are summed as step z,
+and the sum is rotated back once for each query. The first slots may be exact: the first split reads them.
 Legend: rows are the G * N queries of one KV head, head by head; the rest as in the package docstring.
 """
 
@@ -11,14 +14,16 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.device import Device, device_traits, on
-from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, begin, dot, load_tile, tanh_ratio
+from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, begin, dot, load_levels, load_tile, tanh_ratio
 from kvsketch.ops.common.sums import add_sink, add_terms, clip_denominator, combine, load_weights, normalizer
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
@@ -55,17 +60,20 @@ class Plan:
 def supported(call: Arguments) -> bool:
     """True when the kernel serves this call."""
     q, k, v = call.q, call.k, call.v
-    something = q.numel() > 0 and k.numel() > 0 and v.numel() > 0
+    something = q.numel() > 0 and math.prod(k.shape) > 0 and math.prod(v.shape) > 0
     return q.dtype in KERNEL_DTYPES and max(q.shape[3], v.shape[3]) <= MAX_HEAD_SIZE and something
 
 
 def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     """See `kvsketch.ops.weighted_attention`; `launch` overrides the plan."""
-    q, k, v = (dense_last(tensor) for tensor in call[:3])
-    batch, query_heads, queries, size = q.shape
-    kv_heads, slots = k.shape[1:3]
-    value_slots, value_size = v.shape[2:]
+    batch, query_heads, queries, size = call.q.shape
+    kv_heads, slots = call.k.shape[1:3]
+    value_slots, value_size = call.v.shape[2:]
     group = query_heads // kv_heads
+    q, key, value = dense_last(call.q), _stored(call.k), _stored(call.v)
+    q_center = None
+    if isinstance(call.k, CodedSlots):
+        q, q_center = _rotated(call.q, call.k)
     tied = call.tied
     log_num, log_den = float_weights(call.log_num), float_weights(call.log_den)
     sink_logits, lengths = contiguous(call.sink_logits), contiguous(call.lengths)
@@ -84,8 +92,11 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     masked = lengths is not None or slots % launch.block_n > 0 or value_slots % launch.block_n > 0
     direct = launch.splits == 1
 
-    out = torch.empty((batch, query_heads, queries, value_size), dtype=q.dtype, device=q.device)
-    state = torch.empty((2, batch, query_heads, queries), dtype=torch.float32, device=q.device)
+    # Values in few bits are summed rotated; what leaves the kernel is rotated back.
+    coded_values = isinstance(call.v, CodedSlots)
+    out_dtype = torch.float32 if coded_values else q.dtype
+    out = torch.empty((batch, query_heads, queries, value_size), dtype=out_dtype, device=q.device)
+    state = torch.empty((3 if coded_values else 2, batch, query_heads, queries), dtype=torch.float32, device=q.device)
     logits = _logits_buffer(q, slots, lengths is not None) if call.return_logits else None
     pieces = 0 if direct else batch * query_heads * queries * launch.splits
     acc = torch.empty(max(1, pieces * value_size), dtype=torch.float32, device=q.device)
@@ -93,23 +104,61 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
 
     with on(q.device):
         split_kernel[(launch.splits, row_tiles, batch * kv_heads)](
-            q, k, v, log_num, log_den, bias, sink_logits, lengths,
+            q, key.data, value.data, log_num, log_den, bias, sink_logits, lengths,
+            q_center, key.steps, value.steps, key.exact, value.exact,
             out, state, logits, acc, sums,
             call.scale, call.softcap or 0.0, bias_floor, log2_clip or 0.0,
             slots, value_slots, launch.splits, queries, kv_heads,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            *q.stride()[:3], *key.data.stride()[:3], *value.data.stride()[:3],
+            *outer_strides(key.steps), *outer_strides(value.steps),
             *outer_strides(log_num), *outer_strides(log_den), *bias_strides,
             GROUP=group, D=size, DV=value_size, BLOCK_D=block_d, BLOCK_DV=block_dv,
             BLOCK_M=block_m, BLOCK_N=launch.block_n, STAGES=launch.stages,
             TIED=tied, NUM=log_num is not None, DEN=log_den is not None, TAIL=value_slots < slots, BIAS=bias_kind,
             CAPPED=call.softcap is not None, SINKS=sink_logits is not None, LENGTHS=lengths is not None,
             CLIPPED=log2_clip is not None, LOGITS=call.return_logits, MASKED=masked, DIRECT=direct,
+            KEY_BITS=key.bits, VALUE_BITS=value.bits, EXACT=max(key.exact_slots, value.exact_slots),
             OVERLAP=launch.overlap, EARLY=launch.early, num_warps=launch.warps,
             **({"launch_pdl": True} if launch.early else {}),
         )  # fmt: skip
         if not direct:
             combine(acc, sums, out, state, launch.splits, sink_logits, tied, log2_clip, launch.overlap)
+    if isinstance(call.v, CodedSlots):
+        out = _rotated_back(out, state[2], call.v).to(call.q.dtype)
     return Attended(out, state[0], state[1], logits)
+
+
+class Stored(NamedTuple):
+    """Keys or values as the kernel takes them."""
+
+    data: Tensor  # vectors [B, H, S, D], or their codes
+    bits: int = 16  # 16: the dtype of the queries
+    steps: Tensor | None = None  # [B, H, S]
+    exact: Tensor | None = None  # [B, H, E, D] float32, contiguous
+    exact_slots: int = 0
+
+
+def _stored(part: Tensor | CodedSlots) -> Stored:
+    if isinstance(part, Tensor):
+        return Stored(dense_last(part))
+    exact = part.exact.contiguous()
+    return Stored(dense_last(part.codes), part.codec.bits, dense_last(part.steps), exact, exact.shape[2])
+
+
+def _rotated(q: Tensor, keys: CodedSlots) -> tuple[Tensor, Tensor]:
+    """R q [B, Hq, N, D] in the dtype of q, and <q, center> [B, Hq, N] float32."""
+    batch, query_heads, queries, size = q.shape
+    exact = q.float()
+    grouped = exact.reshape(batch, keys.center.shape[1], -1, size)
+    center = (grouped @ keys.center.unsqueeze(-1)).view(batch, query_heads, queries)
+    return (exact @ keys.codec.rotation(q.device).T).to(q.dtype).contiguous(), center
+
+
+def _rotated_back(out: Tensor, ratio: Tensor, values: CodedSlots) -> Tensor:
+    """The output in the model's coordinates; `ratio` [B, Hq, N]: the numerator's sum of weights by the denominator."""
+    batch, query_heads, queries, size = out.shape
+    center = values.center.unsqueeze(2) * ratio.view(batch, values.center.shape[1], -1, 1)
+    return out @ values.codec.rotation(out.device) + center.view(batch, query_heads, queries, size)
 
 
 def _logits_buffer(q: Tensor, slots: int, ragged: bool) -> Tensor:
@@ -184,17 +233,38 @@ def load_bias(pointers, mask, floor):
 
 @triton.jit
 def score_tile(
-    q, k_base, k_s, start, slots, limit, scale, softcap,
+    q, q_center, k_base, k_s, k_step, start, slots, limit, scale, softcap,
     logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, LOGITS: tl.constexpr, BIAS: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, LOGITS: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
     """log2(e) (s_i + bias_i) for a tile of slots [rows, slots]; stores s_i on request."""
-    k_tile = load_tile(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, MASKED)
-    s = dot(q, tl.trans(k_tile), tl.zeros((q.shape[0], BLOCK_N), tl.float32)) * scale
+    if BITS == 16:
+        k_tile = load_tile(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, MASKED)
+        s = dot(q, tl.trans(k_tile), tl.zeros((q.shape[0], BLOCK_N), tl.float32)) * scale
+    else:
+        k_tile = load_levels(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, BITS).to(q.dtype)
+        step = tl.load(k_step + slots, mask=slots < limit, other=0.0).to(tl.float32)
+        s = dot(q, tl.trans(k_tile), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+        s = (s * step[None, :] + q_center[:, None]) * scale
+    return finish_scores(
+        s, slots, limit, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
+        CAPPED, LOGITS, BIAS, FIRST,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish_scores(
+    s, slots, limit, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
+    CAPPED: tl.constexpr, LOGITS: tl.constexpr, BIAS: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """log2(e) (s_i + bias_i) from the products s_i of a tile, -inf before slot FIRST; stores s_i on request."""
     if CAPPED:
         s = softcap * tanh_ratio(s, softcap)
     inside = row_inside[:, None] & (slots[None, :] < limit)
+    if FIRST > 0:
+        inside = inside & (slots[None, :] >= FIRST)
     if LOGITS:
         tl.store(logits_ptr + flat_row[:, None] * slots_total + slots[None, :], s, mask=inside)
     x = s * LOG2E
@@ -202,27 +272,32 @@ def score_tile(
         x += load_bias(bias_rows + slots, slots < limit, bias_floor)[None, :] * LOG2E
     elif BIAS == "row":
         x += load_bias(bias_rows[:, None] + slots[None, :], inside, bias_floor) * LOG2E
+    if FIRST > 0:
+        x = tl.where(slots[None, :] < FIRST, NEG_INF, x)
     return x
 
 
 # A cache that grows by a slot per step must not compile a kernel per length.
 @triton.jit(
     do_not_specialize=[
-        "slots_total", "value_slots", "splits", "queries",
+        "slots_total", "value_slots", "splits", "queries", "k_step_b", "k_step_h", "v_step_b", "v_step_h",
         "num_b", "num_h", "den_b", "den_h", "bias_b", "bias_h", "bias_g", "bias_n",
     ]
 )  # fmt: skip
 def split_kernel(
     q_ptr, k_ptr, v_ptr, num_ptr, den_ptr, bias_ptr, sink_ptr, length_ptr,
+    center_ptr, k_step_ptr, v_step_ptr, k_exact_ptr, v_exact_ptr,
     out_ptr, state_ptr, logits_ptr, acc_ptr, sums_ptr,
     scale, softcap, bias_floor, log2_clip,
     slots_total, value_slots, splits, queries, kv_heads,
-    q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, num_b, num_h, den_b, den_h, bias_b, bias_h, bias_g, bias_n,
+    q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s,
+    k_step_b, k_step_h, v_step_b, v_step_h, num_b, num_h, den_b, den_h, bias_b, bias_h, bias_g, bias_n,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     TIED: tl.constexpr, NUM: tl.constexpr, DEN: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, LENGTHS: tl.constexpr, CLIPPED: tl.constexpr, LOGITS: tl.constexpr,
-    MASKED: tl.constexpr, DIRECT: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
+    MASKED: tl.constexpr, DIRECT: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, EXACT: tl.constexpr,
+    OVERLAP: tl.constexpr, EARLY: tl.constexpr, EXACT_BLOCK: tl.constexpr = 16,
 ):  # fmt: skip
     """Sums over one piece of the slots of one KV head; the output itself when there is one piece (DIRECT)."""
     begin(OVERLAP, EARLY)
@@ -241,6 +316,12 @@ def split_kernel(
     q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=row_inside[:, None] & (d[None, :] < D), other=0.0)
     k_base = k_ptr + b * k_b + h * k_h
     v_base = v_ptr + b * v_b + h * v_h
+    k_step, v_step, q_center = k_step_ptr, v_step_ptr, scale
+    if KEY_BITS != 16:
+        k_step += b * k_step_b + h * k_step_h
+        q_center = tl.load(center_ptr + flat_row, mask=row_inside, other=0.0)
+    if VALUE_BITS != 16:
+        v_step += b * v_step_b + h * v_step_h
     num_base, den_base, bias_rows = num_ptr, den_ptr, bias_ptr
     if NUM:
         num_base += b * num_b + h * num_h
@@ -270,14 +351,19 @@ def split_kernel(
         start = tile * BLOCK_N
         slots = start + tl.arange(0, BLOCK_N)
         x = score_tile(
-            q, k_base, k_s, start, slots, limit, scale, softcap,
+            q, q_center, k_base, k_s, k_step, start, slots, limit, scale, softcap,
             logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
-            D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS,
+            D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS, KEY_BITS, EXACT,
         )  # fmt: skip
         x_num = x + load_weights(num_base, slots, value_limit, NUM, MASKED)[None, :]
         num_origin, num_total, terms, shrink = add_terms(num_origin, num_total, x_num)
-        v_tile = load_tile(v_base, start, v_s, value_limit, BLOCK_N, DV, BLOCK_DV, MASKED)
-        acc = dot(terms.to(v_tile.dtype), v_tile, acc * shrink[:, None])
+        if VALUE_BITS == 16:
+            v_tile = load_tile(v_base, start, v_s, value_limit, BLOCK_N, DV, BLOCK_DV, MASKED)
+            acc = dot(terms.to(v_tile.dtype), v_tile, acc * shrink[:, None])
+        else:
+            z_tile = load_levels(v_base, start, v_s, value_limit, BLOCK_N, DV, BLOCK_DV, VALUE_BITS).to(q.dtype)
+            step = tl.load(v_step + slots, mask=slots < value_limit, other=0.0).to(tl.float32)
+            acc = dot((terms * step[None, :]).to(q.dtype), z_tile, acc * shrink[:, None])
         if not TIED:
             x_den = x + load_weights(den_base, slots, limit, DEN, MASKED)[None, :]
             den_origin, den_total, _, _ = add_terms(den_origin, den_total, x_den)
@@ -286,12 +372,41 @@ def split_kernel(
             start = tile * BLOCK_N
             slots = start + tl.arange(0, BLOCK_N)
             x = score_tile(
-                q, k_base, k_s, start, slots, limit, scale, softcap,
+                q, q_center, k_base, k_s, k_step, start, slots, limit, scale, softcap,
                 logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
-                D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS,
+                D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS, KEY_BITS, EXACT,
             )  # fmt: skip
             x_den = x + load_weights(den_base, slots, limit, DEN, MASKED)[None, :]
             den_origin, den_total, _, _ = add_terms(den_origin, den_total, x_den)
+
+    if EXACT > 0:  # noqa: SIM102
+        if split == 0:
+            slots = tl.arange(0, EXACT_BLOCK)
+            exact_limit = tl.minimum(limit, EXACT)
+            if KEY_BITS == 16:
+                k_tile = load_tile(k_base, 0, k_s, exact_limit, EXACT_BLOCK, D, BLOCK_D, True)
+                s = dot(q, tl.trans(k_tile), tl.zeros((BLOCK_M, EXACT_BLOCK), tl.float32)) * scale
+            else:
+                k_exact = k_exact_ptr + batch_head.to(tl.int64) * EXACT * D
+                k_tile = load_tile(k_exact, 0, D, exact_limit, EXACT_BLOCK, D, BLOCK_D, True).to(q.dtype)
+                s = dot(q, tl.trans(k_tile), tl.zeros((BLOCK_M, EXACT_BLOCK), tl.float32))
+                s = (s + q_center[:, None]) * scale
+            x = finish_scores(
+                s, slots, exact_limit, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
+                CAPPED, LOGITS, BIAS, 0,
+            )  # fmt: skip
+            value_exact = tl.minimum(value_limit, EXACT)
+            x_num = x + load_weights(num_base, slots, value_exact, NUM, True)[None, :]
+            num_origin, num_total, terms, shrink = add_terms(num_origin, num_total, x_num)
+            if VALUE_BITS == 16:
+                v_tile = load_tile(v_base, 0, v_s, value_exact, EXACT_BLOCK, DV, BLOCK_DV, True)
+            else:
+                v_exact = v_exact_ptr + batch_head.to(tl.int64) * EXACT * DV
+                v_tile = load_tile(v_exact, 0, DV, value_exact, EXACT_BLOCK, DV, BLOCK_DV, True).to(q.dtype)
+            acc = dot(terms.to(q.dtype), v_tile, acc * shrink[:, None])
+            if not TIED:
+                x_den = x + load_weights(den_base, slots, exact_limit, DEN, True)[None, :]
+                den_origin, den_total, _, _ = add_terms(den_origin, den_total, x_den)
 
     columns = tl.arange(0, BLOCK_DV)
     column_inside = row_inside[:, None] & (columns[None, :] < DV)
@@ -303,7 +418,11 @@ def split_kernel(
             sink = tl.load(sink_ptr + h * GROUP + head_in_group, mask=row_inside, other=NEG_INF).to(tl.float32)
             den_origin, den_total = add_sink(den_origin, den_total, sink)
             by_origin, by_total = add_sink(by_origin, by_total, sink)
-        out = acc * normalizer(num_origin, num_total, by_origin, by_total)[:, None]
+        factor = normalizer(num_origin, num_total, by_origin, by_total)
+        out = acc * factor[:, None]
+        if VALUE_BITS != 16:
+            ratio = state_ptr + 2 * tl.num_programs(2).to(tl.int64) * head_rows
+            tl.store(ratio + flat_row, num_total * factor, mask=row_inside)
         out_rows = out_ptr + flat_row[:, None] * DV
         tl.store(out_rows + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=column_inside)
         tl.store(state_ptr + flat_row, (num_origin + tl.log2(num_total)) * LN2, mask=row_inside)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.weighted_attention import Arguments, Attended
 
 NEG_INF = float("-inf")
@@ -32,11 +33,12 @@ class Sum(NamedTuple):
 
 def weighted_attention(call: Arguments) -> Attended:
     """See `kvsketch.ops.weighted_attention`."""
-    q, k, v, log_num, log_den = call[:5]
+    q, log_num, log_den = call.q, call.log_num, call.log_den
     batch, query_heads, queries, size = q.shape
-    kv_heads, slots = k.shape[1:3]
+    kv_heads, slots = call.k.shape[1:3]
     group = query_heads // kv_heads
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    k, v = (part.decoded(dtype) if isinstance(part, CodedSlots) else part for part in (call.k, call.v))
     visible = None
     if call.lengths is not None:
         visible = torch.arange(slots, device=k.device) < call.lengths[..., None]  # [B, H, S]

@@ -1,0 +1,178 @@
+"""Vectors in few bits: centred, rotated, uniform levels, one step per vector.
+
+    y = R (x - center),   step0 = t_b |y| / sqrt(D),   c = clamp(floor(y / step0 + 2^(b-1)), 0, 2^b - 1)
+    z = c - (2^b - 1) / 2,   step = <y, z> / <z, z>,   x^ = center + R' (step z)
+
+R is a Hadamard matrix times random signs, so that every channel carries the same part of a vector; t_b is the best
+uniform step for a normal variable. The step has no neighbours: a vector is written, moved and dropped alone. Whoever
+reads products needs no decoding: <q, x^> = <q, center> + step <R q, z>.
+
+Three files: the operation here, the definition in torch in `reference.py`, the Triton program in `kernel.py`. Both
+compute the same float32 operations in the same order, so that codes and steps are equal bit for bit.
+Legend: D size of a vector, p the largest power of two that divides D, m = D / p.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops.common.dispatch import implementation
+
+# Best uniform step for a normal variable, by bits (Max 1960).
+UNIT_STEPS = {2: 0.9957, 3: 0.5860, 4: 0.3352, 8: 0.0308}
+BITS = tuple(sorted(UNIT_STEPS))
+STEP_DTYPE = torch.float16
+LARGEST_STEP = torch.finfo(STEP_DTYPE).max
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How vectors of one size are coded.
+
+    A size m p with m odd and p a power of two is rotated by a Hadamard matrix in m blocks of p channels, and the blocks
+    are mixed by the reflection I - (2/m) 11'. Sizes must be multiples of 8.
+
+    Codes are packed in planes: channels d, d + D/2 share a byte at 4 bits, d, d + D/4, d + D/2, d + 3D/4 at 2 bits; 3
+    bits are a plane of the 2 low bits and one of the high bit, eight channels a byte.
+    """
+
+    bits: int
+    size: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise ValueError(f"bits={self.bits} is not valid; use {', '.join(map(str, BITS))}, or 16 for no coding")
+        if self.size % 8 or self.size <= 0:
+            raise ValueError(
+                f"bits={self.bits} cannot code heads of size {self.size}, only multiples of 8; use bits=16"
+            )
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes of one vector; its step takes two more."""
+        return self.size * self.bits // 8
+
+    @property
+    def half_range(self) -> float:
+        """z = c - half_range."""
+        return (2**self.bits - 1) / 2
+
+    @property
+    def block(self) -> int:
+        """p, the channels that one Hadamard matrix mixes."""
+        return self.size & -self.size
+
+    def signs(self, device: torch.device) -> Tensor:  # [D] float32
+        return _signs(self.size, self.seed, device)
+
+    def rotation(self, device: torch.device) -> Tensor:  # [D, D] float32
+        """R, as a matrix: R x = x @ R'."""
+        return _rotation(self, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(size: int, seed: int, device: torch.device) -> Tensor:
+    drawn = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(seed))
+    return (2.0 * drawn - 1.0).to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _rotation(codec: Codec, device: torch.device) -> Tensor:
+    from kvsketch.ops.codec.reference import rotate
+
+    return rotate(torch.eye(codec.size), codec.signs(torch.device("cpu")), codec.block).T.contiguous().to(device)
+
+
+class Coded(NamedTuple):
+    """Vectors in few bits."""
+
+    codes: Tensor  # [B, H, S, bytes] uint8
+    steps: Tensor  # [B, H, S] float16
+
+
+@dataclass
+class CodedSlots:
+    """Keys or values of slots in few bits. The first slots may be exact: they are held as R (x - center) in float32."""
+
+    codec: Codec
+    center: Tensor  # [B, H, D] float32
+    exact: Tensor  # [B, H, E, D] float32
+    codes: Tensor  # [B, H, S, bytes] uint8; the first E are not read
+    steps: Tensor  # [B, H, S] float16
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of the vectors: [B, H, S, D]."""
+        batch, heads, slots = self.steps.shape
+        return batch, heads, slots, self.codec.size
+
+    def rotated(self) -> Tensor:  # [B, H, S, D] float32
+        """R (x - center) of every slot."""
+        y = (levels_of(self.codes, self.codec) - self.codec.half_range) * self.steps.float().unsqueeze(-1)
+        exact = min(self.exact.shape[2], y.shape[2])
+        return torch.cat([self.exact[:, :, :exact], y[:, :, exact:]], 2) if exact else y
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:  # [B, H, S, D]
+        """The vectors themselves."""
+        return (self.rotated() @ self.codec.rotation(self.steps.device) + self.center.unsqueeze(2)).to(dtype)
+
+
+def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
+    """x [B, H, n, D] in few bits; center [B, H, D] float32. A vector that is not finite gets a step that is nan."""
+    _check(x, center, codec)
+    coded: Coded = implementation("codec", x.device, codec).encode(x, center, codec)
+    return coded
+
+
+def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:
+    """Writes x [B, H, n, D] to the places `at` [B, H, n] int64 of coded vectors [B, H, S, ...], in place."""
+    _check(x, center, codec)
+    implementation("codec", x.device, codec).encode_into(coded, x, center, codec, at)
+
+
+def _check(x: Tensor, center: Tensor, codec: Codec) -> None:
+    if x.shape[-1] != codec.size or center.shape != (*x.shape[:2], codec.size):
+        raise ValueError(
+            f"x {list(x.shape)} and center {list(center.shape)} are not [B, H, n, {codec.size}], [B, H, D]."
+        )
+
+
+def levels_of(codes: Tensor, codec: Codec) -> Tensor:  # [..., D] float32
+    """The levels c, unpacked."""
+    if codec.bits == 8:
+        return codes.float()
+    if codec.bits == 3:
+        low, high = codes[..., : codec.size // 4], codes[..., codec.size // 4 :]
+        return _unpacked(low, 2) + 4.0 * _unpacked(high, 1)
+    return _unpacked(codes, codec.bits)
+
+
+def _unpacked(codes: Tensor, bits: int) -> Tensor:
+    planes = [(codes >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    return torch.cat(planes, -1).float()
+
+
+def packed(levels: Tensor, codec: Codec) -> Tensor:  # [..., bytes] uint8
+    """Levels c [..., D] uint8 as bytes."""
+    if codec.bits == 8:
+        return levels
+    if codec.bits == 3:
+        return torch.cat([_packed(levels & 3, 2), _packed(levels >> 2, 1)], -1)
+    return _packed(levels, codec.bits)
+
+
+def _packed(levels: Tensor, bits: int) -> Tensor:
+    parts = levels.chunk(8 // bits, -1)
+    return functools.reduce(torch.bitwise_or, (part << (i * bits) for i, part in enumerate(parts)))
+
+
+def unit_step(codec: Codec) -> float:
+    """t_b / sqrt(D)."""
+    return UNIT_STEPS[codec.bits] / math.sqrt(codec.size)

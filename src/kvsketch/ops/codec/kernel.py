@@ -1,0 +1,134 @@
+"""Encoding on a GPU: one program codes a tile of vectors of one head.
+
+Fused multiply-adds are off and divisions are exact, so that codes and steps equal the reference's bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvsketch.ops.codec import LARGEST_STEP, STEP_DTYPE, Codec, Coded, unit_step
+from kvsketch.ops.common.device import on
+from kvsketch.ops.common.tensors import MAX_HEAD_SIZE, dense_last
+
+TILE = 16  # vectors of one program
+
+
+def supported(codec: Codec) -> bool:
+    """True when the kernel serves this codec: its Hadamard matrix has one block."""
+    return codec.block == codec.size <= MAX_HEAD_SIZE
+
+
+def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
+    """See `kvsketch.ops.codec.encode`."""
+    codes = torch.empty(*x.shape[:3], codec.code_bytes, dtype=torch.uint8, device=x.device)
+    coded = Coded(codes, torch.empty(x.shape[:3], dtype=STEP_DTYPE, device=x.device))
+    _launch(coded, x, center, codec, None)
+    return coded
+
+
+def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:
+    """See `kvsketch.ops.codec.encode_into`."""
+    _launch(coded, x, center, codec, at.contiguous())
+
+
+def _launch(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor | None) -> None:
+    batch, heads, count = x.shape[:3]
+    if not x.numel():
+        return
+    x, center = dense_last(x), center.contiguous()
+    tile = min(TILE, triton.next_power_of_2(count))
+    with on(x.device):
+        encode_kernel[(triton.cdiv(count, tile), batch * heads)](
+            x, center, codec.signs(x.device), at, coded.codes, coded.steps,
+            count, heads, unit_step(codec), 1.0 / math.sqrt(codec.block), LARGEST_STEP,
+            *x.stride()[:3], *coded.codes.stride()[:3], *coded.steps.stride()[:3],
+            BITS=codec.bits, D=codec.size, STAGES=codec.size.bit_length() - 1, TILE=tile, AT=at is not None,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The first and the second half of the columns of a tile."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def hadamard(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+    """Sums and differences of halves, which trade places with neighbours; after STAGES all are where they began."""
+    for _ in tl.static_range(STAGES):
+        a, b = halves(x, ROWS, COLUMNS)
+        x = tl.reshape(tl.join(a + b, a - b), (ROWS, COLUMNS))
+    return x
+
+
+@triton.jit
+def pairwise_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+    """Sum of the columns of a tile: halves are added until one column is left."""
+    for stage in tl.static_range(STAGES):
+        a, b = halves(x, ROWS, COLUMNS >> stage)
+        x = a + b
+    return tl.reshape(x, (ROWS,))
+
+
+@triton.jit
+def packed(levels, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Levels of a tile as bytes: halves share a byte, then halves of those."""
+    if BITS <= 4:
+        a, b = halves(levels, ROWS, COLUMNS)
+        levels = a | (b << 4)
+    if BITS <= 2:
+        a, b = halves(levels, ROWS, COLUMNS // 2)
+        levels = a | (b << 2)
+    if BITS <= 1:
+        a, b = halves(levels, ROWS, COLUMNS // 4)
+        levels = a | (b << 1)
+    return levels.to(tl.uint8)
+
+
+@triton.jit(do_not_specialize=["count"])
+def encode_kernel(
+    x_ptr, center_ptr, sign_ptr, at_ptr, code_ptr, step_ptr, count, heads, unit_step, unit_norm, largest_step,
+    x_b, x_h, x_n, code_b, code_h, code_n, step_b, step_h, step_n,
+    BITS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, AT: tl.constexpr,
+):  # fmt: skip
+    """Codes and steps of TILE vectors of one batch row and head."""
+    b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = row < count
+    column = tl.arange(0, D)
+    pointers = x_ptr + b * x_b + h * x_h + row[:, None].to(tl.int64) * x_n + column[None, :]
+    x = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32)
+    center = tl.load(center_ptr + tl.program_id(1).to(tl.int64) * D + column)
+    y = hadamard((x - center[None, :]) * tl.load(sign_ptr + column)[None, :], TILE, D, STAGES) * unit_norm
+
+    first = unit_step * tl.sqrt_rn(pairwise_sum(y * y, TILE, D, STAGES))
+    first = tl.where(first == 0.0, 1.0, first)
+    finite = (first < float("inf"))[:, None]
+    largest = 2.0**BITS - 1.0
+    divided = tl.div_rn(y, tl.broadcast_to(first[:, None], (TILE, D)))
+    levels = tl.minimum(tl.maximum(tl.floor(divided + 2.0 ** (BITS - 1)), 0.0), largest)
+    levels = tl.where(finite, levels, 0.0)
+    z = levels - largest / 2.0
+    step = tl.div_rn(pairwise_sum(y * z, TILE, D, STAGES), pairwise_sum(z * z, TILE, D, STAGES))
+    step = tl.where(step > largest_step, largest_step, tl.where(step < -largest_step, -largest_step, step))
+    step = tl.where(first < float("inf"), step, float("nan"))
+
+    slot = row.to(tl.int64)
+    if AT:
+        slot = tl.load(at_ptr + tl.program_id(1).to(tl.int64) * count + row, mask=inside, other=0)
+    tl.store(step_ptr + b * step_b + h * step_h + slot * step_n, step.to(tl.float16), mask=inside)
+    codes = code_ptr + b * code_b + h * code_h + slot[:, None] * code_n
+    whole = levels.to(tl.int32)
+    if BITS == 3:
+        low, high = packed(whole & 3, 2, TILE, D), packed(whole >> 2, 1, TILE, D)
+        tl.store(codes + tl.arange(0, D // 4)[None, :], low, mask=inside[:, None])
+        tl.store(codes + D // 4 + tl.arange(0, D // 8)[None, :], high, mask=inside[:, None])
+    else:
+        tl.store(codes + tl.arange(0, D * BITS // 8)[None, :], packed(whole, BITS, TILE, D), mask=inside[:, None])

@@ -1,0 +1,158 @@
+"""Few bits: what the codec promises, and attention over coded slots against attention over what they decode to."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.ops import codec as codecs
+from kvsketch.ops.codec import BITS, Codec, CodedSlots
+from kvsketch.ops.codec import reference as codec_reference
+from kvsketch.ops.weighted_attention import Arguments
+from kvsketch.ops.weighted_attention import reference as attention_reference
+from tests.ops.formula import needs_triton, relative_error
+
+# Normal vectors: mean squared error of the best uniform quantiser (Max 1960).
+NORMAL_ERROR = {2: 0.1188, 3: 0.03744, 4: 0.01154, 8: 0.000110}
+
+
+def vectors(
+    size: int, count: int = 50, dtype: torch.dtype = torch.float32, common: float = 20.0
+) -> tuple[Tensor, Tensor]:
+    """Vectors [2, 3, count, size] around a large common part, and the mean of each head."""
+    generator = torch.Generator().manual_seed(size)
+    center = common * torch.randn(2, 3, 1, size, generator=generator)
+    x = (center + torch.randn(2, 3, count, size, generator=generator)).to(dtype)
+    return x, x.float().mean(2)
+
+
+def coded(x: Tensor, center: Tensor, bits: int, exact: int = 0) -> CodedSlots:
+    codec = Codec(bits, x.shape[-1], seed=3)
+    rotated = codec_reference.rotate(x[:, :, :exact].float() - center.unsqueeze(2), codec.signs(x.device), codec.block)
+    return CodedSlots(codec, center, rotated, *codecs.encode(x, center, codec))
+
+
+@pytest.mark.parametrize("size", [64, 80, 96, 128])
+@pytest.mark.parametrize("bits", BITS)
+def test_error_is_that_of_the_best_uniform_levels(bits: int, size: int) -> None:
+    x, center = vectors(size, 400)
+    slots = coded(x, center, bits)
+    assert slots.codes.shape[-1] == size * bits // 8
+    assert (slots.decoded(torch.float32) - x).square().mean() < 1.05 * NORMAL_ERROR[bits]
+
+
+@pytest.mark.parametrize("size", [8, 64, 80, 96, 72])
+def test_rotation_is_orthonormal_and_spreads_one_channel_over_all(size: int) -> None:
+    rotation = Codec(4, size).rotation(torch.device("cpu"))
+    torch.testing.assert_close(rotation @ rotation.T, torch.eye(size), atol=1e-6, rtol=0)
+    assert rotation.abs().max() <= 2 / math.sqrt(size & -size)
+    y = torch.randn(5, size)
+    spread = codec_reference.rotate(y, Codec(4, size).signs(y.device), size & -size)
+    torch.testing.assert_close(spread, y @ rotation.T, atol=1e-5, rtol=1e-5)
+
+
+def test_a_vector_is_coded_alone() -> None:
+    x, center = vectors(64)
+    codec = Codec(4, 64)
+    whole, one = codecs.encode(x, center, codec), codecs.encode(x[:, :, 7:8], center, codec)
+    assert torch.equal(whole.codes[:, :, 7:8], one.codes) and torch.equal(whole.steps[:, :, 7:8], one.steps)
+    at = torch.full((2, 3, 1), 11)
+    codecs.encode_into(whole, x[:, :, 7:8], center, codec, at)
+    assert torch.equal(whole.codes[:, :, 11], one.codes[:, :, 0]) and torch.equal(
+        whole.steps[:, :, 11], one.steps[:, :, 0]
+    )
+
+
+def test_equal_vectors_need_no_step_and_what_is_not_finite_is_marked() -> None:
+    x, center = vectors(64)
+    x[0, 0, 1] = center[0, 0]
+    x[0, 1, 2, 5], x[1, 2, 3, 0] = float("nan"), float("inf")
+    found = codecs.encode(x, center, Codec(4, 64))
+    assert found.steps[0, 0, 1] == 0
+    assert found.steps.isnan().nonzero().tolist() == [[0, 1, 2], [1, 2, 3]]
+
+
+def test_bad_bits_and_sizes_name_the_choices() -> None:
+    with pytest.raises(ValueError, match=r"bits=5 is not valid; use 2, 3, 4, 8, or 16"):
+        Codec(5, 64)
+    with pytest.raises(ValueError, match=r"heads of size 66, only multiples of 8; use bits=16"):
+        Codec(4, 66)
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize(("bits", "dtype"), zip(BITS, [torch.float32, torch.bfloat16] * 2, strict=True))
+def test_kernel_gives_the_same_codes_bit_for_bit(bits: int, dtype: torch.dtype, device: torch.device) -> None:
+    from kvsketch.ops.codec import kernel
+
+    x, center = vectors(64, 21, dtype)
+    x[0, 0, 1], x[0, 1, 2, 5] = center[0, 0].to(dtype), float("inf")
+    x, center, codec = x.to(device), center.to(device), Codec(bits, 64)
+    ours, theirs = kernel.encode(x, center, codec), codec_reference.encode(x, center, codec)
+    assert torch.equal(ours.codes, theirs.codes)
+    assert torch.equal(ours.steps.view(torch.int16), theirs.steps.view(torch.int16)) or torch.equal(
+        ours.steps.nan_to_num(-1.0), theirs.steps.nan_to_num(-1.0)
+    )
+    at = torch.randperm(21, device=device).expand(2, 3, 21)
+    codec_reference.encode_into(theirs, x, center, codec, at)
+    kernel.encode_into(ours, x, center, codec, at)
+    assert torch.equal(ours.codes, theirs.codes)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("key_bits", "value_bits", "size", "slots", "group", "exact", "tied", "dtype"),
+    [
+        (4, 4, 64, 100, 4, 4, True, torch.float32),
+        (4, 4, 128, 63, 7, 4, False, torch.bfloat16),
+        (2, 3, 64, 150, 1, 0, False, torch.float32),
+        (8, 8, 64, 40, 2, 4, True, torch.bfloat16),
+        (3, 2, 80, 70, 2, 3, True, torch.float32),
+        (16, 4, 96, 90, 2, 4, False, torch.float32),
+        (4, 16, 64, 90, 8, 4, True, torch.bfloat16),
+    ],
+)
+def test_attention_reads_codes_as_what_they_stand_for(
+    key_bits: int, value_bits: int, size: int, slots: int, group: int, exact: int, tied: bool, dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
+    from kvsketch.ops.weighted_attention import kernel
+
+    torch.manual_seed(slots)
+    parts = []
+    for bits, common in ((key_bits, 3.0), (value_bits, 1.0)):
+        x, center = vectors(size, slots, dtype, common)
+        x, center = x.to(device), center.to(device)
+        parts.append(x if bits == 16 else coded(x, center, bits, exact))
+    q = torch.randn(2, 3 * group, 1, size, device=device).to(dtype)
+    log_den = torch.randn(2, 3, slots, device=device)
+    log_den[:, :, -5:] = float("-inf")
+    log_num = log_den if tied else log_den + 0.3 * torch.randn(2, 3, slots, device=device)
+    lengths = torch.tensor([[slots, slots - 7, slots - 20]] * 2, device=device)
+    options = dict(softcap=20.0, sink_logits=torch.randn(3 * group, device=device), clip=0.5, lengths=lengths)
+    bias = torch.rand(2, 1, 1, slots, device=device) > 0.1
+    call = Arguments(q, parts[0], parts[1], log_num, log_den, size**-0.5, bias, return_logits=True, **options)
+    ours, theirs = kernel.weighted_attention(call), attention_reference.weighted_attention(call)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert relative_error(ours.out.float(), theirs.out.float()) < tolerance
+    for found, expected in ((ours.log_sum_num, theirs.log_sum_num), (ours.log_sum_den, theirs.log_sum_den)):
+        torch.testing.assert_close(found, expected, atol=20 * tolerance, rtol=tolerance)
+    torch.testing.assert_close(ours.logits, theirs.logits, atol=20 * tolerance, rtol=tolerance)
+
+
+def test_attention_over_many_bits_is_attention_over_the_vectors() -> None:
+    k, key_center = vectors(64, 60)
+    v, value_center = vectors(64, 60, common=1.0)
+    q = torch.randn(2, 6, 1, 64)
+    exact = ops.weighted_attention(q, k, v, None, None, 0.125)
+    errors = []
+    for bits in (2, 4, 8):
+        out = ops.weighted_attention(
+            q, coded(k, key_center, bits, 4), coded(v, value_center, bits, 4), None, None, 0.125
+        )
+        errors.append(relative_error(out, exact))
+    assert errors[0] > errors[1] > errors[2] and errors[2] < 0.01
