@@ -18,7 +18,7 @@ from kvsketch.slots import heads as parallel
 from tests.helpers import zoo
 from tests.helpers.tensor_parallel_worker import METHODS, VOCABULARY, converse, load
 
-WORKER = Path(__file__).parents[1] / "helpers" / "tensor_parallel_worker.py"
+ROOT = Path(__file__).parents[2]
 Results = dict[str, Any]
 
 
@@ -51,17 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def processes(folder: Path) -> list[Results]:
     """What two processes found; one launch for all tests."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(WORKER),
-        str(folder),
-    ]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, "--module", "tests.helpers.tensor_parallel_worker", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": ""}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-4000:]
     return [json.loads((folder / f"process_{rank}.json").read_text()) for rank in range(2)]
 

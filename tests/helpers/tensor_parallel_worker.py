@@ -1,6 +1,6 @@
 """What one process of a tensor parallel group does for test_tensor_parallel.py; the test runs the same by itself.
 
-    torchrun --nproc-per-node 2 tests/helpers/tensor_parallel_worker.py FOLDER
+    torchrun --nproc-per-node 2 --module tests.helpers.tensor_parallel_worker FOLDER
 
 FOLDER holds the models `divisible` and `single_head`; process r leaves its results in FOLDER/process_r.json.
 """
