@@ -33,7 +33,14 @@ def vectors(
 def coded(x: Tensor, center: Tensor, bits: int, exact: int = 0) -> CodedSlots:
     codec = Codec(bits, x.shape[-1], seed=3)
     rotated = codec_reference.rotate(x[:, :, :exact].float() - center.unsqueeze(2), codec.signs(x.device), codec.block)
-    return CodedSlots(codec, center, rotated, *codecs.encode(x, center, codec))
+    at = torch.arange(exact, dtype=torch.int32, device=x.device).expand(*x.shape[:2], -1).clone()
+    if exact:
+        # Exact slots may lie anywhere, or have been overwritten.
+        at[0, 0], at[1, 0, -1] = at[0, 0] + 9, -1
+        rotated[0, 0] = codec_reference.rotate(
+            x[0, 0, 9 : 9 + exact].float() - center[0, 0], codec.signs(x.device), codec.block
+        )
+    return CodedSlots(codec, center, rotated, at, *codecs.encode(x, center, codec))
 
 
 @pytest.mark.parametrize("size", [64, 80, 96, 128])
@@ -85,7 +92,7 @@ def test_bad_bits_and_sizes_name_the_choices() -> None:
 
 @needs_triton
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize(("bits", "dtype"), zip(BITS, [torch.float32, torch.bfloat16] * 2, strict=True))
+@pytest.mark.parametrize(("bits", "dtype"), list(zip(BITS, [torch.float32, torch.bfloat16] * 2, strict=True)))
 def test_kernel_gives_the_same_codes_bit_for_bit(bits: int, dtype: torch.dtype, device: torch.device) -> None:
     from kvsketch.ops.codec import kernel
 

@@ -99,12 +99,13 @@ class Coded(NamedTuple):
 
 @dataclass
 class CodedSlots:
-    """Keys or values of slots in few bits. The first slots may be exact: they are held as R (x - center) in float32."""
+    """Keys or values of slots in few bits. Some slots may be exact: they are held as R (x - center) in float32."""
 
     codec: Codec
     center: Tensor  # [B, H, D] float32
     exact: Tensor  # [B, H, E, D] float32
-    codes: Tensor  # [B, H, S, bytes] uint8; the first E are not read
+    exact_at: Tensor  # [B, H, E] int32, the slots of these, whose codes are not read; -1: none
+    codes: Tensor  # [B, H, S, bytes] uint8
     steps: Tensor  # [B, H, S] float16
 
     @property
@@ -116,8 +117,12 @@ class CodedSlots:
     def rotated(self) -> Tensor:  # [B, H, S, D] float32
         """R (x - center) of every slot."""
         y = (levels_of(self.codes, self.codec) - self.codec.half_range) * self.steps.float().unsqueeze(-1)
-        exact = min(self.exact.shape[2], y.shape[2])
-        return torch.cat([self.exact[:, :, :exact], y[:, :, exact:]], 2) if exact else y
+        if not self.exact.shape[2]:
+            return y
+        # One slot more takes what is not there.
+        at = self.exact_at.long()
+        at = torch.where((at < 0) | (at >= y.shape[2]), y.shape[2], at).unsqueeze(-1).expand(self.exact.shape)
+        return torch.cat([y, y[:, :, :1]], 2).scatter(2, at, self.exact)[:, :, :-1]
 
     def decoded(self, dtype: torch.dtype) -> Tensor:  # [B, H, S, D]
         """The vectors themselves."""

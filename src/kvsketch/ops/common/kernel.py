@@ -68,6 +68,14 @@ def load_tile(
 
 
 @triton.jit
+def gather_tile(base, rows, stride, inside, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """The rows `rows` of a [.., SIZE] matrix; zero from column SIZE on and where `inside` says no."""
+    columns = tl.arange(0, COLUMNS)[None, :]
+    pointers = base + rows[:, None].to(tl.int64) * stride + columns
+    return tl.load(pointers, mask=inside[:, None] & (columns < SIZE), other=0.0)
+
+
+@triton.jit
 def load_levels(
     base, first, stride, limit, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip

@@ -5,7 +5,7 @@ keeps two running sums for each row (`common/sums.py`); a second one combines th
 alone; `lengths` are read on the device.
 
 Keys in few bits meet a rotated query, <q, k> = <q, center> + step <R q, z>. Values in few bits are summed as step z,
-and the sum is rotated back once for each query. The first slots may be exact: the first split reads them.
+and the sum is rotated back once for each query. Some slots may be exact: the first split reads them.
 Legend: rows are the G * N queries of one KV head, head by head; the rest as in the package docstring.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.device import Device, device_traits, on
-from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, begin, dot, load_levels, load_tile, tanh_ratio
+from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, begin, dot, gather_tile, load_levels, load_tile, tanh_ratio
 from kvsketch.ops.common.sums import add_sink, add_terms, clip_denominator, combine, load_weights, normalizer
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
@@ -74,6 +74,7 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     q_center = None
     if isinstance(call.k, CodedSlots):
         q, q_center = _rotated(call.q, call.k)
+    exact_at = next((part.exact_at.contiguous() for part in (call.k, call.v) if _some_exact(part)), None)
     tied = call.tied
     log_num, log_den = float_weights(call.log_num), float_weights(call.log_den)
     sink_logits, lengths = contiguous(call.sink_logits), contiguous(call.lengths)
@@ -105,7 +106,7 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     with on(q.device):
         split_kernel[(launch.splits, row_tiles, batch * kv_heads)](
             q, key.data, value.data, log_num, log_den, bias, sink_logits, lengths,
-            q_center, key.steps, value.steps, key.exact, value.exact,
+            q_center, key.steps, value.steps, key.exact, value.exact, exact_at,
             out, state, logits, acc, sums,
             call.scale, call.softcap or 0.0, bias_floor, log2_clip or 0.0,
             slots, value_slots, launch.splits, queries, kv_heads,
@@ -117,7 +118,7 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
             TIED=tied, NUM=log_num is not None, DEN=log_den is not None, TAIL=value_slots < slots, BIAS=bias_kind,
             CAPPED=call.softcap is not None, SINKS=sink_logits is not None, LENGTHS=lengths is not None,
             CLIPPED=log2_clip is not None, LOGITS=call.return_logits, MASKED=masked, DIRECT=direct,
-            KEY_BITS=key.bits, VALUE_BITS=value.bits, EXACT=max(key.exact_slots, value.exact_slots),
+            KEY_BITS=key.bits, VALUE_BITS=value.bits, EXACT=0 if exact_at is None else exact_at.shape[2],
             OVERLAP=launch.overlap, EARLY=launch.early, num_warps=launch.warps,
             **({"launch_pdl": True} if launch.early else {}),
         )  # fmt: skip
@@ -135,14 +136,16 @@ class Stored(NamedTuple):
     bits: int = 16  # 16: the dtype of the queries
     steps: Tensor | None = None  # [B, H, S]
     exact: Tensor | None = None  # [B, H, E, D] float32, contiguous
-    exact_slots: int = 0
 
 
 def _stored(part: Tensor | CodedSlots) -> Stored:
     if isinstance(part, Tensor):
         return Stored(dense_last(part))
-    exact = part.exact.contiguous()
-    return Stored(dense_last(part.codes), part.codec.bits, dense_last(part.steps), exact, exact.shape[2])
+    return Stored(dense_last(part.codes), part.codec.bits, dense_last(part.steps), part.exact.contiguous())
+
+
+def _some_exact(part: Tensor | CodedSlots) -> TypeGuard[CodedSlots]:
+    return isinstance(part, CodedSlots) and part.exact.shape[2] > 0
 
 
 def _rotated(q: Tensor, keys: CodedSlots) -> tuple[Tensor, Tensor]:
@@ -237,7 +240,7 @@ def score_tile(
     logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAPPED: tl.constexpr, LOGITS: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr,
-    FIRST: tl.constexpr,
+    exact_at, EXACT: tl.constexpr,
 ):  # fmt: skip
     """log2(e) (s_i + bias_i) for a tile of slots [rows, slots]; stores s_i on request."""
     if BITS == 16:
@@ -248,32 +251,36 @@ def score_tile(
         step = tl.load(k_step + slots, mask=slots < limit, other=0.0).to(tl.float32)
         s = dot(q, tl.trans(k_tile), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
         s = (s * step[None, :] + q_center[:, None]) * scale
+    there = slots < limit
+    for i in tl.static_range(EXACT):
+        there = there & (slots != tl.load(exact_at + i))
     return finish_scores(
-        s, slots, limit, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
-        CAPPED, LOGITS, BIAS, FIRST,
+        s, slots, there, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
+        CAPPED, LOGITS, BIAS, EXACT > 0,
     )  # fmt: skip
 
 
 @triton.jit
 def finish_scores(
-    s, slots, limit, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
-    CAPPED: tl.constexpr, LOGITS: tl.constexpr, BIAS: tl.constexpr, FIRST: tl.constexpr,
+    s, slots, there, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
+    CAPPED: tl.constexpr, LOGITS: tl.constexpr, BIAS: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
-    """log2(e) (s_i + bias_i) from the products s_i of a tile, -inf before slot FIRST; stores s_i on request."""
+    """log2(e) (s_i + bias_i) from the products s_i of a tile; stores s_i on request.
+
+    `there` says which slots are; with HIDES the others get -inf, else their weights are to do that.
+    """
     if CAPPED:
         s = softcap * tanh_ratio(s, softcap)
-    inside = row_inside[:, None] & (slots[None, :] < limit)
-    if FIRST > 0:
-        inside = inside & (slots[None, :] >= FIRST)
+    inside = row_inside[:, None] & there[None, :]
     if LOGITS:
         tl.store(logits_ptr + flat_row[:, None] * slots_total + slots[None, :], s, mask=inside)
     x = s * LOG2E
     if BIAS == "slot":
-        x += load_bias(bias_rows + slots, slots < limit, bias_floor)[None, :] * LOG2E
+        x += load_bias(bias_rows + slots, there, bias_floor)[None, :] * LOG2E
     elif BIAS == "row":
         x += load_bias(bias_rows[:, None] + slots[None, :], inside, bias_floor) * LOG2E
-    if FIRST > 0:
-        x = tl.where(slots[None, :] < FIRST, NEG_INF, x)
+    if HIDES:
+        x = tl.where(there[None, :], x, NEG_INF)
     return x
 
 
@@ -286,7 +293,7 @@ def finish_scores(
 )  # fmt: skip
 def split_kernel(
     q_ptr, k_ptr, v_ptr, num_ptr, den_ptr, bias_ptr, sink_ptr, length_ptr,
-    center_ptr, k_step_ptr, v_step_ptr, k_exact_ptr, v_exact_ptr,
+    center_ptr, k_step_ptr, v_step_ptr, k_exact_ptr, v_exact_ptr, exact_ptr,
     out_ptr, state_ptr, logits_ptr, acc_ptr, sums_ptr,
     scale, softcap, bias_floor, log2_clip,
     slots_total, value_slots, splits, queries, kv_heads,
@@ -322,6 +329,9 @@ def split_kernel(
         q_center = tl.load(center_ptr + flat_row, mask=row_inside, other=0.0)
     if VALUE_BITS != 16:
         v_step += b * v_step_b + h * v_step_h
+    exact_at = exact_ptr
+    if EXACT > 0:
+        exact_at += batch_head.to(tl.int64) * EXACT
     num_base, den_base, bias_rows = num_ptr, den_ptr, bias_ptr
     if NUM:
         num_base += b * num_b + h * num_h
@@ -353,7 +363,7 @@ def split_kernel(
         x = score_tile(
             q, q_center, k_base, k_s, k_step, start, slots, limit, scale, softcap,
             logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
-            D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS, KEY_BITS, EXACT,
+            D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS, KEY_BITS, exact_at, EXACT,
         )  # fmt: skip
         x_num = x + load_weights(num_base, slots, value_limit, NUM, MASKED)[None, :]
         num_origin, num_total, terms, shrink = add_terms(num_origin, num_total, x_num)
@@ -374,39 +384,43 @@ def split_kernel(
             x = score_tile(
                 q, q_center, k_base, k_s, k_step, start, slots, limit, scale, softcap,
                 logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
-                D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS, KEY_BITS, EXACT,
+                D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS, KEY_BITS, exact_at, EXACT,
             )  # fmt: skip
             x_den = x + load_weights(den_base, slots, limit, DEN, MASKED)[None, :]
             den_origin, den_total, _, _ = add_terms(den_origin, den_total, x_den)
 
     if EXACT > 0:  # noqa: SIM102
         if split == 0:
-            slots = tl.arange(0, EXACT_BLOCK)
-            exact_limit = tl.minimum(limit, EXACT)
+            place = tl.arange(0, EXACT_BLOCK)
+            slots = tl.load(exact_at + place, mask=place < EXACT, other=-1)
+            there = (slots >= 0) & (slots < limit)
             if KEY_BITS == 16:
-                k_tile = load_tile(k_base, 0, k_s, exact_limit, EXACT_BLOCK, D, BLOCK_D, True)
+                k_tile = gather_tile(k_base, slots, k_s, there, D, BLOCK_D)
                 s = dot(q, tl.trans(k_tile), tl.zeros((BLOCK_M, EXACT_BLOCK), tl.float32)) * scale
             else:
                 k_exact = k_exact_ptr + batch_head.to(tl.int64) * EXACT * D
-                k_tile = load_tile(k_exact, 0, D, exact_limit, EXACT_BLOCK, D, BLOCK_D, True).to(q.dtype)
+                k_tile = gather_tile(k_exact, place, D, there, D, BLOCK_D).to(q.dtype)
                 s = dot(q, tl.trans(k_tile), tl.zeros((BLOCK_M, EXACT_BLOCK), tl.float32))
                 s = (s + q_center[:, None]) * scale
             x = finish_scores(
-                s, slots, exact_limit, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
-                CAPPED, LOGITS, BIAS, 0,
+                s, slots, there, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
+                CAPPED, LOGITS, BIAS, True,
             )  # fmt: skip
-            value_exact = tl.minimum(value_limit, EXACT)
-            x_num = x + load_weights(num_base, slots, value_exact, NUM, True)[None, :]
+            valued = there & (slots < value_limit)
+            x_num = tl.where(valued[None, :], x, NEG_INF)
+            if NUM:
+                x_num += tl.load(num_base + slots, mask=valued, other=0.0)[None, :] * LOG2E
             num_origin, num_total, terms, shrink = add_terms(num_origin, num_total, x_num)
             if VALUE_BITS == 16:
-                v_tile = load_tile(v_base, 0, v_s, value_exact, EXACT_BLOCK, DV, BLOCK_DV, True)
+                v_tile = gather_tile(v_base, slots, v_s, valued, DV, BLOCK_DV)
             else:
                 v_exact = v_exact_ptr + batch_head.to(tl.int64) * EXACT * DV
-                v_tile = load_tile(v_exact, 0, DV, value_exact, EXACT_BLOCK, DV, BLOCK_DV, True).to(q.dtype)
+                v_tile = gather_tile(v_exact, place, DV, valued, DV, BLOCK_DV).to(q.dtype)
             acc = dot(terms.to(q.dtype), v_tile, acc * shrink[:, None])
             if not TIED:
-                x_den = x + load_weights(den_base, slots, exact_limit, DEN, True)[None, :]
-                den_origin, den_total, _, _ = add_terms(den_origin, den_total, x_den)
+                if DEN:
+                    x += tl.load(den_base + slots, mask=there, other=0.0)[None, :] * LOG2E
+                den_origin, den_total, _, _ = add_terms(den_origin, den_total, x)
 
     columns = tl.arange(0, BLOCK_DV)
     column_inside = row_inside[:, None] & (columns[None, :] < DV)
