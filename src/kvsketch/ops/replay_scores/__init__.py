@@ -1,0 +1,38 @@
+"""How much a text would look at each of its own tokens if it came again: virtual replay.
+
+    A_ij = scale <q~_i, k_j>   for the sinks and every token j of the chunk; q~: the query turned to a place after it
+    B_ij = scale <q_i, k_j>    for the tokens j <= i of the copy that is being read again
+    p    = softmax over [A | B],     score_j = max over i and over the query heads of the group of p_ij   (A part)
+
+A rotary logit depends on a difference of positions alone, so a turned query needs no second forward of the model. What
+a token's own copy already explains (B) takes weight away from A, as it does in a real repetition.
+
+Two passes, so that no matrix of tokens by tokens is held: the rows' sums first, then the columns' maxima.
+Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H, C tokens of the chunk, E sinks, D head size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvsketch.ops.common.dispatch import implementation
+
+
+def replay_scores(
+    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, *, hidden: Tensor | None = None
+) -> Tensor:
+    """Scores [B, H, C] float32, in [0, 1].
+
+    again, q [B, Hq, C, D]: the turned queries and those of the first reading; k [B, H, C, D]; sinks [B, H, E, D]: keys
+    before the chunk that everything looks at, E may be 0. hidden [B] int64: the first tokens of a row that are left
+    padding; they ask nothing and score 0.
+    """
+    if again.shape != q.shape or q.dim() != 4 or k.shape[0] != q.shape[0] or k.shape[2:] != q.shape[2:]:
+        raise ValueError(
+            f"again, q and k must be [B, Hq, C, D], [B, Hq, C, D] and [B, H, C, D], got {list(again.shape)}, "
+            f"{list(q.shape)} and {list(k.shape)}."
+        )
+    if sinks.shape[:2] != k.shape[:2] or sinks.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"sinks {list(sinks.shape)} and q {list(q.shape)} do not fit k {list(k.shape)}.")
+    scores: Tensor = implementation("replay_scores", q.device, q, k).replay_scores(again, q, k, sinks, scale, hidden)
+    return scores

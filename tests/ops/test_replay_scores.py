@@ -1,0 +1,68 @@
+"""Virtual replay: against the definition with all its matrices, and the kernel against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsketch.ops.replay_scores import reference, replay_scores
+from tests.ops.formula import needs_triton
+
+
+def inputs(
+    batch: int = 2, heads: int = 2, group: int = 3, count: int = 70, size: int = 16, sinks: int = 4
+) -> list[Tensor]:
+    torch.manual_seed(count)
+    shapes = [(heads * group, count), (heads * group, count), (heads, count), (heads, sinks)]
+    return [torch.randn(batch, h, n, size) for h, n in shapes]
+
+
+def direct(again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, pads: list[int]) -> Tensor:
+    batch, query_heads, count, _ = q.shape
+    group = query_heads // k.shape[1]
+    scores = torch.zeros(batch, k.shape[1], count)
+    for b in range(batch):
+        for h in range(query_heads):
+            for i in range(pads[b], count):
+                keys = k[b, h // group]
+                first = scale * keys[pads[b] :] @ again[b, h, i]
+                rest = torch.cat(
+                    [scale * sinks[b, h // group] @ again[b, h, i], scale * keys[pads[b] : i + 1] @ q[b, h, i]]
+                )
+                p = torch.cat([first, rest]).softmax(0)[: count - pads[b]]
+                held = scores[b, h // group, pads[b] :]
+                held.copy_(torch.maximum(held, p))
+    return scores
+
+
+def test_reference_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "MAX_LOGITS", 10_000)
+    values = inputs(count=23)
+    hidden = torch.tensor([0, 5])
+    expected = direct(*values, 0.4, [0, 5])
+    torch.testing.assert_close(replay_scores(*values, 0.4, hidden=hidden), expected, atol=1e-6, rtol=1e-5)
+    assert (expected[1, :, :5] == 0).all() and expected.max() <= 1
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("count", "group", "size", "sinks", "dtype", "padded"),
+    [(70, 3, 16, 4, torch.float32, True), (1, 1, 64, 0, torch.float32, False), (130, 2, 80, 4, torch.bfloat16, False)],
+)
+def test_kernel_gives_the_reference(
+    count: int, group: int, size: int, sinks: int, dtype: torch.dtype, padded: bool, device: torch.device
+) -> None:
+    from kvsketch.ops.replay_scores import kernel
+
+    values = [x.to(device, dtype) for x in inputs(count=count, group=group, size=size, sinks=sinks)]
+    hidden = torch.tensor([0, 9], device=device) if padded else None
+    found = kernel.replay_scores(*values, 0.3, hidden)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, reference.replay_scores(*values, 0.3, hidden), atol=tolerance, rtol=tolerance)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    again, q, k, sinks = inputs()
+    with pytest.raises(ValueError, match="again, q and k must be"):
+        replay_scores(again[:, :, 1:], q, k, sinks, 1.0)
