@@ -17,7 +17,7 @@ from tests.helpers.common import generate, padded, with_budget
 METHODS = list(kvsketch.METHODS)
 BOUNDED = [n for n, m in kvsketch.METHODS.items() if m.family in ("evict", "summarise")]
 RECALL = [n for n, m in kvsketch.METHODS.items() if m.family == "recall"]
-SCORED = ["h2o", "keyformer", "snapkv", "pyramidkv"]
+SCORED = [name for name, method in kvsketch.METHODS.items() if method.wants_logits]  # by the attention they receive
 REFUSED = "cannot forget its last {count} tokens.*activate_past_recording"
 
 

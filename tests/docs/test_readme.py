@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-import kvsketch
-from kvsketch.cli.methods import describe
-
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -23,12 +20,6 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     cache = names["cache"]
     assert cache.tokens_stored == 64 < cache.tokens_seen
     assert capsys.readouterr().out.strip().endswith(f"{cache.tokens_seen} 64 {cache.device_bytes}")
-
-
-def test_the_table_lists_every_method() -> None:
-    described = [describe(cls) for cls in kvsketch.METHODS.values()]
-    table = "\n".join(f"| `{method['name']}` | {method['family']} | {method['idea']} |" for method in described)
-    assert f"|---|---|---|\n{table}\n\n" in README, f"the table of methods in README.md should read\n{table}"
 
 
 def test_the_file_tree_is_the_one_on_disk() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvsketch import models, records
+from kvsketch import METHODS, models, records
 from kvsketch.evaluation import attention_error, experiment
 from kvsketch.evaluation.attention_error import ORACLE, Captured, Protocol
 from kvsketch.models import texts
@@ -17,7 +17,7 @@ from tests.helpers import zoo
 ROOT = Path(__file__).parents[2]
 QUERIES = 16
 CAUSAL = Protocol("balancekv", 24, 24, causal=True)
-BOUNDED = ("snapkv", "pyramidkv", "streamingllm", "uniform", "balancekv", "subgen", "kcenter", "h2o", "keyformer")
+BOUNDED = tuple(name for name, method in METHODS.items() if method.family in ("evict", "summarise"))
 RECALL = (
     "clusterkv",
     "clusterkv:completion=false",

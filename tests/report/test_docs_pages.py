@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvsketch import records
+from kvsketch import METHODS, records
+from kvsketch.cli.methods import describe
 from kvsketch.report import benchmarks, blocks, docs, recall, streams
 from kvsketch.report.body import body
 from kvsketch.report.contents import gather
@@ -21,7 +22,7 @@ CELL = {"model": "m", "dtype": "bfloat16", "budgets_in": "tokens", "method": "sn
 
 @pytest.fixture(scope="module")
 def numbers() -> docs.Numbers:
-    return docs.Numbers(ROOT)
+    return docs.Numbers(ROOT, [describe(cls) for cls in METHODS.values()])
 
 
 def test_every_page_is_written_from_the_records(numbers: docs.Numbers) -> None:
@@ -93,7 +94,7 @@ def test_an_unknown_block_is_named(tmp_path: Path) -> None:
     for name in ("results/eval", "docs"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "README.md").write_text("<!-- kvsketch report --docs: nothing -->\n<!-- end -->\n")
-    with pytest.raises(ValueError, match="no template 'nothing'; a page may ask for: benchmarks, costs"):
+    with pytest.raises(ValueError, match="no template 'nothing'; a page may ask for: benchmarks, costs, method_index"):
         docs.pages(tmp_path)
     with pytest.raises(ValueError, match="run this where the repository is"):
         docs.Numbers(tmp_path / "docs")

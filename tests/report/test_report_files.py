@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from typer.testing import CliRunner
 
 import kvsketch
 from kvsketch.cli import app
+from kvsketch.cli.methods import describe
 from kvsketch.records import read_folder
 from kvsketch.report import render as rendering
-from kvsketch.report.palette import BASE, looks
+from kvsketch.report.palette import BASE, FILE, look_file, looks
 from kvsketch.report.render import render
 from tests.report.sample_records import METHODS, lines, recall, record, token_life, write, write_all
 
@@ -150,8 +152,9 @@ def test_text_of_records_stays_text(tmp_path: Path) -> None:
 
 
 def test_every_method_has_a_look_of_its_own() -> None:
-    families = {name: method.family for name, method in kvsketch.METHODS.items()}
-    assert {name: BASE[name].family for name in families} == families
+    described = [describe(cls) for cls in kvsketch.METHODS.values()]
+    there = (resources.files("kvsketch.report") / FILE).read_text(encoding="utf-8")
+    assert there == look_file(described), "the classes look otherwise; run: kvsketch report --docs"
     shown = looks([*METHODS, "clusterkv:rounds=20", "mine", "theirs"])
     assert len({look[1:] for look in shown.values()}) == len(shown)
     for look in BASE.values():

@@ -39,6 +39,7 @@ def describe(cls: type[Any]) -> dict[str, Any]:
         "family": cls.family,
         "idea": first_sentence(inspect.getdoc(cls) or ""),
         "paper": cls.paper,
+        "look": list(cls.look),
         "parameters": {field.name: _plain(field.default) for field in dataclasses.fields(cls) if field.init},
     }
 

@@ -27,7 +27,10 @@ def report(
         raise ValueError("name a folder of records, or give --docs alone to write the pages of this repository")
     said: list[str] = []
     if folder is None:
-        written = pages.write(Path())
+        from kvsketch.cli.methods import describe
+        from kvsketch.methods import METHODS
+
+        written = pages.write(Path(), [describe(cls) for cls in METHODS.values()])
     else:
         written, said = render(folder, out or folder / "report")
     for remark in said:

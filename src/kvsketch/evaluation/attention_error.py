@@ -38,7 +38,7 @@ from kvsketch.evaluation.attention_protocol import (
     relative_error,
 )
 from kvsketch.evaluation.experiment import Cell, Experiment
-from kvsketch.methods import METHODS
+from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
 from kvsketch.models import texts
 from kvsketch.records import mean_text
@@ -62,18 +62,8 @@ CONTENDERS = (
     "clusterkv:tokens_per_cluster=40",
     "clusterkv:tokens_per_cluster=80",
     PAPER_CLUSTERKV,
-    "quest",
-    "infinigen",
     "infinigen:alpha=100",  # so far from the largest score that the budget alone decides
-    "snapkv",
-    "pyramidkv:budget_is=mean",  # as many bytes as the others, see budgets.ALL
-    "streamingllm",
-    "uniform",
-    "balancekv",
-    "subgen",
-    "kcenter",
-    "h2o",
-    "keyformer",
+    *(text for text in budgets.ALL if text not in ("full", "clusterkv")),
 )
 
 
@@ -190,7 +180,7 @@ def rate_of(budget: str) -> int:
 def summary(text: str, rate: int, outcomes: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What a record says of the outcomes of all layers."""
     return {
-        "family": "recall" if text == ORACLE else METHODS[text.partition(":")[0]].family,
+        "family": "recall" if text == ORACLE else parse_method(text).family,
         "rate": rate,
         "mean": sum(o["error"] for o in outcomes.values()) / len(outcomes),
         "tokens_read": round(sum(o["tokens_read"] for o in outcomes.values()) / len(outcomes)),
@@ -214,7 +204,7 @@ def _by(data: Iterable[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], li
 
 
 def _has_chance(text: str) -> bool:
-    return text != ORACLE and METHODS[text.partition(":")[0]].random
+    return text != ORACLE and parse_method(text).random
 
 
 def _whole_numbers(option: str, text: str) -> list[int]:

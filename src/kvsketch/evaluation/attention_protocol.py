@@ -16,6 +16,7 @@ are measured like the others.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -46,17 +47,11 @@ class Protocol(NamedTuple):
         """Tokens of a cache of `tokens` that a query may read."""
         return self.sinks + self.recent + (tokens - self.sinks - self.recent) // rate
 
-    def parts(self, name: str) -> str:
-        """How the method `name` is told of the sinks and the recent tokens that all of them keep."""
-        special = {
-            "clusterkv": f"sinks={self.sinks}:skip_layers=0",
-            "quest": "skip_layers=0",
-            "infinigen": "skip_layers=0",
-            "snapkv": f"sinks={self.sinks}:window={self.recent}",
-            "pyramidkv": f"sinks={self.sinks}:window={self.recent}",
-            "streamingllm": f"sinks={self.sinks}",
-        }
-        return special.get(name, f"sinks={self.sinks}:recent={self.recent}")
+    def parts(self, method: Method) -> str:
+        """How `method` is told of the sinks and the recent tokens that all of them keep."""
+        wanted = {"sinks": self.sinks, "recent": self.recent, "window": self.recent, "skip_layers": 0}
+        fields = {field.name: field.init for field in dataclasses.fields(method)}
+        return ":".join(f"{key}={value}" for key, value in wanted.items() if fields.get(key))
 
 
 PREFIX = Protocol("prefix", 16, 64, causal=False)
@@ -114,10 +109,10 @@ def capture(model: Any, ids: Tensor, layers: Iterable[int]) -> dict[int, Capture
 
 def configured(text: str, total: int, context: int, protocol: Protocol = PREFIX) -> Method:
     """The method `text`, told to read or keep `total` of `context` tokens, the sinks and the recent ones included."""
-    name = text.partition(":")[0]
+    method = parse_method(text)
     # Tokens that no cluster holds yet are read beside the budget.
-    budget = total - protocol.recent if name == "clusterkv" and total < context else total
-    method = parse_method(f"{text}:{protocol.parts(name)}:budget={budget}")
+    budget = total - protocol.recent if method.name == "clusterkv" and total < context else total
+    method = parse_method(f"{text}:{protocol.parts(method)}:budget={budget}")
     if getattr(method, "positions", TEXT) != TEXT:
         raise ValueError(f"{text}: errors are against attention at the positions of the text; use positions=text")
     return method

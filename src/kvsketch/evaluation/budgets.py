@@ -17,9 +17,8 @@ from kvsketch.methods.recall import RecallingMethod
 from kvsketch.slots.table import SlotTable
 
 UNITS = ("tokens", "bytes")
-# Every method, as it is compared at equal budgets. A pyramid reads its budget as the most that a layer may hold and
-# then stores half of what its neighbours do; the mean over the layers, as in its paper, is the same number of bytes.
-ALL = tuple("pyramidkv:budget_is=mean" if name == "pyramidkv" else name for name in METHODS)
+# Every method, as it is compared at equal budgets.
+ALL = tuple(":".join(filter(None, (name, method.compared_with))) for name, method in METHODS.items())
 
 
 def takes_budget(method: str) -> bool:

@@ -33,6 +33,10 @@ class Method:
     name: ClassVar[str]
     family: ClassVar[str]
     paper: ClassVar[str] = ""
+    # In figures: colour on a light and on a dark ground, and marker. A method without them gets spare ones.
+    look: ClassVar[tuple[str, ...]] = ()
+    # Settings with which equal budgets are equal bytes; `--methods all` uses them.
+    compared_with: ClassVar[str] = ""
     random: ClassVar[bool] = False  # whether the seed changes the result
     # Defaults of earlier versions, whose saved files name only what differed from them.
     earlier_defaults: ClassVar[dict[str, str]] = {}

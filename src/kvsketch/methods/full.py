@@ -18,6 +18,7 @@ class Full(Method):
 
     name: ClassVar[str] = "full"
     family: ClassVar[str] = "full"
+    look: ClassVar[tuple[str, ...]] = ("#444444", "#bdbdbd", "o")
     ignores_hidden_tokens: ClassVar[bool] = True
 
     def bound(self, table: SlotTable, max_length: int) -> None:

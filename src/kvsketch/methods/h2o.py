@@ -40,6 +40,7 @@ class H2O(EvictingMethod):
 
     name: ClassVar[str] = "h2o"
     paper: ClassVar[str] = "arXiv 2306.14048"
+    look: ClassVar[tuple[str, ...]] = ("#007a87", "#4dc3cf", "D")
     sinks: int = 0
     recent: Size | int | str = "50%"
     gqa_reduce: str = "sum"

@@ -63,6 +63,7 @@ class KCenter(BudgetedMethod):
     name: ClassVar[str] = "kcenter"
     family: ClassVar[str] = "evict"
     paper: ClassVar[str] = "arXiv 2402.06082"
+    look: ClassVar[tuple[str, ...]] = ("#b0307a", "#f08cc0", "D")
     sinks: int = 1
     recent: Size | int | str = "50%"
     weights: str = "none"

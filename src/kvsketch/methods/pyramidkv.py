@@ -35,6 +35,9 @@ class PyramidKV(SnapKV):
 
     name: ClassVar[str] = "pyramidkv"
     paper: ClassVar[str] = "arXiv 2406.02069"
+    look: ClassVar[tuple[str, ...]] = ("#8e44ad", "#cf95e6", "s")
+    # The ceiling of a pyramid is twice its mean, so that it stores half of what other methods do.
+    compared_with: ClassVar[str] = "budget_is=mean"
     beta: int = 20
     budget_is: str = "ceiling"
 

@@ -33,6 +33,7 @@ class Quest(RecallingMethod):
 
     name: ClassVar[str] = "quest"
     paper: ClassVar[str] = "arXiv 2406.10774"
+    look: ClassVar[tuple[str, ...]] = ("#728200", "#c5d14a", "s")
     sinks: int = field(default=0, init=False)
     page: int = 16
 

@@ -40,6 +40,7 @@ class SnapKV(EvictingMethod):
 
     name: ClassVar[str] = "snapkv"
     paper: ClassVar[str] = "arXiv 2404.14469"
+    look: ClassVar[tuple[str, ...]] = ("#2f4fd0", "#8ea6ff", "^")
     sinks: int = 0
     recent: Size | int | str = field(default=0, init=False, repr=False)
     window: int = 32

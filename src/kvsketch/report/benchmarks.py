@@ -11,7 +11,7 @@ from typing import Any
 from kvsketch.records import Record
 from kvsketch.report.blocks import Code, table
 from kvsketch.report.contents import commit_text
-from kvsketch.report.palette import BASE
+from kvsketch.report.palette import BASE, name_of
 
 Data = dict[str, Any]
 Make = Callable[[list[Data]], str]
@@ -96,8 +96,8 @@ def decode(data: list[Data]) -> str:
 
 def _recalls(method: str) -> bool:
     """Whether a step reads a part of the cache, so that reading all of it is no floor."""
-    name = method.partition(":")[0]
-    return name in BASE and BASE[name].family == "recall"
+    look = BASE.get(name_of(method))
+    return look is not None and look.family == "recall"
 
 
 def step_profile(data: list[Data], most: int = 9) -> str:

@@ -1,4 +1,5 @@
-"""The pages of docs/ that hold results: `kvsketch report --docs` writes tables, figures and sentences from results/.
+"""What is written for the pages of docs/: `kvsketch report --docs` writes tables, figures and sentences from results/,
+and the tables of methods from their classes, which the command line hands in.
 
 A page marks what is written for it:
 
@@ -6,15 +7,16 @@ A page marks what is written for it:
     ...
     <!-- end -->
 
-What stands between comes from templates/results.md, a jinja2 template whose numbers are calls of `Numbers`. Nothing
-else of a page is touched, and no number of a record is typed by hand.
+What stands between comes from templates/results.md, a jinja2 template whose numbers are calls of `Numbers`. A second
+word, as in `options snapkv`, is what the template is about. Nothing else of a page is touched, and no number of a
+record is typed by hand.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -23,21 +25,23 @@ from typing import Any
 
 from kvsketch.records import FAILED, Estimate, Record, budget_value, latest, mean, read_folder, write_whole
 from kvsketch.records.estimate import interval_text
-from kvsketch.report import benchmark_figures, benchmarks, blocks, figures, recall, render, streams
+from kvsketch.report import benchmark_figures, benchmarks, blocks, figures, palette, recall, render, streams
 from kvsketch.report.contents import Contents, Section, gather
 from kvsketch.report.rows import Row, is_overall
 
-BLOCK = re.compile(r"(<!-- kvsketch report --docs: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- kvsketch report --docs: (\w+)(?: (\w+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BIG, SMALL = "qwen2.5-coder-1.5b (bfloat16)", "qwen2.5-coder-0.5b (bfloat16)"
 NOTHING = "not measured"
 
 
-def write(root: Path) -> list[Path]:
-    """Writes every page and figure of a checkout; the files."""
-    numbers = Numbers(root)
+def write(root: Path, methods: Sequence[Mapping[str, Any]]) -> list[Path]:
+    """Writes every page and figure of a checkout; the files. `methods`: what their classes say of them."""
+    numbers = Numbers(root, methods)
+    looks = root / "src" / "kvsketch" / "report" / palette.FILE
+    write_whole(looks, palette.look_file(methods).encode())
     drawn = [write_whole(root / "docs" / "pictures" / f"{name}.png", render.png(f)) for name, f in numbers.figures()]
     report, _ = render.render(root / "results" / "eval", root / "docs" / "report", page=False, below=True)
-    return [*report, *drawn, *(write_whole(path, text.encode()) for path, text in pages(root, numbers).items())]
+    return [looks, *report, *drawn, *(write_whole(path, text.encode()) for path, text in pages(root, numbers).items())]
 
 
 def pages(root: Path, numbers: Numbers | None = None) -> dict[Path, str]:
@@ -47,17 +51,21 @@ def pages(root: Path, numbers: Numbers | None = None) -> dict[Path, str]:
     for path in sorted([root / "README.md", *(root / "docs").glob("*.md"), *(root / "docs" / "methods").glob("*.md")]):
         page = path.read_text(encoding="utf-8")
         if BLOCK.search(page):
-            found[path] = BLOCK.sub(lambda block: f"{block[1]}\n{numbers.words(block[2])}\n\n{block[4]}", page)
+            found[path] = BLOCK.sub(
+                lambda block: f"{block[1]}\n{numbers.words(block[2], block[3])}\n\n{block[5]}", page
+            )
     return found
 
 
 class Numbers:
     """What templates ask for, as text."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, methods: Sequence[Mapping[str, Any]] = ()) -> None:
         if not (root / "results" / "eval").is_dir() or not (root / "docs").is_dir():
             raise ValueError(f"{root} has no results/eval and docs; run this where the repository is")
         self.results = root / "results"
+        self.methods = methods
+        self._pages = root / "docs" / "methods"
 
     @cached_property
     def contents(self) -> Contents:
@@ -82,8 +90,8 @@ class Numbers:
         """The records that the page on recall speaks of."""
         return gather(self.results)
 
-    def words(self, name: str) -> str:
-        """A template, filled in."""
+    def words(self, name: str, about: str | None = None) -> str:
+        """A template, filled in; `about`: the method that it speaks of."""
         from jinja2 import Environment, StrictUndefined
 
         path = resources.files("kvsketch.report") / "templates" / f"{name}.md"
@@ -91,7 +99,7 @@ class Numbers:
             known = sorted(each.name[:-3] for each in (resources.files("kvsketch.report") / "templates").iterdir())
             raise ValueError(f"no template {name!r}; a page may ask for: {', '.join(known)}")
         environment = Environment(undefined=StrictUndefined, autoescape=False, trim_blocks=True, lstrip_blocks=True)
-        return environment.from_string(path.read_text(encoding="utf-8")).render(n=self).strip()
+        return environment.from_string(path.read_text(encoding="utf-8")).render(n=self, about=about).strip()
 
     def figures(self) -> Iterator[tuple[str, Any]]:
         """The figures of docs/pictures by name."""
@@ -99,6 +107,10 @@ class Numbers:
         for section in self.errors.sections:
             if section.kind.name == "attention_error":
                 yield "attention_error", figures.attention_errors(section, recall.MODEL)
+
+    def method_link(self, name: str) -> str:
+        """The name of a method, linked to its page where it has one."""
+        return f"[{name}]({name}.md)" if (self._pages / f"{name}.md").is_file() else name
 
     # rows
 

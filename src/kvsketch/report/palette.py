@@ -1,39 +1,51 @@
-"""How methods look: one colour and marker for each, in a light and a dark scheme."""
+"""How methods look in figures: one colour and marker for each, in a light and a dark scheme.
+
+A method's class says its colours. A report is made without torch and so without the classes: `kvsketch report --docs`
+writes what they say into looks.json, and a test compares the two.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import json
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from typing import Any, NamedTuple
 
 
 class Look(NamedTuple):
-    """Family, colour on a light and on a dark ground, dash pattern of lines, marker."""
+    """Family, colour on a light and on a dark ground, marker, dash pattern of lines."""
 
     family: str
     light: str
     dark: str
-    dash: str = ""
     marker: str = "o"
+    dash: str = ""
 
 
-BASE = {
-    "full": Look("full", "#444444", "#bdbdbd", "6 4"),
-    "oracle": Look("oracle", "#222222", "#dddddd", "2 3", "*"),
-    "streamingllm": Look("evict", "#1b6ca8", "#6db3e8", "", "o"),
-    "uniform": Look("summarise", "#667085", "#a6afbf", "", "s"),
-    "h2o": Look("evict", "#007a87", "#4dc3cf", "", "D"),
-    "keyformer": Look("evict", "#5e4fc0", "#a79cf2", "", "v"),
-    "snapkv": Look("evict", "#2f4fd0", "#8ea6ff", "", "^"),
-    "pyramidkv": Look("evict", "#8e44ad", "#cf95e6", "", "s"),
-    "kcenter": Look("evict", "#b0307a", "#f08cc0", "", "D"),
-    "subgen": Look("summarise", "#c0432b", "#f2917b", "", "o"),
-    "balancekv": Look("summarise", "#a86200", "#e8b04e", "", "^"),
-    "quest": Look("recall", "#728200", "#c5d14a", "", "s"),
-    "clusterkv": Look("recall", "#1b7f45", "#5fd18f", "", "o"),
-    "infinigen": Look("recall", "#7a5230", "#cfa27a", "", "v"),
-}
 SPARE = (("#6d4c41", "#c9a899"), ("#ad1457", "#f48fb1"), ("#33691e", "#aed581"), ("#283593", "#9fa8da"))
 DASHES = ("5 3", "2 2", "8 3 2 3", "3 5")
+FILE = "looks.json"
+
+
+def look_file(methods: Iterable[Mapping[str, Any]]) -> str:
+    """The text of looks.json for methods with a name, a family and a look, in their order."""
+    lines = (f"{json.dumps(m['name'])}: {json.dumps([m['family'], *m['look']])}" for m in methods)
+    return "{\n  " + ",\n  ".join(lines) + "\n}\n"
+
+
+def _base(text: str) -> dict[str, Look]:
+    found: dict[str, Look] = {}
+    for name, (family, *own) in json.loads(text).items():
+        look = Look(family, *(own or SPARE[len(found) % len(SPARE)]))
+        found[name] = look
+    # References: everything is read, or the tokens with the largest inner products, which no method can know.
+    oracle = Look("oracle", "#222222", "#dddddd", "*", "2 3")
+    return {"full": found["full"]._replace(dash="6 4"), "oracle": oracle} | {
+        n: x for n, x in found.items() if n != "full"
+    }
+
+
+BASE = _base((resources.files("kvsketch.report") / FILE).read_text(encoding="utf-8"))
 
 
 def looks(methods: Iterable[str]) -> dict[str, Look]:
@@ -42,19 +54,23 @@ def looks(methods: Iterable[str]) -> dict[str, Look]:
     variants: dict[str, int] = {}
     unknown: dict[str, Look] = {}
     for method in sorted(set(methods), key=order):
-        name, _, settings = method.partition(":")
+        name = name_of(method)
         if name not in BASE and name not in unknown:
             unknown[name] = Look("other", *SPARE[len(unknown) % len(SPARE)])
         look = BASE.get(name) or unknown[name]
-        if settings:
+        if name != method:
             look = look._replace(dash=DASHES[variants.get(name, 0) % len(DASHES)])
             variants[name] = variants.get(name, 0) + 1
         found[method] = look
     return found
 
 
+def name_of(method: str) -> str:
+    """The text form without its settings: `snapkv`, or `package.module:Class` of a method from outside."""
+    return ":".join(part for part in method.split(":") if "=" not in part)
+
+
 def order(method: str) -> tuple[int, str]:
     """Methods in the order of the index of methods, variants after their method."""
-    names = list(BASE)
-    name = method.partition(":")[0]
+    names, name = list(BASE), name_of(method)
     return (names.index(name) if name in names else len(names), method)

@@ -60,6 +60,7 @@ class BalanceKV(BudgetedMethod):
     name: ClassVar[str] = "balancekv"
     family: ClassVar[str] = "summarise"
     paper: ClassVar[str] = "arXiv 2502.07861"
+    look: ClassVar[tuple[str, ...]] = ("#a86200", "#e8b04e", "^")
     random: ClassVar[bool] = True
     sinks: int = DEFAULT_WINDOW
     recent: Size | int | str = DEFAULT_WINDOW

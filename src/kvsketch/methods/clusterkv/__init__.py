@@ -39,6 +39,7 @@ class ClusterKV(RecallingMethod):
 
     name: ClassVar[str] = "clusterkv"
     paper: ClassVar[str] = "arXiv 2412.03213"
+    look: ClassVar[tuple[str, ...]] = ("#1b7f45", "#5fd18f", "o")
     random: ClassVar[bool] = True
     tokens_per_cluster: int = 20
     rounds: int = 4

@@ -53,6 +53,7 @@ class InfiniGen(RecallingMethod):
 
     name: ClassVar[str] = "infinigen"
     paper: ClassVar[str] = "arXiv 2406.19707"
+    look: ClassVar[tuple[str, ...]] = ("#7a5230", "#cfa27a", "v")
     sinks: int = field(default=0, init=False)
     ratio: float = 0.2
     alpha: float = 5.0
