@@ -1,31 +1,100 @@
-"""The documentation's code runs, and every method has a page."""
+"""The documentation's code runs, its links lead somewhere, and methods from outside work as it says."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
-import torch
+from typer.testing import CliRunner
 
 import kvsketch
+from kvsketch.cli import app
+from kvsketch.methods.base import EvictingMethod
 from tests.helpers import zoo
+from tests.helpers.tiny import save_tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_example_method_works_without_registration() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "new_method.md").read_text(encoding="utf-8"), re.S)
-    names: dict[str, object] = {}
-    exec(compile(code, "new_method.md", "exec", dont_inherit=True), names)
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of a user's own on the path; its modules are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("keynorm", None)
+
+
+def test_new_method_word_by_word(outside: Path) -> None:
+    page = (DOCS / "new_method.md").read_text(encoding="utf-8")
+    source, use, commands, saving, entry = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
+    (outside / "keynorm.py").write_text(source, encoding="utf-8")
     model = zoo.build("llama")
-    cache = kvsketch.CompressedCache(model, names["KeyNorm"](budget=16, sinks=2, recent=4))  # type: ignore[operator]
-    ids = zoo.tokens(1, 60)
-    model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
-    assert cache.tokens_stored == 16 and cache.tokens_seen == 67
-    table = cache.slot_layers[0].table
-    kept = table.key_slots().float().norm(dim=-1)[table.index_slots() >= 0]
-    assert kept.isfinite().all() and torch.is_tensor(kept)
+    names: dict[str, Any] = {"model": model, "input_ids": zoo.tokens(1, 160)}
+    exec(use, names)
+    cache = names["cache"]
+    assert cache.tokens_stored == 128 and cache.tokens_seen == 167
+    assert str(cache.method) == "keynorm:KeyNorm:budget=128:recent=16"
+    assert kvsketch.parse_method(str(cache.method)) == cache.method
+
+    save_tiny_model(outside / "tiny")
+    lines = [shlex.split(line) for line in commands.replace("smollm2-135m", "tiny").splitlines()]
+    said = [CliRunner().invoke(app, words[1:]) for words in lines if words[0] == "kvsketch"]
+    assert [done.exit_code for done in said] == [0, 0], [done.output for done in said]
+    assert "keynorm (evict)" in said[0].stdout and "keynorm:KeyNorm:budget=128" in said[1].stderr
+
+    exec(saving, names)
+    assert names["cache"] is not cache and names["cache"].tokens_seen == cache.tokens_seen
+    del sys.modules["keynorm"]
+    with pytest.raises(ValueError, match=r"the module 'keynorm' of the method 'keynorm:KeyNorm' is not imported"):
+        kvsketch.CompressedCache.load("prompt.kvs", model)
+
+    ((group, named),) = tomllib.loads(entry)["project"]["entry-points"].items()
+    info = outside / "keynorm-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: keynorm\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in named.items()))
+    importlib.invalidate_caches()
+    assert kvsketch.CompressedCache.load("prompt.kvs", model).tokens_seen == cache.tokens_seen
+    assert str(kvsketch.parse_method("keynorm:budget=128")) == "keynorm:KeyNorm:budget=128"
+    assert "\nkeynorm " in CliRunner().invoke(app, ["methods"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nowhere.at_all:Norm", r"'nowhere.at_all:Norm': the module 'nowhere.at_all' cannot be imported.*PYTHONPATH"),
+        ("keynorm:Norm", "'keynorm:Norm': 'Norm' is no Method; the module has: EvictingMethod, Bare"),
+        ("keynorm:Bare", r"'keynorm:Bare': needs @dataclass\(frozen=True\) and a name"),
+        ("keynorms", r"unknown method 'keynorms'.*snapkv.*package.module:Class"),
+        ("snapkv:Norm", "snapkv: 'Norm' is not of the form key=value"),
+    ],
+)
+def test_a_method_that_is_not_found_is_named(outside: Path, text: str, message: str) -> None:
+    source = "from kvsketch.methods.base import EvictingMethod\nclass Bare(EvictingMethod): name = 'bare'\n"
+    (outside / "keynorm.py").write_text(source, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        kvsketch.parse_method(text)
+
+
+def test_a_class_that_no_file_can_name_is_not_saved(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Local(EvictingMethod):
+        name: ClassVar[str] = "local"
+
+    model = zoo.build("llama")
+    cache = kvsketch.CompressedCache(model, Local())
+    model.generate(zoo.tokens(1, 8), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    with pytest.raises(ValueError, match=r"no reader of a file would find .*Local.*top of a module"):
+        cache.save(tmp_path / "local.kvs")
 
 
 @pytest.mark.parametrize(

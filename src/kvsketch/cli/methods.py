@@ -19,15 +19,19 @@ def methods(
     as_json: JsonOption = False,
 ) -> None:
     """List the methods with their families, ideas and parameters."""
-    import kvsketch
+    from kvsketch.methods import METHODS
+    from kvsketch.methods.text import find, installed
 
-    if name is not None and name not in kvsketch.METHODS:
-        raise ValueError(f"unknown method {name!r}; choose from {', '.join(kvsketch.METHODS)}")
-    described = [describe(cls) for key, cls in kvsketch.METHODS.items() if name in (None, key)]
+    if name is not None:
+        cls = find(name, METHODS)
+        if as_json:
+            print_json(describe(cls))
+        else:
+            _print_one(cls)
+        return
+    described = [describe(cls) for cls in (METHODS | installed(METHODS)).values()]
     if as_json:
-        print_json(described[0] if name else described)
-    elif name:
-        _print_one(kvsketch.METHODS[name], described[0])
+        print_json(described)
     else:
         _print_all(described)
 
@@ -72,7 +76,8 @@ def _print_all(described: list[dict[str, Any]]) -> None:
     )
 
 
-def _print_one(cls: type[Any], method: dict[str, Any]) -> None:
+def _print_one(cls: type[Any]) -> None:
+    method = describe(cls)
     head, body = f"{method['name']} ({method['family']})", inspect.getdoc(cls) or ""
     lines = [head, "", body, "", f"parameters: {_parameters(method)}"]
     if method["paper"]:

@@ -51,7 +51,10 @@ METHODS: dict[str, type[Method]] = {
 
 
 def parse_method(text: str | Method) -> Method:
-    """The method that a text such as `streamingllm:budget=1024:sinks=4` describes; a Method is returned as it is."""
+    """The method that a text such as `streamingllm:budget=1024:sinks=4` describes; a Method is returned as it is.
+
+    Methods from outside: `package.module:Class:budget=1024`, or the name of an entry point (`text.py`).
+    """
     return text if isinstance(text, Method) else parse(text, METHODS)
 
 

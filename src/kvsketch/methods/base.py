@@ -91,14 +91,20 @@ class Method:
         """Slots the layer may hold for its longest row, None without limit."""
         return None
 
+    @classmethod
+    def text_name(cls) -> str:
+        """What its text form begins with: its name, or `module:Class` where the class is no part of kvsketch."""
+        own = cls.__module__.partition(".")[0] == "kvsketch"
+        return cls.name if own else f"{cls.__module__}:{cls.__qualname__}"
+
     def __str__(self) -> str:
         changed = [f"{f.name}={_text(getattr(self, f.name))}" for f in dataclasses.fields(self) if _differs(self, f)]
-        return ":".join([self.name, *changed])
+        return ":".join([self.text_name(), *changed])
 
     def full_text(self) -> str:
         """The text form with every parameter: it means the same to a version with other defaults."""
         named = [f"{f.name}={_text(getattr(self, f.name))}" for f in dataclasses.fields(self) if f.init]
-        return ":".join([self.name, *named])
+        return ":".join([self.text_name(), *named])
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

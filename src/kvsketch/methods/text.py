@@ -1,26 +1,37 @@
-"""The text form of a method, `name:key=value:key=value`, for command lines, records and reports."""
+"""The text form of a method, `name:key=value:key=value`, for command lines, records and reports.
+
+streamingllm:budget=1024            a method of the index
+keynorm:budget=1024                 one that an installed package offers: entry point group `kvsketch.methods`
+package.module:KeyNorm:budget=1024  any class that can be imported
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
+import re
+import sys
 from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, get_args, get_type_hints
 
 from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size
 
+GROUP = "kvsketch.methods"
+OUTSIDE = re.compile(r"((?:[^\W\d]\w*\.)*[^\W\d]\w*):([A-Z]\w*)")  # module:Class
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-def parse(text: str, methods: Mapping[str, type[Method]]) -> Method:
+def parse(text: str, methods: Mapping[str, type[Method]], importing: bool = True) -> Method:
     """Reads the text form; every mistake is a ValueError that names the valid choices."""
     if not isinstance(text, str):
         raise ValueError(f"a method is a text such as 'streamingllm:budget=1024' or a Method, not {text!r}")
     name, *settings = text.strip().split(":")
-    if name not in methods:
-        raise ValueError(f"unknown method {name!r}{_guess(name, methods)}; choose one of: {', '.join(methods)}")
-    method = methods[name]
+    if name not in methods and settings and OUTSIDE.fullmatch(f"{name}:{settings[0]}"):
+        name = f"{name}:{settings.pop(0)}"
+    method = find(name, methods, importing)
     hints = get_type_hints(method)
     valid = [f.name for f in dataclasses.fields(method) if f.init]
     values: dict[str, Any] = {}
@@ -34,6 +45,51 @@ def parse(text: str, methods: Mapping[str, type[Method]]) -> Method:
             raise ValueError(f"{name}: parameter {key!r} is given twice")
         values[key] = _convert(f"{name}: {key}", value.strip(), hints[key])
     return method(**values)
+
+
+def find(name: str, methods: Mapping[str, type[Method]], importing: bool = True) -> type[Method]:
+    """The class of a method by its name in `methods`, by that of an entry point, or as `module:Class`.
+
+    Without `importing` no module is imported that the user has neither imported nor installed as an entry point.
+    """
+    if name in methods:
+        return methods[name]
+    entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name in entries:
+        return _load(entries[name])
+    if outside := OUTSIDE.fullmatch(name):
+        module, cls = outside.groups()
+        installed = any(entry.value == name for entry in entries.values())
+        if not (importing or installed or module in sys.modules):
+            raise ValueError(f"the module {module!r} of the method {name!r} is not imported; import it first")
+        return _load(EntryPoint(cls, name, GROUP))
+    known = [*methods, *entries]
+    raise ValueError(
+        f"unknown method {name!r}{_guess(name, known)}; choose one of: {', '.join(known)}; "
+        "or name a class of your own as package.module:Class"
+    )
+
+
+def installed(methods: Mapping[str, type[Method]]) -> dict[str, type[Method]]:
+    """The methods that installed packages offer beside `methods`, by name."""
+    return {entry.name: _load(entry) for entry in entry_points(group=GROUP) if entry.name not in methods}
+
+
+def _load(entry: EntryPoint) -> type[Method]:
+    module, _, cls = entry.value.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), cls, None)
+    except Exception as error:
+        raise ValueError(
+            f"method {entry.value!r}: the module {module!r} cannot be imported ({type(error).__name__}: {error}); "
+            "install it, or put its folder on PYTHONPATH"
+        ) from error
+    if not isinstance(found, type) or not issubclass(found, Method):
+        there = [k for k, v in vars(sys.modules[module]).items() if isinstance(v, type) and issubclass(v, Method)]
+        raise ValueError(f"method {entry.value!r}: {cls!r} is no Method; the module has: {_list(there)}")
+    if "__dataclass_params__" not in vars(found) or not getattr(found, "name", ""):
+        raise ValueError(f"method {entry.value!r}: needs @dataclass(frozen=True) and a name: ClassVar[str]")
+    return found
 
 
 def _convert(name: str, value: str, hint: Any) -> Any:

@@ -9,6 +9,7 @@ The file (sealed_file.py) holds the method, what identifies the model (model_ide
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -20,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 import kvsketch
 from kvsketch.cache.saving import sealed_file
 from kvsketch.cache.saving.layer_state import LayerReader, encode_layer, layer_devices
-from kvsketch.methods import parse_method
+from kvsketch.methods import METHODS
 from kvsketch.methods.base import Method
+from kvsketch.methods.text import parse
 from kvsketch.slots.tensors import plain
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def save(cache: CompressedCache, path: str | os.PathLike[str]) -> None:
     require_whole(cache)
     tensors: dict[str, Tensor] = {}
     content = {
-        "method": cache.method.full_text(),
+        "method": _method_text(cache.method),
         "options": _options(cache),
         "model": cache.identity.describe(cache.head_share),
         "layers": [encode_layer(layer, str(number), tensors) for number, layer in enumerate(cache.layers)],
@@ -116,12 +118,21 @@ def _rebuilt(file: Path, content: Any, model: Any, new_cache: type[CompressedCac
     return cache
 
 
+def _method_text(method: Method) -> str:
+    text = method.full_text()
+    with contextlib.suppress(ValueError):
+        if type(parse(text, METHODS, importing=False)) is type(method):
+            return text
+    raise ValueError(f"no reader of a file would find the method {text!r}; define its class at the top of a module")
+
+
 def _method(file: Path, text: Any) -> Method:
+    """The method that a file names. A file runs no code: a method from outside has to be imported or installed."""
     try:
-        method = parse_method(text)
+        method = parse(text, METHODS, importing=False)
         named = {part.partition("=")[0] for part in text.split(":")}
         earlier = [f"{name}={value}" for name, value in method.earlier_defaults.items() if name not in named]
-        return parse_method(":".join([text, *earlier]))
+        return parse(":".join([text, *earlier]), METHODS, importing=False)
     except ValueError as error:
         raise ValueError(
             f"{file} was saved with a method that kvsketch {kvsketch.__version__} does not know: {error}"
