@@ -49,6 +49,10 @@ _MODULE_OF = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'kvsketch' has no attribute {name!r}")

@@ -53,6 +53,10 @@ def test_help_names_every_command() -> None:
     assert all(command in shown.stdout for command in ("demo", "methods", "generate", "models", "env"))
 
 
+def test_dir_shows_the_public_names() -> None:
+    assert dir(kvsketch) == sorted(kvsketch.__all__) and all(hasattr(kvsketch, name) for name in dir(kvsketch))
+
+
 def test_default_model_is_the_catalogue_default() -> None:
     assert DEFAULT_MODEL == models.DEFAULT_MODEL
 
@@ -72,6 +76,9 @@ def test_every_listed_parameter_can_be_written(name: str) -> None:
     settings = [f"{key}={value}" for key, value in described["parameters"].items()]
     assert kvsketch.parse_method(":".join([name, *settings])) == kvsketch.METHODS[name]()
     assert described["idea"] in run("methods", name).stdout.replace("\n", " ")
+    assert all(option["meaning"] for option in described["options"])
+    shown = " ".join(run("methods", name).stdout.split())
+    assert all(option["meaning"] in shown for option in described["options"])
 
 
 def test_models_lists_the_catalogue() -> None:

@@ -394,8 +394,8 @@ def test_default_windows_shrink_with_a_small_budget() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("form=tree", "block or stream or paper"),
-        ("walk=lazy", "auto or greedy or random"),
+        ("form=tree", "block, stream, paper"),
+        ("walk=lazy", "auto, greedy, random"),
         ("select=all", "weighted or strict"),
         ("den_weight=1", "same or pow2"),
         ("block=1", "such as 256"),

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvsketch.methods.base import EvictingMethod
+from kvsketch.methods.base import EvictingMethod, option
 from kvsketch.slots.table import SlotTable
 
 
@@ -33,7 +33,7 @@ class Longest(EvictingMethod):
 
     name: ClassVar[str] = "longest"
     look: ClassVar[tuple[str, ...]] = ("#123456", "#abcdef", "P")
-    power: float = 2.0
+    power: float = option(2.0, "exponent of the norm")
 
     def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
         return table.key_slots().float().norm(dim=-1) ** self.power
@@ -54,8 +54,10 @@ def test_a_method_in_the_index_is_everywhere(longest: type[methods.Method]) -> N
     method = kvsketch.parse_method("longest:budget=128:power=3")
     assert isinstance(method, longest) and str(method) == "longest:budget=128:power=3.0"
     listed = json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout)
-    assert listed[-1] == describe(longest)
-    assert listed[-1]["idea"] == "Keeps the tokens with the longest keys." and "power" in listed[-1]["parameters"]
+    assert listed[-1] == json.loads(json.dumps(describe(longest)))
+    assert listed[-1]["idea"] == "Keeps the tokens with the longest keys."
+    explained = CliRunner().invoke(app, ["methods", "longest"]).stdout.split("\n")
+    assert any(line.split() == ["power", "2.0", "exponent", "of", "the", "norm"] for line in explained)
     test_contract.test_budget_and_bytes_hold_at_every_step("longest", "llama")
     test_contract.test_sinks_and_recent_tokens_stay("longest")
     test_contract.test_a_row_alone_equals_that_row_in_a_left_padded_batch("longest", "25%")

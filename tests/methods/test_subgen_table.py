@@ -217,7 +217,7 @@ def test_a_share_that_leaves_no_room_keeps_sinks_and_window() -> None:
         ("rho=0.5", "1 or more"),
         ("s=0", "above 0"),
         ("delta=-1", "0 or more"),
-        ("sampling=keys", "norms, mixed"),
+        ("sampling=keys", "norms or mixed"),
         ("budget=16:recent=11:normalizer=clipped", "larger budget"),
         ("budget=100:s=90", "larger budget"),
         ("budget=100:s=20:t=8:clusters=9:normalizer=clipped", "larger budget"),

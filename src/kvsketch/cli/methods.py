@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from kvsketch.cli.options import JsonOption
 from kvsketch.cli.output import print_json, results
@@ -37,14 +37,15 @@ def methods(
 
 
 def describe(cls: type[Any]) -> dict[str, Any]:
-    """A method as plain data: its name, family, idea, and parameters with their defaults."""
+    """A method as plain data: its name, family, idea, and parameters with their defaults, choices and meanings."""
     return {
         "name": cls.name,
         "family": cls.family,
         "idea": first_sentence(inspect.getdoc(cls) or ""),
         "paper": cls.paper,
         "look": list(cls.look),
-        "parameters": {field.name: _plain(field.default) for field in dataclasses.fields(cls) if field.init},
+        "parameters": {each.name: each.default for each in cls.options()},
+        "options": [each._asdict() for each in cls.options()],
     }
 
 
@@ -54,12 +55,13 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=\.)\s", paragraph, maxsplit=1)[0]
 
 
-def _plain(default: Any) -> Any:
-    return default if isinstance(default, (bool, int, float, str, type(None))) else str(default)
-
-
 def _parameters(method: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in method["parameters"].items()) or "-"
+    return " ".join(f"{name}={setting(value)}" for name, value in method["parameters"].items()) or "-"
+
+
+def setting(value: Any) -> str:
+    """A value as a text form has it."""
+    return str(value) if isinstance(value, str | float | int) and not isinstance(value, bool) else str(value).lower()
 
 
 def _print_all(described: list[dict[str, Any]]) -> None:
@@ -79,7 +81,14 @@ def _print_all(described: list[dict[str, Any]]) -> None:
 def _print_one(cls: type[Any]) -> None:
     method = describe(cls)
     head, body = f"{method['name']} ({method['family']})", inspect.getdoc(cls) or ""
-    lines = [head, "", body, "", f"parameters: {_parameters(method)}"]
+    results().print("\n".join([head, "", body, ""]), markup=False, highlight=False)
     if method["paper"]:
-        lines.append(f"paper: {method['paper']}")
-    results().print("\n".join(lines), markup=False, highlight=False)
+        results().print(f"paper: {method['paper']}\n", markup=False, highlight=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("parameter", no_wrap=True)
+    table.add_column("default", no_wrap=True)
+    table.add_column("choices")
+    table.add_column("meaning")
+    for each in cls.options():
+        table.add_row(each.name, setting(each.default), ", ".join(each.choices), Text(each.meaning))
+    results().print(table)

@@ -12,8 +12,9 @@ To add a method: one file here with a subclass, one line in `methods/__init__.py
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,23 @@ from kvsketch.ops.slot_update import CLOSED
 from kvsketch.ops.slot_update.reference import rank, sort_keys
 from kvsketch.slots.positions import CACHE, POSITIONS, TEXT
 from kvsketch.slots.table import SlotTable
+
+
+class Option(NamedTuple):
+    """A parameter of a method."""
+
+    name: str
+    default: Any
+    choices: tuple[str, ...]
+    meaning: str
+
+
+def option(default: Any, meaning: str, choices: Sequence[str] = ()) -> Any:
+    """A field of a method: its default, what it means, and what it may be; another value is refused.
+
+    A subclass that changes the default alone writes `sinks: int = 0` and inherits the rest.
+    """
+    return dataclasses.field(default=default, metadata={"meaning": meaning, "choices": tuple(choices)})
 
 
 @dataclass(frozen=True)
@@ -43,6 +61,24 @@ class Method:
     ignores_hidden_tokens: ClassVar[bool] = False  # whether what a mask hides inside a row leaves no trace
     wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in row_state["row_lse"]
     wants_logits: ClassVar[bool] = False  # whether a decode step should leave its logits in table.row_logits
+
+    def __post_init__(self) -> None:
+        for name, _, choices, _ in self.options():
+            if choices:
+                self._require(
+                    name, getattr(self, name) in choices, (" or " if len(choices) < 3 else ", ").join(choices)
+                )
+
+    @classmethod
+    def options(cls) -> list[Option]:
+        """The parameters in order, each as the nearest class that explains it does."""
+        found = []
+        for field in dataclasses.fields(cls):
+            told = [vars(base).get("__dataclass_fields__", {}).get(field.name) for base in cls.__mro__]
+            said: Mapping[str, Any] = next((each.metadata for each in told if each is not None and each.metadata), {})
+            if field.init:
+                found.append(Option(field.name, field.default, said.get("choices", ()), said.get("meaning", "")))
+        return found
 
     @property
     def clip(self) -> float | None:
@@ -118,15 +154,17 @@ class Method:
 class BudgetedMethod(Method):
     """A method whose memory is bounded: `budget` tokens per KV head and layer, the sinks and the recent window
     included.
-
-    `positions`: a query finds a slot as far away as in the text, or as in the cache (`kvsketch.slots.positions`).
     """
 
-    budget: Size | int | str = 1024
-    sinks: int = 4
-    recent: Size | int | str = 64
-    seed: int = 0
-    positions: str = TEXT
+    budget: Size | int | str = option(
+        1024, "tokens per KV head and layer, sinks and recent window included: a number, or a share of the prompt (25%)"
+    )
+    sinks: int = option(4, "first tokens that always stay")
+    recent: Size | int | str = option(64, "last tokens that always stay: a number, or a share of the budget (25%)")
+    seed: int = option(0, "seed of random draws, where a method makes any; added to the seed of the cache")
+    positions: str = option(
+        TEXT, "cache reads keys at their places in the cache, for texts beyond the trained length", POSITIONS
+    )
 
     @property
     def placeless(self) -> str:
@@ -134,7 +172,7 @@ class BudgetedMethod(Method):
         return ""
 
     def __post_init__(self) -> None:
-        self._require("positions", self.positions in POSITIONS, " or ".join(POSITIONS))
+        super().__post_init__()
         if self.positions == CACHE and self.placeless:
             raise ValueError(f"{self.name}: positions=cache is refused, {self.placeless}; use positions=text")
         self._set("budget", Size.parse(self.budget, f"{self.name}: budget"))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import EvictingMethod
+from kvsketch.methods.base import EvictingMethod, option
 from kvsketch.methods.budget import Size
 from kvsketch.methods.received import add_attention
 from kvsketch.slots.table import SlotTable
@@ -43,15 +43,11 @@ class H2O(EvictingMethod):
     look: ClassVar[tuple[str, ...]] = ("#007a87", "#4dc3cf", "D")
     sinks: int = 0
     recent: Size | int | str = "50%"
-    gqa_reduce: str = "sum"
+    gqa_reduce: str = option("sum", "how the scores of the query heads of one KV head become one", REDUCTIONS)
 
     # Attention may leave the logarithms of its row sums, [B, Hq, n], in row_state["row_lse"]: half of the work is done.
     wants_row_lse: ClassVar[bool] = True
     wants_logits: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        self._require("gqa_reduce", self.gqa_reduce in REDUCTIONS, ", ".join(REDUCTIONS))
-        super().__post_init__()
 
     def observe(self, table: SlotTable, queries: Tensor) -> None:
         score = table.slot_state.get("score")

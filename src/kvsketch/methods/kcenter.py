@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import BudgetedMethod, close_slots, evict
+from kvsketch.methods.base import BudgetedMethod, close_slots, evict, option
 from kvsketch.methods.budget import Size
 from kvsketch.ops.farthest_first import FORMS
 from kvsketch.slots.table import SlotTable
@@ -64,16 +64,11 @@ class KCenter(BudgetedMethod):
     family: ClassVar[str] = "evict"
     paper: ClassVar[str] = "arXiv 2402.06082"
     look: ClassVar[tuple[str, ...]] = ("#b0307a", "#f08cc0", "D")
-    sinks: int = 1
+    sinks: int = option(1, "first tokens that are centers from the start; 0 still starts at the first token")
     recent: Size | int | str = "50%"
-    weights: str = "none"
-    form: str = "exact"
-    slide: bool = True
-
-    def __post_init__(self) -> None:
-        self._require("weights", self.weights in WEIGHTS, " or ".join(WEIGHTS))
-        self._require("form", self.form in FORMS, " or ".join(FORMS))
-        super().__post_init__()
+    weights: str = option("none", "count: a center weighs as much as the tokens nearest to it, in both sums", WEIGHTS)
+    form: str = option("exact", "coarse takes all keys that are 0.9 times as far as the farthest at once", FORMS)
+    slide: bool = option(True, "false: generated tokens never go, and memory grows with them, as in the papers")
 
     def budget_tokens(self, table: SlotTable) -> int:
         generated = 0 if self.slide else table.seen - table.prompt_tokens

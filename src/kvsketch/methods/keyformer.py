@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import BudgetedMethod
+from kvsketch.methods.base import BudgetedMethod, option
 from kvsketch.methods.budget import Size
 from kvsketch.methods.h2o import H2O
 from kvsketch.slots.table import SlotTable
@@ -47,17 +47,18 @@ class Keyformer(H2O):
     wants_row_lse: ClassVar[bool] = False
     budget: Size | int | str = "60%"
     recent: Size | int | str = "30%"
-    tau_init: float = 1.0
-    tau_end: float = 2.0
-    horizon: int = 128
-    noise: bool = True
-    compat: str = "intended"
+    tau_init: float = option(1.0, "temperature of the score for the prompt")
+    tau_end: float = option(2.0, "temperature after `horizon` generated tokens")
+    horizon: int = option(128, "generated tokens over which the temperature rises: set it to max_new_tokens")
+    noise: bool = option(True, "Gumbel noise on the logits of the score")
+    compat: str = option(
+        "intended", "official does what the released code does: key tokens stay those of the prompt", COMPATIBILITY
+    )
 
     def __post_init__(self) -> None:
         for name in ("tau_init", "tau_end"):
             self._require(name, getattr(self, name) > 0, "a temperature above 0")
         self._require("horizon", isinstance(self.horizon, int) and self.horizon >= 1, "a number of tokens, 1 or more")
-        self._require("compat", self.compat in COMPATIBILITY, " or ".join(COMPATIBILITY))
         super().__post_init__()
 
     def temperature(self, table: SlotTable) -> ops.Temperature:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvsketch.methods.base import option
 from kvsketch.methods.budget import Size
 from kvsketch.methods.snapkv import SnapKV, _whole
 from kvsketch.slots.table import SlotTable
@@ -38,12 +39,15 @@ class PyramidKV(SnapKV):
     look: ClassVar[tuple[str, ...]] = ("#8e44ad", "#cf95e6", "s")
     # The ceiling of a pyramid is twice its mean, so that it stores half of what other methods do.
     compared_with: ClassVar[str] = "budget_is=mean"
-    beta: int = 20
-    budget_is: str = "ceiling"
+    beta: int = option(20, "how pointed: the top layer keeps base // beta tokens beside the window; 1 is snapkv")
+    budget_is: str = option(
+        "ceiling",
+        "the budget is the most of any layer, or the mean over layers as in the paper and our tables",
+        READINGS,
+    )
 
     def __post_init__(self) -> None:
         self._require("beta", _whole(self.beta) and self.beta >= 1, "a whole number, 1 (all layers alike) or more")
-        self._require("budget_is", self.budget_is in READINGS, " or ".join(READINGS))
         super().__post_init__()
 
     def layer_tokens(self, prompt: int, rank: int, layers: int) -> int:

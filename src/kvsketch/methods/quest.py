@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.methods.base import option
 from kvsketch.methods.recall import BUDGETS, RecallingMethod
 from kvsketch.slots import offloaded
 from kvsketch.slots.table import SlotTable
@@ -35,7 +36,7 @@ class Quest(RecallingMethod):
     paper: ClassVar[str] = "arXiv 2406.10774"
     look: ClassVar[tuple[str, ...]] = ("#728200", "#c5d14a", "s")
     sinks: int = field(default=0, init=False)
-    page: int = 16
+    page: int = option(16, "tokens of a page")
 
     def __post_init__(self) -> None:
         super().__post_init__()

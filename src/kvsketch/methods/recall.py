@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvsketch.methods.base import Method
+from kvsketch.methods.base import Method, option
 from kvsketch.methods.budget import Size
 from kvsketch.methods.full import Full
 from kvsketch.slots import offloaded
@@ -31,20 +31,22 @@ class RecallingMethod(Method, ABC):
     """
 
     family: ClassVar[str] = "recall"
-    budget: Size | int | str = 1024
-    sinks: int = 16
-    skip_layers: int = 2
-    seed: int = 0
-    offload: str = "none"
-    keep_steps: int = 1
+    budget: Size | int | str = option(
+        1024, "tokens that a query head reads in a layer, sinks included: a number, or a share of the prompt (25%)"
+    )
+    sinks: int = option(16, "first tokens, always read")
+    skip_layers: int = option(2, "first layers that read everything")
+    seed: int = option(0, "seed of random draws, where a method makes any; added to the seed of the cache")
+    offload: str = option("none", "host keeps keys and values in host memory; the answers are the same", OFFLOADS)
+    keep_steps: int = option(1, "with offload=host: tokens that the last so many steps read are still on the device")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._set("budget", Size.parse(self.budget, f"{self.name}: budget"))
         for name in ("sinks", "skip_layers"):
             value = getattr(self, name)
             self._require(name, isinstance(value, int) and value >= 0, "a whole number, 0 or more")
         self._require("seed", isinstance(self.seed, int), "a whole number")
-        self._require("offload", self.offload in OFFLOADS, " or ".join(OFFLOADS))
         self._require(
             "keep_steps", isinstance(self.keep_steps, int) and self.keep_steps >= 1, "a whole number, 1 or more"
         )

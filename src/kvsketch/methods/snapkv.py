@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsketch.methods.base import BudgetedMethod, EvictingMethod
+from kvsketch.methods.base import BudgetedMethod, EvictingMethod, option
 from kvsketch.methods.budget import Size
 from kvsketch.methods.received import add_attention
 from kvsketch.slots.table import SlotTable
@@ -43,10 +43,10 @@ class SnapKV(EvictingMethod):
     look: ClassVar[tuple[str, ...]] = ("#2f4fd0", "#8ea6ff", "^")
     sinks: int = 0
     recent: Size | int | str = field(default=0, init=False, repr=False)
-    window: int = 32
-    kernel: int = 5
-    pool: str = "avg"
-    gqa_reduce: str = "sum"
+    window: int = option(32, "queries that vote, and last tokens that always stay (at most half of the budget)")
+    kernel: int = option(5, "neighbouring positions pooled, an odd number; 1 turns pooling off")
+    pool: str = option("avg", "how the votes of neighbours are pooled", POOLS)
+    gqa_reduce: str = option("sum", "how the votes of the query heads of one KV head become one", REDUCTIONS)
 
     wants_logits: ClassVar[bool] = True
 
@@ -54,8 +54,6 @@ class SnapKV(EvictingMethod):
         self._require("window", _whole(self.window) and self.window >= 1, "a whole number of queries, 1 or more")
         odd = _whole(self.kernel) and self.kernel >= 1 and self.kernel % 2 == 1
         self._require("kernel", odd, "an odd number of positions, 1 (no pooling) or more")
-        self._require("pool", self.pool in POOLS, " or ".join(POOLS))
-        self._require("gqa_reduce", self.gqa_reduce in REDUCTIONS, ", ".join(REDUCTIONS))
         super().__post_init__()
 
     def recent_tokens(self, budget: int) -> int:

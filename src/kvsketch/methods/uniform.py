@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import BudgetedMethod, bound_to_budget, evict
+from kvsketch.methods.base import BudgetedMethod, bound_to_budget, evict, option
 from kvsketch.methods.budget import Size
 from kvsketch.slots.table import SlotTable
 
@@ -42,7 +42,7 @@ class Uniform(BudgetedMethod):
     look: ClassVar[tuple[str, ...]] = ("#667085", "#a6afbf", "s")
     random: ClassVar[bool] = True
     ignores_hidden_tokens: ClassVar[bool] = True
-    weights: bool = True
+    weights: bool = option(True, "false reads the sample with weight 1")
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         bound_to_budget(table, self)

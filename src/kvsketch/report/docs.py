@@ -108,6 +108,10 @@ class Numbers:
             if section.kind.name == "attention_error":
                 yield "attention_error", figures.attention_errors(section, recall.MODEL)
 
+    def options(self, method: str) -> Sequence[Mapping[str, Any]]:
+        """The parameters of a method, as its class explains them."""
+        return next(each["options"] for each in self.methods if each["name"] == method)
+
     def method_link(self, name: str) -> str:
         """The name of a method, linked to its page where it has one."""
         return f"[{name}]({name}.md)" if (self._pages / f"{name}.md").is_file() else name

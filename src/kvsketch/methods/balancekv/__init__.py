@@ -14,17 +14,12 @@ from kvsketch.methods.balancekv import schedule as row_schedule
 from kvsketch.methods.balancekv import stream as balance_stream
 from kvsketch.methods.balancekv.merge_reduce import theory_c
 from kvsketch.methods.balancekv.schedule import Row
-from kvsketch.methods.base import BudgetedMethod
+from kvsketch.methods.base import BudgetedMethod, option
 from kvsketch.methods.budget import Size
 from kvsketch.ops.balance_walk import WALKS
+from kvsketch.slots.positions import POSITIONS, TEXT
 from kvsketch.slots.table import SlotTable
 
-CHOICES = {
-    "form": ("block", "stream", "paper"),
-    "walk": ("auto", *WALKS),
-    "select": ("weighted", "strict"),
-    "den_weight": ("same", "pow2"),
-}
 DEFAULT_WINDOW = 32
 
 
@@ -62,21 +57,38 @@ class BalanceKV(BudgetedMethod):
     paper: ClassVar[str] = "arXiv 2502.07861"
     look: ClassVar[tuple[str, ...]] = ("#a86200", "#e8b04e", "^")
     random: ClassVar[bool] = True
-    sinks: int = DEFAULT_WINDOW
-    recent: Size | int | str = DEFAULT_WINDOW
-    form: str = "block"
-    block: int = 256
-    rounds: int | None = None
-    walk: str = "auto"  # greedy for blocks, random for streams
-    c: float | str = 1.0
-    temp: float = 1.0
-    center: bool = True
-    select: str = "weighted"
-    den_weight: str = "same"
-    count_term: float = 0.025
-    rho: float | None = 4.0
-    epsilon: float = 0.1
-    delta: float = 0.01
+    sinks: int = option(DEFAULT_WINDOW, "first tokens that stay exact; left at 32, at most an eighth of the budget")
+    recent: Size | int | str = option(
+        DEFAULT_WINDOW, "last tokens that stay exact; left at 32, at most an eighth of the budget"
+    )
+    positions: str = option(TEXT, "cache, with form=block alone: keys at their places in the cache", POSITIONS)
+    form: str = option(
+        "block",
+        "block halves runs of tokens; stream is the theorem's algorithm within the budget, paper without one",
+        ("block", "stream", "paper"),
+    )
+    block: int = option(256, "tokens of one walk (form=block) or of one batch (form=paper)")
+    rounds: int | None = option(
+        None, "form=block: halve the middle so many times, as published, or fail; none: as often as needed"
+    )
+    walk: str = option("auto", "how signs are chosen; auto: greedy for blocks, random for streams", ("auto", *WALKS))
+    c: float | str = option(1.0, "how far the random walk may drift, in its largest term; theory: 30 ln(n / delta)")
+    temp: float = option(
+        1.0, "balances exp(temp s); best is the ratio of query norm to key norm, 0.1 in the authors' notebook"
+    )
+    center: bool = option(True, "keys relative to the mean of their block")
+    select: str = option(
+        "weighted",
+        "weighted doubles kept tokens until half is dropped; strict doubles one whole half",
+        ("weighted", "strict"),
+    )
+    den_weight: str = option(
+        "same", "weight in the denominator: as in the numerator, or 2 for every halving", ("same", "pow2")
+    )
+    count_term: float = option(0.025, "added to inner products of values, so that counts are balanced beside values")
+    rho: float | None = option(4.0, "streams: the two sums stay within this factor of each other; none: as published")
+    epsilon: float = option(0.1, "streams: the error at which a bucket of value norms is negligible")
+    delta: float = option(0.01, "streams: the failure probability of c=theory")
 
     def __post_init__(self) -> None:
         budget = Size.parse(self.budget, f"{self.name}: budget")
@@ -85,8 +97,6 @@ class BalanceKV(BudgetedMethod):
             if self.recent == DEFAULT_WINDOW:
                 self._set("recent", row_schedule.within(DEFAULT_WINDOW, DEFAULT_WINDOW, budget.tokens))
         super().__post_init__()
-        for name, choices in CHOICES.items():
-            self._require(name, getattr(self, name) in choices, " or ".join(choices))
         self._require("block", isinstance(self.block, int) and self.block >= 2, "2 or more tokens, such as 256")
         halvings = self.rounds is None or (self.rounds >= 0 and self.form == "block")
         self._require("rounds", halvings, "none, or with form=block a number of halvings, 0 or more")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.methods.base import option
 from kvsketch.methods.clusterkv import clusters
 from kvsketch.methods.clusterkv.clusters import CENTROIDS, MEANS, OFFSETS, ORDER, SHIFT, SIZES, SPANS
 from kvsketch.methods.recall import BUDGETS, RecallingMethod
@@ -41,12 +42,14 @@ class ClusterKV(RecallingMethod):
     paper: ClassVar[str] = "arXiv 2412.03213"
     look: ClassVar[tuple[str, ...]] = ("#1b7f45", "#5fd18f", "o")
     random: ClassVar[bool] = True
-    tokens_per_cluster: int = 20
-    rounds: int = 4
-    recluster: int = 320
-    recluster_into: int = 16
-    completion: bool = True
-    share_in_group: bool = False
+    tokens_per_cluster: int = option(20, "mean size of a cluster; smaller ones find tokens better and take more memory")
+    rounds: int = option(4, "rounds of k-means over all keys, before one last assignment")
+    recluster: int = option(320, "generated tokens that are read in full until they are clustered together")
+    recluster_into: int = option(16, "clusters that `recluster` generated tokens form")
+    completion: bool = option(True, "clusters that are not read still count, by centroid, mean value and size")
+    share_in_group: bool = option(
+        False, "one choice for all query heads of a KV head: fewer tokens to copy from the host"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

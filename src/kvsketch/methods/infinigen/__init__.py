@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.methods.base import option
 from kvsketch.methods.infinigen import speculation
 from kvsketch.methods.infinigen.skew import GRAM, directions, observe
 from kvsketch.methods.recall import BUDGETS, RecallingMethod
@@ -55,15 +56,19 @@ class InfiniGen(RecallingMethod):
     paper: ClassVar[str] = "arXiv 2406.19707"
     look: ClassVar[tuple[str, ...]] = ("#7a5230", "#cfa27a", "v")
     sinks: int = field(default=0, init=False)
-    ratio: float = 0.2
-    alpha: float = 5.0
-    speculate: str = "own"
+    ratio: float = option(0.2, "share of the channels that score")
+    alpha: float = option(
+        5.0,
+        "distance from the largest score, in logits, within which a token is read (authors: 4 for OPT, 5 for Llama)",
+    )
+    speculate: str = option(
+        "own", "whose query chooses: the layer's own, or one predicted from the layer before", QUERIES
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("ratio", 0 < self.ratio <= 1, "a share of the channels, above 0 and at most 1")
         self._require("alpha", self.alpha > 0, "a distance from the largest score, above 0")
-        self._require("speculate", self.speculate in QUERIES, " or ".join(QUERIES))
 
     @property
     def tail_tokens(self) -> int:

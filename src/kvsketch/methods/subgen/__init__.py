@@ -9,12 +9,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import BudgetedMethod
+from kvsketch.methods.base import BudgetedMethod, option
 from kvsketch.methods.budget import Size
 from kvsketch.methods.subgen import slots
 from kvsketch.methods.subgen.plan import divide
 from kvsketch.methods.subgen.sketch import POLICIES
 from kvsketch.ops.fold_token import Plan
+from kvsketch.slots.positions import POSITIONS, TEXT
 from kvsketch.slots.table import SlotTable
 
 NORMALIZERS = ("paper", "self", "clipped")
@@ -58,16 +59,25 @@ class SubGen(BudgetedMethod):
     random: ClassVar[bool] = True
     earlier_defaults: ClassVar[dict[str, str]] = {"normalizer": "clipped", "rho": "4.0"}
     recent: Size | int | str = "25%"
-    s: int | None = None
-    t: int | None = None
-    clusters: int | None = None
-    delta: float | None = None
-    policy: str = "absorb"
-    normalizer: str = "self"
-    rho: float = 1.5
-    coalesce: bool = True
-    sampling: str = "norms"
-    form: str = "stream"
+    positions: str = option(TEXT, "text alone: a token in several slots has no single place in the cache", POSITIONS)
+    s: int | None = option(None, "samples; none: what sinks and window leave, half of it where there are clusters")
+    t: int | None = option(None, "keys sampled from each cluster; none: 16, fewer in small budgets")
+    clusters: int | None = option(None, "clusters of keys; none: as many as the budget leaves room for")
+    delta: float | None = option(
+        None, "radius of a cluster; none: the radius at which `clusters` centres cover the prompt"
+    )
+    policy: str = option(
+        "absorb",
+        "a far key without room for a cluster: grow anyway, absorb it into the nearest, or double delta",
+        POLICIES,
+    )
+    normalizer: str = option(
+        "self", "denominator: the samples' own weights, or clusters, plain or clipped", NORMALIZERS
+    )
+    rho: float = option(1.5, "with normalizer=clipped: the ratio of the two sums stays within [1 / rho, rho]")
+    coalesce: bool = option(True, "copies of one sampled token share a slot; the output is the same")
+    sampling: str = option("norms", "mixed draws every second sample uniformly, the others by squared norm", SAMPLINGS)
+    form: str = option("stream", "Algorithm 1; the papers' experiments are the method kcenter")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,10 +85,7 @@ class SubGen(BudgetedMethod):
             size = getattr(self, name)
             self._require(name, size is None or (isinstance(size, int) and size > 0), "a whole number above 0, or none")
         self._require("delta", self.delta is None or _between(0, self.delta), "a distance of 0 or more, or none")
-        self._require("policy", self.policy in POLICIES, f"one of {', '.join(POLICIES)}")
-        self._require("normalizer", self.normalizer in NORMALIZERS, f"one of {', '.join(NORMALIZERS)}")
         self._require("rho", _between(1, self.rho), "a number of 1 or more")
-        self._require("sampling", self.sampling in SAMPLINGS, f"one of {', '.join(SAMPLINGS)}")
         self._require("form", self.form == "stream", "stream; the papers' experiments are the method kcenter")
         assert isinstance(self.budget, Size)
         if self.budget.tokens is not None:
