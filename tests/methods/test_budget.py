@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsketch
+from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Size
+from kvsketch.slots.table import SlotTable
+
+BOUNDED = [name for name, method in kvsketch.METHODS.items() if issubclass(method, BudgetedMethod)]
 
 
 @given(st.integers(1, 10**9))
@@ -23,6 +28,17 @@ def test_shares_round_trip_and_never_round_to_nothing(a: int, b: int, whole: int
     assert Size.parse(str(size)) == size
     assert 1 <= size.of(whole) <= whole
     assert size.of(whole * high) == whole * low
+
+
+@given(st.sampled_from(BOUNDED), st.integers(1, 100), st.lists(st.integers(1, 9000), min_size=1), st.integers(0, 7))
+def test_rows_of_a_batch_get_what_they_get_alone(name: str, percent: int, prompts: list[int], layer: int) -> None:
+    """The device computes the budgets of left-padded rows, the host that of a row alone."""
+    method, table = kvsketch.parse_method(f"{name}:budget={percent}%"), SlotTable(layer, 8)
+    assert isinstance(method, BudgetedMethod)
+    together = method.allot(table, torch.tensor(prompts).view(-1, 1, 1))
+    alone = [method.allot(table, prompt) for prompt in prompts]
+    for part, expected in ((together.total, [a.total for a in alone]), (together.recent, [a.recent for a in alone])):
+        assert (part.flatten().tolist() if isinstance(part, torch.Tensor) else [part] * len(prompts)) == expected
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_wrong_parameters_say_what_is_right(text: str, message: str) -> None:
 
 
 def test_the_window_shrinks_with_a_small_budget() -> None:
-    assert [SnapKV(budget=b).recent_tokens(b) for b in (1024, 64, 16, 2)] == [32, 32, 8, 1]
+    assert [SnapKV(budget=b).allot(SlotTable(0, 1), 9000).recent for b in (1024, 64, 16, 2)] == [32, 32, 8, 1]
 
 
 def test_bytes_are_those_of_the_slots() -> None:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.budget import Size
+from kvsketch.methods.budget import Budget, Size, Tokens, row_prompts
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.ops.slot_update.reference import rank, sort_keys
 from kvsketch.slots.positions import CACHE, POSITIONS, TEXT
@@ -175,44 +175,43 @@ class BudgetedMethod(Method):
         super().__post_init__()
         if self.positions == CACHE and self.placeless:
             raise ValueError(f"{self.name}: positions=cache is refused, {self.placeless}; use positions=text")
-        self._set("budget", Size.parse(self.budget, f"{self.name}: budget"))
-        self._set("recent", Size.parse(self.recent, f"{self.name}: recent", smallest=0))
+        budget = Size.parse(self.budget, f"{self.name}: budget")
+        recent = Size.parse(self.recent, f"{self.name}: recent", smallest=0)
+        self._set("budget", budget)
+        self._set("recent", recent)
         self._require("sinks", isinstance(self.sinks, int) and self.sinks >= 0, "a whole number of tokens, 0 or more")
         self._require("seed", isinstance(self.seed, int), "a whole number")
-        assert isinstance(self.budget, Size)
-        if self.budget.tokens is not None:
-            least = self.sinks + max(1, self.recent_tokens(self.budget.tokens))
-            if self.budget.tokens < least:
+        if budget.tokens is not None:
+            least = self.sinks + max(1, recent.of(budget.tokens))
+            if budget.tokens < least:
                 raise ValueError(
-                    f"{self.name}: budget={self.budget} cannot hold {self.sinks} sinks and a recent "
-                    f"window of {self.recent}; "
+                    f"{self.name}: budget={budget} cannot hold {self.sinks} sinks and a recent window of {recent}; "
                     f"use budget={least} or more, or smaller sinks and recent"
                 )
 
+    @property
+    def budget_size(self) -> Size:
+        return cast(Size, self.budget)
+
+    @property
+    def recent_size(self) -> Size:
+        return cast(Size, self.recent)
+
+    def allot(self, table: SlotTable, prompt: Tokens) -> Budget:
+        """What rows with prompts of so many tokens may hold, in each KV head of this layer.
+
+        The one place where a budget is divided: a method that gives layers or heads different parts, or shares one
+        budget among them, overrides it. The table says which layer it is (`rank` of `compressed_layers`).
+        """
+        total = self.budget_size.of(prompt)
+        return Budget(total, self.sinks, self.recent_size.of(total))
+
+    def row_budget(self, table: SlotTable) -> Budget:
+        """What each row may hold; tensors where left padding makes rows differ."""
+        return self.allot(table, row_prompts(table))
+
     def budget_tokens(self, table: SlotTable) -> int:
-        assert isinstance(self.budget, Size)
-        return self.budget.of(table.prompt_tokens)
-
-    def recent_tokens(self, budget: int) -> int:
-        """The recent window within `budget`, in tokens."""
-        assert isinstance(self.recent, Size)
-        return self.recent.of(budget)
-
-    def recent_window(self, table: SlotTable, budget: int) -> int | Tensor:
-        """Recent tokens that always stay: one number, or one for each row, [B, 1, 1], where shares make rows differ."""
-        assert isinstance(self.recent, Size)
-        rows = self.row_budgets(table)
-        if rows is None or self.recent.share is None:
-            return self.recent_tokens(budget)
-        return (rows.double() * float(self.recent.share) + 1e-9).long().clamp_min(1)
-
-    def row_budgets(self, table: SlotTable) -> Tensor | None:  # [B, 1, 1]
-        """Budget of each row when the budget is a share and left padding makes rows differ; else None."""
-        assert isinstance(self.budget, Size)
-        if self.budget.share is None or table.padding is None:
-            return None
-        prompt = (table.prompt_tokens - table.padding).clamp_min(1)
-        return (prompt.double() * float(self.budget.share) + 1e-9).long().clamp_min(1).view(-1, 1, 1)
+        return int(self.allot(table, table.prompt_tokens).total)
 
 
 @dataclass(frozen=True)
@@ -242,7 +241,7 @@ def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budge
     """Keeps the `budget` slots with the largest scores, of equal ones the newest; sinks and recent tokens rank above
     all, empty slots below all.
     """
-    recent = method.recent_window(table, budget)
+    total, _, recent = method.row_budget(table)
     if isinstance(recent, Tensor):
         scores, recent = _with_recent(table, scores, recent), 0
     if table.in_place:
@@ -263,23 +262,19 @@ def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budge
     ranked = rank(scores, table.index_slots(), table.padding, seen, method.sinks, recent)
     count = min(budget, ranked.shape[-1])
     chosen = sort_keys(ranked, table.index_slots()).topk(count, dim=-1).indices
-    closed = _closed_ranks(table, method, count)
-    if closed is not None:
-        chosen = torch.where(closed, -1, chosen)
+    if isinstance(total, Tensor):
+        chosen = torch.where(torch.arange(count, device=total.device) >= total, -1, chosen)
     # Position order: ties and readers then never depend on the order of top-k.
     chosen = chosen.sort(-1).values
     table.rebuild(chosen, budget)
-    rows = method.row_budgets(table)
-    if rows is not None:
-        close_slots(table, rows)
+    close_slots(table, total)
 
 
 def bound_to_budget(table: SlotTable, method: BudgetedMethod) -> None:
     """Gives an exact table the fixed shape of its budget, before anything had to go."""
+    rows = method.row_budget(table).total
     table.bound(method.budget_tokens(table))
-    rows = method.row_budgets(table)
-    if rows is not None:
-        close_slots(table, rows)
+    close_slots(table, rows)
 
 
 def _with_recent(table: SlotTable, scores: Tensor | None, recent: Tensor) -> Tensor:
@@ -289,15 +284,10 @@ def _with_recent(table: SlotTable, scores: Tensor | None, recent: Tensor) -> Ten
     return torch.where(position >= table.real_tokens() - recent, (2.0**23 + position.float()) * 2.0**50, scores)
 
 
-def _closed_ranks(table: SlotTable, method: BudgetedMethod, count: int) -> Tensor | None:
-    rows = method.row_budgets(table)
-    if rows is None:
-        return None
-    return torch.arange(count, device=rows.device) >= rows
-
-
-def close_slots(table: SlotTable, rows: Tensor) -> None:
+def close_slots(table: SlotTable, rows: Tokens) -> None:
     """Closes the empty slots of a bounded table beyond each row's own budget; one stays open for the next token."""
+    if isinstance(rows, int):
+        return
     assert table.index is not None and table.next_slot is not None
     empty = table.index < 0
     surplus = table.length - 1 - rows

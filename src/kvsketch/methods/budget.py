@@ -4,7 +4,9 @@
     Size.parse("25%")    a quarter of the whole (of the prompt for a budget, of the budget for a recent window)
     Size.parse("1/8")    an eighth of the whole
 
-This module knows numbers only: which layer or head gets them is the method's business.
+Left padding makes the prompts of a batch differ in length, and so their shares: a number of tokens is then a tensor
+with one number for each row, computed on the device. Which layer or head gets how much is decided in `allot` of a
+method.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple, TypeAlias, overload
 
+import torch
+from torch import Tensor
+
+from kvsketch.slots.table import SlotTable
+
+Tokens: TypeAlias = int | Tensor  # one number for all rows, or [B, 1, 1] int64, one for each
 FORMS = "a number of tokens such as 1024, a share such as 25% or a fraction such as 1/8"
 
 
@@ -51,12 +60,18 @@ class Size:
             raise ValueError(f"{name}={text!r} is outside (0, 100%]; use {FORMS}")
         return cls(share=share)
 
-    def of(self, whole: int) -> int:
+    @overload
+    def of(self, whole: int) -> int: ...
+
+    @overload
+    def of(self, whole: Tokens) -> Tokens: ...
+
+    def of(self, whole: Tokens) -> Tokens:
         """The size in tokens, given the whole that a share refers to; a share never rounds down to nothing."""
         if self.tokens is not None:
             return self.tokens
         assert self.share is not None
-        return max(1, int(self.share * whole))
+        return clamp(whole * self.share.numerator // self.share.denominator, 1)
 
     def __str__(self) -> str:
         if self.tokens is not None:
@@ -66,3 +81,32 @@ class Size:
         if percent.denominator == 1:
             return f"{percent.numerator}%"
         return f"{self.share.numerator}/{self.share.denominator}"
+
+
+class Budget(NamedTuple):
+    """What a row may hold in one KV head of one layer; the sinks and the recent window are part of the total."""
+
+    total: Tokens
+    sinks: int
+    recent: Tokens
+
+
+def row_prompts(table: SlotTable) -> Tokens:
+    """Tokens of each row's prompt without its left padding, the whole that a budget's share refers to."""
+    if table.padding is None:
+        return table.prompt_tokens
+    return (table.prompt_tokens - table.padding).clamp_min(1).view(-1, 1, 1)
+
+
+def clamp(tokens: Tokens, least: int, most: int | None = None) -> Tokens:
+    """`tokens`, at least `least` and at most `most`."""
+    if isinstance(tokens, Tensor):
+        return tokens.clamp(least, most)
+    return max(least, tokens if most is None else min(tokens, most))
+
+
+def where(condition: bool | Tensor, yes: Tokens, no: Tokens) -> Tokens:
+    """`yes` in the rows where the condition holds, else `no`."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, yes, no)
+    return yes if condition else no

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod, close_slots, evict, option
-from kvsketch.methods.budget import Size
+from kvsketch.methods.budget import Budget, Size, Tokens, where
 from kvsketch.ops.farthest_first import FORMS
 from kvsketch.slots.table import SlotTable
 
@@ -70,9 +70,10 @@ class KCenter(BudgetedMethod):
     form: str = option("exact", "coarse takes all keys that are 0.9 times as far as the farthest at once", FORMS)
     slide: bool = option(True, "false: generated tokens never go, and memory grows with them, as in the papers")
 
-    def budget_tokens(self, table: SlotTable) -> int:
+    def allot(self, table: SlotTable, prompt: Tokens) -> Budget:
         generated = 0 if self.slide else table.seen - table.prompt_tokens
-        return super().budget_tokens(table) + generated
+        total = self.budget_size.of(prompt) + generated
+        return Budget(total, self.sinks, self.recent_size.of(total))
 
     def maintenance_due(self, table: SlotTable) -> bool:
         return not self.slide and not table.exact and self.budget_tokens(table) + 2 > table.length
@@ -93,15 +94,14 @@ class KCenter(BudgetedMethod):
     def _choose(self, table: SlotTable, budget: int) -> None:
         """Becomes a bounded table of centers and recent window, in position order."""
         stored = Stored.of(table)
-        rows, widest = self.row_budgets(table), min(budget, self.recent_tokens(budget))
+        rows, _, window = self.row_budget(table)
         # A row's own budget may be shorter than the window.
-        window: int | Tensor = self.recent_window(table, budget)
-        window = min(budget, window) if rows is None and isinstance(window, int) else _at_most(window, rows)
+        window, widest = _smaller(rows, window), min(budget, self.recent_size.of(budget))
         old = (stored.position >= 0) & (stored.position < table.real_tokens() - window)
         centers = ops.farthest_first(
             stored.keys, budget - widest, valid=old, given=max(1, self.sinks), form=self.form
         ).index  # fmt: skip
-        if rows is not None:
+        if isinstance(rows, Tensor):
             # The centers of a smaller budget are the first ones of a larger one.
             centers = centers.masked_fill(torch.arange(centers.shape[2], device=centers.device) >= rows - window, -1)
         newest = torch.arange(old.shape[2] - widest, old.shape[2], device=centers.device).expand(*centers.shape[:2], -1)
@@ -114,13 +114,11 @@ class KCenter(BudgetedMethod):
             counted = _counted(stored.keys, centers, torch.where(old, present.exp(), 0.0))
             weights = torch.cat([counted, present.gather(2, newest)], -1).gather(2, order)
         table.rebuild(stored.slots(chosen), budget, weights)
-        if rows is not None:
-            close_slots(table, rows)
+        close_slots(table, rows)
 
 
-def _at_most(window: int | Tensor, rows: Tensor | None) -> Tensor:  # [B, 1, 1]
-    assert rows is not None
-    return torch.minimum(rows, window) if isinstance(window, Tensor) else rows.clamp_max(window)
+def _smaller(one: Tokens, other: Tokens) -> Tokens:
+    return where(one < other, one, other)
 
 
 def _counted(keys: Tensor, centers: Tensor, mass: Tensor) -> Tensor:  # [B, H, m]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import BudgetedMethod, option
-from kvsketch.methods.budget import Size
+from kvsketch.methods.base import option
+from kvsketch.methods.budget import Budget, Size, Tokens, clamp
 from kvsketch.methods.h2o import H2O
 from kvsketch.slots.table import SlotTable
 
@@ -75,28 +75,11 @@ class Keyformer(H2O):
         """The score where a key token of the prompt sits; below all of them, oldest first, what came or left later."""
         position = table.position_slots()
         prompt = table.prompt_tokens if table.padding is None else table.prompt_tokens - table.padding.view(-1, 1, 1)
-        window = self.recent_window(table, self.budget_tokens(table)) + 1
+        window = self.row_budget(table).recent + 1
         return torch.where(position < prompt - window, score, position.float() - LATER_THAN_ALL)
 
-    # The official budget and window count the incoming token, which is not stored yet.
-
-    def budget_tokens(self, table: SlotTable) -> int:
-        return max(1, super().budget_tokens(table) - self._incoming)
-
-    def row_budgets(self, table: SlotTable) -> Tensor | None:
-        rows = super().row_budgets(table)
-        return None if rows is None else (rows - self._incoming).clamp_min(1)
-
-    def recent_tokens(self, budget: int) -> int:
-        return max(0, super().recent_tokens(budget + self._incoming) - self._incoming)
-
-    def recent_window(self, table: SlotTable, budget: int) -> int | Tensor:
-        rows = BudgetedMethod.row_budgets(self, table)
-        assert isinstance(self.recent, Size)
-        if rows is None or self.recent.share is None:
-            return self.recent_tokens(budget)
-        return (rows.double() * float(self.recent.share) + 1e-9).long().clamp_min(1) - self._incoming
-
-    @property
-    def _incoming(self) -> int:
-        return int(self.compat == "official")
+    def allot(self, table: SlotTable, prompt: Tokens) -> Budget:
+        total, sinks, recent = super().allot(table, prompt)
+        # The official budget and window count the incoming token, which is not stored yet.
+        incoming = int(self.compat == "official")
+        return Budget(clamp(total - incoming, 1), sinks, clamp(recent - incoming, 0))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvsketch.methods.base import option
-from kvsketch.methods.budget import Size
+from kvsketch.methods.budget import Budget, Tokens, clamp, where
 from kvsketch.methods.snapkv import SnapKV, _whole
 from kvsketch.slots.table import SlotTable
 
@@ -50,36 +49,25 @@ class PyramidKV(SnapKV):
         self._require("beta", _whole(self.beta) and self.beta >= 1, "a whole number, 1 (all layers alike) or more")
         super().__post_init__()
 
-    def layer_tokens(self, prompt: int, rank: int, layers: int) -> int:
-        """What layer `rank` of `layers` may keep of a prompt."""
-        assert isinstance(self.budget, Size)
-        budget = self.budget.of(prompt)
-        fixed = self.sinks + self.recent_tokens(budget)
-        base = max(0, budget - fixed)  # a share of a short prompt may be less than the sinks
+    def allot(self, table: SlotTable, prompt: Tokens) -> Budget:
+        budget, sinks, recent = super().allot(table, prompt)
+        fixed, layers = sinks + recent, table.compressed_layers
+        if table.in_place:
+            return Budget(table.length - 1, sinks, recent)  # the prompt has decided the shape of the table
+        if layers < 2:
+            return Budget(budget, sinks, recent)
+        base = clamp(budget - fixed, 0)  # a share of a short prompt may be less than the sinks
         if self.budget_is == "ceiling":
             base = base * self.beta // (2 * self.beta - 1)
-        if layers < 2 or base == 0 or prompt <= budget or prompt < 2 * base:
-            return budget
+        alike = (base == 0) | (prompt <= budget) | (prompt < 2 * base)
         low = base // self.beta
-        high = 2 * base - low
-        if high >= prompt - fixed:
-            high = prompt - fixed
-            low = 2 * base - high
-        return fixed + high - -(-rank * (high - low) // (layers - 1))
+        whole = 2 * base - low >= prompt - fixed  # the lowest layer would hold more than there is
+        high = where(whole, prompt - fixed, 2 * base - low)
+        low = where(whole, 2 * base - high, low)
+        total = fixed + high - -(-table.rank * (high - low) // (layers - 1))
+        return Budget(where(alike, budget, total), sinks, recent)
 
     def budget_tokens(self, table: SlotTable) -> int:
-        if table.in_place:
-            return table.length - 1
-        if table.padding is None:
-            return self.layer_tokens(table.prompt_tokens, table.rank, table.compressed_layers)
-        return max(self._rows(table))
-
-    def row_budgets(self, table: SlotTable) -> Tensor | None:
-        if table.padding is None:
-            return None
-        return torch.tensor(self._rows(table), device=table.padding.device).view(-1, 1, 1)
-
-    def _rows(self, table: SlotTable) -> list[int]:
-        assert table.padding is not None
-        prompts = (table.prompt_tokens - table.padding).clamp_min(1).tolist()
-        return [self.layer_tokens(prompt, table.rank, table.compressed_layers) for prompt in prompts]
+        # A shorter row may hold more than the longest: all its layers are alike.
+        total = self.row_budget(table).total
+        return int(total.max()) if isinstance(total, Tensor) else total

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from kvsketch.methods.base import Method, option
-from kvsketch.methods.budget import Size
+from kvsketch.methods.budget import Size, row_prompts
 from kvsketch.methods.full import Full
 from kvsketch.slots import offloaded
 from kvsketch.slots.hot_set import TAIL
@@ -42,7 +42,8 @@ class RecallingMethod(Method, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._set("budget", Size.parse(self.budget, f"{self.name}: budget"))
+        budget = Size.parse(self.budget, f"{self.name}: budget")
+        self._set("budget", budget)
         for name in ("sinks", "skip_layers"):
             value = getattr(self, name)
             self._require(name, isinstance(value, int) and value >= 0, "a whole number, 0 or more")
@@ -50,9 +51,8 @@ class RecallingMethod(Method, ABC):
         self._require(
             "keep_steps", isinstance(self.keep_steps, int) and self.keep_steps >= 1, "a whole number, 1 or more"
         )
-        assert isinstance(self.budget, Size)
-        if self.budget.tokens is not None and self.budget.tokens <= self.sinks:
-            raise ValueError(f"{self.name}: budget={self.budget} leaves nothing beside {self.sinks} sinks; use more")
+        if budget.tokens is not None and budget.tokens <= self.sinks:
+            raise ValueError(f"{self.name}: budget={budget} leaves nothing beside {self.sinks} sinks; use more")
 
     # what a method adds: its index, and how much of the store a query head reads
 
@@ -80,16 +80,13 @@ class RecallingMethod(Method, ABC):
 
     def budget_tokens(self, table: SlotTable) -> int:
         """Tokens a query reads in this layer, of the longest row."""
-        assert isinstance(self.budget, Size)
-        return self.budget.of(table.prompt_tokens)
+        return cast(Size, self.budget).of(table.prompt_tokens)
 
     def _note_row_budgets(self, table: SlotTable) -> None:
-        assert isinstance(self.budget, Size)
-        if self.budget.share is None or table.padding is None:
-            return
-        prompt = (table.prompt_tokens - table.padding).clamp_min(1)
-        budgets = (prompt.double() * float(self.budget.share) + 1e-9).int().clamp_min(1)
-        table.row_state.setdefault(BUDGETS, budgets).copy_(budgets)
+        rows = cast(Size, self.budget).of(row_prompts(table))
+        if isinstance(rows, Tensor):
+            budgets = rows.flatten().int()
+            table.row_state.setdefault(BUDGETS, budgets).copy_(budgets)
 
     # the life of a token
 

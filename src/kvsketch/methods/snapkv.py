@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsketch.methods.base import BudgetedMethod, EvictingMethod, option
-from kvsketch.methods.budget import Size
+from kvsketch.methods.base import EvictingMethod, option
+from kvsketch.methods.budget import Budget, Size, Tokens, clamp
 from kvsketch.methods.received import add_attention
 from kvsketch.slots.table import SlotTable
 
@@ -56,14 +56,9 @@ class SnapKV(EvictingMethod):
         self._require("kernel", odd, "an odd number of positions, 1 (no pooling) or more")
         super().__post_init__()
 
-    def recent_tokens(self, budget: int) -> int:
-        return max(1, min(self.window, (budget - self.sinks) // 2))
-
-    def recent_window(self, table: SlotTable, budget: int) -> int | Tensor:
-        rows = BudgetedMethod.row_budgets(self, table)
-        if rows is None:
-            return self.recent_tokens(BudgetedMethod.budget_tokens(self, table))
-        return ((rows - self.sinks) // 2).clamp(1, self.window)
+    def allot(self, table: SlotTable, prompt: Tokens) -> Budget:
+        total = self.budget_size.of(prompt)
+        return Budget(total, self.sinks, clamp((total - self.sinks) // 2, 1, self.window))
 
     def observe(self, table: SlotTable, queries: Tensor) -> None:
         votes = queries[:, :, -self.window :]
@@ -86,7 +81,7 @@ class SnapKV(EvictingMethod):
     def _pooled(self, table: SlotTable, votes: Tensor) -> Tensor:
         """Votes [B, H, S] pooled over the stored neighbours in position order; the recent window stays as it is."""
         position = table.position_slots()
-        recent = position >= table.real_tokens() - self.recent_window(table, 0)
+        recent = position >= table.real_tokens() - self.row_budget(table).recent
         # Tokens that take no part add nothing to their neighbours, like the zeros beyond the ends of the prompt.
         pooled = torch.where(recent | (position < 0), 0.0, votes)
         order = None if table.exact else position.argsort(-1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod, bound_to_budget, evict, option
-from kvsketch.methods.budget import Size
+from kvsketch.methods.budget import Tokens
 from kvsketch.slots.table import SlotTable
 
 # A stratum of so many expected tokens is empty with a chance of 2%; its tokens would then stand for nobody.
@@ -46,33 +46,29 @@ class Uniform(BudgetedMethod):
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         bound_to_budget(table, self)
-        self._note_strata(table, self.budget_tokens(table))
+        self._note_strata(table)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         budget = self.budget_tokens(table)
         if table.exact and table.length <= budget:
             return
         if not table.in_place:
-            self._note_strata(table, budget)
+            self._note_strata(table)
         evict(table, self._priorities(table), self, budget)
         if self.weights:
-            self._reweigh(table, self.recent_window(table, budget))
+            self._reweigh(table, self.row_budget(table).recent)
 
     def _priorities(self, table: SlotTable) -> Tensor:  # [B, H, S]
         heads = table.first_head + torch.arange(table.shape[1], device=table.key_slots().device).view(1, -1, 1)
         return ops.uniform(self.seed + table.seed, table.layer_idx, heads, table.position_slots())
 
-    def _note_strata(self, table: SlotTable, budget: int) -> None:
+    def _note_strata(self, table: SlotTable) -> None:
         """Where the budget of a row grows after tokens went, those that reach the middle from here on are a stratum."""
-        assert isinstance(self.budget, Size) and table.keys is not None
-        if not self.weights or self.budget.share is None:
+        if not self.weights or self.budget_size.share is None:
             return
-        rows, recent = self.row_budgets(table), self.recent_window(table, budget)
+        total, _, recent = self.row_budget(table)
         like = table.real_tokens()  # [B, 1, 1]
-        sizes = [
-            torch.full_like(like, size) if isinstance(size, int) else size
-            for size in (budget if rows is None else rows, recent)
-        ]
+        sizes = [torch.full_like(like, size) if isinstance(size, int) else size for size in (total, recent)]
         now = torch.cat(sizes, 1)[..., 0]  # [B, 2]
         before = table.row_state.get(SIZES)
         table.row_state[SIZES] = now
@@ -85,7 +81,7 @@ class Uniform(BudgetedMethod):
                 start = torch.where(starts, (seen - before[:, 1:]).clamp_min(self.sinks), NEVER)
                 table.row_state[STRATA] = torch.cat([table.row_state[STRATA], start], 1).sort(-1).values
 
-    def _reweigh(self, table: SlotTable, recent: int | Tensor) -> None:
+    def _reweigh(self, table: SlotTable, recent: Tokens) -> None:
         assert table.log_den is not None
         position = table.position_slots()
         end = table.real_tokens() - recent

@@ -139,8 +139,7 @@ class BalanceKV(BudgetedMethod):
 
     def rows(self, table: SlotTable) -> list[Row]:
         """What each row of the table may hold."""
-        assert isinstance(self.budget, Size) and isinstance(self.recent, Size)
-        return row_schedule.rows_of(table, self.budget, self.sinks, self.recent, DEFAULT_WINDOW, self.block)
+        return row_schedule.rows_of(table, self.budget_size, self.sinks, self.recent_size, DEFAULT_WINDOW, self.block)
 
     def maintenance_due(self, table: SlotTable) -> bool:
         return not table.exact and row_schedule.due(table, ahead=1)

@@ -87,9 +87,8 @@ class SubGen(BudgetedMethod):
         self._require("delta", self.delta is None or _between(0, self.delta), "a distance of 0 or more, or none")
         self._require("rho", _between(1, self.rho), "a number of 1 or more")
         self._require("form", self.form == "stream", "stream; the papers' experiments are the method kcenter")
-        assert isinstance(self.budget, Size)
-        if self.budget.tokens is not None:
-            self._require_room(self.budget.tokens)
+        if self.budget_size.tokens is not None:
+            self._require_room(self.budget_size.tokens)
 
     @property
     def placeless(self) -> str:
@@ -132,13 +131,14 @@ class SubGen(BudgetedMethod):
         return log_num - log_den
 
     def plan(self, budget: int) -> Plan:
-        """How a budget divides; see `subgen_plan`."""
-        recent = self.recent_tokens(budget)
-        return divide(budget, self.sinks, recent, self.s, self.clusters, self.t, self.normalizer != "self")
+        """How a budget divides; see `plan.py`."""
+        return divide(
+            budget, self.sinks, self.recent_size.of(budget), self.s, self.clusters, self.t, self.normalizer != "self"
+        )
 
     def _require_room(self, budget: int) -> None:
         plan = self.plan(budget)
-        asked = [(self.sinks, plan.sinks), (self.recent_tokens(budget), plan.recent), (self.s, plan.samples)]
+        asked = [(self.sinks, plan.sinks), (self.recent_size.of(budget), plan.recent), (self.s, plan.samples)]
         if self.normalizer != "self":
             asked += [(self.clusters, plan.clusters), (self.t, plan.per_cluster)]
         if any(wanted not in (None, got) for wanted, got in asked):
@@ -151,8 +151,8 @@ class SubGen(BudgetedMethod):
     def _rewrite(self, table: SlotTable) -> None:
         """Brings a table into form that is exact, or too long, or holds a row that outgrew its budget."""
         assert table.keys is not None
-        shares = self.row_budgets(table)
-        budgets = [self.budget_tokens(table)] * table.keys.shape[0] if shares is None else shares.flatten().tolist()
+        total = self.row_budget(table).total
+        budgets = total.flatten().tolist() if isinstance(total, Tensor) else [total] * table.keys.shape[0]
         plans = [self.plan(budget) for budget in budgets]
         seed, mixed = self.seed + table.seed, self.sampling == "mixed"
         slots.rewrite(table, budgets, plans, self.policy, self.delta, self.coalesce, seed, mixed)
