@@ -1,10 +1,9 @@
 """The contract of a method, and the common part of the evicting ones.
 
-A method is a frozen dataclass of its parameters; its state lives in the table of each layer. It has one duty and one
-right:
+A method is a frozen dataclass of its parameters; its state lives in the table of each layer. It has two verbs:
 
     compress(table, queries)    after every forward: bring the table back to the budget, or index it
-    attend(table, query, ...)   answer one query from a part of the slots (None: it reads all of them)
+    attend(table, query, ...)   attention of one query over a part of the slots (None: over all of them)
 
 To add a method: one file here with a subclass, one line in `methods/__init__.py`.
 """
@@ -58,7 +57,7 @@ class Method:
     random: ClassVar[bool] = False  # whether the seed changes the result
     # Defaults of earlier versions, whose saved files name only what differed from them.
     earlier_defaults: ClassVar[dict[str, str]] = {}
-    ignores_hidden_tokens: ClassVar[bool] = False  # whether what a mask hides inside a row leaves no trace
+    ignores_hidden_tokens: ClassVar[bool] = False  # whether tokens that a mask hides inside a row leave no trace
     wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in row_state["row_lse"]
     wants_logits: ClassVar[bool] = False  # whether a decode step should leave its logits in table.row_logits
 
@@ -110,13 +109,13 @@ class Method:
         return False
 
     def regime(self, table: SlotTable) -> object:
-        """What the host's branches in the next single-token step depend on; when it changes, a captured step is
-        stale.
+        """What decides the branches that the host takes in a single-token step; when it changes, the step has to be
+        captured again.
         """
         return None
 
     def can_forget(self, table: SlotTable, left: int) -> bool:
-        """Whether all but the first `left` tokens, compressed already, can go as if they had never come."""
+        """Whether the tokens after the first `left`, already compressed, can be dropped without a trace."""
         return table.exact and not table.slot_state
 
     def forget(self, table: SlotTable, count: int) -> None:
@@ -168,7 +167,7 @@ class BudgetedMethod(Method):
 
     @property
     def placeless(self) -> str:
-        """Why its slots have no places in the cache, so that positions=cache is refused; empty: they have."""
+        """Why positions=cache is refused: slots without one place in the cache. Empty: it is not refused."""
         return ""
 
     def __post_init__(self) -> None:
@@ -238,8 +237,9 @@ class EvictingMethod(BudgetedMethod):
 
 
 def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budget: int) -> None:
-    """Keeps the `budget` slots with the largest scores, of equal ones the newest; sinks and recent tokens rank above
-    all, empty slots below all.
+    """Keeps the `budget` slots with the largest scores, and of equal scores the newest.
+
+    Sinks and recent tokens rank above all others, empty slots below.
     """
     total, _, recent = method.row_budget(table)
     if isinstance(recent, Tensor):

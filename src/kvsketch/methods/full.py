@@ -1,4 +1,4 @@
-"""The full cache: keeps every token. The truth that the others are measured against."""
+"""The full cache: keeps every token. The reference that the others are compared with."""
 
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ class H2O(EvictingMethod):
     forward). Sums over a prompt come from `ops.attention_mass`, in memory proportional to its length.
 
     Paper: Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models (arXiv
-    2306.14048). Its guarantee, greedy eviction near the best under a submodular model of attention, is about that
-    model. Differs from the authors' code: theirs forms the n x n matrix, sums over the batch (of one) and hides evicted
-    tokens behind a mask; a token leaving the window is invisible there for one step, here it stays if its score is high
-    enough. Left padding neither scores nor is scored.
+    2306.14048). Its guarantee, that greedy eviction is near the best, holds for a submodular model of attention, not
+    for attention itself. Differs from the authors' code: theirs forms the n x n matrix, sums over the batch (of one)
+    and hides evicted tokens behind a mask; a token leaving the window is invisible there for one step, here it stays if
+    its score is high enough. Left padding neither scores nor is scored.
     """
 
     name: ClassVar[str] = "h2o"
@@ -51,7 +51,7 @@ class H2O(EvictingMethod):
 
     def observe(self, table: SlotTable, queries: Tensor) -> None:
         score = table.slot_state.get("score")
-        # A rolled-back token leaves a view of what was there before.
+        # After a roll back the score is a view of a longer tensor.
         score = torch.zeros(table.shape, device=queries.device) if score is None else score.contiguous()
         table.slot_state["score"] = score
         row_lse = table.row_state.pop("row_lse", None)

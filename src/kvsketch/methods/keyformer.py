@@ -20,7 +20,7 @@ LATER_THAN_ALL = 2.0**24
 
 @dataclass(frozen=True)
 class Keyformer(H2O):
-    """Keeps the tokens with the largest accumulated share of a noisy, softened softmax, and the recent ones.
+    """Keeps the tokens with the largest summed softmax under noise and a rising temperature, and the recent ones.
 
         score(j) = sum over queries i that saw j of  softmax_j((scale * <q_i, k_j> + g_ij) / tau_t)
         tau_t = tau_init + (tau_end - tau_init) * min(t, horizon) / horizon
@@ -72,7 +72,7 @@ class Keyformer(H2O):
         return score if self.compat == "intended" else self._frozen(table, score)
 
     def _frozen(self, table: SlotTable, score: Tensor) -> Tensor:
-        """The score where a key token of the prompt sits; below all of them, oldest first, what came or left later."""
+        """The scores of the prompt's key tokens; tokens that left the window later score below them, oldest lowest."""
         position = table.position_slots()
         prompt = table.prompt_tokens if table.padding is None else table.prompt_tokens - table.padding.view(-1, 1, 1)
         window = self.row_budget(table).recent + 1

@@ -21,7 +21,7 @@ LEAST_PAGES = 3
 
 @dataclass(frozen=True)
 class Quest(RecallingMethod):
-    """Reads the pages of 16 tokens whose per-channel minimum and maximum allow the largest inner product.
+    """Reads the pages of 16 tokens with the largest upper bound on inner products, from per-channel extremes of keys.
 
     score(page, q) = sum_c max(q_c * min_c, q_c * max_c)  >=  <q, k> for every key k of the page; each query head
     reads the top max(3, budget // page) pages, of prompt and generated text alike, and the page still being filled.
@@ -64,7 +64,7 @@ class Quest(RecallingMethod):
 
     def forget(self, table: SlotTable, count: int) -> None:
         super().forget(table, count)
-        # A bound does not say which token set it.
+        # A bound does not record which token set it: the bounds are built again.
         for name in (PAGE_MIN, PAGE_MAX):
             table.row_state.pop(name, None)
         if self.selects(table):

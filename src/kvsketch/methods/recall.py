@@ -63,10 +63,10 @@ class RecallingMethod(Method, ABC):
 
     @abstractmethod
     def rows_read(self, table: SlotTable) -> int:
-        """Tokens of the store that one list names; with one list for each query head, or for each KV head."""
+        """Tokens that one list names; there is a list for each query head, or one for each KV head."""
 
     def lists(self, group: int) -> int:
-        """Lists of one KV head whose `group` query heads read it."""
+        """How many lists of tokens the `group` query heads of one KV head read."""
         return group
 
     @abstractmethod
@@ -95,8 +95,8 @@ class RecallingMethod(Method, ABC):
         return table.layer_idx >= self.skip_layers
 
     def reads_on(self, table: SlotTable) -> bool:
-        """Whether the prompt goes on after this chunk of it. What is learned from a prompt waits for its end: chunks
-        are cut by column, elsewhere in a padded row than in the row alone.
+        """Whether more of the prompt follows this chunk. Indexes are built at its end: chunks cut a padded row at
+        other tokens than the same row alone, so that an index built chunk by chunk would differ.
         """
         return table.new_tokens > 1 and table.seen < table.prompt_tokens
 
@@ -104,7 +104,7 @@ class RecallingMethod(Method, ABC):
         if self.offload == "none" or (keys.shape[2] == 1 and UNFINISHED not in table.marks):
             return
         table.marks.pop(UNFINISHED, None)
-        # The first layer asks for the memory of all, before any of them works.
+        # The first layer checks that host memory has room for all layers.
         if (table.seen == 0 or self.selects(table)) and table.seen + keys.shape[2] > self.budget_tokens(table):
             skipped = max(0, self.skip_layers - table.layer_idx)
             offloaded.require_room(table, keys, values, table.compressed_layers - table.rank - skipped)

@@ -20,7 +20,7 @@ REDUCTIONS = ("sum", "mean", "max")
 
 @dataclass(frozen=True)
 class SnapKV(EvictingMethod):
-    """Keeps the tokens that the last queries attend to, their neighbours with them, and the last tokens themselves.
+    """Keeps the tokens that the last queries of the prompt attend to most, with their neighbours, and the last tokens.
 
         score(j) = pool_k over positions of  sum over the last `window` queries i of  softmax_j(scale * <q_i, k_j>)
 

@@ -11,7 +11,7 @@ from kvsketch.methods.budget import Size
 
 @dataclass(frozen=True)
 class StreamingLLM(EvictingMethod):
-    """Keeps the first tokens, which collect attention whatever they say, and the most recent ones.
+    """Keeps the first tokens, which receive attention whatever they contain, and the most recent ones.
 
     Kept positions: [0, sinks) and [n - (budget - sinks), n).
 

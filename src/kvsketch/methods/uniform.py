@@ -13,7 +13,7 @@ from kvsketch.methods.base import BudgetedMethod, bound_to_budget, evict, option
 from kvsketch.methods.budget import Tokens
 from kvsketch.slots.table import SlotTable
 
-# A stratum of so many expected tokens is empty with a chance of 2%; its tokens would then stand for nobody.
+# With so many expected samples a stratum is empty with probability 2%: then nothing would stand for its tokens.
 SMALLEST = 4.0
 NEVER = 1 << 62
 # [B, 2] int64, budget and recent window of each row when it was last compressed; [B, G] int64, where strata start.
@@ -22,15 +22,15 @@ SIZES, STRATA = "stratum_sizes", "strata"
 
 @dataclass(frozen=True)
 class Uniform(BudgetedMethod):
-    """Keeps a uniform sample of the middle tokens, each standing for the tokens that were not drawn.
+    """Keeps a uniform random sample of the middle tokens, weighted to stand for those that were not drawn.
 
     Sinks and recent window are exact. Of the n middle tokens the m with the largest uniform priority u(seed, layer,
     head, position) stay; each weighs log(n / m) in both sums, so both are unbiased. Dropping the smallest priority one
     token at a time leaves the same sample as drawing it at the end. `weights=false` keeps the sample unweighted.
 
-    A share of a prompt that grows over several turns gives later tokens more room than earlier ones had, so tokens that
-    came between two such moments make a stratum g of their own and weigh log(n_g / m_g): within a stratum the largest
-    priorities stay, whatever happens elsewhere. Strata of which fewer than SMALLEST tokens are expected weigh alike.
+    A prompt may grow over several turns, and a budget that is a share of it grows too: later tokens are then sampled at
+    a higher rate. Tokens sampled at one rate form a stratum g and weigh log(n_g / m_g). Strata with fewer than SMALLEST
+    expected samples share one weight.
 
     The baseline of BalanceKV (arXiv 2502.07861), there as a random half taken T times with weight 2^T; drawing m of n
     directly gives every rate, not only powers of two.
@@ -63,7 +63,7 @@ class Uniform(BudgetedMethod):
         return ops.uniform(self.seed + table.seed, table.layer_idx, heads, table.position_slots())
 
     def _note_strata(self, table: SlotTable) -> None:
-        """Where the budget of a row grows after tokens went, those that reach the middle from here on are a stratum."""
+        """Starts a new stratum in the rows whose budget has grown since they dropped tokens."""
         if not self.weights or self.budget_size.share is None:
             return
         total, _, recent = self.row_budget(table)

@@ -25,7 +25,7 @@ DEFAULT_WINDOW = 32
 
 @dataclass(frozen=True)
 class BalanceKV(BudgetedMethod):
-    """Keeps one of two halves of the tokens that have almost the same attention sums, with twice the weight.
+    """Splits the tokens into two halves with almost equal attention sums and keeps one, with twice the weight.
 
     The balancing walk (ops.balance_walk) gives the tokens of a block signs with sum_+ exp(s) v ~ sum_- exp(s) v for
     every query; the difference does not grow with the block, where a random half errs by its square root.
@@ -39,7 +39,7 @@ class BalanceKV(BudgetedMethod):
     form=stream, the theorem's algorithm within the budget: MergeAndReduce (merge_reduce.py) for each bucket of
     value norms, and over the keys alone for the denominator. The two sums are kept within a factor `rho` of each other
     (none: as published), since a heavy key may be in one only. form=paper: the same with batches of `block` tokens; its
-    memory grows with the logarithm of the context and does not heed the budget.
+    memory grows with the logarithm of the context, whatever the budget.
 
     Guarantee (stream, paper, c=theory): |out - exact| <= eps |softmax|_2 |V|_F with sets of O*(exp(2 scale r^2) / eps)
     tokens; independent samples need 1 / eps^2. The block form has none: one sample serves both sums.

@@ -7,8 +7,8 @@ A token enters both when it leaves the recent window. While both hold it, it has
 numerator has dropped it, its key moves to a slot without a value. Levels are the weights themselves, l log 2. Beside
 its slots a head remembers each token's bucket and arrival number, the arrivals in each bucket, and two batch sizes.
 
-Under a budget a batch size t is a power of two that a head halves whenever its slots do not suffice: each set of a
-structure for t falls into complete batches of t / 2, so halving those leaves a structure for t / 2.
+Under a budget the batch size t is a power of two. A head halves it whenever its slots do not suffice: each set of a
+structure for t consists of complete batches of t / 2, and halving those leaves a structure for t / 2.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from kvsketch.slots.table import SlotTable
 
 @dataclass(frozen=True)
 class ClusterKV(RecallingMethod):
-    """Clusters the keys by direction and lets each query head read the clusters whose centroids it likes best.
+    """Clusters the keys by direction; a query head reads the clusters whose centroids have the largest inner products.
 
     After prefill the keys beside the sinks are clustered per KV head by cosine k-means; a centroid is the mean of its
     raw keys. A query head ranks clusters by <q, centroid>, takes the shortest prefix that holds `budget` tokens (sinks
@@ -80,7 +80,7 @@ class ClusterKV(RecallingMethod):
         super().prepare(table, keys, values)
 
     def can_forget(self, table: SlotTable, left: int) -> bool:
-        # A cluster is not known without the tokens it was made of; those behind the last one are in none.
+        # Tokens in clusters cannot be taken out again; those of the tail are in none.
         return super().can_forget(table, left) and left >= table.marks.get(TAIL, 0)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:

@@ -28,28 +28,29 @@ QUERIES = ("own", "previous")
 
 @dataclass(frozen=True)
 class InfiniGen(RecallingMethod):
-    """Reads the tokens whose inner product with the query looks large along the few directions where queries are long.
+    """Reads the tokens with the largest approximate scores, from the few directions in which queries are longest.
 
-    Keys and queries are turned by the orthogonal matrix of the queries' singular vectors, which keeps inner products
-    and gathers the queries' length in the first columns. With p = ceil(ratio * D) of them,
+    Keys and queries are rotated by the orthogonal matrix of the queries' singular vectors. That keeps inner products,
+    and the first channels then hold most of the queries' length. The score over the first p = ceil(ratio * D) channels,
 
-        s'_i = scale * <q turned, k_i turned> over p columns
+        s'_i = scale * <rotated q, rotated k_i> over p channels
 
-    says which tokens may matter: those with s'_i > max - alpha. Their number is averaged over the query heads of a row
-    and capped at the budget; each head reads its best so many, and its own token. Attention over them is exact.
+    is compared with the largest: tokens with s'_i > max - alpha matter. Their number, in the mean over the query heads
+    of a row and at most the budget, is how many of its best tokens each head reads, beside its own. Attention over them
+    is exact.
 
     A row learns its directions when it reaches its budget, from the queries of that forward (a whole prompt, or one
-    token) and, where these leave directions undecided, from all its keys; and again in the first forward after which it
-    has twice the tokens. Positions turn queries away from where they were, so old directions serve new queries badly.
+    token) and, where these leave directions undecided, from all its keys. It learns again whenever its tokens have
+    doubled: rotary positions turn queries, so that old directions fit new queries badly.
 
     Paper: Lee et al., InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache
     Management (arXiv 2406.19707). Differs from the authors' code: the directions come from the queries of the text
     itself, per batch row and KV head, not from a calibration text; columns are taken by their sum of squares; and the
     query that scores is the layer's own. The authors multiply the input of the layer before with this layer's query
-    weights, because they must start copying early; here rows are read where they lie, and the choice is the one that
-    their speculation aims at. `speculate=previous` speculates as well: attention sees queries and no inputs, so the
-    query comes from that of the layer before by a linear map, learned from the prompt (`speculation.py`); the first
-    layer, one behind a layer that is not compressed, and a prompt of a single token use their own.
+    weights, because they must start copying early; here nothing is copied early, and the layer's own query makes the
+    choice that theirs approximates. `speculate=previous` predicts the query from that of the layer before, by a linear
+    map learned from the prompt (`speculation.py`); the first layer, a layer after one that is not compressed, and a
+    prompt of a single token use their own query.
     """
 
     name: ClassVar[str] = "infinigen"

@@ -29,7 +29,7 @@ def observe(table: SlotTable, queries: Tensor) -> None:
 def directions(gram: Tensor, keys: Tensor, padding: Tensor | None, ratio: float) -> Tensor:  # [B, H, D, p]
     """The p = ceil(ratio * D) first singular vectors of the queries with this gram, in the dtype of keys [B, H, n, D].
 
-    A head with a nan among its queries or keys gets directions that mean nothing; the others do not notice.
+    A head with a nan among its queries or keys gets meaningless directions; other heads are not affected.
     """
     wide = keys.float()
     if padding is not None:

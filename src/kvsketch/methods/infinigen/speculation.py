@@ -1,12 +1,12 @@
-"""Speculation: what a layer will ask, told from what the layer before it asked.
+"""Speculation: predicts the query of a layer from the query of the layer before.
 
 The residual stream changes little from one layer to the next, so the query of layer l says much about that of layer
-l + 1. With the rotation by position taken off both, q without it being called u,
+l + 1. With u for a query whose rotation by position is undone,
 
     u_(l+1)  ~  m + (u_l - mean u_l) Q A,        u: all query heads of a layer side by side
 
-Q [F, r] are the r directions in which u_l varies most, A [r, F'] the least-squares map from there, both found from the
-queries of a prompt, or of the first of its chunks, for each batch row by itself; and again from one with twice as many
+Q [F, r] are the r directions in which u_l varies most, A [r, F'] the least-squares map from there. Both are found for
+each batch row by itself, from the queries of a prompt or of its first chunk, and again from one with twice as many
 tokens of the row. Tables hold all of it as row state.
 """
 
@@ -32,7 +32,7 @@ GROWTH = 2
 
 
 def note(table: SlotTable, query: Tensor) -> None:
-    """Remembers what the layer asks, [B, Hq, 1, D], for the next one."""
+    """Remembers the query of the layer, [B, Hq, 1, D], for the next layer."""
     if table.rank + 1 < table.compressed_layers:
         table.row_state.setdefault(ASKED, torch.empty_like(query)).copy_(query)
 

@@ -24,7 +24,7 @@ SAMPLINGS = ("norms", "mixed")
 
 @dataclass(frozen=True)
 class SubGen(BudgetedMethod):
-    """Samples values by squared norm for the numerator; its own weights, or clusters of keys, give the denominator.
+    """Samples tokens by the squared norm of their values; their weights, or clusters of keys, give the denominator.
 
         z   = sum over s pairs (k, v) drawn with probability p = |v|^2 / mu of  1 / (s p) exp(scale <q, k>) v
         tau = sum over the same pairs of  1 / (s p) exp(scale <q, k>)                                  normalizer=self
@@ -45,8 +45,8 @@ class SubGen(BudgetedMethod):
     Their experiments run another algorithm: see the method kcenter. No code of theirs is public; the paper leaves open:
     - delta: here the radius at which greedy k-center covers the prompt's middle keys with `clusters` centres.
     - capacity: `policy=absorb` lets far keys join the nearest cluster once there is no room, `double` doubles delta and
-      merges clusters, `grow` is the paper's unbounded form, whose clusters exceed the budget. The last two ask the
-      device at each step.
+      merges clusters, `grow` is the paper's unbounded form, whose clusters exceed the budget. With the last two every
+      step waits for the device.
     - normalizer: z / tau can be scaled arbitrarily when a heavy key is in one sum only. `clipped` bounds the ratio of
       the sums to [1 / rho, rho], `self` keeps the output among the values, `paper` does neither.
     - scale: the paper omits 1 / sqrt(d). Samples follow |v|^2, as in its proof; its text says |k|^2.

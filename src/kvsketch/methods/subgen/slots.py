@@ -19,8 +19,8 @@ from kvsketch.ops.fold_token.reference import denominator_weights, norms, numera
 from kvsketch.slots.table import NEG_INF, SlotTable
 
 FOREVER = 1 << 62
-# The covering radius is itself a distance between two keys: a hair more, and rounding does not decide on which side of
-# delta that key lies.
+# The covering radius is itself a distance between two keys. Slightly more, and rounding does not decide whether that
+# key lies within delta.
 BEYOND_RADIUS = 1.001
 ROW_STATE = ("plan", "representatives", "counts", "delta", "mu", "shares", "streams")
 MIXED_STATE = ("squares", "folded")
