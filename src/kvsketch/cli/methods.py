@@ -15,10 +15,10 @@ from kvsketch.cli.output import print_json, results
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="One method, with its formula and paper.")] = None,
+    name: Annotated[str | None, typer.Argument(help="One method, by name or package.module:Class: idea, formula, paper, parameters.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the methods with their families, ideas and parameters."""
+    """List the methods with their families, ideas and parameters, or explain one."""
     from kvsketch.methods import METHODS
     from kvsketch.methods.text import find, installed
 
