@@ -15,7 +15,7 @@ from kvsketch.cli.output import print_json, results
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="One method, by name or package.module:Class: idea, formula, paper, parameters.")] = None,
+    name: Annotated[str | None, typer.Argument(help="One method, by name or as package.module:Class.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the methods with their families, ideas and parameters, or explain one."""
