@@ -6,6 +6,7 @@ signs before it, each sign must be the one the rule names, unless the rule is wi
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.ops.balance_walk import Walked, reference
+from kvsketch.ops.balance_walk import Arguments, Walked, reference
 from kvsketch.ops.random import hash_combine, to_uniform
 from tests.ops.formula import needs_triton
 
@@ -32,11 +33,12 @@ def walk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wal
         return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    if request.param == "reference":
-        return reference.balance_walk
-    from kvsketch.ops.balance_walk import kernel
+    module = importlib.import_module(f"kvsketch.ops.balance_walk.{request.param}")
 
-    return kernel.balance_walk
+    def run(k: Tensor, v: Tensor | None, slots: Tensor, scale: float, temp: float = 1.0, **options: Any) -> Walked:
+        return module.balance_walk(Arguments(k, v, slots, scale * temp, **options))
+
+    return run
 
 
 def blocks(
@@ -143,9 +145,9 @@ def test_kernel_and_reference_agree_bit_for_bit(device: torch.device, dtype: tor
 
     k, v, slots = blocks(device, 100, 64, dtype, heads=2, number=2, missing=0.05)
     weights = 2.0 ** torch.randint(0, 4, k.shape[:3], generator=torch.Generator().manual_seed(1)).to(device)
-    options = dict(weights=weights, state=3_000_000_000, walk=name, c=0.2, temp=0.5, constant=0.025)
-    ours = kernel.balance_walk(k, v, slots, 0.125, **options)
-    expected = reference.balance_walk(k, v, slots, 0.125, **options)
+    options = dict(weights=weights, state=3_000_000_000, walk=name, c=0.2, constant=0.025)
+    call = Arguments(k, v, slots, 0.125 * 0.5, **options)
+    ours, expected = kernel.balance_walk(call), reference.balance_walk(call)
     assert torch.equal(ours.signs, expected.signs)
     assert name == "greedy" or torch.equal(ours.failed, expected.failed)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvsketch.methods.subgen.sketch import stream_states
 from kvsketch.ops.attention_mass import Noise, Options
+from kvsketch.ops.balance_walk import Arguments
 from kvsketch.ops.kmeans import Stream
 from tests.ops.formula import needs_triton
 
@@ -57,7 +58,7 @@ def test_balance_walk(implementation: str, device: torch.device) -> None:
     def signs(heads: int, first: int) -> Tensor:
         k, v = normal(heads, 64, device), normal(heads, 65, device)
         slots = torch.arange(64, device=device).view(1, 1, 2, 32).expand(1, heads, 2, 32)
-        return walk(k, v, slots, 0.2, state=11, first_head=first, walk="random", c=4.0).signs
+        return walk(Arguments(k, v, slots, 0.2, state=11, first_head=first, walk="random", c=4.0)).signs
 
     assert_drawn_by_head(signs(HEADS, 0), signs(HERE, HEADS - HERE), signs(HERE, 0))
 

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.common.device import Device
-from kvsketch.ops.indexed_attention import Arguments, Extra, Indexed, Spans, reference
-from kvsketch.ops.indexed_attention.plan import Plan, plan
+from kvsketch.ops.indexed_attention import Arguments, Extra, Spans, reference
+from kvsketch.ops.weighted_attention import Attended
 from tests.ops.formula import needs_triton, relative_error
 from tests.ops.recall_inputs import normal, poison
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
-Attend = Callable[..., Indexed]
+Attend = Callable[..., Attended]
 NEG_INF = float("-inf")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-SMALL = Plan(block_n=16, list_splits=2, span_splits=1, extra_splits=2, warps=4, stages=2, overlap=False)
 
 
 @pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
@@ -33,7 +32,8 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
         return reference.indexed_attention
     from kvsketch.ops.indexed_attention import kernel
 
-    return lambda call: kernel.indexed_attention(call, launch=SMALL)
+    small = kernel.Plan(block_n=16, list_splits=2, span_splits=1, extra_splits=2, warps=4, stages=2, overlap=False)
+    return lambda call: kernel.indexed_attention(call, launch=small)
 
 
 def make_call(
@@ -86,7 +86,7 @@ def make_call(
     return Arguments(q, k, v, listed.to(device, torch.int32), size**-0.5, always, extra)
 
 
-def direct(call: Arguments) -> Indexed:
+def direct(call: Arguments) -> Attended:
     """The definition, term by term in float64, without any care for overflow."""
     group = call.q.shape[1] // call.k.shape[1]
     outs, nums, dens = [], [], []
@@ -120,7 +120,7 @@ def direct(call: Arguments) -> Indexed:
             nums.append(num.log())
             dens.append(den.log())
     shape = (*call.q.shape[:2], 1)
-    return Indexed(torch.stack(outs).view(*shape, -1), torch.stack(nums).view(shape), torch.stack(dens).view(shape))
+    return Attended(torch.stack(outs).view(*shape, -1), torch.stack(nums).view(shape), torch.stack(dens).view(shape))
 
 
 def check(attend: Attend, call: Arguments) -> None:
@@ -274,15 +274,18 @@ def test_every_plan_gives_the_same(device: torch.device, splits: tuple[int, int,
     from kvsketch.ops.indexed_attention import kernel
 
     call = make_call(device, rows=50, extras=40, shared=shared, batch=1)
-    result = kernel.indexed_attention(call, launch=Plan(16, *splits, warps=2, stages=3, overlap=False))
+    result = kernel.indexed_attention(call, launch=kernel.Plan(16, *splits, warps=2, stages=3, overlap=False))
     for actual, exact in zip(result, reference.indexed_attention(call), strict=True):
         torch.testing.assert_close(actual, exact, atol=1e-5, rtol=1e-5)
 
 
+@needs_triton
 @pytest.mark.parametrize("batch", [1, 8, 64])
 @pytest.mark.parametrize("rows", [0, 1, 1024, 4096])
 @pytest.mark.parametrize(("spans", "extras"), [(0, 1), (337, 0), (337, 6553)])
 def test_plans_are_launchable(batch: int, rows: int, spans: int, extras: int) -> None:
+    from kvsketch.ops.indexed_attention.kernel import plan
+
     chosen = plan(8 * batch, 4, rows, spans, extras, 512, Device(132, 227 * 1024, True))
     assert chosen.block_n in (16, 32, 64, 128)
     assert 1 <= chosen.pieces <= 128

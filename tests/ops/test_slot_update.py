@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsketch.ops.slot_update import reference
+from kvsketch.ops.slot_update import Ranking, Slots, Token, reference
 
 kernel = pytest.importorskip("kvsketch.ops.slot_update.kernel", reason="needs Triton")
 
@@ -44,10 +44,9 @@ def test_write_token(
         new_key = torch.arange(2 * 3 * 24, device=device).view(2, 1, 3, 24).transpose(1, 2).to(dtype)
         new_value = torch.arange(2 * 3 * 40, device=device).view(2, 3, 1, 40).to(dtype)
         log_num = t["log_num"] if separate else None
-        module.write_token(
-            t["keys"], t["values"], t["index"], t["log_den"], log_num, t["next"], t["clock"], new_key, new_value,
-            t["scores"] if separate else None,
-        )  # fmt: skip
+        token = Token(new_key, new_value, t["next"], t["clock"])
+        scores = t["scores"] if separate else None
+        module.write_token(t["keys"], t["values"], Slots(t["index"], t["log_den"], log_num), token, scores)
         results.append(t)
     if separate:
         assert (results[0]["scores"].gather(2, results[0]["next"]) == 0).all()
@@ -67,7 +66,8 @@ def test_free_lowest(device: torch.device, slots: int, scored: bool, padded: boo
             if full:
                 t["index"][t["index"] == -1] = slots
             scores, padding = (t["scores"] if scored else None), (t["padding"] if padded else None)
-            module.free_lowest(scores, t["index"], t["log_den"], t["log_num"], t["next"], padding, t["clock"], 2, 5)
+            slots_of_t = Slots(t["index"], t["log_den"], t["log_num"])
+            module.free_lowest(slots_of_t, Ranking(scores, padding, t["clock"], 2, 5), t["next"])
             results.append(t)
         assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
         freed = results[0]["index"].gather(2, results[0]["next"])
@@ -94,7 +94,8 @@ def test_of_equal_scores_the_oldest_goes_first(device: torch.device, slots: int,
         t["scores"][:, :, ::7] = 0.0
         padding = t["padding"] if padded else None
         index = t["index"].clone()
-        module.free_lowest(t["scores"], t["index"], t["log_den"], None, t["next"], padding, t["clock"], 2, 5)
+        ranking = Ranking(t["scores"], padding, t["clock"], 2, 5)
+        module.free_lowest(Slots(t["index"], t["log_den"], None), ranking, t["next"])
         start = torch.zeros(2, device=device) if padding is None else padding
         real = index.long() - start.view(-1, 1, 1)
         oldest = torch.where(real >= 2, index, 10 * slots).amin(-1, keepdim=True)

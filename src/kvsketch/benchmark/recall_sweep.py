@@ -16,7 +16,7 @@ from kvsketch.benchmark.recall import BUDGETS, SINKS, TAIL, Row, attention_call,
 from kvsketch.benchmark.timing import Call, Timing, time_calls
 from kvsketch.ops.cluster_index import kernel as index_kernel
 from kvsketch.ops.indexed_attention import kernel as attention_kernel
-from kvsketch.ops.indexed_attention.plan import MAX_PIECES, Plan
+from kvsketch.ops.indexed_attention.kernel import MAX_PIECES, Plan
 from kvsketch.ops.kmeans import Stream
 from kvsketch.ops.kmeans import kernel as kmeans_kernel
 from kvsketch.ops.kmeans.kernel import Launch

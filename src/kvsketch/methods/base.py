@@ -246,6 +246,7 @@ def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budge
         scores, recent = _with_recent(table, scores, recent), 0
     if table.in_place:
         assert table.index is not None and table.clock is not None and table.log_den is not None
+        assert table.next_slot is not None
         ops.free_lowest(
             scores,
             table.index,

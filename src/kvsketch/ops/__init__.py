@@ -39,23 +39,22 @@ turns the kernels off, for a second opinion on a result.
 from __future__ import annotations
 
 from kvsketch.ops.attention_mass import Noise, RowLogits, Temperature, attention_mass, mass_from_logits
+from kvsketch.ops.balance_walk import balance_walk
 from kvsketch.ops.chunk_attention import Past, chunk_attention
+from kvsketch.ops.cluster_index import cluster_index, cluster_means
 from kvsketch.ops.common.dispatch import kernel_for
 from kvsketch.ops.farthest_first import farthest_first, nearest_center
-from kvsketch.ops.grouping import (
-    cluster_index,
-    cluster_means,
-    cluster_scores,
-    kmeans,
-    leader_clustering,
-    select_clusters,
-)
+from kvsketch.ops.fold_token import fold_token
 from kvsketch.ops.hot_rows import hot_rows
-from kvsketch.ops.paging import select_pages, widen_pages
+from kvsketch.ops.indexed_attention import indexed_attention
+from kvsketch.ops.kmeans import kmeans
+from kvsketch.ops.leader_clustering import leader_clustering
 from kvsketch.ops.random import gumbel, uniform
-from kvsketch.ops.reading import indexed_attention
+from kvsketch.ops.reservoir import reservoir
+from kvsketch.ops.select_clusters import cluster_scores, select_clusters
+from kvsketch.ops.select_pages import select_pages, widen_pages
+from kvsketch.ops.slot_update import free_lowest, write_token
 from kvsketch.ops.turn_keys import turn_keys
-from kvsketch.ops.updating import balance_walk, fold_token, free_lowest, reservoir, write_token
 from kvsketch.ops.weighted_attention import weighted_attention
 
 __all__ = [

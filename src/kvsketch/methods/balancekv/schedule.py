@@ -93,6 +93,7 @@ def due_rows(table: SlotTable) -> Tensor:  # [B, 1, 1]
 def find_free_slot(table: SlotTable) -> None:
     """Names an empty slot as the next to be written: some slot is, and empty slots rank lowest."""
     assert table.index is not None and table.log_den is not None
+    assert table.next_slot is not None and table.clock is not None
     ops.free_lowest(
         None, table.index, table.log_den, table.log_num, table.next_slot, table.padding, table.clock, 0, 0
     )  # fmt: skip

@@ -18,7 +18,7 @@ up to an error that does not grow with b, where random signs give sqrt(b).
 `constant` is one more value coordinate, the same for all tokens: it balances the counts beside the values. Without
 values <v, v> is 1, which balances the softmax denominator.
 
-`reference.py` is the definition in torch, `kernel.py` one Triton program per block; `ops.balance_walk` chooses.
+`reference.py` is the definition in torch, `kernel.py` one Triton program per block.
 Legend: B batch rows, H KV heads, S slots, D key size, Dv value size, N blocks, b tokens per block.
 """
 
@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kvsketch.ops.common.dispatch import implementation
 
 WALKS = ("greedy", "random")
 FAILURES = ("clip", "raise")
@@ -42,22 +44,77 @@ class Walked(NamedTuple):
     failed: Tensor  # [B, H, N] bool: some |y_j| was larger than c
 
 
-def check_arguments(
-    k: Tensor, v: Tensor | None, slots: Tensor, weights: Tensor | None, walk: str, c: float, on_fail: str
-) -> None:
-    """Raise ValueError when a shape or a choice does not fit."""
-    if k.dim() != 4:
-        raise ValueError(f"k must be [batch, heads, slots, size], got {list(k.shape)}.")
-    if v is not None and (v.dim() != 4 or v.shape[:2] != k.shape[:2]):
-        raise ValueError(f"v must be [{k.shape[0]}, {k.shape[1]}, slots, size], got {list(v.shape)}.")
-    if slots.dim() != 4 or slots.shape[:2] != k.shape[:2] or slots.dtype != torch.int64:
-        wanted = f"[{k.shape[0]}, {k.shape[1]}, blocks, tokens] of int64"
-        raise ValueError(f"slots must be {wanted}, got {list(slots.shape)} of {slots.dtype}.")
-    if weights is not None and weights.shape != k.shape[:3]:
-        raise ValueError(f"weights must be {list(k.shape[:3])}, one per slot, got {list(weights.shape)}.")
-    if walk not in WALKS:
-        raise ValueError(f"walk={walk!r} is not one of {', '.join(WALKS)}.")
-    if on_fail not in FAILURES:
-        raise ValueError(f"on_fail={on_fail!r} is not one of {', '.join(FAILURES)}.")
-    if not c > 0:
-        raise ValueError(f"c={c} must be positive; smaller is greedier.")
+def balance_walk(
+    k: Tensor,
+    v: Tensor | None,
+    slots: Tensor,
+    scale: float,
+    *,
+    weights: Tensor | None = None,
+    state: int = 0,
+    first_head: int = 0,
+    ids: Tensor | None = None,
+    walk: str = "greedy",
+    c: float = 1.0,
+    temp: float = 1.0,
+    center: bool = True,
+    constant: float = 0.0,
+    on_fail: str = "clip",
+) -> Tensor:
+    """Signs that split each block of tokens into two halves with almost the same attention sums, [B, H, N, b] int8.
+
+        y_j = sum_{l<j} sign_l g_jl,    g_jl = exp(temp scale <k_j, k_l>) (<v_j, v_l> + constant) / R^2,    |g| <= 1
+
+    k [B, H, S, D]; v [B, H, at least the slots named, Dv], None: <v, v> is 1; slots [B, H, N, b] int64: the tokens of
+    each block in order, -1 for none, which gets sign 0; weights [B, H, S] multiply the values.
+    walk: greedy takes the sign against y_j, random takes +1 with probability 1/2 - y_j / (2 c), cut to [0, 1].
+    center: keys relative to the mean key of their block. on_fail: what |y_j| > c does, clip or raise RuntimeError.
+    state, ids [B, H, N] int64 (default: the block's number): where draws come from; the draw of a token is the
+    random state continued by head, id (all 64 bits) and place in the block. Heads count from first_head.
+    """
+    call = Arguments(k, v, slots, scale * temp, weights, state, first_head, ids, walk, c, center, constant)
+    call.check(on_fail)
+    walked: Walked = implementation("balance_walk", k.device, call).balance_walk(call)
+    if on_fail == "raise" and bool(walked.failed.any()):
+        count = int(walked.failed.sum())
+        raise RuntimeError(
+            f"the balancing walk failed on {count} of {walked.failed.numel()} blocks: a partial sum exceeded c={c:g}; "
+            "use a larger c, another seed, or on_fail='clip'."
+        )
+    return walked.signs
+
+
+class Arguments(NamedTuple):
+    """One call, as `balance_walk` describes it."""
+
+    k: Tensor
+    v: Tensor | None
+    slots: Tensor
+    exponent: float  # temp * scale
+    weights: Tensor | None = None
+    state: int = 0
+    first_head: int = 0
+    ids: Tensor | None = None
+    walk: str = "greedy"
+    c: float = 1.0
+    center: bool = True
+    constant: float = 0.0
+
+    def check(self, on_fail: str) -> None:
+        """Raise ValueError when a shape or a choice does not fit."""
+        k, v, slots, weights = self.k, self.v, self.slots, self.weights
+        if k.dim() != 4:
+            raise ValueError(f"k must be [batch, heads, slots, size], got {list(k.shape)}.")
+        if v is not None and (v.dim() != 4 or v.shape[:2] != k.shape[:2]):
+            raise ValueError(f"v must be [{k.shape[0]}, {k.shape[1]}, slots, size], got {list(v.shape)}.")
+        if slots.dim() != 4 or slots.shape[:2] != k.shape[:2] or slots.dtype != torch.int64:
+            wanted = f"[{k.shape[0]}, {k.shape[1]}, blocks, tokens] of int64"
+            raise ValueError(f"slots must be {wanted}, got {list(slots.shape)} of {slots.dtype}.")
+        if weights is not None and weights.shape != k.shape[:3]:
+            raise ValueError(f"weights must be {list(k.shape[:3])}, one per slot, got {list(weights.shape)}.")
+        if self.walk not in WALKS:
+            raise ValueError(f"walk={self.walk!r} is not one of {', '.join(WALKS)}.")
+        if on_fail not in FAILURES:
+            raise ValueError(f"on_fail={on_fail!r} is not one of {', '.join(FAILURES)}.")
+        if not self.c > 0:
+            raise ValueError(f"c={self.c} must be positive; smaller is greedier.")

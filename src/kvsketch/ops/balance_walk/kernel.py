@@ -11,39 +11,27 @@ tensor cores multiply the 16-bit keys as they are. Legend: see the package docst
 
 from __future__ import annotations
 
-import contextlib
+import math
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kvsketch.ops.balance_walk import TIE, Walked
+from kvsketch.ops.balance_walk import TIE, Arguments, Walked
+from kvsketch.ops.common.device import on
+from kvsketch.ops.common.kernel import dot
+from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size, dense_last, outer_strides
 from kvsketch.ops.random.kernel import hash_combine, to_uniform
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_SIZE = 256
 ROWS, COLUMNS = 32, 64
-LOG2E = 1.4426950408889634
-# Triton's interpreter stores bfloat16 as integers and multiplies them as such in tl.dot.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 TIE_SHARE = tl.constexpr(TIE)
 
 
-def supported(k: Tensor, v: Tensor | None, slots: Tensor) -> bool:
+def supported(call: Arguments) -> bool:
     """True when the kernel serves this call."""
-    same_type = k.dtype in DTYPES and (v is None or v.dtype == k.dtype)
-    sizes = k.shape[3] <= MAX_SIZE and (v is None or v.shape[3] <= MAX_SIZE)
-    return same_type and sizes and slots.numel() > 0
-
-
-@triton.jit
-def dot(a, b):
-    """a b^T, accumulated in float32; float32 operands are multiplied as such, not as tf32."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), tl.trans(b.to(tl.float32)))
-    else:
-        return tl.dot(a, tl.trans(b), input_precision="ieee")
+    k, values = call.k, call.k if call.v is None else call.v
+    sizes = max(k.shape[3], values.shape[3]) <= MAX_HEAD_SIZE
+    return k.dtype in KERNEL_DTYPES and values.dtype == k.dtype and sizes and call.slots.numel() > 0
 
 
 @triton.jit
@@ -65,13 +53,13 @@ def gram_tile(
 
     Greedy: the origin of a row is the largest exponent so far, -inf before the first.
     """
-    s = (dot(k_i, k_j) - mean_i[:, None] - mean_j[None, :] + mean_norm) * exponent
+    s = (dot(k_i, tl.trans(k_j)) - mean_i[:, None] - mean_j[None, :] + mean_norm) * exponent
     s = tl.where(there, s, float("-inf"))
     if GREEDY:
         origin = tl.maximum(origin, tl.max(s, 1))
     g = tl.where(there, tl.exp2(s - tl.where(origin > float("-inf"), origin, 0.0)[:, None]), 0.0)
     if VALUES:
-        inner = dot(v_i, v_j)
+        inner = dot(v_i, tl.trans(v_j))
         if WEIGHTS:
             inner = inner * weight_i[:, None] * weight_j[None, :]
         g = g * ((inner + constant) * radius)
@@ -230,47 +218,29 @@ def walk_kernel(
     tl.store(failed + program, worst > c)
 
 
-def balance_walk(
-    k: Tensor,
-    v: Tensor | None,
-    slots: Tensor,
-    scale: float,
-    *,
-    weights: Tensor | None = None,
-    state: int = 0,
-    first_head: int = 0,
-    ids: Tensor | None = None,
-    walk: str = "greedy",
-    c: float = 1.0,
-    temp: float = 1.0,
-    center: bool = True,
-    constant: float = 0.0,
-) -> Walked:
-    """See `kvsketch.ops.balance_walk`; this one says where a random walk failed."""
-    batch, heads, blocks, count = slots.shape
-    device = k.device
-    values = k if v is None else v
-    k, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, values))
-    slots = slots.contiguous()
-    weights = None if weights is None else weights.float().contiguous()
-    ids = (torch.arange(blocks, device=device) if ids is None else ids).expand(batch, heads, blocks)
+def balance_walk(call: Arguments) -> Walked:
+    """See `kvsketch.ops.balance_walk`."""
+    batch, heads, blocks, count = call.slots.shape
+    device = call.k.device
+    k, values = dense_last(call.k), dense_last(call.k if call.v is None else call.v)
+    weights = None if call.weights is None else call.weights.float().contiguous()
+    ids = (torch.arange(blocks, device=device) if call.ids is None else call.ids).expand(batch, heads, blocks)
     count_padded = triton.cdiv(count, ROWS) * ROWS
     programs = batch * heads * blocks
     scratch = torch.empty(programs * (count_padded + ROWS * (ROWS + 2)), dtype=torch.float32, device=device)
-    signs = torch.zeros(slots.shape, dtype=torch.int8, device=device)
+    signs = torch.zeros(call.slots.shape, dtype=torch.int8, device=device)
     failed = torch.empty((batch, heads, blocks), dtype=torch.bool, device=device)
     sizes = k.shape[3], values.shape[3]
     # As a signed 32-bit number, so that its size never asks for another compilation.
-    state = state - (1 << 32) if state >= 1 << 31 else state
-    padded = (max(16, triton.next_power_of_2(size)) for size in sizes)
-    with torch.cuda.device(device) if k.is_cuda else contextlib.nullcontext():
+    state = call.state - (1 << 32) if call.state >= 1 << 31 else call.state
+    with on(device):
         walk_kernel[(programs,)](
-            k, values, slots, scratch if weights is None else weights, ids, signs, failed, scratch,
-            state, first_head, scale * temp * LOG2E, constant, 0.5 / c, c, heads, blocks, count, count_padded,
-            *k.stride()[:3], *values.stride()[:3],
-            *((0, 0) if weights is None else weights.stride()[:2]), *ids.stride(),
-            *sizes, *padded, ROWS, COLUMNS,
-            VALUES=v is not None, WEIGHTS=weights is not None, CENTER=center, GREEDY=walk == "greedy",
+            k, values, call.slots.contiguous(), scratch if weights is None else weights, ids, signs, failed, scratch,
+            state, call.first_head, call.exponent * math.log2(math.e), call.constant, 0.5 / call.c, call.c,
+            heads, blocks, count, count_padded,
+            *k.stride()[:3], *values.stride()[:3], *outer_strides(weights), *ids.stride(),
+            *sizes, *(block_size(size) for size in sizes), ROWS, COLUMNS,
+            VALUES=call.v is not None, WEIGHTS=weights is not None, CENTER=call.center, GREEDY=call.walk == "greedy",
             num_warps=4,
         )  # fmt: skip
     return Walked(signs, failed)

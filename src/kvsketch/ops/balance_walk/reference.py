@@ -8,31 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.ops.balance_walk import TIE, Walked
+from kvsketch.ops.balance_walk import TIE, Arguments, Walked
 from kvsketch.ops.random import hash_combine, to_uniform
 
 # Gram entries held at once; blocks are taken in groups so that a long prompt fits in memory.
 MAX_GRAM = 1 << 24
 
 
-def balance_walk(
-    k: Tensor,
-    v: Tensor | None,
-    slots: Tensor,
-    scale: float,
-    *,
-    weights: Tensor | None = None,
-    state: int = 0,
-    first_head: int = 0,
-    ids: Tensor | None = None,
-    walk: str = "greedy",
-    c: float = 1.0,
-    temp: float = 1.0,
-    center: bool = True,
-    constant: float = 0.0,
-) -> Walked:
-    """See `kvsketch.ops.balance_walk`; this one says where a random walk failed."""
-    uniforms = block_uniforms(slots, state, ids, first_head).flatten(0, 2)
+def balance_walk(call: Arguments) -> Walked:
+    """See `kvsketch.ops.balance_walk`."""
+    slots, greedy = call.slots, call.walk == "greedy"
+    uniforms = block_uniforms(slots, call.state, call.ids, call.first_head).flatten(0, 2)
     batch, heads, blocks, size = slots.shape
     rows = torch.arange(batch * heads, device=slots.device).repeat_interleave(blocks)
     places = slots.flatten(0, 2)  # [B * H * N, b]
@@ -41,9 +27,10 @@ def balance_walk(
     group = max(1, MAX_GRAM // max(1, size * size))
     for start in range(0, places.shape[0], group):
         part = slice(start, start + group)
-        gathered = _gather(k, v, weights, rows[part], places[part])
-        gram = normalized_gram(*gathered, places[part] >= 0, scale * temp, center, constant, by_row=walk == "greedy")
-        signs[part], failed[part] = walk_blocks(gram, places[part] >= 0, uniforms[part], walk, c)
+        valid = places[part] >= 0
+        gathered = _gather(call.k, call.v, call.weights, rows[part], places[part])
+        gram = normalized_gram(*gathered, valid, call.exponent, call.center, call.constant, by_row=greedy)
+        signs[part], failed[part] = walk_blocks(gram, valid, uniforms[part], call.walk, call.c)
     return Walked(signs.view(slots.shape), failed.view(batch, heads, blocks))
 
 

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.dispatch import implementation
+
 
 class ClusterIndex(NamedTuple):
     """Cluster c holds the slots order[offsets[c] : offsets[c] + sizes[c]]."""
@@ -27,18 +29,26 @@ class ClusterIndex(NamedTuple):
     offsets: Tensor  # [B, H, C] int32
 
 
-def check_labels(labels: Tensor, clusters: int) -> None:
-    """Raise ValueError when the arguments of `cluster_index` do not fit."""
+def cluster_index(labels: Tensor, clusters: int) -> ClusterIndex:
+    """The slots of labels [B, H, n] int32 sorted by label, in ascending order inside one, those of label -1 last.
+
+    Returns order [B, H, n], sizes [B, H, clusters] and offsets [B, H, clusters] into the order, all int32.
+    """
     if labels.dim() != 3 or labels.dtype != torch.int32:
         raise ValueError(f"labels must be int32 [batch, heads, slots], got {labels.dtype} {list(labels.shape)}.")
     if clusters < 1:
         raise ValueError(f"clusters={clusters} must be 1 or more.")
+    chosen = implementation("cluster_index", labels.device, labels.shape[2])
+    index: ClusterIndex = chosen.cluster_index(labels, clusters)
+    return index
 
 
-def check_rows(rows: Tensor, index: ClusterIndex) -> None:
-    """Raise ValueError when the arguments of `cluster_means` do not fit."""
+def cluster_means(rows: Tensor, index: ClusterIndex) -> Tensor:
+    """Mean of rows [B, H, n, D] over each cluster of the index, [B, H, C, D] float32, 0 for an empty one."""
     if rows.dim() != 4 or rows.shape[:3] != index.order.shape:
         raise ValueError(
             f"rows must be [batch, heads, slots, size] with the first three of order {list(index.order.shape)}, "
             f"got {list(rows.shape)}."
         )
+    means: Tensor = implementation("cluster_index", rows.device, *rows.shape[2:]).cluster_means(rows, index)
+    return means

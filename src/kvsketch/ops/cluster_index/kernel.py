@@ -7,7 +7,6 @@ together say where a slot goes. Legend: see the package docstring.
 
 from __future__ import annotations
 
-import contextlib
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.cluster_index import ClusterIndex
+from kvsketch.ops.common.device import on
+from kvsketch.ops.common.tensors import block_size, dense_last
 
 MAX_SLOTS = 1 << 30
 # More tiles of slots cost room for the counts of each, fewer cost comparisons: a slot meets those of its tile.
@@ -54,7 +55,7 @@ def cluster_index(labels: Tensor, clusters: int, into: ClusterIndex | None = Non
     before = torch.zeros((batch * heads, clusters + 1, tiles), dtype=torch.int32, device=device)
     ranks = torch.empty((batch * heads, count), dtype=torch.int32, device=device)
     sizes = (count, clusters, tile)
-    with torch.cuda.device(device) if labels.is_cuda else contextlib.nullcontext():
+    with on(device):
         rank_kernel[(triton.cdiv(count, RANK_SLOTS), batch * heads)](
             labels, ranks, before, *sizes, TILES=tiles, SLOTS=RANK_SLOTS, COMPARED=COMPARED, num_warps=1
         )
@@ -90,13 +91,13 @@ def update_means(
     directions also receive those of the means that are written. normalized: the mean of row / |row|.
     """
     batch, heads, clusters, size = means.shape
-    rows = rows if rows.stride(3) == 1 else rows.contiguous()
-    with torch.cuda.device(rows.device) if rows.is_cuda else contextlib.nullcontext():
+    rows = dense_last(rows)
+    with on(rows.device):
         mean_kernel[(clusters, batch * heads)](
             rows, *index, means, *(directions or (None, None, None)),
             heads, rows.shape[2], 0 if directions is None else directions.rows.shape[1],
             *rows.stride()[:3],
-            D=size, BLOCK_D=max(16, triton.next_power_of_2(size)), ROWS=MEAN_ROWS,
+            D=size, BLOCK_D=block_size(size), ROWS=MEAN_ROWS,
             NORMALIZED=normalized, DIRECTIONS=directions is not None, num_warps=2,
         )  # fmt: skip
 

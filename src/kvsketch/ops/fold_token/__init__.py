@@ -12,7 +12,7 @@ Each sample is drawn with probability |v|^2 / mu; with `State.folded` those with
 odd number uniformly. A sample then weighs 1 / (a |v|^2 / mu + b / n) for a even and b odd samples of n tokens (the
 balance heuristic of Veach and Guibas, 1995), which is unbiased and at most n / b.
 
-`reference.py` is the definition in torch, `kernel.py` the same in one launch. `kvsketch.ops` chooses.
+`reference.py` is the definition in torch, `kernel.py` the same in one launch.
 
 Legend: B batch rows, H KV heads, K key slots, V value slots, s samples, m clusters, t slots per cluster, D key size.
 """
@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
+
+from kvsketch.ops.common.dispatch import implementation
 
 NUMERATOR, DENOMINATOR, MERGE = 0, 1, 2  # streams of random draws
 
@@ -85,3 +87,13 @@ class State:
     # Samples with an odd number are drawn uniformly where these two are given; shares are then log(copies).
     squares: Tensor | None = None  # [B, H, s] fp32, |v|^2 of each sample
     folded: Tensor | None = None  # [B, H] int64, tokens folded so far
+
+
+def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
+    """Folds the token that leaves each row's window into SubGen's structure, in place, and frees its slot for the next.
+
+    The numerator's samples take it with probability |v|^2 / mu each; it opens a cluster or joins the nearest, whose
+    slots take it with probability 1 / n each; the weights of all samples follow. With `coalesce` the first of several
+    copies of a token carries the weight of all. Draws depend on (streams, position, slot) alone.
+    """
+    implementation("fold_token", state.keys.device, state).fold_token(state, layout, coalesce)

@@ -7,38 +7,34 @@ or will read. Legend: see the package docstring.
 
 from __future__ import annotations
 
-import contextlib
-
-import torch
 import triton
 import triton.language as tl
 
 from kvsketch.ops.common import early_start
-from kvsketch.ops.common.kernel import wait
+from kvsketch.ops.common.device import on
+from kvsketch.ops.common.kernel import INF, wait
+from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE
 from kvsketch.ops.fold_token import Layout, State
 from kvsketch.ops.random.kernel import hash_combine
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_SIZE = 256
 MAX_TILE = 1024  # samples looked at together
 CLUSTER_TILE = 64
 MAX_PER_CLUSTER = 128
 CERTAIN = tl.constexpr(4294967296.0)
-INF = tl.constexpr(float("inf"))
 
 
 def supported(state: State) -> bool:
     """True when the kernel serves this table."""
     sizes = max(state.keys.shape[3], state.values.shape[3]) <= MAX_HEAD_SIZE
     per_cluster = (state.keys.shape[2] - state.values.shape[2]) // max(1, state.counts.shape[2])
-    return sizes and per_cluster <= MAX_PER_CLUSTER and state.keys.dtype in DTYPES
+    return sizes and per_cluster <= MAX_PER_CLUSTER and state.keys.dtype in KERNEL_DTYPES
 
 
 def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
     """See `kvsketch.ops.fold_token`; all tensors are contiguous, the last dimension of keys and values at least."""
     batch, heads, slots, size = state.keys.shape
     value_size = state.values.shape[3]
-    with torch.cuda.device(state.keys.device) if state.keys.is_cuda else contextlib.nullcontext():
+    with on(state.keys.device):
         fold_kernel[(batch * heads,)](
             state.keys, state.values, state.index,
             state.log_den if state.log_num is None else state.log_num, state.log_den, state.next_slot,

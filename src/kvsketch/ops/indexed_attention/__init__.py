@@ -14,9 +14,8 @@ A cluster t that was read in part holds the rows `cut` of the list. Its slot is 
 and keys that are equal inside a cluster make the answer exact, whatever their values. The slot keeps the mean key of
 the whole cluster: that of the rest would magnify the rounding of k_t by n / (n - rows read), inside an exponent.
 
-`reference.py` is the definition in torch. `kernel.py` launches the Triton program of `device.py`, with sizes from
-`plan.py`: rows are gathered by pointer inside the kernel, so a store may also lie in pinned host memory.
-`kvsketch.ops.indexed_attention` chooses; this module holds what both share: arguments, checks and result.
+`reference.py` is the definition in torch. In `kernel.py` rows are gathered by pointer inside the Triton program, so a
+store may also lie in pinned host memory.
 
 Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H, L lists (Hq: one per query head; H: one per group), M rows
 per list, N slots of the store, R spans, C extra slots, D key size, Dv value size.
@@ -25,12 +24,14 @@ per list, N slots of the store, R spans, C extra slots, D key size, Dv value siz
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+from kvsketch.ops.common.dispatch import implementation
+from kvsketch.ops.common.tensors import DTYPES
+from kvsketch.ops.weighted_attention import Attended
 
 
 class Spans(NamedTuple):
@@ -49,17 +50,53 @@ class Extra(NamedTuple):
     cut: Tensor | None = None  # [B, L, 3] int32: slot of the cluster read in part (-1: none), its places [start, end)
 
 
-class Indexed(NamedTuple):
-    """The output, and the log of the sums it was divided by."""
+def indexed_attention(
+    q: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    rows: Tensor,
+    scale: float,
+    *,
+    spans: Tensor | None = None,
+    max_span: int = 0,
+    extra_k: Tensor | None = None,
+    extra_v: Tensor | None = None,
+    extra_log_weight: Tensor | None = None,
+    extra_cut: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    return_state: bool = False,
+) -> Any:
+    """Attention of q [B, Hq, 1, D] to chosen rows of k_store [B, H, N, D] and v_store [B, H, N, Dv], where they lie:
 
-    out: Tensor  # [B, Hq, 1, Dv], dtype of q
-    log_sum_num: Tensor  # [B, Hq, 1] float32, without the sink logit
-    log_sum_den: Tensor  # [B, Hq, 1] float32
+        out = (sum_i exp(s_i) v_i + sum_c exp(s_c + w_c) v_c) / (sum_i exp(s_i) + sum_c exp(s_c + w_c))
+
+    with s = scale * <q, k>. rows int32 [B, Hq, M], or [B, H, M] for lists that a group shares: slots, negative to skip.
+    spans int32 [B, R, 2]: slots [start, end) that every query reads as well, together at most max_span in a row.
+    extra_k [B, H, C, D], extra_v [B, H, C, Dv], extra_log_weight [B, Hq or H, C]: the second sums; -inf leaves a slot
+    out. extra_cut int32 [B, L, 3], for each list: the extra slot whose cluster was read in part, and the places
+    [start, end) of its rows in the list; the slot then stands for the mean value of what was not read. -1: none.
+    softcap and sink_logits as in `weighted_attention`. The stores may lie in pinned host memory while the rest is on a
+    GPU.
+
+    Returns out [B, Hq, 1, Dv] in the dtype of q, 0 where nothing is read. With return_state, (out, (log of the
+    numerator's weights, log of the denominator)), each [B, Hq, 1] float32.
+    """
+    always = None if spans is None else Spans(spans, max_span)
+    extra = None
+    if extra_k is not None and extra_v is not None and extra_log_weight is not None:
+        extra = Extra(extra_k, extra_v, extra_log_weight, extra_cut)
+    elif any(part is not None for part in (extra_k, extra_v, extra_log_weight, extra_cut)):
+        raise ValueError("extra_k, extra_v and extra_log_weight belong together: pass all three or none.")
+    call = Arguments(q, k_store, v_store, rows, scale, always, extra, softcap, sink_logits)
+    call.check()
+    attended: Attended = implementation("indexed_attention", q.device, call).indexed_attention(call)
+    return attended.returned(return_state)
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Everything one call reads."""
+    """One call, as `indexed_attention` describes it."""
 
     q: Tensor
     k: Tensor

@@ -10,12 +10,13 @@ import itertools
 import torch
 from torch import Tensor
 
-from kvsketch.ops.indexed_attention import Arguments, Indexed, Spans
+from kvsketch.ops.indexed_attention import Arguments, Spans
+from kvsketch.ops.weighted_attention import Attended
 
 NEG_INF = float("-inf")
 
 
-def indexed_attention(call: Arguments) -> Indexed:
+def indexed_attention(call: Arguments) -> Attended:
     """See `kvsketch.ops.indexed_attention`."""
     batch, query_heads, _, size = call.q.shape
     heads = call.k.shape[1]
@@ -52,7 +53,7 @@ def indexed_attention(call: Arguments) -> Indexed:
         divisor = total + (call.sink_logits.to(dtype).view(1, -1, 1) - origin).exp()
     out = torch.where(total > 0, out / divisor, 0.0)
     log_sums = ((origin + part.log()).float() for part in (total, divisor))
-    return Indexed(out[:, :, None].to(call.q.dtype), *log_sums)
+    return Attended(out[:, :, None].to(call.q.dtype), *log_sums)
 
 
 def _read_of_cut(cut: Tensor, call: Arguments, origin: Tensor, v: Tensor) -> Tensor:  # [B, Hq, Dv]

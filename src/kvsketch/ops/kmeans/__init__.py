@@ -30,6 +30,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.dispatch import implementation
+from kvsketch.ops.common.tensors import DTYPES
+
 CENTROIDS = ("mean", "normalized")
 # First centroids whose mean direction is subtracted from all directions.
 SAMPLE = 64
@@ -44,9 +47,6 @@ class Stream(NamedTuple):
     first_head: int = 0
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
 class Clusters(NamedTuple):
     """Centroids and which of them each key belongs to."""
 
@@ -54,7 +54,35 @@ class Clusters(NamedTuple):
     labels: Tensor  # [B, H, n] int32, -1 for keys that take no part
 
 
-def check_arguments(
+def kmeans(
+    keys: Tensor,
+    clusters: int,
+    *,
+    start: Tensor | None = None,
+    counts: Tensor | None = None,
+    rounds: int = 20,
+    seed: int = 0,
+    layer: int = 0,
+    first_position: int = 0,
+    first_head: int = 0,
+    centroid: str = "mean",
+) -> Clusters:
+    """Clusters of keys [B, H, n, D] by direction: centroids [B, H, clusters, D] float32 and labels [B, H, n] int32.
+
+    start [B]: the first key of each row that takes part (left padding, sinks); earlier ones get label -1. counts [B]:
+    clusters of each row, at most `clusters`; None: all; a row never has more than keys, the rest stay empty with
+    centroid 0. centroid: "mean" of the raw keys or of the "normalized" ones. The draw depends on (seed, layer,
+    first_position, head) and on how many keys the row has; heads count from first_head. The package docstring says what
+    a round does.
+    """
+    _check(keys, clusters, start, counts, rounds, centroid)
+    stream = Stream(seed, layer, first_position, first_head)
+    chosen = implementation("kmeans", keys.device, keys)
+    found: Clusters = chosen.kmeans(keys, clusters, start, counts, rounds, stream, centroid)
+    return found
+
+
+def _check(
     keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, centroid: str
 ) -> None:
     """Raise ValueError when an argument does not fit the others."""

@@ -10,7 +10,6 @@ Legend: see the package docstring.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +19,13 @@ from torch import Tensor
 
 from kvsketch.ops.cluster_index.kernel import Directions, cluster_index, empty_index, inverse_norm, update_means
 from kvsketch.ops.cluster_index.kernel import supported as index_supported
+from kvsketch.ops.common.device import on
 from kvsketch.ops.common.kernel import dot
+from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size, dense_last
 from kvsketch.ops.kmeans import SAMPLE, Clusters, Stream, live_clusters
 from kvsketch.ops.random import initial_state
 from kvsketch.ops.random.kernel import hash_combine, to_uniform
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_KEY_SIZE = 256
 BEGIN_ROWS = 32
 # Below this radius the lift is larger than need be: directions that differ by rounding alone stay equal.
 LEAST_RADIUS = tl.constexpr(1 / 64)
@@ -44,7 +43,7 @@ class Launch(NamedTuple):
 def supported(keys: Tensor) -> bool:
     """True when the kernels serve these keys."""
     batch, heads, length, size = keys.shape
-    return keys.dtype in DTYPES and batch * heads > 0 and size <= MAX_KEY_SIZE and index_supported(length, size)
+    return keys.dtype in KERNEL_DTYPES and batch * heads > 0 and size <= MAX_HEAD_SIZE and index_supported(length, size)
 
 
 def launch_for(dtype: torch.dtype, size: int) -> Launch:
@@ -68,9 +67,9 @@ def kmeans(
     """See `kvsketch.ops.kmeans`; `launch` overrides the launch sizes."""
     batch, heads, length, size = keys.shape
     device, dtype = keys.device, keys.dtype
-    keys = keys if keys.stride(3) == 1 else keys.contiguous()
+    keys = dense_last(keys)
     first, live = live_clusters(keys, clusters, start, counts)
-    block_d = max(16, triton.next_power_of_2(size))
+    block_d = block_size(size)
     launch = launch or launch_for(dtype, block_d)
     padded = triton.cdiv(clusters, launch.clusters) * launch.clusters
     directions = Directions(
@@ -90,7 +89,7 @@ def kmeans(
             KEYS=launch.keys, CLUSTERS=launch.clusters, STAGES=launch.stages, **shape, num_warps=launch.warps,
         )  # fmt: skip
 
-    with torch.cuda.device(device) if keys.is_cuda else contextlib.nullcontext():
+    with on(device):
         begin_kernel[(triton.cdiv(clusters, BEGIN_ROWS), batch * heads)](
             keys, first, live, centroids, *directions, initial_state(stream.seed), *stream[1:],
             heads, length, clusters, padded, *keys.stride()[:3],

@@ -4,7 +4,7 @@ A key farther than delta from every representative becomes a representative, whi
 the nearest one. Representatives never move, so the clusters of a stream do not depend on how it is cut into blocks.
 
 `reference.py` opens one cluster per sweep over the keys, for all heads at once; `kernel.py` walks the stream in tiles,
-one program per head, and then assigns all keys in parallel. `kvsketch.ops` chooses.
+one program per head, and then assigns all keys in parallel.
 
 Legend: B batch rows, H KV heads, n keys in stream order, M room for representatives, D key size.
 """
@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kvsketch.ops.common.dispatch import implementation
+
 
 class Clustering(NamedTuple):
     """Clusters after a stretch of the stream."""
@@ -23,3 +25,17 @@ class Clustering(NamedTuple):
     representatives: Tensor  # [B, H, M, D], dtype of the keys
     alive: Tensor  # [B, H] int64, clusters opened so far
     overflow: Tensor  # [B, H] int64, first key that found no room for a cluster of its own, n when all did
+
+
+def leader_clustering(
+    keys: Tensor, valid: Tensor, representatives: Tensor, alive: Tensor, delta: Tensor, limit: Tensor
+) -> Clustering:
+    """Clusters a stream of keys: one farther than delta from all representatives opens a cluster, or joins the nearest.
+
+    keys [B, H, n, D] in stream order; valid [B, 1 or H, n]: which of them take part; representatives [B, H, M, D], the
+    first `alive` [B, H] of which exist; delta [B, H]; limit [B, H], at most M: when so many clusters exist, a far key
+    joins the nearest one all the same. Equal distances go to the older cluster.
+    """
+    chosen = implementation("leader_clustering", keys.device, keys)
+    found: Clustering = chosen.leader_clustering(keys, valid, representatives, alive, delta, limit)
+    return found

@@ -8,28 +8,25 @@ that was born no later than the key. Legend: see the package docstring.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.ops.common.kernel import dot
+from kvsketch.ops.common.device import on
+from kvsketch.ops.common.kernel import INF, dot
+from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size
 from kvsketch.ops.leader_clustering import Clustering
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_KEY_SIZE = 256
 # Products in true float32 run outside the tensor cores and need the registers.
 TILES = {2: 64, 4: 32}
 # |k|^2 + |x|^2 - 2 <k, x> in float32 is off by less than this share of |k|^2 + |x|^2.
 ROUNDING = tl.constexpr(1e-5)
-INF = tl.constexpr(float("inf"))
 
 
 def supported(keys: Tensor) -> bool:
     """True when the kernels serve these keys."""
-    return keys.dtype in DTYPES and keys.shape[3] <= MAX_KEY_SIZE and keys.stride(3) == 1 and keys.shape[2] > 0
+    return keys.dtype in KERNEL_DTYPES and keys.shape[3] <= MAX_HEAD_SIZE and keys.stride(3) == 1 and keys.shape[2] > 0
 
 
 def leader_clustering(
@@ -45,8 +42,8 @@ def leader_clustering(
     births = torch.where(number < alive[..., None], -1, count).to(torch.int32)
     overflow = torch.empty((batch, heads), dtype=torch.int32, device=keys.device)
     labels = torch.empty((batch, heads, count), dtype=torch.int32, device=keys.device)
-    block, tile = max(16, triton.next_power_of_2(size)), TILES[keys.element_size()]
-    with torch.cuda.device(keys.device) if keys.is_cuda else contextlib.nullcontext():
+    block, tile = block_size(size), TILES[keys.element_size()]
+    with on(keys.device):
         open_kernel[(batch * heads,)](
             keys, valid, representatives, births, alive, overflow,
             delta.float().contiguous(), limit.expand(batch, heads).to(torch.int32).contiguous(),

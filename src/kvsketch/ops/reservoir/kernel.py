@@ -5,18 +5,23 @@ The draws are those of the reference, bit for bit, and are never stored. Legend:
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvsketch.ops.common.device import on
+from kvsketch.ops.common.tensors import contiguous
 from kvsketch.ops.random.kernel import hash_combine
 
 TILE_DRAWS = 2048
 MAX_SLOTS = 64
 STRETCH = 2048  # tokens per program
+
+
+def supported() -> bool:
+    """The kernel serves every call."""
+    return True
 
 
 def reservoir(
@@ -28,10 +33,9 @@ def reservoir(
     if count and slots and reservoirs:
         block = min(MAX_SLOTS, triton.next_power_of_2(slots))
         grid = (triton.cdiv(slots, block), triton.cdiv(count, STRETCH), batch * heads)
-        with torch.cuda.device(threshold.device) if threshold.is_cuda else contextlib.nullcontext():
+        with on(threshold.device):
             reservoir_kernel[grid](
-                state.contiguous(), positions.contiguous(), threshold.contiguous(),
-                None if labels is None else labels.contiguous(), last,
+                state.contiguous(), positions.contiguous(), threshold.contiguous(), contiguous(labels), last,
                 count, slots, reservoirs, heads,
                 LABELLED=labels is not None, SLOTS=block, TILE=TILE_DRAWS // block, STRETCH=STRETCH, num_warps=4,
             )  # fmt: skip

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.cluster_index import ClusterIndex
+from kvsketch.ops.common.dispatch import implementation
 
 
 class Selection(NamedTuple):
@@ -34,8 +35,8 @@ class Selection(NamedTuple):
     cut: Tensor  # [B, L, 3] int32: the cluster that was trimmed and its places [start, end) in rows; -1, 0, 0 for none
 
 
-def check_scores(q: Tensor, centroids: Tensor) -> None:
-    """Raise ValueError when the arguments of `cluster_scores` do not fit."""
+def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
+    """Inner products <q, centroid> of q [B, Hq, 1, D] with centroids [B, H, C, D], [B, Hq, C] float32."""
     if q.dim() != 4 or q.shape[2] != 1 or centroids.dim() != 4:
         raise ValueError(
             f"q must be [batch, query heads, 1, size] and centroids [batch, heads, clusters, size], "
@@ -45,9 +46,38 @@ def check_scores(q: Tensor, centroids: Tensor) -> None:
         raise ValueError(
             f"q {list(q.shape)} does not fit centroids {list(centroids.shape)}: batch, size, head multiple."
         )
+    chosen = implementation("select_clusters", q.device, *centroids.shape[2:])
+    scores: Tensor = chosen.cluster_scores(q, centroids)
+    return scores
 
 
-def check_arguments(scores: Tensor, index: ClusterIndex, budget: int, budgets: Tensor | None = None) -> None:
+def select_clusters(
+    scores: Tensor,
+    sizes: Tensor,
+    offsets: Tensor,
+    order: Tensor,
+    budget: int,
+    *,
+    slot_offset: int = 0,
+    budgets: Tensor | None = None,
+) -> Selection:
+    """The slots of the best clusters, exactly `budget` of them where so many exist; the last cluster is trimmed.
+
+    scores [B, L, C] float32, for each query head or each KV head (L); sizes, offsets [B, H, C] and order [B, H, n] as
+    from `cluster_index`. A score of -inf excludes a cluster; equal scores go to the lower number; a trimmed cluster
+    keeps the first tokens of its order. slot_offset is added to every slot. budgets [B] int32: a row's own budget where
+    it is smaller.
+    Returns rows [B, L, budget] int32 (-1 behind the last), taken [B, L, C] int32, log_unread [B, L, C] float32 and cut
+    [B, L, 3] int32: the trimmed cluster (-1: none) and where its rows start and end in the list.
+    """
+    index = ClusterIndex(order, sizes, offsets)
+    _check(scores, index, budget, budgets)
+    chosen = implementation("select_clusters", scores.device, scores.shape[2])
+    selection: Selection = chosen.select_clusters(scores, index, budget, slot_offset, budgets)
+    return selection
+
+
+def _check(scores: Tensor, index: ClusterIndex, budget: int, budgets: Tensor | None) -> None:
     """Raise ValueError when the arguments of `select_clusters` do not fit."""
     batch, heads, clusters = index.sizes.shape
     if scores.dim() != 3 or scores.dtype != torch.float32:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -11,6 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.cluster_index import ClusterIndex
+from kvsketch.ops.common.device import on
+from kvsketch.ops.common.kernel import NEG_INF
+from kvsketch.ops.common.tensors import dense_last
 from kvsketch.ops.select_clusters import Selection
 
 # Scores and sizes of one list live in the registers of one program.
@@ -18,7 +20,6 @@ MAX_CLUSTERS = 16384
 MAX_KEY_SIZE = 512
 SCORE_CLUSTERS = 32
 ROW_BLOCK = 1024
-NEG_INF = tl.constexpr(float("-inf"))
 
 
 def supported(clusters: int, size: int = 1) -> bool:
@@ -29,10 +30,9 @@ def supported(clusters: int, size: int = 1) -> bool:
 def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
     """See `kvsketch.ops.cluster_scores`."""
     batch, heads, clusters, size = centroids.shape
-    q = q if q.stride(3) == 1 else q.contiguous()
-    centroids = centroids if centroids.stride(3) == 1 else centroids.contiguous()
+    q, centroids = dense_last(q), dense_last(centroids)
     scores = torch.empty((batch, q.shape[1], clusters), dtype=torch.float32, device=q.device)
-    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+    with on(q.device):
         score_kernel[(triton.cdiv(clusters, SCORE_CLUSTERS), batch * heads)](
             q, centroids, scores, heads, clusters, *q.stride()[:2], *centroids.stride()[:3],
             GROUP=q.shape[1] // heads, D=size, BLOCK_D=triton.next_power_of_2(size), CLUSTERS=SCORE_CLUSTERS,
@@ -53,7 +53,7 @@ def select_clusters(
     log_unread = torch.empty((batch, lists, clusters), dtype=torch.float32, device=scores.device)
     cut = torch.empty((batch, lists, 3), **options)
     block = max(128, triton.next_power_of_2(clusters))
-    with torch.cuda.device(scores.device) if scores.is_cuda else contextlib.nullcontext():
+    with on(scores.device):
         select_kernel[(batch * lists,)](
             scores.contiguous(), *(tensor.contiguous() for tensor in index), rows, taken, log_unread, cut, shifts,
             budgets, clusters, slots, budget, slot_offset, lists // heads, lists,

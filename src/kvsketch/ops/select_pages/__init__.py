@@ -25,6 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.dispatch import implementation
+
 
 class Bounds(NamedTuple):
     """Smallest and largest key channels of each page; +inf and -inf where a page holds nothing."""
@@ -50,7 +52,56 @@ class Limits(NamedTuple):
     budget: int | None = None  # tokens that every row may read, where there are no `budgets`; None: `most` pages
 
 
-def check_bounds(bounds: Bounds, text: Text) -> None:
+def select_pages(
+    q: Tensor,
+    page_min: Tensor,
+    page_max: Tensor,
+    seen: Tensor,
+    count: int,
+    page: int,
+    *,
+    padding: Tensor | None = None,
+    budgets: Tensor | None = None,
+    budget: int | None = None,
+    least: int = 1,
+) -> Tensor:
+    """Tokens of the `count` pages that each query head reads, [B, Hq, count * page] int32, -1 behind the last:
+    the page of the newest token and, of those before it, the ones with the largest
+
+        sum_d max(q_d * min_d, q_d * max_d)
+
+    q [B, Hq, 1, D]; page_min, page_max [B, H, P, D], the bounds of pages of `page` tokens; seen int64 [1], tokens seen;
+    padding int64 [B]: left-padding tokens of each row, before its first page. budgets int32 [B], or one `budget` for
+    all rows: a row reads budget // page pages, at least `least` and at most `count`, or all its pages where it has no
+    more tokens than its budget before the newest. Equal scores go to the lower page.
+    """
+    bounds, text, limits = Bounds(page_min, page_max), Text(seen, padding, page), Limits(count, budgets, least, budget)
+    _check_selection(q, bounds, text, limits)
+    rows: Tensor = implementation("select_pages", q.device, bounds).select_pages(q, bounds, text, limits)
+    return rows
+
+
+def widen_pages(
+    page_min: Tensor,
+    page_max: Tensor,
+    keys: Tensor,
+    seen: Tensor,
+    page: int,
+    *,
+    padding: Tensor | None = None,
+    next_slot: Tensor | None = None,
+) -> None:
+    """Takes the newest tokens into the bounds of their pages, in place; left padding belongs to none.
+
+    keys [B, H, n, D], those of the last n of the `seen` tokens. With next_slot int64 [B, H, 1], keys are a store and
+    the one new token lies before that slot. The rest as in `select_pages`.
+    """
+    bounds, text = Bounds(page_min, page_max), Text(seen, padding, page)
+    _check_widening(bounds, keys, text, next_slot)
+    implementation("select_pages", keys.device, bounds).widen_pages(bounds, keys, text, next_slot)
+
+
+def _check_bounds(bounds: Bounds, text: Text) -> None:
     """Raise ValueError when bounds and text do not fit."""
     low, high = bounds
     if low.dim() != 4 or low.shape != high.shape or low.dtype != high.dtype:
@@ -68,9 +119,9 @@ def check_bounds(bounds: Bounds, text: Text) -> None:
         raise ValueError(f"page={text.page} must be 1 token or more.")
 
 
-def check_selection(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> None:
+def _check_selection(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> None:
     """Raise ValueError when the arguments of `select_pages` do not fit."""
-    check_bounds(bounds, text)
+    _check_bounds(bounds, text)
     batch, heads, _, size = bounds.low.shape
     if q.dim() != 4 or q.shape[0] != batch or q.shape[1] % heads or q.shape[2] != 1 or q.shape[3] != size:
         raise ValueError(f"q must be [{batch}, a multiple of {heads}, 1, {size}], got {list(q.shape)}.")
@@ -85,9 +136,9 @@ def check_selection(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> No
         )
 
 
-def check_widening(bounds: Bounds, keys: Tensor, text: Text, next_slot: Tensor | None) -> None:
+def _check_widening(bounds: Bounds, keys: Tensor, text: Text, next_slot: Tensor | None) -> None:
     """Raise ValueError when the arguments of `widen_pages` do not fit."""
-    check_bounds(bounds, text)
+    _check_bounds(bounds, text)
     batch, heads, _, size = bounds.low.shape
     if keys.dim() != 4 or keys.shape[:2] != (batch, heads) or keys.shape[3] != size or keys.dtype != bounds.low.dtype:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -10,19 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.ops.common.device import device_traits
+from kvsketch.ops.common.device import device_traits, on
+from kvsketch.ops.common.kernel import INF, NEG_INF
+from kvsketch.ops.common.tensors import KERNEL_DTYPES, dense_last
 from kvsketch.ops.select_clusters.kernel import ordered_bits
 from kvsketch.ops.select_pages import Bounds, Limits, Text
 
 # The scores of one list live in the registers of one program.
 MAX_PAGES = 16384
 MAX_KEY_SIZE = 512
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCORE_PAGES = 16
 ROW_BLOCK = 1024
 WIDEN_ROWS = 32
-NEG_INF = tl.constexpr(float("-inf"))
-POS_INF = tl.constexpr(float("inf"))
 # Counts of three trials travel in one number; each has room for all pages.
 COUNT_BITS = tl.constexpr(20)
 COUNT_MASK = tl.constexpr((1 << 20) - 1)
@@ -32,7 +30,7 @@ def supported(bounds: Bounds) -> bool:
     """True when the kernels serve so many pages of keys of this size."""
     pages, size = bounds.low.shape[2:]
     dense = all(bound.stride(3) == 1 for bound in bounds) and bounds.low.stride() == bounds.high.stride()
-    return dense and bounds.low.dtype in DTYPES and 0 < pages <= MAX_PAGES and 0 < size <= MAX_KEY_SIZE
+    return dense and bounds.low.dtype in KERNEL_DTYPES and 0 < pages <= MAX_PAGES and 0 < size <= MAX_KEY_SIZE
 
 
 def select_pages(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> Tensor:
@@ -43,9 +41,9 @@ def select_pages(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> Tenso
 def page_scores(q: Tensor, bounds: Bounds, text: Text) -> Tensor:
     """See reference.page_scores; scores of pages not begun are left unwritten."""
     batch, heads, pages, size = bounds.low.shape
-    q = q if q.stride(3) == 1 else q.contiguous()
+    q = dense_last(q)
     scores = torch.empty((batch, q.shape[1], pages), dtype=torch.float32, device=q.device)
-    with _on(q.device):
+    with on(q.device):
         score_kernel[(triton.cdiv(pages, SCORE_PAGES), batch * heads)](
             q, *bounds, scores, text.seen, text.padding, heads, pages, *q.stride()[:2], *bounds.low.stride()[:3],
             GROUP=q.shape[1] // heads, PAGE=text.page, D=size, BLOCK_D=triton.next_power_of_2(size),
@@ -62,7 +60,7 @@ def choose_pages(scores: Tensor, text: Text, limits: Limits) -> Tensor:
     chosen = torch.empty((batch, lists, limits.most), **options)
     block = max(128, triton.next_power_of_2(pages))
     overlap = device_traits(scores.device).overlap
-    with _on(scores.device):
+    with on(scores.device):
         choose_kernel[(batch * lists,)](
             scores, rows, chosen, text.seen, text.padding, limits.budgets, lists, pages, limits.most, limits.least,
             limits.budget or 0, PAGE=text.page, PAGES=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(rows.shape[2])),
@@ -74,19 +72,15 @@ def choose_pages(scores: Tensor, text: Text, limits: Limits) -> Tensor:
 def widen_pages(bounds: Bounds, keys: Tensor, text: Text, next_slot: Tensor | None) -> None:
     """See `kvsketch.ops.widen_pages`."""
     batch, heads, _, size = bounds.low.shape
-    keys = keys if keys.stride(3) == 1 else keys.contiguous()
+    keys = dense_last(keys)
     new = keys.shape[2] if next_slot is None else 1
     touched = triton.cdiv(new - 1, text.page) + 1  # pages that so many tokens may lie in
     rows = min(WIDEN_ROWS, triton.next_power_of_2(text.page))
-    with _on(keys.device):
+    with on(keys.device):
         widen_kernel[(touched, batch * heads)](
             *bounds, keys, text.seen, text.padding, next_slot, heads, new, *bounds.low.stride()[:3], *keys.stride()[:3],
             PAGE=text.page, D=size, BLOCK_D=triton.next_power_of_2(size), ROWS=rows, num_warps=4,
         )  # fmt: skip
-
-
-def _on(device: torch.device) -> Any:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @triton.jit
@@ -215,7 +209,7 @@ def widen_kernel(
             fresh = ((place < PAGE) & (position >= oldest) & (position < real))[:, None] & (d < D)[None, :]
             token = (position - oldest).to(tl.int64)
             key = tl.load(keys + token[:, None] * k_n + d[None, :], mask=fresh, other=0.0).to(tl.float32)
-            low = tl.minimum(low, tl.min(tl.where(fresh, key, POS_INF), 0))
+            low = tl.minimum(low, tl.min(tl.where(fresh, key, INF), 0))
             high = tl.maximum(high, tl.max(tl.where(fresh, key, NEG_INF), 0))
         tl.store(low_ptr + at, low.to(low_ptr.dtype.element_ty), mask=d < D)
         tl.store(high_ptr + at, high.to(high_ptr.dtype.element_ty), mask=d < D)

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.kernel import wait
+from kvsketch.ops.slot_update import Ranking, Slots, Token
 
 ROWS_OF_ONE_PROGRAM = 16
+
+
+def supported() -> bool:
+    """The kernels serve every call."""
+    return True
 
 
 @triton.jit
@@ -49,36 +55,25 @@ def _write_token(
         tl.store(clock, now + 1)
 
 
-def write_token(
-    keys: Tensor,
-    values: Tensor,
-    index: Tensor,
-    log_den: Tensor,
-    log_num: Tensor | None,
-    slot: Tensor,
-    clock: Tensor,
-    new_key: Tensor,
-    new_value: Tensor,
-    score: Tensor | None = None,
-) -> None:
-    """See reference.write_token; all but keys and values are contiguous, their last dimension too."""
-    batch, heads, slots = index.shape
+def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score: Tensor | None) -> None:
+    """See `kvsketch.ops.write_token`."""
+    index, log_den, log_num = slots
+    batch, heads, count = index.shape
     size, value_size = keys.shape[3], values.shape[3]
     rows = batch * heads
     # One program can count the token as well; of several, one would count while others still read the clock.
     alone = rows <= ROWS_OF_ONE_PROGRAM
     _write_token[(1 if alone else rows,)](
         keys, values, index, log_den, log_den if log_num is None else log_num, log_den if score is None else score,
-        slot, clock, new_key, new_value,
+        token.slot, token.clock, token.key, token.value,
         rows, heads, size, value_size,
-        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
-        new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1), slots,
+        *keys.stride()[:3], *values.stride()[:3], *token.key.stride()[:2], *token.value.stride()[:2], count,
         HAS_NUM=log_num is not None, HAS_SCORE=score is not None,
         ROWS=triton.next_power_of_2(rows) if alone else 1, BLOCK=triton.next_power_of_2(size),
         VALUE_BLOCK=triton.next_power_of_2(value_size), COUNT=alone, num_warps=1, **early_start.launch(keys.device),
     )  # fmt: skip
     if not alone:
-        clock += 1
+        token.clock.add_(1)
 
 
 @triton.jit
@@ -130,24 +125,16 @@ def _free_lowest(
         tl.store(log_num + row * slots + victim, float("-inf"))
 
 
-def free_lowest(
-    scores: Tensor | None,
-    index: Tensor,
-    log_den: Tensor,
-    log_num: Tensor | None,
-    next_slot: Tensor,
-    padding: Tensor | None,
-    seen: Tensor,
-    sinks: int,
-    recent: int,
-) -> None:
-    """See reference.free_lowest; every tensor is contiguous."""
-    batch, heads, slots = index.shape
-    block = min(2048, triton.next_power_of_2(slots))
+def free_lowest(slots: Slots, ranking: Ranking, next_slot: Tensor) -> None:
+    """See `kvsketch.ops.free_lowest`."""
+    index, log_den, log_num = slots
+    scores, padding, seen, sinks, recent = ranking
+    batch, heads, count = index.shape
+    block = min(2048, triton.next_power_of_2(count))
     _free_lowest[(batch * heads,)](
         index if scores is None else scores.contiguous(),
         index, log_den, log_den if log_num is None else log_num, next_slot,
-        seen if padding is None else padding, seen, heads, slots, sinks, recent,
+        seen if padding is None else padding, seen, heads, count, sinks, recent,
         HAS_SCORES=scores is not None, HAS_NUM=log_num is not None, HAS_PADDING=padding is not None, BLOCK=block,
         num_warps=max(1, min(8, block // 128)), **early_start.launch(index.device),
     )  # fmt: skip

@@ -5,36 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.ops.slot_update import CLOSED
+from kvsketch.ops.slot_update import CLOSED, Ranking, Slots, Token
 
 NEG_INF = float("-inf")
 LAST = torch.iinfo(torch.int64).max
 
 
-def write_token(
-    keys: Tensor,  # [B, H, S, D]
-    values: Tensor,  # [B, H, Sv, Dv]
-    index: Tensor,  # [B, H, S] int32
-    log_den: Tensor,  # [B, H, S]
-    log_num: Tensor | None,  # [B, H, S]
-    slot: Tensor,  # [B, H, 1] int64
-    clock: Tensor,  # [1] int64
-    new_key: Tensor,  # [B, H, 1, D]
-    new_value: Tensor,  # [B, H, 1, Dv]
-    score: Tensor | None = None,  # [B, H, S] fp32
-) -> None:
-    """Writes one token into `slot` of each row and head, with index `clock`, weight 1 in both sums and score 0, and
-    counts it on the clock.
-    """
-    keys.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, new_key.shape[-1]), new_key)
-    values.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, new_value.shape[-1]), new_value)
-    index.scatter_(2, slot, clock.to(index.dtype).expand(slot.shape))
-    log_den.scatter_(2, slot, 0.0)
-    if log_num is not None:
-        log_num.scatter_(2, slot, 0.0)
-    if score is not None:
-        score.scatter_(2, slot, 0.0)
-    clock += 1
+def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score: Tensor | None) -> None:
+    """See `kvsketch.ops.write_token`."""
+    slot = token.slot
+    for stored, new in ((keys, token.key), (values, token.value)):
+        stored.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, new.shape[-1]), new)
+    slots.tokens.scatter_(2, slot, token.clock.to(slots.tokens.dtype).expand(slot.shape))
+    for numbers in (slots.log_den, slots.log_num, score):
+        if numbers is not None:
+            numbers.scatter_(2, slot, 0.0)
+    token.clock.add_(1)
+
+
+def free_lowest(slots: Slots, ranking: Ranking, next_slot: Tensor) -> None:
+    """See `kvsketch.ops.free_lowest`."""
+    index = slots.tokens
+    keys = sort_keys(rank(ranking.scores, index, *ranking[1:]), index)
+    victim = torch.where(index == CLOSED, LAST, keys).argmin(-1, keepdim=True)
+    next_slot.copy_(victim)
+    index.scatter_(2, victim, -1)
+    for weights in (slots.log_den, slots.log_num):
+        if weights is not None:
+            weights.scatter_(2, victim, NEG_INF)
 
 
 def rank(
@@ -68,26 +66,3 @@ def sort_keys(ranked: Tensor, index: Tensor) -> Tensor:  # [B, H, S] int64
     bits = (ranked + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.long() << 32) + torch.where(ranked > NEG_INF, index.long(), 0)
-
-
-def free_lowest(
-    scores: Tensor | None,
-    index: Tensor,
-    log_den: Tensor,
-    log_num: Tensor | None,
-    next_slot: Tensor,
-    padding: Tensor | None,
-    seen: Tensor,
-    sinks: int,
-    recent: int,
-) -> None:
-    """Frees the lowest-ranked slot of each row and head (an empty one if there is one, of equal ranks the oldest) and
-    names it as the next to be written.
-    """
-    keys = sort_keys(rank(scores, index, padding, seen, sinks, recent), index)
-    victim = torch.where(index == CLOSED, LAST, keys).argmin(-1, keepdim=True)
-    next_slot.copy_(victim)
-    index.scatter_(2, victim, -1)
-    log_den.scatter_(2, victim, NEG_INF)
-    if log_num is not None:
-        log_num.scatter_(2, victim, NEG_INF)
