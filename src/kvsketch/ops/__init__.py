@@ -31,9 +31,9 @@ parts of a model's decode step, called by their kernels (`kernel_for`)
     thin_linear          products of a few rows with large weights
 
 An operation is read in three files of its package: `__init__.py` (signature, meaning, checks), `reference.py` in torch,
-the truth, and `kernel.py` in Triton. A CUDA tensor goes to the kernel when the kernel supports the call, everything
-else to the reference (`common/dispatch.py`; `common/` also holds what kernels share). `KVSKETCH_KERNELS=reference`
-turns the kernels off, for a second opinion on a result.
+the truth, and `kernel.py` in Triton (launch sizes, launches, programs). A CUDA tensor goes to the kernel when the kernel
+supports the call, everything else to the reference (`common/dispatch.py`; `common/` also holds what kernels share).
+`KVSKETCH_KERNELS=reference` turns the kernels off, for a second opinion on a result.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.balance_walk import TIE, Arguments, Walked
+from kvsketch.ops.common.tensors import wide
 from kvsketch.ops.random import hash_combine, to_uniform
 
 # Gram entries held at once; blocks are taken in groups so that a long prompt fits in memory.
@@ -100,10 +101,9 @@ def _gather(
     k: Tensor, v: Tensor | None, weights: Tensor | None, rows: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Keys and weighted values of the blocks, [M, b, D] and [M, b, Dv], in float32 (float64 for float64)."""
-    dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
     at = (rows[:, None], places.clamp_min(0))
-    keys = k.flatten(0, 1)[at].to(dtype)
+    keys = wide(k.flatten(0, 1)[at])
     if v is None:
         return keys, None
-    values = v.flatten(0, 1)[at].to(dtype)
-    return keys, values if weights is None else values * weights.flatten(0, 1)[at][..., None].to(dtype)
+    values = v.flatten(0, 1)[at].to(keys.dtype)
+    return keys, values if weights is None else values * weights.flatten(0, 1)[at][..., None].to(keys.dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.cluster_index import ClusterIndex
+from kvsketch.ops.common.tensors import wide
 
 
 def cluster_index(labels: Tensor, clusters: int) -> ClusterIndex:
@@ -29,7 +30,7 @@ def cluster_means(rows: Tensor, index: ClusterIndex) -> Tensor:
     place = torch.arange(rows.shape[2], dtype=torch.int32, device=rows.device).expand_as(index.order)
     sorted_labels = torch.searchsorted(index.offsets + index.sizes, place.contiguous(), right=True)
     labels = torch.empty_like(sorted_labels).scatter_(2, index.order.long(), sorted_labels)
-    sums = cluster_sums(rows.to(torch.promote_types(rows.dtype, torch.float32)), labels, clusters)
+    sums = cluster_sums(wide(rows), labels, clusters)
     return sums / index.sizes.clamp_min(1)[..., None]
 
 

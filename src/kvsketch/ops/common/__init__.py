@@ -3,7 +3,7 @@
 dispatch      which implementation runs a call: the Triton kernel or the torch reference
 device        what launch sizes depend on
 early_start   launches that overlap the kernel before them
-tensors       dtypes, strides and alignment that kernels take
-kernel        Triton functions: products, tiles, the start of a program
+tensors       dtypes, strides and alignment that operations take
+kernel        Triton functions: products, tiles, order of floats, the start of a program
 sums          Triton functions: sums of exponentials, and the program that combines those of several splits
 """

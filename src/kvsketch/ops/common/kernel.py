@@ -1,4 +1,4 @@
-"""Triton functions that kernels share: products, tiles, and what a program does first."""
+"""Triton functions that kernels share: products, tiles, order of floats, and what a program does first."""
 
 from __future__ import annotations
 
@@ -46,6 +46,13 @@ def dot(a, b, acc=None, PRECISION: tl.constexpr = "ieee"):
 def tanh_ratio(s, softcap):
     """tanh(s / softcap), as 1 - 2 / (e^2x + 1), which saturates at both ends without overflow."""
     return 1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / softcap)) + 1.0)
+
+
+@triton.jit
+def ordered_bits(score):
+    """A uint32 that orders like the float32; both zeros are one number."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit

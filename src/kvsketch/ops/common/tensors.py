@@ -1,4 +1,4 @@
-"""Tensors as kernels take them: dtypes, strides and alignment."""
+"""Tensors as operations take them: dtypes, strides and alignment."""
 
 from __future__ import annotations
 
@@ -8,6 +8,25 @@ from torch import Tensor
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (*KERNEL_DTYPES, torch.float64)  # float64 runs in the reference
 MAX_HEAD_SIZE = 256  # the largest that a tile of an attention kernel has room for
+
+
+def check_keys(keys: Tensor) -> None:
+    """Raise ValueError unless these are keys [B, H, n, D] of a dtype that operations take."""
+    if keys.dim() != 4:
+        raise ValueError(f"keys must have 4 dimensions [batch, heads, keys, size], got {list(keys.shape)}.")
+    if keys.dtype not in DTYPES:
+        raise ValueError(f"keys must be float32, bfloat16, float16 or float64, got {keys.dtype}. Cast them first.")
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32, or in float64 if it is: what references compute in."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def readable(store: Tensor, device: torch.device) -> bool:
+    """True when programs on the device can read the rows of a store: they lie there, or in pinned host memory."""
+    near = store.device == device or (store.device.type == "cpu" and store.is_pinned())
+    return near and store.stride(-1) == 1
 
 
 def dense_last(tensor: Tensor) -> Tensor:

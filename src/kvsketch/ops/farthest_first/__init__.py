@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.common.dispatch import implementation, reference_of
-from kvsketch.ops.common.tensors import DTYPES
+from kvsketch.ops.common.tensors import check_keys
 
 FORMS = ("exact", "coarse")
 # More candidates let the exact form advance farther in a round; the coarse one does not profit.
@@ -77,10 +77,7 @@ def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
 
 def _check(keys: Tensor, count: int, valid: Tensor | None, given: int, form: str) -> None:
     """Raise ValueError when a shape, a dtype or a choice does not fit the others."""
-    if keys.dim() != 4:
-        raise ValueError(f"keys must have 4 dimensions [batch, heads, keys, size], got {list(keys.shape)}.")
-    if keys.dtype not in DTYPES:
-        raise ValueError(f"keys must be float32, bfloat16, float16 or float64, got {keys.dtype}. Cast them first.")
+    check_keys(keys)
     if valid is not None and (valid.dtype != torch.bool or valid.shape != keys.shape[:3]):
         raise ValueError(f"valid must be bool {list(keys.shape[:3])}, got {valid.dtype} {list(valid.shape)}.")
     if count < 0 or given < 1:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.tensors import wide
 from kvsketch.ops.farthest_first import MAX_TILES, PER_TILE, ROUNDING, SLACK, Centers, Tiles
 
 # Distances held at once by `nearest_center`.
@@ -25,7 +26,7 @@ class Points(NamedTuple):
 
     @classmethod
     def of(cls, keys: Tensor) -> Points:
-        keys = keys.to(torch.float64 if keys.dtype == torch.float64 else torch.float32)
+        keys = wide(keys)
         return cls(keys, keys.square().sum(-1))
 
     def at(self, index: Tensor) -> Points:

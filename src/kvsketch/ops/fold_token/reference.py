@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.tensors import wide
 from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR, Layout, State
 from kvsketch.ops.reservoir.reference import draws, thresholds
 
@@ -130,8 +131,7 @@ def _fold_denominator(
     state: State, layout: Layout, key: Tensor, index: Tensor, position: Tensor, folds: Tensor
 ) -> None:
     """The token opens a cluster or joins the nearest, whose slots it takes with probability 1 / n each."""
-    wide = torch.promote_types(key.dtype, torch.float32)
-    distance = (state.representatives.to(wide) - key.to(wide)).square().sum(-1)  # [B, H, m]
+    distance = (wide(state.representatives) - wide(key)).square().sum(-1)  # [B, H, m]
     alive = (state.counts > 0).sum(-1, keepdim=True)
     number = torch.arange(layout.clusters, device=key.device)
     nearest, label = torch.where(number < alive, distance, float("inf")).min(-1, keepdim=True)

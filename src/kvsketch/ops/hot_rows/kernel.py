@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common.device import on
+from kvsketch.ops.common.tensors import readable
 from kvsketch.ops.hot_rows import OLDEST, Buffer, HotPlaces, Store
 
 BLOCK = 4096
@@ -18,9 +19,7 @@ AGE_BITS = tl.constexpr(OLDEST.bit_length())
 
 def supported(store: Store, buffer: Buffer) -> bool:
     """True when programs on the buffer's device can read the store."""
-    tensors = (store.keys, store.values)
-    near = all(t.device == buffer.keys.device or (t.device.type == "cpu" and t.is_pinned()) for t in tensors)
-    return near and all(t.stride(3) == 1 for t in (*tensors, buffer.keys, buffer.values))
+    return all(readable(rows, buffer.keys.device) for rows in (store.keys, store.values, buffer.keys, buffer.values))
 
 
 def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> Tensor:

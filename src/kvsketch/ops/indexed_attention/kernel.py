@@ -20,7 +20,7 @@ from torch import Tensor
 from kvsketch.ops.common.device import Device, device_traits, on
 from kvsketch.ops.common.kernel import LOG2E, NEG_INF, dot, tanh_ratio
 from kvsketch.ops.common.sums import add_terms, combine
-from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size, contiguous, dense_last
+from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size, contiguous, dense_last, readable
 from kvsketch.ops.indexed_attention import Arguments
 from kvsketch.ops.weighted_attention import Attended
 
@@ -59,7 +59,7 @@ def supported(call: Arguments) -> bool:
         and max(call.q.shape[3], call.v.shape[3]) <= MAX_HEAD_SIZE
         and min(shapes) > 0
         and something
-        and all(_readable(store, call.q.device) for store in (call.k, call.v))
+        and all(readable(store, call.q.device) for store in (call.k, call.v))
     )
 
 
@@ -118,12 +118,6 @@ def plan(heads: int, lists: int, rows: int, spans: int, extras: int, slot_bytes:
         share *= 2
     list_splits, span_splits, extra_splits = (triton.cdiv(part, share) for part in parts)
     return Plan(block_n, list_splits, span_splits, extra_splits, warps=2, stages=2, overlap=device.overlap)
-
-
-def _readable(store: Tensor, device: torch.device) -> bool:
-    """True when programs on `device` can read the rows of a store: they lie there, or in pinned host memory."""
-    near = store.device == device or (store.device.type == "cpu" and store.is_pinned())
-    return near and store.stride(3) == 1
 
 
 def _strides(tensor: Tensor | None) -> tuple[int, int, int]:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.common.dispatch import implementation
-from kvsketch.ops.common.tensors import DTYPES
+from kvsketch.ops.common.tensors import check_keys
 
 CENTROIDS = ("mean", "normalized")
 # First centroids whose mean direction is subtracted from all directions.
@@ -86,10 +86,7 @@ def _check(
     keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, centroid: str
 ) -> None:
     """Raise ValueError when an argument does not fit the others."""
-    if keys.dim() != 4:
-        raise ValueError(f"keys must have 4 dimensions [batch, heads, keys, size], got {list(keys.shape)}.")
-    if keys.dtype not in DTYPES:
-        raise ValueError(f"keys must be float32, bfloat16, float16 or float64, got {keys.dtype}. Cast them first.")
+    check_keys(keys)
     if clusters < 1:
         raise ValueError(f"clusters={clusters} must be 1 or more.")
     if rounds < 0:

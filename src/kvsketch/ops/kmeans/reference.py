@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.cluster_index.reference import cluster_sums
+from kvsketch.ops.common.tensors import wide
 from kvsketch.ops.kmeans import SAMPLE, Clusters, Stream, live_clusters
 from kvsketch.ops.random import uniform
 
@@ -35,7 +36,7 @@ def kmeans(
 
 def _cluster_row(keys: Tensor, clusters: int, rounds: int, stream: Stream, centroid: str) -> tuple[Tensor, Tensor]:
     """Centroids [H, C, D] and labels [H, n] of keys [H, n, D], n >= clusters."""
-    points = keys.to(torch.promote_types(keys.dtype, torch.float32))
+    points = wide(keys)
     members = _directions(points) if centroid == "normalized" else points
     chosen = first_keys(keys.shape[0], keys.shape[1], clusters, stream, keys.device)
     means = members.gather(1, chosen[..., None].expand(-1, -1, keys.shape[2]))

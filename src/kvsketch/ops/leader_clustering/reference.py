@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.tensors import wide
 from kvsketch.ops.leader_clustering import Clustering
 
 INF = float("inf")
@@ -19,10 +20,10 @@ def leader_clustering(
 ) -> Clustering:
     """See `kvsketch.ops.leader_clustering`."""
     count, room = keys.shape[2], representatives.shape[2]
-    points = _wide(keys)
+    points = wide(keys)
     representatives, alive = representatives.clone(), alive.clone()
     column = torch.arange(count, device=keys.device)
-    threshold = _wide(delta).square()[..., None]
+    threshold = wide(delta).square()[..., None]
     nearest, labels = _nearest(points, representatives, alive)
     newest = torch.full_like(alive, -1)
     while True:
@@ -35,7 +36,7 @@ def leader_clustering(
         slot = torch.where(opens, alive, 0)
         kept = torch.where(opens[..., None, None], key, _at(representatives, slot))
         representatives.scatter_(2, slot[..., None, None].expand_as(kept), kept)
-        distance = (points - _wide(key)).square().sum(-1)
+        distance = (points - wide(key)).square().sum(-1)
         closer = opens[..., None] & (column >= first[..., None]) & (distance < nearest)
         nearest = torch.where(closer, distance, nearest)
         labels = torch.where(closer, alive[..., None], labels)
@@ -49,7 +50,7 @@ def _nearest(points: Tensor, representatives: Tensor, alive: Tensor) -> tuple[Te
     nearest = points.new_full(points.shape[:3], INF)
     labels = torch.zeros_like(nearest, dtype=torch.int64)
     for slot in range(int(alive.max()) if alive.numel() else 0):
-        distance = (points - _wide(representatives[:, :, slot : slot + 1])).square().sum(-1)
+        distance = (points - wide(representatives[:, :, slot : slot + 1])).square().sum(-1)
         closer = (slot < alive[..., None]) & (distance < nearest)
         nearest = torch.where(closer, distance, nearest)
         labels = torch.where(closer, slot, labels)
@@ -58,7 +59,3 @@ def _nearest(points: Tensor, representatives: Tensor, alive: Tensor) -> tuple[Te
 
 def _at(tensor: Tensor, slot: Tensor) -> Tensor:  # [B, H, 1, D]
     return tensor.gather(2, slot[..., None, None].expand(-1, -1, 1, tensor.shape[3]))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsketch.ops.cluster_index import ClusterIndex
 from kvsketch.ops.common.device import on
-from kvsketch.ops.common.kernel import NEG_INF
+from kvsketch.ops.common.kernel import NEG_INF, ordered_bits
 from kvsketch.ops.common.tensors import dense_last
 from kvsketch.ops.select_clusters import Selection
 
@@ -80,13 +80,6 @@ def score_kernel(
         q = tl.load(q_ptr + b * q_b + (h * GROUP + g) * q_h + d, mask=d < D, other=0.0).to(tl.float32)
         score = tl.sum(tile * q[None, :], 1)
         tl.store(scores_ptr + (head * GROUP + g) * clusters + cluster, score, mask=cluster < clusters)
-
-
-@triton.jit
-def ordered_bits(score):
-    """A uint32 that orders like the float32; both zeros are one number."""
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["clusters", "slots", "budget", "slot_offset"])

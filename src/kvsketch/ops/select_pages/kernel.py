@@ -10,9 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common.device import device_traits, on
-from kvsketch.ops.common.kernel import INF, NEG_INF
+from kvsketch.ops.common.kernel import INF, NEG_INF, ordered_bits
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, dense_last
-from kvsketch.ops.select_clusters.kernel import ordered_bits
 from kvsketch.ops.select_pages import Bounds, Limits, Text
 
 # The scores of one list live in the registers of one program.

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from kvsketch.ops.common.device import on
 from kvsketch.ops.common.dispatch import implementation
 
 CLOSED = -2  # index of a slot that its row may never use
@@ -64,7 +64,7 @@ def write_token(
     new_value [B, H, 1, Dv]. All but keys and values are contiguous, their last dimension too.
     """
     slots, token = Slots(index, log_den, log_num), Token(new_key, new_value, slot, clock)
-    with torch.cuda.device_of(keys):
+    with on(keys.device):
         implementation("slot_update", keys.device).write_token(keys, values, slots, token, score)
 
 
@@ -86,5 +86,5 @@ def free_lowest(
     them, by position. padding [B]: left-padding tokens; seen [1]: tokens seen. Every tensor is contiguous.
     """
     slots, ranking = Slots(index, log_den, log_num), Ranking(scores, padding, seen, sinks, recent)
-    with torch.cuda.device_of(index):
+    with on(index.device):
         implementation("slot_update", index.device).free_lowest(slots, ranking, next_slot)

@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common import early_start
+from kvsketch.ops.common.device import on
 from kvsketch.ops.common.kernel import wait
+from kvsketch.ops.common.tensors import KERNEL_DTYPES
 
 SLOTS = 16  # of one program
 
@@ -54,7 +56,7 @@ def _turn_keys(
 
 def supported(keys: Tensor) -> bool:
     """Whether the kernel serves these keys."""
-    return keys.dtype in (torch.float32, torch.bfloat16, torch.float16) and keys.stride(3) == 1
+    return keys.dtype in KERNEL_DTYPES and keys.stride(3) == 1
 
 
 def turn_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:
@@ -62,7 +64,7 @@ def turn_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tenso
     batch, heads, slots, size = keys.shape
     half = turns.shape[0]
     out = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
-    with torch.cuda.device_of(keys):
+    with on(keys.device):
         _turn_keys[(batch * heads, triton.cdiv(slots, SLOTS))](
             keys, index.contiguous(), seen, turns, out, heads, slots, size, half, *keys.stride()[:3],
             SLOTS=SLOTS, TILE=min(256, triton.next_power_of_2(slots)), HALF=triton.next_power_of_2(half),
