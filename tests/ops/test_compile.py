@@ -1,0 +1,267 @@
+"""Every Triton kernel is compiled for an H200, without a GPU.
+
+Triton's interpreter, which the other tests use where there is no GPU, accepts programs that the compiler refuses: a
+name that changes its type in a loop, an operation that the device does not have. Here the operations are called in a
+process without the interpreter, under a driver that compiles every launch and runs none. The launches are those of a
+GPU: bfloat16, early starts, and as many optional parts in one call as it can have.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.ops.fold_token import Layout, State
+from kvsketch.ops.hot_rows import Buffer, Store, new_places
+from tests.ops.formula import needs_triton
+
+B, HQ, H, N, S, D = 1, 8, 2, 64, 256, 64  # batch rows, query heads, KV heads, queries, slots, head size
+
+
+def has_nvidia_backend() -> bool:
+    try:
+        return importlib.util.find_spec("triton.backends.nvidia") is not None
+    except ImportError:
+        return False
+
+
+@needs_triton
+@pytest.mark.skipif(not has_nvidia_backend(), reason="Triton has no NVIDIA backend here")
+def test_every_kernel_compiles_for_an_h200() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.ops.test_compile"], env=environment, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    compiled = {line.split()[0] for line in ran.stdout.splitlines()}
+    assert launches_in_the_source() == compiled, "add a call to CALLS"
+
+
+def launches_in_the_source() -> set[str]:
+    """`operation.kernel` for all that is launched as kernel[grid](...) in the package."""
+    found = set()
+    for file in Path(ops.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                found.add(f"{file.parent.name}.{ast.unparse(node.func.value)}")
+    return found
+
+
+class OnGpu(Tensor):
+    """A tensor in host memory that says that it lies on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16().as_subclass(OnGpu)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
+
+
+def ints(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=torch.int32)
+
+
+def longs(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=torch.int64)
+
+
+def weighted_attention() -> None:
+    log_num, log_den = zeros(B, H, S), zeros(B, H, S)
+    ops.weighted_attention(
+        normal(B, HQ, 1, D), normal(B, H, S, D), normal(B, H, S - 9, D), log_num, log_den, 0.1,
+        bias=zeros(B, HQ, 1, S), softcap=9.0, sink_logits=zeros(HQ), lengths=ints(B, H), clip=1.0, return_logits=True,
+    )  # fmt: skip
+
+
+def chunk_attention() -> None:
+    past = ops.Past(normal(B, H, S, D), normal(B, H, S - 70, D), zeros(B, H, S), zeros(B, H, S))
+    ops.chunk_attention(
+        normal(B, HQ, N, D), normal(B, H, S, D), normal(B, H, S, D), 0.1,
+        past=past, hidden=ints(B), softcap=9.0, sink_logits=zeros(HQ), clip=1.0,
+    )  # fmt: skip
+
+
+def indexed_attention() -> None:
+    ops.indexed_attention(
+        normal(B, HQ, 1, D), normal(B, H, S, D), normal(B, H, S, D), ints(B, HQ, N), 0.1,
+        spans=ints(B, 2, 2), max_span=40, softcap=9.0, sink_logits=zeros(HQ),
+        extra_k=zeros(B, H, 30, D), extra_v=zeros(B, H, 30, D), extra_log_weight=zeros(B, HQ, 30),
+        extra_cut=ints(B, HQ, 3),
+    )  # fmt: skip
+
+
+def mass_of_a_prompt() -> None:
+    ops.attention_mass(
+        normal(B, HQ, N, D), normal(B, H, S, D), 0.1,
+        index=ints(B, H, S), seen=S, padding=longs(B), temperature=ops.Temperature(1.0, 2.0, 9), noise=ops.Noise(1, 2),
+    )  # fmt: skip
+
+
+def mass_of_a_token() -> None:
+    options: dict[str, Any] = {"padding": longs(B), "noise": ops.Noise(1, 2)}
+    ops.attention_mass(normal(B, HQ, 1, D), normal(B, H, S, D), 0.1, index=ints(B, H, S), seen=longs(1), **options)
+
+
+def mass_from_logits() -> None:
+    options: dict[str, Any] = {"padding": longs(B), "reduce": "max", "fade": 0.9}
+    ops.mass_from_logits(zeros(B, HQ, S), ints(B, H, S), longs(1), noise=ops.Noise(1, 2), **options)
+
+
+def mass_from_known_sums() -> None:
+    ops.mass_from_logits(zeros(B, HQ, S), ints(B, H, S), longs(1), row_lse=zeros(B, HQ), padding=longs(B))
+
+
+def turn_keys() -> None:
+    ops.turn_keys(normal(B, H, S, D), ints(B, H, S), longs(1), longs(D // 4))
+
+
+def kmeans() -> None:
+    ops.kmeans(normal(B, H, S, D), 20, start=longs(B), rounds=1, centroid="normalized")
+
+
+def select_clusters() -> None:
+    scores = ops.cluster_scores(normal(B, HQ, 1, D), zeros(B, H, 20, D))
+    ops.select_clusters(scores, ints(B, H, 20), ints(B, H, 20), ints(B, H, S), 50, budgets=ints(B))
+
+
+def select_pages() -> None:
+    low, high = normal(B, H, 16, D), normal(B, H, 16, D)
+    ops.select_pages(normal(B, HQ, 1, D), low, high, longs(1), 4, 16, padding=longs(B), budgets=ints(B))
+    ops.widen_pages(low, high, normal(B, H, S, D), longs(1), 16, padding=longs(B), next_slot=longs(B, H, 1))
+
+
+def leader_clustering() -> None:
+    valid = torch.ones(B, H, S, dtype=torch.bool)
+    ops.leader_clustering(normal(B, H, S, D), valid, normal(B, H, 20, D), longs(B, H), zeros(B, H), longs(B, H) + 20)
+
+
+def farthest_first() -> None:
+    ops.farthest_first(normal(B, H, S, D), 20)
+
+
+def coarse_farthest_first() -> None:
+    ops.farthest_first(normal(B, H, S, D), 20, form="coarse")
+
+
+def slot_update() -> None:
+    index, log_den, log_num, slot, clock = ints(B, H, S), zeros(B, H, S), zeros(B, H, S), longs(B, H, 1), longs(1)
+    keys, values, new = normal(B, H, S, D), normal(B, H, S, D), normal(B, H, 1, D)
+    ops.write_token(keys, values, index, log_den, log_num, slot, clock, new, new, zeros(B, H, S))
+    ops.free_lowest(zeros(B, H, S), index, log_den, log_num, slot, longs(B), clock, 2, 5)
+
+
+def reservoir() -> None:
+    ops.reservoir(longs(B, H), longs(B, N), longs(B, H, N), 30, longs(B, H, N), 3)
+
+
+def fold_token() -> None:
+    layout = Layout(4, 9, 0, 40, 10, 3)
+    state = State(
+        normal(B, H, layout.total, D), normal(B, H, layout.valued, D), ints(B, H, layout.total),
+        zeros(B, H, layout.total), zeros(B, H, layout.total), longs(B, H, 1), longs(1), longs(B), longs(B, 6),
+        normal(B, H, 10, D), ints(B, H, 10), zeros(B, H), zeros(B, H, dtype=torch.float64), zeros(B, H, 40),
+        longs(B, H, 3), zeros(B, H, 40), longs(B, H),
+    )  # fmt: skip
+    ops.fold_token(state, layout, True)
+
+
+def balance_walk() -> None:
+    k, v = normal(B, H, S, D), normal(B, H, S, D)
+    ops.balance_walk(k, v, longs(B, H, 2, 100), 0.1, weights=zeros(B, H, S), constant=0.1)
+
+
+def hot_rows() -> None:
+    store = Store(normal(B, H, S, D), normal(B, H, S, D), ints(B))
+    buffer = Buffer(normal(B, H, S, D), normal(B, H, S, D), 0, 100)
+    ops.hot_rows(ints(B, HQ, 20), ints(B), new_places(B, H, S, 100, torch.device("cpu")), store, buffer)
+
+
+def decoder_layer() -> None:
+    from kvsketch.ops.decoder_layer import kernel
+
+    x, q, cos = normal(B, 1, 512), normal(B, HQ, 1, D), normal(B, 1, D)
+    kernel.add_rms_norm(x, x, x[0, 0], 1e-6)
+    kernel.rotate_both(q, normal(B, H, 1, D), cos, cos)
+    kernel.gated_silu(x, x)
+
+
+def thin_linear(rows: int) -> None:
+    from kvsketch.ops.thin_linear import kernel
+
+    x, weight = normal(rows, 512), normal(256, 512)
+    kernel.linears(x, [weight] * 3, [weight[:, 0].contiguous()] * 3)
+    kernel.gated_linear(x, weight, weight)
+
+
+CALLS: tuple[Callable[[], None], ...] = (
+    weighted_attention, chunk_attention, indexed_attention,
+    mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys,
+    kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
+    slot_update, reservoir, fold_token, balance_walk, hot_rows,
+    decoder_layer, lambda: thin_linear(1), lambda: thin_linear(4),
+)  # fmt: skip
+
+
+class LaunchedTwice(Exception):
+    """A call launches a kernel again. Nothing was computed, so that it may never see a reason to stop."""
+
+
+def compile_all(report: Callable[[str, Any], None]) -> None:
+    """Calls every operation; `report` gets the name and the compiled program of each launch."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from kvsketch.ops.common import device, dispatch, early_start
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    launched: set[Any] = set()
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if self in launched:
+            raise LaunchedTwice
+        launched.add(self)
+        program = run(self, *args, grid=grid, warmup=True, **options)
+        report(f"{self.fn.__module__.split('.')[-2]}.{self.fn.__name__}", program)
+
+    h200 = device.Device(multiprocessors=132, shared_bytes=227 * 1024, overlap=True)
+    driver.set_active(Driver())
+    JITFunction.run = compile_only
+    early_start.possible = lambda device: True
+    dispatch.kernel_for = lambda operation, device: dispatch._load_kernel(operation)
+    device.device_traits = lambda device: h200
+    for call in CALLS:
+        launched.clear()
+        with contextlib.suppress(LaunchedTwice):
+            call()
+
+
+if __name__ == "__main__":
+    compile_all(lambda name, program: print(name, len(program.asm["ptx"]), flush=True))
