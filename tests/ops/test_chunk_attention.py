@@ -118,7 +118,7 @@ SHAPES = [  # queries, tokens before them, slots, group, size, dtype
     (100, 63, 0, 7, 64, torch.float32),
     (63, 0, 1, 8, 256, torch.bfloat16),
     (33, 100, 40, 7, 80, torch.float16),
-    (100, 0, 1000, 1, 128, torch.bfloat16),
+    (100, 0, 300, 1, 128, torch.bfloat16),
     (1, 100, 63, 4, 96, torch.bfloat16),
     (257, 0, 0, 1, 16, torch.float32),
 ]

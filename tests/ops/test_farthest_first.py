@@ -85,7 +85,7 @@ SHAPES = [  # keys, size, count, given, dtype
     (40, 64, 40, 3, torch.float32),
     (100, 80, 20, 1, torch.float16),
     (130, 128, 20, 2, torch.bfloat16),
-    (1000, 16, 4, 1, torch.bfloat16),
+    (200, 16, 4, 1, torch.bfloat16),
 ]
 
 

@@ -48,15 +48,17 @@ def filled_table(method: kvsketch.methods.Method, prompt: int, dtype: torch.dtyp
 
 
 @needs_triton
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, torch.float32) for case in CASES), ("small", torch.bfloat16), ("one_sum_mixed", torch.bfloat16)],
+)
 def test_kernel_equals_reference_at_every_step(case: str, dtype: torch.dtype, device: torch.device) -> None:
     from kvsketch.ops.fold_token import kernel
 
     method = kvsketch.parse_method(CASES[case])
     table = filled_table(method, 320, dtype, device)
     layout, changed = layout_of(table), False
-    for step in range(10):
+    for step in range(5):
         keys, values = random_tokens(1, 100 + step, dtype, device)
         table.append(keys, values * (step % 4 > 0))
         other = copy.deepcopy(table)

@@ -52,14 +52,14 @@ def by_hand(keys: Tensor, valid: Tensor, delta: float, limit: int, room: int) ->
         if not valid[i]:
             labels.append(room)
             continue
-        distances = [float((keys[i].float() - keys[x].float()).square().sum()) for x in leaders]
-        if not leaders or min(distances) > delta * delta:
+        distances = (keys[i].float() - keys[leaders].float()).square().sum(-1)
+        if not leaders or float(distances.min()) > delta * delta:
             if len(leaders) < limit:
                 leaders.append(i)
                 labels.append(len(leaders) - 1)
                 continue
             overflow = min(overflow, i)
-        labels.append(distances.index(min(distances)))
+        labels.append(int(distances.argmin()))
     return labels, leaders, overflow
 
 
@@ -67,8 +67,8 @@ SHAPES = [  # keys, size, room, limit, dtype
     (1, 16, 4, 4, torch.float32),
     (63, 24, 8, 5, torch.float32),
     (100, 64, 100, 100, torch.bfloat16),
-    (300, 16, 20, 20, torch.float16),
-    (1000, 8, 70, 66, torch.float32),
+    (150, 16, 20, 20, torch.float16),
+    (200, 24, 70, 66, torch.float32),  # several tiles of representatives; some heads find no room, some do
 ]
 
 
@@ -93,7 +93,7 @@ def test_matches_the_key_by_key_definition(
     assert count < 60 or (found.alive > 3).all(), "a single cluster would test nothing"
 
 
-@pytest.mark.parametrize("cut", [1, 33, 64, 99])
+@pytest.mark.parametrize("cut", [1, 64])
 def test_a_stream_in_two_parts_gives_the_same_clusters(cluster: Cluster, device: torch.device, cut: int) -> None:
     keys = torch.randn(1, 3, 100, 16, generator=torch.Generator().manual_seed(0)).to(device)
     valid = torch.ones(1, 1, 100, dtype=torch.bool, device=device)

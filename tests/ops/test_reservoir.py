@@ -34,7 +34,7 @@ def weights_of(batch: int, heads: int, count: int, device: torch.device) -> Tens
     return weights.to(device)
 
 
-@pytest.mark.parametrize(("count", "slots"), [(1, 1), (63, 5), (100, 70), (1000, 33), (2500, 3)])
+@pytest.mark.parametrize(("count", "slots"), [(1, 1), (63, 5), (100, 70), (2500, 3)])
 @pytest.mark.parametrize("reservoirs", [1, 6])
 def test_a_slot_holds_the_last_token_that_fired(
     reservoir: Callable[..., Tensor], device: torch.device, count: int, slots: int, reservoirs: int

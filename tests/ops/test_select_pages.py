@@ -128,7 +128,7 @@ def test_rows_have_their_own_text_and_budget(implementation: ModuleType, device:
     """Padding, a row of which nothing is there yet, and budgets below, between and above `least` and the count."""
     text = make_text(50, 4, device, [0, 7, 48, 50, 3])
     budgets = torch.tensor([99, 20, 4, 40, 1], dtype=torch.int32, device=device)
-    scores = normal(5, 6, 15).to(device)
+    scores = normal(5, 2, 15).to(device)
     for limits in (
         Limits(6, None, 3), Limits(6, budgets, 3), Limits(2, budgets, 3),
         Limits(12, None, 3, 42), Limits(12, None, 3, 41),
@@ -170,9 +170,7 @@ def test_scores_bound_and_equal_the_formula(
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("seen", "group", "page"), [(1, 1, 1), (16, 2, 16), (63, 4, 5), (100, 7, 3), (100, 1, 1), (1000, 8, 16)]
-)
+@pytest.mark.parametrize(("seen", "group", "page"), [(1, 1, 1), (16, 2, 16), (63, 3, 5), (100, 1, 1), (1000, 1, 16)])
 def test_kernel_equals_reference_to_the_bit(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, seen: int, group: int, page: int
 ) -> None:

@@ -19,7 +19,7 @@ SHAPES = [  # slots, group, size, dtype
     (1, 1, 64, torch.float32),
     (63, 2, 80, torch.float32),
     (100, 4, 64, torch.bfloat16),
-    (1000, 7, 64, torch.float32),
+    (300, 7, 64, torch.float32),
     (63, 8, 256, torch.bfloat16),
     (100, 7, 80, torch.float16),
     (1, 8, 128, torch.bfloat16),
