@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.ops.codec import Codec, CodedSlots, encode
 from kvsketch.ops.fold_token import Layout, State
 from kvsketch.ops.hot_rows import Buffer, Store, new_places
 from tests.ops.formula import needs_triton
@@ -88,6 +89,21 @@ def weighted_attention() -> None:
         normal(B, HQ, 1, D), normal(B, H, S, D), normal(B, H, S - 9, D), log_num, log_den, 0.1,
         bias=zeros(B, HQ, 1, S), softcap=9.0, sink_logits=zeros(HQ), lengths=ints(B, H), clip=1.0, return_logits=True,
     )  # fmt: skip
+
+
+def coded_attention() -> None:
+    parts = []
+    for bits in (4, 3):
+        codec, x, center = Codec(bits, D), normal(B, H, S, D), zeros(B, H, D)
+        coded = encode(x, center, codec)
+        parts.append(CodedSlots(codec, center, zeros(B, H, 4, D), ints(B, H, 4), coded.codes, coded.steps))
+    ops.weighted_attention(normal(B, HQ, 1, D), *parts, zeros(B, H, S), zeros(B, H, S), 0.1, return_logits=True)
+
+
+def replay_scores() -> None:
+    ops.replay_scores(
+        normal(B, HQ, N, D), normal(B, HQ, N, D), normal(B, H, N, D), normal(B, H, 4, D), 0.1, hidden=longs(B)
+    )
 
 
 def chunk_attention() -> None:
@@ -211,7 +227,7 @@ def thin_linear(rows: int) -> None:
 
 
 CALLS: tuple[Callable[[], None], ...] = (
-    weighted_attention, chunk_attention, indexed_attention,
+    weighted_attention, coded_attention, chunk_attention, indexed_attention, replay_scores,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
     slot_update, reservoir, fold_token, balance_walk, hot_rows,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsketch.ops.replay_scores import reference, replay_scores
+from kvsketch.ops import replay_scores
+from kvsketch.ops.replay_scores import reference
 from tests.ops.formula import needs_triton
 
 

@@ -6,6 +6,7 @@ reading keys and values
     indexed_attention    attention of one query to chosen rows of a store, where they lie
     attention_mass       attention that each token received: column sums of the softmax
     mass_from_logits     the same for one query, from the logits that attention has left
+    replay_scores        how much a text would look at its own tokens if it came again
     turn_keys            keys at their places in the cache, for rotary distances that skip dropped tokens
 choosing what a query reads
     cluster_scores       inner products of a query with centroids
@@ -24,6 +25,8 @@ writing slots
     fold_token           one token into SubGen's clusters and samples
     balance_walk         signs that split a block into halves with almost equal attention sums
     hot_rows             rows of a store in host memory, brought to places on the device
+few bits
+    codec                vectors in 8, 4, 3 or 2 bits, which weighted_attention reads as they are
 random numbers
     uniform, gumbel      draws that depend on seed and coordinates alone
 parts of a model's decode step, called by their kernels (`kernel_for`)
@@ -31,7 +34,7 @@ parts of a model's decode step, called by their kernels (`kernel_for`)
     thin_linear          products of a few rows with large weights
 
 An operation is read in three files of its package: `__init__.py` (signature, meaning, checks), `reference.py` in torch,
-the truth, and `kernel.py` in Triton (launch sizes, launches, programs). A CUDA tensor goes to the kernel when the kernel
+the truth, and `kernel.py` in Triton (launch sizes, launches, programs). A CUDA tensor goes to the kernel where that
 supports the call, everything else to the reference (`common/dispatch.py`; `common/` also holds what kernels share).
 `KVSKETCH_KERNELS=reference` turns the kernels off, for a second opinion on a result.
 """
@@ -50,6 +53,7 @@ from kvsketch.ops.indexed_attention import indexed_attention
 from kvsketch.ops.kmeans import kmeans
 from kvsketch.ops.leader_clustering import leader_clustering
 from kvsketch.ops.random import gumbel, uniform
+from kvsketch.ops.replay_scores import replay_scores
 from kvsketch.ops.reservoir import reservoir
 from kvsketch.ops.select_clusters import cluster_scores, select_clusters
 from kvsketch.ops.select_pages import select_pages, widen_pages
@@ -79,6 +83,7 @@ __all__ = [
     "leader_clustering",
     "mass_from_logits",
     "nearest_center",
+    "replay_scores",
     "reservoir",
     "select_clusters",
     "select_pages",
