@@ -191,7 +191,7 @@ def test_negligible_buckets_go_and_change_nothing_that_matters() -> None:
 
 def test_theory_preset_runs_without_failing() -> None:
     method = BalanceKV(form="stream", budget=150, c="theory", sinks=4, recent=8)
-    assert method.walk_c > 100 and method.on_fail == "raise"
+    assert method.recipe.c > 100 and method.recipe.on_fail == "raise"
     assert stream(method, 600).stored() <= 150
 
 

@@ -100,7 +100,7 @@ def check_all(tokens: int) -> list[str]:
 
 def fresh_table(k: Tensor, v: Tensor) -> SlotTable:
     table = SlotTable(0, LAYERS)
-    table.scale = SCALE
+    table.note_scale(SCALE)
     table.append(k, v)
     return table
 

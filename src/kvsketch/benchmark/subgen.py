@@ -50,8 +50,7 @@ def make_table(kind: str, length: int, seed: int, device: str = "cuda") -> SlotT
 
 def folded(method: SubGen, table: SlotTable) -> SlotTable:
     """The table after the method; the exact one stays as it is."""
-    copied = replace(table)
-    copied.slot_state, copied.row_state = {}, {}
+    copied = replace(table, slot_state={}, row_state={})
     method.compress(copied, table.key_slots()[:, :, -1:])
     return copied
 

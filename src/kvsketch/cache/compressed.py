@@ -76,22 +76,17 @@ class CompressedCache(Cache):
         shared = bool(getattr(text_config, "num_kv_shared_layers", 0))
         if shared:
             require_one_device(model)
-        layers = [
-            SlotLayer(SlotTable(i, len(native), seed), self.method, self.model_name, shared)
-            if type(layer) is DynamicLayer
-            else layer
-            for i, layer in enumerate(native)
-        ]
-        super().__init__(layers=layers)
         choice = None if getattr(self.method, "placeless", "") else getattr(self.method, "positions", None)
-        positions = rotary.positions(config, choice)
+        angles, positions = rotary.frequencies(config), rotary.positions(config, choice)
+        compressed = [i for i, layer in enumerate(native) if type(layer) is DynamicLayer]
+        layers = list(native)
+        for rank, i in enumerate(compressed):
+            table = SlotTable(i, len(native), seed, rank, len(compressed), angles, positions)
+            layers[i] = SlotLayer(table, self.method, self.model_name, shared, chunk if prefill == "stream" else None)
+        super().__init__(layers=layers)
         self._empty = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if not isinstance(layer, SlotLayer)}
         self._last_updated = len(layers)  # the layer that was updated last; not behind it: another forward
         self._broken_off = ""
-        for rank, layer in enumerate(self.slot_layers):
-            layer.table.rank, layer.table.compressed_layers = rank, len(self.slot_layers)
-            layer.chunk = chunk if prefill == "stream" else None
-            layer.table.rotary, layer.table.positions = rotary.frequencies(config), positions
         for before, after in itertools.pairwise(layers):
             # Layers that share keys ask the same table for different queries; there is no one query to learn from.
             if isinstance(before, SlotLayer) and isinstance(after, SlotLayer) and not shared:
@@ -115,7 +110,7 @@ class CompressedCache(Cache):
         if self.check:
             require_finite(key_states, value_states, layer_idx, self.get_seq_length(layer_idx), self.model_name)
         if self.head_share is not None and isinstance(layer, SlotLayer):
-            self.head_share.place(layer.table, key_states)
+            self.head_share.place(layer.table, key_states.shape[1])
         self._last_updated = layer_idx
         if isinstance(layer, SlotLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)

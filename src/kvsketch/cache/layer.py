@@ -20,6 +20,7 @@ from kvsketch import ops
 from kvsketch.cache import families, masks
 from kvsketch.cache.view import TAG, ChunkView, LayerView, Prompt, chunk_spans
 from kvsketch.methods.base import Method
+from kvsketch.slots import padding as left_padding
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
@@ -44,14 +45,21 @@ class SlotLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, table: SlotTable, method: Method, model_name: str, keys_are_shared: bool = False) -> None:
+    def __init__(
+        self,
+        table: SlotTable,
+        method: Method,
+        model_name: str,
+        keys_are_shared: bool = False,
+        chunk: int | None = None,
+    ) -> None:
         self.table = table
         self.method = method
         self.model_name = model_name
         self.keys_are_shared = keys_are_shared
+        self.chunk = chunk  # tokens of a prompt that are read at once; None: all of them
         self.before: SlotLayer | None = None  # the layer right before, where that is compressed too
         self.mask_free = False  # single tokens without a mask: a bounded table holds no padding
-        self.chunk: int | None = None  # tokens of a prompt that are read at once; None: all of them
         self.prompt: Prompt | None = None  # one that comes in several forwards; tells the padding in place of masks
         self.aside: Any = None  # where to compress while the model goes on (decoding.Aside); None: right here
         self.waiting: LayerView | None = None  # handed out, not yet attended
@@ -82,7 +90,7 @@ class SlotLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        return None if self.table.keys is None else self.table.key_slots()
+        return None if self.table.empty else self.table.key_slots()
 
     @keys.setter
     def keys(self, value: Tensor | None) -> None:
@@ -90,7 +98,7 @@ class SlotLayer(CacheLayerMixin):
 
     @property
     def values(self) -> Tensor | None:
-        return None if self.table.values is None else self.table.value_slots()
+        return None if self.table.empty else self.table.value_slots()
 
     @values.setter
     def values(self, value: Tensor | None) -> None:
@@ -109,7 +117,7 @@ class SlotLayer(CacheLayerMixin):
         self.settle()
         self.read_before = self.table.seen - self.seen_before
         self.seen_before, self.prompt_before = self.table.seen, self.table.prompt_tokens
-        self.table.previous = None if self.before is None else self.before.table
+        self.table.note_previous(None if self.before is None else self.before.table)
         with plain():
             view = self._in_chunks(key_states, value_states) or self._at_once(key_states, value_states)
         if key_states.requires_grad and view.exact and self.seen_before == 0:
@@ -148,7 +156,7 @@ class SlotLayer(CacheLayerMixin):
         `row_logits`, what attention left of a single query, serves this forward only: rows may change while we wait.
         """
         self.waiting = None
-        self.table.scale = scale
+        self.table.note_scale(scale)
         self.pending = query.detach()
         if self.recording == OFF or (self.recording == OVER and self.table.appended == 1):
             self.settle(row_logits)
@@ -159,21 +167,20 @@ class SlotLayer(CacheLayerMixin):
         if self.pending is not None:
             queries, self.pending = self.pending, None
             if self.table.new_tokens > 0:
-                self.table.row_logits = row_logits
+                self.table.note_attention(self.table.row_lse, row_logits)
                 aside = contextlib.nullcontext() if self.aside is None else self.aside.after(queries, row_logits)
-                try:
-                    with plain(), self.changing(), aside:
-                        self.compress(queries[:, :, : self.table.new_tokens], self.table.scale)
-                finally:
-                    self.table.row_logits = None
+                with plain(), self.changing(), aside:
+                    self.compress(queries[:, :, : self.table.new_tokens], self.table.scale)
             else:
-                # Nobody has taken the sums of queries that were all rolled back.
-                self.table.row_state.pop("row_lse", None)
+                self.table.note_attention()
 
     def compress(self, queries: Tensor, scale: float) -> None:
         """Lets the method work on what was appended last."""
-        self.table.scale = scale
-        self.method.compress(self.table, queries)
+        self.table.note_scale(scale)
+        try:
+            self.method.compress(self.table, queries)
+        finally:
+            self.table.note_attention()
 
     def note_padding(self, mask: Any) -> None:
         """Learns each row's left padding from what the newest query may see."""
@@ -183,17 +190,9 @@ class SlotLayer(CacheLayerMixin):
         if mask is None or not (first or table.padding is not None):
             return
         visible = masks.last_row_visible(mask, table.seen)  # [B, L]
-        if visible is None:
-            return
-        if first:
-            hidden = (visible.cumsum(-1) == 0).sum(-1)
-            table.padding = hidden if bool(hidden.any()) else None
-        else:
-            # Padding goes on only in rows that had nothing else so far.
-            assert table.padding is not None
+        if visible is not None:
             new = visible[:, -table.new_tokens :]
-            hidden = (new.cumsum(-1) == 0).sum(-1)
-            table.padding += torch.where(table.padding == table.seen - table.new_tokens, hidden, 0)
+            table.note_padding(left_padding.learned(table.padding, new, table.seen - table.new_tokens))
 
     def describe_prompt(self, mask: Any, new: int) -> Prompt:
         """What a mask says of `new` tokens that are not appended yet."""
@@ -201,12 +200,8 @@ class SlotLayer(CacheLayerMixin):
         self.require_visible(mask, end, new)
         padding = table.padding
         visible = None if mask is None else masks.last_row_visible(mask, end)  # [B, L]
-        if visible is not None and table.seen == 0:
-            hidden = (visible.cumsum(-1) == 0).sum(-1)
-            padding = hidden if bool(hidden.any()) else None
-        elif visible is not None and padding is not None:
-            hidden = (visible[:, -new:].cumsum(-1) == 0).sum(-1)
-            padding = padding + torch.where(padding == table.seen, hidden, 0)
+        if visible is not None:
+            padding = left_padding.learned(padding, visible[:, -new:], table.seen)
         return Prompt(end, padding, masks.is_causal(mask, end, new, padding))
 
     def require_visible(self, mask: Any, end: int, new: int) -> None:
@@ -270,7 +265,7 @@ class SlotLayer(CacheLayerMixin):
             self.table, self.pending = self.table.cleared(), None
         elif count > 0 or self.pending is not None:
             with plain(), self.changing():
-                self.table.prompt_tokens = self._prompt_without(count)
+                self.table.set_prompt(self._prompt_without(count))
                 if self._is_draft(count):
                     self.table.drop_newest(count)
                 else:
@@ -302,12 +297,12 @@ class SlotLayer(CacheLayerMixin):
         self._select_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.table.keys is not None:
-            rows = torch.arange(self.table.keys.shape[0], device=self.table.keys.device)
+        if not self.table.empty:
+            rows = torch.arange(self.table.shape[0], device=self.table.device)
             self._select_rows(rows.repeat_interleave(repeats))
 
     def _select_rows(self, rows: Tensor) -> None:
-        if self.table.keys is not None:
+        if not self.table.empty:
             self.settle()
             with plain(), self.changing():
                 self.table.select_rows(rows)

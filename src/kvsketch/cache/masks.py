@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsketch.slots.padding import hides
+
 CAUSAL = "_kvsketch_causal"  # on a mask: whether it is causal
 HIDDEN = "_kvsketch_hidden"  # on a mask: what it hides inside a row
 MASK_BLOCK = 1 << 24  # numbers of a mask looked at at once
@@ -107,10 +109,9 @@ def _hides_nothing_else(mask: Tensor, seen: int, new: int, padding: Tensor | Non
     if mask.shape[-1] < seen:
         return False
     column = torch.arange(seen, device=mask.device)
-    first = torch.zeros(mask.shape[0], 1, 1, dtype=torch.long, device=mask.device)
-    first = first if padding is None else padding.view(-1, 1, 1)
+    padding = torch.zeros(mask.shape[0], dtype=torch.long, device=mask.device) if padding is None else padding
     if mask.dim() == 2:
-        return bool((mask[:, :seen].bool() == (column >= first[:, 0])).all())
+        return bool((mask[:, :seen].bool() != hides(padding, column)).all())
     if mask.shape[2] != new:
         return False
     lowest = torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else None
@@ -120,9 +121,10 @@ def _hides_nothing_else(mask: Tensor, seen: int, new: int, padding: Tensor | Non
         visible = rows.bool() if lowest is None else rows > lowest
         if lowest is not None and bool((visible & (rows != 0)).any()):
             return False
-        query = torch.arange(start, start + rows.shape[1], device=mask.device)[:, None] + seen - new
+        query = torch.arange(start, start + rows.shape[1], device=mask.device) + seen - new
+        expected = (column <= query[:, None]) & ~hides(padding, column)[:, None]
         # What a query that is padding itself sees does not matter.
-        wrong = (visible != ((column <= query) & (column >= first))) & (query >= first)
+        wrong = (visible != expected) & ~hides(padding, query)[:, :, None]
         if bool(wrong.any()):
             return False
     return True

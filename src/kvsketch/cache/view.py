@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from kvsketch import ops
 from kvsketch.cache import masks
 from kvsketch.methods.base import Method
+from kvsketch.slots import padding as left_padding
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
@@ -67,10 +68,7 @@ class LayerView:
     def of(cls, layer: Owner) -> LayerView:
         """The table of a layer as it is."""
         table = layer.table
-        view = cls(layer, table.read_keys(), table.value_slots(), table.exact, table.seen)
-        if not table.exact:
-            view.log_num, view.log_den = table.log_num, table.log_den
-        return view
+        return cls(layer, table.read_keys(), table.value_slots(), table.exact, table.seen, table.log_num, table.log_den)
 
     @property
     def index(self) -> Tensor:  # [B, H, S] int64
@@ -144,7 +142,7 @@ class LayerView:
         self.layer.is_read = True
         if query.shape[2] != 1:
             return None
-        self.layer.table.scale = scale
+        self.layer.table.note_scale(scale)
         with plain():
             return self.layer.method.attend(self.layer.table, query, softcap, sink_logits)
 
@@ -262,9 +260,7 @@ class ChunkView(LayerView):
             hidden = self.prompt.hidden_from(0)
             self.reading = Reading(table.read_keys(), table.value_slots(), None, hidden)
         else:
-            assert table.keys is not None and table.values is not None
-            num = table.log_den if table.log_num is None else table.log_num
-            past = ops.Past(table.read_keys(end - start), table.values, num, table.log_den)
+            past = ops.Past(table.read_keys(end - start), table.value_slots(), *table.log_weights())
             hidden = self.prompt.hidden_from(table.seen)
             self.reading = Reading(self.keys[:, :, start:end], self.values[:, :, start:end], past, hidden)
         return self._read(query[:, :, start:end], scale, mask, bias, start, end, options)
@@ -275,15 +271,16 @@ class ChunkView(LayerView):
         reading, method = self.reading, self.layer.method
         assert reading is not None
         if reading.view is not None:
-            mask = self._padding_mask() if mask is None else masks.rows_of_mask(mask, start, end, reading.view.seen)
-            bias = None if bias is None else masks.rows_of_mask(bias, start, end, reading.view.seen)
+            padding, seen = self.layer.table.padding, reading.view.seen
+            mask = left_padding.mask(padding, seen) if mask is None else masks.rows_of_mask(mask, start, end, seen)
+            bias = None if bias is None else masks.rows_of_mask(bias, start, end, seen)
             return reading.view.attend(query, scale, mask, bias=bias, **options)
         out, (_, row_lse) = ops.chunk_attention(
             query, reading.keys, reading.values, scale,
             past=reading.past, hidden=reading.hidden, clip=method.clip, return_state=True, **options,
         )  # fmt: skip
         if method.wants_row_lse and reading.hidden is None and all(option is None for option in options.values()):
-            self.layer.table.row_state["row_lse"] = row_lse
+            self.layer.table.note_attention(row_lse)
         return out
 
     def _read_again(
@@ -297,10 +294,6 @@ class ChunkView(LayerView):
             )
         return self._read(query, scale, mask, bias, 0, query.shape[2], options)
 
-    def _padding_mask(self) -> Tensor | None:  # [B, seen]
-        padding, seen = self.layer.table.padding, self.layer.table.seen
-        return None if padding is None else torch.arange(seen, device=padding.device) >= padding.view(-1, 1)
-
     def _take(self, start: int, end: int) -> None:
         """The table takes the tokens [start, end), if it has not yet."""
         if self.taken >= end:
@@ -309,7 +302,7 @@ class ChunkView(LayerView):
         table = self.layer.table
         whole = self.prompt.end if self.layer.chunk is not None else None
         table.append(self.keys[:, :, start:end], self.values[:, :, start:end], whole)
-        table.padding = self.prompt.padding_at(table.seen)
+        table.note_padding(self.prompt.padding_at(table.seen))
         self.taken = end
 
 

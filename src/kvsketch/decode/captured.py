@@ -28,6 +28,7 @@ from kvsketch.decode import fused as fusion
 from kvsketch.decode.sampling import Sampler, unsupported
 from kvsketch.decode.streaming import prefill_to_generate
 from kvsketch.ops.common import early_start
+from kvsketch.slots import padding as left_padding
 from kvsketch.slots.heads import spread_over
 from kvsketch.slots.tensors import plain
 
@@ -196,8 +197,7 @@ class Step:
         self.layers = cache.slot_layers
         self.token = token.clone()
         table = self.layers[0].table
-        position = torch.full_like(token, table.seen)
-        self.position = position if table.padding is None else position - table.padding.view(-1, 1)
+        self.position = left_padding.positions(table.padding, torch.full_like(token, table.seen))
         self.graph: Any = None
         self.addresses: list[int] = []
         self.regime: list[object] = []
@@ -249,7 +249,9 @@ class Step:
     def _forward(self, bounded: bool) -> None:
         for layer in self.layers:
             layer.mask_free = True
-        mask = None if bounded else self._padding_mask()
+        table = self.layers[0].table
+        # Tables that are still exact are read under a mask.
+        mask = None if bounded else left_padding.mask(table.padding, table.seen + 1)
         try:
             with fusion.fused(self.model) if self.fused else contextlib.nullcontext():
                 logits = self.model(
@@ -257,20 +259,13 @@ class Step:
                     position_ids=self.position,
                     past_key_values=self.cache,
                     use_cache=True,
-                    attention_mask=mask,
+                    attention_mask=None if mask is None else mask.long(),
                 ).logits
         finally:
             for layer in self.layers:
                 layer.mask_free = False
         self.token.copy_(self.sampler.choose(logits[:, -1]))
         self.position += 1
-
-    def _padding_mask(self) -> Tensor | None:
-        """The mask that tables still exact need, None when no row is padded."""
-        table = self.layers[0].table
-        if table.padding is None:
-            return None
-        return (torch.arange(table.seen + 1, device=self.token.device)[None] >= table.padding[:, None]).long()
 
     def _addresses(self) -> list[int]:
         tables = [layer.table for layer in self.layers]
@@ -292,13 +287,12 @@ class Step:
     def _record(self) -> Any:
         """Captures one step. Capture does not run it, so the host's counters are put back."""
         self.addresses = self._addresses()
-        counters = [(layer.table.seen, layer.table.new_tokens) for layer in self.layers]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         # Threads outside kvsketch may allocate and launch meanwhile.
         stream = _capture_stream(self.token.device)
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), self._aside():
             self._forward(bounded=True)
-        for layer, (seen, new_tokens) in zip(self.layers, counters, strict=True):
-            layer.table.seen, layer.table.new_tokens = seen, new_tokens
+        for layer in self.layers:
+            layer.table.count_recorded()
         return graph

@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.view import Prompt, chunk_spans
+from kvsketch.slots import padding as left_padding
 
 # What generate hands to a text model; anything else is for the model itself to prepare.
 PLAIN_ARGUMENTS = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
@@ -104,15 +105,14 @@ class _Feed:
         options: dict[str, Any] = dict(self.options)
         if self.padding is not None and self.takes_positions:
             at = torch.arange(ids.shape[1], device=ids.device) + self.cache.tokens_seen
-            options["position_ids"] = (at - self.padding.view(-1, 1)).clamp_min(0)
+            options["position_ids"] = left_padding.positions(self.padding, at[None]).clamp_min(0)
         out = self.model(ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, **options)
         return out.logits[:, -1]
 
     def mask(self, seen: int) -> Tensor | None:  # [B, seen]
         """The mask that left padding needs."""
-        if self.padding is None:
-            return None
-        return (torch.arange(seen, device=self.padding.device) >= self.padding.view(-1, 1)).long()
+        mask = left_padding.mask(self.padding, seen)
+        return None if mask is None else mask.long()
 
     def mask_of_native_layers(self, seen: int) -> Tensor | None:
         """A mask only where something reads it: layers that are not compressed, or a model that counts positions."""
@@ -140,14 +140,11 @@ def _left_padding(input_ids: Tensor, cache: CompressedCache, mask: Tensor | None
             f"got {list(mask.shape)}"
         )
     fresh = mask[:, -new:].bool()
-    hidden = (fresh.cumsum(-1) == 0).sum(-1)
-    old = torch.zeros_like(hidden) if before is None else before
-    # A row may go on with padding only if it has seen nothing else.
-    padding = old + torch.where(old == seen, hidden, 0)
-    expected = torch.arange(seen, seen + new, device=mask.device) >= padding.view(-1, 1)
-    if not bool((fresh == expected).all()):
+    padding = left_padding.learned(before, fresh, seen)
+    expected = left_padding.mask(padding, seen + new)
+    if not bool((fresh if expected is None else fresh == expected[:, seen:]).all()):
         raise ValueError(
             "attention_mask hides tokens that are not at the start of their row; a stream takes left padding only: "
             "pad on the left, and a later turn not at all"
         )
-    return padding if bool(padding.any()) else None
+    return padding

@@ -133,7 +133,7 @@ def measure(text: str, rate: int, layer: Captured, queries: int, protocol: Proto
         return Outcome(relative_error(best, exact), total, _bytes([keys, values]))
     method = configured(text, total, context, protocol)
     table = SlotTable(layer.layer, layer.num_layers, seed)
-    table.scale = layer.scale
+    table.note_scale(layer.scale)
     if isinstance(method, RecallingMethod):
         out = _recalled(method, table, layer, queries, protocol)
     else:
@@ -193,11 +193,10 @@ def _recalled(method: RecallingMethod, table: SlotTable, layer: Captured, querie
 
 def _from_slots(method: Method, table: SlotTable, queries: Tensor, seen: int | None) -> Tensor:
     """Attention over all slots; with `seen`, each query sees only the tokens up to its own, the last being the last."""
-    log_num = table.log_den if table.log_num is None else table.log_num
     visible = None if seen is None else _visible(table.index_slots(), seen, queries.shape[2])
     keys, values = table.key_slots(), table.value_slots()
     return ops.weighted_attention(
-        queries, keys, values, log_num, table.log_den, table.scale, bias=visible, clip=method.clip
+        queries, keys, values, *table.log_weights(), table.scale, bias=visible, clip=method.clip
     )
 
 

@@ -176,7 +176,7 @@ def _table_bytes(method: Method, table: SlotTable, prompt: int, shapes: Shapes) 
         return torch.randn(shape, generator=chance, device=shapes.device, dtype=torch.float32).to(shapes.dtype)
 
     keys, values = random(1, shapes.key_size), random(1, shapes.value_size)
-    table.scale = shapes.key_size**-0.5
+    table.note_scale(shapes.key_size**-0.5)
     method.prepare(table, keys, values)
     table.append(keys, values)
     method.compress(table, random(shapes.group, shapes.key_size))

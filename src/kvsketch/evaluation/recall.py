@@ -64,13 +64,11 @@ class LayerOutcome:
                     kind.setdefault(str(steps), []).append(float(share.mean()))
 
     def add_table(self, table: SlotTable, context: int) -> None:
-        assert table.keys is not None and table.values is not None
         count = selections.cluster_count(table)
         self.clusters += [] if count is None else [count]
         self.stored = max(self.stored, table.stored())
         self.bytes += sum(t.numel() * t.element_size() for t in table.tensors())
-        token = sum(t[:, :, 0].numel() * t.element_size() for t in (table.keys, table.values))
-        self.full_bytes += token * context
+        self.full_bytes += table.token_bytes() * context
 
     def add_hot(self, steps: int, counted: tuple[int, int] | None) -> None:
         if counted is not None:

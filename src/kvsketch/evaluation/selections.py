@@ -47,7 +47,7 @@ def readable(method: Method) -> Method:
 def table_of(method: Method, layer: Captured, context: int, seed: int = 0) -> SlotTable:
     """The table of a layer after the method has seen the first `context` tokens at once."""
     table = SlotTable(layer.layer, layer.num_layers, seed)
-    table.scale = layer.scale
+    table.note_scale(layer.scale)
     keys, values = layer.keys[:, :, :context], layer.values[:, :, :context]
     method.prepare(table, keys, values)
     table.append(keys, values)

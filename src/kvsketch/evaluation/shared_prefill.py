@@ -184,9 +184,7 @@ def full_bytes(cache: CompressedCache) -> int:
     total = 0
     for layer in cache.layers:
         if isinstance(layer, SlotLayer):
-            keys, values = layer.table.keys, layer.table.values
-            assert keys is not None and values is not None
-            total += sum(t[:, :, :1].numel() * t.element_size() for t in (keys, values)) * layer.table.seen
+            total += layer.table.token_bytes() * layer.table.seen
         else:
             tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
             total += sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))

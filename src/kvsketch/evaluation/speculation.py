@@ -61,7 +61,7 @@ def recall(
     """Share of its true best tokens that the second of two layers reads in the last `steps` tokens."""
     method = InfiniGen(budget=budget, skip_layers=0, alpha=1e6, ratio=ratio, speculate=query.speculate)
     tables = [SlotTable(number, 2, rotary=angles if query.rotation else ()) for number in range(2)]
-    tables[1].previous = tables[0]
+    tables[1].note_previous(tables[0])
     total = layers[0].queries.shape[2]
     prompt, found = total - steps, []
     for number, (table, layer) in enumerate(zip(tables, layers, strict=True)):

@@ -18,9 +18,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kvsketch import ops
 from kvsketch.methods.budget import Budget, Size, Tokens, row_prompts
-from kvsketch.ops.slot_update import CLOSED
 from kvsketch.ops.slot_update.reference import rank, sort_keys
 from kvsketch.slots.positions import CACHE, POSITIONS, TEXT
 from kvsketch.slots.table import SlotTable
@@ -58,7 +56,7 @@ class Method:
     # Defaults of earlier versions, whose saved files name only what differed from them.
     earlier_defaults: ClassVar[dict[str, str]] = {}
     ignores_hidden_tokens: ClassVar[bool] = False  # whether tokens that a mask hides inside a row leave no trace
-    wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in row_state["row_lse"]
+    wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in table.row_lse
     wants_logits: ClassVar[bool] = False  # whether a decode step should leave its logits in table.row_logits
 
     def __post_init__(self) -> None:
@@ -245,21 +243,9 @@ def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budge
     if isinstance(recent, Tensor):
         scores, recent = _with_recent(table, scores, recent), 0
     if table.in_place:
-        assert table.index is not None and table.clock is not None and table.log_den is not None
-        assert table.next_slot is not None
-        ops.free_lowest(
-            scores,
-            table.index,
-            table.log_den,
-            table.log_num,
-            table.next_slot,
-            table.padding,
-            table.clock,
-            method.sinks,
-            recent,
-        )
+        table.free_lowest(scores, method.sinks, recent)
         return
-    seen = torch.full((1,), table.seen, device=table.key_slots().device)
+    seen = torch.full((1,), table.seen, device=table.device)
     ranked = rank(scores, table.index_slots(), table.padding, seen, method.sinks, recent)
     count = min(budget, ranked.shape[-1])
     chosen = sort_keys(ranked, table.index_slots()).topk(count, dim=-1).indices
@@ -294,7 +280,7 @@ def close_slots(table: SlotTable, rows: Tokens) -> None:
     surplus = table.length - 1 - rows
     order = empty.long().cumsum(-1)
     is_next = torch.zeros_like(empty).scatter_(2, table.next_slot, True)
-    table.index.masked_fill_(empty & (order <= surplus) & ~is_next, CLOSED)
+    table.close(empty & (order <= surplus) & ~is_next)
 
 
 def _text(value: Any) -> str:

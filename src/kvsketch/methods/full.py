@@ -34,13 +34,11 @@ class Full(Method):
         if table.exact:
             return
         if table.in_place and table.seen < table.length:
-            assert table.next_slot is not None
-            table.next_slot += 1
+            table.advance()
         else:
             # Slots are used in order; several new tokens stand at the end, after the unused slots.
             old, new = table.seen - table.new_tokens, table.new_tokens
-            slots = torch.arange(table.length, device=table.key_slots().device)
+            slots = torch.arange(table.length, device=table.device)
             slots = torch.cat([slots[:old], slots[old : old + new] if table.in_place else slots[-new:]])
-            table.rebuild(slots.expand(*table.shape[:2], -1), table.seen + max(64, table.seen // 64))
-            assert table.next_slot is not None
-            table.next_slot.fill_(table.seen)
+            room = table.seen + max(64, table.seen // 64)
+            table.rebuild(slots.expand(*table.shape[:2], -1), room, next_slot=table.seen)

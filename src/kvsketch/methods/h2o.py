@@ -45,7 +45,7 @@ class H2O(EvictingMethod):
     recent: Size | int | str = "50%"
     gqa_reduce: str = option("sum", "how the scores of the query heads of one KV head become one", REDUCTIONS)
 
-    # Attention may leave the logarithms of its row sums, [B, Hq, n], in row_state["row_lse"]: half of the work is done.
+    # Attention may leave the logarithms of its row sums, [B, Hq, n], in table.row_lse: half of the work is done.
     wants_row_lse: ClassVar[bool] = True
     wants_logits: ClassVar[bool] = True
 
@@ -54,7 +54,6 @@ class H2O(EvictingMethod):
         # After a roll back the score is a view of a longer tensor.
         score = torch.zeros(table.shape, device=queries.device) if score is None else score.contiguous()
         table.slot_state["score"] = score
-        row_lse = table.row_state.pop("row_lse", None)
         add_attention(
             table,
             queries,
@@ -62,7 +61,7 @@ class H2O(EvictingMethod):
             reduce=self.gqa_reduce,
             temperature=self.temperature(table),
             noise=self.noise_of(table),
-            row_lse=None if row_lse is None else row_lse[:, :, : queries.shape[2]],
+            row_lse=None if table.row_lse is None else table.row_lse[:, :, : queries.shape[2]],
         )
 
     def scores(self, table: SlotTable, queries: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class KCenter(BudgetedMethod):
             self._choose(table, budget)
             return
         if not self.slide and not table.exact and table.length <= budget:
-            slots = torch.arange(table.length, device=table.key_slots().device).expand(table.shape)
+            slots = torch.arange(table.length, device=table.device).expand(table.shape)
             table.rebuild(slots, table.length - 1 + GROWTH)
         # The youngest token before the window goes first: the one that has just left it.
         evict(table, -table.position_slots().float(), self, budget)

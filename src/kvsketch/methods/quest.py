@@ -89,7 +89,7 @@ class Quest(RecallingMethod):
             table.row_state[PAGE_MIN],
             table.row_state[PAGE_MAX],
             keys,
-            self.seen_on_device(table),
+            table.seen_on_device(),
             self.page,
             padding=table.padding,
             next_slot=next_slot,
@@ -116,9 +116,8 @@ class Quest(RecallingMethod):
         if not self.is_indexed(table):
             return None
         rows = self.slots_of(table, self.choose_rows(table, query))
-        assert table.keys is not None and table.values is not None
         return ops.indexed_attention(
-            query, table.keys, table.values, rows, table.scale, softcap=softcap, sink_logits=sink_logits
+            query, *table.buffers(), rows, table.scale, softcap=softcap, sink_logits=sink_logits
         )
 
     def choose_rows(self, table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq, rows_read] int32
@@ -129,7 +128,7 @@ class Quest(RecallingMethod):
             query,
             table.row_state[PAGE_MIN],
             table.row_state[PAGE_MAX],
-            self.seen_on_device(table),
+            table.seen_on_device(),
             self.rows_read(table) // self.page,
             self.page,
             padding=table.padding,

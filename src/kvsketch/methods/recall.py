@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
-import torch
 from torch import Tensor
 
 from kvsketch.methods.base import Method, option
@@ -113,8 +112,8 @@ class RecallingMethod(Method, ABC):
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         if offloaded.is_offloaded(table):
-            assert table.next_slot is not None and table.host is not None
-            table.next_slot += 1
+            assert table.host is not None
+            table.advance()
             self.index(table)
             if table.seen - table.host.length >= self.tail_tokens:
                 offloaded.store_tail(table)
@@ -156,12 +155,6 @@ class RecallingMethod(Method, ABC):
     def slots_of(self, table: SlotTable, rows: Tensor) -> Tensor:  # [B, L, M] int32
         """Slots of the table's buffers where the tokens `rows` lie."""
         return offloaded.look_up(table, rows) if offloaded.is_offloaded(table) else rows
-
-    def seen_on_device(self, table: SlotTable) -> Tensor:  # [1] int64
-        """Tokens seen, where a captured step can follow it."""
-        if table.clock is not None:
-            return table.clock
-        return torch.full((1,), table.seen, device=table.key_slots().device)
 
     def newest_key(self, table: SlotTable) -> Tensor:  # [B, H, 1, D]
         """The key of the token just appended, where a captured step finds it."""

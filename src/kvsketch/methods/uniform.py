@@ -59,7 +59,7 @@ class Uniform(BudgetedMethod):
             self._reweigh(table, self.row_budget(table).recent)
 
     def _priorities(self, table: SlotTable) -> Tensor:  # [B, H, S]
-        heads = table.first_head + torch.arange(table.shape[1], device=table.key_slots().device).view(1, -1, 1)
+        heads = table.first_head + torch.arange(table.shape[1], device=table.device).view(1, -1, 1)
         return ops.uniform(self.seed + table.seed, table.layer_idx, heads, table.position_slots())
 
     def _note_strata(self, table: SlotTable) -> None:
@@ -82,7 +82,6 @@ class Uniform(BudgetedMethod):
                 table.row_state[STRATA] = torch.cat([table.row_state[STRATA], start], 1).sort(-1).values
 
     def _reweigh(self, table: SlotTable, recent: Tokens) -> None:
-        assert table.log_den is not None
         position = table.position_slots()
         end = table.real_tokens() - recent
         middle = (position >= self.sinks) & (position < end)
@@ -93,7 +92,7 @@ class Uniform(BudgetedMethod):
         else:
             weight = stratified(position, middle, strata, end)
         weight = torch.where(middle, weight, 0.0).masked_fill(position < 0, float("-inf"))
-        table.log_den.copy_(weight)
+        table.weigh(weight)
 
 
 def stratified(position: Tensor, middle: Tensor, strata: Tensor, end: Tensor) -> Tensor:  # [B, H, S]

@@ -31,9 +31,9 @@ class HeadShare:
     parts: int
     group: str
 
-    def place(self, table: SlotTable, keys: Tensor) -> None:
-        """Tells a table which heads of the model its keys [B, H, n, D] belong to."""
-        table.first_head, table.head_group = self.number * keys.shape[1], self.group
+    def place(self, table: SlotTable, heads: int) -> None:
+        """Tells a table which heads of the model its `heads` KV heads are."""
+        table.first_head, table.head_group = self.number * heads, self.group
 
 
 def head_share(model: Any) -> HeadShare | None:

@@ -52,7 +52,7 @@ def offload(table: SlotTable, start: int, sinks: int, tail_tokens: int, hot_plac
     table.length, table.marks[SINKS] = sinks + tail_tokens, sinks
     end = sinks + seen - start
     token = torch.arange(table.length, device=keys.device).expand(batch, -1)
-    own_sinks = token if table.padding is None else token + table.padding.view(-1, 1)
+    own_sinks = token if table.padding is None else token + table.padding[:, None]
     token = torch.where(token < sinks, own_sinks, token - sinks + start)  # [B, slots]
     used = (token < seen) & ((token < start) | (torch.arange(table.length, device=keys.device) >= sinks))
     table.index = torch.where(used, token, -1).int()[:, None].repeat(1, heads, 1)
@@ -153,7 +153,7 @@ def _take_late_sinks(table: SlotTable, start: int) -> None:
     """Rows that had fewer tokens than sinks when they were offloaded find the others in the tail."""
     assert table.index is not None and table.log_den is not None and table.padding is not None
     sinks = table.marks[SINKS]
-    token = torch.arange(sinks, device=table.padding.device) + table.padding.view(-1, 1)  # [B, sinks]
+    token = torch.arange(sinks, device=table.padding.device) + table.padding[:, None]  # [B, sinks]
     late = ((token >= start) & (token < table.seen))[:, None]
     place = (token - start + sinks).clamp(sinks, table.length - 1)[:, None]
     for name in ("keys", "values"):

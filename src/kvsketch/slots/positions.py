@@ -14,15 +14,11 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.turn_keys import whole_turns
-
-if TYPE_CHECKING:
-    from kvsketch.slots.table import SlotTable
 
 TEXT, CACHE = POSITIONS = ("text", "cache")
 
@@ -37,28 +33,26 @@ class Positions:
     advice: str = ""  # what helps when the text grows longer than that
     warned: bool = False
 
-    def keys_of(self, table: SlotTable, coming: int = 0) -> Tensor:  # [B, H, S, D]
-        """The keys of a table as attention reads them, beside `coming` new tokens that are not in it yet."""
-        self.note(table, coming)
-        keys = table.key_slots()
+    def turned(self, keys: Tensor, index: Tensor | None, clock: Tensor | None) -> Tensor:  # [B, H, S, D]
+        """The keys as attention reads them; `index` [B, H, S] and `clock` [1] of a table that is not exact."""
         if not self.turned_by:
             return keys
         # Made while the table is still exact: no step that is recorded may have to wait for the host.
         turns = whole_turns(self.turned_by, keys.device)
-        if table.exact:
+        if index is None or clock is None:
             return keys
-        assert table.index is not None and table.clock is not None
-        return ops.turn_keys(keys, table.index, table.clock, turns)
+        return ops.turn_keys(keys, index, clock, turns)
 
-    def note(self, table: SlotTable, coming: int = 0) -> None:
-        """Warns, once, when a query finds a token farther away than the model was trained on; asks no device."""
+    def note(self, seen: int, held: int, coming: int) -> None:
+        """Warns, once, when a query finds a token farther away than the model was trained on; asks no device.
+
+        `held` slots are read after `seen` tokens, beside `coming` new tokens that are not in the table yet.
+        """
         if self.warned or self.trained is None:
             return
         if not self.turned_by:
-            reach, what = table.seen + coming, f"tokens_seen={table.seen + coming:,} passes"
+            reach, what = seen + coming, f"tokens_seen={seen + coming:,} passes"
         else:
-            # A bounded table keeps one slot free for a single token to come.
-            held = table.length - (coming > 0 and not table.exact)
             reach = held + coming
             what = f"positions=cache reads {held:,} slots and {coming:,} new tokens together, beyond"
         if reach > self.trained:

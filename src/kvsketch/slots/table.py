@@ -14,12 +14,14 @@ Legend: B batch rows, H KV heads, S slots, D head size. This module knows neithe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.ops.slot_update import CLOSED
+from kvsketch.slots import padding as left_padding
 from kvsketch.slots.host import HostStore
 from kvsketch.slots.positions import Positions
 from kvsketch.slots.tensors import filled, gather_slots, grown, inserted, is_score, most_used, owned, removed
@@ -28,13 +30,29 @@ NEG_INF = float("-inf")
 
 
 @dataclass
-class SlotTable:
-    """The slots of one layer, and what a method needs to know to rewrite them."""
+class Place:
+    """Where a table stands in its model: what is known before the first token and stays until the last."""
 
     layer_idx: int
     num_layers: int
     seed: int = 0
+    rank: int = -1  # place of the layer among those the method compresses; -1: its place among all
+    compressed_layers: int = 0  # how many those are; 0: all
+    rotary: tuple[float, ...] = ()  # radians per position of channel pairs (i, i + half); empty: none known
+    positions: Positions = field(default_factory=Positions, repr=False, compare=False)  # shared by a cache's layers
+    first_head: int = 0  # number of the first KV head in the whole model (`heads`)
+    head_group: str = ""  # processes among which the layer's heads are divided; "": this one holds them all
 
+    def __post_init__(self) -> None:
+        self.rank = self.layer_idx if self.rank < 0 else self.rank
+        self.compressed_layers = self.compressed_layers or self.num_layers
+
+
+@dataclass
+class SlotTable(Place):
+    """The slots of one layer, and what a method needs to know to rewrite them. Only this room assigns its fields."""
+
+    # what is stored
     keys: Tensor | None = None  # [B, H, capacity, D]
     values: Tensor | None = None  # [B, H, capacity, Dv]; fewer slots than keys: the last slots carry a key only
     index: Tensor | None = None  # [B, H, capacity] int32, logical index of the token, -1 empty; None while exact
@@ -42,31 +60,24 @@ class SlotTable:
     log_den: Tensor | None = None  # [B, H, capacity] fp32; None: all zero (exact)
     next_slot: Tensor | None = None  # [B, H, 1] int64, where the next single token is written
     clock: Tensor | None = None  # [1] int64, tokens seen, on the device; None while exact
+    padding: Tensor | None = None  # [B] int64, left-padding tokens of each row; None: no row has any
     slot_state: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, H, slots, ...], follows the slots
     row_state: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, ...], follows the batch rows
     marks: dict[str, int] = field(default_factory=dict)  # what a method remembers on the host
-    host: HostStore | None = None  # keys and values in host memory (`storage.offloaded`)
+    host: HostStore | None = None  # keys and values in host memory (`offloaded`)
 
+    # what the host counts
     seen: int = 0
     length: int = 0  # slots in use while exact or open; the capacity when bounded
     appended: int = 0  # tokens that the current forward appended
     new_tokens: int = 0  # those of them that were not rolled back
     prompt_tokens: int = 0  # tokens seen up to the last forward of several tokens: the whole that a share refers to
     scale: float = 1.0
-    extra_keys: int = 0  # keys held outside both sums, such as cluster representatives; they count as stored
-    padding: Tensor | None = None  # [B] int64, left-padding tokens of each row; None: no row has any
-    rank: int = -1  # place of the layer among those the method compresses; -1: its place among all
-    compressed_layers: int = 0  # how many those are; 0: all
-    rotary: tuple[float, ...] = ()  # radians per position of channel pairs (i, i + half); empty: none known
-    positions: Positions = field(default_factory=Positions, repr=False, compare=False)  # shared by a cache's layers
-    previous: SlotTable | None = field(default=None, repr=False, compare=False)  # that of the layer before
-    row_logits: ops.RowLogits | None = field(default=None, repr=False, compare=False)  # during a step's compress only
-    first_head: int = 0  # number of the first KV head in the whole model (`parallel`)
-    head_group: str = ""  # processes among which the layer's heads are divided; "": this one holds them all
 
-    def __post_init__(self) -> None:
-        self.rank = self.layer_idx if self.rank < 0 else self.rank
-        self.compressed_layers = self.compressed_layers or self.num_layers
+    # what one forward knows, for the method that compresses after it
+    previous: SlotTable | None = field(default=None, repr=False, compare=False)  # that of the layer before
+    row_lse: Tensor | None = field(default=None, repr=False, compare=False)  # [B, Hq, n], log-sums of the queries' rows
+    row_logits: ops.RowLogits | None = field(default=None, repr=False, compare=False)  # of a single query
 
     # state
 
@@ -81,6 +92,16 @@ class SlotTable:
         return not self.exact and self.appended == 1
 
     @property
+    def empty(self) -> bool:
+        """True before the first token."""
+        return self.keys is None
+
+    @property
+    def device(self) -> torch.device:
+        assert self.keys is not None
+        return self.keys.device
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """(batch rows, KV heads, slots in use)"""
         assert self.keys is not None
@@ -92,11 +113,25 @@ class SlotTable:
 
     def read_keys(self, coming: int = 0) -> Tensor:  # [B, H, S, D]
         """The keys as attention reads them (`positions`), beside `coming` new tokens that are not appended yet."""
-        return self.positions.keys_of(self, coming)
+        self._note_reach(coming)
+        return self.positions.turned(self.key_slots(), self.index, self.clock)
+
+    def _note_reach(self, coming: int = 0) -> None:
+        # A bounded table keeps one slot free for a single token to come.
+        self.positions.note(self.seen, self.length - (coming > 0 and not self.exact), coming)
 
     def value_slots(self) -> Tensor:  # [B, H, S, Dv]
         assert self.values is not None
         return self.values[:, :, : self.length]
+
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """Keys and values by slot number as kernels read them, rows of the hot set behind the slots included."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def log_weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """The logarithms of the slots' weights in numerator and denominator; None: all zero."""
+        return (self.log_den if self.log_num is None else self.log_num), self.log_den
 
     def index_slots(self) -> Tensor:  # [B, H, S] int64, -1 empty; left padding counts as empty
         assert self.keys is not None
@@ -106,21 +141,23 @@ class SlotTable:
             index = torch.arange(self.length, device=self.keys.device).expand(self.shape)
         if self.padding is None:
             return index
-        return torch.where(index >= self.padding.view(-1, 1, 1), index, index.clamp_max(-1))
+        return torch.where(left_padding.positions(self.padding, index) >= 0, index, index.clamp_max(-1))
 
     def position_slots(self) -> Tensor:  # [B, H, S] int64
         """Position of each slot's token among the real tokens of its row; negative for an empty slot."""
         index = self.index_slots()
         if self.padding is None:
             return index
-        return torch.where(index >= 0, index - self.padding.view(-1, 1, 1), -1)
+        return torch.where(index >= 0, left_padding.positions(self.padding, index), -1)
+
+    def seen_on_device(self) -> Tensor:  # [1] int64
+        """Tokens seen, where a captured step can follow it."""
+        return self.clock if self.clock is not None else torch.full((1,), self.seen, device=self.device)
 
     def real_tokens(self) -> Tensor:  # [B, 1, 1] int64
         """Tokens each row has seen, without its left padding, as a tensor on the device."""
-        assert self.keys is not None
-        seen = self.clock if self.clock is not None else torch.full((1,), self.seen, device=self.keys.device)
-        seen = seen.view(1, 1, 1).expand(self.keys.shape[0], 1, 1)
-        return seen if self.padding is None else seen - self.padding.view(-1, 1, 1)
+        seen = self.seen_on_device().view(1, 1, 1).expand(self.shape[0], 1, 1)
+        return left_padding.positions(self.padding, seen)
 
     def stored(self) -> int:
         """The most slots any row and head really uses (asks the device)."""
@@ -130,12 +167,16 @@ class SlotTable:
             return int(self.real_tokens().max())
         if self.log_den is None:
             return self.length
-        return most_used(self.log_num, self.log_den, self.row_state.get("extra_keys")) + self.extra_keys
+        return most_used(self.log_num, self.log_den, self.row_state.get("extra_keys"))
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held on the device, so that bytes can be measured."""
         own = (self.keys, self.values, self.index, self.log_num, self.log_den, self.next_slot, self.clock, self.padding)
         return [t for t in own if t is not None] + [*self.slot_state.values(), *self.row_state.values()]
+
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all rows and heads."""
+        return sum(t[:, :, :1].numel() * t.element_size() for t in self.buffers())
 
     def host_tensors(self) -> list[Tensor]:
         """Every tensor held in host memory beside the device."""
@@ -204,14 +245,39 @@ class SlotTable:
         self.length += new
         self.clock += new
 
+    # what a forward tells
+
+    def note_scale(self, scale: float) -> None:
+        """What attention multiplies logits with."""
+        self.scale = scale
+
+    def note_padding(self, padding: Tensor | None) -> None:
+        """Left padding of each row, [B] int64."""
+        self.padding = padding
+
+    def note_previous(self, previous: SlotTable | None) -> None:
+        """The table of the layer before, where that is compressed too."""
+        self.previous = previous
+
+    def note_attention(self, row_lse: Tensor | None = None, row_logits: ops.RowLogits | None = None) -> None:
+        """What attention has computed of the new queries and a method may use; `compress` is to forget it."""
+        self.row_lse, self.row_logits = row_lse, row_logits
+
     # compress
 
-    def rebuild(self, chosen: Tensor, room: int, log_den: Tensor | None = None) -> None:
+    def rebuild(
+        self,
+        chosen: Tensor,
+        room: int,
+        log_den: Tensor | None = None,
+        log_num: Tensor | None = None,
+        next_slot: int | None = None,
+    ) -> None:
         """Becomes a bounded table of `room` slots plus one for the next token, filled with the chosen slots.
 
-        `chosen` [B, H, m] holds slot numbers, -1 for none; `log_den` [B, H, m] their weights, else as now.
+        `chosen` [B, H, m] holds slot numbers, -1 for none; `log_den` [B, H, m] their weights, else as now; `log_num`
+        those in the numerator, where they differ. `next_slot`: the slot of the next token, else the last.
         """
-        assert self.keys is not None and self.values is not None
         batch, heads, m = chosen.shape
         taken, source = chosen >= 0, chosen.clamp_min(0)
         if log_den is None:
@@ -221,15 +287,64 @@ class SlotTable:
         index = self.index_slots().gather(2, source)
         taken = taken & (index >= 0)
         fill = room + 1 - m
-        self.keys = filled(gather_slots(self.key_slots(), source), fill)
-        self.values = filled(gather_slots(self.value_slots(), source), fill)
+        self.keys, self.values = (
+            filled(gather_slots(slots, source), fill) for slots in (self.key_slots(), self.value_slots())
+        )
         self.slot_state = {n: filled(gather_slots(s, source), fill) for n, s in self.slot_state.items()}
         self.index = filled(torch.where(taken, index, -1).to(torch.int32), fill, -1)
         self.log_den = filled(torch.where(taken, log_den, NEG_INF), fill, NEG_INF)
+        self.log_num = None if log_num is None else filled(torch.where(taken, log_num, NEG_INF), fill, NEG_INF)
         self.length = room + 1
-        self.next_slot = torch.full((batch, heads, 1), room, device=chosen.device)
+        slot = room if next_slot is None else next_slot
+        self.next_slot = torch.full((batch, heads, 1), slot, device=chosen.device)
         if self.clock is None:
             self.clock = torch.full((1,), self.seen, device=chosen.device)
+
+    def bound(self, capacity: int, two_sums: bool = False) -> None:
+        """Gives an exact table its fixed shape before anything had to go: all its tokens, and room up to `capacity`.
+
+        `two_sums`: numerator and denominator have weights of their own.
+        """
+        slots = torch.arange(self.length, device=self.device).expand(self.shape)
+        weights = torch.zeros(self.shape, device=self.device) if two_sums else None
+        self.rebuild(slots, max(capacity, self.length), log_num=weights, next_slot=self.length)
+
+    def write_layout(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        index: Tensor,
+        log_num: Tensor | None,
+        log_den: Tensor,
+        next_slot: Tensor,
+        chosen: Tensor | None = None,
+    ) -> None:
+        """Becomes a bounded table of these slots; in place if it has their shape already.
+
+        `chosen` [B, H, S]: the slots that state which follows the slots is taken from, -1: none.
+        """
+        new = {
+            "keys": keys, "values": values, "index": index.int(), "log_num": log_num, "log_den": log_den,
+            "next_slot": next_slot,
+        }  # fmt: skip
+        old = {name: getattr(self, name) for name in new}
+        fits = not self.exact and all(_shape(old[name]) == _shape(tensor) for name, tensor in new.items())
+        for name, tensor in new.items():
+            old[name].copy_(tensor) if fits and tensor is not None else setattr(self, name, tensor)
+        for name, state in self.slot_state.items():
+            assert chosen is not None
+            moved = gather_slots(state, chosen.clamp_min(0)).masked_fill(chosen < 0, 0)
+            state.copy_(moved) if fits else self.slot_state.update({name: moved})
+        self.length = index.shape[2]
+        if self.clock is None:
+            self.clock = torch.full((1,), self.seen, device=keys.device)
+
+    # in place, in a bounded table
+
+    def advance(self) -> None:
+        """The next token is written behind the last."""
+        assert self.next_slot is not None
+        self.next_slot += 1
 
     def free(self, victim: Tensor) -> None:
         """Empties the slots `victim` [B, H, 1] in place; the next token is written there."""
@@ -240,18 +355,45 @@ class SlotTable:
         if self.log_num is not None:
             self.log_num.scatter_(2, victim, NEG_INF)
 
-    def bound(self, capacity: int) -> None:
-        """Gives an exact table its fixed shape before anything had to go: all its tokens, and room up to `capacity`."""
-        slots = torch.arange(self.length, device=self.key_slots().device).expand(self.shape)
-        self.rebuild(slots, max(capacity, self.length))
-        assert self.next_slot is not None
-        self.next_slot.fill_(slots.shape[-1])
+    def free_lowest(self, scores: Tensor | None, sinks: int, recent: int) -> None:
+        """Empties the slot of the lowest score [B, H, S], None: the oldest; sinks and recent tokens are worth most."""
+        assert self.index is not None and self.log_den is not None
+        ops.free_lowest(
+            scores, self.index, self.log_den, self.log_num, self.next_slot, self.padding, self.clock, sinks, recent
+        )  # fmt: skip
+
+    def close(self, slots: Tensor) -> None:
+        """Empty slots, where `slots` [B, H, S] is true, that their row may never use."""
+        assert self.index is not None
+        self.index.masked_fill_(slots, CLOSED)
+
+    def weigh(self, log_weights: Tensor) -> None:
+        """Gives every slot a weight, [B, H, S], in both sums."""
+        assert self.log_den is not None and self.log_num is None
+        self.log_den.copy_(log_weights)
+
+    def reweigh(self, slots: Tensor, drop: Tensor, log_num: Tensor, log_den: Tensor) -> None:
+        """Gives the slots `slots` [B, H, m] weights in both sums; those of them to `drop` are emptied.
+
+        With one weight for both sums that is `log_num`.
+        """
+        assert self.index is not None and self.log_den is not None
+        self.index.scatter_(2, slots, self.index.gather(2, slots).masked_fill(drop, -1))
+        both = [(self.log_den, log_num)] if self.log_num is None else [(self.log_num, log_num), (self.log_den, log_den)]
+        for held, weights in both:
+            held.scatter_(2, slots, weights.masked_fill(drop, NEG_INF))
+
+    # what the host counts of captured steps
 
     def count_replayed(self) -> None:
         """The host's part of a decode step that the device replayed from a graph."""
         self.seen += 1
         self.appended = self.new_tokens = 1
-        self.positions.note(self)
+        self._note_reach()
+
+    def count_recorded(self) -> None:
+        """Takes back what the host counted of a decode step that was recorded and did not run."""
+        self.seen -= 1
 
     # rows and roll back
 
@@ -264,6 +406,10 @@ class SlotTable:
         for state in (self.slot_state, self.row_state):
             for key, tensor in state.items():
                 state[key] = tensor.index_select(0, rows.to(tensor.device))
+
+    def set_prompt(self, tokens: int) -> None:
+        """The whole that a share refers to, where a roll back changes it."""
+        self.prompt_tokens = tokens
 
     def drop_newest(self, count: int) -> None:
         """Forgets the last `count` tokens of the current forward, before they were compressed."""
@@ -311,5 +457,8 @@ class SlotTable:
 
     def cleared(self) -> SlotTable:
         """An empty table for the same layer."""
-        place = {name: getattr(self, name) for name in ("rank", "compressed_layers", "rotary", "positions")}
-        return SlotTable(self.layer_idx, self.num_layers, self.seed, **place)
+        return SlotTable(**{f.name: getattr(self, f.name) for f in fields(Place)})
+
+
+def _shape(tensor: Tensor | None) -> torch.Size | None:
+    return None if tensor is None else tensor.shape

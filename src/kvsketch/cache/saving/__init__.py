@@ -112,8 +112,10 @@ def _rebuilt(file: Path, content: Any, model: Any, new_cache: type[CompressedCac
 
         for layer, saved, device in zip(cache.layers, content["layers"], devices, strict=True):
             LayerReader(copied, device).fill(layer, saved)
-    for layer in cache.slot_layers:
-        layer.table.head_group = "" if cache.head_share is None else cache.head_share.group
+    share = cache.head_share
+    for table in (layer.table for layer in cache.slot_layers):
+        if share is not None and not table.empty:
+            share.place(table, table.shape[1])
     require_whole(cache)
     return cache
 

@@ -28,11 +28,9 @@ from kvsketch.slots.table import SlotTable
 ON_HOST = ("row_state.schedule", "row_state.host")
 # What a new layer brings along, and what lives only during a forward.
 NOT_STATE = ("table", "method", "model_name", "keys_are_shared", "before", "waiting", "refused", "is_read", "whole")
-# Where a table belongs, and what it holds during a forward; the process group goes by another name in every run.
-PLACE = (
-    "layer_idx", "num_layers", "rank", "compressed_layers", "head_group", "rotary", "positions", "previous",
-    "row_logits",
-)  # fmt: skip
+# Where a table belongs; the process group goes by another name in every run.
+PLACE = ("layer_idx", "num_layers", "rank", "compressed_layers", "head_group", "rotary", "positions")
+IN_FORWARD = ("previous", "row_lse", "row_logits")
 
 
 def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -41,7 +39,8 @@ def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str,
     found = {"class": type(layer).__name__, "layer": _encode_all(state, name, tensors)}
     if isinstance(layer, SlotLayer):
         table = layer.table
-        fields = {f.name: getattr(table, f.name) for f in dataclasses.fields(table) if f.name not in PLACE}
+        fields = {f.name: getattr(table, f.name) for f in dataclasses.fields(table) if f.name not in PLACE + IN_FORWARD}
+        fields["extra_keys"] = 0
         if table.keys is not None and table.exact:
             # What lies beyond the tokens in use was never written.
             fields["keys"], fields["values"] = table.key_slots(), table.value_slots()
@@ -93,7 +92,8 @@ class LayerReader:
             layer.table = self._table(layer.table, saved["table"])
 
     def _table(self, new: SlotTable, saved: dict[str, Any]) -> SlotTable:
-        fields = {f.name for f in dataclasses.fields(SlotTable)} - set(PLACE)
+        saved.pop("extra_keys", 0)
+        fields = {f.name for f in dataclasses.fields(SlotTable)} - {*PLACE, *IN_FORWARD}
         if saved.keys() != fields:
             raise ValueError(f"a table has other fields here: {', '.join(sorted(saved.keys() ^ fields))}")
         values = {name: self._decode(value) for name, value in saved.items() if name != "host"}
@@ -144,7 +144,7 @@ class LayerReader:
 def require_sound(table: SlotTable) -> None:
     """Raises ValueError unless the parts of a table agree in shape; what they point to is for `ranges`."""
     counts = [table.seed, table.seen, table.length, table.appended, table.new_tokens, table.prompt_tokens]
-    counts += [table.extra_keys, table.first_head, *table.marks.values()]
+    counts += [table.first_head, *table.marks.values()]
     if not all(type(count) is int for count in counts) or min(counts[1:]) < 0:
         raise ValueError("a counter of a table is no whole number of 0 or more")
     if table.keys is None or table.values is None:

@@ -13,7 +13,7 @@ from kvsketch.methods.balancekv import blocks as balance_blocks
 from kvsketch.methods.balancekv import schedule as row_schedule
 from kvsketch.methods.balancekv import stream as balance_stream
 from kvsketch.methods.balancekv.merge_reduce import theory_c
-from kvsketch.methods.balancekv.schedule import Row
+from kvsketch.methods.balancekv.schedule import Recipe, Row
 from kvsketch.methods.base import BudgetedMethod, option
 from kvsketch.methods.budget import Size
 from kvsketch.ops.balance_walk import WALKS
@@ -124,18 +124,19 @@ class BalanceKV(BudgetedMethod):
         return self.form == "block" and (self.select == "strict" or self.den_weight == "same")
 
     @property
-    def walk_name(self) -> str:
+    def recipe(self) -> Recipe:
+        """The parameters as the algorithms take them."""
         automatic = "greedy" if self.form == "block" else "random"
-        return automatic if self.walk == "auto" else self.walk
-
-    @property
-    def walk_c(self) -> float:
         longest = self.block if self.form == "paper" else balance_stream.LARGEST_BATCH
-        return theory_c(longest, self.delta) if self.c == "theory" else float(self.c)
-
-    @property
-    def on_fail(self) -> str:
-        return "raise" if self.c == "theory" else "clip"
+        return Recipe(
+            self.form, self.block, self.rounds,
+            walk=automatic if self.walk == "auto" else self.walk,
+            c=theory_c(longest, self.delta) if self.c == "theory" else float(self.c),
+            temp=self.temp, center=self.center, select=self.select, den_weight=self.den_weight, tied=self.tied,
+            count_term=self.count_term, epsilon=self.epsilon,
+            on_fail="raise" if self.c == "theory" else "clip",
+            seed=self.seed,
+        )  # fmt: skip
 
     def rows(self, table: SlotTable) -> list[Row]:
         """What each row of the table may hold."""
@@ -146,15 +147,18 @@ class BalanceKV(BudgetedMethod):
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         if self.form != "paper":
-            self._algorithm.bound(self, table, self.rows(table))
+            self._algorithm.bound(self.recipe, table, self.rows(table))
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         if row_schedule.in_place(table):
             if row_schedule.due(table):
-                self._algorithm.make_room(self, table, queries)
+                if self.form == "paper":
+                    self._algorithm.compress(self.recipe, table, self.rows(table), queries)
+                else:
+                    self._algorithm.make_room(self.recipe, table, queries)
             row_schedule.find_free_slot(table)
         elif not table.exact or any(self._exceeds(row) for row in self.rows(table)):
-            self._algorithm.compress(self, table, self.rows(table), queries)
+            self._algorithm.compress(self.recipe, table, self.rows(table), queries)
 
     @property
     def _algorithm(self) -> ModuleType:

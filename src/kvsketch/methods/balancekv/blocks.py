@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,24 +18,21 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.balancekv import schedule as row_schedule
 from kvsketch.methods.balancekv.merge_reduce import stream_state
-from kvsketch.methods.balancekv.schedule import Row, compact, running_count, to_device
+from kvsketch.methods.balancekv.schedule import Recipe, Row, compact, running_count, to_device
 from kvsketch.slots.heads import least_over_heads
 from kvsketch.slots.table import NEG_INF, SlotTable
-
-if TYPE_CHECKING:
-    from kvsketch.methods.balancekv import BalanceKV
 
 LN2 = math.log(2.0)
 HEAVIEST = 64  # halvings that any token can have gone through
 
 
-def compress(method: BalanceKV, table: SlotTable, rows: list[Row], queries: Tensor) -> None:
+def compress(recipe: Recipe, table: SlotTable, rows: list[Row], queries: Tensor) -> None:
     """Brings an exact or lengthened table back to the budget of its rows and to its fixed shape; needs no queries."""
     row_schedule.set_schedule(table, rows, [0] * len(rows))
-    rest = Remaining.of(method, table, rows)
+    rest = Remaining.of(recipe, table, rows)
     while rest.halve():
         pass
-    _require_room(method, rows, rest.stored)
+    _require_room(recipe, rows, rest.stored)
     _write(table, rest, max(row.budget for row in rows))
     full_at = [row.seen + row.budget - stored + 1 for row, stored in zip(rows, rest.stored, strict=True)]
     row_schedule.set_schedule(table, rows, full_at)
@@ -46,7 +42,7 @@ def compress(method: BalanceKV, table: SlotTable, rows: list[Row], queries: Tens
 class Remaining:
     """What is left of a table while it is halved: tokens, their weights, and counts of them on the host."""
 
-    method: BalanceKV
+    recipe: Recipe
     table: SlotTable
     rows: list[Row]
     stored: list[int]  # tokens of each row
@@ -58,7 +54,7 @@ class Remaining:
     passes: int = 0
 
     @classmethod
-    def of(cls, method: BalanceKV, table: SlotTable, rows: list[Row]) -> Remaining:
+    def of(cls, recipe: Recipe, table: SlotTable, rows: list[Row]) -> Remaining:
         real = table.index_slots() >= 0
         stored = [row.seen for row in rows] if table.exact else real.sum(-1)[:, 0].tolist()
         # A decoded token makes room for more than itself, so that the next ones need not.
@@ -67,13 +63,13 @@ class Remaining:
         surplus = [o + e if o > 0 else 0 for o, e in zip(over, extra, strict=True)]
         den = torch.zeros(table.shape, device=real.device) if table.log_den is None else table.log_den.clone()
         # A table that has two weights keeps them: it may come from a file saved under den_weight=pow2.
-        num = table.log_num.clone() if table.log_num is not None else den if method.tied else den.clone()
-        return cls(method, table, rows, stored, surplus, row_schedule.middle_slots(table), real, num, den)
+        num = table.log_num.clone() if table.log_num is not None else den if recipe.tied else den.clone()
+        return cls(recipe, table, rows, stored, surplus, row_schedule.middle_slots(table), real, num, den)
 
     @property
     def published(self) -> bool:
         """Whether everything is halved a given number of times, whatever the budget."""
-        return self.table.exact and self.method.rounds is not None
+        return self.table.exact and self.recipe.rounds is not None
 
     def halve(self) -> bool:
         """One halving of each row that needs it; False when none does."""
@@ -84,7 +80,7 @@ class Remaining:
         run = self._run(max(counts), lengths)
         weights = self.num if self.passes or not self.table.exact else None
         floor = (lengths == 1) | self.published
-        keep, double = halve(self.method, self.table, run, lengths, weights, floor, self.passes)
+        keep, double = halve(self.recipe, self.table, run, lengths, weights, floor, self.passes)
         self._apply(run, keep, double)
         gone = [(count + (self.published or count == 1)) // 2 for count in counts]
         self.stored = [s - g for s, g in zip(self.stored, gone, strict=True)]
@@ -94,7 +90,7 @@ class Remaining:
 
     def _counts(self) -> list[int]:
         """How many tokens of each row the next halving takes: twice the surplus, as far as tokens of one weight go."""
-        if self.published and self.passes == self.method.rounds:
+        if self.published and self.passes == self.recipe.rounds:
             return [0] * len(self.rows)
         if self.table.exact:
             middle = [max(0, s - r.sinks - r.recent) for s, r in zip(self.stored, self.rows, strict=True)]
@@ -102,7 +98,7 @@ class Remaining:
         if not any(self.surplus):
             return [0] * len(self.rows)
         counts = _level_counts(_level(self.den), self.middle & self.alive)
-        wanted = to_device([min(2 * s, self.method.block) for s in self.surplus], self.den.device).view(-1, 1, 1)
+        wanted = to_device([min(2 * s, self.recipe.block) for s in self.surplus], self.den.device).view(-1, 1, 1)
         at_level = counts.gather(2, _first_level(counts, wanted))
         available = torch.where(at_level >= wanted, at_level, counts.sum(-1, keepdim=True))[..., 0]
         most = least_over_heads(available, self.table).tolist()
@@ -111,10 +107,10 @@ class Remaining:
     def _run(self, width: int, lengths: Tensor) -> Tensor:
         """The slots to halve, [B, H, width]; -1 beyond the `lengths` [B, 1, 1] of the rows."""
         candidates = self.middle & self.alive
-        if self.table.exact and (self.passes == 0 or self.method.den_weight == "pow2"):
+        if self.table.exact and (self.passes == 0 or self.recipe.den_weight == "pow2"):
             run = compact(candidates, width)
         else:
-            wanted = lengths.clamp_max(0 if self.table.exact else self.method.block)
+            wanted = lengths.clamp_max(0 if self.table.exact else self.recipe.block)
             run, there = _lightest(candidates, self.den, self.table.position_slots(), width, wanted)
             run = torch.where(there, run, -1)
         return torch.where(torch.arange(width, device=run.device) < lengths, run, -1)
@@ -129,34 +125,32 @@ class Remaining:
         self.alive &= dropped == 0
 
 
-def bound(method: BalanceKV, table: SlotTable, rows: list[Row]) -> None:
+def bound(recipe: Recipe, table: SlotTable, rows: list[Row]) -> None:
     """Gives an exact table that fits its fixed shape before anything had to go."""
-    table.bound(max(row.budget for row in rows))
-    table.log_num = None if method.tied or table.log_den is None else table.log_den.clone()
+    table.bound(max(row.budget for row in rows), two_sums=not recipe.tied)
     row_schedule.set_schedule(table, rows, [row.budget + 1 for row in rows])
 
 
-def make_room(method: BalanceKV, table: SlotTable, queries: Tensor) -> None:
+def make_room(recipe: Recipe, table: SlotTable, queries: Tensor) -> None:
     """Halves the lightest tokens of the rows that are full, in place and without asking the device."""
-    assert table.index is not None and table.log_den is not None
-    num = table.log_den if table.log_num is None else table.log_num
+    num, den = table.log_weights()
+    assert num is not None and den is not None
     due = row_schedule.due_rows(table)
     lengths = row_schedule.limits_of(table)[-1] * due
     candidates = row_schedule.middle_slots(table) & due
     width = min(2 * row_schedule.most_freed(table), table.length)
-    slots, valid = _lightest(candidates, table.log_den, table.position_slots(), width, lengths)
+    slots, valid = _lightest(candidates, den, table.position_slots(), width, lengths)
     valid &= torch.arange(width, device=slots.device) < lengths
-    keep, double = halve(method, table, torch.where(valid, slots, -1), lengths, num, lengths == 1, 0)
-    drop = valid & ~keep
-    table.index.scatter_(2, slots, table.index.gather(2, slots).masked_fill(drop, -1))
-    doubled = [(num, double)] if table.log_num is None else [(num, double), (table.log_den, keep)]
-    for weights, raised in doubled:
-        old = weights.gather(2, slots)
-        weights.scatter_(2, slots, (old + growth(old, valid, keep, raised)).masked_fill(drop, NEG_INF))
+    keep, double = halve(recipe, table, torch.where(valid, slots, -1), lengths, num, lengths == 1, 0)
+    old_num, old_den = num.gather(2, slots), den.gather(2, slots)
+    log_num = old_num + growth(old_num, valid, keep, double)
+    table.reweigh(
+        slots, valid & ~keep, log_num, log_num if num is den else old_den + growth(old_den, valid, keep, keep)
+    )
 
 
 def halve(
-    method: BalanceKV,
+    recipe: Recipe,
     table: SlotTable,
     run: Tensor,
     lengths: Tensor,
@@ -168,17 +162,17 @@ def halve(
 
     Runs have `lengths` [B, 1, 1] tokens; of an odd number the larger half stays, where `floor` [B, 1, 1] the smaller.
     """
-    size = min(method.block, run.shape[-1])
+    size = min(recipe.block, run.shape[-1])
     blocks = torch.nn.functional.pad(run, (0, -run.shape[-1] % size), value=-1).unflatten(-1, (-1, size))
     signs = ops.balance_walk(
         table.key_slots(), table.value_slots(), blocks, table.scale,
         weights=None if log_weights is None else log_weights.exp(),
-        state=stream_state(method.seed + table.seed, table.layer_idx, number), first_head=table.first_head,
+        state=stream_state(recipe.seed + table.seed, table.layer_idx, number), first_head=table.first_head,
         ids=(table.real_tokens() << 16) + torch.arange(blocks.shape[2], device=run.device),
-        walk=method.walk_name, c=method.walk_c, temp=method.temp, center=method.center, constant=method.count_term,
+        walk=recipe.walk, c=recipe.c, temp=recipe.temp, center=recipe.center, constant=recipe.count_term,
     )  # fmt: skip
     signs = signs.flatten(2)[..., : run.shape[-1]]
-    return (_strict_half if method.select == "strict" else _weighted_half)(signs, lengths, floor)
+    return (_strict_half if recipe.select == "strict" else _weighted_half)(signs, lengths, floor)
 
 
 def growth(log_weights: Tensor, run: Tensor, keep: Tensor, double: Tensor) -> Tensor:
@@ -258,19 +252,17 @@ def _lightest(candidates: Tensor, den: Tensor, position: Tensor, count: int, wan
 def _write(table: SlotTable, rest: Remaining, room: int) -> None:
     """The bounded table of the tokens that are left, in the order of their slots."""
     chosen = compact(rest.alive, room)
-    source, empty = chosen.clamp_min(0), chosen < 0
-    table.rebuild(chosen, room, rest.den.gather(2, source))
-    table.log_num = None
-    if rest.num is not rest.den:
-        weights = rest.num.gather(2, source).masked_fill(empty, NEG_INF)
-        table.log_num = torch.nn.functional.pad(weights, (0, 1), value=NEG_INF)
+    source = chosen.clamp_min(0)
+    table.rebuild(
+        chosen, room, rest.den.gather(2, source), None if rest.num is rest.den else rest.num.gather(2, source)
+    )
 
 
-def _require_room(method: BalanceKV, rows: list[Row], stored: list[int]) -> None:
+def _require_room(recipe: Recipe, rows: list[Row], stored: list[int]) -> None:
     for row, count in zip(rows, stored, strict=True):
         if count > row.budget:
             raise ValueError(
-                f"balancekv: rounds={method.rounds} leaves {count} of {row.seen} tokens, over budget={row.budget}; "
+                f"balancekv: rounds={recipe.rounds} leaves {count} of {row.seen} tokens, over budget={row.budget}; "
                 f"use rounds={_rounds_needed(row)} or more, leave rounds out, or use budget={count}"
             )
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsketch import ops
 from kvsketch.methods.budget import Size
+from kvsketch.slots import padding as left_padding
 from kvsketch.slots.table import SlotTable
 
 
@@ -33,12 +33,29 @@ class Row(NamedTuple):
         return self.budget - self.sinks - self.recent
 
 
+class Recipe(NamedTuple):
+    """How tokens are balanced: what the two algorithms need to know of the method."""
+
+    form: str
+    block: int
+    rounds: int | None
+    walk: str
+    c: float
+    temp: float
+    center: bool
+    select: str
+    den_weight: str
+    tied: bool  # numerator and denominator have the same weights
+    count_term: float
+    epsilon: float
+    on_fail: str
+    seed: int
+
+
 def rows_of(table: SlotTable, budget: Size, sinks: int, recent: Size, default: int, block: int) -> list[Row]:
     """The rows of a table; sinks and recent windows of `default` tokens shrink to an eighth of a small budget."""
-    assert table.keys is not None
-    padding = [0] * table.keys.shape[0] if table.padding is None else table.padding.tolist()
     rows = []
-    for pad in padding:
+    for pad in left_padding.of_rows(table.padding, table.shape[0]):
         tokens = budget.of(max(1, table.prompt_tokens - pad))
         first = min(within(sinks, default, tokens), tokens - 1)
         last = min(within(recent.of(tokens), default, tokens), tokens - first)
@@ -54,14 +71,13 @@ def within(size: int, default: int, budget: int) -> int:
 
 def set_schedule(table: SlotTable, rows: list[Row], full_at: list[int]) -> None:
     """Remembers when each row is full: at the real token number `full_at`, then every `freed` tokens."""
-    assert table.keys is not None
     host = [[table.seen - row.seen, at, row.freed, table.length] for at, row in zip(full_at, rows, strict=True)]
     limits = [
         [row.sinks, row.recent, at, row.freed, min(2 * row.freed, row.middle + 1)]
         for at, row in zip(full_at, rows, strict=True)
     ]
     table.row_state["schedule"] = torch.tensor(host)
-    table.row_state["limits"] = to_device(limits, table.keys.device)
+    table.row_state["limits"] = to_device(limits, table.device)
 
 
 def in_place(table: SlotTable) -> bool:
@@ -92,11 +108,7 @@ def due_rows(table: SlotTable) -> Tensor:  # [B, 1, 1]
 
 def find_free_slot(table: SlotTable) -> None:
     """Names an empty slot as the next to be written: some slot is, and empty slots rank lowest."""
-    assert table.index is not None and table.log_den is not None
-    assert table.next_slot is not None and table.clock is not None
-    ops.free_lowest(
-        None, table.index, table.log_den, table.log_num, table.next_slot, table.padding, table.clock, 0, 0
-    )  # fmt: skip
+    table.free_lowest(None, 0, 0)
 
 
 def middle_slots(table: SlotTable) -> Tensor:  # [B, H, S]

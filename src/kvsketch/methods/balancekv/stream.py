@@ -15,19 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvsketch.methods.balancekv import schedule as row_schedule
 from kvsketch.methods.balancekv.merge_reduce import Balance, grouped, merge_and_reduce, softmax_balance, stream_state
-from kvsketch.methods.balancekv.schedule import Row, compact, to_device
+from kvsketch.methods.balancekv.schedule import Recipe, Row, compact, to_device
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.slots.table import NEG_INF, SlotTable
-
-if TYPE_CHECKING:
-    from kvsketch.methods.balancekv import BalanceKV
 
 Reduce = Callable[[Tensor, Tensor], Tensor]  # levels [B, H, S], batch sizes [B, H, 1] -> new levels
 LN2 = math.log(2.0)
@@ -35,27 +31,27 @@ SMALLEST_BATCH, LARGEST_BATCH = 2, 1024
 ZERO_VALUE = 63  # bucket of tokens without a value; 0: not entered; 1 .. 62: floor(log2 |v|) + 32
 
 
-def compress(method: BalanceKV, table: SlotTable, rows: list[Row], queries: Tensor) -> None:
+def compress(recipe: Recipe, table: SlotTable, rows: list[Row], queries: Tensor) -> None:
     """Summarises the rows that exceed their budget, and gives the table its fixed shape.
 
     Without a budget a row is summarised when its middle completes a batch, whatever the other rows of the batch do.
     """
-    unbounded = method.form == "paper"
+    unbounded = recipe.form == "paper"
     middle = [row.seen - row.sinks - row.recent for row in rows]
     over = [row.seen > row.budget for row in rows]
     if unbounded:
-        over = [m >= method.block and (table.appended > 1 or m % method.block == 0) for m in middle]
+        over = [m >= recipe.block and (table.appended > 1 or m % recipe.block == 0) for m in middle]
     row_schedule.set_schedule(table, rows, [0] * len(rows))
-    _set_up(method, table, rows)
+    _set_up(recipe, table, rows)
     values, keys_only = zip(*(shares(row) for row in rows), strict=True)
     target = [v + 1 - row.freed for v, row in zip(values, rows, strict=True)]
     limits = None if unbounded else list(zip(target, keys_only, strict=True))
-    device = table.key_slots().device
+    device = table.device
     if limits is not None:
         table.row_state["capacity"] = to_device(limits, device)
-    num, den = _summarise(method, table, to_device(over, device).view(-1, 1, 1), queries)
+    num, den = _summarise(recipe, table, to_device(over, device).view(-1, 1, 1), queries)
     if unbounded:
-        room = int((num >= 0).sum(-1).max()) + method.block
+        room = int((num >= 0).sum(-1).max()) + recipe.block
         keys_room = int(((den >= 0) & (num < 0)).sum(-1).max())
     else:
         room = max(v if o else row.budget for v, o, row in zip(values, over, rows, strict=True))
@@ -63,29 +59,25 @@ def compress(method: BalanceKV, table: SlotTable, rows: list[Row], queries: Tens
     _write(table, num, den, room, keys_room)
     full_at = [row.seen + row.freed if o else row.budget + 1 for row, o in zip(rows, over, strict=True)]
     if unbounded:
-        missing = (method.block - (m % method.block if m > 0 else m) for m in middle)
+        missing = (recipe.block - (m % recipe.block if m > 0 else m) for m in middle)
         full_at = [row.seen + tokens for row, tokens in zip(rows, missing, strict=True)]
     row_schedule.set_schedule(table, rows, full_at)
 
 
-def make_room(method: BalanceKV, table: SlotTable, queries: Tensor) -> None:
+def make_room(recipe: Recipe, table: SlotTable, queries: Tensor) -> None:
     """Summarises what the rows that are full have read since the last time, and copies the result into the table."""
-    if method.form == "paper":
-        compress(method, table, method.rows(table), queries)
-        return
-    assert table.values is not None
-    room = table.values.shape[2] - 1
-    num, den = _summarise(method, table, row_schedule.due_rows(table), queries)
+    room = table.value_slots().shape[2] - 1
+    num, den = _summarise(recipe, table, row_schedule.due_rows(table), queries)
     _write(table, num, den, room, table.length - room - 1)
 
 
-def bound(method: BalanceKV, table: SlotTable, rows: list[Row]) -> None:
+def bound(recipe: Recipe, table: SlotTable, rows: list[Row]) -> None:
     """Gives an exact table that fits its fixed shape before anything had to go."""
     row_schedule.set_schedule(table, rows, [0] * len(rows))
-    _set_up(method, table, rows)
+    _set_up(recipe, table, rows)
     values, keys_only = zip(*(shares(row) for row in rows), strict=True)
     target = [[v + 1 - row.freed, k] for v, k, row in zip(values, keys_only, rows, strict=True)]
-    table.row_state["capacity"] = to_device(target, table.key_slots().device)
+    table.row_state["capacity"] = to_device(target, table.device)
     level = torch.where(table.position_slots() >= 0, 0, -1)
     _write(table, level, level, max(row.budget for row in rows), max(keys_only))
     row_schedule.set_schedule(table, rows, [row.budget + 1 for row in rows])
@@ -97,15 +89,15 @@ def shares(row: Row) -> tuple[int, int]:
     return row.budget - keys_only, keys_only
 
 
-def _set_up(method: BalanceKV, table: SlotTable, rows: list[Row]) -> None:
+def _set_up(recipe: Recipe, table: SlotTable, rows: list[Row]) -> None:
     if "bucket" in table.slot_state:
         return
     _, heads, _ = table.shape
-    device = table.key_slots().device
+    device = table.device
     table.slot_state["bucket"] = torch.zeros(table.shape, dtype=torch.int8, device=device)
     table.slot_state["rank"] = torch.zeros(table.shape, dtype=torch.int32, device=device)
     table.row_state["arrived"] = torch.zeros(len(rows), heads, ZERO_VALUE + 1, dtype=torch.int32, device=device)
-    batch = [method.block if method.form == "paper" else first_batch(row) for row in rows]
+    batch = [recipe.block if recipe.form == "paper" else first_batch(row) for row in rows]
     sizes = torch.tensor(batch, dtype=torch.int32, device=device).view(-1, 1, 1)
     table.row_state["batch"] = sizes.repeat(1, heads, 2)
     table.row_state["largest"] = torch.zeros(len(rows), heads, 2, device=device)
@@ -117,7 +109,7 @@ def first_batch(row: Row) -> int:
     return min(LARGEST_BATCH, 1 << (room.bit_length() - 1))
 
 
-def _summarise(method: BalanceKV, table: SlotTable, rows: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
+def _summarise(recipe: Recipe, table: SlotTable, rows: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
     """Levels in numerator and denominator after the tokens that left the window entered; only `rows` [B, 1, 1] change.
 
     [B, H, S], -1: not there. Tokens outside both structures, in the sinks or the window, have level 0.
@@ -125,12 +117,12 @@ def _summarise(method: BalanceKV, table: SlotTable, rows: Tensor, queries: Tenso
     _enter(table, row_schedule.middle_slots(table) & rows)
     bucket = table.slot_state["bucket"].long()
     num, den = _levels(table, table.log_num), _levels(table, table.log_den)
-    num = torch.where((bucket == ZERO_VALUE) | _negligible(method, table, bucket, rows, queries), -1, num)
+    num = torch.where((bucket == ZERO_VALUE) | _negligible(recipe, table, bucket, rows, queries), -1, num)
     outside = torch.where((table.position_slots() >= 0) & (bucket == 0), 0, -1)
-    reduce_num, reduce_den = _numerator(method, table, bucket, rows), _denominator(method, table, rows)
+    reduce_num, reduce_den = _numerator(recipe, table, bucket, rows), _denominator(recipe, table, rows)
     batch = table.row_state["batch"]
     num, den = reduce_num(num, batch[..., :1]), reduce_den(den, batch[..., 1:])
-    if method.form != "paper":
+    if recipe.form != "paper":
         target, keys_only = table.row_state["capacity"].view(-1, 2, 1, 1).unbind(1)
         target = target - (outside >= 0).sum(-1, keepdim=True)
         num = _fit(num, bucket, bucket > 0, target, rows, batch[..., :1], reduce_num)
@@ -162,7 +154,7 @@ def _enter(table: SlotTable, middle: Tensor) -> None:
     bucket[..., :count] = torch.where(new, number.to(torch.int8), bucket[..., :count])
 
 
-def _negligible(method: BalanceKV, table: SlotTable, bucket: Tensor, rows: Tensor, queries: Tensor) -> Tensor:
+def _negligible(recipe: Recipe, table: SlotTable, bucket: Tensor, rows: Tensor, queries: Tensor) -> Tensor:
     """Tokens of buckets with 2^(i+1) <= epsilon / (2n) exp(-scale r^2) max |v|, where r bounds keys and queries."""
     largest = table.row_state["largest"]
     batch, heads, _ = table.shape
@@ -176,18 +168,18 @@ def _negligible(method: BalanceKV, table: SlotTable, bucket: Tensor, rows: Tenso
     radius = torch.maximum((query_norm * real).amax((2, 3)), key_norm.amax(-1))
     new = torch.stack([radius, value_norm.amax(-1)], -1)
     largest.copy_(torch.where(rows, torch.maximum(largest, new), largest))
-    share = math.log(method.epsilon / 2) - table.real_tokens().clamp_min(1).log()
+    share = math.log(recipe.epsilon / 2) - table.real_tokens().clamp_min(1).log()
     threshold = share - table.scale * largest[..., :1] + largest[..., 1:].log()
     return rows & (bucket > 0) & ((bucket - 31) * LN2 <= threshold)
 
 
-def _numerator(method: BalanceKV, table: SlotTable, bucket: Tensor, rows: Tensor) -> Reduce:
+def _numerator(recipe: Recipe, table: SlotTable, bucket: Tensor, rows: Tensor) -> Reduce:
     """MergeAndReduce of every bucket, over the slots that carry a value."""
     values = table.value_slots()
     count = values.shape[2]
     bucket, rank = bucket[..., :count], table.slot_state["rank"][..., :count].long()
     arrived = table.row_state["arrived"].long().gather(2, bucket) * rows
-    balance = _balance(method, table, structure=1)
+    balance = _balance(recipe, table, structure=1)
 
     def reduce(level: Tensor, batch: Tensor) -> Tensor:
         keys, own = table.key_slots()[:, :, :count], level[..., :count]
@@ -197,11 +189,11 @@ def _numerator(method: BalanceKV, table: SlotTable, bucket: Tensor, rows: Tensor
     return reduce
 
 
-def _denominator(method: BalanceKV, table: SlotTable, rows: Tensor) -> Reduce:
+def _denominator(recipe: Recipe, table: SlotTable, rows: Tensor) -> Reduce:
     """MergeAndReduce of the keys of all tokens."""
     sinks, recent, *_ = row_schedule.limits_of(table)
     rank, arrived = table.position_slots() - sinks, (table.real_tokens() - recent - sinks) * rows
-    balance = _balance(method, table, structure=0)
+    balance = _balance(recipe, table, structure=0)
 
     def reduce(level: Tensor, batch: Tensor) -> Tensor:
         return merge_and_reduce(table.key_slots(), None, level, rank, arrived, batch.long(), balance)
@@ -209,13 +201,13 @@ def _denominator(method: BalanceKV, table: SlotTable, rows: Tensor) -> Reduce:
     return reduce
 
 
-def _balance(method: BalanceKV, table: SlotTable, structure: int) -> Balance:
-    state = stream_state(method.seed + table.seed, table.layer_idx, structure)
+def _balance(recipe: Recipe, table: SlotTable, structure: int) -> Balance:
+    state = stream_state(recipe.seed + table.seed, table.layer_idx, structure)
 
     def balance(k: Tensor, v: Tensor | None, slots: Tensor, ids: Tensor) -> Tensor:
         return softmax_balance(
-            k, v, slots, table.scale, ids=ids, state=state, first_head=table.first_head, walk=method.walk_name,
-            c=method.walk_c, temp=method.temp, center=method.center, on_fail=method.on_fail,
+            k, v, slots, table.scale, ids=ids, state=state, first_head=table.first_head, walk=recipe.walk,
+            c=recipe.c, temp=recipe.temp, center=recipe.center, on_fail=recipe.on_fail,
         )  # fmt: skip
 
     return balance
@@ -250,20 +242,10 @@ def _write(table: SlotTable, num: Tensor, den: Tensor, room: int, keys_room: int
     num, den = (level.gather(2, source).masked_fill(empty, -1) for level in (num, den))
     log_num, log_den = (torch.where(level < 0, NEG_INF, level * LN2) for level in (num, den))
     log_num[..., room + 1 :] = NEG_INF
-    slot_state = {name: state.gather(2, source).masked_fill(empty, 0) for name, state in table.slot_state.items()}
-    new = {
-        "keys": _gather(table.key_slots(), source), "values": _gather(values, source[..., : room + 1]),
-        "index": index.int(), "log_num": log_num.float(), "log_den": log_den.float(),
-        "next_slot": (with_value >= 0).sum(-1, keepdim=True),
-    }  # fmt: skip
-    fits = table.index is not None and table.length == chosen.shape[-1] and values.shape[2] == room + 1
-    for name, tensor in new.items():
-        getattr(table, name).copy_(tensor) if fits else setattr(table, name, tensor)
-    for name, tensor in slot_state.items():
-        table.slot_state[name].copy_(tensor) if fits else table.slot_state.update({name: tensor})
-    table.length = room + 1 + keys_room
-    if table.clock is None:
-        table.clock = torch.full((1,), table.seen, device=source.device)
+    table.write_layout(
+        _gather(table.key_slots(), source), _gather(values, source[..., : room + 1]), index,
+        log_num.float(), log_den.float(), (with_value >= 0).sum(-1, keepdim=True), chosen,
+    )  # fmt: skip
 
 
 def _gather(tensor: Tensor, slots: Tensor) -> Tensor:

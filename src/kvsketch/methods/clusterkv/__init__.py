@@ -14,6 +14,7 @@ from kvsketch.methods.clusterkv import clusters
 from kvsketch.methods.clusterkv.clusters import CENTROIDS, MEANS, OFFSETS, ORDER, SHIFT, SIZES, SPANS
 from kvsketch.methods.recall import BUDGETS, RecallingMethod
 from kvsketch.slots import offloaded
+from kvsketch.slots import padding as left_padding
 from kvsketch.slots.hot_set import TAIL
 from kvsketch.slots.table import SlotTable
 
@@ -110,7 +111,7 @@ class ClusterKV(RecallingMethod):
     def _add_clusters(self, table: SlotTable, start: int, end: int, count: int | None) -> None:
         """Clusters the tokens [start, end); each row without its padding and sinks."""
         keys, values = (tokens[:, :, : end - start] for tokens in offloaded.newest(table, start))
-        padding = [0] * keys.shape[0] if table.padding is None else table.padding.tolist()
+        padding = left_padding.of_rows(table.padding, keys.shape[0])
         first = [min(max(start, pad + self.sinks), end) for pad in padding]
         counts = [self._clusters(end - f, count, whole_prompt=start == 0) for f in first]
         recipe = clusters.Recipe(self.rounds, self.seed + table.seed)
@@ -139,12 +140,10 @@ class ClusterKV(RecallingMethod):
         )
         rows = self.slots_of(table, selected.rows)
         spans = state[SPANS]
-        torch.add(state[SHIFT], self.seen_on_device(table), out=spans[:, 1, 1])
-        assert table.keys is not None and table.values is not None
+        torch.add(state[SHIFT], table.seen_on_device(), out=spans[:, 1, 1])
         return ops.indexed_attention(
             query,
-            table.keys,
-            table.values,
+            *table.buffers(),
             rows,
             table.scale,
             spans=spans,

@@ -83,7 +83,7 @@ def forget(table: SlotTable) -> None:
 def note_spans(table: SlotTable, sinks: int) -> None:
     """Notes where sinks and tail lie; the end of the tail, which moves with every token, is set when it is read."""
     tail = table.marks[TAIL]
-    pad = torch.zeros(table.shape[0], dtype=torch.int32, device=table.key_slots().device)
+    pad = torch.zeros(table.shape[0], dtype=torch.int32, device=table.device)
     pad = pad if table.padding is None else table.padding.int()
     begin, first = pad, torch.full_like(pad, tail)
     if offloaded.is_offloaded(table):

@@ -15,6 +15,7 @@ from kvsketch.methods.infinigen import speculation
 from kvsketch.methods.infinigen.skew import GRAM, directions, observe
 from kvsketch.methods.recall import BUDGETS, RecallingMethod
 from kvsketch.slots import offloaded
+from kvsketch.slots import padding as left_padding
 from kvsketch.slots.heads import mean_over_heads
 from kvsketch.slots.table import SlotTable
 
@@ -127,7 +128,7 @@ class InfiniGen(RecallingMethod):
         new = table.new_tokens if self.is_indexed(table) else table.seen
         self._reserve(table)
         keys = offloaded.newest(table, table.seen - new)[0] if new > 1 else self.newest_key(table)
-        place = self.seen_on_device(table) - new + torch.arange(new, device=keys.device)
+        place = table.seen_on_device() - new + torch.arange(new, device=keys.device)
         partial = table.row_state[PARTIAL]
         place = place.view(1, 1, -1, 1).expand(*keys.shape[:3], partial.shape[3])
         partial.scatter_(2, place, keys @ table.row_state[SKEW])
@@ -178,9 +179,8 @@ class InfiniGen(RecallingMethod):
         if not self.is_indexed(table):
             return None
         rows = self.slots_of(table, self.choose_rows(table, query))
-        assert table.keys is not None and table.values is not None
         return ops.indexed_attention(
-            query, table.keys, table.values, rows, table.scale, softcap=softcap, sink_logits=sink_logits
+            query, *table.buffers(), rows, table.scale, softcap=softcap, sink_logits=sink_logits
         )
 
     def choose_rows(self, table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq, rows_read] int32
@@ -189,10 +189,10 @@ class InfiniGen(RecallingMethod):
             query = speculation.speculate(table, query)
         scores = self._scores(table, query)  # [B, Hq, N]
         token = torch.arange(scores.shape[-1], device=scores.device)
-        newest = self.seen_on_device(table) - 1
+        newest = table.seen_on_device() - 1
         hidden = token >= newest
         if table.padding is not None:
-            hidden = hidden | (token < table.padding.view(-1, 1, 1))
+            hidden = hidden | left_padding.hides(table.padding, token)[:, None]
         scores = scores.masked_fill(hidden, float("-inf"))
         promising = (scores > scores.amax(-1, keepdim=True) - self.alpha).sum(-1).float()  # [B, Hq]
         # The query's own token is not in the index yet and is always read.

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from kvsketch.slots import padding as left_padding
 from kvsketch.slots.table import SlotTable
 
 # [B, H, D, D] float32: sum of q q^T over the queries that read each KV head, of a prompt until its last chunk is read.
@@ -18,7 +19,7 @@ def observe(table: SlotTable, queries: Tensor) -> None:
     q = queries.float().unflatten(1, (table.shape[1], -1))  # [B, H, G, n, D]
     if table.padding is not None:
         token = torch.arange(table.seen - q.shape[3], table.seen, device=q.device)
-        q = q.masked_fill((token < table.padding.view(-1, 1))[:, None, None, :, None], 0.0)
+        q = q.masked_fill(left_padding.hides(table.padding, token)[:, None, None, :, None], 0.0)
     q = q.flatten(2, 3)
     gram = q.mT @ q
     if GRAM in table.row_state:
@@ -33,7 +34,7 @@ def directions(gram: Tensor, keys: Tensor, padding: Tensor | None, ratio: float)
     """
     wide = keys.float()
     if padding is not None:
-        hidden = torch.arange(keys.shape[2], device=keys.device) < padding.view(-1, 1)
+        hidden = left_padding.hides(padding, torch.arange(keys.shape[2], device=keys.device))
         wide = wide.masked_fill(hidden[:, None, :, None], 0.0)
     other = wide.mT @ wide
     traces = [g.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-20)[..., None, None] for g in (gram, other)]

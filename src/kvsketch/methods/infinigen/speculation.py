@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsketch.slots import padding as left_padding
 from kvsketch.slots.table import SlotTable
 
 RANK = 128
@@ -104,8 +105,8 @@ def _still(table: SlotTable, queries: Tensor) -> list[Tensor]:
     new = queries.shape[2]
     position = table.real_tokens() - new + torch.arange(new, device=queries.device)  # [B, 1, n]
     still = turned(queries.float(), position, table.row_state[ANGLES], -1).transpose(1, 2).flatten(2)
-    padding = [0] * len(still) if table.padding is None else (table.padding - (table.seen - new)).clamp(0, new).tolist()
-    return [row[pad:] for row, pad in zip(still, padding, strict=True)]
+    padding = left_padding.of_rows(table.padding, len(still))
+    return [row[max(0, pad - (table.seen - new)) :] for row, pad in zip(still, padding, strict=True)]
 
 
 def _fit(asked: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:

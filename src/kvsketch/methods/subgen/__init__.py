@@ -124,9 +124,8 @@ class SubGen(BudgetedMethod):
 
     def health(self, table: SlotTable, queries: Tensor) -> Tensor:  # [B, Hq, n]
         """log of the numerator's weights over the denominator, for each query: near 0 when both sums agree."""
-        num = table.log_den if table.log_num is None else table.log_num
         _, (log_num, log_den) = ops.weighted_attention(
-            queries, table.key_slots(), table.value_slots(), num, table.log_den, table.scale, return_state=True
+            queries, table.key_slots(), table.value_slots(), *table.log_weights(), table.scale, return_state=True
         )
         return log_num - log_den
 
@@ -150,9 +149,8 @@ class SubGen(BudgetedMethod):
 
     def _rewrite(self, table: SlotTable) -> None:
         """Brings a table into form that is exact, or too long, or holds a row that outgrew its budget."""
-        assert table.keys is not None
         total = self.row_budget(table).total
-        budgets = total.flatten().tolist() if isinstance(total, Tensor) else [total] * table.keys.shape[0]
+        budgets = total.flatten().tolist() if isinstance(total, Tensor) else [total] * table.shape[0]
         plans = [self.plan(budget) for budget in budgets]
         seed, mixed = self.seed + table.seed, self.sampling == "mixed"
         slots.rewrite(table, budgets, plans, self.policy, self.delta, self.coalesce, seed, mixed)

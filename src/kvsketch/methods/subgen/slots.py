@@ -16,6 +16,7 @@ from kvsketch import ops
 from kvsketch.methods.subgen.sketch import Sketch, Tokens, fold, gather_slots, merge, used, with_room
 from kvsketch.ops.fold_token import Layout, Plan, State
 from kvsketch.ops.fold_token.reference import denominator_weights, norms, numerator_shares, numerator_weights, slot_of
+from kvsketch.slots import padding as left_padding
 from kvsketch.slots.table import NEG_INF, SlotTable
 
 FOREVER = 1 << 62
@@ -41,7 +42,7 @@ def rewrite(
     tokens = exact_tokens(table, layout)
     batch, heads = tokens.keys.shape[:2]
     device = tokens.keys.device
-    padding = [0] * batch if table.padding is None else table.padding.tolist()
+    padding = left_padding.of_rows(table.padding, batch)
     before = [0] * batch if layout is None else exact_until(table)
     until = [
         FOREVER if old == FOREVER or table.seen - pad > budget else pad + budget
@@ -104,30 +105,29 @@ def plans_of(table: SlotTable) -> list[Plan]:
 
 def state_of(table: SlotTable) -> State:
     """The tensors of a bounded table as the decode step takes them."""
-    assert table.keys is not None and table.values is not None and table.index is not None
-    assert table.log_den is not None and table.next_slot is not None and table.clock is not None
+    assert table.index is not None and table.log_den is not None
+    assert table.next_slot is not None and table.clock is not None
     rows = table.row_state
     return State(
-        table.keys, table.values, table.index, table.log_num, table.log_den, table.next_slot, table.clock,
+        *table.buffers(), table.index, table.log_num, table.log_den, table.next_slot, table.clock,
         table.padding, *(rows[name] for name in ROW_STATE), *(rows.get(name) for name in MIXED_STATE),
     )  # fmt: skip
 
 
 def sketch_of(table: SlotTable, layout: Layout) -> Sketch:
     """The structure inside a bounded table, which may hold new tokens after the samples."""
-    assert table.keys is not None and table.values is not None and table.index is not None
+    keys, values, index = table.key_slots(), table.value_slots(), table.index_slots()
     rows, samples = table.row_state, slice(layout.exact, layout.valued)
     clusters = (layout.clusters, layout.per_cluster)
-    index = table.index.long()
     return Sketch(
-        keys=table.keys[:, :, samples],
-        values=table.values[:, :, samples],
+        keys=keys[:, :, samples],
+        values=values[:, :, samples],
         index=index[:, :, samples],
         mu=rows["mu"],
         representatives=rows["representatives"],
         counts=rows["counts"].long(),
-        den_keys=table.keys[:, :, table.values.shape[2] :].unflatten(2, clusters),
-        den_index=index[:, :, table.values.shape[2] :].unflatten(2, clusters),
+        den_keys=keys[:, :, values.shape[2] :].unflatten(2, clusters),
+        den_index=index[:, :, values.shape[2] :].unflatten(2, clusters),
         delta=rows["delta"],
         streams=rows["streams"],
         samples=rows["plan"][:, 3],
@@ -139,19 +139,16 @@ def sketch_of(table: SlotTable, layout: Layout) -> Sketch:
 
 def exact_tokens(table: SlotTable, layout: Layout | None) -> Tokens:
     """The tokens a table holds exactly, in order of position; empty slots, at position -1, come first."""
-    assert table.keys is not None and table.values is not None
     positions = table.position_slots()[:, 0].contiguous()
-    index = table.index_slots()[:, 0]
-    if layout is None:
-        keys, values = table.key_slots(), table.value_slots()
-    else:
-        new = torch.arange(layout.valued, table.values.shape[2], device=positions.device)
+    index, keys, values = table.index_slots()[:, 0], table.key_slots(), table.value_slots()
+    if layout is not None:
+        new = torch.arange(layout.valued, values.shape[2], device=positions.device)
         columns = torch.cat([torch.arange(layout.exact, device=positions.device), new])
         order = positions[:, columns].argsort(dim=-1, stable=True)
         columns = columns[order]  # [B, n]
         positions, index = positions.gather(1, columns), index.gather(1, columns)
-        at = columns[:, None].expand(-1, table.keys.shape[1], -1)
-        keys, values = gather_slots(table.keys, at), gather_slots(table.values, at)
+        at = columns[:, None].expand(-1, keys.shape[1], -1)
+        keys, values = gather_slots(keys, at), gather_slots(values, at)
     return Tokens(keys, values, index, positions, positions >= 0)
 
 
@@ -215,21 +212,21 @@ def write(
     shares = numerator_shares(sketch.values, sketch.index, coalesce, mixed=sketch.folded is not None)
     squares = None if sketch.folded is None else norms(sketch.values).square()
     num = numerator_weights(sketch.mu, shares, plan, squares, sketch.folded)
-    den_index = sketch.den_index.flatten(2)
     structured = torch.tensor([[n == FOREVER] for n in until])
 
-    table.keys = torch.cat([gather_slots(tokens.keys, at), sketch.keys, sketch.den_keys.flatten(2, 3)], 2)
-    table.values = torch.cat([gather_slots(tokens.values, at), sketch.values], 2)
-    table.index = torch.cat([held, sketch.index, den_index], 2).to(torch.int32)
+    log_num, log_den = None, torch.cat([exact_weight, num], 2)
     if layout.per_cluster:
         den = denominator_weights(sketch.counts, sketch.den_index, plan, coalesce).flatten(2)
-        table.log_den = torch.cat([exact_weight, torch.full_like(num, NEG_INF), den], 2)
-        table.log_num = torch.cat([exact_weight, num, torch.full_like(den, NEG_INF)], 2)
-    else:
-        table.log_den, table.log_num = torch.cat([exact_weight, num], 2), None
-    table.next_slot = slot_of(real[:, 0], plan, layout).view(-1, 1, 1).expand(-1, heads, 1).contiguous()
-    table.clock = torch.full((1,), table.seen, device=device)
-    table.length = layout.total
+        log_den = torch.cat([exact_weight, torch.full_like(num, NEG_INF), den], 2)
+        log_num = torch.cat([exact_weight, num, torch.full_like(den, NEG_INF)], 2)
+    table.write_layout(
+        keys=torch.cat([gather_slots(tokens.keys, at), sketch.keys, sketch.den_keys.flatten(2, 3)], 2),
+        values=torch.cat([gather_slots(tokens.values, at), sketch.values], 2),
+        index=torch.cat([held, sketch.index, sketch.den_index.flatten(2)], 2),
+        log_num=log_num,
+        log_den=log_den,
+        next_slot=slot_of(real[:, 0], plan, layout).view(-1, 1, 1).expand(-1, heads, 1).contiguous(),
+    )
     table.row_state = {
         "host": torch.tensor([[n, *layout, *row] for n, row in zip(until, plans, strict=True)]),
         "plan": plan,

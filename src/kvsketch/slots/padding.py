@@ -1,0 +1,39 @@
+"""Left padding: how many tokens at the start of each row are not there, [B] int64; None: no row has any."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def learned(before: Tensor | None, visible: Tensor, seen: int) -> Tensor | None:
+    """The padding after new tokens, of which `visible` [B, n] says which are there; `before` is that of `seen` tokens.
+
+    Padding goes on only in rows that had nothing else so far. Asks the device while the cache is empty.
+    """
+    if before is None and seen > 0:
+        return None
+    hidden = (visible.cumsum(-1) == 0).sum(-1)
+    if before is None:
+        return hidden if bool(hidden.any()) else None
+    return before + torch.where(before == seen, hidden, 0)
+
+
+def hides(padding: Tensor, token: Tensor) -> Tensor:  # [B, n] bool
+    """Which of the tokens with the numbers `token` [n] are padding."""
+    return token < padding.view(-1, 1)
+
+
+def mask(padding: Tensor | None, seen: int) -> Tensor | None:  # [B, seen] bool
+    """Which of the first `seen` tokens are there."""
+    return None if padding is None else ~hides(padding, torch.arange(seen, device=padding.device))
+
+
+def positions(padding: Tensor | None, index: Tensor) -> Tensor:
+    """The positions of tokens among the real ones of their row; `index` [B, ...] or [..., n] counts padding too."""
+    return index if padding is None else index - padding.view(-1, *[1] * (index.dim() - 1))
+
+
+def of_rows(padding: Tensor | None, rows: int) -> list[int]:
+    """One number for each of `rows` rows, on the host (asks the device)."""
+    return [0] * rows if padding is None else padding.tolist()
