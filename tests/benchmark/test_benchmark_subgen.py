@@ -36,5 +36,5 @@ def test_the_check_sees_wrong_bytes() -> None:
     method = SubGen(budget=256, normalizer="clipped")
     table = subgen.folded(method, subgen.make_table("normal", 300, 0, "cpu"))
     assert subgen.bytes_off(method, table, 256) is None
-    table.row_state["more"] = torch.zeros(subgen.table_bytes(table) // 100)
+    table.state.squares = torch.zeros(subgen.table_bytes(table) // 100)
     assert "1.0" in str(subgen.bytes_off(method, table, 256))

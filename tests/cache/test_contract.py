@@ -170,7 +170,7 @@ def drawn(model: torch.nn.Module, text: str, seed: int) -> list[torch.Tensor]:
             table.append(keys[:, :, part], values[:, :, part])
             layer.method.compress(table, queries[:, :, part])
         # The hash states of the draws tell the seed, whether it is used or not.
-        state = [tensor for name, tensor in {**table.slot_state, **table.row_state}.items() if name != "streams"]
+        state = [tensor for name, tensor in table.state.named() if name != "streams"]
         found.append(torch.cat([tensor.flatten().double() for tensor in [table.index_slots(), *state]]))
     return found
 

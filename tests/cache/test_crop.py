@@ -50,8 +50,17 @@ def state(cache: CompressedCache) -> list[Any]:
     for layer in cache.layers:
         if layer in cache.slot_layers:
             table = layer.table
-            counters = [table.seen, table.length, table.appended, table.new_tokens, table.prompt_tokens, table.marks]
-            found += copy.deepcopy([*counters, table.tensors(), table.host_tensors(), layer.pending])
+            counters = [table.seen, table.length, table.appended, table.new_tokens, table.prompt_tokens]
+            found += copy.deepcopy(
+                [
+                    *counters,
+                    table.state.numbers(),
+                    table.hot.numbers(),
+                    table.tensors(),
+                    table.host_tensors(),
+                    layer.pending,
+                ]
+            )
         else:
             found += copy.deepcopy([layer.keys, layer.values, layer.get_seq_length()])
     return found

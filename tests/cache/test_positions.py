@@ -297,13 +297,13 @@ def test_scores_are_the_attention_that_was_paid(
     def watched(method: H2O, table: SlotTable, queries: Tensor) -> None:
         if table.exact:
             return observe(method, table, queries)
-        before = table.slot_state["score"].clone()
+        before = table.state.score.clone()
         logits = table.scale * queries.unflatten(1, (2, 2)).double() @ turned_by_hand(table).unsqueeze(2).mT
         token = torch.arange(table.seen - queries.shape[2], table.seen).view(1, 1, 1, -1, 1)
         index = table.index.view(1, 2, 1, 1, -1)
         mass = logits.masked_fill((index < 0) | (index > token), -torch.inf).softmax(-1).sum((2, 3))
         observe(method, table, queries)
-        observed.append(distance(table.slot_state["score"], before + mass.float()))
+        observed.append(distance(table.state.score, before + mass.float()))
         return None
 
     monkeypatch.setattr(H2O, "observe", watched)

@@ -108,8 +108,8 @@ def resealed(source: Path, target: Path, change: Any) -> Path:
 
 def test_another_version_and_an_unknown_method_say_what_to_do(saved: Path, tmp_path: Path) -> None:
     model, path = zoo.build("llama"), tmp_path / "prompt.kvs"
-    with pytest.raises(ValueError, match=r"has format 2, written by kvsketch .* reads format 1: use that version"):
-        CompressedCache.load(resealed(saved, path, lambda text, content: text.update(version="2")), model)
+    with pytest.raises(ValueError, match=r"has format 3, written by kvsketch .* reads format 2: use that version"):
+        CompressedCache.load(resealed(saved, path, lambda text, content: text.update(version="3")), model)
     with pytest.raises(ValueError, match=r"a method that kvsketch .* does not know: unknown method 'best'.*snapkv"):
         CompressedCache.load(resealed(saved, path, lambda text, content: content.update(method="best")), model)
 
@@ -126,6 +126,8 @@ MISFITS: dict[str, Any] = {
     "keys as index": lambda text, content: content["layers"][0]["table"].update(index={"tensor": "0.table.keys"}),
     "no such tensor": lambda text, content: content["layers"][0]["table"].update(keys={"tensor": "nowhere"}),
     "a method overwritten": lambda text, content: content["layers"][0]["layer"].update(update=3),
+    "a later state": lambda text, content: content["layers"][0]["table"]["state"].update(version=2),
+    "an unknown state": lambda text, content: content["layers"][0]["table"]["state"]["fields"].update(a=1),
     "no description": lambda text, content: content.clear(),
 }
 

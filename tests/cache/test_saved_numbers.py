@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from kvsketch import CompressedCache
-from kvsketch.cache.saving import ranges, sealed_file
-from kvsketch.cache.saving.layer_state import require_sound
+from kvsketch.cache.saving import sealed_file
+from kvsketch.slots.checks import require_ranges, require_shapes
 from kvsketch.slots.table import SlotTable
 from tests.cache.test_saving import RECALL, VARIANTS, read, step
 from tests.helpers import zoo
@@ -28,7 +28,7 @@ MORE = [
     "kcenter:budget=30%:sinks=2:recent=4",
 ]
 # Hash states, ages and counts say nothing of a place.
-NO_PLACES = ("streams", "hot_last_read", "hot_counts")
+NO_PLACES = ("streams", "last_read", "hot.counts")
 # Any count of tokens will do.
 LOWER_ONLY = ("schedule", "limits", "batch")
 
@@ -52,7 +52,7 @@ def test_numbers_that_point_to_nothing_are_refused(method: str, tmp_path: Path) 
     names = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
     assert len(names) >= (1 if cache.slot_layers[1].table.exact else 4)
     for name in names:
-        short = name.rpartition(".")[2]
+        short = "hot.counts" if name.endswith("hot.counts") else name.rpartition(".")[2]
         for sign in (-1, 1):
 
             def change(tensors: dict[str, torch.Tensor], name: str = name, sign: int = sign) -> None:
@@ -74,24 +74,24 @@ def forged_tables() -> dict[str, tuple[str, Callable[[SlotTable], None]]]:
     subgen = "subgen:budget=16:sinks=2:recent=4:normalizer=clipped"
     return {
         "more tokens than slots": ("full", lambda t: setattr(t, "seen", 10_000)),
-        "an index of too many tokens": (clusterkv, lambda t: t.row_state["order"][0, 0, 0].fill_(t.seen)),
-        "clusters beyond the order": (clusterkv, lambda t: t.row_state["sizes"].fill_(t.row_state["order"].shape[2])),
-        "fewer sizes than clusters": (clusterkv, lambda t: t.row_state.update(sizes=t.row_state["sizes"][..., :-1])),
-        "a tail that ends elsewhere": (clusterkv, lambda t: t.row_state["tail_shift"].fill_(3)),
-        "no order": (clusterkv, lambda t: t.row_state.pop("order")),
-        "more sinks than slots": (offloaded, lambda t: t.marks.update(sink_slots=99)),
-        "no hot set": (offloaded, lambda t: t.row_state.pop("hot_place_of")),
+        "an index of too many tokens": (clusterkv, lambda t: t.state.order[0, 0, 0].fill_(t.seen)),
+        "clusters beyond the order": (clusterkv, lambda t: t.state.sizes.fill_(t.state.order.shape[2])),
+        "fewer sizes than clusters": (clusterkv, lambda t: setattr(t.state, "sizes", t.state.sizes[..., :-1])),
+        "a tail that ends elsewhere": (clusterkv, lambda t: t.state.tail_shift.fill_(3)),
+        "no order": (clusterkv, lambda t: setattr(t.state, "order", None)),
+        "more sinks than slots": (offloaded, lambda t: setattr(t.hot, "sinks", 99)),
+        "no hot set": (offloaded, lambda t: setattr(t.hot, "place_of", None)),
         "more hot places than slots": (
-            offloaded, lambda t: t.row_state.update(hot_token_of=torch.zeros(1, 2, 99).int(),
-                                                    hot_last_read=torch.zeros(1, 2, 99).int())),
+            offloaded, lambda t: vars(t.hot).update(token_of=torch.zeros(1, 2, 99).int(),
+                                                    last_read=torch.zeros(1, 2, 99).int())),
         "a longer tail than slots": (offloaded, lambda t: (setattr(t, "seen", 400), t.clock.fill_(400))),
-        "another plan on the device": (subgen, lambda t: t.row_state["plan"].sub_(1).clamp_(min=0)),
-        "a larger layout": (subgen, lambda t: t.row_state["host"][:, 4].add_(1)),
+        "another plan on the device": (subgen, lambda t: t.state.plan.sub_(1).clamp_(min=0)),
+        "a larger layout": (subgen, lambda t: t.state.host[:, 4].add_(1)),
         "fewer representatives": (
-            subgen, lambda t: t.row_state.update(representatives=t.row_state["representatives"][:, :, :1],
-                                                 counts=t.row_state["counts"][:, :, :1])),
-        "numbers of an unknown name": ("h2o:budget=16:recent=4", lambda t: t.row_state.update(a=torch.zeros(1).long())),
-        "shorter scores": ("h2o:budget=16:recent=4", lambda t: t.slot_state.update(score=torch.zeros(1, 2, 3))),
+            subgen, lambda t: vars(t.state).update(representatives=t.state.representatives[:, :, :1],
+                                                   counts=t.state.counts[:, :, :1])),
+        "whole numbers as scores": ("h2o:budget=16:recent=4", lambda t: setattr(t.state, "score", t.index.long())),
+        "shorter scores": ("h2o:budget=16:recent=4", lambda t: setattr(t.state, "score", torch.zeros(1, 2, 3))),
         "whole numbers as keys": ("full", lambda t: setattr(t, "keys", t.keys.long())),
     }  # fmt: skip
 
@@ -118,8 +118,8 @@ def test_every_state_of_a_cache_is_in_range(method: str) -> None:
 
     def check() -> None:
         for layer in cache.slot_layers:
-            require_sound(layer.table)
-            ranges.require_in_range(layer.table)
+            require_shapes(layer.table)
+            require_ranges(layer.table)
 
     for prompt in (6, 40):
         cache = CompressedCache(model, method, seed=3)

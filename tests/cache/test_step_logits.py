@@ -106,7 +106,7 @@ def assert_same_with_and_without(run: Run, family: str, method: str, monkeypatch
     for table, other in zip(tables, others, strict=True):
         assert not table.exact
         assert torch.equal(table.index, other.index)
-        torch.testing.assert_close(table.slot_state["score"], other.slot_state["score"], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(table.state.score, other.state.score, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("run", SCENES, ids=lambda run: run.__name__)

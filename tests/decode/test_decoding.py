@@ -38,7 +38,7 @@ class RunInsteadOfReplay:
 
     def _branches(self) -> list[object]:
         return [
-            (layer.table.exact, sorted(layer.table.row_state), sorted(layer.table.slot_state))
+            (layer.table.exact, [name for state in (layer.table.state, layer.table.hot) for name, _ in state.named()])
             for layer in self.step.layers
         ]
 

@@ -50,7 +50,7 @@ def tables(method: H2O, stream: Stream, padding: list[int] | None = None, seed: 
 
 def kept(table: SlotTable, row: int = 0) -> list[dict[int, float]]:
     """Position -> score of the tokens each head of a row holds."""
-    position, score = table.position_slots()[row].tolist(), table.slot_state["score"][row].tolist()
+    position, score = table.position_slots()[row].tolist(), table.state.score[row].tolist()
     return [{p: s for p, s in zip(ps, ss, strict=True) if p >= 0} for ps, ss in zip(position, score, strict=True)]
 
 

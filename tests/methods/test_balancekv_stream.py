@@ -60,7 +60,7 @@ def contents(table: SlotTable, weights: Tensor) -> list[list[tuple[int, int]]]:
 def test_buckets_are_dyadic_disjoint_and_total(form: str) -> None:
     table = stream(BalanceKV(budget=120, form=form, block=32), 700)
     assert table.log_num is not None and table.values is not None
-    bucket = table.slot_state["bucket"].long()
+    bucket = table.state.bucket.long()
     index = table.index_slots()
     entered = bucket > 0
     middle = (index >= 15) & (index < 700 - 15)
@@ -72,7 +72,7 @@ def test_buckets_are_dyadic_disjoint_and_total(form: str) -> None:
     assert ((lower <= norm) & (norm < 2 * lower))[real].all()
     assert (table.log_num[bucket == ZERO_VALUE] == NEG_INF).all(), "no value, no numerator"
     assert form == "stream" or int((bucket == ZERO_VALUE).sum()) == 8, "but still in the denominator"
-    arrived = table.row_state["arrived"]
+    arrived = table.state.arrived
     assert (arrived.sum(-1) == 700 - 30).all() and (arrived[..., ZERO_VALUE] == 2).all()
 
 
@@ -80,7 +80,7 @@ def test_sets_hold_at_most_a_batch_and_samples_differ() -> None:
     table = stream(BalanceKV(form="paper", block=32, sinks=4, recent=8), 1500)
     assert table.log_num is not None and table.log_den is not None
     level = (table.log_num / LN2).round()
-    bucket = table.slot_state["bucket"].long()
+    bucket = table.state.bucket.long()
     for row in range(2):
         for head in range(2):
             for number in range(1, ZERO_VALUE):

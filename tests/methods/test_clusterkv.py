@@ -51,9 +51,9 @@ class Run:
 
     def clusters(self, row: int, head: int) -> list[list[int]]:
         """The tokens of each cluster, from the index."""
-        state = self.table.row_state
-        order = state["order"][row, head].tolist()
-        bounds = zip(state["offsets"][row, head].tolist(), state["sizes"][row, head].tolist(), strict=True)
+        state = self.table.state
+        order = state.order[row, head].tolist()
+        bounds = zip(state.offsets[row, head].tolist(), state.sizes[row, head].tolist(), strict=True)
         return [order[start : start + size] for start, size in bounds if size]
 
     def attend(self, query: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def brute_force(run: Run, query: Tensor, completion: bool) -> tuple[Tensor, list[set[int]]]:
     """The definition in float64, one query head of row 0 at a time: output [heads, D] and the clustered tokens read."""
     method, seen = run.method, run.table.seen
-    tail = run.table.marks["tail_start"]
+    tail = run.table.state.tail
     outputs, chosen = [], []
     for h in range(HEADS * GROUP):
         q, keys, values = query[0, h, 0].double(), run.keys[0, h // GROUP].double(), run.values[0, h // GROUP].double()
@@ -113,11 +113,11 @@ def test_index_holds_every_token_but_the_sinks_once(tokens: int) -> None:
             assert tokens_of(clusters) == list(range(padding + 3, tokens))
             assert all(cluster == sorted(cluster) for cluster in clusters)
             assert len(clusters) <= max(1, round(real / 5))
-    centroids, means = run.table.row_state["centroids"], run.table.row_state["mean_values"]
-    sizes = run.table.row_state["sizes"]
+    centroids, means = run.table.state.centroids, run.table.state.mean_values
+    sizes = run.table.state.sizes
     cluster = int(sizes[1, 1].argmax())
-    at = int(run.table.row_state["offsets"][1, 1, cluster])
-    members = run.table.row_state["order"][1, 1, at : at + int(sizes[1, 1, cluster])].long()
+    at = int(run.table.state.offsets[1, 1, cluster])
+    members = run.table.state.order[1, 1, at : at + int(sizes[1, 1, cluster])].long()
     torch.testing.assert_close(centroids[1, 1, cluster], run.keys[1, 1, members].mean(0))
     torch.testing.assert_close(means[1, 1, cluster], run.values[1, 1, members].mean(0))
 
@@ -150,7 +150,7 @@ def test_completion_is_exact_where_the_keys_of_a_cluster_are_equal(
     table.scale = SIZE**-0.5
     table.append(keys, values)
     method.compress(table, normal(1, HEADS * GROUP, 123, SIZE).to(dtype))
-    assert table.row_state["sizes"][:, :, :12].eq(10).all(), "every run of equal keys is a cluster"
+    assert table.state.sizes[:, :, :12].eq(10).all(), "every run of equal keys is a cluster"
     query = normal(1, HEADS * GROUP, 1, SIZE, seed=9).to(dtype)
     expected = ops.weighted_attention(query.float(), keys.float(), values.float(), None, None, table.scale)
     out = method.attend(table, query)
@@ -214,24 +214,24 @@ def test_within_the_budget_nothing_is_indexed() -> None:
 
 def test_generated_tokens_form_clusters_when_there_are_enough() -> None:
     run = Run(ClusterKV(**SMALL), 60)
-    used = run.table.marks["sizes"]
+    used = run.table.state.used
     for step in range(1, 10):
         run.grow(1)
-        assert (run.table.marks["tail_start"], run.table.marks["sizes"]) == (60, used)
+        assert (run.table.state.tail, run.table.state.used) == (60, used)
         assert run.method.maintenance_due(run.table) == (step == 9)
     run.grow(1)
-    assert (run.table.marks["tail_start"], run.table.marks["sizes"]) == (70, used + 2)
+    assert (run.table.state.tail, run.table.state.used) == (70, used + 2)
     assert tokens_of(run.clusters(0, 0)) == list(range(3, 70)), "no token is lost"
     assert tokens_of(run.clusters(0, 0)[-2:]) == list(range(60, 70))
 
 
 def test_a_second_turn_is_clustered_as_a_prompt_is() -> None:
     run = Run(ClusterKV(**SMALL), 60)
-    used = run.table.marks["sizes"]
+    used = run.table.state.used
     run.grow(4)
-    assert run.table.marks["tail_start"] == 60, "too few for clusters: they are read in full"
+    assert run.table.state.tail == 60, "too few for clusters: they are read in full"
     run.grow(36)
-    assert run.table.marks["sizes"] == used + 40 // 5
+    assert run.table.state.used == used + 40 // 5
 
 
 def test_cropped_tokens_leave_the_index() -> None:

@@ -59,7 +59,7 @@ def test_scores_of_an_exact_table_sum_to_the_queries() -> None:
     stream = random_stream([20, 1, 1, 6], group=2)
     for table, end in zip(tables(H2O(budget=64), stream), stream.ends, strict=True):
         assert table.exact
-        torch.testing.assert_close(table.slot_state["score"].sum(-1), torch.full((1, 2), 2.0 * end))
+        torch.testing.assert_close(table.state.score.sum(-1), torch.full((1, 2), 2.0 * end))
 
 
 def test_left_padding_neither_scores_nor_is_scored() -> None:
@@ -111,14 +111,14 @@ def test_bytes_follow_the_formula() -> None:
 def test_row_sums_that_attention_left_are_used() -> None:
     method, stream = H2O(budget=64), random_stream([20])
     table = next(tables(method, stream))
-    plain = table.slot_state["score"].clone()
+    plain = table.state.score.clone()
     logits = stream.scale * (stream.queries @ stream.keys.repeat_interleave(2, 1).mT)
     row_lse = logits.masked_fill(~torch.ones(20, 20).tril().bool(), float("-inf")).logsumexp(-1)
     for shift in (0.0, 1.0):
-        del table.slot_state["score"]
+        table.state.score = None
         table.note_attention(row_lse + shift)
         method.observe(table, stream.queries)
-        torch.testing.assert_close(table.slot_state["score"] * torch.tensor(shift).exp(), plain)
+        torch.testing.assert_close(table.state.score * torch.tensor(shift).exp(), plain)
 
 
 def test_defaults_and_choices() -> None:
@@ -151,7 +151,7 @@ def test_row_sums_of_the_models_own_attention_give_the_same_scores(
         cache = CompressedCache(model, "h2o:budget=400")
         with torch.no_grad():
             logits.append(model(ids, past_key_values=cache).logits)
-        scores.append(cache.slot_layers[0].table.slot_state["score"])
+        scores.append(cache.slot_layers[0].table.state.score)
     assert given == [True, False] or device == "cuda", "on a GPU the kernel may keep its sums to itself"
     assert torch.equal(*logits)
     torch.testing.assert_close(*scores, atol=2e-3, rtol=2e-2)
@@ -173,5 +173,5 @@ def test_wrong_row_sums_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> Non
             patch.setattr(attention._RowSums, "__torch_dispatch__", scaled)
             cache = CompressedCache(model, "h2o:budget=100")
             model(ids, past_key_values=cache)
-        scores.append(cache.slot_layers[0].table.slot_state["score"])
+        scores.append(cache.slot_layers[0].table.state.score)
     torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-5)

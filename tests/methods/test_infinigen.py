@@ -8,7 +8,6 @@ import torch
 import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.methods import InfiniGen
-from kvsketch.methods.infinigen import LEARNED, PARTIAL, SKEW
 from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 
@@ -39,12 +38,12 @@ def true_scores(table: SlotTable, query: torch.Tensor) -> torch.Tensor:
 def test_directions_are_orthogonal_and_hold_the_queries_length() -> None:
     method = InfiniGen(budget=20, skip_layers=0)
     table, query = indexed(method)
-    skew = table.row_state[SKEW]
+    skew = table.state.skew
     assert skew.shape == (2, 3, SIZE, 4), "a fifth of 16 channels, rounded up"
     torch.testing.assert_close(skew.mT @ skew, torch.eye(4).expand(2, 3, 4, 4), atol=1e-5, rtol=1e-5)
     held = (query.unflatten(1, (3, GROUP)).squeeze(3) @ skew).norm() / query.norm()
     assert held > 0.9, "four of sixteen directions carry nearly all of a query"
-    torch.testing.assert_close(table.row_state[PARTIAL][:, :, :TOKENS], table.key_slots()[:, :, :TOKENS] @ skew)
+    torch.testing.assert_close(table.state.partial[:, :, :TOKENS], table.key_slots()[:, :, :TOKENS] @ skew)
 
 
 def test_all_channels_and_no_threshold_choose_the_true_best() -> None:
@@ -120,7 +119,7 @@ class Text:
 
 
 def projector(table: SlotTable) -> torch.Tensor:
-    skew = table.row_state[SKEW]
+    skew = table.state.skew
     return skew @ skew.mT
 
 
@@ -133,10 +132,10 @@ def test_a_short_first_prompt_does_not_decide_for_a_long_second(budget: int, pad
     late = Text(216)
     late.queries[:, :, :16] = 0
     torch.testing.assert_close(projector(table), projector(late.read(method, [216])), atol=1e-4, rtol=1e-4)
-    assert table.row_state[LEARNED].tolist() == [216]
-    stored = table.row_state[PARTIAL][:, :, padding : padding + 216]
-    torch.testing.assert_close(stored, text.keys @ table.row_state[SKEW])
-    held = (text.queries[:, :, 16:].unflatten(1, (3, GROUP)) @ table.row_state[SKEW].unsqueeze(2)).norm()
+    assert table.state.learned.tolist() == [216]
+    stored = table.state.partial[:, :, padding : padding + 216]
+    torch.testing.assert_close(stored, text.keys @ table.state.skew)
+    held = (text.queries[:, :, 16:].unflatten(1, (3, GROUP)) @ table.state.skew.unsqueeze(2)).norm()
     assert held / text.queries[:, :, 16:].norm() > 0.9
 
 
@@ -150,10 +149,10 @@ def test_directions_are_learned_at_the_budget_and_when_the_tokens_have_doubled(p
         due = table.seen + 1 >= method._learns_at(table)
         assert due or tokens not in (39, 79, 159)
         assert method.maintenance_due(table) or not due
-        learned[tokens] = table.row_state[LEARNED].tolist()[0] if LEARNED in table.row_state else 0
+        learned[tokens] = 0 if table.state.learned is None else table.state.learned.tolist()[0]
     assert learned == {16: 0, 39: 0, 40: 40, 79: 40, 80: 80, 159: 80, 160: 160}
-    stored = table.row_state[PARTIAL][:, :, padding : padding + 160]
-    torch.testing.assert_close(stored, text.keys[:, :, :160] @ table.row_state[SKEW])
+    stored = table.state.partial[:, :, padding : padding + 160]
+    torch.testing.assert_close(stored, text.keys[:, :, :160] @ table.state.skew)
 
 
 @pytest.mark.parametrize("offload", ["none", "host"])
@@ -172,9 +171,9 @@ def test_chunks_of_a_prompt_count_as_one(offload: str) -> None:
 
 def test_a_host_store_learns_what_the_device_learns() -> None:
     tables = [Text(170).read(InfiniGen(budget=40, skip_layers=0, offload=o), [60, *[1] * 70]) for o in ("none", "host")]
-    assert tables[1].host is not None and [t.row_state[LEARNED].tolist() for t in tables] == [[120], [120]]
+    assert tables[1].host is not None and [t.state.learned.tolist() for t in tables] == [[120], [120]]
     torch.testing.assert_close(projector(tables[0]), projector(tables[1]))
-    stored = [t.row_state[PARTIAL][:, :, :130] for t in tables]
+    stored = [t.state.partial[:, :, :130] for t in tables]
     torch.testing.assert_close(stored[0].abs(), stored[1].abs(), atol=1e-4, rtol=1e-4)
 
 
@@ -182,7 +181,7 @@ def test_directions_of_an_earlier_version_stay_until_the_tokens_have_doubled() -
     """A saved cache of 90 tokens that does not say when it learned."""
     method, text = InfiniGen(budget=40, skip_layers=0), Text(185)
     table = text.read(method, [90])
-    del table.row_state[LEARNED], table.marks["learn_next"]
+    table.state.learned, table.state.learn_next = None, 0
     before = projector(table)
     for start in range(90, 182):
         part = [t[:, :, start : start + 1] for t in (text.keys, text.values, text.queries)]

@@ -48,7 +48,7 @@ def test_without_noise_and_temperature_it_is_h2o(chunks: list[int]) -> None:
     pairs = [(plain, True), (Keyformer(noise=False), False), (Keyformer(tau_end=1.0), False)]
     for method, same in pairs:
         for ours, theirs in zip(tables(method, stream, [0, 6]), tables(H2O(**settings), stream, [0, 6]), strict=True):
-            equal = torch.equal(ours.slot_state["score"], theirs.slot_state["score"])
+            equal = torch.equal(ours.state.score, theirs.state.score)
             if same:
                 assert equal
                 assert torch.equal(ours.position_slots(), theirs.position_slots())
@@ -167,7 +167,7 @@ def test_a_group_adds_the_scores_of_its_query_heads() -> None:
     grouped, method = random_stream([PROMPT], heads=2, group=3), Keyformer(budget="100%")
     copies = Stream(grouped.keys.repeat_interleave(3, 1), grouped.queries, grouped.chunks)
     ours, theirs = next(tables(method, grouped)), next(tables(method, copies))
-    torch.testing.assert_close(ours.slot_state["score"], theirs.slot_state["score"].unflatten(1, (2, 3)).sum(2))
+    torch.testing.assert_close(ours.state.score, theirs.state.score.unflatten(1, (2, 3)).sum(2))
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,7 @@ def test_pages_follow_the_text_of_a_row_not_its_padding() -> None:
     chosen = padded.method.choose_rows(padded.table, query)
     assert torch.equal(chosen[..., :20], torch.where(shifted >= 0, shifted + 3, -1)) and (chosen[..., 20:] == -1).all()
     pages = 50 // 4
-    assert torch.equal(
-        padded.table.row_state["page_min"][:, :, :pages], alone.table.row_state["page_min"][:, :, :pages]
-    )
+    assert torch.equal(padded.table.state.page_min[:, :, :pages], alone.table.state.page_min[:, :, :pages])
 
 
 def test_tokens_one_by_one_give_the_bounds_of_all_at_once() -> None:
@@ -126,7 +124,9 @@ def test_tokens_one_by_one_give_the_bounds_of_all_at_once() -> None:
     at_once.table.append(one_by_one.keys[:, :, 30:].clone(), one_by_one.values[:, :, 30:].clone())
     at_once.method.compress(at_once.table, normal(1, HEADS * GROUP, 45, SIZE))
     for name in ("page_min", "page_max"):
-        assert torch.equal(one_by_one.table.row_state[name][:, :, :19], at_once.table.row_state[name][:, :, :19])
+        assert torch.equal(
+            getattr(one_by_one.table.state, name)[:, :, :19], getattr(at_once.table.state, name)[:, :, :19]
+        )
 
 
 def test_tokens_taken_back_leave_no_trace_in_the_bounds() -> None:
@@ -149,7 +149,7 @@ def test_tokens_taken_back_leave_no_trace_in_the_bounds() -> None:
             grow(plain, start, start + step)
         pages = -(-plain.seen // 4)
         for name in ("page_min", "page_max"):
-            assert torch.equal(cropped.row_state[name][:, :, :pages], plain.row_state[name][:, :, :pages]), (
+            assert torch.equal(getattr(cropped.state, name)[:, :, :pages], getattr(plain.state, name)[:, :, :pages]), (
                 "no page remembers what was taken back"
             )
 

@@ -62,7 +62,7 @@ def pooled(scores: list[float], kernel: int, pool: str, window: int) -> list[flo
 
 
 def scores_by_token(table: SlotTable, head: int, row: int = 0) -> dict[int, float]:
-    position, score = table.position_slots()[row, head].tolist(), table.slot_state["score"][row, head].tolist()
+    position, score = table.position_slots()[row, head].tolist(), table.state.score[row, head].tolist()
     return {p: s for p, s in zip(position, score, strict=True) if p >= 0}
 
 
@@ -76,7 +76,7 @@ def test_scores_are_the_formula(pool: str, reduce: str, window: int, kernel: int
     for head in range(HEADS):
         raw = text.observed(list(range(40 - window, 40)), list(range(40)), head, reduce)
         expected = torch.tensor(pooled(raw, kernel, pool, window))
-        found = table.slot_state["score"][0, head].cpu()
+        found = table.state.score[0, head].cpu()
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
         if window > 1:
             acausal = text.observed(list(range(40 - window, 40)), list(range(40)), head, reduce, causal=False)

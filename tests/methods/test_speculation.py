@@ -158,9 +158,9 @@ def test_a_much_longer_prompt_gives_a_new_map_row_by_row() -> None:
     for start, end in ((0, 9), (9, 23), (23, 113)):
         positions = (mask[:, :end].cumsum(-1) - 1).clamp_min(0)[:, start:]
         model(ids[:, start:end], attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache)
-        state = cache.slot_layers[1].table.row_state
-        maps.append(state[speculation.MAP].clone())
-        tokens.append(state[speculation.TOKENS].tolist())
+        state = cache.slot_layers[1].table.state
+        maps.append(state.map.clone())
+        tokens.append(state.tokens.tolist())
     assert tokens == [[4, 9], [14, 9], [90, 90]]
     changed = [(after != before).flatten(1).any(1).tolist() for before, after in itertools.pairwise(maps)]
     assert changed == [[True, False], [True, True]]
@@ -170,8 +170,8 @@ def test_a_much_longer_prompt_gives_a_new_map_row_by_row() -> None:
 def test_beams_and_copies_take_the_noted_queries_along() -> None:
     model, ids = zoo.build("llama"), zoo.tokens(1, 40, 3)
     beams, cache = run(model, ids, num_beams=3, num_return_sequences=3, output_scores=True)
-    for state in (layer.table.row_state for layer in cache.slot_layers):
-        assert all(tensor.shape[0] == 3 for tensor in state.values())
+    for state in (layer.table.state for layer in cache.slot_layers):
+        assert all(tensor.shape[0] == 3 for tensor in state.tensors())
     forced = beams.sequences[0:1]
     replay = CompressedCache(model, TINY)
     logits = [model(ids, past_key_values=replay).logits[:, -1]]
@@ -210,7 +210,7 @@ def test_single_steps_stay_in_place() -> None:
     for token in ids[:, 1:6].split(1, 1):
         model(token, past_key_values=cache)
     assert before == [t.data_ptr() for table in tables for t in table.tensors()]
-    assert speculation.PROMPT not in tables[0].row_state, "the prompt's queries go once they are read"
+    assert tables[0].state.prompt_queries is None, "the prompt's queries go once they are read"
 
 
 def test_heads_divided_among_processes_are_refused() -> None:

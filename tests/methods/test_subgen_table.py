@@ -71,9 +71,9 @@ def test_a_row_does_the_same_alone_and_beside_longer_ones(setting: str) -> None:
     for step in range(90, 90 + steps):
         new = slice(step, step + 1)
         due = method.maintenance_due(together)
-        before = together.row_state["plan"]
+        before = together.state.plan
         feed(together, method, keys[:, :, new], values[:, :, new], [1])
-        assert due == (before is not together.row_state["plan"]), "a rewrite is announced, and nothing else is"
+        assert due == (before is not together.state.plan), "a rewrite is announced, and nothing else is"
         out = read(together, keys[:, :, new])
         for row, table in enumerate(alone):
             feed(table, method, keys[row : row + 1, :, new], values[row : row + 1, :, new], [1])

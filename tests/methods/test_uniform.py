@@ -131,7 +131,7 @@ def test_strata_of_a_row_do_not_depend_on_the_batch() -> None:
     together.padding = torch.tensor([200 - n for n in lengths])
     method.compress(together, keys)
     feed(together, method, keys, values, turns)
-    assert together.row_state["strata"].shape == (3, 3)
+    assert together.state.strata.shape == (3, 3)
     for row, length in enumerate(lengths):
         table = SlotTable(0, 1)
         own = [t[row : row + 1, :, 200 - length :] for t in (keys, values)]
@@ -157,5 +157,5 @@ def test_strata_follow_beams_and_files(tmp_path) -> None:  # type: ignore[no-unt
         other.batch_repeat_interleave(2)
         expected = model(ids[:, 110:111], past_key_values=cache).logits
         found = model(ids[:, 110:111].repeat(2, 1), past_key_values=other).logits
-    assert cache.slot_layers[0].table.row_state["strata"].shape[1] == 2
+    assert cache.slot_layers[0].table.state.strata.shape[1] == 2
     torch.testing.assert_close(found, expected.repeat(2, 1, 1))

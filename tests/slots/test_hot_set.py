@@ -116,7 +116,7 @@ def test_no_stale_row_is_ever_served(actions: list[tuple[str, int | list[int]]],
 def test_a_stale_row_would_be_noticed() -> None:
     pair = Pair(2, 12, 6)
     pair.look_up(pair.random_rows(3, 0))
-    place_of = pair.table.row_state["hot_place_of"]
+    place_of = pair.table.hot.place_of
     place_of.copy_(torch.where(place_of >= 0, (place_of + 1) % 6, place_of))
     with pytest.raises(AssertionError, match="a stale row"):
         pair.look_up(pair.random_rows(3, 0))
@@ -133,11 +133,11 @@ def test_hits_are_those_of_a_plain_model(seeds: list[int], keep: int) -> None:
         for head, model in enumerate(models):
             model.read(rows[0, head * LISTS : (head + 1) * LISTS].flatten().tolist())
     for head, model in enumerate(models):
-        state = pair.table.row_state
-        assert state["hot_token_of"][0, head].tolist() == [-1 if t is None else t for t in model.tokens]
-        assert state["hot_counts"][0, head, :3].tolist() == [model.calls, model.reads, model.hits]
+        state = pair.table.hot
+        assert state.token_of[0, head].tolist() == [-1 if t is None else t for t in model.tokens]
+        assert state.counts[0, head, :3].tolist() == [model.calls, model.reads, model.hits]
     reads, hits = sum(m.reads for m in models), sum(m.hits for m in models)
-    assert hot_set.hit_rate([pair.table]) == pytest.approx(hits / reads)
+    assert hot_set.hit_rate([pair.table.hot]) == pytest.approx(hits / reads)
 
 
 def hit_rate(keep: int, accesses: Iterable[list[int]], entries: int = 4) -> float:
@@ -146,8 +146,8 @@ def hit_rate(keep: int, accesses: Iterable[list[int]], entries: int = 4) -> floa
     for step, tokens in enumerate(accesses):
         offloaded.look_up(pair.table, torch.tensor([[tokens] * HEADS], dtype=torch.int32))
         if step == 0:
-            pair.table.row_state["hot_counts"][..., 1:] = 0
-    rate = hot_set.hit_rate([pair.table])
+            pair.table.hot.forget_counts()
+    rate = hot_set.hit_rate([pair.table.hot])
     assert rate is not None
     return rate
 
@@ -171,4 +171,4 @@ def test_two_steps_kept_hit_at_least_as_often_as_one(accesses: list[list[int]]) 
 
 
 def test_nothing_read_yet_has_no_hit_rate() -> None:
-    assert hot_set.hit_rate([SlotTable(0, 1)]) is None
+    assert hot_set.hit_rate([SlotTable(0, 1).hot]) is None

@@ -141,9 +141,9 @@ def bytes_after(method: str, length: int) -> tuple[int, int, int]:
     model = build("llama")
     cache = CompressedCache(model, method)
     generate(model, tokens(1, length), cache, max_new_tokens=4)
-    growing = ("centroids", "mean_values", "sizes", "offsets", "order", "page_min", "page_max", "hot_place_of")
-    states = [layer.table.row_state for layer in cache.slot_layers]
-    index = sum(s[n].numel() * s[n].element_size() for s in states for n in growing if n in s)
+    growing = ("centroids", "mean_values", "sizes", "offsets", "order", "page_min", "page_max", "place_of")
+    states = [state for layer in cache.slot_layers for state in (layer.table.state, layer.table.hot)]
+    index = sum(tensor.nbytes for state in states for name, tensor in state.named() if name in growing)
     return cache.device_bytes, index, cache.host_bytes
 
 

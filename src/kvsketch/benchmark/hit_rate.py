@@ -22,7 +22,6 @@ from kvsketch import models, records
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.models import texts
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
-from kvsketch.slots.hot_set import COUNTS
 
 METHODS = ("clusterkv", "clusterkv:tokens_per_cluster=80:recluster_into=4:rounds=20:completion=false", "quest")
 
@@ -37,8 +36,8 @@ def measure(model: Any, method: str, ids: torch.Tensor, prompt: int) -> dict[str
         model(ids[:, step : step + 1], past_key_values=cache)
         if step == prompt:
             for layer in cache.slot_layers:
-                if COUNTS in layer.table.row_state:
-                    counts.append(layer.table.row_state[COUNTS])
+                if layer.table.hot.counts is not None:
+                    counts.append(layer.table.hot.counts)
                     counts[-1][..., READS:] = 0
     if not counts:
         raise ValueError(f"{method} offloads nothing of {prompt} tokens; use a longer prompt or a smaller budget")

@@ -18,7 +18,7 @@ import dataclasses
 import gc
 import statistics
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console
@@ -30,27 +30,36 @@ from kvsketch.benchmark.decode import Session, check_tokens, time_steps
 from kvsketch.benchmark.options import parse, without_gpu
 from kvsketch.benchmark.shapes import HELP, build
 from kvsketch.methods import METHODS, ClusterKV, Method, parse_method
+from kvsketch.methods.clusterkv.clusters import Clusters
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
-from kvsketch.slots.hot_set import COUNTS
+from kvsketch.slots.state import per_row
 from kvsketch.slots.table import SlotTable
 
 DEVICE = "cuda"
 CHECK_PROMPT = 4096
-MEMORY = "scores_so_far"
+
+
+@dataclasses.dataclass
+class SteadyClusters(Clusters):
+    """Clusters, and what they scored so far."""
+
+    scores: Tensor | None = per_row()  # [B, Hq or H, C]
 
 
 @dataclasses.dataclass(frozen=True)
 class SteadyClusterKV(ClusterKV):
     """ClusterKV whose choice changes slowly, as it does when text is read: scores are a mean over the past."""
 
+    State: ClassVar[type[SteadyClusters]] = SteadyClusters
     locality: float = 0.0
 
     def _scores(self, table: SlotTable, query: Tensor) -> Tensor:
         scores = super()._scores(table, query)
-        if table.row_state.setdefault(MEMORY, scores).shape != scores.shape:
-            table.row_state[MEMORY] = scores
-        return table.row_state[MEMORY].lerp_(scores, 1 - self.locality)
+        state = table.state_of(self.State)
+        if state.scores is None or state.scores.shape != scores.shape:
+            state.scores = scores
+        return state.scores.lerp_(scores, 1 - self.locality)
 
 
 @dataclasses.dataclass
@@ -110,8 +119,8 @@ def same_tokens(model: Any, near: Method, far: Method, prompt: Tensor, count: in
 
 def counts_of(session: Session) -> Tensor:  # [4]
     """What the hot sets of all layers have counted so far."""
-    states = [layer.table.row_state for layer in session.cache.slot_layers]
-    counts = [state[COUNTS].sum((0, 1)).cpu() for state in states if COUNTS in state]
+    found = [layer.table.hot.counts for layer in session.cache.slot_layers]
+    counts = [each.sum((0, 1)).cpu() for each in found if each is not None]
     return torch.stack(counts).sum(0)
 
 

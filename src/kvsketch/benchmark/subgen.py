@@ -29,7 +29,7 @@ from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.timing import time_calls
 from kvsketch.methods.subgen import SubGen
 from kvsketch.methods.subgen.sketch import Sketch, fold_denominator, fold_numerator
-from kvsketch.methods.subgen.slots import covering_radii, exact_tokens, layout_of, state_of
+from kvsketch.methods.subgen.slots import Structure, covering_radii, exact_tokens, layout_of, state_of
 from kvsketch.slots.table import SlotTable
 
 TARGET = 0.10  # share of prefill
@@ -50,7 +50,7 @@ def make_table(kind: str, length: int, seed: int, device: str = "cuda") -> SlotT
 
 def folded(method: SubGen, table: SlotTable) -> SlotTable:
     """The table after the method; the exact one stays as it is."""
-    copied = replace(table, slot_state={}, row_state={})
+    copied = replace(table, state=Structure())
     method.compress(copied, table.key_slots()[:, :, -1:])
     return copied
 
@@ -75,8 +75,9 @@ def check_all(length: int, budget: int, seed: int, device: str = "cuda") -> list
         for stage in ("prompt", "decoding"):
             assert ours.index is not None and expected.index is not None
             same = float((ours.index == expected.index).float().mean())
-            mu = float((ours.row_state["mu"] / expected.row_state["mu"] - 1).abs().max())
-            counts = ours.row_state["counts"].sum(-1) == expected.row_state["counts"].sum(-1)
+            mine, its = ours.state_of(Structure), expected.state_of(Structure)
+            mu = float((mine.mu / its.mu - 1).abs().max())
+            counts = mine.counts.sum(-1) == its.counts.sum(-1)
             if same < SAME_SLOTS or mu > 1e-6 or not bool(counts.all()):
                 wrong.append(f"{kind} keys, {stage}: {same:.1%} of the slots are the reference's, mu off by {mu:.1e}")
             for step in range(64):
@@ -133,7 +134,7 @@ def measure(kind: str, length: int, budget: int, seed: int, prefill_ms: float, r
             ops.fold_token(state_of(bounded), layout_of(bounded), method.coalesce)
 
     append_only, whole = time_calls([lambda: step(False)]), time_calls([step])
-    alive = (bounded.row_state["counts"] > 0).sum(-1).float()
+    alive = (bounded.state_of(Structure).counts > 0).sum(-1).float()
     share = LAYERS * statistics.median(times) / prefill_ms
     return {
         "operation": "subgen",

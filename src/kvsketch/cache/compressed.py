@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from kvsketch.cache import attention, families, rotary, saving
 from kvsketch.cache.checks import require_finite
 from kvsketch.cache.layer import SlotLayer
-from kvsketch.cache.saving.model_identity import ModelIdentity
+from kvsketch.cache.saving.model_identity import ModelIdentity, layer_devices
 from kvsketch.cache.view import require_stream
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
@@ -216,16 +216,37 @@ class CompressedCache(Cache):
     @property
     def hit_rate(self) -> float | None:
         """With offload=host, the share of reads that found their token on the device."""
-        return hit_rate(layer.table for layer in self.slot_layers)
+        return hit_rate(layer.table.hot for layer in self.slot_layers)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the cache to a file, in one step; see `saving`."""
-        saving.save(self, path)
+        self._require_savable()
+        # `check` is for whoever looks for a mistake and is not kept.
+        options = {"seed": self.slot_layers[0].table.seed, "prefill": self.prefill, "chunk": self.chunk}
+        saving.save(path, self.method, options, self.identity.describe(self.head_share), self.layers)
+
+    def _require_savable(self) -> None:
+        if any(layer.prompt is not None for layer in self.slot_layers):
+            raise ValueError("this cache is in the middle of a prompt; save it when the whole prompt has been read")
+        what = self.broken_off()
+        if what:
+            raise ValueError(
+                f"what was last read into this cache was broken off: {what}; start again with cache.reset(), or load "
+                "the file that was saved before"
+            )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module | PretrainedConfig) -> CompressedCache:
         """The cache that `save` wrote, on the model's device; ValueError when file or model are not the right ones."""
-        return saving.load(path, model, cls)
+        with saving.opened(path) as saved:
+            cache = cls(model, saved.method, **saved.options)
+            differences = cache.identity.differences(saved.model, cache.head_share)
+            saved.fill(cache.layers, layer_devices(model, len(cache.layers)), differences)
+            for table in (layer.table for layer in cache.slot_layers):
+                if cache.head_share is not None and not table.empty:
+                    cache.head_share.place(table, table.shape[1])
+            cache._require_savable()
+        return cache
 
     def __repr__(self) -> str:
         counts = f"tokens_seen={self.tokens_seen}, tokens_stored={self.tokens_stored}"

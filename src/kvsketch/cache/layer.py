@@ -41,6 +41,9 @@ OVER = "over"  # and one later was not: as before, but a single token is compres
 class SlotLayer(CacheLayerMixin):
     """One full-attention layer of a compressed cache: a slot table and the method that rewrites it."""
 
+    # What a file holds of a layer, beside its table.
+    SAVED = ("pending", "recording", "seen_before", "prompt_before", "read_before", "is_initialized")
+
     is_sliding = False
     is_compileable = False
     is_croppable = True

@@ -20,10 +20,9 @@ from kvsketch.evaluation.attention_protocol import Captured
 from kvsketch.methods import ClusterKV, InfiniGen, Quest
 from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size
-from kvsketch.methods.clusterkv.clusters import CENTROIDS, OFFSETS, ORDER, SIZES
+from kvsketch.methods.clusterkv.clusters import Clusters
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.ops.hot_rows import HITS, READS
-from kvsketch.slots.hot_set import COUNTS
 from kvsketch.slots.table import SlotTable
 
 
@@ -86,10 +85,10 @@ def choose(method: Method, table: SlotTable, queries: Tensor) -> Choice:
 
 def _clusters(method: ClusterKV, table: SlotTable, queries: list[Tensor]) -> Choice:
     """The sinks, and the clusters that each query likes best; its own `scores` decide, as in `attend`."""
-    state, heads = table.row_state, queries[0].shape[1]
+    state, heads = table.state_of(Clusters), queries[0].shape[1]
     budget = method.rows_read(table)
     chosen = [
-        ops.select_clusters(method._scores(table, query), state[SIZES], state[OFFSETS], state[ORDER], budget)
+        ops.select_clusters(method._scores(table, query), state.sizes, state.offsets, state.order, budget)
         for query in queries
     ]
     rows, taken = (
@@ -102,7 +101,8 @@ def _clusters(method: ClusterKV, table: SlotTable, queries: list[Tensor]) -> Cho
 
 def cluster_count(table: SlotTable) -> int | None:
     """Clusters of the largest head that hold tokens, None without clusters."""
-    return int((table.row_state[SIZES] > 0).sum(-1).max()) if CENTROIDS in table.row_state else None
+    state = table.state
+    return int((state.sizes > 0).sum(-1).max()) if isinstance(state, Clusters) and state.indexed else None
 
 
 def cluster_hits(taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:  # [Hq], [Hq]
@@ -129,13 +129,13 @@ def hot_set_hits(
     """
     offloading = dataclasses.replace(method, offload="host", keep_steps=steps)
     table = table_of(offloading, layer, context, seed)
-    if COUNTS not in table.row_state:
+    if table.hot.counts is None:
         return None
     for number, query in enumerate(layer.queries[:, :, context:].split(1, dim=2)):
         if number == 1:
-            table.row_state[COUNTS][..., READS:] = 0
+            table.hot.forget_counts()
         offloading.attend(table, query.contiguous())
-    counts = table.row_state[COUNTS].sum((0, 1)).tolist()
+    counts = table.hot.counts.sum((0, 1)).tolist()
     return int(counts[HITS]), int(counts[READS])
 
 

@@ -37,7 +37,6 @@ from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.models import texts
-from kvsketch.slots.hot_set import TAIL
 from kvsketch.slots.table import NEG_INF, SlotTable
 
 LAYERS_SHOWN, HEADS_SHOWN = 6, 2
@@ -122,7 +121,7 @@ def _with_spans(method: Method, table: SlotTable, rows: Tensor) -> Tensor:
     """Chosen tokens [H, m] and those that every query reads besides: clusterkv's sinks and what no cluster holds."""
     if not isinstance(method, ClusterKV):
         return rows
-    tokens = [*range(min(method.sinks, table.seen)), *range(table.marks[TAIL], table.seen)]
+    tokens = [*range(min(method.sinks, table.seen)), *range(method.indexed_tokens(table), table.seen)]
     spans = torch.tensor(tokens, device=rows.device, dtype=rows.dtype)
     return torch.cat([rows, spans.expand(rows.shape[0], -1)], 1)
 

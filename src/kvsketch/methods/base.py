@@ -21,6 +21,7 @@ from torch import Tensor
 from kvsketch.methods.budget import Budget, Size, Tokens, row_prompts
 from kvsketch.ops.slot_update.reference import rank, sort_keys
 from kvsketch.slots.positions import CACHE, POSITIONS, TEXT
+from kvsketch.slots.state import TableState
 from kvsketch.slots.table import SlotTable
 
 
@@ -56,6 +57,7 @@ class Method:
     # Defaults of earlier versions, whose saved files name only what differed from them.
     earlier_defaults: ClassVar[dict[str, str]] = {}
     ignores_hidden_tokens: ClassVar[bool] = False  # whether tokens that a mask hides inside a row leave no trace
+    State: ClassVar[type[TableState]] = TableState  # what it remembers of a layer: `table.state_of(self.State)`
     wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in table.row_lse
     wants_logits: ClassVar[bool] = False  # whether a decode step should leave its logits in table.row_logits
 
@@ -114,7 +116,7 @@ class Method:
 
     def can_forget(self, table: SlotTable, left: int) -> bool:
         """Whether the tokens after the first `left`, already compressed, can be dropped without a trace."""
-        return table.exact and not table.slot_state
+        return table.exact and not table.state.slot_tensors()
 
     def forget(self, table: SlotTable, count: int) -> None:
         """Drops the last `count` tokens; called only where `can_forget`."""

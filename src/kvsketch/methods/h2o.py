@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.base import EvictingMethod, option
 from kvsketch.methods.budget import Size
-from kvsketch.methods.received import add_attention
+from kvsketch.methods.received import Scores, add_attention
 from kvsketch.slots.table import SlotTable
 
 REDUCTIONS = ("sum", "mean", "max")
@@ -45,15 +45,17 @@ class H2O(EvictingMethod):
     recent: Size | int | str = "50%"
     gqa_reduce: str = option("sum", "how the scores of the query heads of one KV head become one", REDUCTIONS)
 
+    State: ClassVar[type[Scores]] = Scores
     # Attention may leave the logarithms of its row sums, [B, Hq, n], in table.row_lse: half of the work is done.
     wants_row_lse: ClassVar[bool] = True
     wants_logits: ClassVar[bool] = True
 
     def observe(self, table: SlotTable, queries: Tensor) -> None:
-        score = table.slot_state.get("score")
+        state = table.state_of(self.State)
         # After a roll back the score is a view of a longer tensor.
-        score = torch.zeros(table.shape, device=queries.device) if score is None else score.contiguous()
-        table.slot_state["score"] = score
+        old = state.score
+        score = torch.zeros(table.shape, device=queries.device) if old is None else old.contiguous()
+        state.score = score
         add_attention(
             table,
             queries,
@@ -65,7 +67,7 @@ class H2O(EvictingMethod):
         )
 
     def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
-        return table.slot_state["score"]
+        return table.state_of(self.State).of_slots()
 
     def temperature(self, table: SlotTable) -> ops.Temperature:
         """The temperature of the softmax that is summed up."""

@@ -68,7 +68,7 @@ class Keyformer(H2O):
         return ops.Noise(self.seed + table.seed, table.layer_idx, table.first_head) if self.noise else None
 
     def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
-        score = table.slot_state["score"]
+        score = table.state_of(self.State).of_slots()
         return score if self.compat == "intended" else self._frozen(table, score)
 
     def _frozen(self, table: SlotTable, score: Tensor) -> Tensor:

@@ -9,14 +9,34 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.base import option
-from kvsketch.methods.recall import BUDGETS, RecallingMethod
+from kvsketch.methods.recall import Recalled, RecallingMethod
 from kvsketch.slots import offloaded
+from kvsketch.slots.state import number, per_row
 from kvsketch.slots.table import SlotTable
 
-# [B, H, pages, D]: smallest and largest key channels of each page.
-PAGE_MIN, PAGE_MAX = "page_min", "page_max"
-COVERED = "pages_cover"  # tokens that the bounds were made of
 LEAST_PAGES = 3
+NOTHING = (float("inf"), float("-inf"))  # bounds of a page without tokens
+
+
+@dataclass
+class Pages(Recalled):
+    """The bounds of the pages."""
+
+    page_min: Tensor | None = per_row()  # [B, H, pages, D], smallest key channels of each page
+    page_max: Tensor | None = per_row()  # the largest
+    pages_cover: int = number()  # tokens that the bounds were made of
+
+    @property
+    def indexed(self) -> bool:
+        return self.page_min is not None
+
+    @property
+    def count(self) -> int:
+        return 0 if self.page_min is None else self.page_min.shape[2]
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        assert self.page_min is not None and self.page_max is not None
+        return self.page_min, self.page_max
 
 
 @dataclass(frozen=True)
@@ -35,6 +55,7 @@ class Quest(RecallingMethod):
     name: ClassVar[str] = "quest"
     paper: ClassVar[str] = "arXiv 2406.10774"
     look: ClassVar[tuple[str, ...]] = ("#728200", "#c5d14a", "s")
+    State: ClassVar[type[Pages]] = Pages
     sinks: int = field(default=0, init=False)
     page: int = option(16, "tokens of a page")
 
@@ -55,18 +76,15 @@ class Quest(RecallingMethod):
         most = 0 if table.padding is None else self._pages(budget + 1)
         return self.page * max(self.pages_read(budget), most)
 
-    def is_indexed(self, table: SlotTable) -> bool:
-        return PAGE_MIN in table.row_state
-
     def maintenance_due(self, table: SlotTable) -> bool:
-        outgrown = self.is_indexed(table) and self._pages(table.seen + 1) > table.row_state[PAGE_MIN].shape[2]
+        outgrown = self.is_indexed(table) and self._pages(table.seen + 1) > table.state_of(self.State).count
         return outgrown or super().maintenance_due(table)
 
     def forget(self, table: SlotTable, count: int) -> None:
         super().forget(table, count)
         # A bound does not record which token set it: the bounds are built again.
-        for name in (PAGE_MIN, PAGE_MAX):
-            table.row_state.pop(name, None)
+        state = table.state_of(self.State)
+        state.page_min = state.page_max = None
         if self.selects(table):
             self.index(table)
 
@@ -74,20 +92,20 @@ class Quest(RecallingMethod):
         """Keeps the bounds of each page up to date; a page starts at a multiple of `page` real tokens."""
         if not self.is_indexed(table) and table.seen <= self.budget_tokens(table):
             return
-        new = table.new_tokens if self.is_indexed(table) else table.seen
-        if self.is_indexed(table) and table.exact and table.marks.get(COVERED, 0) > table.seen - new:
+        state = table.state_of(self.State)
+        new = table.new_tokens if state.indexed else table.seen
+        if state.indexed and table.exact and state.pages_cover > table.seen - new:
             # Tokens were taken back since: their pages must forget them.
-            table.row_state[PAGE_MIN].fill_(float("inf"))
-            table.row_state[PAGE_MAX].fill_(float("-inf"))
+            for bounds, nothing in zip(state.bounds(), NOTHING, strict=True):
+                bounds.fill_(nothing)
             new = table.seen
-        table.marks[COVERED] = table.seen
+        state.pages_cover = table.seen
         self._reserve(table)
         # A captured step finds its token by the device's own count.
         next_slot = table.next_slot if new == 1 else None
         keys = table.key_slots() if next_slot is not None else offloaded.newest(table, table.seen - new)[0]
         ops.widen_pages(
-            table.row_state[PAGE_MIN],
-            table.row_state[PAGE_MAX],
+            *state.bounds(),
             keys,
             table.seen_on_device(),
             self.page,
@@ -100,15 +118,14 @@ class Quest(RecallingMethod):
 
     def _reserve(self, table: SlotTable) -> None:
         """Makes room for the pages of all tokens, and some more when there is too little."""
-        keys, needed = table.key_slots(), self._pages(table.seen)
-        present = table.row_state[PAGE_MIN].shape[2] if self.is_indexed(table) else 0
-        if needed <= present:
+        state, keys, needed = table.state_of(self.State), table.key_slots(), self._pages(table.seen)
+        if needed <= state.count:
             return
-        for name, nothing in ((PAGE_MIN, float("inf")), (PAGE_MAX, float("-inf"))):
-            bounds = keys.new_full((*keys.shape[:2], needed + max(8, needed // 8), keys.shape[3]), nothing)
-            if present:
-                bounds[:, :, :present] = table.row_state[name]
-            table.row_state[name] = bounds
+        shape = (*keys.shape[:2], needed + max(8, needed // 8), keys.shape[3])
+        longer = [keys.new_full(shape, nothing) for nothing in NOTHING]
+        for bounds, present in zip(longer, state.bounds() if state.indexed else (), strict=False):
+            bounds[:, :, : state.count] = present
+        state.page_min, state.page_max = longer
 
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
@@ -124,15 +141,15 @@ class Quest(RecallingMethod):
         """Tokens of the best pages of each query head; the page being filled, which holds the query's own token, is
         one.
         """
+        state = table.state_of(self.State)
         return ops.select_pages(
             query,
-            table.row_state[PAGE_MIN],
-            table.row_state[PAGE_MAX],
+            *state.bounds(),
             table.seen_on_device(),
             self.rows_read(table) // self.page,
             self.page,
             padding=table.padding,
-            budgets=table.row_state.get(BUDGETS),
+            budgets=state.budgets,
             budget=None if table.padding is None else self.budget_tokens(table),
             least=LEAST_PAGES,
         )

@@ -12,12 +12,19 @@ from kvsketch.methods.base import Method, option
 from kvsketch.methods.budget import Size, row_prompts
 from kvsketch.methods.full import Full
 from kvsketch.slots import offloaded
-from kvsketch.slots.hot_set import TAIL
+from kvsketch.slots.state import Range, TableState, kept, number, per_row
 from kvsketch.slots.table import SlotTable
 
 OFFLOADS = ("none", "host")
-UNFINISHED = "unfinished"  # the host store holds the part of a prompt that was read so far, and the index does not
-BUDGETS = "budgets"  # [B] int32, what each row reads when the budget is a share and padding makes rows differ
+
+
+@dataclass
+class Recalled(TableState):
+    """What every recall method remembers."""
+
+    # [B] int32, what each row reads when the budget is a share and padding makes rows differ
+    budgets: Tensor | None = per_row(lambda t, s: Range(t.shape[:1], 1, max(1, t.prompt_tokens)))
+    unfinished: int = number()  # 1: the host store holds the part of a prompt that was read so far, the index does not
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class RecallingMethod(Method, ABC):
     """
 
     family: ClassVar[str] = "recall"
+    State: ClassVar[type[Recalled]] = Recalled
     budget: Size | int | str = option(
         1024, "tokens that a query head reads in a layer, sinks included: a number, or a share of the prompt (25%)"
     )
@@ -68,9 +76,9 @@ class RecallingMethod(Method, ABC):
         """How many lists of tokens the `group` query heads of one KV head read."""
         return group
 
-    @abstractmethod
     def is_indexed(self, table: SlotTable) -> bool:
         """Whether the table has an index, so that queries read a part of it."""
+        return table.state_of(self.State).indexed
 
     def index(self, table: SlotTable) -> None:
         """Takes the tokens of the last forward into the index; called after every forward of a layer that selects."""
@@ -84,8 +92,8 @@ class RecallingMethod(Method, ABC):
     def _note_row_budgets(self, table: SlotTable) -> None:
         rows = cast(Size, self.budget).of(row_prompts(table))
         if isinstance(rows, Tensor):
-            budgets = rows.flatten().int()
-            table.row_state.setdefault(BUDGETS, budgets).copy_(budgets)
+            state = table.state_of(self.State)
+            state.budgets = kept(state.budgets, rows.flatten().int())
 
     # the life of a token
 
@@ -100,9 +108,10 @@ class RecallingMethod(Method, ABC):
         return table.new_tokens > 1 and table.seen < table.prompt_tokens
 
     def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
-        if self.offload == "none" or (keys.shape[2] == 1 and UNFINISHED not in table.marks):
+        state = table.state_of(self.State)
+        if self.offload == "none" or (keys.shape[2] == 1 and not state.unfinished):
             return
-        table.marks.pop(UNFINISHED, None)
+        state.unfinished = 0
         # The first layer checks that host memory has room for all layers.
         if (table.seen == 0 or self.selects(table)) and table.seen + keys.shape[2] > self.budget_tokens(table):
             skipped = max(0, self.skip_layers - table.layer_idx)
@@ -128,10 +137,14 @@ class RecallingMethod(Method, ABC):
             return
         if self.reads_on(table) and table.seen > self.budget_tokens(table):
             offloaded.offload(table, table.seen, self.sinks, self.tail_tokens, 1)
-            table.marks[UNFINISHED] = 1
+            table.state_of(self.State).unfinished = 1
         elif self.is_indexed(table):
             hot = self.keep_steps * self.lists(queries.shape[1] // table.shape[1]) * self.rows_read(table)
-            offloaded.offload(table, table.marks.get(TAIL, table.seen), self.sinks, self.tail_tokens, hot)
+            offloaded.offload(table, self.indexed_tokens(table), self.sinks, self.tail_tokens, hot)
+
+    def indexed_tokens(self, table: SlotTable) -> int:
+        """Tokens that the index holds; those behind them stay on the device."""
+        return table.seen
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         moves_out = self.offload == "host" and self.selects(table)
@@ -142,7 +155,7 @@ class RecallingMethod(Method, ABC):
 
     def forget(self, table: SlotTable, count: int) -> None:
         super().forget(table, count)
-        if BUDGETS in table.row_state:
+        if table.state_of(self.State).budgets is not None:
             self._note_row_budgets(table)
 
     def maintenance_due(self, table: SlotTable) -> bool:

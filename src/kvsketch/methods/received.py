@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.attention_mass import is_plain
+from kvsketch.slots.state import TableState, per_slot
 from kvsketch.slots.table import SlotTable
+
+
+@dataclass
+class Scores(TableState):
+    """What each slot has received so far."""
+
+    score: Tensor | None = per_slot()  # [B, H, S] float32
+
+    def of_slots(self) -> Tensor:
+        assert self.score is not None
+        return self.score
 
 
 def add_attention(

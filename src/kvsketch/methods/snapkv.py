@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsketch.methods.base import EvictingMethod, option
 from kvsketch.methods.budget import Budget, Size, Tokens, clamp
-from kvsketch.methods.received import add_attention
+from kvsketch.methods.received import Scores, add_attention
 from kvsketch.slots.table import SlotTable
 
 POOLS = ("avg", "max")
@@ -48,6 +48,7 @@ class SnapKV(EvictingMethod):
     pool: str = option("avg", "how the votes of neighbours are pooled", POOLS)
     gqa_reduce: str = option("sum", "how the votes of the query heads of one KV head become one", REDUCTIONS)
 
+    State: ClassVar[type[Scores]] = Scores
     wants_logits: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -64,16 +65,16 @@ class SnapKV(EvictingMethod):
         votes = queries[:, :, -self.window :]
         fade = max(0.0, 1.0 - table.new_tokens / self.window)
         if table.in_place:
-            self._count(table, votes, table.slot_state["score"], fade)
+            self._count(table, votes, table.state_of(self.State).of_slots(), fade)
             return
-        old = table.slot_state.get("score")
+        state = table.state_of(self.State)
         new = self._count(table, votes, torch.zeros(table.shape, device=queries.device))
         if table.new_tokens > 1:
             new = self._pooled(table, new)
-        table.slot_state["score"] = new if old is None else new.add_(old, alpha=fade)
+        state.score = new if state.score is None else new.add_(state.score, alpha=fade)
 
     def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
-        return table.slot_state["score"]
+        return table.state_of(self.State).of_slots()
 
     def _count(self, table: SlotTable, votes: Tensor, into: Tensor, fade: float = 1.0) -> Tensor:
         return add_attention(table, votes, into, reduce=self.gqa_reduce, fade=fade)

@@ -11,13 +11,22 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod, bound_to_budget, evict, option
 from kvsketch.methods.budget import Tokens
+from kvsketch.slots.state import ANY, Range, TableState, per_row
 from kvsketch.slots.table import SlotTable
 
 # With so many expected samples a stratum is empty with probability 2%: then nothing would stand for its tokens.
 SMALLEST = 4.0
 NEVER = 1 << 62
-# [B, 2] int64, budget and recent window of each row when it was last compressed; [B, G] int64, where strata start.
-SIZES, STRATA = "stratum_sizes", "strata"
+
+
+@dataclass
+class Strata(TableState):
+    """What is known of a share that grows from prompt to prompt."""
+
+    # [B, 2] int64, budget and recent window of each row when it was last compressed
+    stratum_sizes: Tensor | None = per_row(lambda t, s: Range((t.shape[0], 2), 0, ANY.max))
+    # [B, G] int64, where strata start
+    strata: Tensor | None = per_row(lambda t, s: Range((t.shape[0], *s.strata.shape[1:2]), 0, ANY.max))
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,7 @@ class Uniform(BudgetedMethod):
     look: ClassVar[tuple[str, ...]] = ("#667085", "#a6afbf", "s")
     random: ClassVar[bool] = True
     ignores_hidden_tokens: ClassVar[bool] = True
+    State: ClassVar[type[Strata]] = Strata
     weights: bool = option(True, "false reads the sample with weight 1")
 
     def bound(self, table: SlotTable, max_length: int) -> None:
@@ -70,22 +80,22 @@ class Uniform(BudgetedMethod):
         like = table.real_tokens()  # [B, 1, 1]
         sizes = [torch.full_like(like, size) if isinstance(size, int) else size for size in (total, recent)]
         now = torch.cat(sizes, 1)[..., 0]  # [B, 2]
-        before = table.row_state.get(SIZES)
-        table.row_state[SIZES] = now
-        if before is None:
-            table.row_state[STRATA] = torch.full_like(now[:, :1], self.sinks)
+        state = table.state_of(self.State)
+        before, state.stratum_sizes = state.stratum_sizes, now
+        if before is None or state.strata is None:
+            state.strata = torch.full_like(now[:, :1], self.sinks)
         else:
             seen = like[:, 0] - table.new_tokens
             starts = (now[:, :1] > before[:, :1]) & (seen > before[:, :1])
             if bool(starts.any()):
                 start = torch.where(starts, (seen - before[:, 1:]).clamp_min(self.sinks), NEVER)
-                table.row_state[STRATA] = torch.cat([table.row_state[STRATA], start], 1).sort(-1).values
+                state.strata = torch.cat([state.strata, start], 1).sort(-1).values
 
     def _reweigh(self, table: SlotTable, recent: Tokens) -> None:
         position = table.position_slots()
         end = table.real_tokens() - recent
         middle = (position >= self.sinks) & (position < end)
-        strata = table.row_state.get(STRATA)
+        strata = table.state_of(self.State).strata
         if strata is None or strata.shape[1] == 1:
             kept = middle.sum(-1, keepdim=True)
             weight = ((end - self.sinks).clamp_min(1).float() / kept.clamp_min(1)).log()

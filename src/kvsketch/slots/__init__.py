@@ -1,7 +1,11 @@
 """What is stored, and the code that writes it.
 
-table.py        the table of weighted slots of one layer
-tensors.py      moves of the tensors that it holds
+table.py        the table of weighted slots of one layer, and every way to write it
+state.py        what a method remembers beside the slots
+padding.py      left padding
+positions.py    how far a query finds itself from a slot
+tensors.py      moves of the tensors that a table holds
+checks.py       what a table from a file must fulfil
 host.py         keys and values in host memory
 hot_set.py      host rows that also lie on the device
 offloaded.py    a table whose tokens moved to the host

@@ -8,61 +8,75 @@ read is there.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsketch import ops
-from kvsketch.ops.hot_rows import HITS, READS, Buffer, HotPlaces, Store, new_places
-from kvsketch.slots.table import SlotTable
-
-COUNTS = "hot_counts"
-MAPS = ("hot_place_of", "hot_token_of", "hot_last_read", COUNTS)
-HOST_ROW = "host_row"  # [B] int32, the row of the host store that each batch row reads
-TAIL = "tail_start"  # [B] int32, the first token that the host store does not hold
+from kvsketch.ops.hot_rows import HITS, READS, HotPlaces, new_places
+from kvsketch.slots.state import ANY, Range, TableState, number, per_row
 
 
-def attach(table: SlotTable, places: int) -> None:
-    """Gives the table an empty hot set of `places` rows per batch row and KV head; counts go on."""
-    assert table.keys is not None and table.host is not None
-    counts = table.row_state.get(COUNTS)
-    maps = new_places(*table.shape[:2], table.host.capacity, places, table.keys.device)
-    table.row_state.update(zip(MAPS, maps, strict=True))
-    if counts is not None:
-        table.row_state[COUNTS].copy_(counts)
+@dataclass
+class HotSet(TableState):
+    """Which host rows lie on the device, and where the part of a table begins that only the device holds."""
+
+    # [B] int32, the row of the host store that each batch row reads
+    host_row: Tensor = per_row(lambda t, s: Range(t.shape[:1], 0, _host_rows(t) - 1))
+    # [B] int32, the first token that the host store does not hold
+    tail_start: Tensor = per_row(lambda t, s: Range(t.shape[:1], 0, t.seen if t.host is None else t.host.length))
+    place_of: Tensor = per_row(lambda t, s: Range((*t.shape[:2], s.tokens), -1, s.places - 1))  # [B, H, tokens]
+    token_of: Tensor = per_row(lambda t, s: Range((*t.shape[:2], s.places), -1, s.tokens - 1))  # [B, H, places]
+    last_read: Tensor = per_row(lambda t, s: Range((*t.shape[:2], s.places), ANY.min, ANY.max))  # [B, H, places]
+    counts: Tensor | None = per_row(lambda t, s: Range((*t.shape[:2], 4), 0, ANY.max))  # [B, H, 4]
+    sinks: int = number()  # slots that the sinks have
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that have a place in the map."""
+        return _width(self.place_of)
+
+    @property
+    def places(self) -> int:
+        return _width(self.token_of)
+
+    def attach(self, batch: int, heads: int, tokens: int, places: int, device: torch.device) -> None:
+        """An empty hot set of `places` rows per batch row and KV head, for so many host tokens; counts go on."""
+        counted = self.counts
+        self.place_of, self.token_of, self.last_read, counts = new_places(batch, heads, tokens, places, device)
+        self.counts = counts if counted is None else counts.copy_(counted)
+
+    def detach(self) -> None:
+        """Takes the hot set away, but for its counts."""
+        vars(self).update(place_of=None, token_of=None, last_read=None)
+
+    def lengthen(self, tokens: int) -> None:
+        """Makes room for so many host tokens."""
+        if tokens > self.tokens:
+            self.place_of = torch.nn.functional.pad(self.place_of, (0, tokens - self.tokens), value=-1)
+
+    def maps(self) -> HotPlaces:
+        """As `ops.hot_rows` takes it."""
+        assert self.counts is not None
+        return HotPlaces(self.place_of, self.token_of, self.last_read, self.counts)
+
+    def forget_counts(self) -> None:
+        """Reads and hits are counted from here on."""
+        assert self.counts is not None
+        self.counts[..., READS:] = 0
 
 
-def detach(table: SlotTable) -> None:
-    """Takes the hot set away, but for its counts."""
-    for name in MAPS:
-        if name != COUNTS:
-            table.row_state.pop(name, None)
-
-
-def lengthen(table: SlotTable) -> None:
-    """Makes room for all tokens that the host store can hold."""
-    assert table.host is not None
-    place_of = table.row_state[MAPS[0]]
-    missing = table.host.capacity - place_of.shape[2]
-    if missing > 0:
-        table.row_state[MAPS[0]] = torch.nn.functional.pad(place_of, (0, missing), value=-1)
-
-
-def look_up(table: SlotTable, rows: Tensor, first_tail: int) -> Tensor:
-    """Slots of the table's buffers where the tokens `rows` [B, L, M] lie, after the missing ones were copied there."""
-    assert table.keys is not None and table.values is not None and table.host is not None
-    table.host.wait()
-    return ops.hot_rows(
-        rows,
-        table.row_state[TAIL],
-        HotPlaces(*(table.row_state[name] for name in MAPS)),
-        Store(table.host.keys, table.host.values, table.row_state[HOST_ROW]),
-        Buffer(table.keys, table.values, first_tail, table.length),
-    )
-
-
-def hit_rate(tables: Iterable[SlotTable]) -> float | None:
+def hit_rate(hot_sets: Iterable[HotSet]) -> float | None:
     """Share of the reads of host rows that found them on the device (asks the device); None before the first read."""
-    counts = [table.row_state[COUNTS].sum((0, 1)).cpu() for table in tables if COUNTS in table.row_state]
+    counts = [hot.counts.sum((0, 1)).cpu() for hot in hot_sets if hot.counts is not None]
     total = sum(counts, torch.zeros(4, dtype=torch.int64))
     return float(total[HITS] / total[READS]) if total[READS] > 0 else None
+
+
+def _host_rows(table: Any) -> int:
+    return int(table.shape[0] if table.host is None else table.host.keys.shape[0])
+
+
+def _width(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.dim() < 3 else tensor.shape[2]

@@ -13,12 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.slots import hot_set
+from kvsketch import ops
+from kvsketch.ops.hot_rows import Buffer, Store
 from kvsketch.slots.host import HostStore, require_host_memory, store_bytes
-from kvsketch.slots.hot_set import HOST_ROW, TAIL
+from kvsketch.slots.state import kept
 from kvsketch.slots.table import NEG_INF, SlotTable
-
-SINKS = "sink_slots"  # how many slots the sinks have
 
 
 def is_offloaded(table: SlotTable) -> bool:
@@ -49,7 +48,7 @@ def offload(table: SlotTable, start: int, sinks: int, tail_tokens: int, hot_plac
     store.write(store.length, keys[:, :, moved], values[:, :, moved], aside=table.new_tokens > 1)
 
     batch, heads = keys.shape[:2]
-    table.length, table.marks[SINKS] = sinks + tail_tokens, sinks
+    table.length, table.hot.sinks = sinks + tail_tokens, sinks
     end = sinks + seen - start
     token = torch.arange(table.length, device=keys.device).expand(batch, -1)
     own_sinks = token if table.padding is None else token + table.padding[:, None]
@@ -68,14 +67,14 @@ def offload(table: SlotTable, start: int, sinks: int, tail_tokens: int, hot_plac
     if table.clock is None:
         table.clock = torch.full((1,), seen, device=keys.device)
     _set_tail(table, start)
-    hot_set.attach(table, hot_places)
+    table.hot.attach(batch, heads, store.capacity, hot_places, keys.device)
 
 
 def store_tail(table: SlotTable) -> None:
     """Moves the tail to the host; the next token begins a new one."""
     assert table.keys is not None and table.values is not None and table.host is not None
     assert table.index is not None and table.log_den is not None and table.next_slot is not None
-    store, sinks, start = _own_store(table, table.seen), table.marks[SINKS], table.host.length
+    store, sinks, start = _own_store(table, table.seen), table.hot.sinks, table.host.length
     tail = slice(sinks, sinks + table.seen - start)
     if table.padding is not None:
         _take_late_sinks(table, start)
@@ -83,31 +82,34 @@ def store_tail(table: SlotTable) -> None:
     table.index[:, :, sinks:], table.log_den[:, :, sinks:] = -1, NEG_INF
     table.next_slot.fill_(sinks)
     _set_tail(table, table.seen)
-    hot_set.lengthen(table)
+    table.hot.lengthen(store.capacity)
 
 
 def restore(table: SlotTable, coming: int) -> None:
     """Brings every token back to the device, with room for the `coming` ones; the table is exact again."""
     assert table.keys is not None and table.values is not None and table.host is not None
-    store, first, seen = table.host, table.marks[SINKS], table.seen
+    store, first, seen = table.host, table.hot.sinks, table.seen
     keys, values = (t.new_empty(t.shape[0], t.shape[1], seen + coming, t.shape[3]) for t in (table.keys, table.values))
-    store.read(table.row_state[HOST_ROW].tolist(), keys, values)
+    store.read(table.hot.host_row.tolist(), keys, values)
     for near, all_tokens in ((table.keys, keys), (table.values, values)):
         all_tokens[:, :, store.length : seen] = near[:, :, first : first + seen - store.length]
     table.keys, table.values, table.length = keys, values, seen
     table.index = table.log_den = table.next_slot = table.clock = None
-    hot_set.detach(table)
+    table.hot.detach()
 
 
 def look_up(table: SlotTable, rows: Tensor) -> Tensor:
     """Slots where the tokens `rows` [B, L, M] lie once those that are missing have come from the host."""
-    return hot_set.look_up(table, rows, table.marks[SINKS])
+    assert table.host is not None
+    table.host.wait()
+    hot, store = table.hot, Store(table.host.keys, table.host.values, table.hot.host_row)
+    return ops.hot_rows(rows, hot.tail_start, hot.maps(), store, Buffer(*table.buffers(), hot.sinks, table.length))
 
 
 def newest(table: SlotTable, start: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the tokens from `start` on, [B, H, n, D]; when offloaded, of tokens of the tail."""
     assert table.keys is not None and table.values is not None
-    shift = 0 if table.host is None or table.exact else table.marks[SINKS] - table.host.length
+    shift = 0 if table.host is None or table.exact else table.hot.sinks - table.host.length
     new = slice(start + shift, table.seen + shift)
     return table.keys[:, :, new], table.values[:, :, new]
 
@@ -118,9 +120,9 @@ def all_keys(table: SlotTable) -> Tensor:  # [B, H, seen, D]
     if not is_offloaded(table):
         return table.keys[:, :, : table.seen]
     assert table.host is not None
-    store, first, near = table.host, table.marks[SINKS], table.keys
+    store, first, near = table.host, table.hot.sinks, table.keys
     keys = near.new_empty(near.shape[0], near.shape[1], table.seen, near.shape[3])
-    store.read(table.row_state[HOST_ROW].tolist(), keys)
+    store.read(table.hot.host_row.tolist(), keys)
     keys[:, :, store.length :] = near[:, :, first : first + table.seen - store.length]
     return keys
 
@@ -132,13 +134,13 @@ def _own_store(table: SlotTable, tokens: int) -> HostStore:
     if store is None:
         store = HostStore(table.keys, table.values, batch, host_capacity(tokens))
     else:
-        rows = table.row_state[HOST_ROW].tolist()
+        rows = table.hot.host_row.tolist()
         if tokens > store.capacity:
             store = store.moved(rows, host_capacity(tokens))
         elif rows != list(range(store.keys.shape[0])):
             store = store.moved(rows, store.capacity)
     own = torch.arange(batch, dtype=torch.int32, device=table.keys.device)
-    table.row_state.setdefault(HOST_ROW, own).copy_(own)
+    table.hot.host_row = kept(table.hot.host_row, own)
     table.host = store
     return store
 
@@ -146,13 +148,13 @@ def _own_store(table: SlotTable, tokens: int) -> HostStore:
 def _set_tail(table: SlotTable, start: int) -> None:
     assert table.keys is not None
     tail = torch.full((table.keys.shape[0],), start, dtype=torch.int32, device=table.keys.device)
-    table.row_state.setdefault(TAIL, tail).copy_(tail)
+    table.hot.tail_start = kept(table.hot.tail_start, tail)
 
 
 def _take_late_sinks(table: SlotTable, start: int) -> None:
     """Rows that had fewer tokens than sinks when they were offloaded find the others in the tail."""
     assert table.index is not None and table.log_den is not None and table.padding is not None
-    sinks = table.marks[SINKS]
+    sinks = table.hot.sinks
     token = torch.arange(sinks, device=table.padding.device) + table.padding[:, None]  # [B, sinks]
     late = ((token >= start) & (token < table.seen))[:, None]
     place = (token - start + sinks).clamp(sinks, table.length - 1)[:, None]

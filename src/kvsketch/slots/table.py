@@ -15,6 +15,7 @@ Legend: B batch rows, H KV heads, S slots, D head size. This module knows neithe
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +24,18 @@ from kvsketch import ops
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.host import HostStore
+from kvsketch.slots.hot_set import HotSet
 from kvsketch.slots.positions import Positions
+from kvsketch.slots.state import TableState
 from kvsketch.slots.tensors import filled, gather_slots, grown, inserted, is_score, most_used, owned, removed
 
 NEG_INF = float("-inf")
+# What a file holds of a table, beside the states and what lies in host memory; its place comes with a new cache.
+SAVED = (
+    "keys", "values", "index", "log_num", "log_den", "next_slot", "clock", "padding",
+    "seen", "length", "appended", "new_tokens", "prompt_tokens", "scale",
+)  # fmt: skip
+S = TypeVar("S", bound=TableState)
 
 
 @dataclass
@@ -61,10 +70,9 @@ class SlotTable(Place):
     next_slot: Tensor | None = None  # [B, H, 1] int64, where the next single token is written
     clock: Tensor | None = None  # [1] int64, tokens seen, on the device; None while exact
     padding: Tensor | None = None  # [B] int64, left-padding tokens of each row; None: no row has any
-    slot_state: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, H, slots, ...], follows the slots
-    row_state: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, ...], follows the batch rows
-    marks: dict[str, int] = field(default_factory=dict)  # what a method remembers on the host
+    state: TableState = field(default_factory=TableState)  # what the method remembers (`state_of`)
     host: HostStore | None = None  # keys and values in host memory (`offloaded`)
+    hot: HotSet = field(default_factory=HotSet)  # which of them also lie on the device
 
     # what the host counts
     seen: int = 0
@@ -106,6 +114,13 @@ class SlotTable(Place):
         """(batch rows, KV heads, slots in use)"""
         assert self.keys is not None
         return self.keys.shape[0], self.keys.shape[1], self.length
+
+    def state_of(self, kind: type[S]) -> S:
+        """What the method remembers, a state of its own kind; empty at first."""
+        if type(self.state) is TableState:
+            self.state = kind()
+        assert isinstance(self.state, kind), f"a table with the state {type(self.state).__name__} is not of this method"
+        return self.state
 
     def key_slots(self) -> Tensor:  # [B, H, S, D]
         assert self.keys is not None
@@ -167,12 +182,12 @@ class SlotTable(Place):
             return int(self.real_tokens().max())
         if self.log_den is None:
             return self.length
-        return most_used(self.log_num, self.log_den, self.row_state.get("extra_keys"))
+        return most_used(self.log_num, self.log_den, self.state.keys_beside())
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held on the device, so that bytes can be measured."""
         own = (self.keys, self.values, self.index, self.log_num, self.log_den, self.next_slot, self.clock, self.padding)
-        return [t for t in own if t is not None] + [*self.slot_state.values(), *self.row_state.values()]
+        return [t for t in own if t is not None] + self.state.tensors() + self.hot.tensors()
 
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all rows and heads."""
@@ -212,8 +227,7 @@ class SlotTable(Place):
             self.keys[:, :, self.length : needed] = keys
             self.values[:, :, self.length : needed] = values
         self.length = needed
-        for name, state in self.slot_state.items():
-            self.slot_state[name] = filled(state, max(0, needed - state.shape[2]))
+        self.state.move_slots(lambda state: filled(state, max(0, needed - state.shape[2])))
 
     def _write_next(self, keys: Tensor, values: Tensor) -> None:
         """Writes one token into `next_slot`, in place; the slot joins both sums with weight 1."""
@@ -221,12 +235,12 @@ class SlotTable(Place):
         assert self.log_den is not None and self.next_slot is not None and self.clock is not None
         slot = self.next_slot
         # One score per slot goes with the token, in the same launch.
-        score = next((name for name, state in self.slot_state.items() if is_score(state)), None)
+        states = self.state.slot_tensors()
+        score = next((state for state in states if is_score(state)), None)
         ops.write_token(
-            self.keys, self.values, self.index, self.log_den, self.log_num, slot, self.clock, keys, values,
-            None if score is None else self.slot_state[score],
+            self.keys, self.values, self.index, self.log_den, self.log_num, slot, self.clock, keys, values, score
         )  # fmt: skip
-        for state in (state for name, state in self.slot_state.items() if name != score):
+        for state in (state for state in states if state is not score):
             state.scatter_(2, slot.view(*slot.shape, *[1] * (state.dim() - 3)).expand(-1, -1, 1, *state.shape[3:]), 0)
 
     def _append_open(self, keys: Tensor, values: Tensor) -> None:
@@ -240,8 +254,7 @@ class SlotTable(Place):
         self.index = inserted(self.index, at, index.expand(batch, heads, new))
         self.log_den = inserted(self.log_den, at, weight)
         self.log_num = None if self.log_num is None else inserted(self.log_num, at, weight)
-        for name, state in self.slot_state.items():
-            self.slot_state[name] = inserted(state, at, state.new_zeros(batch, heads, new, *state.shape[3:]))
+        self.state.move_slots(lambda s: inserted(s, at, s.new_zeros(batch, heads, new, *s.shape[3:])))
         self.length += new
         self.clock += new
 
@@ -287,10 +300,10 @@ class SlotTable(Place):
         index = self.index_slots().gather(2, source)
         taken = taken & (index >= 0)
         fill = room + 1 - m
-        self.keys, self.values = (
-            filled(gather_slots(slots, source), fill) for slots in (self.key_slots(), self.value_slots())
-        )
-        self.slot_state = {n: filled(gather_slots(s, source), fill) for n, s in self.slot_state.items()}
+        # One after the other: the old keys go before the values are copied.
+        self.keys = filled(gather_slots(self.key_slots(), source), fill)
+        self.values = filled(gather_slots(self.value_slots(), source), fill)
+        self.state.move_slots(lambda state: filled(gather_slots(state, source), fill))
         self.index = filled(torch.where(taken, index, -1).to(torch.int32), fill, -1)
         self.log_den = filled(torch.where(taken, log_den, NEG_INF), fill, NEG_INF)
         self.log_num = None if log_num is None else filled(torch.where(taken, log_num, NEG_INF), fill, NEG_INF)
@@ -331,10 +344,13 @@ class SlotTable(Place):
         fits = not self.exact and all(_shape(old[name]) == _shape(tensor) for name, tensor in new.items())
         for name, tensor in new.items():
             old[name].copy_(tensor) if fits and tensor is not None else setattr(self, name, tensor)
-        for name, state in self.slot_state.items():
+
+        def moved(state: Tensor) -> Tensor:
             assert chosen is not None
-            moved = gather_slots(state, chosen.clamp_min(0)).masked_fill(chosen < 0, 0)
-            state.copy_(moved) if fits else self.slot_state.update({name: moved})
+            taken = gather_slots(state, chosen.clamp_min(0)).masked_fill(chosen < 0, 0)
+            return state.copy_(taken) if fits else taken
+
+        self.state.move_slots(moved)
         self.length = index.shape[2]
         if self.clock is None:
             self.clock = torch.full((1,), self.seen, device=keys.device)
@@ -403,9 +419,8 @@ class SlotTable(Place):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
-        for state in (self.slot_state, self.row_state):
-            for key, tensor in state.items():
-                state[key] = tensor.index_select(0, rows.to(tensor.device))
+        self.state.select_rows(rows)
+        self.hot.select_rows(rows)
 
     def set_prompt(self, tokens: int) -> None:
         """The whole that a share refers to, where a roll back changes it."""
@@ -418,7 +433,7 @@ class SlotTable(Place):
             return
         if self.exact:
             self.length -= count
-            self.slot_state = {n: s[:, :, : self.length] for n, s in self.slot_state.items()}
+            self.state.move_slots(lambda state: state[:, :, : self.length])
         elif self.in_place:
             assert self.next_slot is not None
             self.free(self.next_slot)
@@ -452,7 +467,7 @@ class SlotTable(Place):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, removed(tensor, end - count, end))
-        self.slot_state = {n: removed(s, end - count, end) for n, s in self.slot_state.items()}
+        self.state.move_slots(lambda state: removed(state, end - count, end))
         self.length -= count
 
     def cleared(self) -> SlotTable:

@@ -5,86 +5,95 @@
 
 The file (sealed_file.py) holds the method, what identifies the model (model_identity.py) and the state of every layer
 (layer_state.py). Loading checks everything before it builds a new cache: bytes, version, method, model, layers.
+Files of format 1 are read too (format1.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 import kvsketch
-from kvsketch.cache.saving import sealed_file
-from kvsketch.cache.saving.layer_state import LayerReader, encode_layer, layer_devices
+from kvsketch.cache.saving import format1, sealed_file
+from kvsketch.cache.saving.layer_state import LayerReader, encode_layer
 from kvsketch.methods import METHODS
 from kvsketch.methods.base import Method
 from kvsketch.methods.text import parse
 from kvsketch.slots.tensors import plain
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kvsketch.cache.compressed import CompressedCache
-
 KIND = "kvsketch-cache"
-VERSION = "1"
+VERSION = "2"
 # Raised by a description that fits its checksum and still is none that this version writes.
 MISFITS = (KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, RuntimeError)
 
 
-def save(cache: CompressedCache, path: str | os.PathLike[str]) -> None:
-    """Writes the cache to `path` in one step: there is the old file or the new one, whatever happens meanwhile."""
-    require_whole(cache)
+def save(
+    path: str | os.PathLike[str], method: Method, options: dict[str, Any], model: dict[str, Any], layers: Sequence[Any]
+) -> None:
+    """Writes a cache to `path` in one step: there is the old file or the new one, whatever happens meanwhile.
+
+    options: how the cache was made, beside model and method; model: what identifies it.
+    """
     tensors: dict[str, Tensor] = {}
     content = {
-        "method": _method_text(cache.method),
-        "options": _options(cache),
-        "model": cache.identity.describe(cache.head_share),
-        "layers": [encode_layer(layer, str(number), tensors) for number, layer in enumerate(cache.layers)],
+        "method": _method_text(method),
+        "options": options,
+        "model": model,
+        "layers": [encode_layer(layer, str(number), tensors) for number, layer in enumerate(layers)],
     }
     text = {"kind": KIND, "version": VERSION, "kvsketch": kvsketch.__version__, "cache": json.dumps(content)}
     sealed_file.write(Path(path), tensors, text)
 
 
-def require_whole(cache: CompressedCache) -> None:
-    """Raises ValueError unless every layer has been through the same forwards."""
-    if any(layer.prompt is not None for layer in cache.slot_layers):
-        raise ValueError("this cache is in the middle of a prompt; save it when the whole prompt has been read")
-    what = cache.broken_off()
-    if what:
-        raise ValueError(
-            f"what was last read into this cache was broken off: {what}; start again with cache.reset(), or load the "
-            "file that was saved before"
-        )
+class SavedCache:
+    """The content of a file: what a cache is made with, and the state of its layers."""
+
+    def __init__(self, file: Path, content: Any, tensors: Any, version: str) -> None:
+        self._file, self._tensors = file, tensors
+        self.method = _method(file, content["method"])
+        self.options, self.model = content["options"], content["model"]
+        self._layers = [format1.upgraded(layer) if version == "1" else layer for layer in content["layers"]]
+
+    def fill(self, layers: Sequence[Any], devices: Sequence[torch.device], differences: Sequence[str]) -> None:
+        """Gives new layers on `devices` the saved state; ValueError where the model shows `differences`."""
+        if differences:
+            words = "; ".join(differences)
+            raise ValueError(f"{self._file} belongs to another model: {words}. Load it with its own model")
+        if len(self._layers) != len(layers):
+            raise ValueError(f"{self._file} holds {len(self._layers)} layers; this model caches {len(layers)}")
+        for layer, saved, device in zip(layers, self._layers, devices, strict=True):
+            LayerReader(self._copied, device).fill(layer, saved)
+
+    def _copied(self, name: str) -> Tensor:
+        tensor: Tensor = self._tensors.get_tensor(name)
+        return tensor.clone()  # the file's own pages must not change with the cache
 
 
-def _options(cache: CompressedCache) -> dict[str, Any]:
-    """How the cache was made, beside model and method; `check` is for whoever looks for a mistake and is not kept."""
-    parameters = inspect.signature(type(cache).__init__).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("check", "seed")]
-    return {"seed": cache.slot_layers[0].table.seed, **{name: getattr(cache, name) for name in names}}
-
-
-def load(path: str | os.PathLike[str], model: Any, new_cache: type[CompressedCache]) -> CompressedCache:
-    """The cache in the file `path`, on the devices of `model`; ValueError says what is wrong with a file."""
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[SavedCache]:
+    """The cache in the file `path`, to be built inside the block; ValueError says what is wrong with a file."""
     file = Path(path)
     before = file.stat()
     text = sealed_file.verified(file)
     if text.get("kind") != KIND:
         raise ValueError(f"{file} is no saved cache; save one with cache.save()")
-    if text.get("version") != VERSION:
+    if text.get("version") not in ("1", VERSION):
         raise ValueError(
             f"{file} has format {text.get('version')}, written by kvsketch {text.get('kvsketch')}; kvsketch "
             f"{kvsketch.__version__} reads format {VERSION}: use that version, or save the cache again with this one"
         )
     try:
-        with plain():
-            cache = _rebuilt(file, json.loads(text["cache"]), model, new_cache)
+        with plain(), safe_open(file, framework="pt") as tensors:
+            yield SavedCache(file, json.loads(text["cache"]), tensors, text["version"])
     except (SafetensorError, *MISFITS) as error:
         raise ValueError(
             f"{file} does not hold what kvsketch {kvsketch.__version__} expects ({type(error).__name__}: {error}); "
@@ -93,31 +102,6 @@ def load(path: str | os.PathLike[str], model: Any, new_cache: type[CompressedCac
     after = file.stat()
     if (after.st_ino, after.st_size, after.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
         raise ValueError(f"{file} was replaced while it was read; load it again")
-    return cache
-
-
-def _rebuilt(file: Path, content: Any, model: Any, new_cache: type[CompressedCache]) -> CompressedCache:
-    cache = new_cache(model, _method(file, content["method"]), **content["options"])
-    differences = cache.identity.differences(content["model"], cache.head_share)
-    if differences:
-        raise ValueError(f"{file} belongs to another model: {'; '.join(differences)}. Load it with its own model")
-    if len(content["layers"]) != len(cache.layers):
-        raise ValueError(f"{file} holds {len(content['layers'])} layers; this model caches {len(cache.layers)}")
-    devices = layer_devices(model, len(cache.layers))
-    with safe_open(file, framework="pt") as tensors:
-
-        def copied(name: str) -> Tensor:
-            tensor: Tensor = tensors.get_tensor(name)
-            return tensor.clone()  # the file's own pages must not change with the cache
-
-        for layer, saved, device in zip(cache.layers, content["layers"], devices, strict=True):
-            LayerReader(copied, device).fill(layer, saved)
-    share = cache.head_share
-    for table in (layer.table for layer in cache.slot_layers):
-        if share is not None and not table.empty:
-            share.place(table, table.shape[1])
-    require_whole(cache)
-    return cache
 
 
 def _method_text(method: Method) -> str:

@@ -1,51 +1,53 @@
 """The state of a cache layer as JSON and named tensors, and back.
 
+A compressed layer, its table and the state of its method name what is saved of them (`SlotLayer.SAVED`, `table.SAVED`,
+the fields of a `TableState`, which has a version of its own). What transformers' own layers hold is written as it is.
 A value is written as JSON where it is plain, else as one of
 
     {"tensor": name}  {"store": name}  {"dict": [[key, value], ...]}  {"list": [...]}  {"dtype": name}  {"device": ...}
-
-Layers are told apart by the name of their class; what transformers' own layers hold is written in the same way.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvsketch.cache.layer import SlotLayer
-from kvsketch.cache.saving.ranges import require_in_range
+from kvsketch.slots.checks import require_ranges, require_shapes
 from kvsketch.slots.host import HostStore
-from kvsketch.slots.hot_set import MAPS
+from kvsketch.slots.hot_set import HotSet
 from kvsketch.slots.offloaded import host_capacity
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.state import HOST, NUMBER, TableState
+from kvsketch.slots.table import SAVED, SlotTable
 
-# Numbers that a method keeps in host memory wherever the model runs, so that a step can read them without waiting.
-ON_HOST = ("row_state.schedule", "row_state.host")
-# What a new layer brings along, and what lives only during a forward.
-NOT_STATE = ("table", "method", "model_name", "keys_are_shared", "before", "waiting", "refused", "is_read", "whole")
-# Where a table belongs; the process group goes by another name in every run.
-PLACE = ("layer_idx", "num_layers", "rank", "compressed_layers", "head_group", "rotary", "positions")
-IN_FORWARD = ("previous", "row_lse", "row_logits")
+S = TypeVar("S", bound=TableState)
 
 
 def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The state of a layer; its tensors go to `tensors` under names that begin with `name`."""
-    state = {key: value for key, value in vars(layer).items() if key not in NOT_STATE}
-    found = {"class": type(layer).__name__, "layer": _encode_all(state, name, tensors)}
-    if isinstance(layer, SlotLayer):
-        table = layer.table
-        fields = {f.name: getattr(table, f.name) for f in dataclasses.fields(table) if f.name not in PLACE + IN_FORWARD}
-        fields["extra_keys"] = 0
-        if table.keys is not None and table.exact:
-            # What lies beyond the tokens in use was never written.
-            fields["keys"], fields["values"] = table.key_slots(), table.value_slots()
-        found["table"] = _encode_all(fields, f"{name}.table", tensors)
-    return found
+    if not isinstance(layer, SlotLayer):
+        return {"class": type(layer).__name__, "layer": _encode_all(vars(layer), name, tensors)}
+    table = layer.table
+    values = {field: getattr(table, field) for field in SAVED} | {"host": table.host}
+    if table.exact and not table.empty:
+        # What lies beyond the tokens in use was never written.
+        values |= {"keys": table.key_slots(), "values": table.value_slots()}
+    states = {"state": table.state_of(layer.method.State), "hot": table.hot}
+    return {
+        "class": type(layer).__name__,
+        "layer": _encode_all({field: getattr(layer, field) for field in layer.SAVED}, name, tensors),
+        "table": _encode_all(values, f"{name}.table", tensors)
+        | {kind: _encode_state(state, f"{name}.table.{kind}", tensors) for kind, state in states.items()},
+    }
+
+
+def _encode_state(state: TableState, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    held = {f.name: getattr(state, f.name) for f in fields(state)}
+    return {"version": state.version, "fields": _encode_all(held, name, tensors)}
 
 
 def _encode_all(values: dict[str, Any], name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -84,42 +86,52 @@ class LayerReader:
         """Gives a new layer the saved state."""
         if saved["class"] != type(layer).__name__:
             raise ValueError(f"a layer of class {saved['class']} was saved where {type(layer).__name__} belongs")
+        if isinstance(layer, SlotLayer):
+            _require_names("a layer", saved["layer"], layer.SAVED)
+            layer.table = self._table(layer.table, layer.method.State, saved["table"])
         for name, value in saved["layer"].items():
-            if name in NOT_STATE or callable(getattr(type(layer), name, None)):
+            if callable(getattr(type(layer), name, None)):
                 raise ValueError(f"{type(layer).__name__} has no state named {name!r}")
             setattr(layer, name, self._decode(value))
-        if isinstance(layer, SlotLayer):
-            layer.table = self._table(layer.table, saved["table"])
 
-    def _table(self, new: SlotTable, saved: dict[str, Any]) -> SlotTable:
-        saved.pop("extra_keys", 0)
-        fields = {f.name for f in dataclasses.fields(SlotTable)} - {*PLACE, *IN_FORWARD}
-        if saved.keys() != fields:
-            raise ValueError(f"a table has other fields here: {', '.join(sorted(saved.keys() ^ fields))}")
-        values = {name: self._decode(value) for name, value in saved.items() if name != "host"}
-        table = SlotTable(**{name: getattr(new, name) for name in PLACE}, **values)
-        require_sound(table)
+    def _table(self, new: SlotTable, kind: type[TableState], saved: dict[str, Any]) -> SlotTable:
+        _require_names("a table", saved, (*SAVED, "state", "hot", "host"))
+        values = {name: self._decode(saved[name]) for name in SAVED}
+        table = replace(new, **values, state=self._state(kind, saved["state"]), hot=self._state(HotSet, saved["hot"]))
+        require_shapes(table)
         if saved["host"] is not None:
-            table.host = self._store(table, saved["host"]["store"])
-        require_in_range(table)
+            table = replace(table, host=self._store(table, saved["host"]["store"]))
+        require_ranges(table)
         return table
+
+    def _state(self, kind: type[S], saved: dict[str, Any]) -> S:
+        """A state of the method; a field that the file does not name is absent."""
+        if saved["version"] != kind.version:
+            raise ValueError(f"{kind.__name__} has version {saved['version']} in the file and {kind.version} here")
+        roles = {f.name: f.metadata["role"] for f in fields(kind)}
+        if unknown := saved["fields"].keys() - roles.keys():
+            raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))} here")
+        state = kind(**{name: self._decode(v, roles[name] == HOST) for name, v in saved["fields"].items()})
+        if wrong := [n for n, r in roles.items() if r != NUMBER and not isinstance(getattr(state, n), Tensor | None)]:
+            raise ValueError(f"{kind.__name__} holds no tensor at {', '.join(wrong)}")
+        return state
 
     def _store(self, table: SlotTable, name: str) -> HostStore:
         keys, values = self._tensor(f"{name}.keys"), self._tensor(f"{name}.values")
-        near = table.keys
-        if near is None or table.values is None or keys.dim() != 4 or values.shape[:3] != keys.shape[:3]:
+        if table.empty:
+            raise ValueError("a table has tokens in host memory and counts none")
+        near = table.buffers()
+        fits = keys.dim() == 4 and values.shape[:3] == keys.shape[:3] and keys.dtype == near[0].dtype
+        if not fits or any(far.shape[1::2] != n.shape[1::2] for far, n in zip((keys, values), near, strict=True)):
             raise ValueError("the keys and values in host memory do not fit those on the device")
-        if keys.shape[1::2] != near.shape[1::2] or values.shape[3] != table.values.shape[3] or keys.dtype != near.dtype:
-            raise ValueError("the keys and values in host memory do not fit those on the device")
-        places = table.row_state.get(MAPS[0])
-        capacity = host_capacity(keys.shape[2]) if places is None else places.shape[2]
+        capacity = table.hot.tokens or host_capacity(keys.shape[2])
         if capacity < keys.shape[2]:
             raise ValueError("the hot set has no place for some tokens in host memory")
-        store = HostStore(near, table.values, keys.shape[0], capacity)
+        store = HostStore(*near, keys.shape[0], capacity)
         store.write(0, keys, values)
         return store
 
-    def _decode(self, value: Any) -> Any:
+    def _decode(self, value: Any, on_host: bool = False) -> Any:
         if not isinstance(value, dict):
             if isinstance(value, list):
                 raise ValueError("a bare list in the description of a layer")
@@ -127,7 +139,7 @@ class LayerReader:
         ((kind, content),) = value.items()
         if kind == "tensor":
             tensor = self._tensor(content)
-            return tensor if content.endswith(ON_HOST) else tensor.to(self._device)
+            return tensor if on_host else tensor.to(self._device)
         if kind == "dict":
             return {key: self._decode(item) for key, item in content}
         if kind == "list":
@@ -141,42 +153,6 @@ class LayerReader:
         raise ValueError(f"unknown kind of value {kind!r} in the description of a layer")
 
 
-def require_sound(table: SlotTable) -> None:
-    """Raises ValueError unless the parts of a table agree in shape; what they point to is for `ranges`."""
-    counts = [table.seed, table.seen, table.length, table.appended, table.new_tokens, table.prompt_tokens]
-    counts += [table.first_head, *table.marks.values()]
-    if not all(type(count) is int for count in counts) or min(counts[1:]) < 0:
-        raise ValueError("a counter of a table is no whole number of 0 or more")
-    if table.keys is None or table.values is None:
-        if table.keys is not table.values or table.seen:
-            raise ValueError("a table has keys without values or counts tokens that it does not hold")
-        return
-    if table.keys.dim() != 4 or not table.keys.is_floating_point() or table.keys.dtype != table.values.dtype:
-        raise ValueError("the keys and values of a table are not alike")
-    batch, heads, slots = table.keys.shape[:3]
-    parts: list[tuple[Tensor | None, tuple[int, ...], torch.dtype]] = [
-        (table.index, (batch, heads, table.length), torch.int32),
-        (table.log_num, (batch, heads, table.length), torch.float32),
-        (table.log_den, (batch, heads, table.length), torch.float32),
-        (table.next_slot, (batch, heads, 1), torch.int64),
-        (table.clock, (1,), torch.int64),
-        (table.padding, (batch,), torch.int64),
-    ]
-    sound = all(t is None or (tuple(t.shape) == shape and t.dtype == dtype) for t, shape, dtype in parts)
-    sound &= table.values.dim() == 4 and table.values.shape[:2] == (batch, heads)
-    sound &= table.length <= slots and table.values.shape[2] <= slots and table.new_tokens <= table.seen
-    sound &= all(t.shape[:3] == (batch, heads, table.length) for t in table.slot_state.values())
-    sound &= all(t.shape[:1] == (batch,) for t in table.row_state.values())
-    sound &= len({t is None for t in (table.index, table.log_den, table.next_slot, table.clock)}) == 1
-    if not sound:
-        raise ValueError("the tensors of a table do not fit each other")
-
-
-def layer_devices(model: Any, count: int) -> list[torch.device]:
-    """The device of each layer of a model: that of its weights, which may be spread over several devices."""
-    devices = [torch.device(getattr(model, "device", "cpu"))] * count
-    for name, weight in model.named_parameters() if hasattr(model, "named_parameters") else ():
-        number = re.search(r"\.(\d+)\.", name)
-        if number and int(number[1]) < count and weight.device.type != "meta":
-            devices[int(number[1])] = weight.device
-    return devices
+def _require_names(what: str, saved: Collection[str], wanted: Collection[str]) -> None:
+    if different := set(saved) ^ set(wanted):
+        raise ValueError(f"{what} has other fields here: {', '.join(sorted(different))}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import weakref
 from typing import Any
 
@@ -78,3 +79,13 @@ def weights_digest(model: Any) -> str | None:
         digest.update(f"{name.replace('_orig_mod.', '')} {tuple(weight.shape)}".encode())
         digest.update(sample.to("cpu", torch.float32).numpy().tobytes())
     return digest.hexdigest()
+
+
+def layer_devices(model: Any, count: int) -> list[torch.device]:
+    """The device of each layer of a model: that of its weights, which may be spread over several devices."""
+    devices = [torch.device(getattr(model, "device", "cpu"))] * count
+    for name, weight in model.named_parameters() if hasattr(model, "named_parameters") else ():
+        number = re.search(r"\.(\d+)\.", name)
+        if number and int(number[1]) < count and weight.device.type != "meta":
+            devices[int(number[1])] = weight.device
+    return devices

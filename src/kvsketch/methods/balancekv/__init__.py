@@ -13,7 +13,7 @@ from kvsketch.methods.balancekv import blocks as balance_blocks
 from kvsketch.methods.balancekv import schedule as row_schedule
 from kvsketch.methods.balancekv import stream as balance_stream
 from kvsketch.methods.balancekv.merge_reduce import theory_c
-from kvsketch.methods.balancekv.schedule import Recipe, Row
+from kvsketch.methods.balancekv.schedule import Balanced, Recipe, Row
 from kvsketch.methods.base import BudgetedMethod, option
 from kvsketch.methods.budget import Size
 from kvsketch.ops.balance_walk import WALKS
@@ -57,6 +57,7 @@ class BalanceKV(BudgetedMethod):
     paper: ClassVar[str] = "arXiv 2502.07861"
     look: ClassVar[tuple[str, ...]] = ("#a86200", "#e8b04e", "^")
     random: ClassVar[bool] = True
+    State: ClassVar[type[Balanced]] = Balanced
     sinks: int = option(DEFAULT_WINDOW, "first tokens that stay exact; left at 32, at most an eighth of the budget")
     recent: Size | int | str = option(
         DEFAULT_WINDOW, "last tokens that stay exact; left at 32, at most an eighth of the budget"

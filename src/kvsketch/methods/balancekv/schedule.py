@@ -8,6 +8,7 @@ works for rows that are not full, and a row does the same alone as in any batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor
 
 from kvsketch.methods.budget import Size
 from kvsketch.slots import padding as left_padding
+from kvsketch.slots.state import ANY, Range, TableState, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable
+
+ZERO_VALUE = 63  # bucket of tokens without a value; 0: not entered; 1 .. 62: floor(log2 |v|) + 32
 
 
 class Row(NamedTuple):
@@ -31,6 +35,35 @@ class Row(NamedTuple):
     def middle(self) -> int:
         """Slots between the sinks and the recent window."""
         return self.budget - self.sinks - self.recent
+
+
+@dataclass
+class Balanced(TableState):
+    """When rows are full, and for the streaming forms which token is where in MergeAndReduce."""
+
+    # [B, 4] int64: left padding, first time it is full, slots freed then, length of the table
+    schedule: Tensor = on_host(lambda t, s: Range((t.shape[0], 4), 0, ANY.max))
+    limits: Tensor = per_row(lambda t, s: Range((t.shape[0], 5), 0, ANY.max))  # [B, 5] int64, see `limits_of`
+    capacity: Tensor = per_row(lambda t, s: Range((t.shape[0], 2), 0, t.length))  # [B, 2] slots with a value, without
+    bucket: Tensor | None = per_slot(lambda t, s: Range(t.shape, 0, ZERO_VALUE))  # [B, H, S] int8
+    rank: Tensor = per_slot(lambda t, s: Range(t.shape, 0, t.seen))  # [B, H, S] int32, arrival number in its bucket
+    arrived: Tensor = per_row(lambda t, s: Range((*t.shape[:2], ZERO_VALUE + 1), 0, t.seen))  # [B, H, buckets] int32
+    batch: Tensor = per_row(lambda t, s: Range((*t.shape[:2], 2), 1, ANY.max))  # [B, H, 2] int32, batch sizes
+    largest: Tensor = per_row()  # [B, H, 2] largest squared norm of queries and keys, largest norm of values
+
+    @property
+    def is_scheduled(self) -> bool:
+        return bool(self.tensors())
+
+    def buckets(self) -> Tensor:  # [B, H, S] int64
+        assert self.bucket is not None
+        return self.bucket.long()
+
+    def misfit(self, table: SlotTable) -> str:
+        """Full rows make room for one token or more."""
+        if self.is_scheduled and min(int(self.limits[:, 3].min()), int(self.schedule[:, 2].min())) < 1:
+            return "a row of a table frees no slots"
+        return ""
 
 
 class Recipe(NamedTuple):
@@ -76,27 +109,27 @@ def set_schedule(table: SlotTable, rows: list[Row], full_at: list[int]) -> None:
         [row.sinks, row.recent, at, row.freed, min(2 * row.freed, row.middle + 1)]
         for at, row in zip(full_at, rows, strict=True)
     ]
-    table.row_state["schedule"] = torch.tensor(host)
-    table.row_state["limits"] = to_device(limits, table.device)
+    state = table.state_of(Balanced)
+    state.schedule, state.limits = torch.tensor(host), to_device(limits, table.device)
 
 
 def in_place(table: SlotTable) -> bool:
     """Whether one token was written into a table of its fixed shape; a roll back may leave one in a longer table."""
-    return table.in_place and table.row_state["schedule"].tolist()[0][3] == table.length
+    return table.in_place and table.state_of(Balanced).schedule.tolist()[0][3] == table.length
 
 
 def due(table: SlotTable, ahead: int = 0) -> bool:
     """Whether some row is full, `ahead` tokens from now; asks nothing of the device."""
-    schedule = table.row_state.get("schedule")
-    if schedule is None:
+    state = table.state_of(Balanced)
+    if not state.is_scheduled:
         return False
-    passed = ((table.seen + ahead - padding - full_at, freed) for padding, full_at, freed, _ in schedule.tolist())
+    passed = ((table.seen + ahead - padding - full_at, freed) for padding, full_at, freed, _ in state.schedule.tolist())
     return any(tokens >= 0 and tokens % freed == 0 for tokens, freed in passed)
 
 
 def most_freed(table: SlotTable) -> int:
     """The most slots that making room frees in any row; asks nothing of the device."""
-    return max(freed for _, _, freed, _ in table.row_state["schedule"].tolist())
+    return max(freed for _, _, freed, _ in table.state_of(Balanced).schedule.tolist())
 
 
 def due_rows(table: SlotTable) -> Tensor:  # [B, 1, 1]
@@ -120,7 +153,7 @@ def middle_slots(table: SlotTable) -> Tensor:  # [B, H, S]
 
 def limits_of(table: SlotTable) -> list[Tensor]:
     """Sinks, recent window, full_at, freed and the tokens to halve of each row, each [B, 1, 1]."""
-    return [column.view(-1, 1, 1) for column in table.row_state["limits"].unbind(1)]
+    return [column.view(-1, 1, 1) for column in table.state_of(Balanced).limits.unbind(1)]
 
 
 def to_device(numbers: Sequence[object], device: torch.device) -> Tensor:

@@ -21,14 +21,13 @@ from torch import Tensor
 
 from kvsketch.methods.balancekv import schedule as row_schedule
 from kvsketch.methods.balancekv.merge_reduce import Balance, grouped, merge_and_reduce, softmax_balance, stream_state
-from kvsketch.methods.balancekv.schedule import Recipe, Row, compact, to_device
+from kvsketch.methods.balancekv.schedule import ZERO_VALUE, Balanced, Recipe, Row, compact, to_device
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.slots.table import NEG_INF, SlotTable
 
 Reduce = Callable[[Tensor, Tensor], Tensor]  # levels [B, H, S], batch sizes [B, H, 1] -> new levels
 LN2 = math.log(2.0)
 SMALLEST_BATCH, LARGEST_BATCH = 2, 1024
-ZERO_VALUE = 63  # bucket of tokens without a value; 0: not entered; 1 .. 62: floor(log2 |v|) + 32
 
 
 def compress(recipe: Recipe, table: SlotTable, rows: list[Row], queries: Tensor) -> None:
@@ -48,7 +47,7 @@ def compress(recipe: Recipe, table: SlotTable, rows: list[Row], queries: Tensor)
     limits = None if unbounded else list(zip(target, keys_only, strict=True))
     device = table.device
     if limits is not None:
-        table.row_state["capacity"] = to_device(limits, device)
+        table.state_of(Balanced).capacity = to_device(limits, device)
     num, den = _summarise(recipe, table, to_device(over, device).view(-1, 1, 1), queries)
     if unbounded:
         room = int((num >= 0).sum(-1).max()) + recipe.block
@@ -77,7 +76,7 @@ def bound(recipe: Recipe, table: SlotTable, rows: list[Row]) -> None:
     _set_up(recipe, table, rows)
     values, keys_only = zip(*(shares(row) for row in rows), strict=True)
     target = [[v + 1 - row.freed, k] for v, k, row in zip(values, keys_only, rows, strict=True)]
-    table.row_state["capacity"] = to_device(target, table.device)
+    table.state_of(Balanced).capacity = to_device(target, table.device)
     level = torch.where(table.position_slots() >= 0, 0, -1)
     _write(table, level, level, max(row.budget for row in rows), max(keys_only))
     row_schedule.set_schedule(table, rows, [row.budget + 1 for row in rows])
@@ -90,17 +89,17 @@ def shares(row: Row) -> tuple[int, int]:
 
 
 def _set_up(recipe: Recipe, table: SlotTable, rows: list[Row]) -> None:
-    if "bucket" in table.slot_state:
+    state = table.state_of(Balanced)
+    if state.bucket is not None:
         return
-    _, heads, _ = table.shape
-    device = table.device
-    table.slot_state["bucket"] = torch.zeros(table.shape, dtype=torch.int8, device=device)
-    table.slot_state["rank"] = torch.zeros(table.shape, dtype=torch.int32, device=device)
-    table.row_state["arrived"] = torch.zeros(len(rows), heads, ZERO_VALUE + 1, dtype=torch.int32, device=device)
+    heads, device = table.shape[1], table.device
+    state.bucket = torch.zeros(table.shape, dtype=torch.int8, device=device)
+    state.rank = torch.zeros(table.shape, dtype=torch.int32, device=device)
+    state.arrived = torch.zeros(len(rows), heads, ZERO_VALUE + 1, dtype=torch.int32, device=device)
     batch = [recipe.block if recipe.form == "paper" else first_batch(row) for row in rows]
     sizes = torch.tensor(batch, dtype=torch.int32, device=device).view(-1, 1, 1)
-    table.row_state["batch"] = sizes.repeat(1, heads, 2)
-    table.row_state["largest"] = torch.zeros(len(rows), heads, 2, device=device)
+    state.batch = sizes.repeat(1, heads, 2)
+    state.largest = torch.zeros(len(rows), heads, 2, device=device)
 
 
 def first_batch(row: Row) -> int:
@@ -115,15 +114,15 @@ def _summarise(recipe: Recipe, table: SlotTable, rows: Tensor, queries: Tensor) 
     [B, H, S], -1: not there. Tokens outside both structures, in the sinks or the window, have level 0.
     """
     _enter(table, row_schedule.middle_slots(table) & rows)
-    bucket = table.slot_state["bucket"].long()
+    state = table.state_of(Balanced)
+    bucket, batch = state.buckets(), state.batch
     num, den = _levels(table, table.log_num), _levels(table, table.log_den)
     num = torch.where((bucket == ZERO_VALUE) | _negligible(recipe, table, bucket, rows, queries), -1, num)
     outside = torch.where((table.position_slots() >= 0) & (bucket == 0), 0, -1)
     reduce_num, reduce_den = _numerator(recipe, table, bucket, rows), _denominator(recipe, table, rows)
-    batch = table.row_state["batch"]
     num, den = reduce_num(num, batch[..., :1]), reduce_den(den, batch[..., 1:])
     if recipe.form != "paper":
-        target, keys_only = table.row_state["capacity"].view(-1, 2, 1, 1).unbind(1)
+        target, keys_only = state.capacity.view(-1, 2, 1, 1).unbind(1)
         target = target - (outside >= 0).sum(-1, keepdim=True)
         num = _fit(num, bucket, bucket > 0, target, rows, batch[..., :1], reduce_num)
         den = _fit(den, torch.zeros_like(bucket), num < 0, keys_only, rows, batch[..., 1:], reduce_den)
@@ -132,7 +131,7 @@ def _summarise(recipe: Recipe, table: SlotTable, rows: Tensor, queries: Tensor) 
 
 def _levels(table: SlotTable, log_weights: Tensor | None) -> Tensor:
     """Level of each token that entered; -1 for the others and for those the structure has dropped."""
-    entered = table.slot_state["bucket"] > 0
+    entered = table.state_of(Balanced).buckets() > 0
     if log_weights is None:
         return torch.where(entered, 0, -1)
     return torch.where(entered & (log_weights >= 0), (log_weights.clamp_min(0) / LN2).round().long(), -1)
@@ -142,7 +141,9 @@ def _enter(table: SlotTable, middle: Tensor) -> None:
     """Gives the middle tokens that are new their bucket and their arrival number in it."""
     values = table.value_slots()
     count = values.shape[2]
-    bucket, rank, arrived = table.slot_state["bucket"], table.slot_state["rank"], table.row_state["arrived"]
+    state = table.state_of(Balanced)
+    bucket, rank, arrived = state.bucket, state.rank, state.arrived
+    assert bucket is not None
     new = middle[..., :count] & (bucket[..., :count] == 0)
     norm = values.float().norm(dim=-1)
     number = torch.where(norm > 0, (norm.frexp().exponent - 1).clamp(-31, 30) + 32, ZERO_VALUE).long()
@@ -156,7 +157,7 @@ def _enter(table: SlotTable, middle: Tensor) -> None:
 
 def _negligible(recipe: Recipe, table: SlotTable, bucket: Tensor, rows: Tensor, queries: Tensor) -> Tensor:
     """Tokens of buckets with 2^(i+1) <= epsilon / (2n) exp(-scale r^2) max |v|, where r bounds keys and queries."""
-    largest = table.row_state["largest"]
+    largest = table.state_of(Balanced).largest
     batch, heads, _ = table.shape
     position = table.position_slots()
     first = table.real_tokens()[..., 0] - queries.shape[2]
@@ -177,8 +178,8 @@ def _numerator(recipe: Recipe, table: SlotTable, bucket: Tensor, rows: Tensor) -
     """MergeAndReduce of every bucket, over the slots that carry a value."""
     values = table.value_slots()
     count = values.shape[2]
-    bucket, rank = bucket[..., :count], table.slot_state["rank"][..., :count].long()
-    arrived = table.row_state["arrived"].long().gather(2, bucket) * rows
+    state, bucket = table.state_of(Balanced), bucket[..., :count]
+    rank, arrived = state.rank[..., :count].long(), state.arrived.long().gather(2, bucket) * rows
     balance = _balance(recipe, table, structure=1)
 
     def reduce(level: Tensor, batch: Tensor) -> Tensor:

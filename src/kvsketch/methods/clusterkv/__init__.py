@@ -11,11 +11,10 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.base import option
 from kvsketch.methods.clusterkv import clusters
-from kvsketch.methods.clusterkv.clusters import CENTROIDS, MEANS, OFFSETS, ORDER, SHIFT, SIZES, SPANS
-from kvsketch.methods.recall import BUDGETS, RecallingMethod
+from kvsketch.methods.clusterkv.clusters import Clusters
+from kvsketch.methods.recall import RecallingMethod
 from kvsketch.slots import offloaded
 from kvsketch.slots import padding as left_padding
-from kvsketch.slots.hot_set import TAIL
 from kvsketch.slots.table import SlotTable
 
 
@@ -43,6 +42,7 @@ class ClusterKV(RecallingMethod):
     paper: ClassVar[str] = "arXiv 2412.03213"
     look: ClassVar[tuple[str, ...]] = ("#1b7f45", "#5fd18f", "o")
     random: ClassVar[bool] = True
+    State: ClassVar[type[Clusters]] = Clusters
     tokens_per_cluster: int = option(20, "mean size of a cluster; smaller ones find tokens better and take more memory")
     rounds: int = option(4, "rounds of k-means over all keys, before one last assignment")
     recluster: int = option(320, "generated tokens that are read in full until they are clustered together")
@@ -68,26 +68,26 @@ class ClusterKV(RecallingMethod):
     def lists(self, group: int) -> int:
         return 1 if self.share_in_group else group
 
-    def is_indexed(self, table: SlotTable) -> bool:
-        return CENTROIDS in table.row_state
+    def indexed_tokens(self, table: SlotTable) -> int:
+        return table.state_of(self.State).tail
 
     def maintenance_due(self, table: SlotTable) -> bool:
-        due = self.is_indexed(table) and table.seen + 1 - table.marks[TAIL] >= self.recluster
+        due = self.is_indexed(table) and table.seen + 1 - self.indexed_tokens(table) >= self.recluster
         return due or super().maintenance_due(table)
 
     def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
-        if table.marks.get(TAIL, 0) > table.seen:
-            clusters.forget(table)
+        if self.indexed_tokens(table) > table.seen:
+            table.state_of(self.State).forget()
         super().prepare(table, keys, values)
 
     def can_forget(self, table: SlotTable, left: int) -> bool:
         # Tokens in clusters cannot be taken out again; those of the tail are in none.
-        return super().can_forget(table, left) and left >= table.marks.get(TAIL, 0)
+        return super().can_forget(table, left) and left >= self.indexed_tokens(table)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
-        tail = table.marks.get(TAIL)
+        tail = self.indexed_tokens(table)
         super().compress(table, queries)
-        if self.is_indexed(table) and (table.new_tokens > 1 or table.marks[TAIL] != tail):
+        if self.is_indexed(table) and (table.new_tokens > 1 or self.indexed_tokens(table) != tail):
             clusters.note_spans(table, self.sinks)
 
     def index(self, table: SlotTable) -> None:
@@ -101,8 +101,7 @@ class ClusterKV(RecallingMethod):
             if table.seen <= self.budget_tokens(table):
                 return
             self._add_clusters(table, 0, min(table.prompt_tokens, table.seen), None)
-        while table.seen - table.marks[TAIL] >= self.recluster:
-            start = table.marks[TAIL]
+        while table.seen - (start := self.indexed_tokens(table)) >= self.recluster:
             if table.new_tokens > 1:
                 self._add_clusters(table, start, table.seen, None)
             else:
@@ -126,30 +125,29 @@ class ClusterKV(RecallingMethod):
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
     ) -> Tensor | None:
         # A prompt that was broken off leaves more tokens without clusters than a tail holds.
-        if not self.is_indexed(table) or table.seen - table.marks[TAIL] > self.recluster:
+        if not self.is_indexed(table) or table.seen - self.indexed_tokens(table) > self.recluster:
             return None
-        state = table.row_state
-        budgets = (state[BUDGETS] - self.sinks).clamp_min(1) if BUDGETS in state else None
+        state = table.state_of(self.State)
+        budgets = None if state.budgets is None else (state.budgets - self.sinks).clamp_min(1)
         selected = ops.select_clusters(
             self._scores(table, query),
-            state[SIZES],
-            state[OFFSETS],
-            state[ORDER],
+            state.sizes,
+            state.offsets,
+            state.order,
             self.rows_read(table),
             budgets=budgets,
         )
         rows = self.slots_of(table, selected.rows)
-        spans = state[SPANS]
-        torch.add(state[SHIFT], table.seen_on_device(), out=spans[:, 1, 1])
+        torch.add(state.tail_shift, table.seen_on_device(), out=state.spans[:, 1, 1])
         return ops.indexed_attention(
             query,
             *table.buffers(),
             rows,
             table.scale,
-            spans=spans,
+            spans=state.spans,
             max_span=self.sinks + self.recluster,
-            extra_k=state[CENTROIDS] if self.completion else None,
-            extra_v=state[MEANS] if self.completion else None,
+            extra_k=state.centroids if self.completion else None,
+            extra_v=state.mean_values if self.completion else None,
             extra_log_weight=selected.log_unread if self.completion else None,
             extra_cut=selected.cut if self.completion else None,
             softcap=softcap,
@@ -157,10 +155,11 @@ class ClusterKV(RecallingMethod):
         )
 
     def _scores(self, table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq or H, C] float32
-        scores = ops.cluster_scores(query, table.row_state[CENTROIDS])
+        state = table.state_of(self.State)
+        scores = ops.cluster_scores(query, state.centroids)
         if not self.share_in_group:
             return scores
         # Each head weighs the clusters as attention would; those without tokens take no part.
         scores = scores.view(scores.shape[0], table.shape[1], -1, scores.shape[2]) * table.scale
-        empty = table.row_state[SIZES].unsqueeze(2) == 0
+        empty = state.sizes.unsqueeze(2) == 0
         return scores.masked_fill(empty, float("-inf")).softmax(-1).sum(2)

@@ -2,21 +2,68 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.methods.recall import Recalled
 from kvsketch.slots import offloaded
-from kvsketch.slots.hot_set import TAIL
+from kvsketch.slots.state import Range, kept, number, per_row
 from kvsketch.slots.table import SlotTable
 
-# What the index of one layer holds, per batch row and KV head: centroid, mean value and size of each cluster, where its
-# tokens begin in the order, and the tokens in the order of their clusters.
-CENTROIDS, MEANS, SIZES, OFFSETS, ORDER = "centroids", "mean_values", "sizes", "offsets", "order"
-# [B, 2, 2] int32, slots [start, end) of sinks and tail; [B] int32, slot of a tail token minus its number.
-SPANS, SHIFT = "spans", "tail_shift"
+
+@dataclass
+class Clusters(Recalled):
+    """The index of one layer, per batch row and KV head; lists have room at their end. All is there or nothing."""
+
+    centroids: Tensor = per_row()  # [B, H, C, D]
+    mean_values: Tensor | None = per_row()  # [B, H, C, Dv], where the method completes
+    sizes: Tensor = per_row(lambda t, s: Range((*t.shape[:2], s.room), 0, s.ordered_room))  # [B, H, C] int32
+    # [B, H, C] int32, where a cluster's tokens begin in the order; [B, H, T] int32, the tokens in that order
+    offsets: Tensor = per_row(lambda t, s: Range((*t.shape[:2], s.room), 0, s.ordered_room))
+    order: Tensor = per_row(lambda t, s: Range((*t.shape[:2], s.ordered_room), 0, s.indexed_most(t) - 1))
+    # [B, 2, 2] int32, slots [start, end) of sinks and tail; [B] int32, slot of a tail token minus its number
+    spans: Tensor = per_row(lambda t, s: Range((t.shape[0], 2, 2), 0, max(t.buffers()[0].shape[2], s.indexed_most(t))))
+    tail_shift: Tensor = per_row(lambda t, s: Range(t.shape[:1], -s.indexed_most(t), t.length))
+    used: int = number()  # clusters so far
+    ordered: int = number()  # tokens in the order so far
+    tail: int = number()  # the first token that is in no cluster
+
+    @property
+    def indexed(self) -> bool:
+        return self.tail > 0
+
+    @property
+    def room(self) -> int:
+        return self.sizes.shape[2]
+
+    @property
+    def ordered_room(self) -> int:
+        return self.order.shape[2]
+
+    def indexed_most(self, table: SlotTable) -> int:
+        """Tokens that the clusters may name. After a roll back these may be gone; the clusters then go unread."""
+        return max(table.seen, self.tail)
+
+    def misfit(self, table: SlotTable) -> str:
+        if not self.indexed and not any(name != "budgets" for name, _ in self.named()):
+            return ""
+        sizes, offsets, spans, shift = (t.long() for t in (self.sizes, self.offsets, self.spans, self.tail_shift))
+        sound = self.indexed and bool((sizes + offsets <= self.ordered_room).all())
+        sound &= self.centroids.shape[2] == self.room
+        sound &= self.used <= self.room and self.ordered <= self.ordered_room
+        # Where the tail ends is told from the tokens seen.
+        sound &= bool((spans[:, 1, 0] == shift + self.tail).all())
+        if self.tail <= table.seen:
+            sound &= bool((shift + table.seen <= table.length).all()) and int(spans.max()) <= table.length
+        return "" if sound else "the clusters of a table do not fit each other"
+
+    def forget(self) -> None:
+        """Takes all clusters away."""
+        vars(self).update(vars(Clusters(self.budgets, self.unfinished)))
 
 
 class Recipe(NamedTuple):
@@ -50,19 +97,16 @@ def add(
         first_head=table.first_head,
     )
     index = ops.cluster_index(clustered.labels, max(counts))
-    used, ordered = table.marks.get(SIZES, 0), table.marks.get(ORDER, 0)
-    new = {
-        CENTROIDS: ops.cluster_means(keys, index).to(keys.dtype),
-        SIZES: index.sizes,
-        OFFSETS: index.offsets + ordered,
-        ORDER: index.order + start,
-    }
+    state = table.state_of(Clusters)
+    used, ordered = state.used, state.ordered
+    state.centroids = _appended(state.centroids, ops.cluster_means(keys, index).to(keys.dtype), used)
+    state.sizes = _appended(state.sizes, index.sizes, used)
+    state.offsets = _appended(state.offsets, index.offsets + ordered, used)
+    state.order = _appended(state.order, index.order + start, ordered)
     if values is not None:
-        new[MEANS] = ops.cluster_means(values, index).to(values.dtype)
-    for name, tensor in new.items():
-        _append(table, name, tensor, ordered if name == ORDER else used)
-    table.marks[SIZES], table.marks[ORDER] = used + max(counts), ordered + index.order.shape[2]
-    table.marks[TAIL] = start + keys.shape[2]
+        state.mean_values = _appended(state.mean_values, ops.cluster_means(values, index).to(values.dtype), used)
+    state.used, state.ordered = used + max(counts), ordered + index.order.shape[2]
+    state.tail = start + keys.shape[2]
 
 
 def _on_device(numbers: list[int], device: torch.device) -> Tensor:
@@ -73,32 +117,26 @@ def _on_device(numbers: list[int], device: torch.device) -> Tensor:
     return rows.to(device, non_blocking=True)
 
 
-def forget(table: SlotTable) -> None:
-    """Takes all clusters away."""
-    for name in (CENTROIDS, MEANS, SIZES, OFFSETS, ORDER, SPANS, SHIFT, TAIL):
-        table.row_state.pop(name, None)
-        table.marks.pop(name, None)
-
-
 def note_spans(table: SlotTable, sinks: int) -> None:
     """Notes where sinks and tail lie; the end of the tail, which moves with every token, is set when it is read."""
-    tail = table.marks[TAIL]
+    state = table.state_of(Clusters)
+    tail = state.tail
     pad = torch.zeros(table.shape[0], dtype=torch.int32, device=table.device)
     pad = pad if table.padding is None else table.padding.int()
     begin, first = pad, torch.full_like(pad, tail)
     if offloaded.is_offloaded(table):
         begin, first = torch.zeros_like(pad), torch.full_like(pad, sinks)
     spans = torch.stack([begin, begin + (tail - pad).clamp(0, sinks), first, first], -1).view(-1, 2, 2)
-    for name, value in ((SPANS, spans), (SHIFT, first - tail)):
-        table.row_state.setdefault(name, value).copy_(value)
+    state.spans, state.tail_shift = kept(state.spans, spans), kept(state.tail_shift, first - tail)
 
 
-def _append(table: SlotTable, name: str, new: Tensor, at: int) -> None:
-    """Writes `new` behind the first `at` entries of the index tensor `name`, which is lengthened when too short."""
-    present, needed = table.row_state.get(name), at + new.shape[2]
+def _appended(present: Tensor | None, new: Tensor, at: int) -> Tensor:
+    """A list of the index with `new` behind its first `at` entries; in place where there is room."""
+    needed = at + new.shape[2]
     if present is None or present.shape[2] < needed:
         longer = new.new_zeros(*new.shape[:2], needed + needed // 8 + 64, *new.shape[3:])
         if present is not None:
             longer[:, :, :at] = present[:, :, :at]
-        table.row_state[name] = present = longer
+        present = longer
     present[:, :, at:needed] = new
+    return present

@@ -12,17 +12,14 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.base import option
 from kvsketch.methods.infinigen import speculation
-from kvsketch.methods.infinigen.skew import GRAM, directions, observe
-from kvsketch.methods.recall import BUDGETS, RecallingMethod
+from kvsketch.methods.infinigen.skew import directions, gram_of
+from kvsketch.methods.infinigen.state import Learned
+from kvsketch.methods.recall import RecallingMethod
 from kvsketch.slots import offloaded
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.heads import mean_over_heads
 from kvsketch.slots.table import SlotTable
 
-SKEW = "skew"  # [B, H, D, p]: the directions along which queries are longest
-PARTIAL = "partial_keys"  # [B, H, tokens, p]: every key along them
-LEARNED = "learned_at"  # [B] int64: tokens that a row had when it learned its directions, 0: it has none yet
-LEARN_NEXT = "learn_next"  # tokens seen when the next row learns
 GROWTH = 2
 QUERIES = ("own", "previous")
 
@@ -57,6 +54,7 @@ class InfiniGen(RecallingMethod):
     name: ClassVar[str] = "infinigen"
     paper: ClassVar[str] = "arXiv 2406.19707"
     look: ClassVar[tuple[str, ...]] = ("#7a5230", "#cfa27a", "v")
+    State: ClassVar[type[Learned]] = Learned
     sinks: int = field(default=0, init=False)
     ratio: float = option(0.2, "share of the channels that score")
     alpha: float = option(
@@ -79,17 +77,14 @@ class InfiniGen(RecallingMethod):
     def rows_read(self, table: SlotTable) -> int:
         return self.budget_tokens(table)
 
-    def is_indexed(self, table: SlotTable) -> bool:
-        return PARTIAL in table.row_state
-
     def maintenance_due(self, table: SlotTable) -> bool:
-        outgrown = self.is_indexed(table) and table.seen + 1 > table.row_state[PARTIAL].shape[2]
+        outgrown = self.is_indexed(table) and table.seen + 1 > table.state_of(self.State).index_parts()[1].shape[2]
         learns = self.selects(table) and table.seen + 1 >= self._learns_at(table)
         return outgrown or learns or super().maintenance_due(table)
 
     def _learns_at(self, table: SlotTable) -> int:
         """Tokens seen from which on some row may learn."""
-        return table.marks.get(LEARN_NEXT, self.budget_tokens(table))
+        return table.state_of(self.State).learn_next or self.budget_tokens(table)
 
     def can_forget(self, table: SlotTable, left: int) -> bool:
         # The directions were learned from the queries of a prompt.
@@ -98,12 +93,13 @@ class InfiniGen(RecallingMethod):
     def forget(self, table: SlotTable, count: int) -> None:
         super().forget(table, count)
         if table.seen < self.budget_tokens(table):
-            table.row_state.pop(PARTIAL, None)
+            table.state_of(self.State).partial = None
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         end = max(table.seen, table.prompt_tokens) if table.new_tokens > 1 else table.seen
         if self.selects(table) and end >= self._learns_at(table):
-            observe(table, queries)
+            state, gram = table.state_of(self.State), gram_of(table, queries)
+            state.gram = gram if state.gram is None else gram.add_(state.gram)
         if self.speculate == "previous" and queries.shape[2] > 1:
             self._learn(table, queries)
         super().compress(table, queries)
@@ -120,56 +116,62 @@ class InfiniGen(RecallingMethod):
 
     def index(self, table: SlotTable) -> None:
         """Writes the new tokens' keys along the chosen directions, which a row that is due learns first."""
-        if not self.reads_on(table) and GRAM in table.row_state:
-            self._learn_directions(table)
-        begins = SKEW in table.row_state and table.seen >= self.budget_tokens(table) and not self.reads_on(table)
-        if not (self.is_indexed(table) or begins):
+        state = table.state_of(self.State)
+        if not self.reads_on(table) and state.gram is not None:
+            gram, state.gram = state.gram, None
+            self._learn_directions(table, gram)
+        begins = state.skew is not None and table.seen >= self.budget_tokens(table) and not self.reads_on(table)
+        if not (state.indexed or begins):
             return
-        new = table.new_tokens if self.is_indexed(table) else table.seen
+        new = table.new_tokens if state.indexed else table.seen
         self._reserve(table)
         keys = offloaded.newest(table, table.seen - new)[0] if new > 1 else self.newest_key(table)
         place = table.seen_on_device() - new + torch.arange(new, device=keys.device)
-        partial = table.row_state[PARTIAL]
+        skew, partial = state.index_parts()
         place = place.view(1, 1, -1, 1).expand(*keys.shape[:3], partial.shape[3])
-        partial.scatter_(2, place, keys @ table.row_state[SKEW])
+        partial.scatter_(2, place, keys @ skew)
 
-    def _learn_directions(self, table: SlotTable) -> None:
+    def _learn_directions(self, table: SlotTable, gram: Tensor) -> None:
         """Gives directions to the rows that are due, and their keys along these.
 
         When a row is due depends on its own tokens alone, so that it learns the same beside others.
         """
-        state, gram, keys = table.row_state, table.row_state.pop(GRAM), offloaded.all_keys(table)
+        state, keys = table.state_of(self.State), offloaded.all_keys(table)
         batch, heads, _, size = keys.shape
         real = table.real_tokens().flatten()
-        if SKEW not in state:
-            state[SKEW] = keys.new_zeros(batch, heads, size, math.ceil(self.ratio * size))
-            state[LEARNED] = torch.zeros_like(real)
+        if state.skew is None:
+            state.skew = keys.new_zeros(batch, heads, size, math.ceil(self.ratio * size))
+            state.learned = torch.zeros_like(real)
         # A cache of an earlier version learned before it was saved.
-        unknown = LEARNED not in state
-        learned = state.setdefault(LEARNED, real.clone())
-        budget = state[BUDGETS].long() if BUDGETS in state else torch.full_like(real, self.budget_tokens(table))
+        unknown = state.learned is None
+        state.learned = learned = real.clone() if state.learned is None else state.learned
+        all_rows = self.budget_tokens(table)
+        budget = torch.full_like(real, all_rows) if state.budgets is None else state.budgets.long()
         rows = torch.arange(0 if unknown else batch, device=keys.device)
         if table.padding is not None:
             rows = (real >= torch.maximum(GROWTH * learned, budget)).nonzero().flatten()
         padding = None if table.padding is None else table.padding[rows]
         if len(rows):
-            state[SKEW][rows] = directions(gram[rows], keys[rows], padding, self.ratio)
+            state.skew[rows] = directions(gram[rows], keys[rows], padding, self.ratio)
             learned[rows] = real[rows]
-            if self.is_indexed(table):
+            if state.indexed:
                 self._reserve(table)
-                state[PARTIAL][rows, :, : table.seen] = keys[rows] @ state[SKEW][rows]
+                skew, partial = state.index_parts()
+                partial[rows, :, : table.seen] = keys[rows] @ skew[rows]
         if table.padding is None:
-            table.marks[LEARN_NEXT] = GROWTH * table.seen
+            state.learn_next = GROWTH * table.seen
         else:
-            table.marks[LEARN_NEXT] = int((table.padding + torch.maximum(GROWTH * learned, budget)).min())
+            state.learn_next = int((table.padding + torch.maximum(GROWTH * learned, budget)).min())
 
     def _reserve(self, table: SlotTable) -> None:
-        skew, present = table.row_state[SKEW], table.row_state.get(PARTIAL)
+        state = table.state_of(self.State)
+        skew, present = state.skew, state.partial
+        assert skew is not None
         if present is None or present.shape[2] < table.seen:
             longer = skew.new_zeros(*skew.shape[:2], table.seen + max(64, table.seen // 8), skew.shape[3])
             if present is not None:
                 longer[:, :, : present.shape[2]] = present
-            table.row_state[PARTIAL] = longer
+            state.partial = longer
 
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
@@ -199,17 +201,18 @@ class InfiniGen(RecallingMethod):
         scores = torch.where(token == newest, float("inf"), scores)
         most = min(self.rows_read(table), scores.shape[-1])
         count = (mean_over_heads(promising, table).round().long() + 1).clamp_max(most)
-        if BUDGETS in table.row_state:
-            count = torch.minimum(count, table.row_state[BUDGETS].long())
+        budgets = table.state_of(self.State).budgets
+        if budgets is not None:
+            count = torch.minimum(count, budgets.long())
         if table.padding is not None:
             # A row that fits its budget reads all it has, as it does alone.
-            budget = table.row_state[BUDGETS].long() if BUDGETS in table.row_state else most
+            budget = most if budgets is None else budgets.long()
             count = torch.where(table.real_tokens().flatten() <= budget, most, count)
         best = scores.topk(most, dim=-1)
         wanted = (torch.arange(most, device=scores.device) < count.view(-1, 1, 1)) & (best.values > float("-inf"))
         return torch.where(wanted, best.indices, -1).int()
 
     def _scores(self, table: SlotTable, query: Tensor) -> Tensor:
-        skew, partial = table.row_state[SKEW], table.row_state[PARTIAL]
+        skew, partial = table.state_of(self.State).index_parts()
         turned = query.view(query.shape[0], skew.shape[1], -1, query.shape[3]) @ skew
         return (turned @ partial.mT).float().flatten(1, 2) * table.scale

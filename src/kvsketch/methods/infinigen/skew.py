@@ -10,21 +10,15 @@ from torch import Tensor
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.table import SlotTable
 
-# [B, H, D, D] float32: sum of q q^T over the queries that read each KV head, of a prompt until its last chunk is read.
-GRAM = "query_gram"
 
-
-def observe(table: SlotTable, queries: Tensor) -> None:
-    """Adds the queries [B, Hq, n, D] of the newest tokens to the gram; left padding does not count."""
+def gram_of(table: SlotTable, queries: Tensor) -> Tensor:  # [B, H, D, D] float32
+    """The sum of q q^T over the queries [B, Hq, n, D] of the newest tokens; left padding does not count."""
     q = queries.float().unflatten(1, (table.shape[1], -1))  # [B, H, G, n, D]
     if table.padding is not None:
         token = torch.arange(table.seen - q.shape[3], table.seen, device=q.device)
         q = q.masked_fill(left_padding.hides(table.padding, token)[:, None, None, :, None], 0.0)
     q = q.flatten(2, 3)
-    gram = q.mT @ q
-    if GRAM in table.row_state:
-        gram += table.row_state[GRAM]
-    table.row_state[GRAM] = gram
+    return q.mT @ q
 
 
 def directions(gram: Tensor, keys: Tensor, padding: Tensor | None, ratio: float) -> Tensor:  # [B, H, D, p]

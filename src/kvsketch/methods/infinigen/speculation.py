@@ -15,67 +15,65 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsketch.methods.infinigen.state import FIT_TOKENS, Learned
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.table import SlotTable
 
 RANK = 128
-FIT_TOKENS = 4096
 SWEEPS = 2
 RIDGE = 1e-4
-# [B, Hq, 1, D]: what a layer asked last; [B, Hq, n, D]: what it asked for the end of a prompt, until the next layer
-# has read it.
-ASKED, PROMPT = "asked", "prompt_queries"
-# The map, [B, F, r], [B, r, F'] and [B, 1, F']; [B, half]: the angles by which a position turns each pair of channels.
-BASIS, MAP, OFFSET, ANGLES = "speculation_basis", "speculation_map", "speculation_offset", "speculation_angles"
-# [B] int64: tokens of a row that its map was found from; the mark: the fewest of any row.
-TOKENS = "speculation_tokens"
 GROWTH = 2
 
 
 def note(table: SlotTable, query: Tensor) -> None:
     """Remembers the query of the layer, [B, Hq, 1, D], for the next layer."""
     if table.rank + 1 < table.compressed_layers:
-        table.row_state.setdefault(ASKED, torch.empty_like(query)).copy_(query)
+        state = table.state_of(Learned)
+        state.asked = query.clone() if state.asked is None else state.asked.copy_(query)
 
 
 def learn(table: SlotTable, queries: Tensor) -> None:
     """Finds the map from the layer before, from the queries [B, Hq, n, D] of several tokens."""
-    before, state = _prompt_before(table, queries), table.row_state
+    before, state = _prompt_before(table, queries), table.state_of(Learned)
     new = min(queries.shape[2], FIT_TOKENS)
-    if before is None or (MAP in state and new < GROWTH * table.marks.get(TOKENS, FIT_TOKENS)):
+    if before is None or (state.map is not None and new < GROWTH * (state.fewest_tokens or FIT_TOKENS)):
         return
-    state[ANGLES] = queries.new_tensor(table.rotary, dtype=torch.float32).repeat(queries.shape[0], 1)
+    state.angles = queries.new_tensor(table.rotary, dtype=torch.float32).repeat(queries.shape[0], 1)
     pairs = list(zip(_still(table, before), _still(table, queries), strict=True))
-    known, learned = MAP in state, state[TOKENS].tolist() if TOKENS in state else [0] * len(pairs)
+    known, learned = state.map is not None, [0] * len(pairs) if state.tokens is None else state.tokens.tolist()
     for row, (asked, wanted) in enumerate(pairs):
         if known and len(asked) < GROWTH * max(1, learned[row]):
             continue
-        for name, part in zip((BASIS, MAP, OFFSET), _fit(asked, wanted), strict=True):
-            state.setdefault(name, queries.new_zeros(len(pairs), *part.shape))[row] = part.to(queries.dtype)
+        parts = [part.to(queries.dtype) for part in _fit(asked, wanted)]
+        if state.map is None:
+            state.basis, state.map, state.offset = (queries.new_zeros(len(pairs), *part.shape) for part in parts)
+        state.basis[row], state.map[row], state.offset[row] = parts
         learned[row] = len(asked)
-    state[TOKENS] = torch.tensor(learned, device=queries.device)
-    table.marks[TOKENS] = max(1, min(learned))
+    state.tokens = torch.tensor(learned, device=queries.device)
+    state.fewest_tokens = max(1, min(learned))
 
 
 def leave(table: SlotTable, queries: Tensor) -> None:
     """Leaves the queries of several tokens to the next layer."""
     if table.rank + 1 < table.compressed_layers:
-        table.row_state[PROMPT], table.marks[PROMPT] = queries[:, :, -FIT_TOKENS:].clone(), table.seen
+        state = table.state_of(Learned)
+        state.prompt_queries, state.prompt_seen = queries[:, :, -FIT_TOKENS:].clone(), table.seen
 
 
 def can_speculate(table: SlotTable) -> bool:
     """Whether the layer has a map and the layer before has asked."""
-    return MAP in table.row_state and table.previous is not None and ASKED in table.previous.row_state
+    before = table.previous
+    return table.state_of(Learned).map is not None and before is not None and before.state_of(Learned).asked is not None
 
 
 def speculate(table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq, 1, D]
     """What the layer before lets expect in the place of `query`, whose shape and position alone are used."""
     assert table.previous is not None
-    state, position = table.row_state, table.real_tokens() - 1
-    asked = table.previous.row_state[ASKED].to(query.device)
-    asked = turned(asked, position, state[ANGLES], -1).transpose(1, 2).flatten(2)
-    still = asked @ state[BASIS] @ state[MAP] + state[OFFSET]  # [B, 1, F']
-    return turned(still.unflatten(2, (query.shape[1], -1)).transpose(1, 2), position, state[ANGLES], 1)
+    state, asked, position = table.state_of(Learned), table.previous.state_of(Learned).asked, table.real_tokens() - 1
+    assert asked is not None and state.map is not None
+    asked = turned(asked.to(query.device), position, state.angles, -1).transpose(1, 2).flatten(2)
+    still = asked @ state.basis @ state.map + state.offset  # [B, 1, F']
+    return turned(still.unflatten(2, (query.shape[1], -1)).transpose(1, 2), position, state.angles, 1)
 
 
 def turned(queries: Tensor, position: Tensor, angles: Tensor, sign: int) -> Tensor:
@@ -91,11 +89,10 @@ def turned(queries: Tensor, position: Tensor, angles: Tensor, sign: int) -> Tens
 
 def _prompt_before(table: SlotTable, queries: Tensor) -> Tensor | None:
     """Takes what the layer before asked for these very tokens, if it is there."""
-    previous = table.previous
-    if previous is None or PROMPT not in previous.row_state or previous.marks[PROMPT] != table.seen:
+    state = None if table.previous is None else table.previous.state_of(Learned)
+    if state is None or state.prompt_queries is None or state.prompt_seen != table.seen:
         return None
-    del previous.marks[PROMPT]
-    asked = previous.row_state.pop(PROMPT)
+    asked, state.prompt_queries = state.prompt_queries, None
     return asked.to(queries.device) if asked.shape[2] == min(queries.shape[2], FIT_TOKENS) else None
 
 
@@ -104,7 +101,7 @@ def _still(table: SlotTable, queries: Tensor) -> list[Tensor]:
     queries = queries[:, :, -FIT_TOKENS:]
     new = queries.shape[2]
     position = table.real_tokens() - new + torch.arange(new, device=queries.device)  # [B, 1, n]
-    still = turned(queries.float(), position, table.row_state[ANGLES], -1).transpose(1, 2).flatten(2)
+    still = turned(queries.float(), position, table.state_of(Learned).angles, -1).transpose(1, 2).flatten(2)
     padding = left_padding.of_rows(table.padding, len(still))
     return [row[max(0, pad - (table.seen - new)) :] for row, pad in zip(still, padding, strict=True)]
 

@@ -58,6 +58,7 @@ class SubGen(BudgetedMethod):
     look: ClassVar[tuple[str, ...]] = ("#c0432b", "#f2917b", "o")
     random: ClassVar[bool] = True
     earlier_defaults: ClassVar[dict[str, str]] = {"normalizer": "clipped", "rho": "4.0"}
+    State: ClassVar[type[slots.Structure]] = slots.Structure
     recent: Size | int | str = "25%"
     positions: str = option(TEXT, "text alone: a token in several slots has no single place in the cache", POSITIONS)
     s: int | None = option(None, "samples; none: what sinks and window leave, half of it where there are clusters")

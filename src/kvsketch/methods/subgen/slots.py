@@ -7,7 +7,7 @@ positions, so a row does the same alone and in a batch. See `ops/fold_token` for
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,14 +17,53 @@ from kvsketch.methods.subgen.sketch import Sketch, Tokens, fold, gather_slots, m
 from kvsketch.ops.fold_token import Layout, Plan, State
 from kvsketch.ops.fold_token.reference import denominator_weights, norms, numerator_shares, numerator_weights, slot_of
 from kvsketch.slots import padding as left_padding
+from kvsketch.slots.state import ANY, Range, TableState, on_host, per_row
 from kvsketch.slots.table import NEG_INF, SlotTable
 
 FOREVER = 1 << 62
 # The covering radius is itself a distance between two keys. Slightly more, and rounding does not decide whether that
 # key lies within delta.
 BEYOND_RADIUS = 1.001
-ROW_STATE = ("plan", "representatives", "counts", "delta", "mu", "shares", "streams")
-MIXED_STATE = ("squares", "folded")
+
+
+@dataclass
+class Structure(TableState):
+    """SubGen's structure beside the slots; m clusters, s samples. All is there once a table is bounded."""
+
+    # [B, 13] int64: until when a row is kept whole, the layout, the row's plan
+    host: Tensor = on_host(lambda t, s: Range((t.shape[0], 1 + len(Layout._fields) + len(Plan._fields)), 0, FOREVER))
+    plan: Tensor = per_row(lambda t, s: Range((t.shape[0], len(Plan._fields)), 0, t.length))  # [B, 6] int64
+    # [B, H] int64, representatives
+    extra_keys: Tensor | None = per_row(lambda t, s: Range(t.shape[:2], 0, max(t.seen, t.length)))
+    representatives: Tensor = per_row()  # [B, H, m, D]
+    counts: Tensor = per_row(lambda t, s: Range((*t.shape[:2], s.representatives.shape[2]), 0, t.seen))  # int32
+    delta: Tensor = per_row()  # [B, H]
+    mu: Tensor = per_row()  # [B, H] float64
+    shares: Tensor = per_row()  # [B, H, s]
+    streams: Tensor = per_row(lambda t, s: Range((*t.shape[:2], 3), ANY.min, ANY.max))
+    squares: Tensor | None = per_row()  # [B, H, s]; with sampling=mixed, as the next
+    folded: Tensor | None = per_row(lambda t, s: Range(t.shape[:2], 0, t.seen))  # [B, H] int64
+
+    def keys_beside(self) -> Tensor | None:
+        return self.extra_keys
+
+    def misfit(self, table: SlotTable) -> str:
+        """Slots lie where the layout says, and no row uses more of them than there are."""
+        if not self.tensors():
+            return ""
+        rows, split = self.host[:, 1:].tolist(), len(Layout._fields)
+        layouts, plans = {tuple(row[:split]) for row in rows}, [row[split:] for row in rows]
+        layout = Layout(*layouts.pop())
+        # Tokens that may still be rolled back stand behind the samples.
+        new, heads = table.length - layout.total, table.shape[:2]
+        sound = not layouts and layout.ring > 0 and new >= 0 and layout.valued + new == table.value_slots().shape[2]
+        sound &= self.plan.tolist() == plans
+        for plan in plans:
+            used = Plan(*plan)._replace(recent=plan[1] + 1)
+            sound &= all(part <= room for part, room in zip(used, layout, strict=True))
+        sound &= self.representatives.shape == (*heads, layout.clusters, table.key_slots().shape[3])
+        sound &= self.shares.shape == (*heads, layout.samples) and self.delta.shape == self.mu.shape == heads
+        return "" if sound else "the structure of a table does not fit its slots"
 
 
 def rewrite(
@@ -90,50 +129,51 @@ def covering_radii(leaving: Tokens, plans: list[Plan]) -> Tensor:  # [B, H]
 
 def layout_of(table: SlotTable) -> Layout:
     """The layout of a bounded table, from the host."""
-    return Layout(*table.row_state["host"][0, 1:7].tolist())
+    return Layout(*table.state_of(Structure).host[0, 1:7].tolist())
 
 
 def exact_until(table: SlotTable) -> list[int]:
     """How many tokens seen each row keeps whole, from the host; FOREVER once it does not any more."""
-    return table.row_state["host"][:, 0].tolist()
+    return table.state_of(Structure).host[:, 0].tolist()
 
 
 def plans_of(table: SlotTable) -> list[Plan]:
     """The plan of each row of a bounded table, from the host."""
-    return [Plan(*row) for row in table.row_state["host"][:, 7:].tolist()]
+    return [Plan(*row) for row in table.state_of(Structure).host[:, 7:].tolist()]
 
 
 def state_of(table: SlotTable) -> State:
     """The tensors of a bounded table as the decode step takes them."""
     assert table.index is not None and table.log_den is not None
     assert table.next_slot is not None and table.clock is not None
-    rows = table.row_state
+    state = table.state_of(Structure)
     return State(
         *table.buffers(), table.index, table.log_num, table.log_den, table.next_slot, table.clock,
-        table.padding, *(rows[name] for name in ROW_STATE), *(rows.get(name) for name in MIXED_STATE),
+        table.padding, state.plan, state.representatives, state.counts, state.delta, state.mu, state.shares,
+        state.streams, state.squares, state.folded,
     )  # fmt: skip
 
 
 def sketch_of(table: SlotTable, layout: Layout) -> Sketch:
     """The structure inside a bounded table, which may hold new tokens after the samples."""
     keys, values, index = table.key_slots(), table.value_slots(), table.index_slots()
-    rows, samples = table.row_state, slice(layout.exact, layout.valued)
+    state, samples = table.state_of(Structure), slice(layout.exact, layout.valued)
     clusters = (layout.clusters, layout.per_cluster)
     return Sketch(
         keys=keys[:, :, samples],
         values=values[:, :, samples],
         index=index[:, :, samples],
-        mu=rows["mu"],
-        representatives=rows["representatives"],
-        counts=rows["counts"].long(),
+        mu=state.mu,
+        representatives=state.representatives,
+        counts=state.counts.long(),
         den_keys=keys[:, :, values.shape[2] :].unflatten(2, clusters),
         den_index=index[:, :, values.shape[2] :].unflatten(2, clusters),
-        delta=rows["delta"],
-        streams=rows["streams"],
-        samples=rows["plan"][:, 3],
-        clusters=rows["plan"][:, 4],
-        per_cluster=rows["plan"][:, 5],
-        folded=rows.get("folded"),
+        delta=state.delta,
+        streams=state.streams,
+        samples=state.plan[:, 3],
+        clusters=state.plan[:, 4],
+        per_cluster=state.plan[:, 5],
+        folded=state.folded,
     )
 
 
@@ -227,19 +267,13 @@ def write(
         log_den=log_den,
         next_slot=slot_of(real[:, 0], plan, layout).view(-1, 1, 1).expand(-1, heads, 1).contiguous(),
     )
-    table.row_state = {
-        "host": torch.tensor([[n, *layout, *row] for n, row in zip(until, plans, strict=True)]),
-        "plan": plan,
-        "extra_keys": torch.maximum(sketch.alive, plan[:, 4:5]) * structured.to(device),
-        "representatives": sketch.representatives.contiguous(),
-        "counts": sketch.counts.to(torch.int32),
-        "delta": sketch.delta,
-        "mu": sketch.mu.contiguous(),
-        "shares": shares,
-        "streams": sketch.streams,
-    }
-    if squares is not None and sketch.folded is not None:
-        table.row_state |= {"squares": squares, "folded": sketch.folded}
+    state = table.state_of(Structure)
+    state.host = torch.tensor([[n, *layout, *row] for n, row in zip(until, plans, strict=True)])
+    state.plan = plan
+    state.extra_keys = torch.maximum(sketch.alive, plan[:, 4:5]) * structured.to(device)
+    state.representatives, state.counts = sketch.representatives.contiguous(), sketch.counts.to(torch.int32)
+    state.delta, state.mu, state.shares, state.streams = sketch.delta, sketch.mu.contiguous(), shares, sketch.streams
+    state.squares, state.folded = squares, sketch.folded
 
 
 def common_layout(plans: list[Plan], sketch: Sketch | None = None) -> Layout:

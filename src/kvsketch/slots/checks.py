@@ -1,0 +1,102 @@
+"""What a table that came out of a file must fulfil before it is used.
+
+A checksum does not help against a file that was made on purpose, so the shapes of all tensors and every whole number,
+which kernels take as they are, are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops.slot_update import CLOSED
+from kvsketch.slots.state import Range, TableState
+from kvsketch.slots.table import SlotTable
+
+
+def require_shapes(table: SlotTable) -> None:
+    """Raises ValueError unless the parts of a table agree in shape; what they point to is for `require_ranges`."""
+    states = (table.state, table.hot)
+    counts = [table.seen, table.length, table.appended, table.new_tokens, table.prompt_tokens]
+    counts += [count for state in states for count in state.numbers().values()]
+    if not all(type(count) is int for count in counts) or min(counts) < 0:
+        raise ValueError("a counter of a table is no whole number of 0 or more")
+    if table.keys is None or table.values is None:
+        if table.keys is not table.values or table.seen:
+            raise ValueError("a table has keys without values or counts tokens that it does not hold")
+        return
+    if table.keys.dim() != 4 or not table.keys.is_floating_point() or table.keys.dtype != table.values.dtype:
+        raise ValueError("the keys and values of a table are not alike")
+    batch, heads, slots = table.keys.shape[:3]
+    parts: list[tuple[Tensor | None, tuple[int, ...], torch.dtype]] = [
+        (table.index, (batch, heads, table.length), torch.int32),
+        (table.log_num, (batch, heads, table.length), torch.float32),
+        (table.log_den, (batch, heads, table.length), torch.float32),
+        (table.next_slot, (batch, heads, 1), torch.int64),
+        (table.clock, (1,), torch.int64),
+        (table.padding, (batch,), torch.int64),
+    ]
+    sound = all(t is None or (tuple(t.shape) == shape and t.dtype == dtype) for t, shape, dtype in parts)
+    sound &= table.values.dim() == 4 and table.values.shape[:2] == (batch, heads)
+    sound &= table.length <= slots and table.values.shape[2] <= slots and table.new_tokens <= table.seen
+    sound &= all(t.shape[:3] == (batch, heads, table.length) for t in table.state.slot_tensors())
+    sound &= all(t.shape[:1] == (batch,) for state in states for t in state.tensors())
+    sound &= len({t is None for t in (table.index, table.log_den, table.next_slot, table.clock)}) == 1
+    if not sound:
+        raise ValueError("the tensors of a table do not fit each other")
+
+
+def require_ranges(table: SlotTable) -> None:
+    """Raises ValueError when a number in the table, whose tensors fit each other, points to nothing."""
+    if table.empty:
+        return
+    for name, tensor, wanted in _whole_numbers(table):
+        if tuple(tensor.shape) != wanted.shape:
+            raise ValueError(f"{name} has the shape {list(tensor.shape)} in place of {list(wanted.shape)}")
+        if tensor.numel() and not wanted.least <= int(tensor.min()) <= int(tensor.max()) <= wanted.most:
+            raise ValueError(f"{name} holds numbers outside {wanted.least} to {wanted.most}")
+    _require_tokens_in_slots(table)
+    if misfit := table.state.misfit(table):
+        raise ValueError(misfit)
+
+
+def _whole_numbers(table: SlotTable) -> Iterator[tuple[str, Tensor, Range]]:
+    batch, heads, length = table.shape
+    own = {
+        "index": Range((batch, heads, length), CLOSED, table.seen - 1),
+        "next_slot": Range((batch, heads, 1), 0, table.value_slots().shape[2] - 1),
+        "clock": Range((1,), table.seen, table.seen),
+        "padding": Range((batch,), 0, table.seen),
+    }
+    for name, wanted in own.items():
+        if getattr(table, name) is not None:
+            yield name, getattr(table, name), wanted
+    for state in (table.state, table.hot):
+        yield from _of_state(table, state)
+
+
+def _of_state(table: SlotTable, state: TableState) -> Iterator[tuple[str, Tensor, Range]]:
+    declared = {f.name: f.metadata.get("whole") for f in fields(state)}
+    for name, tensor in state.named():
+        whole = declared[name]
+        if tensor.is_floating_point() == (whole is not None):
+            raise ValueError(f"{name} holds numbers of the type {tensor.dtype}, which do not belong there")
+        if whole is not None:
+            yield name, tensor, whole(table, state)
+
+
+def _require_tokens_in_slots(table: SlotTable) -> None:
+    """Recall methods find a token by its number: in the slot of that number, or in host memory and its tail."""
+    slots = table.buffers()[1].shape[2]
+    held = min(table.length, slots)
+    if table.host is not None and not table.exact:
+        hot = table.hot
+        held = table.host.length + table.length - hot.sinks
+        if hot.sinks > table.length or not hot.tokens or table.length + hot.places > slots:
+            raise ValueError("the sinks or the hot set of a table do not fit its slots")
+    recalls = table.host is not None or table.state.indexed
+    if (table.exact and table.length != table.seen) or (recalls and table.seen > held):
+        raise ValueError(f"a table counts {table.seen} tokens and has no place for all of them")

@@ -1,0 +1,108 @@
+"""What is remembered of a layer beside its slots: a dataclass whose fields say what they follow.
+
+    @dataclass
+    class Scores(TableState):
+        score: Tensor | None = per_slot()  # [B, H, S]
+
+A method names the class of its state, a table holds one instance (`SlotTable.state_of`). The verbs of the table move it
+along with slots and batch rows, bytes count it, saving writes it under `version` and the names of its fields. A field
+that is absent is None; one that is there whenever another one is may be typed `Tensor`.
+
+Kernels take whole numbers as they are, and one that points outside its tensor would make them read or write memory of
+others. So a tensor of whole numbers says which are allowed (`whole`), and a file with others is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+SLOT, ROW, HOST, NUMBER = "slot", "row", "host", "number"
+ANY = torch.iinfo(torch.int64)
+
+
+class Range(NamedTuple):
+    """The shape of a tensor, and the least and the largest number in it."""
+
+    shape: tuple[int, ...]
+    least: int
+    most: int
+
+
+Whole = Callable[[Any, Any], Range]  # the table and the state -> what the numbers may be
+
+
+def per_slot(whole: Whole | None = None) -> Any:
+    """A tensor [B, H, slots, ...] that follows the slots; a new token has 0."""
+    return field(default=None, metadata={"role": SLOT, "whole": whole})
+
+
+def per_row(whole: Whole | None = None) -> Any:
+    """A tensor [B, ...] that follows the batch rows."""
+    return field(default=None, metadata={"role": ROW, "whole": whole})
+
+
+def on_host(whole: Whole | None = None) -> Any:
+    """A tensor [B, ...] in host memory, wherever the model runs: a step reads it without waiting for the device."""
+    return field(default=None, metadata={"role": HOST, "whole": whole})
+
+
+def number() -> Any:
+    """A whole number of 0 or more, 0 at first."""
+    return field(default=0, metadata={"role": NUMBER})
+
+
+def kept(present: Tensor | None, new: Tensor) -> Tensor:
+    """`new` at the address of what is there: a captured step reads it from that place."""
+    return new if present is None else present.copy_(new)
+
+
+@dataclass
+class TableState:
+    """The state of a method that remembers nothing."""
+
+    version: ClassVar[int] = 1
+
+    def named(self, *roles: str) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that are there, of these roles or of all."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor) and (not roles or f.metadata["role"] in roles):
+                yield f.name, value
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for _, tensor in self.named()]
+
+    def slot_tensors(self) -> list[Tensor]:
+        """Those that follow the slots."""
+        return [tensor for _, tensor in self.named(SLOT)]
+
+    def numbers(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata["role"] == NUMBER}
+
+    def move_slots(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Replaces each tensor that follows the slots by what `move` makes of it."""
+        for name, tensor in self.named(SLOT):
+            setattr(self, name, move(tensor))
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Reorders, repeats or drops batch rows."""
+        for name, tensor in self.named():
+            setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
+
+    @property
+    def indexed(self) -> bool:
+        """Whether tokens are found by their numbers, so that all of them must be there, in order."""
+        return False
+
+    def keys_beside(self) -> Tensor | None:  # [B, H]
+        """Keys held outside both sums, such as cluster representatives; they count as stored."""
+        return None
+
+    def misfit(self, table: Any) -> str:
+        """What is wrong with a state whose tensors have the right shapes and ranges; empty: nothing."""
+        return ""
