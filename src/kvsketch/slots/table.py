@@ -374,6 +374,7 @@ class SlotTable(Place):
     def free_lowest(self, scores: Tensor | None, sinks: int, recent: int) -> None:
         """Empties the slot of the lowest score [B, H, S], None: the oldest; sinks and recent tokens are worth most."""
         assert self.index is not None and self.log_den is not None
+        assert self.next_slot is not None and self.clock is not None
         ops.free_lowest(
             scores, self.index, self.log_den, self.log_num, self.next_slot, self.padding, self.clock, sinks, recent
         )  # fmt: skip
