@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(INSTALL_TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[gguf,plot,eval,dev$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --editable '.[plot,eval,dev$(EXTRAS)]'
 	@touch $@
 
 # A machine without an NVIDIA driver gets a CPU build of torch, so that no CUDA package is fetched: from the package

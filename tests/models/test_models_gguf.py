@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -15,9 +16,6 @@ from transformers import PreTrainedTokenizerFast
 from kvsketch import models
 from kvsketch.models import convert
 from kvsketch.models.gguf_header import read_metadata
-
-gguf = pytest.importorskip("gguf")
-pytest.importorskip("accelerate")
 
 CONFIG = {
     "hidden_size": 32,
@@ -219,7 +217,7 @@ def test_a_cut_file_is_reported(file: Path, cache: Path, share: float) -> None:
 def test_noise_behind_the_magic_is_reported(tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "noise.gguf"
     file.write_bytes(b"GGUF" + bytes(range(256)) * 8)
-    with pytest.raises(ValueError, match=r"header of .*noise\.gguf is damaged.*GGUF version"):
+    with pytest.raises(ValueError, match=r"header of .*noise\.gguf is damaged.*version"):
         load(file)
 
 
@@ -247,17 +245,13 @@ def test_a_claim_beyond_the_file_is_refused_at_once(
         load(file)
 
 
-@pytest.mark.parametrize(
-    ("place", "size", "value", "reason"),
-    [(8, 8, 1 << 40, "tensors"), (16, 8, 1 << 40, "entries"), (24, 8, 1 << 60, "a string of"), (8, 8, 200, "damaged")],
-)
-def test_counts_beyond_the_file_are_refused(
-    file: Path, cache: Path, place: int, size: int, value: int, reason: str
-) -> None:
+@pytest.mark.parametrize(("place", "value"), [(8, 1 << 40), (16, 1 << 40), (24, 1 << 60), (8, 200)])
+def test_counts_beyond_the_file_are_refused(file: Path, place: int, value: int) -> None:
+    """Tensors, entries, bytes of a string: the reader comes to the end of the file and says so."""
     data = bytearray(file.read_bytes())
-    data[place : place + size] = value.to_bytes(size, "little")
+    data[place : place + 8] = value.to_bytes(8, "little")
     file.write_bytes(data)
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match="damaged or cut short"):
         read_metadata(file)
 
 
@@ -274,7 +268,7 @@ def test_arrays_and_tensors_beyond_the_file_are_refused(file: Path) -> None:
     file.write_bytes(whole.replace(b"llama.vocab_size", b"llama.head_count"))
     read_metadata(file)
     file.write_bytes(whole.replace(b"llama.rope.freq_base", b"llama.context_length"))
-    with pytest.raises(ValueError, match="comes twice"):
+    with pytest.raises(ValueError, match="Duplicate"):
         read_metadata(file)
 
 
@@ -317,12 +311,6 @@ def test_a_full_disk_while_converting_is_reported(file: Path, cache: Path, monke
 
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
     with pytest.raises(models.FetchError, match=r"could not write the converted model.*No space left.*KVSKETCH_HOME"):
-        load(file)
-
-
-def test_missing_packages_are_named(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="pip install accelerate gguf"):
         load(file)
 
 

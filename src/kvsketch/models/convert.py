@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,8 +111,6 @@ def _write_converted(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     metadata = read_metadata(gguf)
-    if importlib.util.find_spec("accelerate") is None:
-        raise ImportError("reading a GGUF file needs the accelerate package; run `pip install accelerate gguf`")
     location: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     with _explained(gguf, metadata):
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **location)
@@ -138,8 +135,8 @@ def _explained(gguf: Path, metadata: dict[str, Scalar]) -> Iterator[None]:
     """Whatever transformers stumbles over while it reads the file, in words that help."""
     try:
         yield
-    except ImportError as error:
-        raise ImportError(f"reading a GGUF file needs packages: {error}; run `pip install accelerate gguf`") from error
+    except ImportError:
+        raise
     except Exception as error:
         architecture = metadata.get("general.architecture", "unknown")
         raise ValueError(

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import platformdirs
 from filelock import FileLock, Timeout
 
 HOME_VARIABLE = "KVSKETCH_HOME"
@@ -36,13 +37,7 @@ def home() -> Path:
     chosen = os.environ.get(HOME_VARIABLE)
     if chosen:
         return Path(chosen).expanduser().absolute()
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "kvsketch"
+    return platformdirs.user_cache_path("kvsketch", appauthor=False, opinion=False)
 
 
 def say(message: str) -> None:

@@ -1,32 +1,20 @@
-"""Read the scalar metadata at the start of a GGUF file, skipping the vocabulary arrays.
+"""What a GGUF file says about itself, read by gguf's own reader, which maps the file and leaves the weights on disk.
 
 transformers rebuilds the tokenizer from a GGUF file but drops some of what the file says about special tokens; this is
-the file's own word. Layout: magic, version, tensor count, entry count, then (key, type, value) entries, then (name,
-dimensions, type, offset) of each tensor, little-endian.
-
-A number in the header costs nothing to write, and transformers builds what it says: a million blocks take minutes. So
-the sizes of the model are believed only as far as the tensors go, and those only as far as the file goes.
+the file's own word. A number in the header costs nothing to write, and transformers builds what it says: a million
+blocks take minutes. So the sizes of the model are believed only as far as the tensors go, and those only as far as the
+file goes.
 """
 
 from __future__ import annotations
 
-import math
-import os
 import re
-import struct
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
-MAGIC = b"GGUF"
-VERSIONS = (2, 3)
-# GGUF type number -> struct format of a fixed-size value.
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
-# A header string is a name or a chat template; more than this is a damaged length.
-LONGEST_STRING = 10_000_000
-# Far above what any model has: some 50 entries, and some thousand tensors.
-MOST_ENTRIES, MOST_TENSORS, MOST_DIMENSIONS = 10_000, 100_000, 8
-WEIGHTS_PER_BYTE = 8  # no format packs more than one weight into a bit
+import numpy as np
+from gguf import GGUFReader, GGUFValueType
+
 BLOCK = re.compile(r"blk\.(\d+)\.")
 # Sizes of which each is, or is a part of, the width of some tensor.
 WIDTHS = (
@@ -38,85 +26,34 @@ WIDTHS = (
 Scalar = int | float | bool | str
 
 
+class _Reader(GGUFReader):
+    """gguf's reader takes what lies behind the end of a file for an empty array; here that is an error."""
+
+    data: Any
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
+        self.data = np.asarray(self.data)  # the same pages; a memmap takes five times as long to slice
+        found = super()._get(offset, dtype, count, *args, **kwargs)
+        if len(found) < count:
+            raise ValueError(f"{count} numbers at byte {offset} of {len(self.data)}")
+        return found
+
+
 def read_metadata(path: Path) -> dict[str, Scalar]:
     """Every metadata entry that is not an array. ValueError says what is wrong with a file that is no whole GGUF, or
     that claims a larger model than it holds.
     """
     with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            raise ValueError(f"{path} is not a GGUF file: it does not start with {MAGIC!r}")
-        try:
-            return _Header(file).metadata()
-        except (ValueError, struct.error) as error:
-            raise ValueError(f"the header of {path} is damaged or cut short ({error}); fetch the file again") from error
-
-
-class _Header:
-    """A file behind its magic, and how long it is."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._size = file, os.fstat(file.fileno()).st_size
-
-    def metadata(self) -> dict[str, Scalar]:
-        version = self._scalar("I")
-        if version not in VERSIONS:
-            raise ValueError(f"GGUF version {version}, readable are {VERSIONS}")
-        tensors, entries = int(self._scalar("Q")), int(self._scalar("Q"))
-        if tensors > MOST_TENSORS or entries > MOST_ENTRIES:
-            raise ValueError(f"it claims {tensors} tensors and {entries} entries")
-        metadata = self._entries(entries)
-        require_believable(metadata, dict(self._tensor() for _ in range(tensors)))
-        return metadata
-
-    def _entries(self, count: int) -> dict[str, Scalar]:
-        metadata: dict[str, Scalar] = {}
-        for _ in range(count):
-            key, kind = self._string(), int(self._scalar("I"))
-            if key in metadata:
-                raise ValueError(f"{key} comes twice")
-            if kind == ARRAY:
-                self._skip_array()
-            else:
-                metadata[key] = self._string() if kind == STRING else self._scalar(_scalar_format(kind))
-        return metadata
-
-    def _tensor(self) -> tuple[str, list[int]]:
-        """Name and dimensions of the next tensor."""
-        name, dimensions = self._string(), int(self._scalar("I"))
-        if dimensions > MOST_DIMENSIONS:
-            raise ValueError(f"a tensor of {dimensions} dimensions")
-        shape = [int(self._scalar("Q")) for _ in range(dimensions)]
-        self._scalar("I"), self._scalar("Q")
-        if math.prod(shape) > WEIGHTS_PER_BYTE * self._size:
-            raise ValueError(f"tensor {name} of shape {shape} is larger than the file")
-        return name, shape
-
-    def _scalar(self, kind: str) -> Scalar:
-        size = struct.calcsize("<" + kind)
-        value: Scalar = struct.unpack("<" + kind, self._file.read(size))[0]
-        return value
-
-    def _string(self) -> str:
-        length = int(self._scalar("Q"))
-        if length > LONGEST_STRING:
-            raise ValueError(f"a string of {length} bytes")
-        data = self._file.read(length)
-        if len(data) < length:
-            raise ValueError("the file ends inside a string")
-        return data.decode("utf-8")
-
-    def _skip_array(self) -> None:
-        kind, count = int(self._scalar("I")), int(self._scalar("Q"))
-        if kind == STRING:
-            for _ in range(count):
-                self._skip(int(self._scalar("Q")))
-        else:
-            self._skip(count * struct.calcsize("<" + _scalar_format(kind)))
-
-    def _skip(self, size: int) -> None:
-        if size > self._size:
-            raise ValueError(f"an array of {size} bytes")
-        self._file.seek(size, os.SEEK_CUR)
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path} is not a GGUF file: it does not start with b'GGUF'")
+    try:
+        reader = _Reader(path)
+        fields = {name: field for name, field in reader.fields.items() if field.types[0] != GGUFValueType.ARRAY}
+        metadata = {name: field.contents() for name, field in fields.items()}
+        require_believable(metadata, {tensor.name: tensor.shape.tolist() for tensor in reader.tensors})
+    except (ValueError, KeyError, IndexError, OverflowError) as error:
+        raise ValueError(f"the header of {path} is damaged or cut short ({error}); fetch the file again") from error
+    return metadata
 
 
 def require_believable(metadata: dict[str, Scalar], tensors: dict[str, list[int]]) -> None:
@@ -129,9 +66,3 @@ def require_believable(metadata: dict[str, Scalar], tensors: dict[str, list[int]
         if limit is not None and isinstance(claimed, (int, float)) and claimed > limit:
             holds = f"tensors of {blocks} blocks" if name == "block_count" else f"no tensor wider than {widest}"
             raise ValueError(f"it claims {key}={claimed} and holds {holds}")
-
-
-def _scalar_format(kind: int) -> str:
-    if kind not in SCALARS:
-        raise ValueError(f"unknown value type {kind}")
-    return SCALARS[kind]
