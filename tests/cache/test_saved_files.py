@@ -43,10 +43,10 @@ def test_a_cut_or_lengthened_file_is_noticed(saved: Path, tmp_path: Path) -> Non
     path = tmp_path / "cut.kvs"
     for length in [0, 1, 7, 8, 9, 500, *range(1000, len(content), 501), len(content) - 1]:
         path.write_bytes(content[:length])
-        with pytest.raises(ValueError, match=r"cut\.kvs is (no saved cache, or is )?cut short"):
+        with pytest.raises(ValueError, match=r"cut\.kvs is no saved cache, is damaged or cut short"):
             CompressedCache.load(path, model)
     path.write_bytes(content + b"\0")
-    with pytest.raises(ValueError, match="damaged or was changed"):
+    with pytest.raises(ValueError, match="damaged"):
         CompressedCache.load(path, model)
 
 

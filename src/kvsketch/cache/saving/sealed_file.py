@@ -1,15 +1,15 @@
 """Tensors and text in one safetensors file that is either whole or refused.
 
-The header carries a SHA-256 over the whole file, in which the digits of the SHA-256 itself count as zeros: a change of
-any byte shows. It guards against damage and mix-ups, not against someone who forges a file; but nothing in a
-safetensors file is ever run, and `ranges` looks at every number that a kernel would take for a place.
+safetensors checks that a file is as long as its header says and that every tensor lies inside. The header also carries
+a SHA-256 over the whole file, in which the digits of the SHA-256 itself count as zeros: a change of any byte shows. It
+guards against damage and mix-ups, not against someone who forges a file; but nothing in a safetensors file is ever run,
+and `ranges` looks at every number that a kernel would take for a place.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -17,14 +17,15 @@ import socket
 import threading
 from pathlib import Path
 
-from safetensors import SafetensorError
+import psutil
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from kvsketch.models.files import place
 
-SEAL = re.compile(rb'"checksum":"([0-9a-f]{64})"')
 UNSEALED = "0" * 64
+SEAL = '"checksum":"{}"'  # as safetensors writes it; inside another text the quotes are escaped
 LENGTH_BYTES = 8
 # A layer takes some 4 kB. Parsed, a header takes two dozen times its size, and nothing is known of a file before that.
 LONGEST_HEADER = 4_000_000
@@ -65,68 +66,46 @@ def _number(error: Exception) -> int:
 
 def verified(path: Path) -> dict[str, str]:
     """The text of a sealed file whose bytes are those that were written; ValueError for any other file."""
-    header = _read_header(path)
-    try:
-        fields = json.loads(header)
-        text = fields.pop("__metadata__")
-        wanted = LENGTH_BYTES + len(header) + max((f["data_offsets"][1] for f in fields.values()), default=0)
-        if not isinstance(text, dict) or not isinstance(wanted, int):
-            raise TypeError
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        raise ValueError(f"{path} is no saved cache, or its header is damaged; save the cache again") from None
-    size = path.stat().st_size
-    if size < wanted:
-        raise ValueError(f"{path} is cut short: it has {size} of {wanted} bytes; copy or save it again")
-    stated = _stated_checksum(path, header)
-    found = _checksum(path, header)
-    if stated != found:
+    if _header_length(path) > LONGEST_HEADER:
         raise ValueError(
-            f"{path} is damaged or was changed: its SHA-256 is {found} and should be {stated}; save the cache again"
+            f"{path} is no saved cache: it claims a header of {_header_length(path)} bytes; save the cache again"
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            text: dict[str, str] = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no saved cache, is damaged or cut short ({error}); save the cache again") from None
+    if not re.fullmatch("[0-9a-f]{64}", text.get("checksum", "")):
+        raise ValueError(f"{path} is no saved cache: its header has no checksum; save the cache with cache.save()")
+    found = _checksum(path, text["checksum"])
+    if found != text["checksum"]:
+        raise ValueError(
+            f"{path} is damaged or was changed: its SHA-256 is {found} and should be {text['checksum']}; save the "
+            "cache again"
         )
     return text
 
 
-def _read_header(path: Path) -> bytes:
-    size = path.stat().st_size
+def _header_length(path: Path) -> int:
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if size < LENGTH_BYTES or not 0 < length <= size - LENGTH_BYTES:
-            raise ValueError(f"{path} is no saved cache, or is cut short ({size} bytes); save the cache again")
-        if length > LONGEST_HEADER:
-            raise ValueError(f"{path} is no saved cache: it has a header of {length} bytes; save the cache again")
-        return file.read(length)
+        return int.from_bytes(file.read(LENGTH_BYTES), "little")
 
 
-def _stated_checksum(path: Path, header: bytes) -> str:
-    found = SEAL.findall(header)
-    if len(found) != 1:
-        raise ValueError(f"{path} is no saved cache: its header has no checksum; save the cache with cache.save()")
-    return str(found[0].decode())
-
-
-def _checksum(path: Path, header: bytes) -> str:
-    start, end = _place_of_checksum(header)
-    digest = hashlib.sha256(len(header).to_bytes(LENGTH_BYTES, "little"))
-    digest.update(header[:start] + UNSEALED.encode() + header[end:])
+def _checksum(path: Path, stated: str) -> str:
     with path.open("rb") as file:
-        file.seek(LENGTH_BYTES + len(header))
+        header = file.read(LENGTH_BYTES + _header_length(path))
+        digest = hashlib.sha256(header.replace(SEAL.format(stated).encode(), SEAL.format(UNSEALED).encode()))
         while block := file.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()
 
 
-def _place_of_checksum(header: bytes) -> tuple[int, int]:
-    match = SEAL.search(header)
-    assert match is not None
-    return match.span(1)
-
-
 def _seal(path: Path) -> None:
-    header = _read_header(path)
-    checksum = _checksum(path, header)
+    checksum = _checksum(path, UNSEALED)
     with path.open("r+b") as file:
-        file.seek(LENGTH_BYTES + _place_of_checksum(header)[0])
-        file.write(checksum.encode())
+        header = file.read(LENGTH_BYTES + _header_length(path))
+        file.seek(header.index(SEAL.format(UNSEALED).encode()))
+        file.write(SEAL.format(checksum).encode())
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -152,17 +131,5 @@ def _remove_leftovers(target: Path) -> None:
     pattern = re.compile(re.escape(_prefix(target)) + r"(\d+)-\d+\.tmp")
     for path in target.parent.iterdir():
         match = pattern.fullmatch(path.name)
-        if match and not _is_running(int(match[1])):
+        if match and not psutil.pid_exists(int(match[1])):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    if os.name != "posix":
-        return True  # elsewhere os.kill interrupts the process that it is to ask after
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True
