@@ -1,6 +1,7 @@
 # make demo    set up .venv, fetch a small real model, compare the methods on it
 # make test    set up .venv, run the tests
 # make check   linters, types, import rules, tests
+# make wheel-test    build the wheel, install it in an environment of its own, ask it a question
 #
 # PYTHON=python3.12                       another interpreter (3.11 or newer)
 # VENV_OPTIONS=--system-site-packages     build on packages that the interpreter already has, such as a CUDA torch
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvsketch-installed
 CPU_TORCH := 2.13.0
 
-.PHONY: demo test check lint clean
+.PHONY: demo test check lint wheel-test clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -36,6 +37,16 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The wheel of this tree, installed with what its own metadata asks for and nothing else, answers a question.
+wheel-test:
+	rm -rf build/wheel
+	$(PYTHON) -m venv build/wheel/env
+	build/wheel/env/bin/python -m pip install --quiet --upgrade pip
+	build/wheel/env/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(subst $(BIN)/,build/wheel/env/bin/,$(INSTALL_TORCH))
+	build/wheel/env/bin/python -m pip install --quiet build/wheel/kvsketch-*.whl
+	cd build/wheel && env/bin/kvsketch generate "What is the capital of France?" --max-new-tokens 12 | grep Paris
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
