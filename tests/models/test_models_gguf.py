@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
 from pathlib import Path
 
 import gguf
@@ -14,7 +16,7 @@ from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerFast
 
 from kvsketch import models
-from kvsketch.models import convert
+from kvsketch.models import convert, fetch, files
 from kvsketch.models.gguf_header import read_metadata
 
 CONFIG = {
@@ -203,6 +205,25 @@ def test_a_built_in_model_needs_no_gguf_once_it_is_converted(
     convert.convert(file, card.name, card.sha256, progress=False)
     monkeypatch.setattr("kvsketch.models.loading.pull", lambda *arguments: pytest.fail("pulled again"))
     assert models.resolve(card.name) == cache / "converted" / card.name
+
+
+def test_a_fetched_gguf_goes_once_it_is_converted_unless_asked_for(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = models.DEFAULT_MODEL
+    card = dataclasses.replace(models.card(name), sha256=files.sha256_of(file))
+    monkeypatch.setitem(models.CATALOG, name, card)
+    monkeypatch.setattr(fetch, "_join_parts", lambda model, work, progress: Path(shutil.copy(file, work)))
+    folder = models.resolve(name)
+    assert "removed the GGUF file" in capsys.readouterr().err
+    assert fetch.is_converted(name) and models.is_pulled(name) and not fetch.model_file(name).exists()
+    for keep in (True, False):  # one that is here already stays
+        assert models.resolve(name, keep_gguf=keep) == folder and fetch.has_gguf(name)
+    assert fetch.disk_bytes(name) > fetch.gguf_bytes(name) > file.stat().st_size
+    fetch.remove_gguf(name)
+    assert fetch.is_converted(name) and not fetch.has_gguf(name)
+    models.remove_model(name)
+    assert not models.is_pulled(name) and fetch.disk_bytes(name) == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.95])

