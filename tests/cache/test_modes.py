@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import DynamicCache
 
 import kvsketch
 from kvsketch import CompressedCache
@@ -136,21 +136,8 @@ def test_ordinary_use_pays_nothing() -> None:
 FAMILIES = ["llama", "olmo3", "nanochat"]
 
 
-def qwen3_vl() -> Any:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    vision = dict(
-        depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16,
-        deepstack_visual_indexes=[0],
-    )  # fmt: skip
-    text = {**zoo.FAMILIES["qwen3"][1], "rope_parameters": rope}
-    torch.manual_seed(0)
-    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision)).eval()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model
-
-
 def built(family: str) -> Any:
-    return qwen3_vl() if family == "qwen3_vl" else zoo.build(family)
+    return zoo.qwen3_vl() if family == "qwen3_vl" else zoo.build(family)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl"])

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 VOCABULARY = 97
 _LLAMA = dict(
@@ -79,6 +85,20 @@ def build(family: str, **changes: Any) -> PreTrainedModel:
         parameter.data.mul_(3.0) if parameter.dim() > 1 else None
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
+    return model
+
+
+def qwen3_vl() -> Any:
+    """A multimodal model, with a small tower for images."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    vision = dict(
+        depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16,
+        deepstack_visual_indexes=[0],
+    )  # fmt: skip
+    text = {**FAMILIES["qwen3"][1], "rope_parameters": rope}
+    torch.manual_seed(0)
+    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision)).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 
 

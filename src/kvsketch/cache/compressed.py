@@ -69,9 +69,12 @@ class CompressedCache(Cache):
         self.identity = ModelIdentity(model, config)
         self.head_share = head_share(model)
         self.model_name = str(getattr(config, "model_type", type(config).__name__))
+        families.require_served(model, config, bounded=self.method.name != "full")
+        native = DynamicCache(config=config).layers
+        if not any(type(layer) is DynamicLayer for layer in native):
+            raise families.no_layer(self.model_name, native)
         attention.install()
         families.adapt(config)
-        native = DynamicCache(config=config).layers
         text_config = config.get_text_config(decoder=True)
         shared = bool(getattr(text_config, "num_kv_shared_layers", 0))
         if shared:
@@ -91,8 +94,6 @@ class CompressedCache(Cache):
             # Layers that share keys ask the same table for different queries; there is no one query to learn from.
             if isinstance(before, SlotLayer) and isinstance(after, SlotLayer) and not shared:
                 after.before = before
-        if not self.slot_layers:
-            raise ValueError(f"{self.model_name} has no full-attention layer to compress; use DynamicCache")
 
     @property
     def slot_layers(self) -> list[SlotLayer]:

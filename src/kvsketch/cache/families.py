@@ -1,19 +1,21 @@
 """Adapters for the model families that bypass transformers' AttentionInterface, or that drop a user's cache.
 
 Each adapter wraps one method of one class when a compressed cache is made for that family; with any other cache the
-original runs untouched, and `kvsketch.uninstall` takes the wrapper out. A family with neither the interface nor an
-adapter is refused with its name when its keys go unread.
+original runs untouched, and `kvsketch.uninstall` takes the wrapper out. A model that cannot be served is refused with
+the reason: at once where its class or layers tell, else when its keys go unread. docs/models.md lists the families.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from kvsketch.cache.patches import Patch
 from kvsketch.cache.view import TAG
@@ -35,6 +37,49 @@ def adapt(config: PretrainedConfig) -> None:
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         _patches.setdefault(family, Patch(getattr(module, owner), name, around))
     _patches[family].install()
+
+
+def require_served(model: Any, config: PretrainedConfig, bounded: bool) -> None:
+    """Raises for models of which it is known beforehand that they cannot read a compressed cache."""
+    name = getattr(config, "model_type", type(config).__name__)
+    # The class, because hooks and wrappers hide the parameters of an instance; other libraries' wrappers take anything.
+    taken = inspect.signature(type(model).forward).parameters if isinstance(model, PreTrainedModel) else None
+    if taken is not None and "past_key_values" not in taken:
+        raise UnsupportedModelError(f"{name} takes no KV cache: its forward has no past_key_values. Use it without one")
+    if bounded and name == "doge":
+        raise UnsupportedModelError(
+            "doge weighs its attention by the values of all tokens, which a method that drops or selects tokens does "
+            "not have: use method full or transformers.DynamicCache"
+        )
+
+
+def no_layer(name: str, native: list[Any]) -> UnsupportedModelError:
+    """The error for a model without a layer of full attention alone."""
+    counts = Counter(type(layer).__name__ for layer in native)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    return UnsupportedModelError(
+        f"{name} has no layer to compress: kvsketch compresses layers of full attention alone, and the cache of this "
+        f"model has {kinds or 'no layers'}. Use transformers.DynamicCache"
+    )
+
+
+def unread(name: str, layer: int, keys: Tensor, values: Tensor) -> UnsupportedModelError:
+    """The error for a layer whose keys [B, H, S, D] nobody read."""
+    if keys.shape[1] == 1 and keys.shape[-1] != values.shape[-1]:
+        reason = (
+            "it caches the latent vectors of multi-head latent attention and makes keys and values of them behind the "
+            "cache, where kvsketch does not compress"
+        )
+    else:
+        reason = (
+            "the keys that the cache returned did not come to transformers' AttentionInterface. Families with an "
+            f"adapter: {', '.join(ADAPTED)}"
+        )
+    return UnsupportedModelError(
+        f"the attention of {name} (layer {layer}) never read the compressed cache: {reason}. Use "
+        "transformers.DynamicCache for this model. (If the last forward was broken off before it came so far: "
+        "cache.reset().)"
+    )
 
 
 def _attend_with_float_mask(

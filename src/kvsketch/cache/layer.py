@@ -222,14 +222,7 @@ class SlotLayer(CacheLayerMixin):
         if self.refused:
             raise ValueError(self.refused)
         if self.waiting is not None:
-            raise families.UnsupportedModelError(
-                f"the attention of {self.model_name} (layer {self.table.layer_idx}) never read the "
-                f"compressed cache: it does not go "
-                f"through transformers' AttentionInterface, so kvsketch cannot serve this model. "
-                f"Families with an adapter: {', '.join(families.ADAPTED)}. Use "
-                f"transformers.DynamicCache for this model. (If the last forward was broken off before it came so far: "
-                f"cache.reset().)"
-            )
+            raise families.unread(self.model_name, self.table.layer_idx, self.waiting.keys, self.waiting.values)
 
     # roll back, rows
 
