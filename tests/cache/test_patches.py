@@ -158,9 +158,8 @@ def test_fused_classes_are_transformers_own_outside_the_context(monkeypatch: pyt
 
 def test_a_model_runs_transformers_own_code_after_captured_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused steps run the model's own modules on a CPU, through the same wrappers."""
-    from tests.decode.test_decoding import RunInsteadOfReplay
-
     from kvsketch.decode import captured as decoding
+    from tests.decode.test_decoding import RunInsteadOfReplay
 
     monkeypatch.setattr(fusion, "can_fuse", lambda model: True)
     monkeypatch.setattr(decoding, "impossible", lambda *args: None)
