@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from kvsketch.cache.compressed import CompressedCache
     from kvsketch.cache.patches import uninstall
     from kvsketch.cache.sessions import use
+    from kvsketch.cache.streaming import prefill
     from kvsketch.decode.captured import generate
-    from kvsketch.decode.streaming import prefill
     from kvsketch.methods import METHODS, parse_method
     from kvsketch.models import texts
 
@@ -42,7 +42,7 @@ _MODULE_OF = {
     "models": "kvsketch.models",
     "ops": "kvsketch.ops",
     "parse_method": "kvsketch.methods",
-    "prefill": "kvsketch.decode.streaming",
+    "prefill": "kvsketch.cache.streaming",
     "texts": "kvsketch.models.texts",
     "uninstall": "kvsketch.cache.patches",
     "use": "kvsketch.cache.sessions",

@@ -28,7 +28,7 @@ from kvsketch import ops, records
 from kvsketch.benchmark.options import without_gpu
 from kvsketch.benchmark.shapes import SHAPES, build
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.decode.streaming import prefill
+from kvsketch.cache.streaming import prefill
 from kvsketch.methods import parse_method
 from kvsketch.ops.chunk_attention import Arguments, reference
 

@@ -7,6 +7,8 @@ attention.py    seam 2, the function that models call to attend
 masks.py        what a query may see
 families.py     adapters for families that bypass seam 2
 rotary.py       angles of a model's rotary embedding
+streaming.py    how a prompt gets in: whole or chunk by chunk, by itself or under generate
+read.py         what was read, as a checksum
 sessions.py     `use`, for callers that cannot pass a cache
 checks.py       nan and inf by layer and head
 saving/         caches as checked files

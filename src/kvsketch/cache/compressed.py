@@ -7,6 +7,7 @@ has read, `tokens_stored` what memory still holds.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import os
 import warnings
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvsketch.cache import attention, families, rotary, saving
+from kvsketch.cache import attention, families, rotary, saving, streaming
 from kvsketch.cache.checks import require_finite
 from kvsketch.cache.layer import SlotLayer
+from kvsketch.cache.read import TextRead
 from kvsketch.cache.saving.model_identity import ModelIdentity, layer_devices
 from kvsketch.cache.view import require_stream
 from kvsketch.methods import parse_method
@@ -74,6 +76,7 @@ class CompressedCache(Cache):
         if not any(type(layer) is DynamicLayer for layer in native):
             raise families.no_layer(self.model_name, native)
         attention.install()
+        streaming.install()
         families.adapt(config)
         text_config = config.get_text_config(decoder=True)
         shared = bool(getattr(text_config, "num_kv_shared_layers", 0))
@@ -90,6 +93,7 @@ class CompressedCache(Cache):
         self._empty = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if not isinstance(layer, SlotLayer)}
         self._last_updated = len(layers)  # the layer that was updated last; not behind it: another forward
         self._broken_off = ""
+        self.read = TextRead()
         for before, after in itertools.pairwise(layers):
             # Layers that share keys ask the same table for different queries; there is no one query to learn from.
             if isinstance(before, SlotLayer) and isinstance(after, SlotLayer) and not shared:
@@ -158,6 +162,7 @@ class CompressedCache(Cache):
         for number, native in self._empty.items():
             self.layers[number] = copy.deepcopy(native)
         self._last_updated, self._broken_off = len(self.layers), ""
+        self.read.forget()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the newest tokens, negative their number, as if they had never come.
@@ -184,6 +189,20 @@ class CompressedCache(Cache):
         for layer in layers:
             if count or isinstance(layer, SlotLayer) or getattr(layer, "record_past", False):
                 layer.crop(-count)
+        if self.tokens_seen < self.read.tokens:
+            self.read.forget()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.read.forget()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.read.forget()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.read.forget()
 
     def end_recording(self) -> None:
         """Compresses what could still be rolled back; from here on a forward is compressed at once."""
@@ -224,7 +243,8 @@ class CompressedCache(Cache):
         self._require_savable()
         # `check` is for whoever looks for a mistake and is not kept.
         options = {"seed": self.slot_layers[0].table.seed, "prefill": self.prefill, "chunk": self.chunk}
-        saving.save(path, self.method, options, self.identity.describe(self.head_share), self.layers)
+        model, read = self.identity.describe(self.head_share), dataclasses.asdict(self.read)
+        saving.save(path, self.method, options, model, read, self.layers)
 
     def _require_savable(self) -> None:
         if any(layer.prompt is not None for layer in self.slot_layers):
@@ -246,6 +266,7 @@ class CompressedCache(Cache):
             for table in (layer.table for layer in cache.slot_layers):
                 if cache.head_share is not None and not table.empty:
                     cache.head_share.place(table, table.shape[1])
+            cache.read = TextRead(**saved.read)
             cache._require_savable()
         return cache
 

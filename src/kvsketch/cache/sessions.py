@@ -13,6 +13,7 @@ from typing import Any
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.patches import Patch
+from kvsketch.cache.view import require_stream
 from kvsketch.methods import Method, parse_method
 
 _lock = threading.Lock()
@@ -29,13 +30,17 @@ class Session:
     """What `use` yields: the method in force and the cache of the last `generate`."""
 
     method: Method
-    seed: int = 0
+    options: dict[str, Any]
     cache: CompressedCache | None = None
 
 
 @contextmanager
-def use(model: Any, method: str | Method, *, seed: int = 0) -> Iterator[Session]:
+def use(
+    model: Any, method: str | Method, *, seed: int = 0, prefill: str = "exact", chunk: int = 2048
+) -> Iterator[Session]:
     """Inside the block every `model.generate` without a cache of its own gets a fresh compressed one.
+
+    `seed`, `prefill` and `chunk` as in `CompressedCache`.
 
     The block counts for its own thread or async task, and for threads that are started inside it, such as the one of
     `TextIteratorStreamer`. Others that use the model at the same time are not affected. Workers of a pool that ran
@@ -43,7 +48,9 @@ def use(model: Any, method: str | Method, *, seed: int = 0) -> Iterator[Session]
     """
     if not callable(getattr(model, "generate", None)):
         raise ValueError(f"use() takes a transformers model with a generate method, not {type(model).__name__}")
-    session, number = Session(parse_method(method), seed), next(_numbers)
+    require_stream(prefill, chunk)
+    options = {"seed": seed, "prefill": prefill, "chunk": chunk}
+    session, number = Session(parse_method(method), options), next(_numbers)
     _enter(model, session, number)
     try:
         yield session
@@ -86,7 +93,7 @@ def _generate(model: Any, original: Callable[..., Any], *args: Any, **kwargs: An
     session = _session(model)
     if session is None or kwargs.get("past_key_values") is not None:
         return original(*args, **kwargs)
-    cache = session.cache = CompressedCache(model, session.method, seed=session.seed)
+    cache = session.cache = CompressedCache(model, session.method, **session.options)
     result = original(*args, **{**kwargs, "past_key_values": cache})
     if cache.tokens_seen == 0:
         raise RuntimeError(f"{cache.model_name} generated without reading the compressed cache; is use_cache off?")

@@ -26,21 +26,21 @@ from kvsketch.cache import masks
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode import fused as fusion
 from kvsketch.decode.sampling import Sampler, unsupported
-from kvsketch.decode.streaming import prefill_to_generate
 from kvsketch.ops.common import early_start
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.heads import spread_over
 from kvsketch.slots.tensors import plain
 
 WARM_UP_STEPS = 2
+NO_GRAPHS = "only CUDA has graphs"
 _turns: dict[torch.device, threading.RLock] = {}
 
 
 def generate(model: Any, inputs: Any, cache: CompressedCache, *, fused: bool = True, **options: Any) -> Any:
     """`model.generate(**inputs, past_key_values=cache, **options)` with captured decode steps; same tokens.
 
-    `inputs` is a tensor of token ids or what a tokenizer returns. Where capture is impossible (no CUDA, beams, an
-    unusual option or model) the eager loop runs, with one warning that says why.
+    `inputs` is a tensor of token ids or what a tokenizer returns. On a CPU the eager loop runs; where capture is
+    impossible on a GPU (beams, an unusual option or model) it does too, with one warning that says why.
 
     `fused` lets kernels do the work of the decoder layers of known families. They add the same products in another
     order, so in half precision two tokens that are equally likely up to rounding may change places, as they may between
@@ -53,7 +53,8 @@ def generate(model: Any, inputs: Any, cache: CompressedCache, *, fused: bool = T
     arguments = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
     reason = impossible(model, cache, options)
     if reason is not None:
-        _warn(reason)
+        if reason is not NO_GRAPHS:
+            _warn(reason)
         return model.generate(**arguments, past_key_values=cache, **options)
     # transformers shows the streamer the prompt but does not hand it on to a custom loop.
     loop = functools.partial(_captured_loop, streamer=options.get("streamer"), fused=fused)
@@ -79,7 +80,7 @@ def impossible(model: Any, cache: CompressedCache, options: dict[str, Any]) -> s
         if value not in (None, False, 1):
             return f"{option}={value!r} needs the eager loop"
     if model.device.type != "cuda":
-        return f"the model is on {model.device.type}, and only CUDA has graphs"
+        return NO_GRAPHS
     return None
 
 
@@ -113,10 +114,12 @@ def _captured_loop(
     sampler = Sampler(logits_processor, input_ids, stopping_criteria.max_length, eos, pad, generation_config.do_sample)
     turn = _turn(model.device)
     with turn:
-        logits = prefill_to_generate(model, input_ids, generation_config, model_kwargs)
+        logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
         sampler.before_step()
         token = sampler.choose(logits)
-        step = Step(model, cache, sampler, token, stopping_criteria.max_length, fused)
+        # The ids may be new ones alone, behind what the cache had read before.
+        longest = cache.tokens_seen + stopping_criteria.max_length - input_ids.shape[1]
+        step = Step(model, cache, sampler, token, longest, fused)
     _stream(streamer, token)
     while sampler.length < stopping_criteria.max_length and not sampler.finished():
         with turn:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.layer import SlotLayer
+from kvsketch.cache.streaming import prefill
 from kvsketch.decode import captured as decoding
 from kvsketch.decode.sampling import Sampler
-from kvsketch.decode.streaming import prefill
 from kvsketch.methods.base import Method
 from kvsketch.methods.full import Full
 from kvsketch.slots.table import SlotTable

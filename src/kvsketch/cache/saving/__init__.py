@@ -3,9 +3,9 @@
     cache.save("prompt.kvs")
     cache = CompressedCache.load("prompt.kvs", model)
 
-The file (sealed_file.py) holds the method, what identifies the model (model_identity.py) and the state of every layer
-(layer_state.py). Loading checks everything before it builds a new cache: bytes, version, method, model, layers.
-Files of format 1 are read too (format1.py).
+The file (sealed_file.py) holds the method, what identifies the model (model_identity.py), what was read (read.py) and
+the state of every layer (layer_state.py). Loading checks everything before it builds a new cache: bytes, version,
+method, model, layers. Files of format 1 are read too (format1.py).
 """
 
 from __future__ import annotations
@@ -37,17 +37,23 @@ MISFITS = (KeyError, TypeError, IndexError, AttributeError, OverflowError, Recur
 
 
 def save(
-    path: str | os.PathLike[str], method: Method, options: dict[str, Any], model: dict[str, Any], layers: Sequence[Any]
+    path: str | os.PathLike[str],
+    method: Method,
+    options: dict[str, Any],
+    model: dict[str, Any],
+    read: dict[str, Any],
+    layers: Sequence[Any],
 ) -> None:
     """Writes a cache to `path` in one step: there is the old file or the new one, whatever happens meanwhile.
 
-    options: how the cache was made, beside model and method; model: what identifies it.
+    options: how the cache was made, beside model and method; model, read: what identifies the model and the text.
     """
     tensors: dict[str, Tensor] = {}
     content = {
         "method": _method_text(method),
         "options": options,
         "model": model,
+        "read": read,
         "layers": [encode_layer(layer, str(number), tensors) for number, layer in enumerate(layers)],
     }
     text = {"kind": KIND, "version": VERSION, "kvsketch": kvsketch.__version__, "cache": json.dumps(content)}
@@ -60,7 +66,7 @@ class SavedCache:
     def __init__(self, file: Path, content: Any, tensors: Any, version: str) -> None:
         self._file, self._tensors = file, tensors
         self.method = _method(file, content["method"])
-        self.options, self.model = content["options"], content["model"]
+        self.options, self.model, self.read = content["options"], content["model"], content.get("read", {})
         self._layers = [format1.upgraded(layer) if version == "1" else layer for layer in content["layers"]]
 
     def fill(self, layers: Sequence[Any], devices: Sequence[torch.device], differences: Sequence[str]) -> None:

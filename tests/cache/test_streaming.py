@@ -16,7 +16,6 @@ from kvsketch import CompressedCache
 from kvsketch.cache import attention, masks
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.view import chunk_spans
-from kvsketch.decode.streaming import prefill_to_generate
 from kvsketch.slots.table import SlotTable
 from tests.cache.test_oracle import oracle
 from tests.helpers import zoo
@@ -66,9 +65,9 @@ def test_one_forward_and_many_leave_the_same_cache(method: str) -> None:
         first = [
             model(ids, attention_mask=mask, position_ids=positions, past_key_values=caches[0]).logits[:, -1],
             kvsketch.prefill(model, ids, caches[1], mask),
-            prefill_to_generate(
-                model, ids, model.generation_config, {"attention_mask": mask, "past_key_values": caches[2]}
-            ),
+            model._prefill(ids, model.generation_config, {"attention_mask": mask, "past_key_values": caches[2]}).logits[
+                :, -1
+            ],
         ]
         for logits, cache in zip(first[1:], caches[1:], strict=True):
             torch.testing.assert_close(logits, first[0], atol=1e-4, rtol=1e-4)

@@ -1,10 +1,14 @@
-"""Streaming prefill: a prompt goes through the model chunk by chunk, so that neither it nor its activations must fit.
+"""How a prompt gets into a cache: whole, or chunk by chunk, so that neither it nor its activations must fit.
 
     cache = CompressedCache(model, "streamingllm:budget=2048", prefill="stream", chunk=2048)
     logits = prefill(model, input_ids, cache)
 
-The same chunks as within one forward (cache/view.py) and the same state afterwards; memory is that of one chunk. No
-mask is built: a mask of a chunk by everything before it would grow with the prompt.
+The same chunks as within one forward (view.py) and the same state afterwards; memory is that of one chunk. No mask is
+built: a mask of a chunk by everything before it would grow with the prompt.
+
+`model.generate` reads its prompt in one method, `_prefill`, which is wrapped at the first use of a compressed cache.
+That is where input ids meet the cache: a prompt that does not continue what the cache has read is refused there, and a
+cache made with prefill="stream" reads it chunk by chunk.
 """
 
 from __future__ import annotations
@@ -12,15 +16,21 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache import masks
+from kvsketch.cache.patches import Patch
 from kvsketch.cache.view import Prompt, chunk_spans
 from kvsketch.slots import padding as left_padding
+
+if TYPE_CHECKING:
+    from kvsketch.cache.compressed import CompressedCache
 
 # What generate hands to a text model; anything else is for the model itself to prepare.
 PLAIN_ARGUMENTS = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
@@ -50,17 +60,19 @@ def prefill(
     feed = _Feed(model, cache, padding)
     with _whole_or_nothing(cache, new):
         if cache.prefill == "exact" or new == 1:
-            return feed.forward(input_ids, feed.mask(seen + new))
-        prompt = Prompt(seen + new, padding, causal=True)
-        for layer in cache.slot_layers:
-            layer.prompt = prompt
-        with tqdm(total=new, unit="token", disable=not progress, desc="prefill") as bar:
-            for start, end in chunk_spans(new, cache.chunk):
-                logits = feed.forward(input_ids[:, start:end], feed.mask_of_native_layers(seen + end))
-                bar.update(end - start)
-                if after_chunk is not None:
-                    after_chunk(end)
-        return logits
+            logits = feed.forward(input_ids, feed.mask(seen + new))
+        else:
+            prompt = Prompt(seen + new, padding, causal=True)
+            for layer in cache.slot_layers:
+                layer.prompt = prompt
+            with tqdm(total=new, unit="token", disable=not progress, desc="prefill") as bar:
+                for start, end in chunk_spans(new, cache.chunk):
+                    logits = feed.forward(input_ids[:, start:end], feed.mask_of_native_layers(seen + end))
+                    bar.update(end - start)
+                    if after_chunk is not None:
+                        after_chunk(end)
+    cache.read.note(input_ids, seen, attention_mask)
+    return logits
 
 
 @contextlib.contextmanager
@@ -78,17 +90,56 @@ def _whole_or_nothing(cache: CompressedCache, new: int) -> Iterator[None]:
             layer.prompt = None
 
 
-def prefill_to_generate(model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Tensor:
-    """The logits after the prompt, [B, vocabulary], from what generate has prepared: chunk by chunk where possible."""
-    cache = model_kwargs["past_key_values"]
-    given = {name for name, value in model_kwargs.items() if value is not None}
-    chunked = generation_config.prefill_chunk_size is not None
-    if cache.prefill == "exact" or chunked or not given <= PLAIN_ARGUMENTS:
-        return model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
+def install() -> None:
+    """Wraps the method in which `model.generate` reads a prompt; does nothing the second time."""
+    _PREFILL.install()
+
+
+def _read_prompt(
+    original: Callable[..., Any],
+    model: Any,
+    input_ids: Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """What generate calls in place of its own method: the output of the model after the prompt."""
+    cache = model_kwargs.get("past_key_values")
+    if not _is_compressed(cache) or model_kwargs.get("inputs_embeds") is not None or input_ids.dim() != 2:
+        return original(model, input_ids, generation_config, model_kwargs, *args, **options)
     mask, seen = model_kwargs.get("attention_mask"), cache.tokens_seen
-    length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[-1]
     # The ids are the whole text, or new ones alone under a mask for all.
-    return prefill(model, input_ids[:, seen:] if length == input_ids.shape[1] else input_ids, cache, mask)
+    whole = length == input_ids.shape[1]
+    if whole and seen:
+        cache.read.require(input_ids, seen, mask)
+    if _can_stream(cache, generation_config, model_kwargs):
+        new = input_ids[:, seen:] if whole else input_ids
+        output = CausalLMOutputWithPast(logits=prefill(model, new, cache, mask)[:, None], past_key_values=cache)
+    else:
+        output = original(model, input_ids, generation_config, model_kwargs, *args, **options)
+    cache.read.note(input_ids, 0 if whole else seen, mask)
+    return output
+
+
+_PREFILL = Patch(GenerationMixin, "_prefill", _read_prompt)
+
+
+def _can_stream(cache: CompressedCache, config: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether the prompt can go through `prefill`: a plain text, of which nothing but the logits is wanted."""
+    if cache.prefill == "exact" or config.prefill_chunk_size is not None or cache.slot_layers[0].record_past:
+        return False
+    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        return False
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and (mask.dim() != 2 or masks.hidden_inside(mask, mask.shape[1]) is not None):
+        return False
+    return {name for name, value in model_kwargs.items() if value is not None} <= PLAIN_ARGUMENTS
+
+
+def _is_compressed(cache: Any) -> bool:
+    return hasattr(cache, "slot_layers")
 
 
 class _Feed:
@@ -120,7 +171,7 @@ class _Feed:
 
 
 def _require(input_ids: Tensor, cache: CompressedCache) -> None:
-    if not isinstance(cache, CompressedCache):
+    if not _is_compressed(cache):
         raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.shape[1] == 0:
         shape = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
