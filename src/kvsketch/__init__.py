@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvsketch.cache.patches import uninstall
     from kvsketch.cache.sessions import use
     from kvsketch.cache.streaming import prefill
+    from kvsketch.decode.asking import ask, read
     from kvsketch.decode.captured import generate
     from kvsketch.methods import METHODS, parse_method
     from kvsketch.models import texts
@@ -23,12 +24,14 @@ __all__ = [
     "METHODS",
     "CompressedCache",
     "__version__",
+    "ask",
     "generate",
     "methods",
     "models",
     "ops",
     "parse_method",
     "prefill",
+    "read",
     "texts",
     "uninstall",
     "use",
@@ -37,12 +40,14 @@ __all__ = [
 _MODULE_OF = {
     "CompressedCache": "kvsketch.cache.compressed",
     "METHODS": "kvsketch.methods",
+    "ask": "kvsketch.decode.asking",
     "generate": "kvsketch.decode.captured",
     "methods": "kvsketch.methods",
     "models": "kvsketch.models",
     "ops": "kvsketch.ops",
     "parse_method": "kvsketch.methods",
     "prefill": "kvsketch.cache.streaming",
+    "read": "kvsketch.decode.asking",
     "texts": "kvsketch.models.texts",
     "uninstall": "kvsketch.cache.patches",
     "use": "kvsketch.cache.sessions",

@@ -1,0 +1,116 @@
+"""Questions about a text that a cache has read.
+
+    cache = kvsketch.CompressedCache(model, "full")
+    kvsketch.read(model, tokenizer, cache, text)             # once; cache.save("report.kvs") keeps it
+    print(kvsketch.ask(model, tokenizer, cache, "What does it say about X?"))
+
+The text opens a user's turn of the model's chat template, the first question ends it, and every later question is a
+turn of its own behind the answer. A model without a template reads text and questions with blank lines between.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.streaming import prefill
+from kvsketch.decode.captured import generate
+
+GAP = "\n\n"
+
+
+class Frame(NamedTuple):
+    """What a chat template writes around a user's text."""
+
+    before: str
+    after: str  # up to where the answer begins
+    between: str  # from the end of an answer to the next text of the user
+
+
+def read(model: Any, tokenizer: Any, cache: CompressedCache, text: str, *, progress: bool = False) -> None:
+    """Reads a text into an empty cache; questions about it follow with `ask`."""
+    if cache.tokens_seen:
+        raise ValueError(
+            f"the cache has read {cache.tokens_seen} tokens already; read a text into a new cache or call cache.reset()"
+        )
+    prefill(model, document_ids(tokenizer, text).to(model.device), cache, progress=progress)
+    cache.read.open = True
+
+
+def ask(model: Any, tokenizer: Any, cache: CompressedCache, question: str, **options: Any) -> str:
+    """The model's answer to a question about what the cache has read; both become part of it.
+
+    `options` are those of `model.generate`; without them the answer is greedy and has at most 128 tokens. To ask many
+    questions about the same text, load the saved cache for each, or ask a `copy.deepcopy(cache)`.
+    """
+    if cache.tokens_seen and cache.slot_layers[0].table.shape[0] != 1:
+        raise ValueError(f"ask takes a cache of one text, and this one holds {cache.slot_layers[0].table.shape[0]}")
+    inputs = question_inputs(tokenizer, cache, question).to(model.device)
+    output = generate(model, inputs, cache, **{"max_new_tokens": 128, "do_sample": False, **options})
+    return str(tokenizer.decode(finish(model, cache, inputs, output), skip_special_tokens=True))
+
+
+def finish(model: Any, cache: CompressedCache, inputs: Any, output: Tensor) -> Tensor:
+    """The new tokens of an answer; reads the last one, which generate leaves unread, unless it is an end token."""
+    cache.read.open = False
+    new = output[0, inputs["input_ids"].shape[1] :]
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    if len(new) and int(new[-1]) not in ends:
+        prefill(model, new[None, -1:], cache)
+    return new
+
+
+def document_ids(tokenizer: Any, text: str) -> Tensor:  # [1, n]
+    """A text as the beginning of the user's turn that a question ends."""
+    frame = chat_frame(tokenizer)
+    return _encode(tokenizer, frame.before + text + GAP, first=True)
+
+
+def question_inputs(tokenizer: Any, cache: CompressedCache, question: str) -> Any:
+    """What generate takes to go on after what the cache has read: new ids, and a mask for all tokens."""
+    from transformers import BatchEncoding
+
+    frame, seen = chat_frame(tokenizer), cache.tokens_seen
+    before = frame.before if not seen else "" if cache.read.open else frame.between
+    ids = _encode(tokenizer, before + question + frame.after, first=not seen)
+    mask = torch.ones(1, seen + ids.shape[1], dtype=torch.long)
+    padding = cache.slot_layers[0].table.padding
+    if padding is not None:
+        mask[:, : int(padding)] = 0
+    return BatchEncoding({"input_ids": ids, "attention_mask": mask})
+
+
+def document_inputs(tokenizer: Any, text: str, question: str) -> Any:
+    """What generate takes to answer a question about a text: the tokens of `read` and `ask` after each other."""
+    from transformers import BatchEncoding
+
+    behind = _encode(tokenizer, question + chat_frame(tokenizer).after, first=False)
+    ids = torch.cat([document_ids(tokenizer, text), behind], 1)
+    return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+def chat_frame(tokenizer: Any) -> Frame:
+    """What the tokenizer's chat template writes around texts; blank lines where it has none."""
+    if not tokenizer.chat_template:
+        return Frame("", "\n", GAP)
+    first, answer, second = "FIRST-TEXT", "THE-ANSWER", "SECOND-TEXT"
+    roles = [("user", first), ("assistant", answer), ("user", second)]
+    messages = [{"role": role, "content": content} for role, content in roles]
+    alone, talk = (
+        tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=True)
+        for part in (messages[:1], messages)
+    )
+    before, _, after = alone.partition(first)
+    between = talk.partition(answer)[2].partition(second)[0]
+    return Frame(before, after, between)
+
+
+def _encode(tokenizer: Any, text: str, first: bool) -> Tensor:
+    """Token ids [1, n]; a template writes special tokens itself, and plain text has them at its beginning only."""
+    plain = first and not tokenizer.chat_template
+    ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=plain)["input_ids"]
+    return ids
