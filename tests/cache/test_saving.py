@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvsketch
@@ -236,3 +237,41 @@ def test_a_save_through_a_link_writes_what_it_leads_to(tmp_path: Path, there: bo
     dangling.symlink_to(tmp_path / "none" / "prompt.kvs")
     with pytest.raises(FileNotFoundError, match=f"there is no folder {tmp_path / 'none'}"):
         cache.save(dangling)
+
+
+class Adapted(nn.Module):
+    """A linear layer as peft's LoRA wraps it, as far as a cache looks at it."""
+
+    def __init__(self, base_layer: nn.Linear, seed: int) -> None:
+        super().__init__()
+        self.base_layer, self.disable_adapters, self.active_adapters = base_layer, False, ["tuned"]
+        self.lora_A = nn.ModuleDict({"tuned": nn.Linear(base_layer.in_features, base_layer.out_features, bias=False)})
+        torch.manual_seed(seed)
+        nn.init.normal_(self.lora_A["tuned"].weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base_layer(x)
+        return out if self.disable_adapters else out + self.lora_A["tuned"](x)
+
+
+def with_adapter(seed: int) -> tuple[Any, Adapted]:
+    model: Any = zoo.build("llama")
+    model.model.layers[0].self_attn.k_proj = adapted = Adapted(model.model.layers[0].self_attn.k_proj, seed)
+    return model, adapted
+
+
+def test_a_cache_belongs_to_the_adapters_that_were_on(tmp_path: Path) -> None:
+    model, adapted = with_adapter(seed=1)
+    plain = zoo.build("llama")
+    for name, each in (("tuned", model), ("plain", plain)):
+        read(each, "full", 0, [0])[0].save(tmp_path / name)
+    CompressedCache.load(tmp_path / "tuned", model)
+    with pytest.raises(ValueError, match="no adapter was on when it was saved, and adapter tuned is on here"):
+        CompressedCache.load(tmp_path / "plain", model)
+    with pytest.raises(ValueError, match="adapter tuned has other weights"):
+        CompressedCache.load(tmp_path / "tuned", with_adapter(seed=2)[0])
+    adapted.disable_adapters = True
+    CompressedCache.load(tmp_path / "plain", model)
+    for each in (plain, model):
+        with pytest.raises(ValueError, match="adapter tuned was on when it was saved, and no adapter is on here"):
+            CompressedCache.load(tmp_path / "tuned", each)
