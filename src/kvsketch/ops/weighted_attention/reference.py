@@ -16,8 +16,9 @@ from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.weighted_attention import Arguments, Attended
 
 NEG_INF = float("-inf")
-# Logits held at once; queries are taken in blocks so that a long chunk over a long cache fits in memory.
-MAX_LOGITS = 1 << 24
+# Logits held at once, with half a dozen tensors of their size beside them: queries are taken in blocks, so that a long
+# chunk over a long cache fits in memory and a block in the processor's cache.
+MAX_LOGITS = 1 << 21
 
 
 class Sum(NamedTuple):
