@@ -18,8 +18,9 @@ import kvsketch
 from kvsketch import environment, models
 from kvsketch.cli import app
 from kvsketch.cli.boundary import one_line
-from kvsketch.cli.generate import full_cache_bytes
+from kvsketch.cli.generate import Request, full_cache_bytes, read_request
 from kvsketch.cli.options import DEFAULT_MODEL
+from kvsketch.cli.watching import quick_dtype
 from tests.helpers import zoo
 from tests.helpers.tiny import save_tiny_model
 
@@ -141,8 +142,55 @@ def test_generate_streams_text_and_says_what_the_cache_took(folder: str) -> None
     assert streamed.stdout.strip() == found["text"].strip()
     assert found["tokens_stored"] == 16
     assert 0 < found["device_bytes"] < found["full_bytes"]
-    assert f"streamingllm:budget=16: {found['tokens_seen']} tokens seen, 16 stored" in streamed.stderr
-    assert len(streamed.stderr.strip().splitlines()) == 1
+    kept, speed = streamed.stderr.strip().splitlines()
+    assert kept.startswith(f"streamingllm:budget=16: {found['tokens_seen']} tokens read, 16 kept, and what was dropped")
+    assert f"read {found['prompt_tokens']} tokens at " in speed and "wrote 6 at " in speed
+    assert "float32 on cpu; peak memory " in speed and "above the loaded model" in speed
+    assert found["peak_bytes"] > found["peak_bytes_above_model"] >= 0
+    assert found["prefill_tokens_per_second"] > 0 and found["decode_tokens_per_second"] > 0
+
+
+def test_the_default_keeps_every_token(folder: str) -> None:
+    found = read_json("generate", PROMPT, "--model", folder, "--max-new-tokens", "2")
+    assert found["method"] == "full" and found["tokens_stored"] == found["tokens_seen"]
+
+
+def test_a_question_about_a_file_a_pipe_and_a_saved_cache_is_one_prompt(folder: str, tmp_path: Path) -> None:
+    file, saved = tmp_path / "report.md", tmp_path / "report.kvs"
+    file.write_text(PROMPT, encoding="utf-8")
+    question, options = "Who sat on the mat?", ("--model", folder, "--max-new-tokens", "5")
+    named = read_json("generate", "--file", str(file), question, *options)
+    assert named["prompt_tokens"] == len(f"{PROMPT}\n\n{question}\n")
+    stream = ("--prefill", "stream", "--chunk", "40")
+    others = [
+        read_json("generate", question, *options, text=PROMPT),
+        read_json("generate", "--file", "-", question, *options, text=PROMPT),
+        read_json("generate", "--file", str(file), question, *options, *stream),
+        read_json("generate", "--file", str(file), "--save", str(saved), question, *options),
+    ]
+    alone = read_json("generate", "--file", str(file), "--save", str(saved), *options)
+    assert alone["text"] == "" and alone["new_tokens"] == 0 and alone["prompt_tokens"] == len(f"{PROMPT}\n\n")
+    loaded = read_json("generate", "--load", str(saved), question, *options)
+    assert loaded["prompt_tokens"] == len(f"{question}\n") and loaded["tokens_seen"] == named["tokens_seen"]
+    assert {each["text"] for each in (*others, loaded)} == {named["text"]}
+
+
+def test_several_files_are_told_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("one.txt", "two.txt")]
+    for path in paths:
+        path.write_text(f"text of {path.stem}\n", encoding="utf-8-sig")
+    request = read_request("Why?", paths)
+    one, two = (f"File {path}:\n\ntext of {path.stem}\n" for path in paths)
+    assert request == Request(f"{one}\n\n{two}", "Why?")
+
+
+def test_bfloat16_is_for_a_cpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has in (True, False):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"bf16": has}, raising=False)
+        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+            monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
+        assert quick_dtype("cpu") == ("bfloat16" if has and sys.platform != "darwin" else None)
+        assert quick_dtype("cuda") is None
 
 
 def test_generate_reads_a_file_a_pipe_and_an_argument_alike(folder: str, tmp_path: Path) -> None:
@@ -167,10 +215,12 @@ def test_generate_samples_by_seed(folder: str) -> None:
     assert len({sample(seed) for seed in range(4)}) > 1
 
 
-def test_generate_notes_a_prompt_beyond_the_context(folder: str) -> None:
-    result = run("generate", "a" * 4090, "--model", folder, "--max-new-tokens", "8", "--method", "uniform:budget=99")
-    assert result.exit_code == 0
-    assert "4,098 tokens go beyond the 4,096" in result.stderr
+def test_a_prompt_beyond_the_positions_is_refused(folder: str) -> None:
+    method = "streamingllm:budget=99"
+    command = ("generate", "a" * 4097, "--model", folder, "--max-new-tokens", "2", "--prefill", "stream", "--method")
+    result = run(*command, method)
+    assert result.exit_code == 2 and "the prompt has 4,097 tokens" in result.stderr and "4,096" in result.stderr
+    assert run(*command, f"{method}:positions=cache").exit_code == 0
 
 
 FOLDER = "FOLDER"
@@ -186,7 +236,11 @@ MISTAKES = {
     "gguf file": (["generate", "hi", "--model", "no-such-file.gguf"], "no-such-file.gguf"),
     "device": (["generate", "hi", "--model", FOLDER, "--device", "abacus"], "cuda"),
     "dtype": (["generate", "hi", "--model", FOLDER, "--dtype", "int3"], "bfloat16"),
-    "two prompts": (["generate", "hi", "--file", "x", "--model", FOLDER], "give one"),
+    "no saved cache": (["generate", "--load", "no/such.kvs", "hi", "--model", FOLDER], "--save no/such.kvs"),
+    "load and method": (["generate", "--load", "x.kvs", "hi", "--method", "full"], "leave out --method"),
+    "nothing to save": (["generate", "hi", "--save", "x.kvs"], "--file"),
+    "chunk alone": (["generate", "hi", "--chunk", "64"], "--prefill stream"),
+    "prefill": (["generate", "hi", "--prefill", "fast"], "exact, stream"),
     "empty prompt": (["generate", " ", "--model", FOLDER], "--file"),
     "method to show": (["methods", "h3o"], "uniform"),
     "model to pull": (["models", "pull", "gpt-9"], "qwen2.5-coder-0.5b"),
@@ -208,12 +262,16 @@ def test_a_mistake_is_one_line_and_exit_code_two(mistake: str, folder: str) -> N
     assert hint in lines[0]
 
 
-def test_a_binary_prompt_file_is_named(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\x89PNG\xff", "is not UTF-8 text"), (b"a\0b", "is not UTF-8 text"), (b" \n", "is empty")],
+)
+def test_a_file_that_is_no_text_is_named(content: bytes, message: str, folder: str, tmp_path: Path) -> None:
     file = tmp_path / "picture.png"
-    file.write_bytes(b"\x89PNG\xff\xfe")
-    result = run("generate", "--file", str(file), "--model", folder)
+    file.write_bytes(content)
+    result = run("generate", "--file", str(file), "What is it?", "--model", folder)
     assert result.exit_code == 2
-    assert "picture.png is not UTF-8 text" in result.stderr
+    assert f"picture.png {message}" in result.stderr
 
 
 @pytest.mark.parametrize("args", [["generate", "hi", "--max-new-tokens", "0"], ["demo", "--depth", "2"], ["fly"]])

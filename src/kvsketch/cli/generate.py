@@ -1,4 +1,4 @@
-"""kvsketch generate: continue a prompt with a compressed cache, and say what the cache took."""
+"""kvsketch generate: an answer about files, a pipe or a prompt, and what its cache took."""
 
 from __future__ import annotations
 
@@ -11,125 +11,303 @@ from typing import Annotated, Any
 
 import typer
 
-from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelOption
+from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, JsonOption, ModelOption
 from kvsketch.cli.output import megabytes, print_json, remarks
 
-# A number of tokens, not a share: a share of a short prompt leaves next to nothing.
-DEFAULT_METHOD = "streamingllm:budget=1024"
+DEFAULT_METHOD = "full"
+METHOD_HELP = (
+    f"name:key=value:...; {DEFAULT_METHOD} unless given, which keeps every token. For long files: "
+    "clusterkv:budget=1024 keeps all and reads a part; snapkv:budget=50% keeps a part and says how much. "
+    "See `kvsketch methods`."
+)
+DTYPE_HELP = "float32, bfloat16 or float16; bfloat16 on a GPU and on a CPU that multiplies it natively, else float32."
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A text and the memory its cache took; full_bytes is what an uncompressed cache holds after the same tokens."""
+    """A text and what it took; full_bytes is what an uncompressed cache holds after the same tokens."""
 
     model: str
     method: str
+    dtype: str
+    device: str
     text: str
     prompt_tokens: int
     new_tokens: int
     seconds: float
+    prefill_tokens_per_second: float | None
+    decode_tokens_per_second: float | None
+    peak_bytes: int | None
+    peak_bytes_above_model: int | None
     tokens_seen: int
     tokens_stored: int
     device_bytes: int
     host_bytes: int
     full_bytes: int
 
-    def memory_line(self) -> str:
-        share = (self.device_bytes + self.host_bytes) / max(self.full_bytes, 1)
+    def lines(self) -> list[str]:
+        """What was kept, then how fast and with how much memory."""
         host = f" + {megabytes(self.host_bytes)} in host memory" if self.host_bytes else ""
-        return (
-            f"{self.method}: {self.tokens_seen:,} tokens seen, {self.tokens_stored:,} stored; "
-            f"cache {megabytes(self.device_bytes)}{host}, full cache {megabytes(self.full_bytes)} ({share:.0%}); "
-            f"{self.new_tokens} tokens in {self.seconds:.1f} s"
-        )
+        full = "" if self.method == DEFAULT_METHOD else f", full cache {megabytes(self.full_bytes)}"
+        kept = "all kept"
+        if self.tokens_stored < self.tokens_seen:
+            kept = f"{self.tokens_stored:,} kept, and what was dropped cannot be asked about"
+        speeds = [f"read {self.prompt_tokens:,} tokens{_rate(self.prefill_tokens_per_second)}"]
+        if self.new_tokens:
+            speeds.append(f"wrote {self.new_tokens}{_rate(self.decode_tokens_per_second)}")
+        peak = ""
+        if self.peak_bytes is not None and self.peak_bytes_above_model is not None:
+            above = megabytes(self.peak_bytes_above_model)
+            peak = f"; peak memory {megabytes(self.peak_bytes)}, {above} above the loaded model"
+        return [
+            f"{self.method}: {self.tokens_seen:,} tokens read, {kept}; "
+            f"cache {megabytes(self.device_bytes)}{host}{full}",
+            f"{', '.join(speeds)}; {self.dtype} on {self.device}{peak}",
+        ]
+
+
+def _rate(tokens_per_second: float | None) -> str:
+    return "" if tokens_per_second is None else f" at {tokens_per_second:,.1f}/s"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to read and what to ask: a document with a question behind it, or a prompt alone."""
+
+    document: str | None
+    prompt: str | None
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads standard input.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from a text file.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The question or prompt; - reads it from standard input.", show_default=False)
+    ] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(help="A text file to ask about; may be given several times. - is standard input."),
+    ] = None,
     model: ModelOption = DEFAULT_MODEL,
-    method: Annotated[str, typer.Option(help="name:key=value:...; see `kvsketch methods`.")] = DEFAULT_METHOD,
+    method: Annotated[str | None, typer.Option(help=METHOD_HELP, show_default=False)] = None,
+    prefill: Annotated[
+        str | None,
+        typer.Option(help="exact reads the prompt whole; stream reads it --chunk tokens at a time, in less memory."),
+    ] = None,
+    chunk: Annotated[int | None, typer.Option(min=2, help="Tokens read at a time with --prefill stream; 512.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Keep the cache of the files in this file.")] = None,
+    load: Annotated[Path | None, typer.Option(help="Ask about the files of a saved cache.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 samples.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this much probability mass.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
     device: DeviceOption = None,
-    dtype: DtypeOption = None,
+    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Generate text with a compressed cache; the memory line goes to standard error."""
-    text = read_prompt(prompt, file)
+    """Answer a question about files, a pipe or a saved cache, or continue a prompt.
+
+    kvsketch generate --file report.txt "What does it say about costs?"
+
+    cat report.txt | kvsketch generate "What does it say about costs?"
+
+    The answer goes to standard output; what was kept, how fast and with how much memory to standard error.
+    """
+    _require_fitting(prompt, file, method, prefill, chunk, save, load, raw)
+    request = read_request(prompt, file or [], loaded=load is not None, saved=save is not None)
 
     import kvsketch
     from kvsketch import models
+    from kvsketch.cache.view import require_stream
+    from kvsketch.cli.watching import quick_dtype
 
-    parsed = kvsketch.parse_method(method)
-    loaded, tokenizer = models.load(model, dtype=dtype, device=device)
-    inputs = tokenizer(text, return_tensors="pt") if raw else models.encode_chat(tokenizer, text)
-    _note_beyond_context(loaded, inputs["input_ids"].shape[1] + max_new_tokens)
+    parsed = kvsketch.parse_method(method or DEFAULT_METHOD)
+    reading: dict[str, Any] = {"prefill": prefill or "exact", "chunk": chunk or 512}
+    require_stream(**reading)
+    loaded, tokenizer = models.load(model, dtype=dtype or quick_dtype(device), device=device)
+    if load is not None:
+        cache = kvsketch.CompressedCache.load(load, loaded)
+    else:
+        cache = kvsketch.CompressedCache(loaded, parsed, seed=seed, **reading)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_p": top_p}
-    generation = _run(model, loaded, tokenizer, inputs, parsed, seed, options, stream=not as_json)
+    run = Run(model, loaded, tokenizer, cache, options, seed, show=not as_json)
+    generation = run.answer(request, save, raw)
     if as_json:
         print_json(dataclasses.asdict(generation))
     else:
-        remarks().print(generation.memory_line(), markup=False, soft_wrap=True)
+        for line in generation.lines():
+            remarks().print(line, markup=False, soft_wrap=True)
 
 
-def _run(
-    name: str, model: Any, tokenizer: Any, inputs: Any, method: Any, seed: int, options: dict[str, Any], stream: bool
-) -> Generation:
-    import torch
-    from transformers import TextStreamer
-
-    from kvsketch import CompressedCache
-    from kvsketch import generate as captured_generate
-
-    cache = CompressedCache(model, method)
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
-    torch.manual_seed(seed)
-    start = time.perf_counter()
-    inputs = inputs.to(model.device)
-    if model.device.type == "cuda":
-        output = captured_generate(model, inputs, cache, streamer=streamer, **options)
-    else:
-        output = model.generate(**inputs, past_key_values=cache, streamer=streamer, **options)
-    seconds = time.perf_counter() - start
-    prompt_tokens = inputs["input_ids"].shape[1]
-    new = output[0, prompt_tokens:]
-    return Generation(
-        model=name,
-        method=str(method),
-        text=tokenizer.decode(new, skip_special_tokens=True),
-        prompt_tokens=prompt_tokens,
-        new_tokens=len(new),
-        seconds=round(seconds, 3),
-        tokens_seen=cache.tokens_seen,
-        tokens_stored=cache.tokens_stored,
-        device_bytes=cache.device_bytes,
-        host_bytes=cache.host_bytes,
-        full_bytes=full_cache_bytes(model, cache.tokens_seen),
-    )
+def _require_fitting(
+    prompt: str | None,
+    file: list[Path] | None,
+    method: str | None,
+    prefill: str | None,
+    chunk: int | None,
+    save: Path | None,
+    load: Path | None,
+    raw: bool,
+) -> None:
+    """Raises ValueError for options that contradict each other, before anything is loaded."""
+    if load is not None:
+        given = {"--file": file, "--method": method, "--prefill": prefill, "--chunk": chunk, "--save": save}
+        wrong = [name for name, value in given.items() if value] + ["--raw"] * raw
+        if wrong:
+            raise ValueError(f"--load goes on with {load} as it was saved; leave out {', '.join(wrong)}")
+        if not load.is_file():
+            raise FileNotFoundError(f"there is no file {load}; make one with --file FILE --save {load}")
+    if save is not None and not file:
+        raise ValueError("--save keeps what was read of files; name one with --file, or --file - for standard input")
+    if save is not None and raw:
+        raise ValueError("--save keeps a text in the chat template, to be asked about; leave out --raw")
+    if chunk is not None and prefill != "stream":
+        raise ValueError(f"--chunk {chunk} says how a stream is read; add --prefill stream, or leave it out")
 
 
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from the one source that was named, or from a pipe."""
-    if prompt is not None and file is not None:
-        raise ValueError("both a prompt and --file were given; give one of them")
-    if file is not None:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"{file} is not UTF-8 text; --file takes a plain text file") from None
-    elif prompt == "-" or (prompt is None and not sys.stdin.isatty()):
-        text = sys.stdin.read()
-    else:
-        text = prompt or ""
-    if not text.strip():
+class Run:
+    """One prompt or question through one model and cache."""
+
+    def __init__(
+        self, name: str, model: Any, tokenizer: Any, cache: Any, options: dict[str, Any], seed: int, show: bool
+    ) -> None:
+        self.name, self.model, self.tokenizer, self.cache = name, model, tokenizer, cache
+        self.options, self.seed, self.show = options, seed, show
+
+    def answer(self, request: Request, save: Path | None, raw: bool) -> Generation:
+        import torch
+
+        from kvsketch.cli.watching import PeakMemory
+
+        inputs = self._inputs(request, raw, reads_first=save is not None)
+        before = self.cache.tokens_seen
+        _require_positions(self.name, self.model, self.cache.method, before + inputs["input_ids"].shape[1])
+        peak, start, reading, writing = PeakMemory(self.model.device), time.perf_counter(), 0.0, 0.0
+        new: Any = []
+        torch.manual_seed(self.seed)
+        if save is not None:
+            reading = self._read(inputs["input_ids"])
+            self.cache.read.open = True
+            self.cache.save(save)
+            remarks().print(f"saved {save}", markup=False, soft_wrap=True)
+            inputs = None if request.prompt is None else self._inputs(Request(None, request.prompt), raw, False)
+        if inputs is not None:
+            new, more, writing = self._write(inputs)
+            reading += more
+        prompt_tokens = self.cache.tokens_seen - before - max(0, len(new) - 1)
+        return Generation(
+            model=self.name,
+            method=str(self.cache.method),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            device=self.model.device.type,
+            text=self.tokenizer.decode(new, skip_special_tokens=True),
+            prompt_tokens=prompt_tokens,
+            new_tokens=len(new),
+            seconds=round(time.perf_counter() - start, 3),
+            prefill_tokens_per_second=round(prompt_tokens / reading, 2) if reading else None,
+            decode_tokens_per_second=round((len(new) - 1) / writing, 2) if writing and len(new) > 1 else None,
+            peak_bytes=peak.bytes(),
+            peak_bytes_above_model=peak.growth(),
+            tokens_seen=self.cache.tokens_seen,
+            tokens_stored=self.cache.tokens_stored,
+            device_bytes=self.cache.device_bytes,
+            host_bytes=self.cache.host_bytes,
+            full_bytes=full_cache_bytes(self.model, self.cache.tokens_seen),
+        )
+
+    def _inputs(self, request: Request, raw: bool, reads_first: bool) -> Any:
+        """What the model reads; with `reads_first` the document alone, for a question that comes later."""
+        from kvsketch import models
+        from kvsketch.decode import asking
+
+        text = "\n\n".join(part for part in (request.document, request.prompt) if part)
+        if raw:
+            return self.tokenizer(text, return_tensors="pt")
+        if request.document is not None and reads_first:
+            return {"input_ids": asking.document_ids(self.tokenizer, request.document)}
+        if request.document is not None and request.prompt is not None:
+            return asking.document_inputs(self.tokenizer, request.document, request.prompt)
+        if self.cache.tokens_seen:
+            return asking.question_inputs(self.tokenizer, self.cache, text)
+        return models.encode_chat(self.tokenizer, text)
+
+    def _read(self, ids: Any) -> float:
+        """Reads a document; the seconds it took."""
+        import kvsketch
+        from kvsketch.cli.watching import reading_bar
+
+        start = time.perf_counter()
+        with reading_bar(self.cache, ids.shape[1]):
+            # The last logits are there when the device is done.
+            kvsketch.prefill(self.model, ids.to(self.model.device), self.cache).sum().item()
+        return time.perf_counter() - start
+
+    def _write(self, inputs: Any) -> tuple[Any, float, float]:
+        """New tokens, and the seconds of reading and of writing."""
+        import kvsketch
+        from kvsketch.cli.watching import Listener, reading_bar
+
+        start, prompt_tokens = time.perf_counter(), inputs["input_ids"].shape[1]
+        with reading_bar(self.cache, prompt_tokens) as bar:
+            listener = Listener(bar, self.tokenizer, self.show)
+            inputs = inputs.to(self.model.device)
+            output = kvsketch.generate(self.model, inputs, self.cache, streamer=listener, **self.options)
+        end = time.perf_counter()
+        began = listener.began or end
+        return output[0, prompt_tokens:], began - start, end - began
+
+
+def read_request(prompt: str | None, files: list[Path], loaded: bool = False, saved: bool = False) -> Request:
+    """The texts of the sources that were named, or of a pipe; ValueError where there is nothing to read."""
+    # A named file leaves standard input alone: it may be that of a loop over files.
+    piped = not files and not loaded and sys.stdin is not None and not sys.stdin.isatty()
+    if prompt == "-" or (prompt is None and piped):
+        prompt, piped = _standard_input(), False
+    if prompt is not None and not prompt.strip():
         raise ValueError("the prompt is empty; give a prompt, --file FILE, or - to read standard input")
+    documents = [(str(file), _text_of(file)) for file in files]
+    # What comes through a pipe beside a question is what the question is about; a pipe may also be empty.
+    if piped and (text := _standard_input()).strip():
+        documents = [("standard input", text)]
+    if prompt is None and not documents:
+        missing = "--load needs a question" if loaded else "there is no prompt"
+        raise ValueError(f"{missing}; give one{'' if loaded else ', --file FILE'}, or - to read standard input")
+    if not documents:
+        return Request(None, prompt)
+    document = documents[0][1]
+    if len(documents) > 1:
+        document = "\n\n".join(f"File {name}:\n\n{text}" for name, text in documents)
+    return Request(None, document) if prompt is None and not saved else Request(document, prompt)
+
+
+def _text_of(file: Path) -> str:
+    """The text of a file; ValueError for one that is empty or no text."""
+    if str(file) == "-":
+        text = _standard_input()
+    else:
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError:
+            text = "\0"
+        _require_text(str(file), text)
+    if not text.strip():
+        raise ValueError(f"{'standard input' if str(file) == '-' else file} is empty; there is nothing to ask about")
     return text
+
+
+def _standard_input() -> str:
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError:
+        text = "\0"
+    _require_text("standard input", text)
+    return text
+
+
+def _require_text(name: str, text: str) -> None:
+    if "\0" in text:
+        raise ValueError(f"{name} is not UTF-8 text; kvsketch reads plain text and Markdown, so convert it first")
 
 
 def full_cache_bytes(model: Any, tokens: int) -> int:
@@ -148,7 +326,12 @@ def full_cache_bytes(model: Any, tokens: int) -> int:
     return total
 
 
-def _note_beyond_context(model: Any, tokens: int) -> None:
+def _require_positions(name: str, model: Any, method: Any, tokens: int) -> None:
+    """Raises ValueError for a prompt beyond the positions that a model was trained on."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context and tokens > context:
-        remarks().print(f"note: {tokens:,} tokens go beyond the {context:,} that this model was trained for")
+    if context and tokens > context and getattr(method, "positions", None) != "cache":
+        raise ValueError(
+            f"the prompt has {tokens:,} tokens and {name} was trained on {context:,}; beyond them answers break down. "
+            "Shorten it, choose a model with a longer context (`kvsketch models`), or a method that reads keys at "
+            "their places in the cache, such as streamingllm:budget=2048:positions=cache"
+        )

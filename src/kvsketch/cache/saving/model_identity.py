@@ -65,6 +65,8 @@ class ModelIdentity:
         here = self.describe(head_share)
         unknown = [n for n in ("dtype", "weights", "adapters") if None in (saved.get(n), here[n])]
         differing = [name for name in here if name not in unknown and saved[name] != here[name]]
+        if "model_type" in differing:
+            differing = ["model_type"]
         words = [
             f"{name} is {saved[name]} in the file and {here[name]} here"
             for name in differing

@@ -1,0 +1,119 @@
+"""What a user sees while a prompt is read and an answer written: a bar, the text as it comes, times, peak memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import TextStreamer
+
+from kvsketch.cli.output import remarks
+
+LOOK_AGAIN = 0.2  # seconds
+PROCESS = Path("/proc/self")
+
+
+@contextlib.contextmanager
+def reading_bar(cache: Any, new: int) -> Iterator[Progress]:
+    """A bar over `new` tokens that the cache is about to read; ends with the block or with `stop`.
+
+    Asks the cache how far its layers are, so that it moves within a forward too.
+    """
+    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
+    before, done = sum(cache.layer_lengths()), threading.Event()
+    console = remarks()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=new)
+
+        def look() -> None:
+            while not done.wait(LOOK_AGAIN):
+                lengths = cache.layer_lengths()
+                bar.update(task, completed=min(new, (sum(lengths) - before) // max(1, len(lengths))))
+
+        watcher = threading.Thread(target=look, daemon=True)
+        watcher.start()
+        try:
+            yield bar
+        finally:
+            done.set()
+            watcher.join()
+
+
+class Listener:
+    """A streamer of generate: takes the bar away when the answer begins, notes the time, and shows the text."""
+
+    def __init__(self, bar: Progress, tokenizer: Any, show: bool) -> None:
+        self.bar, self.began = bar, 0.0
+        self.text = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
+        self._heard_prompt = False
+
+    def put(self, ids: Any) -> None:
+        if self._heard_prompt and not self.began:
+            self.began = time.perf_counter()
+            self.bar.stop()
+        self._heard_prompt = True
+        if self.text is not None:
+            self.text.put(ids)
+
+    def end(self) -> None:
+        if self.text is not None:
+            self.text.end()
+
+
+class PeakMemory:
+    """The most memory taken since this was made: of the device where the model is on a GPU, else of the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            # What loading left behind would hide as much of the growth.
+            with contextlib.suppress(AttributeError, OSError, TypeError):
+                ctypes.CDLL(None).malloc_trim(0)
+            with contextlib.suppress(OSError):
+                (PROCESS / "clear_refs").write_text("5")
+        self.before = self.bytes()
+
+    def bytes(self) -> int | None:
+        """Bytes at the peak; None where the system does not tell."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        with contextlib.suppress(OSError, TypeError):
+            return 1024 * int(re.search(r"VmHWM:\s+(\d+)", (PROCESS / "status").read_text())[1])  # type: ignore[index]
+        try:
+            import resource
+        except ImportError:
+            return None
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else 1024 * most
+
+    def growth(self) -> int | None:
+        """Bytes at the peak above those at the beginning."""
+        peak = self.bytes()
+        return None if peak is None or self.before is None else peak - self.before
+
+
+def quick_dtype(device: str | None) -> str | None:
+    """bfloat16 on a CPU that multiplies it natively, where it takes half the memory; None: what `models.load` takes.
+
+    Another CPU converts every number back and forth and is several times slower; so is torch on macOS.
+    """
+    on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
+    if not on_cpu or sys.platform == "darwin":
+        return None
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    known = [found.get(name) for name in ("bf16", "avx512_bf16", "amx_bf16")]
+    known += [getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return "bfloat16" if any(known) else None
