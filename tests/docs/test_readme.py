@@ -13,13 +13,17 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.real_model
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+def test_the_examples_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(first, "README.md", "exec"), names)
     cache = names["cache"]
-    assert cache.tokens_stored == 64 < cache.tokens_seen
-    assert capsys.readouterr().out.strip().endswith(f"{cache.tokens_seen} 64 {cache.device_bytes}")
+    assert cache.tokens_stored == cache.tokens_seen > 64
+    assert capsys.readouterr().out.strip().endswith(f"{cache.tokens_seen} {cache.tokens_seen} {cache.device_bytes}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "report.txt").write_text("Dr. Miriam Okafor became director of the observatory on 1 June.\n")
+    exec(compile(second, "README.md", "exec"), names)
+    assert "Okafor" in capsys.readouterr().out
 
 
 def test_the_file_tree_is_the_one_on_disk() -> None:

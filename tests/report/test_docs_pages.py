@@ -72,18 +72,6 @@ def test_no_number_of_a_row_is_typed_by_hand() -> None:
     assert typed <= from_papers, typed - from_papers
 
 
-def test_the_speeds_in_the_readme_are_in_the_records(numbers: docs.Numbers) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    page = numbers.benchmark_page()
-    rows = [
-        line for line in readme.splitlines() if line.startswith(("| decode step", "| prefill, over", "| cache after"))
-    ]
-    assert len(rows) == 6
-    for row in rows:
-        for number in re.findall(r"[-+]?[\d,]+(?:\.\d+)?%?", row.split("|", 2)[2]):
-            assert f"| {number.replace(',', '')} |" in page.replace("ms", ""), number
-
-
 def test_records_name_no_folder_of_a_machine() -> None:
     for path in (ROOT / "results").rglob("*.jsonl"):
         for each in records.read(path):

@@ -32,6 +32,8 @@ from kvsketch.report.rows import Row, is_overall
 BLOCK = re.compile(r"(<!-- kvsketch report --docs: (\w+)(?: (\w+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BIG, SMALL = "qwen2.5-coder-1.5b (bfloat16)", "qwen2.5-coder-0.5b (bfloat16)"
 NOTHING = "not measured"
+# The methods of the README's tables.
+SHOWN = ("full", "clusterkv", "quest", "snapkv", "streamingllm", "keyformer", "balancekv", "subgen")
 
 
 def write(root: Path, methods: Sequence[Mapping[str, Any]]) -> list[Path]:
@@ -262,20 +264,37 @@ class Numbers:
         """How many seeds and questions stand behind the answers about lines."""
         return str(max((row.count for row in self.rows("lines") if not is_overall(row.setting)), default=0))
 
-    def cost_table(self) -> str:
-        """The table of the README."""
-        columns = (
-            ("full cache", "full", ""),
-            ("clusterkv, reads 1/16", "clusterkv", "1/16"),
-            ("quest, reads 1/16", "quest", "1/16"),
-            ("snapkv, keeps 1/2", "snapkv", "1/2"),
-            ("h2o 1/2", "h2o", "1/2"),
-            ("streamingllm 1/2", "streamingllm", "1/2"),
-            ("snapkv 1/8", "snapkv", "1/8"),
-        )
-        rows = [
-            [f"{size} lines", *(self.lines(method, budget, size) for _, method, budget in columns)]
-            for size in (200, 600)
-        ]
-        rows.append(["bytes of the cache", *(self.bytes(method, budget) for _, method, budget in columns)])
-        return blocks.table(["", *(head for head, _, _ in columns)], rows)
+    def cost_table(self, tokens: int = 2048, prompt: int = 32_768) -> str:
+        """Answers and speed of the same methods at the same budget, a share of the prompt in both experiments."""
+        share = f"1/{prompt // tokens}"
+        decoded, prefilled = self._timed("decode", "batch"), self._timed("prefill")
+        batches = (1, 16, 64)
+        rows = []
+        for name in SHOWN:
+            text, budget = (name, "") if name == "full" else (f"{name}:budget={tokens}", share)
+            steps = [decoded[text, batch]["step_ms"] for batch in batches]
+            read = prefilled[text,]
+            rows.append(
+                [
+                    blocks.Code(name),
+                    *(self.lines(name, budget, size) for size in (200, 600)),
+                    self.passkeys(name, budget),
+                    *(f"{ms:.2f}" if ms else "does not fit" for ms in steps),
+                    f"{read['overhead']:+.1%}",
+                    f"{read['cache_bytes'] / 1e6:,.0f}",
+                ]
+            )
+        head = ["200 lines", "600 lines", "passkeys", *(f"step, batch {batch}, ms" for batch in batches)]
+        return blocks.table([f"{share} of the tokens", *head, "prefill", "cache, MB"], rows)
+
+    def _timed(self, kind: str, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+        """The last record of each method, and of each of `keys` with it."""
+        found = [record["data"] for record in self.benchmarks if record["kind"] == kind]
+        return {tuple(data[key] for key in ("method", *keys)): data for data in found}
+
+    def budget_table(self) -> str:
+        """Right answers by what is kept, for the methods of the README that drop tokens."""
+        budgets = ("1/2", "1/4", "1/8", "1/16")
+        dropping = [name for name in SHOWN if name not in ("full", "clusterkv", "quest")]
+        rows = [[blocks.Code(name), *(self.lines(name, budget, 200) for budget in budgets)] for name in dropping]
+        return blocks.table(["kept", *budgets], rows)
