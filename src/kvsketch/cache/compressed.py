@@ -192,7 +192,7 @@ class CompressedCache(Cache):
         if self.tokens_seen < self.read.tokens:
             self.read.forget()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
         self.read.forget()
 

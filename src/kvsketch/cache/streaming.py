@@ -105,7 +105,7 @@ def _read_prompt(
     **options: Any,
 ) -> Any:
     """What generate calls in place of its own method: the output of the model after the prompt."""
-    cache = model_kwargs.get("past_key_values")
+    cache: Any = model_kwargs.get("past_key_values")
     if not _is_compressed(cache) or model_kwargs.get("inputs_embeds") is not None or input_ids.dim() != 2:
         return original(model, input_ids, generation_config, model_kwargs, *args, **options)
     mask, seen = model_kwargs.get("attention_mask"), cache.tokens_seen
@@ -116,7 +116,8 @@ def _read_prompt(
         cache.read.require(input_ids, seen, mask)
     if _can_stream(cache, generation_config, model_kwargs):
         new = input_ids[:, seen:] if whole else input_ids
-        output = CausalLMOutputWithPast(logits=prefill(model, new, cache, mask)[:, None], past_key_values=cache)
+        logits: Any = prefill(model, new, cache, mask)[:, None]
+        output = CausalLMOutputWithPast(logits=logits, past_key_values=cache)
     else:
         output = original(model, input_ids, generation_config, model_kwargs, *args, **options)
     cache.read.note(input_ids, 0 if whole else seen, mask)
