@@ -139,6 +139,7 @@ def attend(call: Arguments) -> Tensor:
 
 def gather_then_attend(call: Arguments) -> Tensor:
     """The chosen rows copied out of the store, then torch's attention; sinks, tail and unread tokens left out."""
+    assert isinstance(call.k, Tensor) and isinstance(call.v, Tensor)
     batch, lists, count = call.rows.shape
     at = call.rows.clamp_min(0).long().view(batch, KV_HEADS, -1, 1).expand(-1, -1, -1, HEAD_SIZE)
     k, v = (store.gather(2, at).view(batch, lists, count, HEAD_SIZE) for store in (call.k, call.v))

@@ -168,7 +168,7 @@ def refuse_unsupported(
                 f"{type(module).__name__} passes {name!r} to its attention, which kvsketch cannot "
                 f"compress; use DynamicCache"
             )
-    if value is not view.values and value.shape != view.values.shape:
+    if value is not view.values and value.shape != view.handed_shape:
         raise ValueError(
             f"{type(module).__name__} changes keys or values between the cache and its attention, "
             "which kvsketch cannot compress; use DynamicCache"

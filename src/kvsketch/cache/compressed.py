@@ -25,6 +25,8 @@ from kvsketch.cache.saving.model_identity import ModelIdentity, layer_devices
 from kvsketch.cache.view import require_stream
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
+from kvsketch.ops.codec import Codec
+from kvsketch.slots.codes import PLAIN, FewBits
 from kvsketch.slots.heads import head_share, require_one_device
 from kvsketch.slots.hot_set import hit_rate
 from kvsketch.slots.table import SlotTable
@@ -75,6 +77,7 @@ class CompressedCache(Cache):
         native = DynamicCache(config=config).layers
         if not any(type(layer) is DynamicLayer for layer in native):
             raise families.no_layer(self.model_name, native)
+        _require_codable(self.method.stored_bits, config)
         attention.install()
         streaming.install()
         families.adapt(config)
@@ -87,7 +90,9 @@ class CompressedCache(Cache):
         compressed = [i for i, layer in enumerate(native) if type(layer) is DynamicLayer]
         layers = list(native)
         for rank, i in enumerate(compressed):
-            table = SlotTable(i, len(native), seed, rank, len(compressed), angles, positions)
+            table = SlotTable(
+                i, len(native), seed, rank, len(compressed), angles, positions, bits=self.method.stored_bits
+            )
             layers[i] = SlotLayer(table, self.method, self.model_name, shared, chunk if prefill == "stream" else None)
         super().__init__(layers=layers)
         self._empty = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if not isinstance(layer, SlotLayer)}
@@ -238,6 +243,18 @@ class CompressedCache(Cache):
         """With offload=host, the share of reads that found their token on the device."""
         return hit_rate(layer.table.hot for layer in self.slot_layers)
 
+    def describe(self) -> str:
+        """A line for each compressed layer: slots of its smallest and largest head, bits, bytes (asks the device)."""
+        lines = ["layer  slots of a head   bits k/v         bytes"]
+        for table in (layer.table for layer in self.slot_layers):
+            used = table.used_slots()
+            least, most = int(used.min()), int(used.max())
+            bits = FewBits() if table.exact else table.bits
+            held = sum(t.numel() * t.element_size() for t in table.tensors())
+            slots = f"{least}" if least == most else f"{least} to {most}"
+            lines.append(f"{table.layer_idx:5}  {slots:16}  {f'{bits.keys}/{bits.values}':8} {held:13,}")
+        return "\n".join(lines)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the cache to a file, in one step; see `saving`."""
         self._require_savable()
@@ -273,6 +290,14 @@ class CompressedCache(Cache):
     def __repr__(self) -> str:
         counts = f"tokens_seen={self.tokens_seen}, tokens_stored={self.tokens_stored}"
         return f"CompressedCache({self.model_name}, '{self.method}', {counts})"
+
+
+def _require_codable(bits: FewBits, config: PretrainedConfig) -> None:
+    """Raises ValueError when heads of the model's size cannot be held in so few bits."""
+    text = config.get_text_config(decoder=True)
+    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, text.num_attention_heads)
+    for count in {bits.keys, bits.values} - {PLAIN}:
+        Codec(count, size)
 
 
 def _native_refuses(layer: Any, count: int) -> str:

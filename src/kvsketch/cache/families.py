@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,9 +63,9 @@ def no_layer(name: str, native: list[Any]) -> UnsupportedModelError:
     )
 
 
-def unread(name: str, layer: int, keys: Tensor, values: Tensor) -> UnsupportedModelError:
-    """The error for a layer whose keys [B, H, S, D] nobody read."""
-    if keys.shape[1] == 1 and keys.shape[-1] != values.shape[-1]:
+def unread(name: str, layer: int, keys: Sequence[int], values: Sequence[int]) -> UnsupportedModelError:
+    """The error for a layer whose keys and values, of shapes [B, H, S, D], nobody read."""
+    if keys[1] == 1 and keys[-1] != values[-1]:
         reason = (
             "it caches the latent vectors of multi-head latent attention and makes keys and values of them behind the "
             "cache, where kvsketch does not compress"

@@ -21,6 +21,7 @@ from kvsketch.cache import families, masks
 from kvsketch.cache.view import TAG, ChunkView, LayerView, Prompt, chunk_spans
 from kvsketch.methods.base import Method
 from kvsketch.slots import padding as left_padding
+from kvsketch.slots.codes import LEAST
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
@@ -127,8 +128,12 @@ class SlotLayer(CacheLayerMixin):
             # The table holds no gradient; a prompt that the model's own kernel reads whole keeps its own.
             view.keys, view.values = key_states.view_as(key_states), value_states.view_as(value_states)
         self.waiting, self.whole = view, False
-        setattr(view.keys, TAG, view)
-        return view.keys, view.values
+        # Coded keys are read from the view; what the model carries to attention is a tensor.
+        keys = view.keys if isinstance(view.keys, Tensor) else key_states.view_as(key_states)
+        values = view.values if isinstance(view.values, Tensor) else value_states.view_as(value_states)
+        view.handed_shape = values.shape
+        setattr(keys, TAG, view)
+        return keys, values
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -182,6 +187,9 @@ class SlotLayer(CacheLayerMixin):
         self.table.note_scale(scale)
         try:
             self.method.compress(self.table, queries)
+            if self.table.bits and self.table.exact and self.table.seen >= LEAST:
+                # Codes need the table's bounded form, whether something had to go or not.
+                self.method.bound(self.table, self.table.seen + max(64, self.table.seen // 64))
         finally:
             self.table.note_attention()
 
@@ -222,7 +230,8 @@ class SlotLayer(CacheLayerMixin):
         if self.refused:
             raise ValueError(self.refused)
         if self.waiting is not None:
-            raise families.unread(self.model_name, self.table.layer_idx, self.waiting.keys, self.waiting.values)
+            keys, values = self.waiting.keys, self.waiting.values
+            raise families.unread(self.model_name, self.table.layer_idx, keys.shape, values.shape)
 
     # roll back, rows
 

@@ -12,6 +12,7 @@ so that no matrix of queries by slots and, in a stream, no prompt is ever held.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from kvsketch import ops
 from kvsketch.cache import masks
 from kvsketch.methods.base import Method
+from kvsketch.ops.codec import CodedSlots
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
@@ -55,20 +57,21 @@ class LayerView:
     """A table that holds the new tokens already."""
 
     layer: Owner
-    keys: Tensor
-    values: Tensor
+    keys: Tensor | CodedSlots
+    values: Tensor | CodedSlots
     exact: bool
     seen: int
     log_num: Tensor | None = None
     log_den: Tensor | None = None
     kept_index: Tensor | None = None
+    handed_shape: tuple[int, ...] = ()  # of the values that the model carries to attention
     row_logits: ops.RowLogits | None = None  # of the last attention by a single query, for methods that want them
 
     @classmethod
     def of(cls, layer: Owner) -> LayerView:
         """The table of a layer as it is."""
         table = layer.table
-        return cls(layer, table.read_keys(), table.value_slots(), table.exact, table.seen, table.log_num, table.log_den)
+        return cls(layer, *table.read_slots(), table.exact, table.seen, table.log_num, table.log_den)
 
     @property
     def index(self) -> Tensor:  # [B, H, S] int64
@@ -81,7 +84,7 @@ class LayerView:
             self.log_num = None if self.log_num is None else self.log_num.clone()
             self.log_den = None if self.log_den is None else self.log_den.clone()
             self.kept_index = self.layer.table.index_slots().clone()
-            self.keys, self.values = self.keys.clone(), self.values.clone()
+            self.keys, self.values = copy.deepcopy(self.keys), copy.deepcopy(self.values)
         return self
 
     def attend(
@@ -201,6 +204,9 @@ class Reading:
 
 class ChunkView(LayerView):
     """Several new tokens, [B, H, n, D], that their layer takes chunk by chunk."""
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, layer: Owner, keys: Tensor, values: Tensor, spans: list[tuple[int, int]]) -> None:
         super().__init__(layer, keys, values, exact=False, seen=layer.table.seen + keys.shape[2])

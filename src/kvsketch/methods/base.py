@@ -20,9 +20,12 @@ from torch import Tensor
 
 from kvsketch.methods.budget import Budget, Size, Tokens, row_prompts
 from kvsketch.ops.slot_update.reference import rank, sort_keys
+from kvsketch.slots.codes import BITS, PLAIN, FewBits
 from kvsketch.slots.positions import CACHE, POSITIONS, TEXT
 from kvsketch.slots.state import TableState
 from kvsketch.slots.table import SlotTable
+
+BIT_CHOICES = f"{', '.join(map(str, BITS))}, or {PLAIN} for the dtype of the model"
 
 
 class Option(NamedTuple):
@@ -34,12 +37,13 @@ class Option(NamedTuple):
     meaning: str
 
 
-def option(default: Any, meaning: str, choices: Sequence[str] = ()) -> Any:
+def option(default: Any, meaning: str, choices: Sequence[str] = (), kw_only: bool = False) -> Any:
     """A field of a method: its default, what it means, and what it may be; another value is refused.
 
     A subclass that changes the default alone writes `sinks: int = 0` and inherits the rest.
     """
-    return dataclasses.field(default=default, metadata={"meaning": meaning, "choices": tuple(choices)})
+    metadata = {"meaning": meaning, "choices": tuple(choices)}
+    return dataclasses.field(default=default, metadata=metadata, kw_only=kw_only)
 
 
 @dataclass(frozen=True)
@@ -61,18 +65,38 @@ class Method:
     wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in table.row_lse
     wants_logits: ClassVar[bool] = False  # whether a decode step should leave its logits in table.row_logits
 
+    bits: int = option(PLAIN, f"bits of a stored key and value: {BIT_CHOICES}", kw_only=True)
+    key_bits: int | None = option(None, "bits of a key, where they differ", kw_only=True)
+    value_bits: int | None = option(None, "bits of a value, where they differ", kw_only=True)
+
     def __post_init__(self) -> None:
         for name, _, choices, _ in self.options():
             if choices:
                 self._require(
                     name, getattr(self, name) in choices, (" or " if len(choices) < 3 else ", ").join(choices)
                 )
+        for name in ("bits", "key_bits", "value_bits"):
+            value = getattr(self, name)
+            self._require(name, value in (*BITS, PLAIN) or (value is None and name != "bits"), BIT_CHOICES)
+        if self.stored_bits and self.uncodable:
+            raise ValueError(f"{self.name}: bits={self.bits} is refused, {self.uncodable}; use bits={PLAIN}")
+
+    @property
+    def stored_bits(self) -> FewBits:
+        """Bits of a stored key and of a stored value."""
+        keys, values = (self.bits if own is None else own for own in (self.key_bits, self.value_bits))
+        return FewBits(keys, values)
+
+    @property
+    def uncodable(self) -> str:
+        """Why its slots cannot be held in few bits; empty: they can."""
+        return ""
 
     @classmethod
     def options(cls) -> list[Option]:
         """The parameters in order, each as the nearest class that explains it does."""
         found = []
-        for field in dataclasses.fields(cls):
+        for field in _parameters(cls):
             told = [vars(base).get("__dataclass_fields__", {}).get(field.name) for base in cls.__mro__]
             said: Mapping[str, Any] = next((each.metadata for each in told if each is not None and each.metadata), {})
             if field.init:
@@ -133,12 +157,12 @@ class Method:
         return cls.name if own else f"{cls.__module__}:{cls.__qualname__}"
 
     def __str__(self) -> str:
-        changed = [f"{f.name}={_text(getattr(self, f.name))}" for f in dataclasses.fields(self) if _differs(self, f)]
+        changed = [f"{f.name}={_text(getattr(self, f.name))}" for f in _parameters(self) if _differs(self, f)]
         return ":".join([self.text_name(), *changed])
 
     def full_text(self) -> str:
         """The text form with every parameter: it means the same to a version with other defaults."""
-        named = [f"{f.name}={_text(getattr(self, f.name))}" for f in dataclasses.fields(self) if f.init]
+        named = [f"{f.name}={_text(getattr(self, f.name))}" for f in _parameters(self) if f.init]
         return ":".join([self.text_name(), *named])
 
     def _set(self, name: str, value: Any) -> None:
@@ -283,6 +307,11 @@ def close_slots(table: SlotTable, rows: Tokens) -> None:
     order = empty.long().cumsum(-1)
     is_next = torch.zeros_like(empty).scatter_(2, table.next_slot, True)
     table.close(empty & (order <= surplus) & ~is_next)
+
+
+def _parameters(method: Method | type[Method]) -> list[dataclasses.Field[Any]]:
+    """The fields of a method, its own before those that all have."""
+    return sorted(dataclasses.fields(method), key=lambda field: field.kw_only is True)
 
 
 def _text(value: Any) -> str:

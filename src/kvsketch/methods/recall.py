@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsketch.methods.base import Method, option
 from kvsketch.methods.budget import Size, row_prompts
 from kvsketch.methods.full import Full
-from kvsketch.slots import offloaded
+from kvsketch.slots import codes, offloaded
 from kvsketch.slots.state import Range, TableState, kept, number, per_row
 from kvsketch.slots.table import SlotTable
 
@@ -60,6 +60,10 @@ class RecallingMethod(Method, ABC):
         )
         if budget.tokens is not None and budget.tokens <= self.sinks:
             raise ValueError(f"{self.name}: budget={budget} leaves nothing beside {self.sinks} sinks; use more")
+
+    @property
+    def uncodable(self) -> str:
+        return "offload=host moves keys and values in the dtype of the model" if self.offload == "host" else ""
 
     # what a method adds: its index, and how much of the store a query head reads
 
@@ -171,7 +175,6 @@ class RecallingMethod(Method, ABC):
 
     def newest_key(self, table: SlotTable) -> Tensor:  # [B, H, 1, D]
         """The key of the token just appended, where a captured step finds it."""
-        keys = table.key_slots()
         if table.next_slot is None:
-            return keys[:, :, -1:]
-        return keys.gather(2, (table.next_slot - 1).unsqueeze(-1).expand(-1, -1, 1, keys.shape[3]))
+            return table.key_slots()[:, :, -1:]
+        return codes.plain_at(table.stores()[0], table.next_slot - 1)

@@ -28,7 +28,7 @@ def require_shapes(table: SlotTable) -> None:
         if table.keys is not table.values or table.seen:
             raise ValueError("a table has keys without values or counts tokens that it does not hold")
         return
-    if table.keys.dim() != 4 or not table.keys.is_floating_point() or table.keys.dtype != table.values.dtype:
+    if len(table.keys.shape) != 4 or not table.keys.dtype.is_floating_point or table.keys.dtype != table.values.dtype:
         raise ValueError("the keys and values of a table are not alike")
     batch, heads, slots = table.keys.shape[:3]
     parts: list[tuple[Tensor | None, tuple[int, ...], torch.dtype]] = [
@@ -40,7 +40,7 @@ def require_shapes(table: SlotTable) -> None:
         (table.padding, (batch,), torch.int64),
     ]
     sound = all(t is None or (tuple(t.shape) == shape and t.dtype == dtype) for t, shape, dtype in parts)
-    sound &= table.values.dim() == 4 and table.values.shape[:2] == (batch, heads)
+    sound &= len(table.values.shape) == 4 and table.values.shape[:2] == (batch, heads)
     sound &= table.length <= slots and table.values.shape[2] <= slots and table.new_tokens <= table.seen
     sound &= all(t.shape[:3] == (batch, heads, table.length) for t in table.state.slot_tensors())
     sound &= all(t.shape[:1] == (batch,) for state in states for t in state.tensors())
@@ -90,7 +90,7 @@ def _of_state(table: SlotTable, state: TableState) -> Iterator[tuple[str, Tensor
 
 def _require_tokens_in_slots(table: SlotTable) -> None:
     """Recall methods find a token by its number: in the slot of that number, or in host memory and its tail."""
-    slots = table.buffers()[1].shape[2]
+    slots = table.stores()[1].shape[2]
     held = min(table.length, slots)
     if table.host is not None and not table.exact:
         hot = table.hot

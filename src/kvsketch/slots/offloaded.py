@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.hot_rows import Buffer, Store
+from kvsketch.slots import codes
 from kvsketch.slots.host import HostStore, require_host_memory, store_bytes
 from kvsketch.slots.state import kept
 from kvsketch.slots.table import NEG_INF, SlotTable
@@ -39,8 +40,7 @@ def require_room(table: SlotTable, keys: Tensor, values: Tensor, layers: int) ->
 
 def offload(table: SlotTable, start: int, sinks: int, tail_tokens: int, hot_places: int) -> None:
     """Moves the tokens before `start` to the host; the table holds all its tokens, in order."""
-    assert table.keys is not None and table.values is not None
-    keys, values, seen = table.keys, table.values, table.seen
+    (keys, values), seen = table.buffers(), table.seen
     store = _own_store(table, start)
     store.length = min(store.length, start)
     moved = slice(store.length, start)
@@ -72,13 +72,14 @@ def offload(table: SlotTable, start: int, sinks: int, tail_tokens: int, hot_plac
 
 def store_tail(table: SlotTable) -> None:
     """Moves the tail to the host; the next token begins a new one."""
-    assert table.keys is not None and table.values is not None and table.host is not None
-    assert table.index is not None and table.log_den is not None and table.next_slot is not None
+    assert table.host is not None and table.index is not None
+    assert table.log_den is not None and table.next_slot is not None
+    keys, values = table.buffers()
     store, sinks, start = _own_store(table, table.seen), table.hot.sinks, table.host.length
     tail = slice(sinks, sinks + table.seen - start)
     if table.padding is not None:
         _take_late_sinks(table, start)
-    store.write(start, table.keys[:, :, tail], table.values[:, :, tail])
+    store.write(start, keys[:, :, tail], values[:, :, tail])
     table.index[:, :, sinks:], table.log_den[:, :, sinks:] = -1, NEG_INF
     table.next_slot.fill_(sinks)
     _set_tail(table, table.seen)
@@ -87,11 +88,11 @@ def store_tail(table: SlotTable) -> None:
 
 def restore(table: SlotTable, coming: int) -> None:
     """Brings every token back to the device, with room for the `coming` ones; the table is exact again."""
-    assert table.keys is not None and table.values is not None and table.host is not None
+    assert table.host is not None
     store, first, seen = table.host, table.hot.sinks, table.seen
-    keys, values = (t.new_empty(t.shape[0], t.shape[1], seen + coming, t.shape[3]) for t in (table.keys, table.values))
+    keys, values = (t.new_empty(t.shape[0], t.shape[1], seen + coming, t.shape[3]) for t in table.buffers())
     store.read(table.hot.host_row.tolist(), keys, values)
-    for near, all_tokens in ((table.keys, keys), (table.values, values)):
+    for near, all_tokens in zip(table.buffers(), (keys, values), strict=True):
         all_tokens[:, :, store.length : seen] = near[:, :, first : first + seen - store.length]
     table.keys, table.values, table.length = keys, values, seen
     table.index = table.log_den = table.next_slot = table.clock = None
@@ -108,19 +109,17 @@ def look_up(table: SlotTable, rows: Tensor) -> Tensor:
 
 def newest(table: SlotTable, start: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the tokens from `start` on, [B, H, n, D]; when offloaded, of tokens of the tail."""
-    assert table.keys is not None and table.values is not None
     shift = 0 if table.host is None or table.exact else table.hot.sinks - table.host.length
-    new = slice(start + shift, table.seen + shift)
-    return table.keys[:, :, new], table.values[:, :, new]
+    keys, values = (codes.part(slots, start + shift, table.seen + shift) for slots in table.stores())
+    return keys, values
 
 
 def all_keys(table: SlotTable) -> Tensor:  # [B, H, seen, D]
     """The keys of all tokens, in order; when offloaded, a copy that lives as long as the caller holds it."""
-    assert table.keys is not None
     if not is_offloaded(table):
-        return table.keys[:, :, : table.seen]
+        return table.key_slots()[:, :, : table.seen]
     assert table.host is not None
-    store, first, near = table.host, table.hot.sinks, table.keys
+    store, first, near = table.host, table.hot.sinks, table.buffers()[0]
     keys = near.new_empty(near.shape[0], near.shape[1], table.seen, near.shape[3])
     store.read(table.hot.host_row.tolist(), keys)
     keys[:, :, store.length :] = near[:, :, first : first + table.seen - store.length]
@@ -129,17 +128,16 @@ def all_keys(table: SlotTable) -> Tensor:  # [B, H, seen, D]
 
 def _own_store(table: SlotTable, tokens: int) -> HostStore:
     """The table's store, with room for `tokens` tokens, in which every batch row has a row of its own."""
-    assert table.keys is not None and table.values is not None
-    batch, store = table.keys.shape[0], table.host
+    batch, store = table.shape[0], table.host
     if store is None:
-        store = HostStore(table.keys, table.values, batch, host_capacity(tokens))
+        store = HostStore(*table.buffers(), batch, host_capacity(tokens))
     else:
         rows = table.hot.host_row.tolist()
         if tokens > store.capacity:
             store = store.moved(rows, host_capacity(tokens))
         elif rows != list(range(store.keys.shape[0])):
             store = store.moved(rows, store.capacity)
-    own = torch.arange(batch, dtype=torch.int32, device=table.keys.device)
+    own = torch.arange(batch, dtype=torch.int32, device=table.device)
     table.hot.host_row = kept(table.hot.host_row, own)
     table.host = store
     return store

@@ -9,6 +9,8 @@ A table is in one of two states.
 Between the two verbs of one forward, `append` and the method's `compress`, a bounded table that received several
 tokens at once is longer than its capacity; `compress` brings it back.
 
+Keys and values of a bounded table may be held in few bits (`codes`); methods see slots, never bits.
+
 Legend: B batch rows, H KV heads, S slots, D head size. This module knows neither transformers nor any method.
 """
 
@@ -21,13 +23,16 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.slot_update import CLOSED
+from kvsketch.slots import codes
 from kvsketch.slots import padding as left_padding
+from kvsketch.slots.codes import FewBits, Slots
 from kvsketch.slots.host import HostStore
 from kvsketch.slots.hot_set import HotSet
 from kvsketch.slots.positions import Positions
 from kvsketch.slots.state import TableState
-from kvsketch.slots.tensors import filled, gather_slots, grown, inserted, is_score, most_used, owned, removed
+from kvsketch.slots.tensors import filled, gather_slots, grown, inserted, is_score, owned, removed
 
 NEG_INF = float("-inf")
 # What a file holds of a table, beside the states and what lies in host memory; its place comes with a new cache.
@@ -50,6 +55,7 @@ class Place:
     rotary: tuple[float, ...] = ()  # radians per position of channel pairs (i, i + half); empty: none known
     positions: Positions = field(default_factory=Positions, repr=False, compare=False)  # shared by a cache's layers
     first_head: int = 0  # number of the first KV head in the whole model (`heads`)
+    bits: FewBits = field(default_factory=FewBits)  # of keys and values once the table is bounded
     head_group: str = ""  # processes among which the layer's heads are divided; "": this one holds them all
 
     def __post_init__(self) -> None:
@@ -62,8 +68,8 @@ class SlotTable(Place):
     """The slots of one layer, and what a method needs to know to rewrite them. Only this room assigns its fields."""
 
     # what is stored
-    keys: Tensor | None = None  # [B, H, capacity, D]
-    values: Tensor | None = None  # [B, H, capacity, Dv]; fewer slots than keys: the last slots carry a key only
+    keys: Slots | None = None  # [B, H, capacity, D]
+    values: Slots | None = None  # [B, H, capacity, Dv]; fewer slots than keys: the last slots carry a key only
     index: Tensor | None = None  # [B, H, capacity] int32, logical index of the token, -1 empty; None while exact
     log_num: Tensor | None = None  # [B, H, capacity] fp32; None: the same as log_den
     log_den: Tensor | None = None  # [B, H, capacity] fp32; None: all zero (exact)
@@ -124,12 +130,19 @@ class SlotTable(Place):
 
     def key_slots(self) -> Tensor:  # [B, H, S, D]
         assert self.keys is not None
-        return self.keys[:, :, : self.length]
+        return codes.plain(self.keys)[:, :, : self.length]
 
     def read_keys(self, coming: int = 0) -> Tensor:  # [B, H, S, D]
         """The keys as attention reads them (`positions`), beside `coming` new tokens that are not appended yet."""
         self._note_reach(coming)
         return self.positions.turned(self.key_slots(), self.index, self.clock)
+
+    def read_slots(self) -> tuple[Tensor | CodedSlots, Tensor | CodedSlots]:
+        """Keys and values as attention reads them, in few bits where they are held so and none is new."""
+        if not self.in_place or self.positions.turned_by or not self.bits:
+            return self.read_keys(), self.value_slots()
+        self._note_reach()
+        return self.stores()
 
     def _note_reach(self, coming: int = 0) -> None:
         # A bounded table keeps one slot free for a single token to come.
@@ -137,12 +150,18 @@ class SlotTable(Place):
 
     def value_slots(self) -> Tensor:  # [B, H, S, Dv]
         assert self.values is not None
-        return self.values[:, :, : self.length]
+        return codes.plain(self.values)[:, :, : self.length]
 
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        """Keys and values by slot number as kernels read them, rows of the hot set behind the slots included."""
+    def stores(self) -> tuple[Slots, Slots]:
+        """Keys and values by slot number as they are held, rows of the hot set behind the slots included."""
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
+
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """The same of a table that holds them in the dtype of the model."""
+        keys, values = self.stores()
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor)
+        return keys, values
 
     def log_weights(self) -> tuple[Tensor | None, Tensor | None]:
         """The logarithms of the slots' weights in numerator and denominator; None: all zero."""
@@ -180,18 +199,26 @@ class SlotTable(Place):
             return 0
         if self.host is not None:
             return int(self.real_tokens().max())
-        if self.log_den is None:
-            return self.length
-        return most_used(self.log_num, self.log_den, self.state.keys_beside())
+        used, beside = self.used_slots(), self.state.keys_beside()
+        return int((used if beside is None else used + beside).max())
+
+    def used_slots(self) -> Tensor:  # [B, H]
+        """Slots in either sum that each row and head has."""
+        if self.keys is None or self.log_den is None:
+            return torch.full((1, 1) if self.keys is None else self.shape[:2], self.length)
+        used = self.log_den > NEG_INF
+        return (used if self.log_num is None else used | (self.log_num > NEG_INF)).sum(-1)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held on the device, so that bytes can be measured."""
-        own = (self.keys, self.values, self.index, self.log_num, self.log_den, self.next_slot, self.clock, self.padding)
-        return [t for t in own if t is not None] + self.state.tensors() + self.hot.tensors()
+        own = (self.index, self.log_num, self.log_den, self.next_slot, self.clock, self.padding)
+        slots = codes.held(self.keys) + codes.held(self.values)
+        return slots + [t for t in own if t is not None] + self.state.tensors() + self.hot.tensors()
 
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all rows and heads."""
-        return sum(t[:, :, :1].numel() * t.element_size() for t in self.buffers())
+        """Bytes of one token's keys and values in all rows and heads, in the dtype of the model."""
+        batch, heads = self.shape[:2]
+        return batch * heads * sum(slots.shape[3] * slots.dtype.itemsize for slots in self.stores())
 
     def host_tensors(self) -> list[Tensor]:
         """Every tensor held in host memory beside the device."""
@@ -220,6 +247,7 @@ class SlotTable(Place):
         if self.keys is None or self.values is None:
             self.keys, self.values = owned(keys), owned(values)
         else:
+            assert isinstance(self.keys, Tensor) and isinstance(self.values, Tensor)
             if needed > self.keys.shape[2]:
                 capacity = needed + max(64, needed // 64)
                 self.keys = grown(self.keys, self.length, capacity)
@@ -237,9 +265,18 @@ class SlotTable(Place):
         # One score per slot goes with the token, in the same launch.
         states = self.state.slot_tensors()
         score = next((state for state in states if is_score(state)), None)
-        ops.write_token(
-            self.keys, self.values, self.index, self.log_den, self.log_num, slot, self.clock, keys, values, score
-        )  # fmt: skip
+        if isinstance(self.keys, Tensor) and isinstance(self.values, Tensor):
+            ops.write_token(
+                self.keys, self.values, self.index, self.log_den, self.log_num, slot, self.clock, keys, values, score
+            )  # fmt: skip
+        else:
+            codes.write(self.keys, slot, keys)
+            codes.write(self.values, slot, values)
+            self.index.scatter_(2, slot, self.clock.int().expand(slot.shape))
+            for weights in (self.log_den, self.log_num, score):
+                if weights is not None:
+                    weights.scatter_(2, slot, 0.0)
+            self.clock += 1
         for state in (state for state in states if state is not score):
             state.scatter_(2, slot.view(*slot.shape, *[1] * (state.dim() - 3)).expand(-1, -1, 1, *state.shape[3:]), 0)
 
@@ -250,7 +287,7 @@ class SlotTable(Place):
         at = self.values.shape[2]
         index = torch.arange(self.seen, self.seen + new, device=keys.device, dtype=self.index.dtype)
         weight = torch.zeros(batch, heads, new, device=keys.device)
-        self.keys, self.values = inserted(self.keys, at, keys), inserted(self.values, at, values)
+        self.keys, self.values = codes.inserted(self.keys, at, keys), codes.inserted(self.values, at, values)
         self.index = inserted(self.index, at, index.expand(batch, heads, new))
         self.log_den = inserted(self.log_den, at, weight)
         self.log_num = None if self.log_num is None else inserted(self.log_num, at, weight)
@@ -300,9 +337,10 @@ class SlotTable(Place):
         index = self.index_slots().gather(2, source)
         taken = taken & (index >= 0)
         fill = room + 1 - m
+        position = self.position_slots() if self.bits else index
         # One after the other: the old keys go before the values are copied.
-        self.keys = filled(gather_slots(self.key_slots(), source), fill)
-        self.values = filled(gather_slots(self.value_slots(), source), fill)
+        self.keys = codes.filled(codes.gathered(self._storable("keys", position), source), fill)
+        self.values = codes.filled(codes.gathered(self._storable("values", position), source), fill)
         self.state.move_slots(lambda state: filled(gather_slots(state, source), fill))
         self.index = filled(torch.where(taken, index, -1).to(torch.int32), fill, -1)
         self.log_den = filled(torch.where(taken, log_den, NEG_INF), fill, NEG_INF)
@@ -312,6 +350,16 @@ class SlotTable(Place):
         self.next_slot = torch.full((batch, heads, 1), slot, device=chosen.device)
         if self.clock is None:
             self.clock = torch.full((1,), self.seen, device=chosen.device)
+
+    def _storable(self, what: str, position: Tensor) -> Slots:
+        """Keys or values of all slots in as many bits as they are to have."""
+        slots: Slots = getattr(self, what)
+        if isinstance(slots, Tensor):
+            slots = slots[:, :, : self.length]
+        slots = codes.coded(slots, getattr(self.bits, what), position)
+        if self.appended > 1:
+            codes.require_finite(slots, what, self.layer_idx)
+        return slots
 
     def bound(self, capacity: int, two_sums: bool = False) -> None:
         """Gives an exact table its fixed shape before anything had to go: all its tokens, and room up to `capacity`.
@@ -417,9 +465,9 @@ class SlotTable(Place):
     def select_rows(self, rows: Tensor) -> None:
         """Reorders, repeats or drops batch rows (beam search)."""
         for name in ("keys", "values", "index", "log_num", "log_den", "next_slot", "padding"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
+            slots = getattr(self, name)
+            if slots is not None:
+                setattr(self, name, codes.rows_of(slots, rows))
         self.state.select_rows(rows)
         self.hot.select_rows(rows)
 
@@ -465,9 +513,9 @@ class SlotTable(Place):
         assert self.values is not None
         end = self.values.shape[2]
         for name in ("keys", "values", "index", "log_den", "log_num"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, removed(tensor, end - count, end))
+            slots = getattr(self, name)
+            if slots is not None:
+                setattr(self, name, codes.removed(slots, end - count, end))
         self.state.move_slots(lambda state: removed(state, end - count, end))
         self.length -= count
 

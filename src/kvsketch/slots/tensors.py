@@ -57,15 +57,6 @@ def gather_slots(tensor: Tensor, slots: Tensor) -> Tensor:
     return tensor.gather(2, slots)
 
 
-def most_used(log_num: Tensor | None, log_den: Tensor, extra: Tensor | None) -> int:
-    """The most slots in either sum that any row and head has, with `extra` [B, 1] of each row (asks the device)."""
-    used = log_den > float("-inf")
-    if log_num is not None:
-        used = used | (log_num > float("-inf"))
-    slots = used.sum(-1)
-    return int((slots if extra is None else slots + extra).max())
-
-
 def is_score(state: Tensor) -> bool:
     """Whether it holds one number per slot that an operation can write beside the token."""
     return state.dim() == 3 and state.dtype == torch.float32 and state.is_contiguous()

@@ -4,7 +4,8 @@ A compressed layer, its table and the state of its method name what is saved of 
 the fields of a `TableState`, which has a version of its own). What transformers' own layers hold is written as it is.
 A value is written as JSON where it is plain, else as one of
 
-    {"tensor": name}  {"store": name}  {"dict": [[key, value], ...]}  {"list": [...]}  {"dtype": name}  {"device": ...}
+    {"tensor": name}  {"codes": {...}}  {"store": name}  {"dict": [[key, value], ...]}  {"list": [...]}
+    {"dtype": name}  {"device": ...}
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.layer import SlotLayer
+from kvsketch.ops.codec import Codec
 from kvsketch.slots.checks import require_ranges, require_shapes
+from kvsketch.slots.codes import PARTS, SlotCodes
 from kvsketch.slots.host import HostStore
 from kvsketch.slots.hot_set import HotSet
 from kvsketch.slots.offloaded import host_capacity
@@ -60,6 +63,11 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors[name] = value
         return {"tensor": name}
+    if isinstance(value, SlotCodes):
+        tensors.update({f"{name}.{part}": tensor for part, tensor in value.parts().items() if tensor is not None})
+        codec = {"bits": value.codec.bits, "size": value.codec.size, "seed": value.codec.seed}
+        kind = {"fresh": value.fresh is not None, "dtype": _encode(value.dtype, name, tensors)}
+        return {"codes": {"name": name, **kind, **codec}}
     if isinstance(value, HostStore):
         value.synchronize()
         for part in ("keys", "values"):
@@ -131,6 +139,16 @@ class LayerReader:
         store.write(0, keys, values)
         return store
 
+    def _codes(self, saved: dict[str, Any]) -> SlotCodes:
+        """Keys or values in few bits."""
+        names = [part for part in PARTS if part != "fresh" or saved["fresh"]]
+        parts = {part: self._tensor(f"{saved['name']}.{part}").to(self._device) for part in names}
+        codec = Codec(saved["bits"], saved["size"], saved["seed"])
+        slots = SlotCodes(codec, dtype=self._decode(saved["dtype"]), **parts)
+        if misfit := slots.misfit():
+            raise ValueError(f"keys or values in {codec.bits} bits do not fit together: {misfit}")
+        return slots
+
     def _decode(self, value: Any, on_host: bool = False) -> Any:
         if not isinstance(value, dict):
             if isinstance(value, list):
@@ -140,6 +158,8 @@ class LayerReader:
         if kind == "tensor":
             tensor = self._tensor(content)
             return tensor if on_host else tensor.to(self._device)
+        if kind == "codes":
+            return self._codes(content)
         if kind == "dict":
             return {key: self._decode(item) for key, item in content}
         if kind == "list":

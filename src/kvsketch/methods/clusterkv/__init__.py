@@ -141,7 +141,7 @@ class ClusterKV(RecallingMethod):
         torch.add(state.tail_shift, table.seen_on_device(), out=state.spans[:, 1, 1])
         return ops.indexed_attention(
             query,
-            *table.buffers(),
+            *table.stores(),
             rows,
             table.scale,
             spans=state.spans,

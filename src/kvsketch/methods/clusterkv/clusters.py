@@ -26,7 +26,7 @@ class Clusters(Recalled):
     offsets: Tensor = per_row(lambda t, s: Range((*t.shape[:2], s.room), 0, s.ordered_room))
     order: Tensor = per_row(lambda t, s: Range((*t.shape[:2], s.ordered_room), 0, s.indexed_most(t) - 1))
     # [B, 2, 2] int32, slots [start, end) of sinks and tail; [B] int32, slot of a tail token minus its number
-    spans: Tensor = per_row(lambda t, s: Range((t.shape[0], 2, 2), 0, max(t.buffers()[0].shape[2], s.indexed_most(t))))
+    spans: Tensor = per_row(lambda t, s: Range((t.shape[0], 2, 2), 0, max(t.stores()[0].shape[2], s.indexed_most(t))))
     tail_shift: Tensor = per_row(lambda t, s: Range(t.shape[:1], -s.indexed_most(t), t.length))
     used: int = number()  # clusters so far
     ordered: int = number()  # tokens in the order so far

@@ -182,7 +182,7 @@ class InfiniGen(RecallingMethod):
             return None
         rows = self.slots_of(table, self.choose_rows(table, query))
         return ops.indexed_attention(
-            query, *table.buffers(), rows, table.scale, softcap=softcap, sink_logits=sink_logits
+            query, *table.stores(), rows, table.scale, softcap=softcap, sink_logits=sink_logits
         )
 
     def choose_rows(self, table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq, rows_read] int32

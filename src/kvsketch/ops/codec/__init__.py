@@ -124,6 +124,15 @@ class CodedSlots:
         at = torch.where((at < 0) | (at >= y.shape[2]), y.shape[2], at).unsqueeze(-1).expand(self.exact.shape)
         return torch.cat([y, y[:, :, :1]], 2).scatter(2, at, self.exact)[:, :, :-1]
 
+    def decoded_at(self, slots: Tensor, dtype: torch.dtype) -> Tensor:  # [B, H, m, D]
+        """The vectors of the slots [B, H, m] alone."""
+        codes = self.codes.gather(2, slots.unsqueeze(-1).expand(*slots.shape, self.codes.shape[3]))
+        y = (levels_of(codes, self.codec) - self.codec.half_range) * self.steps.gather(2, slots).float().unsqueeze(-1)
+        for i in range(self.exact.shape[2]):
+            found = (slots == self.exact_at[:, :, i : i + 1]).unsqueeze(-1)
+            y = torch.where(found, self.exact[:, :, i : i + 1], y)
+        return (y @ self.codec.rotation(slots.device) + self.center.unsqueeze(2)).to(dtype)
+
     def decoded(self, dtype: torch.dtype) -> Tensor:  # [B, H, S, D]
         """The vectors themselves."""
         return (self.rotated() @ self.codec.rotation(self.steps.device) + self.center.unsqueeze(2)).to(dtype)

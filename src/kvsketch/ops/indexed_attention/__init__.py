@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.dispatch import implementation
 from kvsketch.ops.common.tensors import DTYPES
 from kvsketch.ops.weighted_attention import Attended
@@ -52,8 +53,8 @@ class Extra(NamedTuple):
 
 def indexed_attention(
     q: Tensor,
-    k_store: Tensor,
-    v_store: Tensor,
+    k_store: Tensor | CodedSlots,
+    v_store: Tensor | CodedSlots,
     rows: Tensor,
     scale: float,
     *,
@@ -77,7 +78,7 @@ def indexed_attention(
     out. extra_cut int32 [B, L, 3], for each list: the extra slot whose cluster was read in part, and the places
     [start, end) of its rows in the list; the slot then stands for the mean value of what was not read. -1: none.
     softcap and sink_logits as in `weighted_attention`. The stores may lie in pinned host memory while the rest is on a
-    GPU.
+    GPU, or be held in few bits (`ops.codec`).
 
     Returns out [B, Hq, 1, Dv] in the dtype of q, 0 where nothing is read. With return_state, (out, (log of the
     numerator's weights, log of the denominator)), each [B, Hq, 1] float32.
@@ -99,8 +100,8 @@ class Arguments:
     """One call, as `indexed_attention` describes it."""
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    k: Tensor | CodedSlots
+    v: Tensor | CodedSlots
     rows: Tensor
     scale: float
     spans: Spans | None = None
@@ -112,12 +113,14 @@ class Arguments:
         """Raise ValueError when a shape or dtype does not fit the others."""
         q, k, v = self.q, self.k, self.v
         for name, tensor in (("q", q), ("k_store", k), ("v_store", v)):
+            if isinstance(tensor, CodedSlots):
+                continue
             if tensor.dim() != 4:
                 raise ValueError(f"{name} must have 4 dimensions [batch, heads, slots, size], got {_shape(tensor)}.")
             if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
                 raise ValueError(
                     f"q, k_store and v_store must share one dtype of float32, bfloat16, float16, float64; "
-                    f"got {q.dtype}, {k.dtype}, {v.dtype}. Cast them first."
+                    f"got q {q.dtype}, {name} {tensor.dtype}. Cast them first."
                 )
         batch, query_heads, queries, size = q.shape
         heads = k.shape[1]
@@ -167,5 +170,5 @@ def _check_extra(extra: Extra, q: Tensor, value_size: int, heads: int, lists: in
         raise ValueError(f"extra_cut must be int32 [{batch}, {lists}, 3], one per list, got {cut.dtype} {_shape(cut)}.")
 
 
-def _shape(tensor: Tensor) -> list[int]:
+def _shape(tensor: Tensor | CodedSlots) -> list[int]:
     return list(tensor.shape)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.device import Device, device_traits, on
 from kvsketch.ops.common.kernel import LOG2E, NEG_INF, dot, tanh_ratio
 from kvsketch.ops.common.sums import add_terms, combine
@@ -50,6 +51,8 @@ class Plan:
 
 def supported(call: Arguments) -> bool:
     """True when the kernel serves this call."""
+    if isinstance(call.k, CodedSlots) or isinstance(call.v, CodedSlots):
+        return False
     shapes = (*call.q.shape, *call.k.shape, *call.v.shape)
     something = (
         call.rows.shape[2] > 0 or call.spans is not None or (call.extra is not None and call.extra.k.shape[2] > 0)
@@ -67,6 +70,7 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     """See `kvsketch.ops.indexed_attention`; `launch` overrides the plan."""
     q, spans, extra = call.q, call.spans, call.extra
     batch, query_heads, _, size = q.shape
+    assert isinstance(call.k, Tensor) and isinstance(call.v, Tensor)
     heads, value_size = call.k.shape[1], call.v.shape[3]
     group, lists = query_heads // heads, call.rows.shape[1] // heads
     q, rows = dense_last(q), call.rows.contiguous()

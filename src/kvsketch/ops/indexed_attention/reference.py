@@ -10,6 +10,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.indexed_attention import Arguments, Spans
 from kvsketch.ops.weighted_attention import Attended
 
@@ -92,8 +93,10 @@ def _slots(rows: Tensor, spans: Spans | None, batch: int, heads: int, lists: int
     return slots.where(visible, 0), visible
 
 
-def _gather(store: Tensor, slots: Tensor) -> Tensor:
+def _gather(store: Tensor | CodedSlots, slots: Tensor) -> Tensor:
     """Rows [B, H, lists, slots, size] of a store [B, H, N, size]."""
+    if isinstance(store, CodedSlots):
+        return store.decoded_at(slots.flatten(2), torch.float32).view(*slots.shape, store.shape[3])
     # Head by head: on a CPU index_select copies whole rows, which is ten times faster than gather.
     heads = itertools.product(range(store.shape[0]), range(store.shape[1]))
     rows = [store[b, h].index_select(0, slots[b, h].flatten()) for b, h in heads]

@@ -1,0 +1,216 @@
+"""Keys or values of slots in few bits: how a table makes, moves and writes them (`ops.codec` says what codes are).
+
+The center of a head is the mean of its first prompt, without the first tokens of the text: those have keys unlike all
+others, carry most attention, and stay exact. Codes never change when slots move, so nothing is rounded twice. Several
+new tokens stay as they came until the method has chosen among them: it scores exact keys, codes are what stays.
+Legend: as in `table`; E tokens that stay exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops import codec as codecs
+from kvsketch.ops.codec import BITS, Codec, CodedSlots
+from kvsketch.ops.codec.reference import rotate
+from kvsketch.slots import tensors
+
+PLAIN = 16  # bits of what is not coded, whatever the dtype of the model
+EXACT = 4  # first tokens of a text that stay exact
+LEAST = 64  # tokens before which nothing is coded: a center needs some
+
+
+@dataclass(frozen=True)
+class FewBits:
+    """How many bits a key and a value have."""
+
+    keys: int = PLAIN
+    values: int = PLAIN
+
+    def __bool__(self) -> bool:
+        return self.keys != PLAIN or self.values != PLAIN
+
+
+@dataclass
+class SlotCodes(CodedSlots):
+    """The keys or values of a table, coded; behind them new ones that are not coded yet."""
+
+    dtype: torch.dtype = torch.float32  # of what they stand for
+    fresh: Tensor | None = None  # [B, H, n, D]
+
+    @property
+    def device(self) -> torch.device:
+        return self.steps.device
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, heads, slots = self.steps.shape
+        return batch, heads, slots + (0 if self.fresh is None else self.fresh.shape[2]), self.codec.size
+
+    def parts(self) -> dict[str, Tensor | None]:
+        """What it consists of, by name."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    def misfit(self) -> str:
+        """What is wrong with one that came out of a file; empty: nothing."""
+        batch, heads, slots = self.steps.shape if self.steps.dim() == 3 else (0, 0, 0)
+        count = self.exact.shape[2] if self.exact.dim() == 4 else 0
+        rows = (batch, heads)
+        wanted = {
+            "center": ((*rows, self.codec.size), torch.float32),
+            "exact": ((*rows, count, self.codec.size), torch.float32),
+            "exact_at": ((*rows, count), torch.int32),
+            "codes": ((*rows, slots, self.codec.code_bytes), torch.uint8),
+            "steps": ((*rows, slots), codecs.STEP_DTYPE),
+        }
+        for name, (shape, dtype) in wanted.items():
+            part = getattr(self, name)
+            if tuple(part.shape) != shape or part.dtype != dtype:
+                return f"{name} is {part.dtype} {list(part.shape)} in place of {dtype} {list(shape)}"
+        if self.fresh is not None and (self.fresh.dim() != 4 or self.fresh.shape[:2] != rows):
+            return f"fresh is {list(self.fresh.shape)} beside {list(rows)} rows and heads"
+        if count and not -1 <= int(self.exact_at.min()) <= int(self.exact_at.max()) < slots:
+            return f"exact_at holds numbers outside -1 to {slots - 1}"
+        return ""
+
+    def plain(self) -> Tensor:  # [B, H, S, D]
+        """All vectors, decoded, and the new ones as they are."""
+        decoded = self.decoded(self.dtype)
+        return decoded if self.fresh is None else torch.cat([decoded, self.fresh], 2)
+
+
+PARTS = ("center", "exact", "exact_at", "codes", "steps", "fresh")
+Slots: TypeAlias = Tensor | SlotCodes  # keys or values of slots [B, H, S, D]
+
+
+def plain(slots: Slots) -> Tensor:  # [B, H, S, D]
+    return slots if isinstance(slots, Tensor) else slots.plain()
+
+
+def coded(slots: Slots, bits: int, position: Tensor) -> Slots:
+    """The slots in so many bits, whichever they have; `position` [B, H, S] of their tokens, negative: none."""
+    if bits == PLAIN:
+        return slots
+    if isinstance(slots, SlotCodes):
+        return _all_coded(slots)
+    center = center_of(slots, position)
+    codec = Codec(bits, slots.shape[-1])
+    found = position.unsqueeze(-1) == torch.arange(EXACT, device=slots.device)  # [B, H, S, E]
+    at = torch.where(found.any(2), found.int().argmax(2), -1)
+    first = tensors.gather_slots(slots, at.clamp_min(0)).float() - center.unsqueeze(2)
+    exact = rotate(first, codec.signs(slots.device), codec.block)
+    return SlotCodes(codec, center, exact, at.int(), *codecs.encode(slots, center, codec), dtype=slots.dtype)
+
+
+def center_of(x: Tensor, position: Tensor) -> Tensor:  # [B, H, D] float32
+    """The mean of vectors [B, H, n, D], without the first tokens and left padding; of a short text the mean of all."""
+    counted = position >= EXACT
+    counted = torch.where(counted.any(-1, keepdim=True), counted, position >= 0).unsqueeze(-1)
+    total = torch.where(counted, x, 0.0).sum(2, dtype=torch.float32)
+    return total / counted.sum(2).clamp_min(1)
+
+
+def _all_coded(slots: SlotCodes) -> SlotCodes:
+    if slots.fresh is None:
+        return slots
+    new = codecs.encode(slots.fresh, slots.center, slots.codec)
+    codes, steps = torch.cat([slots.codes, new.codes], 2), torch.cat([slots.steps, new.steps], 2)
+    return replace(slots, codes=codes, steps=steps, fresh=None)
+
+
+def part(slots: Slots, start: int, end: int) -> Tensor:  # [B, H, end - start, D]
+    """The vectors of the slots [start, end)."""
+    if isinstance(slots, Tensor):
+        return slots[:, :, start:end]
+    if slots.fresh is not None:
+        return slots.plain()[:, :, start:end]
+    at = torch.arange(start, end, device=slots.device).expand(*slots.shape[:2], -1)
+    return slots.decoded_at(at, slots.dtype)
+
+
+def plain_at(slots: Slots, at: Tensor) -> Tensor:  # [B, H, m, D]
+    """The vectors of the slots `at` [B, H, m]."""
+    if isinstance(slots, Tensor):
+        return tensors.gather_slots(slots, at)
+    return slots.decoded_at(at, slots.dtype)
+
+
+def gathered(slots: Slots, source: Tensor) -> Slots:
+    """The slots `source` [B, H, m], in this order; no slot twice."""
+    if isinstance(slots, Tensor):
+        return tensors.gather_slots(slots, source)
+    slots = _all_coded(slots)
+    moved = source.unsqueeze(-1) == slots.exact_at.unsqueeze(2)  # [B, H, m, E]
+    at = torch.where(moved.any(2) & (slots.exact_at >= 0), moved.int().argmax(2), -1).int()
+    codes, steps = tensors.gather_slots(slots.codes, source), tensors.gather_slots(slots.steps, source)
+    return replace(slots, exact_at=at, codes=codes, steps=steps)
+
+
+def filled(slots: Slots, count: int) -> Slots:
+    """With `count` empty slots behind."""
+    if isinstance(slots, Tensor):
+        return tensors.filled(slots, count)
+    return replace(slots, codes=tensors.filled(slots.codes, count), steps=tensors.filled(slots.steps, count))
+
+
+def inserted(slots: Slots, at: int, new: Tensor) -> Slots:
+    """With new vectors [B, H, n, D] from slot `at` on; behind all codes where they are coded."""
+    if isinstance(slots, Tensor):
+        return tensors.inserted(slots, at, new)
+    assert slots.fresh is None and at == slots.shape[2]
+    return replace(slots, fresh=new)
+
+
+def removed(slots: Slots, start: int, end: int) -> Slots:
+    """Without the slots [start, end); of coded ones those that are not coded yet."""
+    if isinstance(slots, Tensor):
+        return tensors.removed(slots, start, end)
+    first = slots.steps.shape[2]
+    assert slots.fresh is not None and start >= first
+    left = tensors.removed(slots.fresh, start - first, end - first)
+    return replace(slots, fresh=left if left.shape[2] else None)
+
+
+def write(slots: Slots, at: Tensor, x: Tensor) -> None:
+    """Writes vectors [B, H, 1, D] into the slots `at` [B, H, 1], in place."""
+    if isinstance(slots, Tensor):
+        slots.scatter_(2, at.unsqueeze(-1).expand(x.shape), x)
+        return
+    codecs.encode_into(codecs.Coded(slots.codes, slots.steps), x, slots.center, slots.codec, at)
+    slots.exact_at.masked_fill_(slots.exact_at == at, -1)
+
+
+def rows_of(slots: Slots, rows: Tensor) -> Slots:
+    """The batch rows `rows`."""
+    rows = rows.to(slots.device)
+    if isinstance(slots, Tensor):
+        return slots.index_select(0, rows)
+    parts: dict[str, Any] = {
+        name: None if part is None else part.index_select(0, rows) for name, part in slots.parts().items()
+    }
+    return replace(slots, **parts)
+
+
+def held(slots: Slots | None) -> list[Tensor]:
+    """Every tensor that keys or values consist of."""
+    if slots is None or isinstance(slots, Tensor):
+        return [] if slots is None else [slots]
+    return [part for part in slots.parts().values() if part is not None]
+
+
+def require_finite(slots: Slots, what: str, layer: int) -> None:
+    """Raises ValueError that names the first vector that cannot be coded (asks the device)."""
+    if isinstance(slots, Tensor) or not bool(slots.steps.isnan().any()):
+        return
+    row, head, slot = slots.steps.isnan().nonzero()[0].tolist()
+    raise ValueError(
+        f"the {what} of slot {slot} in layer {layer}, batch row {row}, head {head} are not finite and cannot be stored "
+        f"in {slots.codec.bits} bits; look for an overflow in the model (float16?), or use bits={PLAIN}"
+    )
+
+
+__all__ = ["BITS", "LEAST", "PLAIN", "FewBits", "SlotCodes", "Slots"]

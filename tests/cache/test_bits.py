@@ -1,0 +1,155 @@
+"""Caches that hold keys and values in few bits, under every method."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvsketch
+from kvsketch import CompressedCache
+from tests.helpers import zoo
+from tests.helpers.common import generate, padded, with_budget
+
+CODABLE = [name for name in kvsketch.METHODS if name != "subgen"]
+BIG = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+PIECES = [(0, 80), (80, 81), (81, 82), (82, 91), (91, 92)]
+
+
+def method_of(name: str, bits: int, budget: int = 24) -> str:
+    return f"{with_budget(name, budget)}:bits={bits}"
+
+
+def read(model: Any, cache: Any, ids: Tensor, mask: Tensor, pieces: list[tuple[int, int]] = PIECES) -> Tensor:
+    """A prompt, two tokens, a second prompt and one more token: the logits after each."""
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    logits = []
+    with torch.no_grad():
+        for start, end in pieces:
+            out = model(
+                ids[:, start:end], attention_mask=mask[:, :end], position_ids=positions[:, start:end],
+                past_key_values=cache,
+            )  # fmt: skip
+            logits.append(out.logits[:, -1])
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("name", CODABLE)
+def test_fewer_bits_are_fewer_bytes_and_many_bits_the_same_answers(name: str) -> None:
+    model = zoo.build("llama", **BIG)
+    ids, mask = padded(zoo.tokens(2, 92), [0, 7])
+    found = {bits: CompressedCache(model, method_of(name, bits)) for bits in (16, 8, 4, 2)}
+    logits = {bits: read(model, cache, ids, mask) for bits, cache in found.items()}
+    errors = {bits: float((logits[bits] - logits[16]).norm() / logits[16].norm()) for bits in (8, 4, 2)}
+    assert errors[8] < 0.05 and errors[8] < errors[2], errors
+    sizes = {bits: cache.device_bytes for bits, cache in found.items()}
+    assert sizes[2] < sizes[4] < sizes[8] < sizes[16]
+    assert len({cache.tokens_stored for cache in found.values()}) == 1
+    # Of the bytes of keys and values alone 16 channels at 4 bits take 8, and 2 for the step; sinks lie beside.
+    keys = found[4].slot_layers[-1].table.stores()[0]
+    assert keys.codes.shape[-1] == 8 and keys.steps.element_size() == 2
+
+
+@pytest.mark.parametrize("name", CODABLE)
+def test_a_padded_row_is_the_row_alone(name: str) -> None:
+    model = zoo.build("llama", **BIG)
+    ids, mask = padded(zoo.tokens(2, 92), [0, 7])
+    both = read(model, CompressedCache(model, method_of(name, 4)), ids, mask)
+    pieces = [(max(0, start - 7), end - 7) for start, end in PIECES]
+    alone = read(model, CompressedCache(model, method_of(name, 4)), ids[1:, 7:], mask[1:, 7:], pieces)
+    torch.testing.assert_close(both[:, 1:], alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CODABLE)
+def test_saved_copied_and_reordered_caches_go_on_as_before(name: str, tmp_path: Path) -> None:
+    model = zoo.build("llama", **BIG)
+    ids, mask = padded(zoo.tokens(2, 92), [0, 7])
+    cache = CompressedCache(model, method_of(name, 4))
+    read(model, cache, ids, mask, PIECES[:3])
+    cache.save(tmp_path / "cache.kvs")
+    loaded, copied = CompressedCache.load(tmp_path / "cache.kvs", model), copy.deepcopy(cache)
+    copied.reorder_cache(torch.tensor([1, 0]))
+    expected = read(model, cache, ids, mask, PIECES[3:])
+    torch.testing.assert_close(read(model, loaded, ids, mask, PIECES[3:]), expected, atol=0, rtol=0)
+    swapped = read(model, copied, ids.flip(0), mask.flip(0), PIECES[3:])
+    torch.testing.assert_close(swapped.flip(1), expected, atol=1e-5, rtol=1e-5)
+    assert cache.device_bytes == loaded.device_bytes
+
+
+@pytest.mark.parametrize("name", CODABLE)
+def test_a_draft_that_is_taken_back_leaves_no_trace(name: str) -> None:
+    model = zoo.build("llama", **BIG)
+    ids, mask = zoo.tokens(1, 92), torch.ones(1, 92, dtype=torch.int64)
+    plain, drafted = (CompressedCache(model, method_of(name, 4)) for _ in range(2))
+    for cache in (plain, drafted):
+        read(model, cache, ids, mask, PIECES[:2])
+        cache.activate_past_recording()
+    read(model, drafted, zoo.tokens(1, 92, seed=5), mask, [(81, 86)])
+    drafted.crop(-5)
+    expected = read(model, plain, ids, mask, [(81, 82), (82, 91), (91, 92)])
+    found = read(model, drafted, ids, mask, [(81, 82), (82, 91), (91, 92)])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv", "clusterkv"])
+def test_generation_streams_and_beams_run(name: str) -> None:
+    model = zoo.build("llama", **BIG)
+    ids = zoo.tokens(1, 80)
+    ours = kvsketch.generate(model, ids, CompressedCache(model, method_of(name, 4)), max_new_tokens=12)
+    theirs = generate(model, ids, CompressedCache(model, method_of(name, 4)))
+    assert torch.equal(ours.cpu(), theirs.sequences)
+    streamed = CompressedCache(model, method_of(name, 4), prefill="stream", chunk=32)
+    generate(model, ids, streamed)
+    assert streamed.tokens_seen == 91
+    generate(model, ids, CompressedCache(model, method_of(name, 4)), num_beams=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_with_a_large_common_part_keep_their_answers(dtype: torch.dtype) -> None:
+    model = zoo.build("qwen2", **BIG).to(dtype)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.k_proj.bias, std=20.0)
+    ids, mask = zoo.tokens(1, 92), torch.ones(1, 92, dtype=torch.int64)
+    full, coded = (read(model, CompressedCache(model, f"full:bits={bits}"), ids, mask).float() for bits in (16, 8))
+    assert coded.isfinite().all() and (coded - full).norm() < 0.1 * full.norm()
+
+
+def test_keys_and_values_have_bits_of_their_own() -> None:
+    model = zoo.build("llama", **BIG)
+    ids, mask = zoo.tokens(1, 92), torch.ones(1, 92, dtype=torch.int64)
+    cache = CompressedCache(model, "full:key_bits=8:value_bits=3")
+    read(model, cache, ids, mask)
+    keys, values = cache.slot_layers[0].table.stores()
+    assert (keys.codec.bits, values.codec.bits) == (8, 3)
+    assert "8/3" in cache.describe() and "92" in cache.describe()
+
+
+def test_the_first_tokens_are_exact() -> None:
+    model = zoo.build("llama", **BIG)
+    ids, mask = padded(zoo.tokens(2, 92), [0, 7])
+    exact, coded = (CompressedCache(model, f"full:bits={bits}") for bits in (16, 2))
+    for cache in (exact, coded):
+        read(model, cache, ids, mask, PIECES[:1])
+    ours, theirs = (cache.slot_layers[0].table.key_slots() for cache in (coded, exact))
+    for row, pads in ((0, 0), (1, 7)):
+        first = slice(pads, pads + 4)
+        torch.testing.assert_close(ours[row, :, first], theirs[row, :, first], atol=1e-5, rtol=1e-5)
+        assert (ours[row, :, pads + 4 : 80] - theirs[row, :, pads + 4 : 80]).abs().max() > 0.01
+
+
+def test_what_cannot_be_coded_is_refused() -> None:
+    model = zoo.build("llama", **BIG)
+    with pytest.raises(ValueError, match="full: bits=5 is not valid; use 2, 3, 4, 8, or 16"):
+        CompressedCache(model, "full:bits=5")
+    with pytest.raises(ValueError, match="subgen: bits=4 is refused, for a step copies"):
+        CompressedCache(model, "subgen:bits=4")
+    with pytest.raises(ValueError, match="heads of size 12, only multiples of 8; use bits=16"):
+        CompressedCache(zoo.build("llama", **{**BIG, "head_dim": 12}), "full:bits=4")
+    for layer in model.model.layers[-1:]:
+        layer.self_attn.k_proj.weight.data[3] = float("inf")
+    with pytest.raises(ValueError, match=r"the keys of slot 0 in layer 1, .* are not finite .* or use bits=16"):
+        read(model, CompressedCache(model, "full:bits=4"), zoo.tokens(1, 92), torch.ones(1, 92, dtype=torch.int64))
