@@ -317,15 +317,6 @@ def test_a_reader_that_leaves_early_sees_no_traceback(options: list[str], unbuff
     assert process.wait() in (0, 1)
 
 
-def test_bench_names_its_benchmarks_and_needs_a_gpu() -> None:
-    wrong = CliRunner().invoke(app, ["bench", "speed"])
-    assert wrong.exit_code == 2
-    assert "decode" in wrong.output and "kernels" in wrong.output
-    listed = CliRunner().invoke(app, ["bench", "decode", "--help"])
-    assert listed.exit_code == 0
-    assert "--batches" in listed.output
-
-
 def test_eval_names_its_experiments() -> None:
     wrong = CliRunner().invoke(app, ["eval", "speed"])
     assert wrong.exit_code == 2

@@ -1,6 +1,6 @@
 """BalanceKV, one layer: the balancing walk alone, two halvings of a prompt, and making room during decoding.
 
-    python -m kvsketch.benchmark.balance --out results/balance.jsonl
+    kvsketch bench balance --out results/balance.jsonl
 
 Shapes of Llama-3.1-8B: 32 layers, 8 KV heads, head size 128, bfloat16; 32,768 tokens, blocks of 256. The share of
 prefill is the time for all layers over that of a whole prefill with transformers' own cache (`--prefill-ms`, measured
@@ -12,29 +12,26 @@ the walk; nothing is reported if one is wrong.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import statistics
-import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from kvsketch import ops, records
-from kvsketch.benchmark.options import without_gpu
-from kvsketch.benchmark.timing import time_calls
+from kvsketch import ops
+from kvsketch.benchmark import runner
+from kvsketch.benchmark.device import Device
+from kvsketch.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, SCALE, OfPrefill
+from kvsketch.benchmark.runner import Row
 from kvsketch.methods import BalanceKV, Method, Uniform
 from kvsketch.ops.balance_walk.reference import block_uniforms, normalized_gram
+from kvsketch.options import option
 from kvsketch.slots.table import SlotTable
 
-LAYERS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 256
-SCALE = HEAD_SIZE**-0.5
-TOKENS, SLOTS = 32768, 2048
-DEVICE = "cuda"
+BLOCK = 256
 LIMIT = 0.03  # of prefill, for two halvings
 WINDOW = 64  # sinks and recent tokens
 # Below this share of its terms a sum may have either sign on a device that adds in another order.
@@ -42,21 +39,21 @@ ROUNDING = 1e-3
 WAIT_CYCLES = 100_000_000
 
 
-def make_tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def make_tokens(device: Device, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Keys and values around common centres, as layers have them: centring and balancing have something to do."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
+    generator = device.generator(seed)
 
     def normal(length: int) -> Tensor:
-        return torch.randn(1, KV_HEADS, length, HEAD_SIZE, generator=generator, device=DEVICE)
+        return device.normal(generator, 1, KV_HEADS, length, HEAD_SIZE, dtype=torch.float32)
 
-    near = torch.randint(64, (count,), generator=generator, device=DEVICE)
-    keys, values = ((normal(1) + normal(64)[:, :, near] + 0.5 * normal(count)).bfloat16() for _ in range(2))
+    near = torch.randint(64, (count,), generator=generator, device=device.name)
+    keys, values = ((normal(1) + normal(64)[:, :, near] + 0.5 * normal(count)).to(device.dtype) for _ in range(2))
     return keys, values
 
 
-def blocks_of(count: int, block: int = BLOCK) -> Tensor:  # [1, H, N, b]
+def blocks_of(device: Device, count: int, block: int = BLOCK) -> Tensor:  # [1, H, N, b]
     """The slots 0 .. count - 1 in blocks of neighbours, -1 beyond the last."""
-    slots = torch.arange(-(-count // block) * block, device=DEVICE)
+    slots = torch.arange(-(-count // block) * block, device=device.name)
     return torch.where(slots < count, slots, -1).view(1, 1, -1, block).repeat(1, KV_HEADS, 1, 1)
 
 
@@ -83,21 +80,6 @@ def broken_steps(k: Tensor, v: Tensor | None, slots: Tensor, signs: Tensor, walk
     return broken, judged / max(1, int((slots >= 0).sum()))
 
 
-def check_all(tokens: int) -> list[str]:
-    """What is wrong with our signs, one line each."""
-    wrong = []
-    cases = [(count, block, walk, values) for count, block in ((1, 256), (63, 256), (1000, 100), (700, 512))
-             for walk in ("greedy", "random") for values in (True, False)]  # fmt: skip
-    for count, block, walk, values in [*cases, (tokens, BLOCK, "greedy", True)]:
-        k, v = make_tokens(count)
-        used, slots = v if values else None, blocks_of(count, block)
-        signs = ops.balance_walk(k, used, slots, SCALE, walk=walk, c=0.5, constant=0.025)
-        broken, judged = broken_steps(k, used, slots, signs, walk, 0.5)
-        if broken or (count > 1 and judged < 0.5):
-            wrong.append(f"{count} tokens, {walk}, values {values}: {broken} wrong signs, {judged:.0%} could be judged")
-    return wrong
-
-
 def fresh_table(k: Tensor, v: Tensor) -> SlotTable:
     table = SlotTable(0, LAYERS)
     table.note_scale(SCALE)
@@ -105,8 +87,13 @@ def fresh_table(k: Tensor, v: Tensor) -> SlotTable:
     return table
 
 
-def device_times(prepare: Callable[[], Callable[[], object]], repeats: int) -> tuple[list[float], bool]:
+def behind_a_wait(
+    device: Device, prepare: Callable[[], Callable[[], object]], repeats: int
+) -> tuple[list[float], bool]:
     """Milliseconds of the call that `prepare` returns, and whether all was launched before the device began."""
+    if not device.is_gpu:
+        times = [device.milliseconds(prepare(), 1, warm_up=0)[0] for _ in range(repeats)]
+        return times, False
     times, ahead = [], []
     for _ in range(repeats + 2):
         call = prepare()
@@ -123,137 +110,90 @@ def device_times(prepare: Callable[[], Callable[[], object]], repeats: int) -> t
     return times[2:], all(ahead[2:])
 
 
-def measure_walks(tokens: int) -> list[dict[str, Any]]:
-    k, v = make_tokens(tokens)
-    rows = []
-    for name, count in (("walk, first halving", tokens - WINDOW), ("walk, second halving", (tokens - WINDOW) // 2)):
-        slots = blocks_of(count)
+@dataclass
+class Balance(OfPrefill):
+    name, kind, operation, title = "balance", "balance", "balance_walk", "BalanceKV, one layer"
+    columns = (
+        "what=contender | tokens:,d | ms=median_ms:.3f | least=least_ms:.3f | most=most_ms:.3f | "
+        "share of prefill=share_of_prefill:.1% | limit:.0% | extra bytes=extra_bytes:,d | "
+        "ms per token, all layers=ms_per_token_all_layers:.3f"
+    )
+    tokens: int = option(32768, "tokens of the prompt", least=4 * WINDOW)
+    slots: int = option(2048, "slots of the table that decoding makes room in", least=2 * WINDOW)
+    repeats: int = option(20, "compressions that are timed", least=1)
 
-        def call(slots: Tensor = slots) -> Tensor:
-            return ops.balance_walk(k, v, slots, SCALE, constant=0.025)
+    def wrong(self) -> Iterator[str]:
+        sizes = ((1, 256), (63, 256), (1000, 100), (700, 512)) if self.on.is_gpu else ((1, 32), (63, 32))
+        cases = [(count, block, walk, values) for count, block in sizes
+                 for walk in ("greedy", "random") for values in (True, False)]  # fmt: skip
+        for count, block, walk, values in [*cases, (self.tokens, BLOCK, "greedy", True)]:
+            k, v = make_tokens(self.on, count, self.seed)
+            used, slots = v if values else None, blocks_of(self.on, count, block)
+            signs = ops.balance_walk(k, used, slots, SCALE, walk=walk, c=0.5, constant=0.025)
+            broken, judged = broken_steps(k, used, slots, signs, walk, 0.5)
+            if broken or (count > 1 and judged < 0.5):
+                yield f"{count} tokens, {walk}, values {values}: {broken} wrong signs, {judged:.0%} could be judged"
 
-        timing = time_calls([call], replays=10, least_calls=2)
-        rows.append(describe(name, count, [1e-3 * timing.median_us]) | dataclasses.asdict(timing))
-    return rows
+    def cells(self) -> list[Row]:
+        whole = self.tokens - WINDOW
+        walks = [("walk, first halving", whole), ("walk, second halving", whole // 2)]
+        others = [("two halvings", self.tokens), ("uniform sample", self.tokens), ("making room", self.slots)]
+        return [{"contender": name, "tokens": tokens} for name, tokens in walks + others]
 
+    def measure(self, contender: str, tokens: int) -> Iterator[Row]:
+        if contender.startswith("walk"):
+            k, v = make_tokens(self.on, self.tokens, self.seed)
+            slots = blocks_of(self.on, tokens)
+            walk = functools.partial(ops.balance_walk, k, v, slots, SCALE, constant=0.025)
+            timing = self.on.time([walk], replays=10, least_calls=2)
+            yield _row(contender, tokens, [1e-3 * timing.median_us], self.on.dtype_name) | dataclasses.asdict(timing)
+        elif contender == "making room":
+            yield self._making_room(tokens)
+        else:
+            yield self._compression(contender, tokens)
 
-def measure_prefill(tokens: int, prefill_ms: float, repeats: int) -> list[dict[str, Any]]:
-    """Whole compressions of one layer to a quarter of the middle."""
-    k, v = make_tokens(tokens)
-    budget = WINDOW + (tokens - WINDOW) // 4
-    methods: dict[str, Method] = {
-        "two halvings": BalanceKV(budget=budget),
-        "uniform sample": Uniform(budget=budget, sinks=32, recent=32),
-    }
-    rows = []
-    for name, method in methods.items():
+    def _compression(self, contender: str, tokens: int) -> Row:
+        """Whole compressions of one layer to a quarter of the middle."""
+        k, v = make_tokens(self.on, tokens, self.seed)
+        budget = WINDOW + (tokens - WINDOW) // 4
+        halving = contender == "two halvings"
+        method: Method = BalanceKV(budget=budget) if halving else Uniform(budget=budget, sinks=32, recent=32)
 
-        def prepare(method: Method = method) -> Callable[[], object]:
+        def prepare() -> Callable[[], object]:
             table = fresh_table(k, v)
             return lambda: method.compress(table, k)
 
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        times, ahead = device_times(prepare, repeats)
-        row = describe(name, tokens, times) | {"budget": budget, "prefill_ms": prefill_ms, "launched_ahead": ahead}
-        row |= {
-            "share_of_prefill": LAYERS * row["median_ms"] / prefill_ms,
-            "limit": LIMIT if name != "uniform sample" else None,
-        }
-        rows.append(row | {"extra_bytes": torch.cuda.max_memory_allocated() - before})
-    return rows
+        self.on.free()
+        before = self.on.allocated
+        times, ahead = behind_a_wait(self.on, prepare, self.repeats)
+        row = _row(contender, tokens, times, self.on.dtype_name) | {"budget": budget, "launched_ahead": ahead}
+        row |= self.share_of_prefill(row["median_ms"], tokens) | {"limit": LIMIT if halving else None}
+        return row | {"extra_bytes": None if before is None or self.on.peak is None else self.on.peak - before}
+
+    def _making_room(self, slots: int) -> Row:
+        """Making room in a full table, which happens once every `freed` tokens."""
+        method = BalanceKV(budget=slots)
+        k, v = make_tokens(self.on, 4 * slots, self.seed)
+
+        def prepare() -> Callable[[], object]:
+            table = fresh_table(k, v)
+            method.compress(table, k)
+            assert method.maintenance_due(table)
+            table.append(k[:, :, :1], v[:, :, :1])
+            return lambda: method.compress(table, k[:, :, :1])
+
+        freed = method.rows(fresh_table(k, v))[0].freed
+        times, ahead = behind_a_wait(self.on, prepare, self.repeats)
+        row = _row("making room", slots, times, self.on.dtype_name) | {"launched_ahead": ahead, "every": freed}
+        return row | {"ms_per_token_all_layers": LAYERS * row["median_ms"] / freed}
 
 
-def measure_decode(slots: int, repeats: int) -> dict[str, Any]:
-    """Making room in a full table, which happens once every `freed` tokens."""
-    method = BalanceKV(budget=slots)
-    k, v = make_tokens(4 * slots)
-
-    def prepare() -> Callable[[], object]:
-        table = fresh_table(k, v)
-        method.compress(table, k)
-        assert method.maintenance_due(table)
-        table.append(k[:, :, :1], v[:, :, :1])
-        return lambda: method.compress(table, k[:, :, :1])
-
-    freed = method.rows(fresh_table(k, v))[0].freed
-    times, ahead = device_times(prepare, repeats)
-    row = describe("making room", slots, times) | {"launched_ahead": ahead, "every": freed}
-    return row | {"ms_per_token_all_layers": LAYERS * row["median_ms"] / freed}
-
-
-def describe(name: str, tokens: int, times: list[float]) -> dict[str, Any]:
+def _row(name: str, tokens: int, times: list[float], dtype: str) -> Row:
     return {
-        "operation": "balancekv",
-        "contender": name,
-        "tokens": tokens,
-        "median_ms": statistics.median(times),
-        "least_ms": min(times),
-        "most_ms": max(times),
-        "layers": LAYERS,
-        "kv_heads": KV_HEADS,
-        "head_size": HEAD_SIZE,
-        "block": BLOCK,
-        "dtype": "bfloat16",
-    }
+        "operation": "balancekv", "contender": name, "tokens": tokens, "median_ms": statistics.median(times),
+        "least_ms": min(times), "most_ms": max(times), "layers": LAYERS, "kv_heads": KV_HEADS,
+        "head_size": HEAD_SIZE, "block": BLOCK, "dtype": dtype,
+    }  # fmt: skip
 
 
-def whole_prefill_ms(tokens: int) -> float:
-    from kvsketch.benchmark.prefill import prefill_times
-    from kvsketch.benchmark.shapes import build
-
-    times, *_ = prefill_times(build("llama-3.1-8b"), None, tokens, repeats=3)
-    return statistics.median(times)
-
-
-def show(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="BalanceKV, one layer")
-    for column in (
-        "what",
-        "tokens",
-        "ms",
-        "least",
-        "most",
-        "share of prefill",
-        "limit",
-        "extra MB",
-        "per token, 32 layers",
-    ):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for row in rows:
-        times = [f"{row[name]:.3f}" for name in ("median_ms", "least_ms", "most_ms")]
-        share = f"{row['share_of_prefill']:.1%}" if "share_of_prefill" in row else ""
-        limit = f"{row['limit']:.0%}" if row.get("limit") else ""
-        extra = f"{row['extra_bytes'] / 1e6:.0f}" if "extra_bytes" in row else ""
-        amortised = f"{row['ms_per_token_all_layers']:.3f} ms" if "every" in row else ""
-        table.add_row(row["contender"], f"{row['tokens']:,}", *times, share, limit, extra, amortised)
-    return table
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvsketch.benchmark.balance", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", help="append the records to this JSON-lines file")
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--slots", type=int, default=SLOTS)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--prefill-ms", type=float, help="time of a whole prefill; default: build a model and measure")
-    options = parser.parse_args(arguments)
-    if without_gpu("BalanceKV"):
-        return 2
-    if ops.kernel_for("balance_walk", torch.device("cuda")) is None:
-        print("The kernels are turned off; unset KVSKETCH_KERNELS and install triton.", file=sys.stderr)
-        return 2
-    if wrong := check_all(options.tokens):
-        print("\n".join(["Nothing is reported: signs break the rule of the walk.", *wrong]), file=sys.stderr)
-        return 1
-    prefill_ms = options.prefill_ms or whole_prefill_ms(options.tokens)
-    rows = measure_walks(options.tokens) + measure_prefill(options.tokens, prefill_ms, options.repeats)
-    rows.append(measure_decode(options.slots, options.repeats))
-    for row in rows if options.out else []:
-        records.append(options.out, records.make_record("balance", row, 0))
-    Console(width=150 if not sys.stdout.isatty() else None).print(show(rows))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+command = functools.partial(runner.command, Balance)

@@ -1,143 +1,131 @@
 """Attention of a chunk of a streamed prompt, one layer: how near it comes to flash attention.
 
-    python -m kvsketch.benchmark.chunk --out results/chunk.jsonl
-    python -m kvsketch.benchmark.chunk --tune
+    kvsketch bench chunk --out results/chunk.jsonl
+    kvsketch bench chunk --tune
 
 Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128, bfloat16. A chunk reads 2,049 slots and, causally,
 itself. The rival reads as many pairs without any weight: flash attention of the chunk by itself, and by the slots. The
 rate counts the pairs that are visible. Results are first compared with the reference; nothing is reported when they
-differ. `--tune` times launch sizes instead.
+differ. `--tune` times launch sizes at the largest chunk instead.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from kvsketch import ops, records
-from kvsketch.benchmark.options import without_gpu
-from kvsketch.benchmark.stream import TOLERANCE, kernel_error
-from kvsketch.benchmark.timing import time_calls
-from kvsketch.ops.chunk_attention import Arguments
+from kvsketch import ops
+from kvsketch.benchmark import runner
+from kvsketch.benchmark.device import Device
+from kvsketch.benchmark.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE
+from kvsketch.benchmark.runner import Benchmark, Row, Trial, by_reference, relative_error, too_far
+from kvsketch.options import option
 
-QUERY_HEADS, KV_HEADS, HEAD_SIZE, SLOTS = 32, 8, 128, 2049
-SCALE = HEAD_SIZE**-0.5
-CHUNKS = (2048, 4096, 8192)
+TOLERANCE = 1e-2
 TILES = (  # queries, keys, warps, stages
     (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2),
     (128, 32, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2),
 )  # fmt: skip
 
 
-def make_call(chunk: int, tied: bool, slots: int = SLOTS, seed: int = 0) -> Arguments:
-    """One layer's chunk; without slots where `slots` is 0."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+class Chunk(NamedTuple):
+    """One layer's chunk, and the slots before it."""
 
-    def normal(heads: int, length: int) -> Tensor:
-        return torch.randn((1, heads, length, HEAD_SIZE), generator=generator, dtype=torch.bfloat16, device="cuda")
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    past: ops.Past | None
 
-    past = None
+    def ours(self) -> Tensor:
+        out: Tensor = ops.chunk_attention(self.q, self.k, self.v, SCALE, past=self.past)
+        return out
+
+    def flash(self) -> object:
+        """The same pairs by torch's fused attention, in two calls and without weights."""
+        causal = F.scaled_dot_product_attention(self.q, self.k, self.v, is_causal=True, scale=SCALE, enable_gqa=True)
+        if self.past is None:
+            return causal
+        keys, values = self.past[:2]
+        return causal, F.scaled_dot_product_attention(self.q, keys, values, scale=SCALE, enable_gqa=True)
+
+
+def make_chunk(device: Device, tokens: int, tied: bool, slots: int, seed: int = 0, keys_only: int = 0) -> Chunk:
+    """A chunk with random numbers; `keys_only` slots have no value. Without slots where `slots` is 0."""
+    normal, past = functools.partial(device.normal, device.generator(seed)), None
     if slots:
-        num, den = torch.randn((2, 1, KV_HEADS, slots), generator=generator, device="cuda")
-        past = ops.Past(normal(KV_HEADS, slots), normal(KV_HEADS, slots), num, num if tied else den)
-    q, k, v = normal(QUERY_HEADS, chunk), normal(KV_HEADS, chunk), normal(KV_HEADS, chunk)
-    return Arguments(q, k, v, SCALE, past)
+        num, den = (normal(1, KV_HEADS, slots, dtype=torch.float32) for _ in range(2))
+        keys, values = normal(1, KV_HEADS, slots, HEAD_SIZE), normal(1, KV_HEADS, slots - keys_only, HEAD_SIZE)
+        past = ops.Past(keys, values, num, num if tied else den)
+    q, k, v = (normal(1, heads, tokens, HEAD_SIZE) for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS))
+    return Chunk(q, k, v, past)
 
 
-def flash(call: Arguments) -> object:
-    """The same pairs by torch's fused attention, in two calls and without weights."""
-    causal = F.scaled_dot_product_attention(call.q, call.k, call.v, is_causal=True, scale=SCALE, enable_gqa=True)
-    if call.past is None:
-        return causal
-    keys, values = call.past[:2]
-    return causal, F.scaled_dot_product_attention(call.q, keys, values, scale=SCALE, enable_gqa=True)
+def kernel_error(device: Device, seed: int = 0) -> float:
+    """The largest relative error of chunk attention against its reference, over tied and separate weights."""
+    queries, slots = (300, 500) if device.is_gpu else (20, 130)
+    cases = [make_chunk(device, queries, tied, slots, seed, few) for tied, few in ((True, 0), (False, 0), (False, 100))]
+    return max(relative_error(case.ours(), by_reference(case.ours)) for case in cases)
 
 
-def contenders(chunk: int) -> dict[str, Callable[[], object]]:
-    alone, tied, separate = make_call(chunk, True, 0), make_call(chunk, True), make_call(chunk, False)
+@dataclass
+class ChunkAttention(Benchmark):
+    name, kind, operation = "chunk", "chunk-attention", "chunk_attention"
+    tuning_kind = "chunk-attention-tuning"
+    columns = (
+        "what=contender | chunk:,d | µs=median_us:,.0f | p10=p10_us:,.0f | p90=p90_us:,.0f | TFLOP/s=tflop_per_s:.0f"
+    )
+    chunks: tuple[int, ...] = option("2048,4096,8192", "tokens of a chunk, by commas", least=1)
+    slots: int = option(2049, "slots before the chunk", least=101)
+    tune: bool = option(False, "time launch sizes at the largest chunk instead")
 
-    def ours(call: Arguments) -> Callable[[], object]:
-        return lambda: ops.chunk_attention(call.q, call.k, call.v, call.scale, past=call.past)
+    def headline(self, rows: list[Row]) -> str:
+        return f"Attention of a chunk, {self.slots:,} slots before it"
 
-    return {
-        "chunk alone": ours(alone),
-        "chunk alone, flash": lambda: flash(alone),
-        "tied weights": ours(tied),
-        "separate weights": ours(separate),
-        "no weights, flash": lambda: flash(tied),
-    }
+    @functools.cached_property
+    def error(self) -> float:
+        return kernel_error(self.on, seed=self.seed)
 
+    def wrong(self) -> list[str]:
+        return too_far("chunk attention", self.error, TOLERANCE)
 
-def visible_pairs(name: str, chunk: int) -> int:
-    return chunk * (chunk + 1) // 2 + (0 if name.startswith("chunk alone") else chunk * SLOTS)
+    def cells(self) -> Iterator[Row]:
+        return ({"chunk": chunk} for chunk in self.chunks)
 
+    def measure(self, chunk: int) -> Iterator[Row]:
+        alone = make_chunk(self.on, chunk, True, 0, self.seed)
+        tied, separate = (make_chunk(self.on, chunk, tied, self.slots, self.seed) for tied in (True, False))
+        contenders: dict[str, Callable[[], object]] = {
+            "chunk alone": alone.ours,
+            "chunk alone, flash": alone.flash,
+            "tied weights": tied.ours,
+            "separate weights": separate.ours,
+            "no weights, flash": tied.flash,
+        }
+        for name, call in contenders.items():
+            pairs = chunk * (chunk + 1) // 2 + (0 if name.startswith("chunk alone") else chunk * self.slots)
+            timing = self.on.time([call], replays=10, least_calls=5)
+            rate = 4 * HEAD_SIZE * QUERY_HEADS * pairs / timing.median_us / 1e6
+            times = {"median_us": timing.median_us, "p10_us": timing.p10_us, "p90_us": timing.p90_us}
+            yield {"contender": name, "chunk": chunk, "slots": self.slots, **times, "tflop_per_s": rate,
+                   "kernel_error": self.error}  # fmt: skip
 
-def measure(name: str, chunk: int, call: Callable[[], object]) -> dict[str, Any]:
-    timing = time_calls([call], replays=10, least_calls=5)
-    flop = 4 * HEAD_SIZE * QUERY_HEADS * visible_pairs(name, chunk)
-    return {
-        "contender": name, "chunk": chunk, "slots": SLOTS, "median_us": timing.median_us, "p10_us": timing.p10_us,
-        "p90_us": timing.p90_us, "tflop_per_s": flop / timing.median_us / 1e6,
-    }  # fmt: skip
+    def trials(self) -> Generator[Trial, list[Any], None]:
+        from kvsketch.ops.chunk_attention import Arguments, kernel
 
-
-def tune(chunk: int) -> list[dict[str, Any]]:
-    """Times of launch sizes for separate weights, the fastest first; sizes that do not fit are left out."""
-    from kvsketch.ops.chunk_attention import kernel
-
-    call, rows = make_call(chunk, tied=False), []
-    for tile in TILES:
-        launch = kernel.Launch(*tile)
-        try:
-            row = measure("separate weights", chunk, functools.partial(kernel.chunk_attention, call, launch))
-        except Exception as error:
-            print(f"{launch}: {type(error).__name__}", file=sys.stderr)
-            continue
-        rows.append(row | {"contender": str(launch)})
-    return sorted(rows, key=lambda row: row["median_us"])
-
-
-def show(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"Attention of a chunk, {SLOTS:,} slots before it")
-    for column in ("what", "chunk", "µs", "p10-p90", "TFLOP/s"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for row in rows:
-        spread = f"{row['p10_us']:,.0f}-{row['p90_us']:,.0f}"
-        numbers = f"{row['chunk']:,}", f"{row['median_us']:,.0f}", spread, f"{row['tflop_per_s']:.0f}"
-        table.add_row(row["contender"], *numbers)
-    return table
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvsketch.benchmark.chunk", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", help="append the records to this JSON-lines file")
-    parser.add_argument("--tune", action="store_true", help="time launch sizes at a chunk of 8,192 instead")
-    options = parser.parse_args(arguments)
-    if without_gpu("chunk"):
-        return 2
-    error = kernel_error("cuda")
-    if not error < TOLERANCE:
-        print(f"Chunk attention differs from its reference by {error:.1e}: nothing is measured.", file=sys.stderr)
-        return 1
-    if options.tune:
-        rows = tune(max(CHUNKS))
-    else:
-        rows = [measure(name, chunk, call) for chunk in CHUNKS for name, call in contenders(chunk).items()]
-    kind = "chunk-attention-tuning" if options.tune else "chunk-attention"
-    for row in rows if options.out else []:
-        records.append(options.out, records.make_record(kind, row | {"kernel_error": error}, 0))
-    Console(width=120 if not sys.stdout.isatty() else None).print(show(rows))
-    return 0
+        given = make_chunk(self.on, max(self.chunks), False, self.slots, self.seed)
+        call = Arguments(given.q, given.k, given.v, SCALE, given.past)
+        yield Trial(
+            {"contender": "separate weights", "chunk": max(self.chunks)},
+            [kernel.Launch(*tile) for tile in TILES],
+            lambda launch: [functools.partial(kernel.chunk_attention, call, launch)],
+            {"replays": 10, "least_calls": 5},
+        )
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+command = functools.partial(runner.command, ChunkAttention)

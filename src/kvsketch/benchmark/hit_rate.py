@@ -1,6 +1,6 @@
 """How often an offloaded query finds the tokens it reads on the device, on a real model and a real text.
 
-    python -m kvsketch.benchmark.hit_rate --model qwen2.5-coder-0.5b --prompt 8192 --out results/hit_rate.jsonl
+    kvsketch bench hit-rate --model qwen2.5-coder-0.5b --prompt 8192 --out results/hit_rate.jsonl
 
 The model reads the beginning of a text, then goes on token by token along the text itself, so that no odd continuation
 decides. `hit rate` is the share of reads (a query head that names a token of the host store) that found the token on
@@ -10,28 +10,31 @@ first step, which finds nothing, is left out. Runs on any device.
 
 from __future__ import annotations
 
-import argparse
-import sys
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from torch import Tensor
 
-from kvsketch import models, records
+from kvsketch import models
+from kvsketch.benchmark import runner
+from kvsketch.benchmark.runner import Benchmark, Row
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.methods import parse_method
 from kvsketch.models import texts
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
+from kvsketch.options import option
 
-METHODS = ("clusterkv", "clusterkv:tokens_per_cluster=80:recluster_into=4:rounds=20:completion=false", "quest")
+METHODS = "clusterkv,clusterkv:tokens_per_cluster=80:recluster_into=4:rounds=20:completion=false,quest"
 
 
-@torch.no_grad()
-def measure(model: Any, method: str, ids: torch.Tensor, prompt: int) -> dict[str, Any]:
+def measure(model: Any, method: str, ids: Tensor, prompt: int) -> Row:
     """Counts over the tokens behind the prompt."""
     cache = CompressedCache(model, method)
     model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1)
-    counts: list[torch.Tensor] = []
+    counts: list[Tensor] = []
     for step in range(prompt, ids.shape[1]):
         model(ids[:, step : step + 1], past_key_values=cache)
         if step == prompt:
@@ -41,7 +44,7 @@ def measure(model: Any, method: str, ids: torch.Tensor, prompt: int) -> dict[str
                     counts[-1][..., READS:] = 0
     if not counts:
         raise ValueError(f"{method} offloads nothing of {prompt} tokens; use a longer prompt or a smaller budget")
-    total = sum((c.sum((0, 1)) for c in counts[1:]), counts[0].sum((0, 1)))
+    total = torch.stack([count.sum((0, 1)) for count in counts]).sum(0)
     reads = float(total[READS])
     return {
         "method": method,
@@ -53,35 +56,41 @@ def measure(model: Any, method: str, ids: torch.Tensor, prompt: int) -> dict[str
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen2.5-coder-0.5b")
-    parser.add_argument("--prompt", type=int, default=8192, help="tokens read before the hits are counted")
-    parser.add_argument("--steps", type=int, default=64, help="tokens over which they are counted")
-    parser.add_argument("--share", type=int, default=32, help="the budget is one in so many tokens of the prompt")
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--keep-steps", default="1,2")
-    parser.add_argument("--out", default=None)
-    options = parser.parse_args(arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = models.load(options.model, device=device)
-    ids = tokenizer(texts.document(), return_tensors="pt").input_ids[:, : options.prompt + options.steps].to(device)
-    if ids.shape[1] < options.prompt + options.steps:
-        print(f"the text has {ids.shape[1]} tokens; use a smaller --prompt", file=sys.stderr)
-        return 2
-    table = Table("method", "keep_steps", "hit rate", "copied")
-    for text in options.methods.split(","):
-        for keep in options.keep_steps.split(","):
-            method = f"{text}:budget={options.prompt // options.share}:offload=host:keep_steps={keep}"
-            data = measure(model, method, ids, options.prompt)
-            table.add_row(text, keep, f"{data['hit_rate']:.1%}", f"{data['copied']:.1%}")
-            print(method, f"{data['hit_rate']:.3f}", f"{data['copied']:.3f}", flush=True)
-            if options.out:
-                data |= {"model": options.model, "prompt": options.prompt, "steps": options.steps}
-                records.append(options.out, records.make_record("hit_rate", data, 0))
-    Console(width=140).print(table)
-    return 0
+@dataclass
+class HitRate(Benchmark):
+    name, kind, title = "hit-rate", "hit_rate", "Reads that found their token on the device"
+    columns = "method | hit rate=hit_rate:.1% | copied:.1%"
+    device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu; a GPU where there is one")
+    model: str = option("qwen2.5-coder-0.5b", "short name, folder, .gguf file or hub name")
+    prompt: int = option(8192, "tokens read before the hits are counted", least=32)
+    steps: int = option(64, "tokens over which they are counted", least=2)
+    share: int = option(32, "the budget is one in so many tokens of the prompt", least=2)
+    methods: str = option(METHODS, "text forms, separated by commas")
+    keep_steps: tuple[int, ...] = option("1,2", "the device keeps what so many last steps read, by commas", least=1)
+
+    @functools.cached_property
+    def loaded(self) -> tuple[Any, Tensor]:
+        model, tokenizer = models.load(self.model, device=self.device)
+        needed = self.prompt + self.steps
+        ids = tokenizer(texts.document(), return_tensors="pt").input_ids[:, :needed].to(self.device)
+        if ids.shape[1] < needed:
+            raise ValueError(f"the text has {ids.shape[1]} tokens; use a smaller --prompt")
+        return model, ids
+
+    def cells(self) -> list[Row]:
+        shared = {"model": self.model, "prompt": self.prompt, "steps": self.steps}
+        budget = self.prompt // self.share
+        found = [
+            {"method": f"{text.strip()}:budget={budget}:offload=host:keep_steps={keep}", **shared}
+            for text in self.methods.split(",")
+            for keep in self.keep_steps
+        ]
+        for cell in found:
+            parse_method(str(cell["method"]))
+        return found
+
+    def measure(self, method: str, **shared: Any) -> Iterator[Row]:
+        yield measure(*self.loaded[:1], method, self.loaded[1], self.prompt) | shared
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+command = functools.partial(runner.command, HitRate)

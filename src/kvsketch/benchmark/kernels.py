@@ -1,45 +1,54 @@
 """Decode attention, one layer: our kernel next to the flash and cuDNN kernels of torch's scaled_dot_product_attention.
 
-    python -m kvsketch.benchmark.kernels --out results/kernels.jsonl
-    python -m kvsketch.benchmark.kernels --sweep --out results/sweep.jsonl
+    kvsketch bench kernels --out results/kernels.jsonl
+    kvsketch bench kernels --sweep --out results/sweep.jsonl
 
 Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128, bfloat16, one query. "cold": the calls of a graph
 take input sets in turn that together exceed the L2 cache; "warm": one set that fits. Our results are first compared
 with the reference at every size, and nothing is reported when one differs.
+
+`--sweep` times launch plans instead: does `plan` choose well on this GPU? Two rounds per size keep the number of
+compilations small: tile sizes, warps and stages with the default splits, then splits and overlap for the best few.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvsketch import ops, records
-from kvsketch.benchmark.options import without_gpu
-from kvsketch.benchmark.timing import Timing, copy_bandwidth, time_calls
+from kvsketch import ops
+from kvsketch.benchmark import runner
+from kvsketch.benchmark.device import Call
+from kvsketch.benchmark.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE, SIZES
+from kvsketch.benchmark.runner import Benchmark, Row, Trial, by_reference, relative_error, too_far
 from kvsketch.ops.common.device import device_traits
-from kvsketch.ops.weighted_attention import Arguments, reference
+from kvsketch.options import option
 
 if TYPE_CHECKING:
     from kvsketch.ops.weighted_attention.kernel import Plan
 
-QUERY_HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128
-SCALE = HEAD_SIZE**-0.5
-BATCHES = (1, 8, 32)
-SLOTS = (1024, 2048, 32768)
 TOLERANCE = 1e-2
 OURS = ("unweighted", "tied weights", "separate weights")
 RIVALS = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}
+ON_A_CPU = {"sdpa flash": SDPBackend.FLASH_ATTENTION}
+L2_BYTES_OF_A_CPU = 1 << 20
+TILES = [  # slots, warps, stages
+    *itertools.product((32,), (2, 4), (3, 4, 5)),
+    *itertools.product((64,), (4, 8), (2, 3, 4)),
+    *itertools.product((128,), (4, 8), (2, 3)),
+]
+SPLIT_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
+KEPT, SHORT = 3, {"replays": 8, "least_calls": 5, "graph_us": 500.0}
 
 
 @dataclass(frozen=True)
@@ -56,42 +65,28 @@ class Inputs:
     def bytes_read(self) -> int:
         return self.k.nbytes + self.v.nbytes
 
-    def weights(self, contender: str) -> tuple[Tensor | None, Tensor | None]:
+    def rows(self, rows: slice) -> Inputs:
+        return Inputs(*(tensor[rows] for tensor in (self.q, self.k, self.v, self.log_num, self.log_den)))
+
+    def ours(self, contender: str) -> Tensor:
         num = None if contender == "unweighted" else self.log_num
-        return num, self.log_den if contender == "separate weights" else num
+        den = self.log_den if contender == "separate weights" else num
+        out: Tensor = ops.weighted_attention(self.q, self.k, self.v, num, den, SCALE)
+        return out
 
 
-def make_inputs(batch: int, slots: int, seed: int) -> Inputs:
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype, device="cuda")
-
-    k, v = (normal(batch, KV_HEADS, slots, HEAD_SIZE) for _ in range(2))
-    log_num, log_den = (normal(batch, KV_HEADS, slots, dtype=torch.float32) for _ in range(2))
-    return Inputs(normal(batch, QUERY_HEADS, 1, HEAD_SIZE), k, v, log_num, log_den)
-
-
-def input_sets(batch: int, slots: int, seed: int) -> list[Inputs]:
-    """Enough sets to exceed the L2 cache twice over."""
-    first = make_inputs(batch, slots, seed)
-    count = -(-2 * l2_bytes() // first.bytes_read)
-    return [first, *(make_inputs(batch, slots, seed + number) for number in range(1, count))]
-
-
-def l2_bytes() -> int:
-    return int(torch.cuda.get_device_properties().L2_cache_size)
-
-
-def our_call(inputs: Inputs, contender: str) -> Callable[[], Tensor]:
-    num, den = inputs.weights(contender)
-    return lambda: ops.weighted_attention(inputs.q, inputs.k, inputs.v, num, den, SCALE)
+def error_against_reference(inputs: Inputs, contender: str, out: Tensor) -> float:
+    """Relative error of the first and the last batch row; infinite when an output is no number."""
+    errors = []
+    for rows in (slice(0, 1), slice(-1, None)):
+        exact = by_reference(functools.partial(inputs.rows(rows).ours, contender))
+        errors.append(relative_error(out[rows], exact))
+    return max(errors, key=lambda error: float("inf") if error != error else error)
 
 
 def rival_call(inputs: Inputs, contender: str, expanded: bool = False) -> Callable[[], Tensor]:
     """A call of torch's kernel; `expanded` copies keys and values for every query head, where it knows no groups."""
-    group = QUERY_HEADS // KV_HEADS
-    k, v = (tensor.repeat_interleave(group, 1) if expanded else tensor for tensor in (inputs.k, inputs.v))
+    k, v = (t.repeat_interleave(QUERY_HEADS // KV_HEADS, 1) if expanded else t for t in (inputs.k, inputs.v))
 
     def call() -> Tensor:
         with sdpa_kernel(RIVALS[contender]):
@@ -103,7 +98,7 @@ def rival_call(inputs: Inputs, contender: str, expanded: bool = False) -> Callab
 def contender_calls(sets: list[Inputs], contender: str) -> tuple[list[Callable[[], Tensor]], bool] | None:
     """Calls that work, and whether they needed expanded heads; None when the contender cannot run here."""
     if contender in OURS:
-        return [our_call(inputs, contender) for inputs in sets], False
+        return [functools.partial(inputs.ours, contender) for inputs in sets], False
     for expanded in (False, True):
         try:
             calls = [rival_call(inputs, contender, expanded) for inputs in sets]
@@ -114,71 +109,101 @@ def contender_calls(sets: list[Inputs], contender: str) -> tuple[list[Callable[[
     return None
 
 
-def error_against_reference(inputs: Inputs, contender: str, out: Tensor) -> float:
-    """Relative error of the first and the last batch row; NaN when an output is."""
-    num, den = inputs.weights(contender)
-    errors = []
-    for row in (slice(0, 1), slice(-1, None)):
-        num_row = None if num is None else num[row]
-        den_row = num_row if den is num else den[row] if den is not None else None
-        call = Arguments(inputs.q[row], inputs.k[row], inputs.v[row], num_row, den_row, SCALE)
-        exact = reference.weighted_attention(call).out
-        errors.append(float((out[row].float() - exact.float()).norm() / exact.float().norm()))
-    return max(errors, key=lambda error: float("inf") if error != error else error)
+@dataclass
+class Kernels(Benchmark):
+    name, kind, operation, tuning_kind = "kernels", "kernel", "weighted_attention", "kernel-sweep"
+    columns = (
+        "batch:d | slots:,d | cache | contender | µs=median_us:.1f | p10=p10_us:.1f | p90=p90_us:.1f | "
+        "of copy bandwidth=share_of_copy_bandwidth:.0%"
+    )
+    batch: tuple[int, ...] = option("1,8,32", "batch sizes, by commas", least=1)
+    slots: tuple[int, ...] = option("1024,2048,32768", "slots of a table, by commas", least=1)
+    sweep: bool = option(False, "time launch plans of our kernel instead of the rivals")
 
+    def headline(self, rows: list[Row]) -> str:
+        return f"Decode attention, one layer (copy {rows[0]['copy_bytes_per_second'] / 1e12:.2f} TB/s)"
 
-def check_all(batches: list[int], slot_counts: list[int], seed: int) -> list[str]:
-    """What is wrong with our results, one line each."""
-    wrong = []
-    for batch in batches:
+    @functools.cached_property
+    def bandwidth(self) -> float:
+        return self.on.copy_bandwidth()
+
+    @property
+    def l2_bytes(self) -> int:
+        return int(torch.cuda.get_device_properties().L2_cache_size) if self.on.is_gpu else L2_BYTES_OF_A_CPU
+
+    def inputs(self, batch: int, slots: int, seed: int) -> Inputs:
+        normal = functools.partial(self.on.normal, self.on.generator(seed))
+        k, v = (normal(batch, KV_HEADS, slots, HEAD_SIZE) for _ in range(2))
+        log_num, log_den = (normal(batch, KV_HEADS, slots, dtype=torch.float32) for _ in range(2))
+        return Inputs(normal(batch, QUERY_HEADS, 1, HEAD_SIZE), k, v, log_num, log_den)
+
+    def input_sets(self, batch: int, slots: int) -> list[Inputs]:
+        """Enough sets to exceed the L2 cache twice over."""
+        first = self.inputs(batch, slots, self.seed)
+        count = -(-2 * self.l2_bytes // first.bytes_read)
+        return [first, *(self.inputs(batch, slots, self.seed + number) for number in range(1, count))]
+
+    def wrong(self) -> Iterator[str]:
         # One odd length besides those measured: its last tile is masked.
-        for slots in (*slot_counts, 1000):
-            inputs = make_inputs(batch, slots, seed)
+        for batch, slots in itertools.product(self.batch, (*self.slots, 1000 if self.on.is_gpu else 100)):
+            inputs = self.inputs(batch, slots, self.seed)
             for contender in OURS:
-                error = error_against_reference(inputs, contender, our_call(inputs, contender)())
+                error = error_against_reference(inputs, contender, inputs.ours(contender))
+                yield from too_far(f"batch {batch}, {slots} slots, {contender}", error, TOLERANCE)
+
+    def cells(self) -> Iterator[Row]:
+        return ({"batch": batch, "slots": slots} for batch in self.batch for slots in self.slots)
+
+    def measure(self, batch: int, slots: int) -> Iterator[Row]:
+        sets = self.input_sets(batch, slots)
+        read = sets[0].bytes_read
+        plan = dataclasses.asdict(default_plan(batch, slots)) if self.on.is_gpu else None
+        for contender in (*OURS, *(RIVALS if self.on.is_gpu else ON_A_CPU)):
+            if (found := contender_calls(sets, contender)) is None:
+                continue
+            calls, expanded = found
+            states = {"cold": calls} | ({"warm": calls[:1]} if read < self.l2_bytes else {})
+            for cache, used in states.items():
+                timing = self.on.time(used)
+                rate = read / (timing.median_us * 1e-6)
+                yield {
+                    "operation": self.operation, "contender": contender, "batch": batch, "slots": slots,
+                    **SIZES, "dtype": self.on.dtype_name, **dataclasses.asdict(timing), "bytes_read": read,
+                    "bytes_per_second": rate, "copy_bytes_per_second": self.bandwidth,
+                    "share_of_copy_bandwidth": rate / self.bandwidth, "plan": plan if contender in OURS else None,
+                    "cache": cache, "input_sets": len(used), "expanded_heads": expanded,
+                }  # fmt: skip
+
+    def trials(self) -> Generator[Trial, list[Any], None]:
+        """Tile sizes, warps and stages with the default splits, then splits and overlap for the best few."""
+        from kvsketch.ops.weighted_attention import Arguments, kernel
+        from kvsketch.ops.weighted_attention.kernel import MAX_SPLITS, PROGRAMS_PER_MULTIPROCESSOR, Plan, best_splits
+
+        traits = device_traits(torch.device("cuda", torch.cuda.current_device()))
+        resident = traits.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
+        for cell in self.cells():
+            sets, (batch, slots) = self.input_sets(**cell), cell.values()
+            calls = [Arguments(each.q, each.k, each.v, each.log_num, each.log_den, SCALE) for each in sets]
+
+            def calls_of(plan: Plan, sets: list[Inputs] = sets, calls: list[Arguments] = calls) -> list[Call]:
+                error = error_against_reference(sets[0], OURS[-1], kernel.weighted_attention(calls[0], plan).out)
                 if not error < TOLERANCE:
-                    wrong.append(f"batch {batch}, {slots} slots, {contender}: relative error {error:.2e}")
-    return wrong
+                    raise RuntimeError(f"{plan} is wrong: relative error {error:.2e}")
+                return [functools.partial(kernel.weighted_attention, call, plan) for call in calls]
 
+            def with_splits(plan: Plan, factor: float, overlap: bool, slots: int = slots) -> Plan:
+                splits = max(1, min(MAX_SPLITS, -(-slots // plan.block_n), round(plan.splits * factor)))
+                return dataclasses.replace(plan, splits=splits, overlap=overlap and splits > 1)
 
-def measure(batch: int, slots: int, seed: int, bandwidth: float) -> list[dict[str, Any]]:
-    """One row of data per contender and cache state."""
-    sets = input_sets(batch, slots, seed)
-    rows = []
-    for contender in (*OURS, *RIVALS):
-        found = contender_calls(sets, contender)
-        if found is None:
-            continue
-        calls, expanded = found
-        states = {"cold": calls}
-        if sets[0].bytes_read < l2_bytes():
-            states["warm"] = calls[:1]
-        for cache, chosen in states.items():
-            row = describe(contender, batch, slots, sets[0].bytes_read, time_calls(chosen), bandwidth)
-            rows.append(row | {"cache": cache, "input_sets": len(chosen), "expanded_heads": expanded})
-    return rows
-
-
-def describe(
-    contender: str, batch: int, slots: int, bytes_read: int, timing: Timing, bandwidth: float
-) -> dict[str, Any]:
-    rate = bytes_read / (timing.median_us * 1e-6)
-    return {
-        "operation": "weighted_attention",
-        "contender": contender,
-        "batch": batch,
-        "slots": slots,
-        "query_heads": QUERY_HEADS,
-        "kv_heads": KV_HEADS,
-        "head_size": HEAD_SIZE,
-        "dtype": "bfloat16",
-        **dataclasses.asdict(timing),
-        "bytes_read": bytes_read,
-        "bytes_per_second": rate,
-        "copy_bytes_per_second": bandwidth,
-        "share_of_copy_bandwidth": rate / bandwidth,
-        "plan": dataclasses.asdict(default_plan(batch, slots)) if contender in OURS else None,
-    }
+            shapes = [
+                Plan(tile, best_splits(batch * KV_HEADS, -(-slots // tile), resident), warps, stages, traits.overlap)
+                for tile, warps, stages in TILES
+            ]
+            tried = dict.fromkeys([default_plan(batch, slots), *shapes])
+            fastest = yield Trial(cell, tried, calls_of, SHORT)
+            changes = itertools.product(fastest[:KEPT], SPLIT_FACTORS, {traits.overlap, False})
+            near = dict.fromkeys(itertools.starmap(with_splits, changes))
+            yield Trial(cell, [plan for plan in near if plan not in tried], calls_of, SHORT)
 
 
 def default_plan(batch: int, slots: int) -> Plan:
@@ -188,53 +213,4 @@ def default_plan(batch: int, slots: int) -> Plan:
     return plan(batch * KV_HEADS, slots, 2 * HEAD_SIZE * torch.bfloat16.itemsize, traits)
 
 
-def show(rows: list[dict[str, Any]], bandwidth: float) -> Table:
-    """Median microseconds by size; the ratio compares unweighted with the faster rival."""
-    table = Table(title=f"Decode attention, µs in a CUDA graph (copy {bandwidth / 1e12:.2f} TB/s)")
-    for column in ("batch", "slots", "cache", *OURS, *RIVALS, "ours / best", "of copy"):
-        table.add_column(column, justify="right")
-    for size in dict.fromkeys((row["batch"], row["slots"], row["cache"]) for row in rows):
-        here = {row["contender"]: row for row in rows if (row["batch"], row["slots"], row["cache"]) == size}
-        cells = [f"{here[name]['median_us']:.1f}" if name in here else "-" for name in (*OURS, *RIVALS)]
-        rivals = [here[name]["median_us"] for name in RIVALS if name in here]
-        ours = here.get("unweighted")
-        ratio = f"{ours['median_us'] / min(rivals):.2f}" if ours and rivals else "-"
-        share = f"{ours['share_of_copy_bandwidth']:.0%}" if ours else "-"
-        table.add_row(str(size[0]), str(size[1]), size[2], *cells, ratio, share)
-    return table
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvsketch.benchmark.kernels", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", help="append the records to this JSON-lines file")
-    parser.add_argument("--sweep", action="store_true", help="time launch plans of our kernel instead of the rivals")
-    parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--slots", type=int, nargs="+", default=list(SLOTS))
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if without_gpu("kernel"):
-        return 2
-    if ops.kernel_for("weighted_attention", torch.device("cuda")) is None:
-        print("The kernels are turned off; unset KVSKETCH_KERNELS and install triton.", file=sys.stderr)
-        return 2
-    if wrong := check_all(options.batch, options.slots, options.seed):
-        print("\n".join(["Nothing is reported: our results differ from the reference.", *wrong]), file=sys.stderr)
-        return 1
-
-    sizes = [(batch, slots) for batch in options.batch for slots in options.slots]
-    if options.sweep:
-        from kvsketch.benchmark import sweep
-
-        kind, rows, table = "kernel-sweep", *sweep.run(sizes, options.seed)
-    else:
-        bandwidth = copy_bandwidth()
-        rows = [row for size in sizes for row in measure(*size, options.seed, bandwidth)]
-        kind, table = "kernel", show(rows, bandwidth)
-    for row in rows if options.out else []:
-        records.append(options.out, records.make_record(kind, row, options.seed))
-    Console(width=140 if not sys.stdout.isatty() else None).print(table)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+command = functools.partial(runner.command, Kernels)

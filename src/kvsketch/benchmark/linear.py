@@ -1,35 +1,32 @@
 """The linear layers of a decode step beside torch's, one layer of Llama-3.1-8B and its head.
 
-    python -m kvsketch.benchmark.linear --out results/linear.jsonl
-    python -m kvsketch.benchmark.linear --tune
+    kvsketch bench linear --out results/linear.jsonl
+    kvsketch bench linear --tune
 
 Each product is timed as the model needs it: queries, keys and values of one input; gate and up with the SiLU; output
 and down with the addition to the residual. Several copies of the weights are read in turn, so that none is still in the
 cache. Results are first compared with fp32 products; nothing is reported when ours are further away than torch's.
+`--tune` times launch sizes instead. On a CPU all sizes are a sixteenth.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import functools
 import itertools
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from kvsketch import records
-from kvsketch.benchmark.options import parse, whole_numbers, without_gpu
-from kvsketch.benchmark.timing import copy_bandwidth, time_calls
+from kvsketch import ops
+from kvsketch.benchmark import runner
+from kvsketch.benchmark.device import Call
+from kvsketch.benchmark.runner import FAILED, Benchmark, Row, Trial, relative_error
 from kvsketch.ops.thin_linear import reference
+from kvsketch.options import option
 
 HIDDEN, INNER, QUERIES, KEYS, VOCABULARY = 4096, 14336, 4096, 1024, 128256
-BATCHES = (1, 8, 16, 64)
 COPIED_BYTES = 400e6  # several times what the second-level cache holds
 TILES = {  # rows, columns, warps, stages
     1: [(4, 1024, 4, 0), (16, 512, 8, 0), (8, 512, 4, 0), (16, 512, 4, 3), (8, 1024, 4, 3), (8, 1024, 4, 4),
@@ -39,134 +36,106 @@ TILES = {  # rows, columns, warps, stages
     64: [(32, 128, 4, 4), (32, 128, 4, 5), (32, 128, 4, 6), (64, 128, 4, 4), (64, 64, 4, 5), (64, 64, 4, 7),
          (64, 64, 8, 5), (128, 64, 8, 4), (128, 64, 4, 4)],
 }  # fmt: skip
+PRODUCTS: dict[str, list[tuple[int, int]]] = {  # shapes of the weights
+    "queries, keys, values": [(QUERIES, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN)],
+    "output": [(HIDDEN, QUERIES)],
+    "gate and up": [(INNER, HIDDEN)] * 2,
+    "down": [(HIDDEN, INNER)],
+    "head": [(VOCABULARY, HIDDEN)],
+}
 
 
-@dataclasses.dataclass
-class Product:
-    """One product of a decoder layer: its kernel, torch's modules, and the weights of one copy."""
-
-    name: str
-    shapes: list[tuple[int, int]]
-    ours: Callable[..., Any]
-    torch: Callable[..., Any]
-
-
-def products() -> list[Product]:
-    from kvsketch.ops.thin_linear import kernel
-
-    def ours(x: Tensor, residual: Tensor | None, weights: list[Tensor], tile: Any = None) -> Any:
-        return kernel.linears(x, weights, [None] * len(weights), residual, tile)
-
-    def plain(x: Tensor, residual: Tensor | None, weights: list[Tensor]) -> Any:
-        results = reference.linears(x, weights, [None] * len(weights))
-        return results if residual is None else [residual + results[0]]
-
-    def gated(x: Tensor, _residual: None, weights: list[Tensor], tile: Any = None) -> Any:
-        gate, up = weights
-        return [kernel.gated_linear(x, gate, up, tile)]
-
-    def plain_gated(x: Tensor, _residual: None, weights: list[Tensor]) -> Any:
+def by_torch(product: str, x: Tensor, residual: Tensor | None, weights: list[Tensor]) -> list[Tensor]:
+    if product == "gate and up":
         return [reference.gated_linear(x, *weights)]
-
-    return [
-        Product("queries, keys, values", [(QUERIES, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN)], ours, plain),
-        Product("output", [(HIDDEN, QUERIES)], ours, plain),
-        Product("gate and up", [(INNER, HIDDEN)] * 2, gated, plain_gated),
-        Product("down", [(HIDDEN, INNER)], ours, plain),
-        Product("head", [(VOCABULARY, HIDDEN)], ours, plain),
-    ]
+    results = list(reference.linears(x, weights, [None] * len(weights)))
+    return results if residual is None else [residual + results[0]]
 
 
-def make_inputs(product: Product, batch: int, seed: int) -> tuple[Tensor, Tensor | None, list[list[Tensor]]]:
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.bfloat16, device="cuda")
-
-    size = sum(2 * n * k for n, k in product.shapes)
-    copies = max(1, round(COPIED_BYTES / size))
-    weights = [[normal(n, k) / k**0.5 for n, k in product.shapes] for _ in range(copies)]
-    residual = normal(batch, 1, HIDDEN) if product.name in ("output", "down") else None
-    return normal(batch, 1, product.shapes[0][1]), residual, weights
+def by_kernel(
+    product: str, x: Tensor, residual: Tensor | None, weights: list[Tensor], tile: Any = None
+) -> list[Tensor]:
+    kernel = ops.kernel_for("thin_linear", x.device)
+    if kernel is None:
+        return by_torch(product, x, residual, weights)
+    if product == "gate and up":
+        return [kernel.gated_linear(x, *weights, tile)]
+    return list(kernel.linears(x, weights, [None] * len(weights), residual, tile))
 
 
-def errors(product: Product, x: Tensor, residual: Tensor | None, weights: list[Tensor]) -> tuple[float, float]:
-    """Relative distance of ours and of torch's to the product in fp32."""
-    wide = residual.float() if residual is not None else None
-    exact = product.torch(x.float(), wide, [w.float() for w in weights])
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a product, and several copies of its weights."""
 
-    def distance(found: list[Tensor]) -> float:
-        return max(((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True))
+    product: str
+    x: Tensor
+    residual: Tensor | None
+    copies: list[list[Tensor]]
 
-    return distance(product.ours(x, residual, weights)), distance(product.torch(x, residual, weights))
+    def calls(self, call: Callable[..., Any], **options: Any) -> list[Call]:
+        return [functools.partial(call, self.product, self.x, self.residual, each, **options) for each in self.copies]
 
-
-def time_product(call: Callable[..., Any], x: Tensor, residual: Tensor | None, copies: list[list[Tensor]]) -> Any:
-    calls = [functools.partial(call, x, residual, weights) for weights in copies]
-    return time_calls(calls, replays=10, least_calls=8)
-
-
-def measure(product: Product, batch: int, bandwidth: float, seed: int) -> dict[str, Any]:
-    x, residual, copies = make_inputs(product, batch, seed)
-    data: dict[str, Any] = {"product": product.name, "batch": batch}
-    ours, theirs = errors(product, x, residual, copies[0])
-    data |= {"error": ours, "torch_error": theirs}
-    if ours > 1.05 * theirs:
-        return {**data, "failed": f"error {ours:.2e} where torch has {theirs:.2e}"}
-    for name, call in (("us", product.ours), ("torch_us", product.torch)):
-        timing = time_product(call, x, residual, copies)
-        data |= {name: timing.median_us, f"{name}_p10": timing.p10_us, f"{name}_p90": timing.p90_us}
-    size = sum(2 * n * k for n, k in product.shapes)
-    return {**data, "weight_bytes": size, "of_copy_bandwidth": size / (1e-6 * data["us"]) / bandwidth,
-            "torch_of_copy_bandwidth": size / (1e-6 * data["torch_us"]) / bandwidth,
-            "copy_bytes_per_s": bandwidth}  # fmt: skip
+    def errors(self) -> tuple[float, float]:
+        """Relative distance of ours and of torch's to the product in fp32."""
+        wide = None if self.residual is None else self.residual.float()
+        exact = by_torch(self.product, self.x.float(), wide, [weight.float() for weight in self.copies[0]])
+        ours, theirs = (call(self.product, self.x, self.residual, self.copies[0]) for call in (by_kernel, by_torch))
+        return tuple(max(map(relative_error, found, exact)) for found in (ours, theirs))  # type: ignore[return-value]
 
 
-def tune(batches: list[int], seed: int) -> None:
-    from kvsketch.ops.thin_linear.kernel import Tile
+@dataclass
+class Linear(Benchmark):
+    name, kind, operation, tuning_kind = "linear", "linear", "thin_linear", "linear-tune"
+    columns = (
+        "batch:d | product | µs=us:.1f | torch µs=torch_us:.1f | of copy bandwidth=of_copy_bandwidth:.0% | "
+        "torch=torch_of_copy_bandwidth:.0%"
+    )
+    batches: tuple[int, ...] = option("1,8,16,64", "batch sizes, by commas", least=1)
+    tune: bool = option(False, "time launch sizes instead")
 
-    for product, batch in itertools.product(products(), batches):
-        x, residual, copies = make_inputs(product, batch, seed)
-        found = []
-        for sizes in TILES[1 if batch == 1 else 16 if batch <= 16 else 64]:
-            call = functools.partial(product.ours, tile=Tile(*sizes))
-            found.append((time_product(call, x, residual, copies).median_us, sizes))
-        torch_us = time_product(product.torch, x, residual, copies).median_us
-        best = "  ".join(f"{us:.1f} {sizes}" for us, sizes in sorted(found))
-        print(f"{product.name}, batch {batch}: torch {torch_us:.1f}  {best}", flush=True)
+    @functools.cached_property
+    def bandwidth(self) -> float:
+        return self.on.copy_bandwidth()
+
+    def cells(self) -> Iterator[Row]:
+        return ({"product": product, "batch": batch} for batch, product in itertools.product(self.batches, PRODUCTS))
+
+    def inputs(self, product: str, batch: int) -> Inputs:
+        normal = functools.partial(self.on.normal, self.on.generator(self.seed))
+        part = 1 if self.on.is_gpu else 16
+        shapes = [(n // part, k // part) for n, k in PRODUCTS[product]]
+        copies = max(1, round(COPIED_BYTES / part**2 / sum(2 * n * k for n, k in shapes)))
+        weights = [[normal(n, k) / k**0.5 for n, k in shapes] for _ in range(copies)]
+        residual = normal(batch, 1, shapes[0][0]) if product in ("output", "down") else None
+        return Inputs(product, normal(batch, 1, shapes[0][1]), residual, weights)
+
+    def measure(self, product: str, batch: int) -> Iterator[Row]:
+        inputs = self.inputs(product, batch)
+        ours, theirs = inputs.errors()
+        data: Row = {"product": product, "batch": batch, "error": ours, "torch_error": theirs}
+        if not ours <= 1.05 * theirs:
+            yield {**data, FAILED: f"error {ours:.2e} where torch has {theirs:.2e}"}
+            return
+        for name, call in (("us", by_kernel), ("torch_us", by_torch)):
+            timing = self.on.time(inputs.calls(call), replays=10, least_calls=8)
+            data |= {name: timing.median_us, f"{name}_p10": timing.p10_us, f"{name}_p90": timing.p90_us}
+        size = sum(weight.nbytes for weight in inputs.copies[0])
+        yield {**data, "weight_bytes": size, "of_copy_bandwidth": size / (1e-6 * data["us"]) / self.bandwidth,
+               "torch_of_copy_bandwidth": size / (1e-6 * data["torch_us"]) / self.bandwidth,
+               "copy_bytes_per_s": self.bandwidth}  # fmt: skip
+
+    def trials(self) -> Generator[Trial, list[Any], None]:
+        from kvsketch.ops.thin_linear.kernel import Tile
+
+        for cell in self.cells():
+            inputs, batch = self.inputs(**cell), cell["batch"]
+            tiles = [None, *(Tile(*sizes) for sizes in TILES[1 if batch == 1 else 16 if batch <= 16 else 64])]
+            calls_of = functools.partial(_with_tile, inputs)
+            yield Trial(cell, tiles, calls_of, {"replays": 10, "least_calls": 8})
 
 
-def table_of(data: list[dict[str, Any]]) -> Table:
-    table = Table("batch", "product", "µs", "torch µs", "of copy bandwidth", "torch")
-    for row in data:
-        if "failed" in row:
-            table.add_row(str(row["batch"]), row["product"], row["failed"])
-            continue
-        shares = (f"{row['of_copy_bandwidth']:.0%}", f"{row['torch_of_copy_bandwidth']:.0%}")
-        table.add_row(str(row["batch"]), row["product"], f"{row['us']:.1f}", f"{row['torch_us']:.1f}", *shares)
-    return table
+def _with_tile(inputs: Inputs, tile: Any) -> list[Call]:
+    return inputs.calls(by_kernel, tile=tile)
 
 
-@torch.no_grad()
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=whole_numbers, default=",".join(map(str, BATCHES)))
-    parser.add_argument("--tune", action="store_true", help="time launch sizes instead")
-    options = parse(parser, arguments)
-    if without_gpu("linear"):
-        return 2
-    if options.tune:
-        tune(options.batches, options.seed)
-        return 0
-    bandwidth = copy_bandwidth()
-    found = []
-    for batch, product in itertools.product(options.batches, products()):
-        found.append(measure(product, batch, bandwidth, options.seed))
-        if options.out:
-            records.append(options.out, records.make_record("linear", found[-1], options.seed))
-    Console(width=120).print(table_of(found))
-    return 1 if any("failed" in row for row in found) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+command = functools.partial(runner.command, Linear)

@@ -1,7 +1,7 @@
 """Attention mass, one layer: what H2O and Keyformer add to a prefill and to a decode step.
 
-    python -m kvsketch.benchmark.mass --out results/mass.jsonl
-    python -m kvsketch.benchmark.mass --tune --out results/mass-tune.jsonl
+    kvsketch bench mass --out results/mass.jsonl
+    kvsketch bench mass --tune --out results/mass-tune.jsonl
 
 Shapes of Llama-3.1-8B: 32 layers, 32 query heads, 8 KV heads, head size 128, bfloat16. The share of prefill is the time
 for all layers over that of a whole prefill with transformers' own cache, measured in the same process with random
@@ -11,36 +11,32 @@ one differs. `--tune` times launch sizes instead.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import itertools
-import statistics
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from kvsketch import ops, records
-from kvsketch.benchmark.options import without_gpu
-from kvsketch.benchmark.timing import Timing, time_calls
-from kvsketch.ops.attention_mass import Noise, Options, reference
+from kvsketch import ops
+from kvsketch.benchmark import runner
+from kvsketch.benchmark.device import Timing
+from kvsketch.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, QUERY_HEADS, SCALE, SIZES, OfPrefill
+from kvsketch.benchmark.runner import Row, Trial, by_reference, relative_error, too_far
+from kvsketch.ops import Noise
+from kvsketch.options import option
 
-LAYERS, QUERY_HEADS, KV_HEADS, HEAD_SIZE = 32, 32, 8, 128
-SCALE = HEAD_SIZE**-0.5
-TOKENS, SLOTS = 32768, 2048
 TOLERANCE = 5e-3
 NOISE = Noise(seed=0, layer=0)
-PREFILL = ("attention itself", "h2o, row sums given", "h2o", "keyformer")
-DECODE = ("h2o step", "keyformer step")
 LIMITS = {"h2o, row sums given": 0.35, "keyformer": 0.90}
+TILES = ((128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (128, 64, 4))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Inputs:
     """The queries and keys of one layer."""
 
@@ -53,195 +49,120 @@ class Inputs:
     def attention(self) -> Tensor:
         return F.scaled_dot_product_attention(self.q, self.k, self.k, is_causal=True, scale=SCALE, enable_gqa=True)
 
+    def row_sums(self) -> Tensor:  # [B, Hq, n]
+        """What flash attention leaves beside its output."""
+        k = self.k.repeat_interleave(self.q.shape[1] // self.k.shape[1], 1)
+        if not self.q.is_cuda:
+            hidden = torch.ones(self.q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+            return (self.q.float() @ k.float().mT * SCALE).masked_fill(hidden, float("-inf")).logsumexp(-1)
+        return torch.ops.aten._scaled_dot_product_flash_attention(self.q, k, k, 0.0, True, scale=SCALE)[1]
 
-def make_inputs(queries: int, columns: int, batch: int = 1, seed: int = 0) -> Inputs:
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(heads: int, length: int) -> Tensor:
-        shape = (batch, heads, length, HEAD_SIZE)
-        return torch.randn(shape, generator=generator, dtype=torch.bfloat16, device="cuda")
-
-    return Inputs(normal(QUERY_HEADS, queries), normal(KV_HEADS, columns))
-
-
-def row_sums(inputs: Inputs) -> Tensor:  # [B, Hq, n]
-    """What flash attention leaves beside its output."""
-    k = inputs.k.repeat_interleave(QUERY_HEADS // KV_HEADS, 1)
-    return torch.ops.aten._scaled_dot_product_flash_attention(inputs.q, k, k, 0.0, True, scale=SCALE)[1]
-
-
-def slots_of(inputs: Inputs) -> dict[str, Any]:
-    """A bounded table in which the keys are stored in reverse and the first slot is empty."""
-    batch, heads, columns = inputs.k.shape[:3]
-    index = (
-        torch.arange(columns - 1, -1, -1, dtype=torch.int32, device="cuda").expand(batch, heads, columns).contiguous()
-    )
-    index[:, :, 0] = -1
-    return {"index": index, "seen": torch.tensor([columns], device="cuda")}
+    def slots(self) -> dict[str, Any]:
+        """A bounded table in which the keys are stored in reverse and the first slot is empty."""
+        columns, device = self.k.shape[2], self.k.device
+        places = torch.arange(columns - 1, -1, -1, dtype=torch.int32, device=device)
+        index = places.expand(self.k.shape[:3]).contiguous()
+        index[:, :, 0] = -1
+        return {"index": index, "seen": torch.tensor([columns], device=device)}
 
 
 def error_against_reference(inputs: Inputs, mass: Tensor, noise: Noise | None, **options: Any) -> float:
     """Relative error; NaN when a number is."""
-    chosen: dict[str, Any] = {"seen": inputs.k.shape[2], **options}
-    exact = reference.attention_mass(inputs.q, inputs.k, SCALE, Options(torch.zeros_like(mass), noise=noise, **chosen))
-    return float((mass - exact).norm() / exact.norm())
+    return relative_error(mass, by_reference(lambda: inputs.mass(noise, **options)))
 
 
-def check_all(tokens: int) -> list[str]:
-    """What is wrong with our results, one line each."""
-    wrong = []
-    for noise, (queries, columns) in itertools.product((None, NOISE), ((1, 1000), (63, 1000), (1000, 1000))):
-        inputs = make_inputs(queries, columns, batch=2)
-        cases: dict[str, dict[str, Any]] = {
-            "plain": {},
-            "padded": {"padding": torch.tensor([0, 37], device="cuda")},
-            "slots": slots_of(inputs),
-            "max": {"reduce": "max"},
-        }
-        for name, options in cases.items():
-            error = error_against_reference(inputs, inputs.mass(noise, **options), noise, **options)
-            if not error < TOLERANCE:
-                wrong.append(f"{queries} queries, {columns} columns, {name}, noise {noise}: relative error {error:.2e}")
-    inputs = make_inputs(tokens, tokens)
-    whole = {"h2o": (inputs.mass(), None), "h2o, row sums given": (inputs.mass(row_lse=row_sums(inputs)), None)}
-    for name, (mass, noise) in (whole | {"keyformer": (inputs.mass(NOISE), NOISE)}).items():
-        error = error_against_reference(inputs, mass, noise)
-        if not error < TOLERANCE:
-            wrong.append(f"{tokens} tokens, {name}: relative error {error:.2e}")
-    return wrong
-
-
-def prefill_calls(inputs: Inputs) -> dict[str, Callable[[], object]]:
-    row_lse = row_sums(inputs)
-    into = torch.zeros(inputs.k.shape[:3], device="cuda")
-    calls = (
-        inputs.attention,
-        lambda: inputs.mass(row_lse=row_lse, into=into),
-        lambda: inputs.mass(into=into),
-        lambda: inputs.mass(NOISE, into=into),
+@dataclass
+class Mass(OfPrefill):
+    name, kind, operation, tuning_kind = "mass", "attention-mass", "attention_mass", "attention-mass-tune"
+    title = "Attention mass, one layer of Llama-3.1-8B"
+    columns = (
+        "contender | tokens:,d | slots:,d | µs=median_us:,.1f | p10=p10_us:,.1f | p90=p90_us:,.1f | "
+        "of prefill=share_of_prefill:.1% | limit:.0% | extra bytes=extra_bytes:,d"
     )
-    return dict(zip(PREFILL, calls, strict=True))
+    tokens: int = option(32768, "tokens of the prompt", least=1)
+    slots: int = option(2048, "slots of a decode step", least=1)
+    tune: bool = option(False, "time launch sizes instead")
 
+    def inputs(self, queries: int, columns: int, batch: int = 1) -> Inputs:
+        normal = functools.partial(self.on.normal, self.on.generator(self.seed))
+        q, k = normal(batch, QUERY_HEADS, queries, HEAD_SIZE), normal(batch, KV_HEADS, columns, HEAD_SIZE)
+        return Inputs(q, k)
 
-def decode_calls(slots: int) -> dict[str, Callable[[], object]]:
-    inputs = make_inputs(1, slots + 1)
-    options = slots_of(inputs) | {"into": torch.zeros(inputs.k.shape[:3], device="cuda")}
-    calls = (lambda: inputs.mass(**options), lambda: inputs.mass(NOISE, **options))
-    return dict(zip(DECODE, calls, strict=True))
+    def wrong(self) -> Iterator[str]:
+        odd = 1000 if self.on.is_gpu else 70
+        for noise, (queries, columns) in itertools.product((None, NOISE), ((1, odd), (63, odd), (odd, odd))):
+            inputs = self.inputs(queries, columns, batch=2)
+            cases: dict[str, dict[str, Any]] = {
+                "plain": {},
+                "padded": {"padding": torch.tensor([0, 37], device=self.device)},
+                "slots": inputs.slots(),
+                "max": {"reduce": "max"},
+            }
+            for name, options in cases.items():
+                error = error_against_reference(inputs, inputs.mass(noise, **options), noise, **options)
+                yield from too_far(f"{queries} queries, {columns} columns, {name}, noise {noise}", error, TOLERANCE)
+        inputs = self.inputs(self.tokens, self.tokens)
+        exact = by_reference(inputs.mass)
+        yield from too_far(f"{self.tokens} tokens, h2o", relative_error(inputs.mass(), exact), TOLERANCE)
+        given = inputs.mass(row_lse=inputs.row_sums())
+        yield from too_far(f"{self.tokens} tokens, h2o, row sums given", relative_error(given, exact), TOLERANCE)
+        error = error_against_reference(inputs, inputs.mass(NOISE), NOISE)
+        yield from too_far(f"{self.tokens} tokens, keyformer", error, TOLERANCE)
 
+    def cells(self) -> list[Row]:
+        return [{"tokens": self.tokens}, {"slots": self.slots}]
 
-def measure_prefill(tokens: int, prefill_ms: float) -> list[dict[str, Any]]:
-    """One row of data per contender."""
-    inputs, rows = make_inputs(tokens, tokens), []
-    for contender, call in prefill_calls(inputs).items():
-        call()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        extra_bytes = torch.cuda.max_memory_allocated() - before
-        timing = time_calls([call], replays=10, least_calls=2)
-        share = 1e-3 * timing.median_us * LAYERS / prefill_ms
-        size = {"tokens": tokens, "prefill_ms": prefill_ms, "share_of_prefill": share, "extra_bytes": extra_bytes}
-        rows.append(describe(contender, timing) | size | {"limit": LIMITS.get(contender)})
-    return rows
+    def measure(self, tokens: int | None = None, slots: int | None = None) -> Iterator[Row]:
+        if tokens is None:
+            assert slots is not None
+            inputs = self.inputs(1, slots + 1)
+            options = inputs.slots() | {"into": torch.zeros(inputs.k.shape[:3], device=self.device)}
+            for name, noise in (("h2o step", None), ("keyformer step", NOISE)):
+                timing = self.on.time([functools.partial(inputs.mass, noise, **options)])
+                yield self.row(name, timing) | {"slots": slots}
+            return
+        inputs = self.inputs(tokens, tokens)
+        into = torch.zeros(inputs.k.shape[:3], device=self.device)
+        contenders: dict[str, Callable[[], object]] = {
+            "attention itself": inputs.attention,
+            "h2o, row sums given": functools.partial(inputs.mass, row_lse=inputs.row_sums(), into=into),
+            "h2o": functools.partial(inputs.mass, into=into),
+            "keyformer": functools.partial(inputs.mass, NOISE, into=into),
+        }
+        for name, call in contenders.items():
+            call()
+            extra = self.on.extra_bytes(call)
+            timing = self.on.time([call], replays=10, least_calls=2)
+            share = self.share_of_prefill(1e-3 * timing.median_us, tokens)
+            yield (
+                self.row(name, timing) | {"tokens": tokens} | share | {"extra_bytes": extra, "limit": LIMITS.get(name)}
+            )
 
+    def row(self, contender: str, timing: Timing) -> Row:
+        measured = {"operation": self.operation, "contender": contender, "batch": 1, "layers": LAYERS, **SIZES}
+        return measured | {"dtype": self.on.dtype_name} | dataclasses.asdict(timing)
 
-def measure_decode(slots: int) -> list[dict[str, Any]]:
-    calls = decode_calls(slots)
-    return [describe(contender, time_calls([call])) | {"slots": slots} for contender, call in calls.items()]
+    def trials(self) -> Generator[Trial, list[Any], None]:
+        from kvsketch.ops.attention_mass import Options, kernel
+        from kvsketch.ops.attention_mass.kernel import Launch, Launches
 
-
-def describe(contender: str, timing: Timing) -> dict[str, Any]:
-    return {
-        "operation": "attention_mass",
-        "contender": contender,
-        "batch": 1,
-        "layers": LAYERS,
-        "query_heads": QUERY_HEADS,
-        "kv_heads": KV_HEADS,
-        "head_size": HEAD_SIZE,
-        "dtype": "bfloat16",
-        **dataclasses.asdict(timing),
-    }
-
-
-def whole_prefill_ms(tokens: int) -> float:
-    from kvsketch.benchmark.prefill import prefill_times
-    from kvsketch.benchmark.shapes import build
-
-    times, *_ = prefill_times(build("llama-3.1-8b"), None, tokens, repeats=3)
-    return statistics.median(times)
-
-
-def tune(tokens: int) -> list[dict[str, Any]]:
-    """Times of both passes at other launch sizes; a launch that does not fit is left out."""
-    from kvsketch.ops.attention_mass import kernel
-    from kvsketch.ops.attention_mass.kernel import Launch, Launches
-
-    inputs, rows = make_inputs(tokens, tokens), []
-    row_lse, into = row_sums(inputs), torch.zeros(inputs.k.shape[:3], device="cuda")
-    sizes = ((128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (128, 64, 4))
-    launches = [Launch(*size, *rest) for size in sizes for rest in itertools.product((2, 3), (None, 128))]
-    for noise, launch in itertools.product((None, NOISE), launches):
+        inputs = self.inputs(self.tokens, self.tokens)
+        row_lse, into = inputs.row_sums(), torch.zeros(inputs.k.shape[:3], device=self.device)
+        launches = [Launch(*size, *rest) for size in TILES for rest in itertools.product((2, 3), (None, 128))]
         # With row sums given only the second pass runs; the noise has no such sums, so both passes use the launch.
-        known = row_lse if noise is None else None
-        for name, lse in (("column pass", known), ("both passes", None))[noise is not None :]:
+        for name, noise, lse in (
+            ("column pass", None, row_lse),
+            ("both passes", None, None),
+            ("both passes", NOISE, None),
+        ):
+            options = Options(into, seen=self.tokens, noise=noise, row_lse=lse)
 
-            def call(noise: Noise | None = noise, launch: Launch = launch, lse: Tensor | None = lse) -> Tensor:
-                options = Options(into, seen=tokens, noise=noise, row_lse=lse)
-                return kernel.attention_mass(inputs.q, inputs.k, SCALE, options, Launches(launch, launch))
+            def calls_of(launch: Launch, options: Options = options) -> list[Callable[[], object]]:
+                sizes = Launches(launch, launch)
+                return [lambda: kernel.attention_mass(inputs.q, inputs.k, SCALE, options, sizes)]
 
-            try:
-                timing = time_calls([call], replays=3, least_calls=1)
-            except Exception as error:
-                print(f"{launch}, noise {noise is not None}: {str(error).splitlines()[0]}", file=sys.stderr)
-                continue
-            chosen = {"noise": noise is not None, "passes": name, "launch": launch._asdict(), "tokens": tokens}
-            rows.append(describe("keyformer" if noise else "h2o", timing) | chosen)
-    return rows
+            setting = {"contender": "keyformer" if noise else "h2o", "passes": name, "tokens": self.tokens}
+            yield Trial(setting, launches, calls_of, {"replays": 3, "least_calls": 1})
 
 
-def show(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Attention mass, one layer of Llama-3.1-8B, in a CUDA graph")
-    for column in ("contender", "tokens", "ms", "p10", "p90", "of prefill", "limit", "extra MB", "launch"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
-    for row in rows:
-        times = [f"{1e-3 * row[name]:.3f}" for name in ("median_us", "p10_us", "p90_us")]
-        share = f"{row['share_of_prefill']:.1%}" if "share_of_prefill" in row else ""
-        limit = f"{row['limit']:.0%}" if row.get("limit") else ""
-        extra = f"{row['extra_bytes'] / 1e6:.0f}" if "extra_bytes" in row else ""
-        launch = f"{row['passes']} {tuple(row['launch'].values())}" if "launch" in row else ""
-        table.add_row(row["contender"], f"{row.get('tokens', row.get('slots')):,}", *times, share, limit, extra, launch)
-    return table
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvsketch.benchmark.mass", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", help="append the records to this JSON-lines file")
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--slots", type=int, default=SLOTS)
-    parser.add_argument("--prefill-ms", type=float, help="time of a whole prefill; default: build a model and measure")
-    parser.add_argument("--tune", action="store_true", help="time launch sizes instead")
-    options = parser.parse_args(arguments)
-    if without_gpu("attention mass"):
-        return 2
-    if ops.kernel_for("attention_mass", torch.device("cuda")) is None:
-        print("The kernels are turned off; unset KVSKETCH_KERNELS and install triton.", file=sys.stderr)
-        return 2
-    if wrong := check_all(options.tokens):
-        print("\n".join(["Nothing is reported: our results differ from the reference.", *wrong]), file=sys.stderr)
-        return 1
-    if options.tune:
-        kind, rows = "attention-mass-tune", sorted(tune(options.tokens), key=lambda row: row["median_us"])
-    else:
-        prefill_ms = options.prefill_ms or whole_prefill_ms(options.tokens)
-        kind, rows = "attention-mass", measure_prefill(options.tokens, prefill_ms) + measure_decode(options.slots)
-    for row in rows if options.out else []:
-        records.append(options.out, records.make_record(kind, row, 0))
-    Console(width=150 if not sys.stdout.isatty() else None).print(show(rows))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+command = functools.partial(runner.command, Mass)

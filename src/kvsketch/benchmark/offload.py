@@ -1,6 +1,6 @@
 """Time of a decode step whose keys and values lie in host memory, beside the same step with everything on the device.
 
-    python -m kvsketch.benchmark.offload --out results/offload.jsonl
+    kvsketch bench offload --out results/offload.jsonl
 
 Both steps are captured. First the tokens are compared: offloaded and captured, offloaded and eager, on the device; a
 method whose tokens differ is reported as failed and its speed is not printed.
@@ -13,41 +13,44 @@ as they are, the worst case. The table gives the hit rate that came out and the 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import gc
+import functools
 import statistics
-import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from kvsketch import records
-from kvsketch.benchmark.decode import Session, check_tokens, time_steps
-from kvsketch.benchmark.options import parse, without_gpu
-from kvsketch.benchmark.shapes import HELP, build
+from kvsketch.benchmark import runner
+from kvsketch.benchmark.decode import CHECK_PROMPT, Session, check_tokens
+from kvsketch.benchmark.device import spread
+from kvsketch.benchmark.runner import FAILED, Row
+from kvsketch.benchmark.shapes import ShapeBenchmark
 from kvsketch.methods import METHODS, ClusterKV, Method, parse_method
 from kvsketch.methods.clusterkv.clusters import Clusters
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
+from kvsketch.options import option
 from kvsketch.slots.state import per_row
 from kvsketch.slots.table import SlotTable
 
-DEVICE = "cuda"
-CHECK_PROMPT = 4096
+WARM_UP = 6  # steps that Session.times runs before it times
+OUTCOMES = (
+    "device_ms", "host_ms", "host_p10_ms", "host_p90_ms", "hit_rate", "copied_bytes", "device_prefill_ms",
+    "host_prefill_ms", "device_bytes", "offloaded_device_bytes", "offloaded_host_bytes",
+)  # fmt: skip
 
 
-@dataclasses.dataclass
+@dataclass
 class SteadyClusters(Clusters):
     """Clusters, and what they scored so far."""
 
     scores: Tensor | None = per_row()  # [B, Hq or H, C]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class SteadyClusterKV(ClusterKV):
     """ClusterKV whose choice changes slowly, as it does when text is read: scores are a mean over the past."""
 
@@ -62,164 +65,101 @@ class SteadyClusterKV(ClusterKV):
         return state.scores.lerp_(scores, 1 - self.locality)
 
 
-@dataclasses.dataclass
-class Result:
-    """One method on the device and in host memory; times in milliseconds."""
-
-    method: str
-    batch: int
-    prompt: int
-    device_ms: float | None = None
-    host_ms: float | None = None
-    host_p10_ms: float | None = None
-    host_p90_ms: float | None = None
-    hit_rate: float | None = None
-    copied_bytes: float | None = None  # in each step
-    device_prefill_ms: float | None = None
-    host_prefill_ms: float | None = None
-    device_bytes: int | None = None  # of the cache that lies on the device as a whole
-    offloaded_device_bytes: int | None = None
-    offloaded_host_bytes: int | None = None
-    checked_tokens: int = 0
-    failed: str | None = None
-
-    @property
-    def ratio(self) -> float | None:
-        return self.host_ms / self.device_ms if self.host_ms and self.device_ms else None
-
-
 def variants(text: str, locality: float) -> tuple[Method, Method]:
     """The method that `text` describes, on the device and in host memory."""
     method = parse_method(text)
     if locality:
         if not isinstance(method, ClusterKV):
             raise ValueError(f"locality is made for clusterkv, not {method.name}; use --locality 0 for it")
-        method = SteadyClusterKV(
-            **{f.name: getattr(method, f.name) for f in dataclasses.fields(method)}, locality=locality
-        )
+        given = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+        method = SteadyClusterKV(**given, locality=locality)
     if not isinstance(method, RecallingMethod):
         recalling = ", ".join(name for name, kind in METHODS.items() if kind.family == "recall")
         raise ValueError(f"{method.name} keeps nothing in host memory; choose among {recalling}")
     return method, dataclasses.replace(method, offload="host")
 
 
-def tokens_of(model: Any, method: Method, prompt: Tensor, count: int) -> Tensor:
-    """The tokens of `count` captured steps."""
-    session = Session(model, method, prompt, 1, count + 1)
-    for _ in range(count):
-        session.step.run()
-    return session.sampler.tokens()
-
-
 def same_tokens(model: Any, near: Method, far: Method, prompt: Tensor, count: int) -> bool:
     """Whether offloaded steps, captured and eager, give the tokens of steps on the device."""
     wrong, _ = check_tokens(model, far, prompt, count)
-    return wrong is None and torch.equal(*(tokens_of(model, m, prompt, count) for m in (near, far)))
+    texts = [Session(model, method, prompt, 1, count + 1).tokens(count) for method in (near, far)]
+    return wrong is None and torch.equal(*texts)
 
 
 def counts_of(session: Session) -> Tensor:  # [4]
     """What the hot sets of all layers have counted so far."""
     found = [layer.table.hot.counts for layer in session.cache.slot_layers]
-    counts = [each.sum((0, 1)).cpu() for each in found if each is not None]
-    return torch.stack(counts).sum(0)
+    return torch.stack([each.sum((0, 1)).cpu() for each in found if each is not None]).sum(0)
 
 
-def measure(model: Any, methods: tuple[Method, Method], batch: int, prompt: Tensor, steps: int) -> Result:
-    """One method, on the device and in host memory."""
-    result = Result(str(methods[0]), batch, prompt.shape[1])
-    near = Session(model, methods[0], prompt, batch, steps + 8)
-    result.device_ms = statistics.median(time_steps(near, steps))
-    result.device_bytes, result.device_prefill_ms = near.cache.device_bytes, near.prefill_ms
-    del near
-    _free_memory()
-    far = Session(model, methods[1], prompt, batch, steps + 8)
-    time_steps(far, 1)
-    before = counts_of(far)
-    times = time_steps(far, steps - 14)
-    done = counts_of(far) - before
-    # The steps that time_steps runs before it times are counted too.
-    rounds = len(times) + 6
-    table = far.cache.slot_layers[-1].table
-    assert table.host is not None
-    row_bytes = (table.host.keys.shape[3] + table.host.values.shape[3]) * table.host.keys.element_size()
-    deciles = statistics.quantiles(times, n=10, method="inclusive")
-    result.host_ms, result.host_p10_ms, result.host_p90_ms = statistics.median(times), deciles[0], deciles[-1]
-    result.hit_rate = float(done[HITS] / done[READS])
-    result.copied_bytes = float(done[COPIES]) * row_bytes / rounds
-    result.host_prefill_ms = far.prefill_ms
-    result.offloaded_device_bytes, result.offloaded_host_bytes = far.cache.device_bytes, far.cache.host_bytes
-    return result
-
-
-def _free_memory() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def table_of(results: list[Result]) -> Table:
-    table = Table(
-        "method", "batch", "device ms", "host ms", "p10-p90", "ratio", "hit rate", "MB copied", "device MB", "host MB"
+@dataclass
+class Offload(ShapeBenchmark):
+    name, kind = "offload", "offload"
+    columns = (
+        "method | batch:d | device ms=device_ms:.2f | host ms=host_ms:.2f | p10=host_p10_ms:.2f | "
+        "p90=host_p90_ms:.2f | ratio:.2f | hit rate=hit_rate:.0% | MB copied=copied_bytes/1e6:.1f | "
+        "device bytes=device_bytes:,d | offloaded=offloaded_device_bytes:,d | host MB=offloaded_host_bytes/1e6:,.0f"
     )
-    for r in results:
-        if r.host_ms is None or r.device_ms is None or r.copied_bytes is None:
-            table.add_row(r.method, str(r.batch), r.failed or "", *[""] * 7)
-            continue
-        table.add_row(
-            r.method,
-            str(r.batch),
-            f"{r.device_ms:.2f}",
-            f"{r.host_ms:.2f}",
-            f"{r.host_p10_ms:.2f}-{r.host_p90_ms:.2f}",
-            f"{r.ratio:.2f}x",
-            f"{r.hit_rate:.0%}",
-            f"{r.copied_bytes / 1e6:.1f}",
-            f"{r.device_bytes or 0:,} -> {r.offloaded_device_bytes or 0:,}",
-            f"{(r.offloaded_host_bytes or 0) / 1e6:.0f}",
-        )
-    return table
+    methods: str = option("clusterkv,quest", "text forms, separated by commas")
+    locality: tuple[float, ...] = option("0,0.9,0.96", "see above; only clusterkv takes more than 0", least=0, most=1)
+    batches: tuple[int, ...] = option("1", "batch sizes, by commas", least=1)
+    steps: int = option(60, "steps that are timed", least=15)
+    check_tokens: int = option(96, "tokens that are compared", least=1)
+
+    @functools.cached_property
+    def pairs(self) -> dict[str, tuple[Method, Method]]:
+        found = [
+            variants(text, locality)
+            for text in self.texts
+            for locality in self.locality
+            if locality == 0 or text.startswith("clusterkv")
+        ]
+        return {str(near): (near, far) for near, far in found}
+
+    @functools.cached_property
+    def right(self) -> Callable[[str], bool]:
+        """Whether a method's offloaded tokens are those of the device."""
+        prompt = self.tokens[:, : min(CHECK_PROMPT, self.prompt)]
+        return functools.cache(lambda method: same_tokens(self.built, *self.pairs[method], prompt, self.check_tokens))
+
+    def cells(self) -> Iterator[Row]:
+        for method in self.pairs:
+            yield from ({"method": method, "batch": batch, "prompt": self.prompt} for batch in self.batches)
+
+    def measure(self, method: str, batch: int, prompt: int) -> Iterator[Row]:
+        row: Row = {"shape": self.shape, "ratio": None, "method": method, "batch": batch, "prompt": prompt}
+        row |= {**dict.fromkeys(OUTCOMES), "checked_tokens": self.check_tokens, FAILED: None}
+        if not self.right(method):
+            yield row | {FAILED: "offloaded tokens differ"}
+            return
+        found = self.compared(method, batch)
+        yield row | found | {"ratio": found["host_ms"] / found["device_ms"]}
+
+    def compared(self, method: str, batch: int) -> Row:
+        """One method, on the device and in host memory."""
+        self.on.free()
+        sessions = (Session(self.built, each, self.tokens, batch, self.steps + 8) for each in self.pairs[method])
+        near = next(sessions)
+        row: Row = {"device_ms": statistics.median(near.times(self.steps)), "device_prefill_ms": near.prefill_ms}
+        row["device_bytes"] = near.cache.device_bytes
+        del near
+        self.on.free()
+        far = next(sessions)
+        far.times(1)
+        before = counts_of(far)
+        times = far.times(self.steps - 14)
+        done = counts_of(far) - before
+        table = far.cache.slot_layers[-1].table
+        assert table.host is not None
+        row_bytes = (table.host.keys.shape[3] + table.host.values.shape[3]) * table.host.keys.element_size()
+        row |= dict(zip(("host_ms", "host_p10_ms", "host_p90_ms"), spread(times), strict=True))
+        return row | {
+            "hit_rate": float(done[HITS] / done[READS]),
+            "copied_bytes": float(done[COPIES]) * row_bytes / (len(times) + WARM_UP),
+            "host_prefill_ms": far.prefill_ms,
+            "offloaded_device_bytes": far.cache.device_bytes,
+            "offloaded_host_bytes": far.cache.host_bytes,
+        }
 
 
-@torch.no_grad()
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-3.1-8b", help=HELP)
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--prompt", type=int, default=32768)
-    parser.add_argument("--methods", default="clusterkv,quest")
-    parser.add_argument("--locality", default="0,0.9,0.96", help="see above; only clusterkv takes more than 0")
-    parser.add_argument("--batches", default="1")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--check-tokens", type=int, default=96)
-    options = parse(parser, arguments)
-    if without_gpu("offload"):
-        return 2
-    pairs = [
-        variants(text, locality)
-        for text in options.methods.split(",")
-        for locality in map(float, options.locality.split(","))
-        if locality == 0 or text.startswith("clusterkv")
-    ]
-    model = build(options.shape, options.layers, options.seed)
-    generator = torch.Generator(DEVICE).manual_seed(options.seed)
-    prompt = torch.randint(10, 10000, (1, options.prompt), device=DEVICE, generator=generator)
-    results: list[Result] = []
-    for pair in pairs:
-        same = same_tokens(model, *pair, prompt[:, : min(CHECK_PROMPT, options.prompt)], options.check_tokens)
-        for batch in map(int, options.batches.split(",")):
-            _free_memory()
-            if same:
-                result = measure(model, pair, batch, prompt, options.steps)
-            else:
-                result = Result(str(pair[0]), batch, options.prompt, failed="offloaded tokens differ")
-            result.checked_tokens = options.check_tokens
-            results.append(result)
-            print(result.method, batch, result.ratio or result.failed, flush=True)
-            if options.out:
-                data = {"shape": options.shape, "ratio": result.ratio, **dataclasses.asdict(result)}
-                records.append(options.out, records.make_record("offload", data, options.seed))
-    Console(width=170).print(table_of(results))
-    return 0 if all(r.failed is None for r in results) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+command = functools.partial(runner.command, Offload)

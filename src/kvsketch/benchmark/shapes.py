@@ -1,12 +1,22 @@
 """Models to time: named shapes with random weights, for speed depends on shapes and not on what the weights say; or
-checkpoints.
+checkpoints. And what benchmarks of whole models share: prompts, prefills, the check of a prefilled cache.
 """
 
 from __future__ import annotations
 
+import functools
+from abc import ABC
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from kvsketch.benchmark.device import Device
+from kvsketch.benchmark.runner import Benchmark
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.methods import Method, parse_method
+from kvsketch.options import option
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": dict(
@@ -28,7 +38,7 @@ HELP = f"a shape with random weights ({', '.join(sorted(SHAPES))}), or a checkpo
 
 
 def build(name: str, layers: int | None = None, seed: int = 0, device: str = "cuda") -> Any:
-    """A bf16 Llama of the named shape on the device, or a checkpoint; its first `layers` where these are given."""
+    """A Llama of the named shape on the device, or a checkpoint; its first `layers` where these are given."""
     if name not in SHAPES:
         return _checkpoint(name, layers, device)
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -36,7 +46,7 @@ def build(name: str, layers: int | None = None, seed: int = 0, device: str = "cu
     settings = {**SHAPES[name], **({"num_hidden_layers": layers} if layers else {})}
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(Device(device).dtype)
     try:
         with torch.device(device):
             return LlamaForCausalLM(LlamaConfig(**settings)).eval()
@@ -47,7 +57,7 @@ def build(name: str, layers: int | None = None, seed: int = 0, device: str = "cu
 def _checkpoint(name: str, layers: int | None, device: str) -> Any:
     from kvsketch import models
 
-    model: Any = models.load(name, dtype=torch.bfloat16, device=device)[0]
+    model: Any = models.load(name, dtype=Device(device).dtype, device=device)[0]
     if layers and layers < model.config.num_hidden_layers:
         if not hasattr(model.model, "layers"):
             raise ValueError(f"the layers of {name} cannot be counted off; leave --layers and --check-layers out")
@@ -64,3 +74,79 @@ def weight_bytes(model: Any) -> int:
     tied = model.get_output_embeddings() is not None and model.get_output_embeddings().weight is embedding
     parameters = [p for p in model.parameters() if tied or p is not embedding]
     return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def make_prompt(tokens: int, device: Device, seed: int, vocabulary: int) -> Tensor:  # [1, tokens]
+    return torch.randint(10, vocabulary, (1, tokens), generator=device.generator(seed), device=device.name)
+
+
+def make_cache(model: Any, method: str | Method | None) -> Any:
+    """The cache of a method; transformers' own without one."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config) if method is None else CompressedCache(model, method)
+
+
+@torch.no_grad()
+def prefill_times(
+    model: Any, method: str | None, tokens: int, repeats: int, device: Device
+) -> tuple[list[float], Tensor, Any]:
+    """Milliseconds of each prefill after one that warms up, the last logits, and the cache of the last."""
+    prompt = make_prompt(tokens, device, 0, model.config.vocab_size)
+    found: list[Any] = []
+
+    def call() -> None:
+        found[:] = [make_cache(model, method)]
+        found.append(model(prompt, past_key_values=found[0], logits_to_keep=1).logits)
+
+    times = device.milliseconds(call, repeats)
+    return times, found[1], found[0]
+
+
+def problem_of(cache: CompressedCache) -> str | None:
+    """What is wrong with a prefilled cache: a layer beyond its budget, or numbers that are not finite."""
+    for layer in cache.slot_layers:
+        budget = layer.method.budget_tokens(layer.table)
+        bounded = layer.method.family in ("evict", "summarise")
+        if bounded and budget is not None and layer.table.stored() > budget:
+            return f"layer {layer.table.layer_idx} holds {layer.table.stored()} slots, its budget is {budget}"
+        if not all(bool(t.isfinite().all()) for t in (layer.table.key_slots(), layer.table.value_slots())):
+            return f"layer {layer.table.layer_idx} holds numbers that are not finite"
+    return None
+
+
+@dataclass
+class ModelBenchmark(Benchmark, ABC):
+    """A benchmark of methods on a whole model."""
+
+    model: str = option("llama-3.1-8b", HELP)
+    methods: str = option("", "text forms, separated by commas")
+
+    @property
+    def texts(self) -> list[str]:
+        """The methods, each in its own text form; raises ValueError for one that there is not."""
+        return list(dict.fromkeys(str(parse_method(text.strip())) for text in self.methods.split(",") if text.strip()))
+
+    def build(self, layers: int | None) -> Any:
+        return build(self.model, layers, self.seed, self.device)
+
+    @functools.cached_property
+    def built(self) -> Any:
+        return self.build(getattr(self, "layers", None))
+
+
+@dataclass
+class ShapeBenchmark(ModelBenchmark, ABC):
+    """A benchmark of decode steps after one prompt; its option is called --shape."""
+
+    model: str = option("", "the same as --shape")
+    shape: str = option("llama-3.1-8b", HELP)
+    layers: int | None = option(None, "fewer layers than the shape has", least=1)
+    prompt: int = option(32768, "tokens before the steps", least=1)
+
+    def build(self, layers: int | None) -> Any:
+        return build(self.model or self.shape, layers, self.seed, self.device)
+
+    @functools.cached_property
+    def tokens(self) -> Tensor:  # [1, prompt]
+        return make_prompt(self.prompt, self.on, self.seed, min(10000, self.built.config.vocab_size))

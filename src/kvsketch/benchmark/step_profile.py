@@ -1,6 +1,6 @@
 """Where the time of a captured decode step goes: device time by kernel, for any method and batch.
 
-    python -m kvsketch.benchmark.step_profile --methods full,snapkv:budget=2048 --batches 1,64
+    kvsketch bench step-profile --methods full,snapkv:budget=2048 --batches 1,64
 
 A model of the named shape with fewer layers (`--layers`) is enough: all layers do the same. A kernel that starts early
 and waits for the one before (the combining of attention's pieces) is charged for the wait as well.
@@ -8,30 +8,33 @@ and waits for the one before (the combining of attention's pieces) is charged fo
 
 from __future__ import annotations
 
-import argparse
-import sys
-from typing import Any
+import functools
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-import torch
-from rich.console import Console
-from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from kvsketch import records
-from kvsketch.benchmark.decode import Session, time_steps
-from kvsketch.benchmark.options import parse, whole_numbers, without_gpu
-from kvsketch.benchmark.shapes import SHAPES, build
+from kvsketch.benchmark import runner
+from kvsketch.benchmark.decode import Session
+from kvsketch.benchmark.runner import Row
+from kvsketch.benchmark.shapes import ShapeBenchmark
+from kvsketch.options import option
 
 STEPS = 4
 
 
-def kernels_of(session: Session) -> list[dict[str, Any]]:
-    """Device microseconds and launches per step of each kernel, the longest first."""
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+def kernels_of(session: Session) -> list[Row]:
+    """Microseconds and launches per step of each kernel, the longest first; on a CPU, of torch's operations."""
+    gpu = session.device.is_gpu
+    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as found:
         for _ in range(STEPS):
-            session.step.run()
-        torch.cuda.synchronize()
-    averages = [(e.self_device_time_total / STEPS, e.count / STEPS, e.key) for e in found.key_averages()]
+            session.run()
+        session.device.synchronize()
+    averages = [
+        ((e.self_device_time_total if gpu else e.self_cpu_time_total) / STEPS, e.count / STEPS, e.key)
+        for e in found.key_averages()
+    ]
     return [
         {"kernel": name[:120], "us": round(us, 2), "launches": launches}
         for us, launches, name in sorted(averages, reverse=True)
@@ -39,49 +42,32 @@ def kernels_of(session: Session) -> list[dict[str, Any]]:
     ]
 
 
-def shown(data: dict[str, Any], most: int) -> Table:
-    table = Table(
-        "kernel", "launches", "µs", title=f"{data['method']}, batch {data['batch']}: {data['step_ms']:.2f} ms"
-    )
-    for row in data["kernels"][:most]:
-        table.add_row(row["kernel"][:90], f"{row['launches']:.0f}", f"{row['us']:.1f}")
-    return table
+@dataclass
+class StepProfile(ShapeBenchmark):
+    name, kind = "step-profile", "step_profile"
+    columns = "batch:d | method | ms per step=step_ms:.2f | kernels, µs=longest"
+    methods: str = option("full,snapkv:budget=2048", "text forms, separated by commas")
+    layers: int | None = option(8, "layers of the shape that are built", least=1)
+    rows: int = option(16, "kernels shown; the record holds all", least=1)
+    batches: tuple[int, ...] = option("1,8", "batch sizes, by commas", least=1)
+
+    def shown(self, row: Row) -> Row:
+        return {
+            "longest": "\n".join(
+                f"{kernel['us']:8.1f} {kernel['kernel'][:80]}" for kernel in row["kernels"][: self.rows]
+            )
+        }
+
+    def cells(self) -> Iterator[Row]:
+        shared = {"layers": self.layers, "prompt": self.prompt}
+        return ({"method": method, "batch": batch, **shared} for method in self.texts for batch in self.batches)
+
+    def measure(self, method: str, batch: int, layers: int, prompt: int) -> Iterator[Row]:
+        self.on.free()
+        session = Session(self.built, method, self.tokens, batch, 64)
+        step_ms = statistics.median(session.times(12))
+        yield {"method": method, "batch": batch, "layers": layers, "prompt": prompt, "step_ms": step_ms,
+               "kernels": kernels_of(session)}  # fmt: skip
 
 
-@torch.no_grad()
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=32768)
-    parser.add_argument("--methods", default="full,snapkv:budget=2048")
-    parser.add_argument("--batches", type=whole_numbers, default="1,8")
-    parser.add_argument("--rows", type=int, default=16, help="kernels shown; the record holds all")
-    options = parse(parser, arguments)
-    if without_gpu("step profile"):
-        return 2
-    model = build(options.shape, options.layers, options.seed)
-    generator = torch.Generator(device="cuda").manual_seed(options.seed)
-    prompt = torch.randint(10, 10000, (1, options.prompt), device="cuda", generator=generator)
-    for method in options.methods.split(","):
-        for batch in options.batches:
-            session = Session(model, method, prompt, batch, 64)
-            times = sorted(time_steps(session, 12))
-            data = {
-                "method": method,
-                "batch": batch,
-                "layers": options.layers,
-                "prompt": options.prompt,
-                "step_ms": times[len(times) // 2],
-                "kernels": kernels_of(session),
-            }
-            Console(width=130).print(shown(data, options.rows))
-            if options.out:
-                records.append(options.out, records.make_record("step_profile", data, options.seed))
-            del session
-            torch.cuda.empty_cache()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+command = functools.partial(runner.command, StepProfile)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from kvsketch.cli.bench import bench
+from kvsketch.cli.bench import bench_app
 from kvsketch.cli.boundary import OneLineErrors, new_app
 from kvsketch.cli.demo import demo
 from kvsketch.cli.env import env
@@ -23,9 +23,9 @@ app = new_app("Keep the KV cache of a long-context language model small, and see
 app.command()(demo)
 app.command()(methods)
 app.command()(generate)
-# Benchmarks and experiments have options of their own, --help among them.
+app.add_typer(bench_app, name="bench")
+# Experiments have options of their own, --help among them.
 OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-app.command(context_settings=OWN_OPTIONS)(bench)
 app.command("eval", context_settings=OWN_OPTIONS)(evaluate)
 app.command()(report)
 app.add_typer(models_app, name="models")

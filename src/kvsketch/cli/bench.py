@@ -1,36 +1,27 @@
-"""kvsketch bench: run a benchmark; its options follow its name."""
+"""kvsketch bench: the benchmarks, a command each."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Annotated
-
-import typer
+from kvsketch.cli.lazy import group
 
 BENCHMARKS = {
-    "decode": "one decode step, captured, for any method and batch, beside full-cache baselines",
-    "step-profile": "device time of a decode step by kernel",
-    "prefill": "a whole prefill under any method, beside transformers' own cache",
-    "kernels": "the decode kernel beside SDPA's flash and cuDNN kernels",
-    "linear": "the linear layers of a decode step beside torch's",
-    "offload": "a decode step with the cache in host memory, beside the same step on the device",
-    "stream": "prompts of any length read chunk by chunk: time, memory, flatness",
-    "chunk": "the attention of a chunk beside flash attention",
-    "mass": "the column sums of attention that H2O and Keyformer need",
-    "kcenter": "farthest-first centers, exact and coarse",
-    "balance": "the balancing walk of BalanceKV",
-    "subgen": "SubGen's streaming structure",
-    "pages": "Quest's choice of pages",
-    "recall": "clustering, selection and indexed attention of the recall methods",
+    "decode": "One decode step, captured, for any method and batch, beside full-cache baselines.",
+    "step-profile": "Device time of a decode step by kernel.",
+    "prefill": "A whole prefill under any method, beside transformers' own cache.",
+    "kernels": "The decode kernel beside SDPA's flash and cuDNN kernels.",
+    "linear": "The linear layers of a decode step beside torch's.",
+    "offload": "A decode step with the cache in host memory, beside the same step on the device.",
+    "hit-rate": "How often an offloaded query finds its tokens on the device, on a real model.",
+    "stream": "Prompts of any length read chunk by chunk: time, memory, flatness.",
+    "chunk": "The attention of a chunk beside flash attention.",
+    "mass": "The column sums of attention that H2O and Keyformer need.",
+    "kcenter": "Farthest-first centers, exact and coarse.",
+    "balance": "The balancing walk of BalanceKV.",
+    "subgen": "SubGen's streaming structure.",
+    "pages": "Quest's choice of pages.",
+    "recall": "Clustering, selection and indexed attention of the recall methods.",
 }
 
-
-def bench(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(help="One of: " + ", ".join(BENCHMARKS))],
-) -> None:
-    """Run a benchmark on a CUDA device; `kvsketch bench NAME --help` lists its options."""
-    if name not in BENCHMARKS:
-        raise ValueError(f"unknown benchmark {name!r}; choose one of: {', '.join(BENCHMARKS)}")
-    module = importlib.import_module(f"kvsketch.benchmark.{name.replace('-', '_')}")
-    raise typer.Exit(module.main(context.args))
+bench_app = group(
+    "benchmark", BENCHMARKS, "Measure speed; `kvsketch bench NAME --help` lists the options of a benchmark."
+)

@@ -1,0 +1,145 @@
+"""One runner for all benchmarks: it checks before it reports, writes every cell once, and names mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvsketch import records
+from kvsketch.benchmark import runner
+from kvsketch.benchmark.runner import Benchmark, Row
+from kvsketch.cli import app
+from kvsketch.cli.bench import BENCHMARKS
+from kvsketch.options import option
+
+SMALL = {
+    "kernels": "--batch 1 --slots 33",
+    "linear": "--batches 1",
+    "chunk": "--chunks 9 --slots 101",
+    "mass": "--tokens 40 --slots 32 --prefill-ms 100",
+    "kcenter": "--length 60 --centers 8 --keys normal --repeats 1 --prefill-ms 100",
+    "balance": "--tokens 256 --slots 128 --repeats 1 --prefill-ms 100",
+    "subgen": "--length 150 --budgets 128 --keys normal --repeats 1 --prefill-ms 100",
+    "pages": "--tokens 64 --budget 32 --batches 1",
+    "recall": "--tokens 160 --budgets 32 --batches 1 --prefill-ms 100",
+    "prefill": "--model tiny --methods streamingllm:budget=16 --length 32 --repeats 1",
+    "decode": "--shape tiny --methods streamingllm:budget=16 --prompt 32 --batches 1,2 --steps 2 --check-tokens 2",
+    "step-profile": "--shape tiny --layers 1 --prompt 32 --methods streamingllm:budget=16 --batches 1",
+    "offload": "--shape tiny --layers 3 --prompt 64 --methods quest:budget=32 --locality 0 --steps 15 --check-tokens 2",
+    "stream": "--model tiny --methods streamingllm:budget=16 --tokens 20,40 --chunk 10 --steps 1",
+}
+
+
+def bench(*args: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *args])
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_every_benchmark_runs_on_a_cpu_with_small_shapes(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "records.jsonl"
+    done = bench(name, "--device", "cpu", "--out", str(out), *SMALL[name].split())
+    assert done.exit_code == 0, done.output
+    found = list(records.read(out))
+    assert found and not any(record["data"].get("failed") for record in found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checks the answer without a GPU")
+@pytest.mark.parametrize("name", sorted(BENCHMARKS.keys() - {"hit-rate"}))
+def test_without_a_gpu_every_benchmark_says_what_it_needs(name: str, tmp_path: Path) -> None:
+    done = bench(name, "--out", str(tmp_path / "records.jsonl"))
+    assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
+    assert len(done.stderr.splitlines()) == 1 and f"the {name} benchmark needs an NVIDIA GPU" in done.stderr
+
+
+MISTAKES = {
+    "batches": (["decode", "--batches", "1,a"], "--batches a is not possible; use a whole number of 1 or more"),
+    "repeats": (["kcenter", "--repeats", "0"], "--repeats 0 is not possible"),
+    "keys": (["subgen", "--keys", "square"], "use one of normal, clustered, rotated"),
+    "device": (["pages", "--device", "abacus"], "use cuda or cpu"),
+    "methods": (["prefill", "--methods", "snapvk", "--device", "cpu"], "did you mean 'snapkv'"),
+    "prefill": (["mass", "--device", "cpu"], "--prefill-ms is needed"),
+    "tune": (["linear", "--tune", "--device", "cpu"], "launch sizes are timed on an NVIDIA GPU"),
+    "name": (["speed"], "choose one of: decode, step-profile"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_nothing_is_written(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, told = MISTAKES[mistake]
+    monkeypatch.chdir(tmp_path)
+    done = bench(*args)
+    assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
+    assert len(done.stderr.splitlines()) == 1 and told in done.stderr
+
+
+def test_help_lists_the_benchmarks_and_their_options() -> None:
+    assert all(name in bench("--help").stdout for name in BENCHMARKS)
+    shown = " ".join(bench("decode", "--help").stdout.split())
+    assert "--batches" in shown and "default: 1,8" in shown and "captured and eager" in shown
+
+
+@dataclass
+class Toy(Benchmark):
+    name, kind, columns = "toy", "toy", "size:d | kilo=time/1e3:.1f"
+    sizes: tuple[int, ...] = option("1,2,3", "sizes", least=1)
+    bad: int = option(0, "a size that fails")
+    broken: bool = option(False, "the check fails")
+
+    def wrong(self) -> list[str]:
+        return ["all of it"] if self.broken else []
+
+    def cells(self) -> Iterator[Row]:
+        return ({"size": size} for size in self.sizes)
+
+    def measure(self, size: int) -> Iterator[Row]:
+        if size == 9:
+            raise torch.OutOfMemoryError("no")
+        for contender in ("ours", "torch"):
+            failed = {"failed": "unlucky"} if size == self.bad else {"time": 1000.0 * size}
+            yield {"size": size, "contender": contender, **failed}
+
+
+def run(out: Path, code: int = 0, **options: Any) -> list[Row]:
+    assert runner.run(Toy(device="cpu", out=str(out), **options)) == code
+    return [record["data"] for record in records.read(out)]
+
+
+def test_nothing_is_reported_when_the_check_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "toy.jsonl", code=1, broken=True) == [] and not list(tmp_path.iterdir())
+    assert capsys.readouterr().err.endswith("our results differ from the reference.\nall of it\n")
+
+
+def test_failures_are_counted_and_running_out_of_memory_is_a_result(tmp_path: Path, capsys: Any) -> None:
+    assert len(run(tmp_path / "a", code=1, bad=2)) == 6
+    assert "6 records" in (shown := capsys.readouterr().out) and "2 of them failed" in shown and "unlucky" in shown
+    assert run(tmp_path / "b", sizes="1,9")[-1] == {"size": 9, "failed": "out of memory"}
+    assert run(tmp_path / "c", code=1, sizes="9") == [{"size": 9, "failed": "out of memory"}]
+
+
+def test_the_same_command_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out, commit = tmp_path / "toy.jsonl", {"hash": "a", "dirty": False}
+    monkeypatch.setattr("kvsketch.records.commit", lambda: commit)
+    monkeypatch.setattr("kvsketch.records.stamp.commit", lambda: commit)
+    assert len(run(out, sizes="1,2")) == 4 and len(run(out)) == 6
+    shown = capsys.readouterr().out
+    assert "2 of 3 cells were measured before" in shown and shown.count("3.0") == 2
+    assert len(run(out, again=True)) == 12
+    commit["dirty"] = True
+    assert len(run(out)) == 18, "changed code is measured again"
+
+
+def test_checks_see_what_is_no_number() -> None:
+    exact = torch.ones(3)
+    assert runner.relative_error(exact, exact) == 0
+    assert runner.too_far("it", runner.relative_error(exact / 0, exact), 0.1) == ["it: relative error inf"]
+    assert runner.too_far("it", float("nan"), 0.1) == ["it: relative error nan"]
