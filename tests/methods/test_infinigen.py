@@ -50,7 +50,7 @@ def test_all_channels_and_no_threshold_choose_the_true_best() -> None:
     """An orthogonal turn keeps inner products: with every channel the choice is the exact top of the budget."""
     method = InfiniGen(budget=20, skip_layers=0, ratio=1.0, alpha=1e6)
     table, query = indexed(method)
-    rows = method.choose_rows(table, query)
+    rows = method.rows_chosen(table, query)
     best = true_scores(table, query)[..., :TOKENS].topk(19, dim=-1).indices
     for chosen, wanted in zip(rows.flatten(0, 1).tolist(), best.flatten(0, 1).tolist(), strict=True):
         assert set(chosen) == {*wanted, TOKENS}, "the best of the past and the query's own token"
@@ -58,7 +58,7 @@ def test_all_channels_and_no_threshold_choose_the_true_best() -> None:
 
 def test_a_few_channels_find_most_of_the_best() -> None:
     table, query = indexed(InfiniGen(budget=20, skip_layers=0, alpha=1e6))
-    rows = InfiniGen(budget=20, skip_layers=0, alpha=1e6).choose_rows(table, query)
+    rows = InfiniGen(budget=20, skip_layers=0, alpha=1e6).rows_chosen(table, query)
     best = true_scores(table, query)[..., :TOKENS].topk(19, dim=-1).indices
     found = [
         len({*c} & {*w}) / 19 for c, w in zip(rows.flatten(0, 1).tolist(), best.flatten(0, 1).tolist(), strict=True)
@@ -72,7 +72,7 @@ def test_the_threshold_counts_what_is_near_the_maximum() -> None:
     table, query = indexed(method)
     scores = true_scores(table, query)[..., :TOKENS]
     near = (scores > scores.amax(-1, keepdim=True) - 2.0).sum(-1).float().mean(-1).round().long()
-    read = (method.choose_rows(table, query) >= 0).sum(-1)
+    read = (method.rows_chosen(table, query) >= 0).sum(-1)
     assert (read == near.view(-1, 1) + 1).all(), "the mean over the heads of a row, and the query's own token"
     assert (near < 59).all(), "the cap must not hide the threshold"
 
@@ -81,7 +81,7 @@ def test_the_answer_is_attention_over_the_chosen() -> None:
     method = InfiniGen(budget=20, skip_layers=0)
     table, query = indexed(method)
     out = method.attend(table, query)
-    rows = method.choose_rows(table, query)
+    rows = method.rows_chosen(table, query)
     assert out is not None
     keys, values = (t.repeat_interleave(GROUP, 1) for t in (table.key_slots(), table.value_slots()))
     for b in range(2):

@@ -79,7 +79,7 @@ def test_pages_read_equal_brute_force(padding: list[int], generated: int) -> Non
     for _ in range(generated):
         run.grow(1)
     query = normal(2, HEADS * GROUP, 1, SIZE, seed=9)
-    chosen = run.method.choose_rows(run.table, query)
+    chosen = run.method.rows_chosen(run.table, query)
     # With padding there is room for a row of 20 tokens and the newest one.
     assert chosen.shape == (2, HEADS * GROUP, 24 if any(padding) else 20)
     for row in range(2):
@@ -109,9 +109,9 @@ def test_pages_follow_the_text_of_a_row_not_its_padding() -> None:
     alone.table.append(padded.keys[:, :, 3:].clone(), padded.values[:, :, 3:].clone())
     alone.method.compress(alone.table, normal(1, HEADS * GROUP, 50, SIZE))
     query = normal(1, HEADS * GROUP, 1, SIZE, seed=9)
-    shifted = alone.method.choose_rows(alone.table, query)
+    shifted = alone.method.rows_chosen(alone.table, query)
     # The list of a padded batch has room for one page more.
-    chosen = padded.method.choose_rows(padded.table, query)
+    chosen = padded.method.rows_chosen(padded.table, query)
     assert torch.equal(chosen[..., :20], torch.where(shifted >= 0, shifted + 3, -1)) and (chosen[..., 20:] == -1).all()
     pages = 50 // 4
     assert torch.equal(padded.table.state.page_min[:, :, :pages], alone.table.state.page_min[:, :, :pages])
@@ -156,7 +156,7 @@ def test_tokens_taken_back_leave_no_trace_in_the_bounds() -> None:
 
 def test_at_least_three_pages_and_each_row_its_share() -> None:
     run = Run(Quest(budget="25%", page=4, skip_layers=0), 80, [0, 48])
-    chosen = run.method.choose_rows(run.table, normal(2, HEADS * GROUP, 1, SIZE, seed=9))
+    chosen = run.method.rows_chosen(run.table, normal(2, HEADS * GROUP, 1, SIZE, seed=9))
     assert [(rows >= 0).sum(-1).unique().tolist() for rows in chosen] == [[20], [12]]
 
 

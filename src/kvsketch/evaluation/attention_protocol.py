@@ -26,9 +26,8 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.methods import InfiniGen, Quest, parse_method
+from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
-from kvsketch.methods.recall import RecallingMethod
 from kvsketch.slots.positions import TEXT
 from kvsketch.slots.table import SlotTable
 
@@ -134,12 +133,12 @@ def measure(text: str, rate: int, layer: Captured, queries: int, protocol: Proto
     method = configured(text, total, context, protocol)
     table = SlotTable(layer.layer, layer.num_layers, seed)
     table.note_scale(layer.scale)
-    if isinstance(method, RecallingMethod):
+    if method.family == "recall":
         out = _recalled(method, table, layer, queries, protocol)
     else:
         _read(method, table, layer, 0, context)
         out = _from_slots(method, table, asked, seen if protocol.causal else None)
-    return Outcome(relative_error(out, exact), _tokens_read(method, table, asked, protocol), _bytes(table.tensors()))
+    return Outcome(relative_error(out, exact), _tokens_read(method, table, asked), _bytes(table.tensors()))
 
 
 def relative_error(out: Tensor, exact: Tensor) -> float:
@@ -170,7 +169,7 @@ def _read(method: Method, table: SlotTable, layer: Captured, start: int, end: in
     method.compress(table, layer.queries[:, :, start:end])
 
 
-def _recalled(method: RecallingMethod, table: SlotTable, layer: Captured, queries: int, protocol: Protocol) -> Tensor:
+def _recalled(method: Method, table: SlotTable, layer: Captured, queries: int, protocol: Protocol) -> Tensor:
     """Answers of a recall method to the last queries, one at a time; causal: each after its own token has come."""
     seen = layer.keys.shape[2]
     start = seen - queries
@@ -184,7 +183,7 @@ def _recalled(method: RecallingMethod, table: SlotTable, layer: Captured, querie
         query = layer.queries[:, :, place : place + 1].contiguous()
         if protocol.causal:
             _append(method, table, layer, place, place + 1)
-        answer = method.attend(table, query) if method.is_indexed(table) else None
+        answer = method.attend(table, query)
         answers.append(_from_slots(method, table, query, None) if answer is None else answer)
         if protocol.causal:
             method.compress(table, query)
@@ -200,14 +199,11 @@ def _from_slots(method: Method, table: SlotTable, queries: Tensor, seen: int | N
     )
 
 
-def _tokens_read(method: Method, table: SlotTable, queries: Tensor, protocol: Protocol) -> float:
+def _tokens_read(method: Method, table: SlotTable, queries: Tensor) -> float:
     """Tokens that a query head reads, in the mean."""
-    if not isinstance(method, RecallingMethod) or not method.is_indexed(table):
-        return table.stored()
-    if isinstance(method, Quest | InfiniGen):
-        chosen = [method.choose_rows(table, query.contiguous()) >= 0 for query in queries.split(1, dim=2)]
-        return float(torch.stack(chosen).sum(-1).float().mean())
-    return method.sinks + method.rows_read(table) + protocol.recent
+    chosen = [method.rows_chosen(table, query.contiguous()) for query in queries.split(1, dim=2)]
+    counts = [(rows >= 0).sum(-1).float().mean() for rows in chosen if rows is not None]
+    return float(torch.stack(counts).mean()) if counts else table.stored()
 
 
 def _best_tokens(

@@ -13,7 +13,6 @@ import torch
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import METHODS, Method, parse_method
 from kvsketch.methods.budget import Size
-from kvsketch.methods.recall import RecallingMethod
 from kvsketch.slots.table import SlotTable
 
 UNITS = ("tokens", "bytes")
@@ -89,7 +88,7 @@ def in_bytes(method: str) -> str:
 
     Without that it holds everything on the device whatever its budget is; the answers are the same.
     """
-    recalls = isinstance(parse_method(method), RecallingMethod)
+    recalls = parse_method(method).family == "recall"
     return f"{method}:offload=host" if recalls and ":offload=" not in method else method
 
 
@@ -154,7 +153,9 @@ def share_of_bytes(method: str, tokens: int, prompt: int, shapes: Shapes) -> flo
     """
     chosen = parse_method(with_budget(method, tokens))
     tables = [SlotTable(layer, shapes.layers, prompt_tokens=prompt) for layer in range(shapes.layers)]
-    kinds = [(chosen.budget_tokens(table), _selects(chosen, table)) for table in tables]
+    # The first layers of a recall method read everything.
+    skipped = getattr(chosen, "skip_layers", 0)
+    kinds = [(chosen.budget_tokens(table), table.layer_idx < skipped) for table in tables]
     found = {
         kind: _table_bytes(chosen, table, prompt, shapes)
         for table, kind in zip(tables, kinds, strict=True)
@@ -162,10 +163,6 @@ def share_of_bytes(method: str, tokens: int, prompt: int, shapes: Shapes) -> flo
     }
     each = prompt * (shapes.key_size + shapes.value_size) * shapes.dtype.itemsize
     return sum(found[kind] for kind in kinds) / (shapes.layers * each)
-
-
-def _selects(method: Method, table: SlotTable) -> bool:
-    return not isinstance(method, RecallingMethod) or method.selects(table)
 
 
 def _table_bytes(method: Method, table: SlotTable, prompt: int, shapes: Shapes) -> int:

@@ -10,18 +10,15 @@ every query reads of those.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvsketch import ops
 from kvsketch.evaluation.attention_protocol import Captured
-from kvsketch.methods import ClusterKV, InfiniGen, Quest
 from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size
-from kvsketch.methods.clusterkv.clusters import Clusters
-from kvsketch.methods.recall import RecallingMethod
+from kvsketch.methods.clusterkv import clusters
 from kvsketch.ops.hot_rows import HITS, READS
 from kvsketch.slots.table import SlotTable
 
@@ -33,10 +30,16 @@ class Choice(NamedTuple):
     taken: Tensor | None = None  # [Hq, Q, C] int32, tokens taken from each cluster, where there are clusters
 
 
+def changed(method: Any, **parameters: Any) -> Method:
+    """The method with other parameters."""
+    found: Method = dataclasses.replace(method, **parameters)
+    return found
+
+
 def readable(method: Method) -> Method:
     """The method, made to select in every layer; raises ValueError for one that keeps no tokens as they are."""
-    if isinstance(method, RecallingMethod):
-        return dataclasses.replace(method, skip_layers=0)
+    if method.family == "recall":
+        return changed(method, skip_layers=0)
     if method.family not in ("evict", "full"):
         raise ValueError(f"{method.name} keeps no tokens as they are; recall is of methods that evict or recall")
     return method
@@ -74,35 +77,28 @@ def recall(rows: Tensor, ranks: Tensor, budget: int) -> Tensor:  # [Hq, Q]
 @torch.no_grad()
 def choose(method: Method, table: SlotTable, queries: Tensor) -> Choice:
     """What each of the queries [1, Hq, Q, D] reads of the table."""
-    single = [query.contiguous() for query in queries.split(1, dim=2)]
-    if isinstance(method, ClusterKV) and method.is_indexed(table):
-        return _clusters(method, table, single)
-    if isinstance(method, Quest | InfiniGen) and method.is_indexed(table):
-        return Choice(torch.stack([method.choose_rows(table, query)[0] for query in single], 1))
-    kept = table.index_slots()[0].repeat_interleave(queries.shape[1] // table.shape[1], 0)
-    return Choice(kept[:, None].expand(-1, len(single), -1))
+    heads = queries.shape[1]
+    lists = [method.rows_chosen(table, query.contiguous()) for query in queries.split(1, dim=2)]
+    kept = table.index_slots()
+    read = [(kept if rows is None else rows)[0] for rows in lists]
+    rows = torch.stack([each.repeat_interleave(heads // each.shape[0], 0) for each in read], 1)
+    labels = clusters.labels(table)
+    return Choice(rows, None if labels is None else _taken(rows, labels[0]))
 
 
-def _clusters(method: ClusterKV, table: SlotTable, queries: list[Tensor]) -> Choice:
-    """The sinks, and the clusters that each query likes best; its own `scores` decide, as in `attend`."""
-    state, heads = table.state_of(Clusters), queries[0].shape[1]
-    budget = method.rows_read(table)
-    chosen = [
-        ops.select_clusters(method._scores(table, query), state.sizes, state.offsets, state.order, budget)
-        for query in queries
-    ]
-    rows, taken = (
-        torch.stack([each[0].repeat_interleave(heads // each.shape[1], 0) for each in parts], 1)
-        for parts in ([each.rows for each in chosen], [each.taken for each in chosen])
-    )
-    sinks = torch.arange(min(method.sinks, table.seen), dtype=torch.int32, device=rows.device)
-    return Choice(torch.cat([sinks.expand(*rows.shape[:2], -1), rows], -1), taken)
+def _taken(rows: Tensor, labels: Tensor) -> Tensor:  # [Hq, Q, C] int32
+    """How many of rows [Hq, Q, M] each cluster holds, by labels [H, n]."""
+    own = labels.repeat_interleave(rows.shape[0] // labels.shape[0], 0)
+    own = own[:, None].expand(-1, rows.shape[1], -1).gather(2, rows.clamp_min(0).long())
+    counted = ((rows >= 0) & (own >= 0)).int()
+    taken = torch.zeros(*rows.shape[:2], int(labels.max()) + 1, dtype=torch.int32, device=rows.device)
+    return taken.scatter_add_(2, own.clamp_min(0), counted)
 
 
 def cluster_count(table: SlotTable) -> int | None:
     """Clusters of the largest head that hold tokens, None without clusters."""
-    state = table.state
-    return int((state.sizes > 0).sum(-1).max()) if isinstance(state, Clusters) and state.indexed else None
+    labels = clusters.labels(table)
+    return None if labels is None else max(len(own.unique()) - int((own < 0).any()) for own in labels.flatten(0, 1))
 
 
 def cluster_hits(taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:  # [Hq], [Hq]
@@ -121,13 +117,11 @@ def cluster_hits(taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:  # [Hq], [
 
 
 @torch.no_grad()
-def hot_set_hits(
-    method: RecallingMethod, layer: Captured, context: int, steps: int, seed: int = 0
-) -> tuple[int, int] | None:
+def hot_set_hits(method: Method, layer: Captured, context: int, steps: int, seed: int = 0) -> tuple[int, int] | None:
     """(hits, reads) of the hot set of the last `steps` steps when the layer lies in host memory, without the first
     query, which finds nothing; None where nothing is offloaded.
     """
-    offloading = dataclasses.replace(method, offload="host", keep_steps=steps)
+    offloading = changed(method, offload="host", keep_steps=steps)
     table = table_of(offloading, layer, context, seed)
     if table.hot.counts is None:
         return None

@@ -83,7 +83,9 @@ def _step(method: InfiniGen, tables: list[SlotTable], layers: tuple[Asked, Asked
         asked, key = (tensor[:, :, step : step + 1] for tensor in layer)
         table.append(key, key)
         method.attend(table, asked.contiguous())
-        rows = method.choose_rows(table, asked.contiguous())[0]
+        chosen = method.rows_chosen(table, asked.contiguous())
+        assert chosen is not None
+        rows = chosen[0]
         method.compress(table, asked)
     return rows
 

@@ -122,6 +122,12 @@ class Method:
         """
         return None
 
+    def rows_chosen(self, table: SlotTable, query: Tensor) -> Tensor | None:  # [B, lists, M] int32
+        """The tokens that one query per row, [B, Hq, 1, D], reads: a list for each query head, or for each KV head
+        where its group shares one, -1 for none. None: all that the table holds.
+        """
+        return None
+
     def bound(self, table: SlotTable, max_length: int) -> None:
         """Gives an exact table its fixed shape ahead of time, so that decoding can be captured; may leave it exact."""
 

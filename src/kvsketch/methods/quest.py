@@ -130,17 +130,20 @@ class Quest(RecallingMethod):
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
     ) -> Tensor | None:
-        if not self.is_indexed(table):
+        chosen = self.rows_chosen(table, query)
+        if chosen is None:
             return None
-        rows = self.slots_of(table, self.choose_rows(table, query))
+        rows = self.slots_of(table, chosen)
         return ops.indexed_attention(
             query, *table.stores(), rows, table.scale, softcap=softcap, sink_logits=sink_logits
         )
 
-    def choose_rows(self, table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq, rows_read] int32
+    def rows_chosen(self, table: SlotTable, query: Tensor) -> Tensor | None:  # [B, Hq, rows_read] int32
         """Tokens of the best pages of each query head; the page being filled, which holds the query's own token, is
         one.
         """
+        if not self.is_indexed(table):
+            return None
         state = table.state_of(self.State)
         return ops.select_pages(
             query,

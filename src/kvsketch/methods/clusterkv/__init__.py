@@ -13,6 +13,7 @@ from kvsketch.methods.base import option
 from kvsketch.methods.clusterkv import clusters
 from kvsketch.methods.clusterkv.clusters import Clusters
 from kvsketch.methods.recall import RecallingMethod
+from kvsketch.ops.select_clusters import Selection
 from kvsketch.slots import offloaded
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.table import SlotTable
@@ -124,20 +125,10 @@ class ClusterKV(RecallingMethod):
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
     ) -> Tensor | None:
-        # A prompt that was broken off leaves more tokens without clusters than a tail holds.
-        if not self.is_indexed(table) or table.seen - self.indexed_tokens(table) > self.recluster:
+        selected = self._select(table, query)
+        if selected is None:
             return None
-        state = table.state_of(self.State)
-        budgets = None if state.budgets is None else (state.budgets - self.sinks).clamp_min(1)
-        selected = ops.select_clusters(
-            self._scores(table, query),
-            state.sizes,
-            state.offsets,
-            state.order,
-            self.rows_read(table),
-            budgets=budgets,
-        )
-        rows = self.slots_of(table, selected.rows)
+        state, rows = table.state_of(self.State), self.slots_of(table, selected.rows)
         torch.add(state.tail_shift, table.seen_on_device(), out=state.spans[:, 1, 1])
         return ops.indexed_attention(
             query,
@@ -153,6 +144,28 @@ class ClusterKV(RecallingMethod):
             softcap=softcap,
             sink_logits=sink_logits,
         )
+
+    def _select(self, table: SlotTable, query: Tensor) -> Selection | None:
+        """The tokens of the best clusters; None while everything is read."""
+        # A prompt that was broken off leaves more tokens without clusters than a tail holds.
+        if not self.is_indexed(table) or table.seen - self.indexed_tokens(table) > self.recluster:
+            return None
+        state = table.state_of(self.State)
+        budgets = None if state.budgets is None else (state.budgets - self.sinks).clamp_min(1)
+        scores, read = self._scores(table, query), self.rows_read(table)
+        return ops.select_clusters(scores, state.sizes, state.offsets, state.order, read, budgets=budgets)
+
+    def rows_chosen(self, table: SlotTable, query: Tensor) -> Tensor | None:  # [B, lists, M] int32
+        """The sinks, the tokens of the best clusters, and those that no cluster holds yet."""
+        selected = self._select(table, query)
+        if selected is None:
+            return None
+        tail, device = self.indexed_tokens(table), selected.rows.device
+        first = torch.arange(self.sinks, device=device).expand(table.shape[0], -1)
+        first = first if table.padding is None else first + table.padding.view(-1, 1)
+        last = torch.arange(tail, table.seen, device=device).expand(table.shape[0], -1)
+        always = torch.cat([torch.where(first < tail, first, -1), last], 1).int()
+        return torch.cat([always[:, None].expand(-1, selected.rows.shape[1], -1), selected.rows], -1)
 
     def _scores(self, table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq or H, C] float32
         state = table.state_of(self.State)

@@ -117,6 +117,20 @@ def _on_device(numbers: list[int], device: torch.device) -> Tensor:
     return rows.to(device, non_blocking=True)
 
 
+def labels(table: SlotTable) -> Tensor | None:  # [B, H, seen] int64
+    """The cluster of each token, -1 for a token in none; None where the table has no clusters."""
+    state = table.state
+    if not isinstance(state, Clusters) or not state.indexed:
+        return None
+    order, first = state.order[:, :, : state.ordered].long(), state.offsets[:, :, : state.used]
+    end = (first + state.sizes[:, :, : state.used]).contiguous()
+    place = torch.arange(state.ordered, dtype=first.dtype, device=order.device).expand_as(order).contiguous()
+    cluster = torch.searchsorted(end, place, right=True).clamp_max(state.used - 1)
+    inside = (place >= first.gather(2, cluster)) & (place < end.gather(2, cluster))
+    found = torch.full((*order.shape[:2], table.seen), -1, device=order.device)
+    return found.scatter_(2, order, torch.where(inside, cluster, -1))
+
+
 def note_spans(table: SlotTable, sinks: int) -> None:
     """Notes where sinks and tail lie; the end of the tail, which moves with every token, is set when it is read."""
     state = table.state_of(Clusters)

@@ -178,15 +178,18 @@ class InfiniGen(RecallingMethod):
     ) -> Tensor | None:
         if self.speculate == "previous":
             speculation.note(table, query)
-        if not self.is_indexed(table):
+        chosen = self.rows_chosen(table, query)
+        if chosen is None:
             return None
-        rows = self.slots_of(table, self.choose_rows(table, query))
+        rows = self.slots_of(table, chosen)
         return ops.indexed_attention(
             query, *table.stores(), rows, table.scale, softcap=softcap, sink_logits=sink_logits
         )
 
-    def choose_rows(self, table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq, rows_read] int32
+    def rows_chosen(self, table: SlotTable, query: Tensor) -> Tensor | None:  # [B, Hq, rows_read] int32
         """The tokens each query head reads, best first, -1 behind the last."""
+        if not self.is_indexed(table):
+            return None
         if self.speculate == "previous" and speculation.can_speculate(table):
             query = speculation.speculate(table, query)
         scores = self._scores(table, query)  # [B, Hq, N]
