@@ -131,7 +131,13 @@ def _parameter(key: str, kind: type, many: bool, field: dataclasses.Field[Any]) 
     shown = f"{shown},..." if many else f"[{shown}]" if checks["alone"] is not None else shown
     asked = typer.Option(flag(key), help=checks["help"].replace("[", "\\["), metavar=None if kind is bool else shown)
     if kind is not bool and default is not dataclasses.MISSING:
-        default = ",".join(map(str, default)) if isinstance(default, tuple) else str(default or "") or None
+        default = (
+            ",".join(map(str, default))
+            if isinstance(default, tuple)
+            else None
+            if default in (None, "")
+            else str(default)
+        )
     annotation: Any = bool if kind is bool else str if default is dataclasses.MISSING else str | None
     return inspect.Parameter(
         key,
@@ -153,6 +159,6 @@ def _with_values(args: list[str], options: dict[str, tuple[type, bool, dataclass
 
 
 def _paragraphs(text: str) -> str:
-    """Help that keeps its indented lines, and its brackets."""
+    """Help that keeps its indented lines and its brackets."""
     parts = inspect.cleandoc(text).replace("[", "\\[").split("\n\n")
-    return "\n\n".join(f"\b\n{part}" if part.startswith(" ") else part for part in parts)
+    return "\n\n".join(f"\b\n{part}" if part.startswith(" ") else " ".join(part.split()) for part in parts)

@@ -58,6 +58,10 @@ def test_dir_shows_the_public_names() -> None:
     assert dir(kvsketch) == sorted(kvsketch.__all__) and all(hasattr(kvsketch, name) for name in dir(kvsketch))
 
 
+def test_the_version_is_told() -> None:
+    assert run("--version").stdout == f"kvsketch {kvsketch.__version__}\n"
+
+
 def test_default_model_is_the_catalogue_default() -> None:
     assert DEFAULT_MODEL == models.DEFAULT_MODEL
 

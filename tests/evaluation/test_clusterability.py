@@ -130,8 +130,9 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_text_that_is_too_short_is_said_so(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "document", lambda name: "too short")
-    found = run(folder, tmp_path, "--texts", "mine", "--tokens", "100", "--layers", "0", code=1)
-    assert found[0]["data"]["failed"] == ("ValueError: mine has 9 tokens, not 100; use fewer tokens or a longer text")
+    with pytest.raises(ValueError, match="mine has 9 tokens, not 100; use fewer tokens or a longer text"):
+        run(folder, tmp_path, "--texts", "mine", "--tokens", "100", "--layers", "0")
+    assert not list(tmp_path.iterdir()), "nothing is written of what cannot be measured"
 
 
 @pytest.mark.real_model

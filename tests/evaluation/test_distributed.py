@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvsketch import records
-from kvsketch.evaluation import distributed, experiment
-from kvsketch.evaluation.experiment import FAILED, Cell, Experiment
+from kvsketch.evaluation import distributed, runner
+from kvsketch.evaluation.experiment import (
+    FAILED,
+    Cell,
+    Experiment,
+    ExperimentOptions,
+    budgets_option,
+    methods_option,
+)
+from kvsketch.options import option
+
+
+@dataclass
+class FragileOptions(ExperimentOptions):
+    methods: str = methods_option("full,snapkv")
+    budgets: str = budgets_option("1/4,64")
+    samples: int = option(6, "samples", least=1)
+    deadly: str = option("", "samples that kill, and how often")
 
 
 class Fragile(Experiment):
     """Scores the number of a sample. Some samples kill the process that measures them, so many times."""
 
     name = "fragile"
-    default_methods = "full,snapkv"
-    default_budgets = "1/4,64"
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--samples", type=int, default=6)
-        parser.add_argument("--deadly", default="")
+    options: FragileOptions
 
     def open(self) -> None:
         if self.options.model == "nowhere":
@@ -79,7 +89,7 @@ def _ray() -> Iterator[None]:
 
 
 def run(out: Path, *arguments: str) -> list[dict[str, Any]]:
-    assert experiment.main(Fragile, ["--out", str(out), *arguments]) == 0
+    assert runner.main(Fragile, ["--out", str(out), *arguments]) == 0
     return list(records.read(out / "fragile.jsonl"))
 
 
@@ -153,11 +163,10 @@ def test_without_ray_says_what_to_install(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_worker_for_each_gpu_else_for_each_machine(
     cluster: dict[str, float], device: str | None, workers: int | None, expected: tuple[Any, ...]
 ) -> None:
-    options = argparse.Namespace(device=device, ray_workers=workers)
+    options = ExperimentOptions(device=device, ray_workers=workers)
     assert distributed.share_of(cluster, options, groups=10)[:3] == expected
 
 
-def test_no_workers_are_refused(tmp_path: Path) -> None:
-    options = argparse.Namespace(device=None, ray_workers=0)
+def test_no_workers_are_refused() -> None:
     with pytest.raises(ValueError, match="--ray-workers 0"):
-        distributed.share_of({"CPU": 2.0}, options, groups=10)
+        ExperimentOptions(ray_workers=0)

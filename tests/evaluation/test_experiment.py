@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import multiprocessing
@@ -10,33 +9,39 @@ import pickle
 import signal
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from kvsketch import records
-from kvsketch.evaluation import budgets, experiment, identity, result_table
-from kvsketch.evaluation.experiment import Cell, Experiment, failure
+from kvsketch.cli import app
+from kvsketch.evaluation import budgets, experiment, identity, result_table, runner
+from kvsketch.evaluation.experiment import Cell, Experiment, ExperimentOptions, failure, methods_option
 from kvsketch.methods import METHODS
+from kvsketch.options import option
 from tests.helpers import tiny
 
 calls: list[str] = []
 
 
+@dataclass
+class ToyOptions(ExperimentOptions):
+    methods: str = methods_option("full,snapkv")
+    samples: int = option(6, "samples", least=1)
+    bad: int = option(-1, "a sample that fails")
+    explode: int = option(-1, "a sample that fails with its whole group")
+    seconds: float = option(0.0, "how long a sample takes")
+
+
 class Toy(Experiment):
-    """Scores the number of a sample; a sample named in `--bad` fails, alone or with its whole group."""
+    """Scores the number of a sample."""
 
     name = "toy-example"
-    default_methods = "full,snapkv"
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--samples", type=int, default=6)
-        parser.add_argument("--bad", type=int, default=-1)
-        parser.add_argument("--explode", type=int, default=-1)
-        parser.add_argument("--seconds", type=float, default=0.0)
+    options: ToyOptions
 
     def open(self) -> None:
         calls.append("open")
@@ -75,7 +80,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(out: Path, *arguments: str, code: int | None = 0) -> list[dict[str, Any]]:
-    assert experiment.main(Toy, ["--out", str(out), "--budgets", "1/4,64", *arguments]) == code
+    assert runner.main(Toy, ["--out", str(out), "--budgets", "1/4,64", *arguments]) == code
     return list(records.read(out / "toy_example.jsonl"))
 
 
@@ -137,7 +142,7 @@ def test_a_limit_takes_the_first_samples_of_each_setting(tmp_path: Path) -> None
     found = run(tmp_path, "--limit", "2")
     assert {record["data"]["sample"] for record in found} == {"sample=0", "sample=1", "sample=3", "sample=4"}
     assert len(run(tmp_path)) == 18
-    with pytest.raises(ValueError, match="--limit 0"):
+    with pytest.raises(ValueError, match="--limit 0 is not possible"):
         run(tmp_path, "--limit", "0")
 
 
@@ -170,7 +175,7 @@ def test_an_experiment_that_forgets_a_cell_is_told(tmp_path: Path, monkeypatch: 
 
 
 def test_options_travel_to_other_processes() -> None:
-    options = experiment.parser(Toy).parse_args([])
+    options = ToyOptions()
     there = Toy(pickle.loads(pickle.dumps(options)))
     assert there.cells() == Toy(copy.deepcopy(options)).cells()
     assert next(experiment.measure_group(there, there.cells()[:1]))[1]["data"]["score"] == 0.0
@@ -248,10 +253,10 @@ def test_models_in_folders_of_the_same_name_are_told_apart(tmp_path: Path, monke
         folder = tiny.save_tiny_model(tmp_path / name / "model")
         weights = folder / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-4] + name.encode() * 4)
-        settings.append(dict(Toy(experiment.parser(Toy).parse_args(["--model", str(folder)])).setting))
+        settings.append(dict(Toy(ToyOptions(model=str(folder))).setting))
     assert settings[0]["model"] == settings[1]["model"] == "model"
     assert settings[0]["weights"] != settings[1]["weights"]
-    built_in = dict(Toy(experiment.parser(Toy).parse_args([])).setting)
+    built_in = dict(Toy(ToyOptions()).setting)
     assert "weights" not in built_in, "a built-in name pins its weights, and a complete file needs no model"
 
 
@@ -323,3 +328,37 @@ def test_all_methods_are_compared_at_equal_bytes() -> None:
     }
     assert held.keys() >= {"snapkv", "uniform", "subgen"}
     assert min(held.values()) > 0.66 * held["snapkv"], held
+
+
+MISTAKES = {
+    "lengths": (["needle", "--lengths", "0"], "--lengths 0 is not possible; use a whole number of 1 or more"),
+    "depths": (["needle", "--depths", "0,5"], "--depths 5 is not possible; use a number from 0 to 1"),
+    "repeats": (["needle", "--repeats", "0"], "--repeats 0 is not possible"),
+    "lines": (["lines", "--lines", "0,200"], "--lines 0 is not possible"),
+    "batch": (["lines", "--batch", "-3"], "--batch -3 is not possible"),
+    "budgets": (["lines", "--budgets", "lots"], "25%"),
+    "methods": (["lines", "--methods", "snapvk"], "did you mean 'snapkv'"),
+    "texts": (["perplexity", "--texts", "1790-Washing-1"], "from 1790-Washington-1 to"),
+    "model": (["needle", "--model", "smollm3"], "smollm2-135m"),
+    "layers": (["recall", "--layers", "70"], "not among the full-attention layers"),
+    "seeds": (["needle", "--seeds", "one"], "0-9"),
+    "dtype": (["needle", "--dtype", "int3"], "one of float32, bfloat16, float16"),
+    "data": (["longbench"], "--data is missing"),
+    "short": (
+        ["needle", "--lengths", "30", "--methods", "full"],
+        "--lengths 30 with --needles 1: 30 tokens cannot hold",
+    ),
+    "name": (["speed"], "choose one of: attention-error, lines"),
+}
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_nothing_is_written(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments, told = MISTAKES[mistake]
+    done = CliRunner().invoke(app, ["eval", *arguments])
+    assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
+    assert told in done.stderr.splitlines()[-1]

@@ -260,7 +260,7 @@ def test_budgets_equal_in_bytes(tiny: Path, tmp_path: Path, short: Path) -> None
 
 
 def test_options_that_cannot_be(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--max-prompt 1 leaves nothing"):
+    with pytest.raises(ValueError, match="--max-prompt 1 is not possible"):
         longbench.main(command(tiny, tmp_path, "--max-prompt", "1"))
     with pytest.raises(ValueError, match="unknown LongBench task 'squad'"):
         longbench.main(command(tiny, tmp_path, "--plain-tasks", "squad"))

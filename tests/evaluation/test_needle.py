@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvsketch import models, records
-from kvsketch.evaluation import experiment, needle
+from kvsketch.evaluation import needle
 from kvsketch.models import texts
 from tests.helpers import tiny
 
@@ -22,9 +22,16 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> needle.Needle:
     """The experiment on a tiny model with a byte tokenizer and invented text."""
     monkeypatch.setattr(texts, "_sentences", lambda characters, chance: SENTENCES[chance.randrange(9) :])
     folder = tiny.save_tiny_model(tmp_path / "model")
-    line = ["--model", str(folder), "--device", "cpu", "--lengths", "700", "--depths", "0,0.5,1", "--repeats", "2"]
-    line += ["--methods", "full,snapkv", "--budgets", "1/2", "--max-new-tokens", "4", "--out", str(tmp_path)]
-    found = needle.Needle(experiment.parser(needle.Needle).parse_args(line))
+    options = needle.NeedleOptions(
+        model=str(folder),
+        device="cpu",
+        lengths="700",
+        depths="0,0.5,1",
+        repeats=2,
+        methods="full,snapkv",
+        budgets="1/2",
+    )
+    found = needle.Needle(options)
     found.tokenizer = models.load(folder, device="cpu")[1]
     return found
 
@@ -80,5 +87,5 @@ def test_the_command(asked: needle.Needle, tmp_path: Path) -> None:
     assert all(each["needles"] == 3 and each["tokens_stored"] > 0.4 * each["prompt_tokens"] for each in data)
     with pytest.raises(ValueError, match="--needles 9"):
         needle.main([*line, "--needles", "9"])
-    with pytest.raises(ValueError, match="--depths 'deep'"):
+    with pytest.raises(ValueError, match="--depths deep is not possible"):
         needle.main([*line, "--depths", "deep"])

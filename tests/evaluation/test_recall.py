@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from kvsketch import ops, records
-from kvsketch.evaluation import attention_protocol, recall, selections
+from kvsketch.evaluation import attention_protocol, recall, selections, speculation
 from kvsketch.evaluation.attention_protocol import Captured
 from kvsketch.evaluation.selections import Choice
 from kvsketch.methods import parse_method
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.models import texts
+from kvsketch.slots.table import SlotTable
 from tests.helpers import tiny, zoo
 
 CONTEXT, STEPS = 240, 12
@@ -188,3 +189,46 @@ def test_a_real_model(tmp_path: Path) -> None:
     assert all(80 / 320 < each["recall"] < 1.0 for each in found.values()), "better than reading at random"
     assert all(0.0 < each["hot_set_hits"]["1"] <= each["hot_set_hits"]["2"] <= 1.0 for each in found.values())
     assert 0.0 < found["clusterkv"]["cluster_hits"]["1"] <= 1.0
+
+
+@pytest.mark.real_model
+def test_speculation_finds_more_with_the_rotation_known(tmp_path: Path) -> None:
+    line = ["--tokens", "96", "--steps", "4", "--layers", "6", "--budget", "32", "--out", str(tmp_path)]
+    assert speculation.main(line) == 0
+    found = {
+        record["data"]["query"]: record["data"]["recall"] for record in records.read(tmp_path / "speculation.jsonl")
+    }
+    assert list(found) == list(speculation.QUERIES)
+    assert found["own"] > found["previous"] > found["previous, map of other tokens"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "quest:page=8",
+        "infinigen",
+        "clusterkv:sinks=4:completion=false",
+        "clusterkv:sinks=4:completion=false:share_in_group=true",
+    ],
+)
+def test_rows_chosen_are_what_a_query_reads(text: str) -> None:
+    """Attention over the chosen rows alone is the answer of the method, in a row with left padding too."""
+    generator = torch.Generator().manual_seed(3)
+    keys, values = (torch.randn(2, 2, 90, 8, generator=generator) for _ in range(2))
+    queries = torch.randn(2, 4, 90, 8, generator=generator)
+    method = parse_method(f"{text}:budget=24:skip_layers=0")
+    table = SlotTable(0, 1)
+    table.scale, table.padding = 0.3, torch.tensor([0, 9])
+    for start, end in ((0, 80), (80, 81)):
+        table.append(keys[:, :, start:end], values[:, :, start:end])
+        if end == 80:
+            assert method.rows_chosen(table, queries[:, :, :1]) is None, "without an index everything is read"
+            method.compress(table, queries[:, :, start:end])
+    rows = method.rows_chosen(table, queries[:, :, 80:81])
+    assert rows is not None and 24 <= rows.shape[2] < 81
+    read = torch.zeros(2, rows.shape[1], 82, dtype=torch.bool).scatter_(2, rows.long() + 1, True)[:, :, 1:]
+    bias = read.repeat_interleave(4 // rows.shape[1], 1).unsqueeze(2)
+    expected = ops.weighted_attention(
+        queries[:, :, 80:81], keys[:, :, :81], values[:, :, :81], None, None, 0.3, bias=bias
+    )
+    torch.testing.assert_close(method.attend(table, queries[:, :, 80:81]), expected)

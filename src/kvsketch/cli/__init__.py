@@ -6,12 +6,16 @@ One file per command. Nothing here imports torch or transformers before a comman
 from __future__ import annotations
 
 import os
+from typing import Annotated
 
+import typer
+
+import kvsketch
 from kvsketch.cli.bench import bench_app
 from kvsketch.cli.boundary import OneLineErrors, new_app
 from kvsketch.cli.demo import demo
 from kvsketch.cli.env import env
-from kvsketch.cli.evaluate import evaluate
+from kvsketch.cli.evaluate import eval_app
 from kvsketch.cli.generate import generate
 from kvsketch.cli.methods import methods
 from kvsketch.cli.models import models_app
@@ -20,13 +24,28 @@ from kvsketch.cli.report import report
 __all__ = ["app", "main"]
 
 app = new_app("Keep the KV cache of a long-context language model small, and see what it costs.", cls=OneLineErrors)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvsketch {kvsketch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command()(demo)
 app.command()(methods)
 app.command()(generate)
 app.add_typer(bench_app, name="bench")
-# Experiments have options of their own, --help among them.
-OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-app.command("eval", context_settings=OWN_OPTIONS)(evaluate)
+app.add_typer(eval_app, name="eval")
 app.command()(report)
 app.add_typer(models_app, name="models")
 app.command()(env)

@@ -1,6 +1,6 @@
 """How far the attention of a compressed cache lies from the exact one, on a real model and a real text.
 
-    kvsketch eval attention-error --model qwen2.5-coder-0.5b --tokens 8192 --out results
+    kvsketch eval attention-error --model qwen2.5-coder-0.5b --tokens 8192
     kvsketch eval attention-error --protocol balancekv --layers 0,1,4 --seeds 0-9 --methods balancekv,uniform
 
 The model reads a text once; queries, keys and values of some layers are kept. In each of them the last queries read the
@@ -11,16 +11,14 @@ measured with the first seed alone. Runs on any device.
 
 from __future__ import annotations
 
-import argparse
-import functools
 import statistics
-import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
-from kvsketch.evaluation import budgets, experiment, passages
+from kvsketch.evaluation import budgets, experiment, passages, runner
 from kvsketch.evaluation.attention_protocol import (
     BALANCEKV,
     ORACLE,
@@ -37,10 +35,19 @@ from kvsketch.evaluation.attention_protocol import (
     reads,
     relative_error,
 )
-from kvsketch.evaluation.experiment import Cell, Experiment
+from kvsketch.evaluation.captures import TextCapture, layer_numbers
+from kvsketch.evaluation.experiment import (
+    Cell,
+    Experiment,
+    ExperimentOptions,
+    budgets_option,
+    methods_option,
+    model_option,
+)
 from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
 from kvsketch.models import texts
+from kvsketch.options import option
 from kvsketch.records import mean_text
 
 __all__ = [
@@ -67,35 +74,43 @@ CONTENDERS = (
 )
 
 
+@dataclass
+class AttentionErrorOptions(ExperimentOptions):
+    model: str = model_option("qwen2.5-coder-0.5b")
+    methods: str = methods_option(",".join(CONTENDERS))
+    budgets: str = budgets_option(",".join(f"1/{rate}" for rate in RATES))
+    protocol: str = option(PREFIX.name, "what all methods keep, and who asks", choices=tuple(PROTOCOLS))
+    tokens: int = option(8192, "tokens of the text, the queries' own included", least=1)
+    queries: int | None = option(None, "how many of the last tokens ask; by the protocol unless given", least=1)
+    layers: str = option(",".join(map(str, LAYERS)), "such as 0,7,14 or 2- or all")
+    rates: tuple[int, ...] = option(
+        "", "one in so many middle tokens is read, by commas; instead of --budgets", least=1, none=True
+    )
+    texts: str = passages.texts_option(texts.LONGEST_SPEECH)
+
+
 class AttentionError(Experiment):
     name = "attention-error"
     metric = "mean"
-    default_model = "qwen2.5-coder-0.5b"
-    default_methods = ",".join(CONTENDERS)
-    default_budgets = ",".join(f"1/{rate}" for rate in RATES)
+    options: AttentionErrorOptions
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: AttentionErrorOptions) -> None:
         super().__init__(options)
         self.protocol = PROTOCOLS[options.protocol]
         self.queries = options.queries or (self.protocol.recent if self.protocol.causal else 2 * self.protocol.recent)
-        self.layers = _whole_numbers("--layers", options.layers)
-        self._captured: tuple[str, dict[int, Captured]] = ("", {})
+        self.layers = layer_numbers(options.layers, options.model)
+        self._texts = TextCapture(options.tokens, self.layers)
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add("--protocol", choices=list(PROTOCOLS), default=PREFIX.name, help="what all methods keep, and who asks")
-        add("--tokens", type=int, default=8192, help="tokens of the text, the queries' own included")
-        add("--queries", type=int, default=None, help="how many of the last tokens ask; by the protocol unless given")
-        add("--layers", default=",".join(map(str, LAYERS)))
-        add("--rates", default=None, help="one in so many middle tokens is read, by commas; instead of --budgets")
-        add("--texts", default=texts.LONGEST_SPEECH, help="so many of the longest speeches, or names by commas")
+    def check(self) -> None:
+        passages.require(self.tokenizer, passages.names(self.options.texts), self.options.tokens)
 
     @property
     def contenders(self) -> list[tuple[str, str]]:
         options = self.options
-        shares = [f"1/{rate}" for rate in _whole_numbers("--rates", options.rates)] if options.rates else []
+        shares = [f"1/{rate}" for rate in options.rates]
         sizes = shares or [size.strip() for size in options.budgets.split(",") if size.strip()]
+        for size in sizes:
+            rate_of(size)
         found = []
         for text in options.methods.split(",") if options.methods != "all" else budgets.ALL:
             known = [text] if text == ORACLE else dict.fromkeys(m for m, _ in budgets.contenders(text, "1/2"))
@@ -128,7 +143,7 @@ class AttentionError(Experiment):
         return found.values()
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        layers = self._layers_of(cells[0].sample)
+        layers = self._texts.of(self.model, self.tokenizer, cells[0].sample)
         for cell in cells:
             try:
                 rate = rate_of(cell.budget)
@@ -143,13 +158,6 @@ class AttentionError(Experiment):
             except (ValueError, RuntimeError) as error:
                 outcome = experiment.failure(error)
             yield cell, outcome
-
-    def _layers_of(self, name: str) -> dict[int, Captured]:
-        if self._captured[0] != name:
-            self._captured = ("", {})
-            ids = passages.token_ids(self.tokenizer, name, self.options.tokens, self.model.device)
-            self._captured = (name, capture(self.model, ids, self.layers))
-        return self._captured[1]
 
     def table(self, data: list[dict[str, Any]]) -> Table:
         """A row for each method and rate: the error with its interval over texts, seeds and layers, its deviation over
@@ -207,14 +215,4 @@ def _has_chance(text: str) -> bool:
     return text != ORACLE and parse_method(text).random
 
 
-def _whole_numbers(option: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{option} {text!r} is not a list of whole numbers; separate them by commas") from None
-
-
-main = functools.partial(experiment.main, AttentionError)
-
-if __name__ == "__main__":
-    sys.exit(main())
+command, main = runner.commands(AttentionError)

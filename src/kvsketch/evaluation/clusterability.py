@@ -1,6 +1,6 @@
 """How well the keys of a model cluster, and how well its values do, on a real text.
 
-    kvsketch eval clusterability --model qwen2.5-coder-1.5b --tokens 8192 --pictures 0,7,14,21,27 --out results
+    kvsketch eval clusterability --model qwen2.5-coder-1.5b --tokens 8192 --pictures 0,7,14,21,27
 
 The model reads the text once. One record for each layer:
 
@@ -17,10 +17,9 @@ Keys that cluster well have a radius that falls faster, and open fewer clusters,
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -28,10 +27,11 @@ from rich.table import Table
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.evaluation import experiment, passages
+from kvsketch.evaluation import experiment, passages, runner
 from kvsketch.evaluation.attention_protocol import Captured
 from kvsketch.evaluation.captures import TextCapture, layer_numbers
-from kvsketch.evaluation.experiment import Cell
+from kvsketch.evaluation.experiment import Cell, ExperimentOptions, methods_option
+from kvsketch.options import option
 from kvsketch.records import mean, mean_text
 
 CENTERS = 16
@@ -117,26 +117,31 @@ def _rounded(values: Tensor, digits: int = 4) -> list[float]:
     return [round(value, digits) for value in values.tolist()]
 
 
+@dataclass
+class ClusterabilityOptions(ExperimentOptions):
+    methods: str = methods_option("full")
+    texts: str = passages.texts_option("1")
+    tokens: int = option(1024, "tokens of each text", least=2)
+    layers: str = option("all", "such as 0,7,14 or 2- or all")
+    pictures: str | None = option(None, "layers with a t-SNE picture; five of them unless given")
+    points: int = option(1000, "points of a t-SNE picture", least=4)
+    most_centers: int = option(512, "the largest k of the radius curve", least=1)
+
+
 class Clusterability(experiment.Experiment):
     """Radius curves, cluster counts, query norms and t-SNE pictures, a record for each layer."""
 
     name: ClassVar[str] = "clusterability"
     metric: ClassVar[str] = "query_norm"
-    default_methods: ClassVar[str] = "full"
+    options: ClusterabilityOptions
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: ClusterabilityOptions) -> None:
         super().__init__(options)
         self.layers = layer_numbers(options.layers, options.model)
         self._texts = TextCapture(options.tokens, self.layers)
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--texts", default="1", help="so many of the longest speeches, or names by commas")
-        parser.add_argument("--tokens", type=int, default=1024, help="tokens of each text")
-        parser.add_argument("--layers", default="all", help="such as 0,7,14 or 2- or all")
-        parser.add_argument("--pictures", default=None, help="layers with a t-SNE picture; five of them unless given")
-        parser.add_argument("--points", type=int, default=1000, help="points of a t-SNE picture")
-        parser.add_argument("--most-centers", type=int, default=512, help="the largest k of the radius curve")
+    def check(self) -> None:
+        passages.require(self.tokenizer, passages.names(self.options.texts), self.options.tokens)
 
     @property
     def drawn(self) -> list[int]:
@@ -217,9 +222,4 @@ def _fall(radius: dict[str, list[float]]) -> float:
     return mean([last / first if first else 0.0 for last, first in zip(radius[str(k)], radius["1"], strict=True)])
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return experiment.main(Clusterability, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+command, main = runner.commands(Clusterability)

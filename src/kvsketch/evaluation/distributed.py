@@ -11,7 +11,6 @@ two workers died of is recorded as failed.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import socket
@@ -25,7 +24,15 @@ import torch
 from tqdm import tqdm
 
 from kvsketch import records
-from kvsketch.evaluation.experiment import Cell, Experiment, common_fields, make_record, measure_group, records_path
+from kvsketch.evaluation.experiment import (
+    Cell,
+    Experiment,
+    ExperimentOptions,
+    common_fields,
+    make_record,
+    measure_group,
+    records_path,
+)
 from kvsketch.records import FAILED, Record
 
 TRIES = 2
@@ -36,7 +43,7 @@ def run(experiment: Experiment, groups: list[list[Cell]]) -> None:
     """Measures the groups on the cluster that `--ray` names, or on this machine, and writes their records."""
     ray = _import_ray()
     path, common = records_path(experiment), common_fields(experiment)
-    with cluster(ray, experiment.options.ray):
+    with cluster(ray, "" if experiment.options.ray == "local" else str(experiment.options.ray)):
         pool = _Pool(ray, experiment, len(groups))
         with tqdm(total=sum(map(len, groups)), unit="cell", disable=None, desc=experiment.name) as bar:
             for found in pool.measure(groups):
@@ -59,7 +66,7 @@ class Started(NamedTuple):
 class Worker:
     """One process of the cluster: an open experiment."""
 
-    def __init__(self, experiment: type[Experiment], options: argparse.Namespace, started: Started) -> None:
+    def __init__(self, experiment: type[Experiment], options: ExperimentOptions, started: Started) -> None:
         # Paths among the options and the command in the records are those of the process that the user started.
         if os.path.isdir(started.folder):
             os.chdir(started.folder)
@@ -142,10 +149,8 @@ class Share(NamedTuple):
     threads: int
 
 
-def share_of(cluster: dict[str, float], options: argparse.Namespace, groups: int) -> Share:
+def share_of(cluster: dict[str, float], options: ExperimentOptions, groups: int) -> Share:
     """One worker for each GPU, without GPUs one for each machine, or `--ray-workers`; no more than groups."""
-    if options.ray_workers is not None and options.ray_workers < 1:
-        raise ValueError(f"--ray-workers {options.ray_workers} leaves nobody to measure; use 1 or more")
     gpus = 0 if str(options.device).startswith("cpu") else int(cluster.get("GPU", 0))
     machines = sum(name.startswith("node:") and not name.startswith("node:__") for name in cluster)
     workers = min(groups, options.ray_workers or gpus or max(1, machines))

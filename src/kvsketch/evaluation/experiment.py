@@ -1,12 +1,13 @@
-"""What every experiment shares: its cells, the file of records, resuming, progress and the summary.
+"""What an experiment is: its options, its cells, and how they become records. `runner.py` runs one.
 
-An experiment lists its cells; a cell is one measurement and becomes one record. What the file holds already is not
-measured again, so a run that was killed goes on where it stopped. A cell that fails is recorded as failed with its
-reason and stays so until `--retry-failed`. `--again` measures anew what another commit measured.
+    @dataclass
+    class LinesOptions(ExperimentOptions):
+        questions: int = option(50, "questions for each number of lines and seed", least=1)
 
     class Lines(Experiment):
         name = "lines"
-        def cells(self): ...            # cheap: no model
+        options: LinesOptions
+        def cells(self): ...            # cheap: no model; raises ValueError for options that cannot be
         def measure(self, cells): ...   # after open(): yields (cell, outcome)
 
 The cells of one group are measured together, on one machine: a process needs only `Experiment(options)`, `open()` and
@@ -15,29 +16,58 @@ The cells of one group are measured together, on one machine: a process needs on
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from kvsketch import models, records
 from kvsketch.evaluation import budgets, result_table
+from kvsketch.evaluation.budgets import UNITS
 from kvsketch.evaluation.identity import model_sha256
+from kvsketch.options import Options, option
 from kvsketch.records import FAILED
 
-DEVICE_LOST = "CUDA error"  # after one, nothing else runs on the device in this process
 WIDTH_IN_FILES = 160
 Record = dict[str, Any]
+
+
+def model_option(default: str) -> Any:
+    return option(default, "short name, folder, .gguf file or hub name")
+
+
+def methods_option(default: str) -> Any:
+    return option(default, "text forms by commas; all: every method")
+
+
+def budgets_option(default: str) -> Any:
+    return option(default, "tokens or shares of the prompt, by commas")
+
+
+@dataclass
+class ExperimentOptions(Options):
+    """Options of every experiment."""
+
+    model: str = model_option("smollm2-135m")
+    methods: str = methods_option("all")
+    budgets: str = budgets_option("1/16,1/8,1/4,1/2")
+    budgets_in: str = option("tokens", "what is equal across methods", choices=UNITS)
+    seeds: str = option("0", "such as 0,1,2 or 0-9")
+    out: str = option("build/eval", "folder of the records, one file for each experiment")
+    device: str | None = option(None, "cpu or cuda; a GPU where there is one")
+    dtype: str | None = option(None, "bfloat16 on a GPU unless given", choices=("float32", "bfloat16", "float16"))
+    retry_failed: bool = option(False, "measure again what failed before")
+    again: bool = option(False, "measure again what another commit measured; replaces it in reports")
+    limit: int | None = option(None, "only the first so many samples of each setting, for a quick look", least=1)
+    ray: str | None = option(None, "spread the work over a Ray cluster at ADDRESS; without one: here", alone="local")
+    ray_workers: int | None = option(None, "processes that measure; one for each GPU, else for each machine", least=1)
 
 
 @dataclass(frozen=True)
@@ -57,7 +87,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        return _key(self.data, self.seed)
+        return key_of(self.data, self.seed)
 
     @property
     def cache_seed(self) -> int:
@@ -69,7 +99,7 @@ class Cell:
         return cache_seed(self.seed, self.sample)
 
 
-def _key(data: dict[str, Any], seed: int | None) -> str:
+def key_of(data: dict[str, Any], seed: int | None) -> str:
     return json.dumps([seed, data], sort_keys=True)
 
 
@@ -83,12 +113,9 @@ class Experiment(ABC):
 
     name: ClassVar[str]
     metric: ClassVar[str] = "score"  # the number of an outcome that the summary shows
-    default_model: ClassVar[str] = "smollm2-135m"
-    default_methods: ClassVar[str] = "all"
-    default_budgets: ClassVar[str] = "1/16,1/8,1/4,1/2"
-    default_seeds: ClassVar[str] = "0"
+    options: ExperimentOptions
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: Any) -> None:
         self.options = options
         self.model: Any = None
         self.tokenizer: Any = None
@@ -98,13 +125,14 @@ class Experiment(ABC):
         """The kind of the records, and the name of their file."""
         return cls.name.replace("-", "_")
 
-    @classmethod  # noqa: B027
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds what the experiment needs beyond the common options."""
+    @classmethod
+    def options_type(cls) -> type[ExperimentOptions]:
+        found: type[ExperimentOptions] = get_type_hints(cls)["options"]
+        return found
 
     @abstractmethod
     def cells(self) -> list[Cell]:
-        """All measurements, in a fixed order; loads no model."""
+        """All measurements, in a fixed order; loads no model. Raises ValueError for options that cannot be."""
 
     @abstractmethod
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
@@ -114,6 +142,9 @@ class Experiment(ABC):
         """Loads the model; called only when a cell is missing."""
         options = self.options
         self.model, self.tokenizer = models.load(options.model, dtype=options.dtype, device=options.device)
+
+    def check(self) -> None:  # noqa: B027
+        """Raises ValueError for options that do not fit the model or its tokenizer; called once it is open."""
 
     def groups(self) -> Iterable[list[Cell]]:
         """Cells that are measured together, such as a batch of questions or a shared prefill."""
@@ -181,33 +212,7 @@ def parse_seeds(text: str) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-# the runner
-
-
-def parser(experiment: type[Experiment]) -> argparse.ArgumentParser:
-    """The command line of an experiment."""
-    module = sys.modules[experiment.__module__]
-    found = argparse.ArgumentParser(
-        prog=f"kvsketch eval {experiment.name}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = found.add_argument
-    add("--model", default=experiment.default_model, help="short name, folder, .gguf file or hub name")
-    add("--methods", default=experiment.default_methods, help="text forms by commas; all: every method")
-    add("--budgets", default=experiment.default_budgets, help="tokens or shares of the prompt, by commas")
-    add("--budgets-in", choices=budgets.UNITS, default="tokens", help="what is equal across methods")
-    add("--seeds", default=experiment.default_seeds, help="such as 0,1,2 or 0-9")
-    add("--out", default="results", help="folder of the records, one file for each experiment")
-    add("--device", default=None, help="cpu or cuda; a GPU where there is one")
-    add("--dtype", default=None, help="float32, bfloat16 or float16; bfloat16 on a GPU")
-    add("--retry-failed", action="store_true", help="measure again what failed before")
-    add("--again", action="store_true", help="measure again what another commit measured; replaces it in reports")
-    add("--limit", type=int, default=None, help="only the first so many samples of each setting, for a quick look")
-    add("--ray", nargs="?", const="", metavar="ADDRESS", help="spread the work over a Ray cluster; no address: here")
-    add("--ray-workers", type=int, metavar="N", help="processes that measure; one for each GPU, else for each machine")
-    experiment.add_arguments(found)
-    return found
+# records
 
 
 def records_path(experiment: Experiment) -> Path:
@@ -216,52 +221,6 @@ def records_path(experiment: Experiment) -> Path:
     if folder.suffix == ".jsonl" or folder.is_file():
         raise ValueError(f"--out {folder} is a file; name the folder of the records, such as {folder.parent}")
     return folder / f"{experiment.kind()}.jsonl"
-
-
-def wanted_cells(experiment: Experiment) -> dict[str, Cell]:
-    """The cells of this run by key: those of the first `--limit` samples of each setting."""
-    samples: dict[tuple[tuple[str, Any], ...], set[str]] = {}
-    found: dict[str, Cell] = {}
-    limit = experiment.options.limit
-    if limit is not None and limit < 1:
-        raise ValueError(f"--limit {limit} leaves nothing to measure; use 1 or more")
-    for cell in experiment.cells():
-        known = samples.setdefault(cell.setting, set())
-        if limit is None or cell.sample in known or len(known) < limit:
-            known.add(cell.sample)
-            found[cell.key] = cell
-    return found
-
-
-def recorded(experiment: Experiment, wanted: dict[str, Cell]) -> dict[str, Record]:
-    """The records of the wanted cells, by key; the last record of a cell counts."""
-    names = {tuple(cell.data) for cell in wanted.values()}
-    found: dict[str, Record] = {}
-    for record in records.read(records_path(experiment)):
-        data, seed = record["data"], record["seed"]
-        if experiment.metric not in data and FAILED not in data:
-            continue  # without an outcome the cell is still to be measured
-        for fields in names:
-            if all(name in data for name in fields):
-                key = _key({name: data[name] for name in fields}, seed)
-                if key in wanted:
-                    found[key] = record
-    return found
-
-
-def pending(experiment: Experiment, wanted: dict[str, Cell]) -> list[list[Cell]]:
-    """The groups of cells that have no record; with `--retry-failed` or `--again` those that failed, or that another
-    commit measured, as well.
-    """
-    done = {key for key, record in recorded(experiment, wanted).items() if _counts(record, experiment.options)}
-    groups = ([cell for cell in group if cell.key in wanted.keys() - done] for group in experiment.groups())
-    return [group for group in groups if group]
-
-
-def _counts(record: Record, options: argparse.Namespace) -> bool:
-    if options.again and record.get("commit") != records.commit():
-        return False
-    return not (options.retry_failed and FAILED in record["data"])
 
 
 def measure_group(experiment: Experiment, cells: list[Cell]) -> Iterator[tuple[Cell, Record]]:
@@ -295,57 +254,3 @@ def _writable(outcome: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, TypeError) as error:
         return failure(error)
     return outcome
-
-
-def run(experiment: Experiment, groups: list[list[Cell]]) -> None:
-    """Measures the groups one after another, with the time left, and writes their records."""
-    path, common = records_path(experiment), common_fields(experiment)
-    with records.Writer(path, common) as writer, _bar(experiment, groups) as bar:
-        for group in groups:
-            lost = None
-            for cell, record in measure_group(experiment, group):
-                if lost not in (None, (cell.method, cell.budget)):
-                    break
-                if reason := record["data"].get(FAILED):
-                    tqdm.write(f"failed: {cell.method} {cell.budget} {cell.sample}: {reason}", file=sys.stderr)
-                    lost = (cell.method, cell.budget) if DEVICE_LOST in reason else lost
-                writer.add(record)
-                bar.update()
-            if lost is not None:
-                raise RuntimeError(f"{lost[0]} {lost[1]} left the GPU unusable; give the same command again to go on")
-
-
-def _bar(experiment: Experiment, groups: list[list[Cell]]) -> tqdm:
-    # In a log, a line every half a minute.
-    seconds = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(total=sum(map(len, groups)), unit="cell", mininterval=seconds, desc=experiment.name)
-
-
-def main(experiment: type[Experiment], arguments: list[str] | None = None) -> int:
-    """Runs an experiment: measures what the file of records lacks, and prints the summary of all.
-
-    The exit code is 1 when a cell of the run has failed or has no record, and 0 otherwise.
-    """
-    asked = experiment(parser(experiment).parse_args(arguments))
-    wanted = wanted_cells(asked)
-    groups = pending(asked, wanted)
-    if groups:
-        # What cannot be named or written is said before hours of measurements, not after.
-        asked.origin()
-        records.append(records_path(asked))
-    if groups and asked.options.ray is not None:
-        from kvsketch.evaluation import distributed
-
-        distributed.run(asked, groups)
-    elif groups:
-        asked.open()
-        run(asked, groups)
-    found = recorded(asked, wanted)
-    asked.show([{**record["data"], "seed": record["seed"]} for record in found.values()])
-    failed = sum(FAILED in record["data"] for record in found.values())
-    missing = len(wanted) - len(found)
-    said = [f"{len(found)} records in {records_path(asked)}"]
-    said += [f"{failed} of them failed"] if failed else []
-    said += [f"{missing} cells have none"] if missing else []
-    print(", ".join(said))
-    return 1 if failed or missing else 0

@@ -42,6 +42,7 @@ scarf school shelf shell ship shore sparrow spoon spruce stable star statue ston
 tower train trumpet tulip tunnel turtle valley vase village violin wagon walnut whale wheel willow window wolf wren
 """
 ADJECTIVES, NOUNS = tuple(ADJECTIVE_TEXT.split()), tuple(NOUN_TEXT.split())
+MOST_LINES = len(ADJECTIVES) * len(NOUNS)
 
 INTRODUCTION = (
     "Here is a record of lines to remember. Each line begins with 'line <line index>' and ends with a number, its "
@@ -64,12 +65,8 @@ class LineRecord(NamedTuple):
 
 def generate(lines: int, seed: int, number: int) -> LineRecord:
     """Question `number` about a record of `lines` lines; the same for the same seed."""
-    if not 1 <= lines <= len(ADJECTIVES) * len(NOUNS):
-        raise ValueError(
-            f"--lines {lines} is not possible; there are names for 1 to {len(ADJECTIVES) * len(NOUNS)} lines"
-        )
     chance = random.Random(f"lines {lines} seed {seed} question {number}")
-    pairs = chance.sample(range(len(ADJECTIVES) * len(NOUNS)), lines)
+    pairs = chance.sample(range(MOST_LINES), lines)
     names = [f"{ADJECTIVES[pair // len(NOUNS)]}-{NOUNS[pair % len(NOUNS)]}" for pair in pairs]
     numbers = [chance.randint(1, LARGEST_NUMBER) for _ in names]
     position = chance.randrange(lines)

@@ -11,34 +11,37 @@ counts.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import re
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from kvsketch.evaluation import experiment, line_records, result_table
+from kvsketch.evaluation import line_records, result_table, runner
 from kvsketch.evaluation.experiment import Cell
 from kvsketch.evaluation.identity import text_sha256
 from kvsketch.evaluation.line_records import LineRecord
-from kvsketch.evaluation.questions import Question, QuestionExperiment, chat_question
+from kvsketch.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
+from kvsketch.options import option
 
 OPENING = "The <REGISTER_CONTENT> in line {name} is <"
 
 
+@dataclass
+class LinesOptions(QuestionOptions):
+    lines: tuple[int, ...] = option(
+        "200,300,400,600", "lines of a record, by commas", least=1, most=line_records.MOST_LINES
+    )
+    questions: int = option(50, "questions for each number of lines and seed", least=1)
+    primed: bool = option(False, "begin the answer for the model")
+    file: str | None = option(None, "a LongEval file of lines to ask instead")
+
+
 class Lines(QuestionExperiment):
     name = "lines"
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        super().add_arguments(parser)
-        parser.add_argument("--lines", default="200,300,400,600", help="lines of a record, by commas")
-        parser.add_argument("--questions", type=int, default=50, help="questions for each number of lines and seed")
-        parser.add_argument("--primed", action="store_true", help="begin the answer for the model")
-        parser.add_argument("--file", default=None, help="a LongEval file of lines to ask instead")
+    options: LinesOptions
 
     def cells(self) -> list[Cell]:
         primed = ("primed", self.options.primed)
@@ -54,13 +57,12 @@ class Lines(QuestionExperiment):
         if self.options.file:
             source = (("file", Path(self.options.file).name),)
             return [(seed, row.lines, i, source) for seed in self.seeds for i, row in enumerate(self._file_rows)]
-        sizes = _sizes(self.options.lines)
         numbers = range(self.options.questions)
-        return [(seed, lines, number, ()) for seed in self.seeds for lines in sizes for number in numbers]
+        return [(seed, lines, number, ()) for seed in self.seeds for lines in self.options.lines for number in numbers]
 
     @functools.cached_property
     def _file_rows(self) -> list[LineRecord]:
-        return line_records.read_file(self.options.file)
+        return line_records.read_file(str(self.options.file))
 
     def record(self, cell: Cell) -> LineRecord:
         """The lines that a cell asks about."""
@@ -94,14 +96,4 @@ def numbers(answer: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", answer)]
 
 
-def _sizes(text: str) -> list[int]:
-    try:
-        return [int(size) for size in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--lines {text!r} is not a list of whole numbers; use such as 200,300,400") from None
-
-
-main = functools.partial(experiment.main, Lines)
-
-if __name__ == "__main__":
-    sys.exit(main())
+command, main = runner.commands(Lines)

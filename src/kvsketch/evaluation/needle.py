@@ -9,49 +9,55 @@ is still for the pass key. Right is an answer whose first whole number is the pa
 
 from __future__ import annotations
 
-import argparse
-import functools
 import random
 import re
-import sys
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
-from kvsketch.evaluation import experiment, result_table
+from kvsketch.evaluation import result_table, runner
 from kvsketch.evaluation.experiment import Cell
 from kvsketch.evaluation.identity import text_sha256
-from kvsketch.evaluation.questions import Question, QuestionExperiment, chat_question
+from kvsketch.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
 from kvsketch.models import texts
+from kvsketch.options import option
 
 DECOYS = ("door code", "flight number", "account number", "room number", "case number", "order number", "locker code")
 DECOY_SENTENCE = "The {name} is {number}. Remember it: {number} is the {name}. "
 DECOY_TOKENS = 40
 
 
+@dataclass
+class NeedleOptions(QuestionOptions):
+    max_new_tokens: int = option(24, "tokens of an answer", least=1)
+    lengths: tuple[int, ...] = option("1000,2000,4000,8000", "tokens of the prompt, by commas", least=1)
+    depths: tuple[float, ...] = option("0,0.25,0.5,0.75,1", "0: start of the text, 1: its end", least=0, most=1)
+    repeats: int = option(5, "texts and passkeys for each length, depth and seed", least=1)
+    needles: int = option(1, "numbers hidden in a text, the passkey included", least=1, most=len(DECOYS) + 1)
+
+
 class Needle(QuestionExperiment):
     name = "needle"
-    default_new_tokens = 24
+    options: NeedleOptions
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        super().add_arguments(parser)
-        parser.add_argument("--lengths", default="1000,2000,4000,8000", help="tokens of the prompt, by commas")
-        parser.add_argument("--depths", default="0,0.25,0.5,0.75,1", help="0: start of the text, 1: its end")
-        parser.add_argument("--repeats", type=int, default=5, help="texts and passkeys for each length, depth and seed")
-        parser.add_argument("--needles", type=int, default=1, help="numbers hidden in a text, the passkey included")
+    def check(self) -> None:
+        hidden = DECOY_TOKENS * (self.options.needles - 1)
+        for length in {min(self.options.lengths), max(self.options.lengths)}:
+            try:
+                texts.passkey_document(self.tokenizer, length - hidden)
+            except ValueError as error:
+                raise ValueError(f"--lengths {length} with --needles {self.options.needles}: {error}") from None
 
     def cells(self) -> list[Cell]:
         options = self.options
-        if not 1 <= options.needles <= len(DECOYS) + 1:
-            raise ValueError(f"--needles {options.needles} is not possible; use 1 to {len(DECOYS) + 1}")
         return [
             Cell(method, budget, f"length={length} depth={depth:g} repeat={repeat}", seed,
                  (*self.setting, ("length", length), ("depth", depth), ("needles", options.needles)))
             for seed in self.seeds
-            for length in _numbers("--lengths", options.lengths, int)
-            for depth in _numbers("--depths", options.depths, float)
+            for length in options.lengths
+            for depth in options.depths
             for repeat in range(options.repeats)
             for method, budget in self.contenders
         ]  # fmt: skip
@@ -87,14 +93,4 @@ def with_decoys(text: str, count: int, chance: random.Random) -> str:
     return text
 
 
-def _numbers(option: str, text: str, kind: type) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{option} {text!r} is not a list of numbers; separate them by commas") from None
-
-
-main = functools.partial(experiment.main, Needle)
-
-if __name__ == "__main__":
-    sys.exit(main())
+command, main = runner.commands(Needle)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 from kvsketch.models import texts
+from kvsketch.options import option
+
+
+def texts_option(default: str) -> Any:
+    return option(default, "so many of the longest speeches, or names by commas")
 
 
 def names(wanted: str) -> list[str]:
     """The speeches that `--texts` asks for: so many of the longest, or names separated by commas."""
     if not wanted.strip().isdigit():
-        return [name.strip() for name in wanted.split(",") if name.strip()]
-    known = texts.speeches()
-    count = int(wanted)
+        found = [name.strip() for name in wanted.split(",") if name.strip()]
+        for name in found:
+            texts.document(name)
+        return found
+    known, count = texts.speeches(), int(wanted)
     if not 1 <= count <= len(known):
         raise ValueError(f"--texts {wanted} is outside 1 to {len(known)}, the number of speeches; or name speeches")
     return sorted(known, key=lambda name: -len(texts.document(name)))[:count]
@@ -26,3 +34,9 @@ def token_ids(tokenizer: Any, name: str, tokens: int, device: Any) -> Tensor:  #
     if ids.shape[1] < tokens:
         raise ValueError(f"{name} has {ids.shape[1]} tokens, not {tokens}; use fewer tokens or a longer text")
     return ids.to(device)
+
+
+def require(tokenizer: Any, wanted: Iterable[str], tokens: int) -> None:
+    """Raises ValueError when one of the speeches has fewer tokens."""
+    for name in wanted:
+        token_ids(tokenizer, name, tokens, "cpu")

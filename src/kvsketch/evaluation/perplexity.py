@@ -1,7 +1,7 @@
 """Perplexity of a long text through a compressed cache, against the full cache, by position in the text.
 
-    kvsketch eval perplexity --model qwen2.5-coder-1.5b --texts 4 --tokens 16384 --budgets 1024 --out results
-    kvsketch eval perplexity --protocol prefill --steps 16 --model qwen2.5-coder-1.5b --tokens 32000 --out results
+    kvsketch eval perplexity --model qwen2.5-coder-1.5b --texts 4 --tokens 16384 --budgets 1024
+    kvsketch eval perplexity --protocol prefill --steps 16 --model qwen2.5-coder-1.5b --tokens 32000
 
 Two protocols:
     stream     one pass: an exact prefill of the first `--prefix` tokens, then token by token along the text with the
@@ -21,24 +21,23 @@ same steps as the others; its deviation is the noise of the number format.
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
-from kvsketch.evaluation import experiment, passages
+from kvsketch.evaluation import experiment, passages, runner
 from kvsketch.evaluation.budgets import text_form
-from kvsketch.evaluation.experiment import Cell
+from kvsketch.evaluation.experiment import Cell, ExperimentOptions, budgets_option
 from kvsketch.evaluation.next_token import Reading, exact_nll
 from kvsketch.evaluation.shared_prefill import memory, shared_prefill, streamed_prefill
 from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
+from kvsketch.options import option
 from kvsketch.records import perplexity_deviation
 from kvsketch.records.estimate import interval_text
 
@@ -62,37 +61,41 @@ def summary(nll: Tensor, full: Tensor, chunk: int) -> Data:
     }
 
 
+@dataclass
+class PerplexityOptions(ExperimentOptions):
+    budgets: str = budgets_option("1024")
+    protocol: str = option(STREAM, "see above", choices=PROTOCOLS)
+    texts: str = passages.texts_option("1")
+    tokens: int = option(8192, "tokens of each text", least=3)
+    prefix: int = option(2048, "stream: tokens of the exact prefill", least=1)
+    bucket: int = option(1000, "stream: tokens of one record; prefill: from position to position", least=1)
+    steps: int = option(16, "prefill: compressed decode steps at each position", least=1)
+    chunk: int = option(0, "prefill: read the tokens before as a stream of chunks; 0: exactly", least=0)
+
+
 class Perplexity(experiment.Experiment):
     """Deviation of perplexity from the full cache by position."""
 
     name: ClassVar[str] = "perplexity"
     metric: ClassVar[str] = "deviation"
-    default_budgets: ClassVar[str] = "1024"
+    options: PerplexityOptions
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: PerplexityOptions) -> None:
         super().__init__(options)
         stream = options.protocol == STREAM
-        if stream and not 1 <= options.prefix < options.tokens - 1:
+        if stream and options.prefix >= options.tokens - 1:
             raise ValueError(
                 f"--prefix {options.prefix} leaves nothing of --tokens {options.tokens}; use a smaller one"
             )
-        if options.bucket < 1 or options.steps < 1 or (not stream and options.bucket + options.steps >= options.tokens):
+        if not stream and options.bucket + options.steps >= options.tokens:
             raise ValueError(
                 f"--bucket {options.bucket} with --steps {options.steps} names no position in --tokens "
-                f"{options.tokens}; use smaller ones, 1 or more"
+                f"{options.tokens}; use smaller ones"
             )
         self._read: dict[str, tuple[Tensor, Tensor]] = {}
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add("--protocol", choices=PROTOCOLS, default=STREAM)
-        add("--texts", default="1", help="so many of the longest speeches, or names by commas")
-        add("--tokens", type=int, default=8192, help="tokens of each text")
-        add("--prefix", type=int, default=2048, help="stream: tokens of the exact prefill")
-        add("--bucket", type=int, default=1000, help="stream: tokens of one record; prefill: from position to position")
-        add("--steps", type=int, default=16, help="prefill: compressed decode steps at each position")
-        add("--chunk", type=int, default=0, help="prefill: read the tokens before as a stream of chunks; 0: exactly")
+    def check(self) -> None:
+        passages.require(self.tokenizer, self.names, self.options.tokens)
 
     @property
     def names(self) -> list[str]:
@@ -259,9 +262,4 @@ def _row(cells: list[Data], shown: list[int]) -> list[str]:
     ]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return experiment.main(Perplexity, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+command, main = runner.commands(Perplexity)

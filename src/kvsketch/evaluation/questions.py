@@ -10,7 +10,6 @@ of its own (`cache_seed` in the record).
 
 from __future__ import annotations
 
-import argparse
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,10 +19,11 @@ import torch
 from torch import Tensor
 
 from kvsketch.evaluation import budgets
-from kvsketch.evaluation.experiment import Cell, Experiment, failure
+from kvsketch.evaluation.experiment import Cell, Experiment, ExperimentOptions, failure
 from kvsketch.evaluation.shared_prefill import Prefilled, memory, rows_that_fit, shared_prefill, streamed_prefill
 from kvsketch.methods import parse_method
 from kvsketch.models import encode_chat
+from kvsketch.options import option
 
 LARGEST_BATCH = 64
 
@@ -49,26 +49,20 @@ def chat_question(tokenizer: Any, text: str, question: str, expected: str, openi
     return Question(tuple(ids), len(ids) - shared, expected, facts)
 
 
+@dataclass
+class QuestionOptions(ExperimentOptions):
+    batch: int = option(0, "questions read together; 0: as many as memory holds", least=0)
+    rows_per_seed: int = option(1, "questions that share the random numbers of a cache; more: faster", least=1)
+    max_new_tokens: int = option(48, "tokens of an answer", least=1)
+    eager: bool = option(False, "decode on a GPU without captured graphs")
+    question_as_decode: bool = option(False, "compress before the question is known; feed it by tokens")
+    chunk: int = option(0, "read prompts as a stream of chunks; 0: exact prefill", least=0)
+
+
 class QuestionExperiment(Experiment):
     """An experiment whose cells are questions: `ask` makes the prompt of a cell, `score` judges an answer."""
 
-    default_new_tokens = 48
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--batch", type=int, default=0, help="questions read together; 0: as many as memory holds")
-        parser.add_argument(
-            "--rows-per-seed",
-            type=int,
-            default=1,
-            help="questions that share the random numbers of a cache; more: faster",
-        )
-        parser.add_argument("--max-new-tokens", type=int, default=cls.default_new_tokens)
-        parser.add_argument("--eager", action="store_true", help="decode on a GPU without captured graphs")
-        parser.add_argument(
-            "--question-as-decode", action="store_true", help="compress before the question is known; feed it by tokens"
-        )
-        parser.add_argument("--chunk", type=int, default=0, help="read prompts as a stream of chunks; 0: exact prefill")
+    options: QuestionOptions
 
     @abstractmethod
     def ask(self, cell: Cell) -> Question:

@@ -1,6 +1,6 @@
 """How many of the tokens that a query needs most a method lets it read, and how often it had read them a step before.
 
-    kvsketch eval recall --model qwen2.5-coder-1.5b --tokens 8192 --budgets 256,512,1024,2048 --out results
+    kvsketch eval recall --model qwen2.5-coder-1.5b --tokens 8192 --budgets 256,512,1024,2048
 
 The model reads a text once. In each layer a method indexes (or compresses) the first `--tokens` tokens, the prompt,
 and the queries of the next `--steps` tokens read of them like decode steps:
@@ -19,22 +19,21 @@ the only distance `ops.kmeans` has. One record for each method, budget and text.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from rich.table import Table
 
-from kvsketch.evaluation import experiment, passages, selections
+from kvsketch.evaluation import experiment, passages, runner, selections
 from kvsketch.evaluation.attention_error import PAPER_CLUSTERKV
 from kvsketch.evaluation.attention_protocol import Captured
 from kvsketch.evaluation.budgets import contenders, with_budget
 from kvsketch.evaluation.captures import TextCapture, layer_numbers
-from kvsketch.evaluation.experiment import Cell
+from kvsketch.evaluation.experiment import Cell, ExperimentOptions, budgets_option, methods_option
 from kvsketch.methods import parse_method
-from kvsketch.methods.recall import RecallingMethod
+from kvsketch.options import option
 from kvsketch.records import mean, mean_text
 from kvsketch.slots.table import SlotTable
 
@@ -94,31 +93,40 @@ class LayerOutcome:
         return found | memory | {"full_bytes": self.full_bytes}
 
 
+@dataclass
+class RecallOptions(ExperimentOptions):
+    methods: str = methods_option(",".join(METHODS))
+    budgets: str = budgets_option("256,512,1024,2048")
+    texts: str = passages.texts_option("1")
+    tokens: int = option(8192, "tokens of the prompt", least=2)
+    steps: int = option(64, "tokens behind it whose queries read the prompt", least=1)
+    layers: str = option("2-", "such as 2,7,14 or 2- or all; the papers read layers 0 and 1 in full")
+    clusters: tuple[int, ...] = option(
+        "", "ClusterKV in the paper's setting with so many clusters, by commas", least=1, none=True
+    )
+    hot_budgets: tuple[str, ...] = option(
+        "1024", "budgets at which the hot set is run, by commas; empty: none", none=True
+    )
+    keep_steps: tuple[int, ...] = option("1,2", "the hot set holds what so many last steps read, by commas", least=1)
+
+
 class Recall(experiment.Experiment):
     """Recall of the true top tokens, and hit rates, by method and budget."""
 
     name: ClassVar[str] = "recall"
     metric: ClassVar[str] = "recall"
-    default_methods: ClassVar[str] = ",".join(METHODS)
-    default_budgets: ClassVar[str] = "256,512,1024,2048"
+    options: RecallOptions
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: RecallOptions) -> None:
         super().__init__(options)
         if options.budgets_in != "tokens":
             raise ValueError("recall compares methods that read the same number of tokens; use --budgets-in tokens")
         self.layers = layer_numbers(options.layers, options.model)
         self._texts = TextCapture(options.tokens + options.steps, self.layers)
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add("--texts", default="1", help="so many of the longest speeches, or names by commas")
-        add("--tokens", type=int, default=8192, help="tokens of the prompt")
-        add("--steps", type=int, default=64, help="tokens behind it whose queries read the prompt")
-        add("--layers", default="2-", help="such as 2,7,14 or 2- or all; the papers read layers 0 and 1 in full")
-        add("--clusters", default="", help="ClusterKV in the paper's setting with so many clusters, by commas")
-        add("--hot-budgets", default="1024", help="budgets at which the hot set is run, by commas; empty: none")
-        add("--keep-steps", default="1,2", help="the hot set holds what so many last steps read, by commas")
+    def check(self) -> None:
+        tokens = self.options.tokens + self.options.steps
+        passages.require(self.tokenizer, passages.names(self.options.texts), tokens)
 
     @property
     def contenders(self) -> list[tuple[str, str]]:
@@ -126,11 +134,10 @@ class Recall(experiment.Experiment):
         return list(dict.fromkeys(super().contenders + sweep))
 
     def _sweep(self) -> str:
-        counts = [int(count) for count in self.options.clusters.split(",") if count.strip()]
-        for count in counts:
-            if not 1 <= count <= self.options.tokens:
+        for count in self.options.clusters:
+            if count > self.options.tokens:
                 raise ValueError(f"--clusters {count} is outside 1 to {self.options.tokens}, the tokens of the prompt")
-        sizes = [max(1, round(self.options.tokens / count)) for count in counts]
+        sizes = [max(1, round(self.options.tokens / count)) for count in self.options.clusters]
         paper = PAPER_CLUSTERKV.replace("tokens_per_cluster=80", "tokens_per_cluster={}")
         return ",".join(paper.format(size) for size in sizes)
 
@@ -165,20 +172,19 @@ class Recall(experiment.Experiment):
     def _measure_layer(self, layer: Captured, context: int, outcomes: dict[Cell, LayerOutcome]) -> None:
         sizes = {cell: selections.budget_tokens(cell.budget, context) for cell in outcomes}
         ranks = selections.true_ranks(layer, context, max(sizes.values()))
-        hot = self.options.hot_budgets.split(",")
         shared: SlotTable | None = None
         for cell in sorted(outcomes, key=lambda cell: sizes[cell]):
             method = selections.readable(parse_method(with_budget(cell.method, cell.budget)))
             # An index does not depend on the budget, as long as there is one.
-            recalls = isinstance(method, RecallingMethod) and sizes[cell] < context
+            recalls = method.family == "recall" and sizes[cell] < context
             own = shared if recalls else None
             table = selections.table_of(method, layer, context, cell.cache_seed) if own is None else own
             shared = table if recalls else shared
             choice = selections.choose(method, table, layer.queries[:, :, context:])
             outcomes[cell].add(layer, choice, ranks, sizes[cell])
             outcomes[cell].add_table(table, context)
-            if isinstance(method, RecallingMethod) and cell.budget in hot:
-                for steps in map(int, self.options.keep_steps.split(",")):
+            if method.family == "recall" and cell.budget in self.options.hot_budgets:
+                for steps in self.options.keep_steps:
                     counted = selections.hot_set_hits(method, layer, context, steps, cell.cache_seed)
                     outcomes[cell].add_hot(steps, counted)
 
@@ -209,9 +215,4 @@ def _hits(cells: list[dict[str, Any]], kind: str) -> str:
     return " ".join(f"{mean([each[steps] for each in found]):.1%}" for steps in found[0]) if found else "-"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return experiment.main(Recall, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+command, main = runner.commands(Recall)

@@ -1,9 +1,9 @@
 """How much a layer finds when it asks with the query that the layer before lets expect, on a real model and text.
 
-    python -m kvsketch.evaluation.speculation --model smollm2-135m --tokens 2048 --out results/speculation.jsonl
+    kvsketch eval speculation --model smollm2-135m --tokens 2048
 
 The model reads a text once. Of each chosen layer and the one before it InfiniGen indexes the first `--tokens` tokens;
-then the next `--steps` tokens come one by one, as in decoding, and each query head of the layer reads `--budget` of the
+then the next `--steps` tokens come one by one, as in decoding, and each query head of the layer reads the budget of the
 tokens before it (`alpha` is so large that the budget alone decides):
 
     recall = |read and among the true best| / |true best|,    the tokens of largest <q, k>, as many as are read
@@ -15,19 +15,21 @@ device.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvsketch import models, records
 from kvsketch.cache import rotary
-from kvsketch.evaluation import passages
+from kvsketch.evaluation import experiment, passages, runner
+from kvsketch.evaluation.captures import TextCapture, layer_numbers
+from kvsketch.evaluation.experiment import Cell, ExperimentOptions
+from kvsketch.evaluation.selections import budget_tokens
 from kvsketch.methods import InfiniGen
+from kvsketch.options import option
 from kvsketch.slots.table import SlotTable
 
 
@@ -78,16 +80,15 @@ def recall(
 
 def _step(method: InfiniGen, tables: list[SlotTable], layers: tuple[Asked, Asked], step: int) -> Tensor:
     """One token through both layers; the tokens that each query head of the second reads, [Hq, budget]."""
-    rows = torch.empty(0)
+    rows: Tensor | None = None
     for table, layer in zip(tables, layers, strict=True):
         asked, key = (tensor[:, :, step : step + 1] for tensor in layer)
         table.append(key, key)
         method.attend(table, asked.contiguous())
-        chosen = method.rows_chosen(table, asked.contiguous())
-        assert chosen is not None
-        rows = chosen[0]
+        rows = method.rows_chosen(table, asked.contiguous())
         method.compress(table, asked)
-    return rows
+    assert rows is not None
+    return rows[0]
 
 
 def _share_found(rows: Tensor, layer: Asked, step: int, count: int) -> float:
@@ -99,45 +100,74 @@ def _share_found(rows: Tensor, layer: Asked, step: int, count: int) -> float:
     return float(read.gather(1, best).float().mean())
 
 
-def measure(model: Any, ids: Tensor, layers: list[int], budget: int, steps: int) -> list[dict[str, Any]]:
-    """One outcome for each kind of query: its recall in each layer, and the mean."""
-    from kvsketch.evaluation.attention_protocol import capture
-
-    captured = capture(model, ids, sorted({number for layer in layers for number in (layer - 1, layer)}))
-    angles, outcomes = rotary.frequencies(model.config), []
-    for name, query in QUERIES.items():
-        found = {}
-        for layer in layers:
-            pair = (Asked(*captured[layer - 1][:2]), Asked(*captured[layer][:2]))
-            found[str(layer)] = round(recall(pair, query, angles, budget, steps), 4)
-        outcomes.append({"query": name, "recall": sum(found.values()) / len(found), "layers": found})
-    return outcomes
+@dataclass
+class SpeculationOptions(ExperimentOptions):
+    methods: str = option("infinigen", "only infinigen speculates", choices=("infinigen",))
+    budgets: str = experiment.budgets_option("256")
+    budget: int | None = option(None, "tokens that a query head reads; instead of --budgets", least=17)
+    texts: str = passages.texts_option("1")
+    tokens: int = option(2048, "tokens of the prompt", least=2)
+    steps: int = option(64, "tokens behind it, over which recall is taken", least=1)
+    layers: str = option("2,6,10,14,18,22,26", "such as 2,7 or 2- or all; layer 0 has none before it")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the prompt")
-    parser.add_argument("--steps", type=int, default=64, help="tokens behind it, over which recall is taken")
-    parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--layers", default="2,6,10,14,18,22,26", help="numbers by commas, 1 or more")
-    parser.add_argument("--out", default=None)
-    options = parser.parse_args(arguments)
-    layers = [int(number) for number in options.layers.split(",")]
-    if min(layers) < 1:
-        parser.error(f"--layers {options.layers}: layer 0 has none before it; use numbers of 1 or more")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = models.load(options.model, dtype=torch.float32, device=device)
-    ids = passages.token_ids(tokenizer, passages.names("1")[0], options.tokens + options.steps, device)
-    table = Table("query", "recall", *options.layers.split(","))
-    for data in measure(model, ids, layers, options.budget, options.steps):
-        table.add_row(data["query"], f"{data['recall']:.3f}", *(f"{value:.3f}" for value in data["layers"].values()))
-        data |= {name: getattr(options, name) for name in ("model", "tokens", "steps", "budget")}
-        if options.out:
-            records.append(options.out, records.make_record("speculation", data, 0))
-    Console(width=140).print(table)
-    return 0
+class Speculation(experiment.Experiment):
+    """Recall of a layer's true best tokens, a record for each kind of query and budget."""
+
+    name: ClassVar[str] = "speculation"
+    metric: ClassVar[str] = "recall"
+    options: SpeculationOptions
+
+    def __init__(self, options: SpeculationOptions) -> None:
+        super().__init__(options)
+        if options.budget is not None:
+            options.budgets = str(options.budget)
+        self.layers = [layer for layer in layer_numbers(options.layers, options.model) if layer > 0]
+        if not self.layers:
+            raise ValueError(f"--layers {options.layers}: layer 0 has none before it; use numbers of 1 or more")
+        needed = sorted({number for layer in self.layers for number in (layer - 1, layer)})
+        self._texts = TextCapture(options.tokens + options.steps, needed)
+
+    def check(self) -> None:
+        tokens = self.options.tokens + self.options.steps
+        passages.require(self.tokenizer, passages.names(self.options.texts), tokens)
+
+    def cells(self) -> list[Cell]:
+        options = self.options
+        setting = (*self.setting, ("tokens", options.tokens), ("steps", options.steps))
+        setting += (("asked", ",".join(map(str, self.layers))),)
+        return [
+            Cell(method, budget, name, seed, (*setting, ("query", query)))
+            for name in passages.names(options.texts)
+            for seed in self.seeds
+            for method, budget in self.contenders
+            for query in QUERIES
+        ]
+
+    def groups(self) -> Iterable[list[Cell]]:
+        found: dict[str, list[Cell]] = {}
+        for cell in self.cells():
+            found.setdefault(cell.sample, []).append(cell)
+        return found.values()
+
+    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        captured = self._texts.of(self.model, self.tokenizer, cells[0].sample)
+        angles = rotary.frequencies(self.model.config)
+        for cell in cells:
+            query, budget = QUERIES[dict(cell.setting)["query"]], budget_tokens(cell.budget, self.options.tokens)
+            found = {}
+            for layer in self.layers:
+                pair = (Asked(*captured[layer - 1][:2]), Asked(*captured[layer][:2]))
+                found[str(layer)] = round(recall(pair, query, angles, budget, self.options.steps), 4)
+            yield cell, {"recall": sum(found.values()) / len(found), "layers": found}
+
+    def table(self, data: list[dict[str, Any]]) -> Table:
+        found = Table("query", "budget", "recall", *map(str, self.layers), title=self.name)
+        for each in data:
+            if experiment.FAILED not in each:
+                values = (f"{value:.3f}" for value in each["layers"].values())
+                found.add_row(each["query"], each["budget"], f"{each['recall']:.3f}", *values)
+        return found
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+command, main = runner.commands(Speculation)

@@ -1,6 +1,6 @@
 """How long each token of a document stays in the cache, by layer and KV head.
 
-    kvsketch eval token-life --model smollm2-135m --methods snapkv,h2o,subgen,clusterkv --budgets 1/8 --out results
+    kvsketch eval token-life --model smollm2-135m --methods snapkv,h2o,subgen,clusterkv --budgets 1/8
 
 A real model reads a chat prompt of real text with a passkey in it, `--chunk` tokens at each step (1: as it would
 decode). After every step the table of each layer says which tokens it still holds:
@@ -17,26 +17,25 @@ digits, of chosen layers and heads and of the mean over all. `score` is the mean
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
-import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.evaluation import experiment
+from kvsketch.evaluation import runner
 from kvsketch.evaluation.budgets import text_form
-from kvsketch.evaluation.experiment import Cell, Experiment
+from kvsketch.evaluation.experiment import Cell, Experiment, ExperimentOptions, budgets_option
 from kvsketch.evaluation.shared_prefill import memory
-from kvsketch.methods import ClusterKV, parse_method
+from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size
-from kvsketch.methods.recall import RecallingMethod
 from kvsketch.models import texts
+from kvsketch.options import option
 from kvsketch.slots.table import NEG_INF, SlotTable
 
 LAYERS_SHOWN, HEADS_SHOWN = 6, 2
@@ -44,22 +43,20 @@ LEAST_TOKENS = 64
 Reads = dict[int, Tensor]  # layer -> [H, m] tokens that its query heads read in the last step, -1 for none
 
 
+@dataclass
+class TokenLifeOptions(ExperimentOptions):
+    budgets: str = budgets_option("1/8,1/4")
+    tokens: int = option(1024, "length of the document", least=LEAST_TOKENS)
+    chunk: int = option(1, "tokens read at each step", least=1)
+    depth: float = option(0.5, "where the passkey is hidden, 0 to 1", least=0, most=1)
+
+
 class TokenLife(Experiment):
     name = "token-life"
-    default_budgets = "1/8,1/4"
+    options: TokenLifeOptions
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--tokens", type=int, default=1024, help="length of the document")
-        parser.add_argument("--chunk", type=int, default=1, help="tokens read at each step")
-        parser.add_argument("--depth", type=float, default=0.5, help="where the passkey is hidden, 0 to 1")
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__(options)
-        if options.tokens < LEAST_TOKENS:
-            raise ValueError(f"--tokens {options.tokens} is too short a document; use at least {LEAST_TOKENS}")
-        if options.chunk < 1:
-            raise ValueError(f"--chunk {options.chunk} is not a step; use 1 or more tokens")
+    def check(self) -> None:
+        texts.passkey_document(self.tokenizer, self.options.tokens, self.options.depth)
 
     def cells(self) -> list[Cell]:
         options = self.options
@@ -92,7 +89,7 @@ class TokenLife(Experiment):
         return {
             "score": float(shares.mean((0, 1))[found].mean()),
             "mean_share": float(shares.mean()),
-            "measures": "read" if isinstance(method, RecallingMethod) else "stored",
+            "measures": "read" if method.family == "recall" else "stored",
             "cache_seed": cell.cache_seed,
             **facts,
             **memory(cache),
@@ -103,27 +100,18 @@ class TokenLife(Experiment):
 
 
 def noting_reads(method: Method, reads: Reads) -> Method:
-    """The method itself; a recall method in a form that notes what each layer's queries read."""
-    if not isinstance(method, RecallingMethod):
-        return method
+    """The method in a form that notes what each layer's queries read, where they read a part."""
     kind: Any = type(method)
 
     class Noting(kind):
-        def slots_of(self, table: SlotTable, rows: Tensor) -> Tensor:
-            reads[table.layer_idx] = _with_spans(self, table, rows[0].long().reshape(table.shape[1], -1))
-            found: Tensor = super().slots_of(table, rows)
+        def attend(self, table: SlotTable, query: Tensor, *options: Any, **more: Any) -> Tensor | None:
+            rows = self.rows_chosen(table, query)
+            if rows is not None:
+                reads[table.layer_idx] = rows[0].long().reshape(table.shape[1], -1)
+            found: Tensor | None = super().attend(table, query, *options, **more)
             return found
 
     return Noting(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method) if field.init})
-
-
-def _with_spans(method: Method, table: SlotTable, rows: Tensor) -> Tensor:
-    """Chosen tokens [H, m] and those that every query reads besides: clusterkv's sinks and what no cluster holds."""
-    if not isinstance(method, ClusterKV):
-        return rows
-    tokens = [*range(min(method.sinks, table.seen)), *range(method.indexed_tokens(table), table.seen)]
-    spans = torch.tensor(tokens, device=rows.device, dtype=rows.dtype)
-    return torch.cat([rows, spans.expand(rows.shape[0], -1)], 1)
 
 
 def residence(model: Any, cache: CompressedCache, ids: Tensor, chunk: int, reads: Reads) -> Tensor:
@@ -195,9 +183,4 @@ def _cut(shares: Tensor) -> list[float]:
     return [math.floor(share * 100 + 1e-4) / 100 for share in shares.tolist()]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return experiment.main(TokenLife, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+command, main = runner.commands(TokenLife)

@@ -10,8 +10,10 @@ experiment.py the experiment
 
 from __future__ import annotations
 
+from typer.core import TyperCommand
 
-def main(arguments: list[str] | None = None) -> int:
+
+def command() -> TyperCommand:
     from kvsketch.evaluation.longbench import experiment
 
-    return experiment.main(arguments)
+    return experiment.command()

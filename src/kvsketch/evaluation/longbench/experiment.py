@@ -13,16 +13,23 @@ holds the question is fed token by token after compression, so that no method se
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 from rich.table import Table
 
+from kvsketch.evaluation import runner
 from kvsketch.evaluation.budgets import text_form
-from kvsketch.evaluation.experiment import Cell, Experiment, failure
-from kvsketch.evaluation.experiment import main as run_experiment
+from kvsketch.evaluation.experiment import (
+    Cell,
+    Experiment,
+    ExperimentOptions,
+    budgets_option,
+    failure,
+    methods_option,
+)
 from kvsketch.evaluation.identity import text_sha256
 from kvsketch.evaluation.longbench import scores as longbench_scores
 from kvsketch.evaluation.longbench import tasks as longbench_tasks
@@ -32,34 +39,36 @@ from kvsketch.evaluation.longbench.metrics import CLEANINGS, clean, require, sco
 from kvsketch.evaluation.longbench.tasks import Task, task_of
 from kvsketch.evaluation.shared_prefill import Prefilled, memory, shared_prefill
 from kvsketch.methods import parse_method
+from kvsketch.options import option
+
+METHODS = "full,streamingllm,snapkv,pyramidkv:budget_is=mean,uniform,balancekv,kcenter,clusterkv"
+NAMES = f"by commas; names, or {', '.join(longbench_tasks.SHORTHANDS)} (e: the 13 of LongBench-E)"
+
+
+@dataclass
+class LongBenchOptions(ExperimentOptions):
+    methods: str = methods_option(METHODS)
+    budgets: str = budgets_option("1/4")
+    data: str = option("", "folder of <task>.jsonl files, LongBench's data.zip, or hub; must be given")
+    tasks: str = option("english", NAMES)
+    prompts: str = option("auto", "whose prompt templates", choices=("auto", *PROMPT_SOURCES))
+    max_prompt: int | None = option(None, "tokens beyond which the middle is cut out; the context", least=2)
+    truncate: str = option("text", "join the halves as text or as tokens", choices=TRUNCATIONS)
+    plain_tasks: str | None = option(None, "tasks without chat template; few-shot and code tasks")
+    question_as_decode: bool = option(False, "feed the question token by token, after compression")
+    clean: str = option("longbench", "what of an answer is scored", choices=CLEANINGS)
+    e_average: str = option("rows", "how -E tasks are averaged", choices=longbench_scores.E_AVERAGES)
+    columns: str = option("groups", "columns of the summary", choices=("groups", "tasks"))
 
 
 class LongBench(Experiment):
     name: ClassVar[str] = "longbench"
-    default_methods: ClassVar[str] = (
-        "full,streamingllm,snapkv,pyramidkv:budget_is=mean,uniform,balancekv,kcenter,clusterkv"
-    )
-    default_budgets: ClassVar[str] = "1/4"
+    options: LongBenchOptions
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        shorthands = ", ".join(longbench_tasks.SHORTHANDS)
-        add("--data", required=True, help="folder of <task>.jsonl files, LongBench's data.zip, or hub")
-        add("--tasks", default="english", help=f"by commas; names, or {shorthands} (e: the 13 of LongBench-E)")
-        add("--prompts", choices=("auto", *PROMPT_SOURCES), default="auto", help="whose prompt templates")
-        add("--max-prompt", type=int, default=None, help="tokens beyond which the middle is cut out; the context")
-        add("--truncate", choices=TRUNCATIONS, default="text", help="join the halves as text or as tokens")
-        add("--plain-tasks", default=None, help="tasks without chat template; few-shot and code tasks")
-        add("--question-as-decode", action="store_true", help="feed the question token by token, after compression")
-        add("--clean", choices=CLEANINGS, default="longbench", help="what of an answer is scored")
-        add("--e-average", choices=longbench_scores.E_AVERAGES, default="rows", help="how -E tasks are averaged")
-        add("--columns", choices=("groups", "tasks"), default="groups", help="columns of the summary")
-
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: LongBenchOptions) -> None:
         super().__init__(options)
-        if options.max_prompt is not None and options.max_prompt < 2:
-            raise ValueError(f"--max-prompt {options.max_prompt} leaves nothing of a prompt; use 2 or more")
+        if not options.data:
+            raise ValueError("--data is missing; name a folder of <task>.jsonl files, LongBench's data.zip, or hub")
         self.task_names = longbench_tasks.task_names(options.tasks)
         self._rows: dict[str, dict[str, Row]] = {}
 
@@ -153,5 +162,4 @@ class LongBench(Experiment):
         return longbench_scores.table(data, self.options.e_average, self.options.columns)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_experiment(LongBench, arguments)
+command, main = runner.commands(LongBench)
