@@ -1,7 +1,8 @@
-"""The comparison behind `kvsketch demo`: a passkey hidden in a long prompt, looked for through every kind of cache.
+"""The comparison behind `kvsketch demo` and `kvsketch compare`: one prompt, answered through every kind of cache.
 
 Prefill is exact whatever the method, so the prompt is read once and handed to each method's cache. Then
-- the last token of the opening "The pass key is" is fed, so that every digit has to come out of the compressed cache;
+- the last token of the prompt is fed, so that all of the answer has to come out of the compressed cache; the demo's
+  prompt ends in "The pass key is";
 - the method's own greedy answer follows: tokens, memory and time per token are measured on it;
 - the full cache's answer a_1 ... a_n is fed to a copy of the same cache, which gives the divergence
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -43,8 +45,10 @@ class Row:
     host_bytes: int
     milliseconds_per_token: float
     answer: str
-    right: bool
+    right: bool  # whether the passkey is in the answer; without one, whether it is the answer of the full cache
     divergence: float
+    seconds: float = 0.0  # to compress the prompt and to answer
+    agreement: float = 1.0  # share of the words that the answer and the full cache's have in common, in their order
 
 
 def choose_methods(names: Sequence[str], budgets: Sequence[str]) -> list[Method]:
@@ -60,20 +64,45 @@ def choose_methods(names: Sequence[str], budgets: Sequence[str]) -> list[Method]
 
 
 def compare(model: Any, tokenizer: Any, prompt: Tensor, passkey: str, methods: Sequence[Method]) -> Iterator[Row]:
-    """Yields a row per method; the first method is the reference that the others diverge from."""
+    """Looks for a passkey: a row per method, from `answers`."""
     opening = tokenizer(OPENING, add_special_tokens=False, return_tensors="pt")["input_ids"].to(prompt.device)
-    prefilled = shared_prefill(model, torch.cat([prompt, opening[:, :-1]], 1))
+    return answers(model, tokenizer, torch.cat([prompt, opening], 1), methods, passkey)
+
+
+def answers(
+    model: Any,
+    tokenizer: Any,
+    ids: Tensor,
+    methods: Sequence[Method],
+    passkey: str = "",
+    most: int = MAX_ANSWER_TOKENS,
+    refused: list[str] | None = None,
+) -> Iterator[Row]:
+    """Yields a row per method for a prompt of ids [1, n]; the first method is the reference that the others diverge
+    from. With `refused`, a method that cannot serve this prompt is told there and left out.
+    """
+    prefilled = shared_prefill(model, ids[:, :-1])
     reference: list[int] = []
     expected: Tensor | None = None
+    expected_text = ""
     for method in methods:
-        cache = prefilled.cache(method)
-        first = next_logits(model, int(opening[0, -1]), cache)
+        start = time.perf_counter()
+        try:
+            cache = prefilled.cache(method)
+        except ValueError as error:
+            if refused is None or expected is None:
+                raise
+            refused.append(f"{method}: {error}")
+            continue
+        first = next_logits(model, int(ids[0, -1]), cache)
+        compressing = time.perf_counter() - start
         fork = copy.deepcopy(cache)
-        answer, seconds = greedy_answer(model, first, cache)
+        answer, seconds = greedy_answer(model, first, cache, most)
         reference = reference or answer
         given = forced_log_probs(model, first, reference, fork)
-        expected = given if expected is None else expected
         text = tokenizer.decode(answer, skip_special_tokens=True).strip()
+        if expected is None:
+            expected, expected_text = given, text
         yield Row(
             method=str(method),
             family=method.family,
@@ -83,8 +112,10 @@ def compare(model: Any, tokenizer: Any, prompt: Tensor, passkey: str, methods: S
             host_bytes=cache.host_bytes,
             milliseconds_per_token=1000 * statistics.median(seconds),
             answer=text,
-            right=passkey in text,
+            right=passkey in text if passkey else text == expected_text,
             divergence=mean_kl(expected, given),
+            seconds=compressing + sum(seconds),
+            agreement=difflib.SequenceMatcher(None, expected_text.split(), text.split(), autojunk=False).ratio(),
         )
 
 
@@ -95,11 +126,13 @@ def next_logits(model: Any, token: int, cache: CompressedCache) -> Tensor:  # [v
     return output.logits[0, -1].float().cpu()
 
 
-def greedy_answer(model: Any, logits: Tensor, cache: CompressedCache) -> tuple[list[int], list[float]]:
+def greedy_answer(
+    model: Any, logits: Tensor, cache: CompressedCache, most: int = MAX_ANSWER_TOKENS
+) -> tuple[list[int], list[float]]:
     """The greedy continuation up to and with an end token, and the seconds that feeding each of its tokens took."""
     answer: list[int] = []
     seconds: list[float] = []
-    while not answer or (answer[-1] not in _end_tokens(model) and len(answer) < MAX_ANSWER_TOKENS):
+    while not answer or (answer[-1] not in _end_tokens(model) and len(answer) < most):
         answer.append(int(logits.argmax()))
         start = time.perf_counter()
         logits = next_logits(model, answer[-1], cache)

@@ -142,3 +142,37 @@ def test_the_demo_prints_a_table() -> None:
     assert header.split() == ["method", "tokens", "seen", "stored", "cache", "ms/token", "divergence", "answer"]
     assert "streamingllm:budget=64" in result.stdout
     assert "lost the passkey" in result.stdout
+
+
+def test_compare_asks_every_method_about_a_file(tmp_path: Path) -> None:
+    folder, file, out = save_tiny_model(tmp_path / "model"), tmp_path / "mine.txt", tmp_path / "out"
+    file.write_text("The cat sat on the mat, and the dog sat on the cat. " * 6, encoding="utf-8")
+    command = ["compare", "--file", str(file), "--question", "Who sat?", "--model", str(folder), "--out", str(out)]
+    command += ["--methods", "full,streamingllm,quest:skip_layers=0", "--budgets", "1/2,5000", "--max-new-tokens", "4"]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.output
+    record = json.loads((out / "compare.json").read_text(encoding="utf-8"))
+    rows = {row["method"]: row for row in record["rows"]}
+    assert next(iter(rows)) == "full" and len(rows) == 5
+    assert rows["streamingllm:budget=5000"]["right"] and rows["streamingllm:budget=5000"]["agreement"] == 1.0
+    assert rows["streamingllm:budget=50%"]["device_bytes"] < 0.6 * rows["full"]["device_bytes"]
+    assert rows["quest:budget=50%:skip_layers=0"]["divergence"] > 0 and all(row["seconds"] > 0 for row in rows.values())
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert "the same answer: " in shown.stdout and "picture: " in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"--file": "nowhere.txt"}, "nowhere.txt: No such file"),
+        ({"--question": " "}, "--question is empty"),
+        ({"--methods": "snapvk"}, "did you mean 'snapkv'"),
+        ({"--budgets": "1/0"}, "1/8"),
+    ],
+)
+def test_compare_names_a_mistake_in_one_line(change: dict[str, str], told: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("text", encoding="utf-8")
+    given = {"--file": str(tmp_path / "mine.txt"), "--question": "what?", "--out": str(tmp_path / "out"), **change}
+    done = CliRunner().invoke(app, ["compare", *(word for pair in given.items() for word in pair)])
+    assert (done.exit_code, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert told in done.stderr and not (tmp_path / "out").exists()

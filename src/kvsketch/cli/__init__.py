@@ -1,4 +1,4 @@
-"""The command line: kvsketch demo | methods | generate | eval | report | bench | models | env.
+"""The command line: kvsketch demo | compare | methods | generate | eval | report | bench | models | env.
 
 One file per command. Nothing here imports torch or transformers before a command needs them, so that --help is instant.
 """
@@ -13,6 +13,7 @@ import typer
 import kvsketch
 from kvsketch.cli.bench import bench_app
 from kvsketch.cli.boundary import OneLineErrors, new_app
+from kvsketch.cli.compare import compare
 from kvsketch.cli.demo import demo
 from kvsketch.cli.env import env
 from kvsketch.cli.evaluate import eval_app
@@ -42,6 +43,7 @@ def root(
 
 
 app.command()(demo)
+app.command()(compare)
 app.command()(methods)
 app.command()(generate)
 app.add_typer(bench_app, name="bench")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,8 +36,8 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Hide a passkey in a long document and see which caches still find it."""
-    names = [] if methods == "all" else _split(methods, "--methods", "streamingllm,uniform or all")
-    sizes = _split(budgets, "--budgets", "1/4,1/8")
+    names = [] if methods == "all" else split(methods, "--methods", "streamingllm,uniform or all")
+    sizes = split(budgets, "--budgets", "1/4,1/8")
 
     from kvsketch import demo as comparison
     from kvsketch import environment, models
@@ -49,12 +49,7 @@ def demo(
     loaded, tokenizer = models.load(model, dtype=dtype, device=device)
     document = texts.passkey_document(tokenizer, tokens=tokens, depth=depth, seed=seed)
     prompt = document.input_ids.to(loaded.device)
-    rows: list[Row] = []
-    with _progress() as progress:
-        task = progress.add_task(str(chosen[0]), total=len(chosen))
-        for row in comparison.compare(loaded, tokenizer, prompt, document.passkey, chosen):
-            rows.append(row)
-            progress.update(task, advance=1, description=str(chosen[min(len(rows), len(chosen) - 1)]))
+    rows = with_progress(comparison.compare(loaded, tokenizer, prompt, document.passkey, chosen), chosen)
     record = {
         "model": model,
         "prompt_tokens": prompt.shape[1],
@@ -65,7 +60,7 @@ def demo(
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     title = f"{model}, prompt of {prompt.shape[1]:,} tokens, passkey {document.passkey} at depth {depth:g}"
-    written = [] if out is None else _write(out, record, rows, title)
+    written = [] if out is None else write(out, "demo", record, rows, title)
     if as_json:
         print_json(record)
         return
@@ -102,8 +97,7 @@ def _print_table(rows: Sequence[Row], title: str) -> None:
     for row in rows:
         colour, mark = ("green", "right") if row.right else ("red", "wrong")
         host = f" + {megabytes(row.host_bytes)} host" if row.host_bytes else ""
-        answer = " ".join(row.answer.split())
-        answer = answer if len(answer) <= ANSWER_WIDTH else answer[: ANSWER_WIDTH - 3] + "..."
+        answer = shortened(row.answer)
         table.add_row(
             row.method,
             f"{row.tokens_seen:,}",
@@ -116,24 +110,38 @@ def _print_table(rows: Sequence[Row], title: str) -> None:
     results().print(table)
 
 
-def _write(out: Path, record: dict[str, Any], rows: Sequence[Row], title: str) -> list[str]:
-    path = out / "demo.json"
+def shortened(answer: str, width: int = ANSWER_WIDTH) -> str:
+    """An answer on one line that fits a table."""
+    text = " ".join(answer.split())
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def write(out: Path, name: str, record: dict[str, Any], rows: Sequence[Row], title: str, **words: Any) -> list[str]:
+    """Writes the record and, where matplotlib is there, the picture; what to tell of them."""
+    path, picture = out / f"{name}.json", out / f"{name}.png"
     path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if importlib.util.find_spec("matplotlib") is None:
         return [f"record: {path}", "no picture: matplotlib is missing; pip install 'kvsketch[plot]'"]
     from kvsketch.cli.picture import draw
 
-    draw(rows, out / "demo.png", title)
-    return [f"record: {path}", f"picture: {out / 'demo.png'}"]
+    draw(rows, picture, title, **words)
+    return [f"record: {path}", f"picture: {picture}"]
 
 
-def _split(text: str, option: str, example: str) -> list[str]:
+def split(text: str, option: str, example: str) -> list[str]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise ValueError(f"{option} is empty; use for instance {example}")
     return parts
 
 
-def _progress() -> Progress:
+def with_progress(found: Iterable[Row], methods: Sequence[Any]) -> list[Row]:
+    """The rows, with a bar that names the method at work."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    return Progress(*columns, console=remarks(), transient=True)
+    rows: list[Row] = []
+    with Progress(*columns, console=remarks(), transient=True) as progress:
+        task = progress.add_task(str(methods[0]), total=len(methods))
+        for row in found:
+            rows.append(row)
+            progress.update(task, advance=1, description=str(methods[min(len(rows), len(methods) - 1)]))
+    return rows

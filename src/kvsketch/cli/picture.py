@@ -1,4 +1,4 @@
-"""The picture of the demo: divergence from the full cache against the memory a cache takes."""
+"""The picture of a comparison: divergence from the full cache against the memory a cache takes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ COLOURS = {"evict": "#1b6ca8", "summarise": "#c8553d", "recall": "#3a7d44"}
 FLOOR = 1e-4  # a logarithmic axis has no zero; a smaller divergence is drawn here
 
 
-def draw(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Writes a PNG with one labelled point per method and budget, and the full cache as a line."""
+def draw(
+    rows: Sequence[Row], path: Path, title: str, marks: tuple[str, str] = ("passkey found", "passkey lost")
+) -> None:
+    """Writes a PNG with one labelled point per method and budget, and the full cache as a line; `marks` are the words
+    for rows that are right and for the others.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -24,7 +28,7 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     axes.axvline(megabytes(full), color="#666666", linestyle="--", linewidth=1, label="full cache (divergence 0)")
     for family in dict.fromkeys(row.family for row in compressed):
         for right in (True, False):
-            _scatter(axes, [row for row in compressed if row.family == family and row.right is right])
+            _scatter(axes, [row for row in compressed if row.family == family and row.right is right], marks)
     axes.set(xlabel="cache, MB (measured)", ylabel="divergence from the full cache, nats (lower is better)")
     axes.set_title(title, loc="left", fontsize=11)
     _scale(axes, rows)
@@ -60,7 +64,7 @@ def _height(row: Row) -> float:
     return max(row.divergence, FLOOR)
 
 
-def _scatter(axes: Any, rows: Sequence[Row]) -> None:
+def _scatter(axes: Any, rows: Sequence[Row], marks: tuple[str, str]) -> None:
     if not rows:
         return
     family, right = rows[0].family, rows[0].right
@@ -71,7 +75,7 @@ def _scatter(axes: Any, rows: Sequence[Row]) -> None:
         marker="o" if right else "X",
         s=60,
         zorder=3,
-        label=f"{family}, passkey {'found' if right else 'lost'}",
+        label=f"{family}, {marks[0] if right else marks[1]}",
     )
 
 
