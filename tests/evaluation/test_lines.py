@@ -81,7 +81,7 @@ def test_an_answer_can_be_begun_for_the_model(model_folder: Path) -> None:
 
 def test_answers_are_those_of_generate(tmp_path: Path, model_folder: Path) -> None:
     """Questions in left-padded batches, a prefill shared by all methods: each answer is that of the question alone."""
-    data = run(tmp_path, model_folder, "--lines", "4,5", "--questions", "3", "--budgets", "1/2", "--batch", "2",
+    data = run(tmp_path, model_folder, "--lines", "2,3", "--questions", "3", "--budgets", "1/2", "--batch", "2",
                "--methods", "full,snapkv,uniform,quest")  # fmt: skip
     assert len(data) == 2 * 3 * 4
     model, tokenizer = models.load(model_folder, device="cpu")
@@ -106,10 +106,10 @@ def test_questions_of_a_method_that_draws_share_no_random_numbers(
     tmp_path: Path, model_folder: Path, more: list[str]
 ) -> None:
     """One text asked twice: with a seed for both the answers agree, with seeds of their own other tokens are kept."""
-    line = ["--lines", "12", "--questions", "8", "--budgets", "1/4", "--methods", "uniform", "--batch", "8", *more]
+    line = ["--lines", "5", "--questions", "3", "--budgets", "1/4", "--methods", "uniform", "--batch", "3", *more]
     own = run(tmp_path / "own", model_folder, *line)
-    assert len({each["cache_seed"] for each in own}) == 8
-    shared = run(tmp_path / "shared", model_folder, *line, "--rows-per-seed", "8")
+    assert len({each["cache_seed"] for each in own}) == 3
+    shared = run(tmp_path / "shared", model_folder, *line, "--rows-per-seed", "3")
     assert {each["cache_seed"] for each in shared} == {own[0]["cache_seed"]}
     assert own[0]["answer"] == shared[0]["answer"], "the first question has the same seed in both"
     assert [each["answer"] for each in own[1:]] != [each["answer"] for each in shared[1:]]

@@ -268,10 +268,10 @@ def test_options_that_cannot_be(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.real_model
 def test_a_real_model_answers(tmp_path: Path, short: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["--data", str(short), "--tasks", "qasper", "--limit", "2", "--methods", "full,snapkv", "--budgets", "1/2"]
+    line = ["--data", str(short), "--tasks", "qasper", "--limit", "1", "--methods", "full,snapkv", "--budgets", "1/2"]
     assert longbench.main([*line, "--out", str(tmp_path), "--device", "cpu", "--columns", "tasks"]) == 0
     data = [record["data"] for record in records.read(tmp_path / "longbench.jsonl")]
-    assert len(data) == 4 and not any("failed" in each for each in data)
+    assert len(data) == 2 and not any("failed" in each for each in data)
     assert max(each["score"] for each in data if each["method"] == "full") > 0
     assert all(each["tokens_stored"] <= each["prompt_tokens"] // 2 for each in data if each["method"] == "snapkv")
     assert "qasper" in capsys.readouterr().out

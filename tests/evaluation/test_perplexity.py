@@ -231,17 +231,18 @@ def test_options_that_leave_nothing() -> None:
 def test_a_real_model(tmp_path: Path) -> None:
     line = [
         "--tokens",
-        "200",
+        "112",
         "--prefix",
-        "180",
+        "100",
         "--bucket",
         "100",
         "--methods",
         "full,streamingllm",
         "--budgets",
-        "80",
+        "40",
     ]
     found = {record["data"]["method"]: record["data"] for record in run(Path("smollm2-135m"), tmp_path, *line)}
     assert abs(found["full"]["deviation"]) < 1e-2
     assert 1.0 < math.exp(found["full"]["full_nll"]) < 60.0
-    assert abs(found["streamingllm"]["deviation"]) > 1e-2 and found["streamingllm"]["tokens_stored"] == 80
+    assert abs(found["streamingllm"]["deviation"]) > 1e-2
+    assert found["streamingllm"]["tokens_stored"] == 40

@@ -183,10 +183,10 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.real_model
 def test_a_real_model(tmp_path: Path) -> None:
-    line = ["--tokens", "320", "--steps", "8", "--layers", "10,20", "--budgets", "80", "--hot-budgets", "80"]
+    line = ["--tokens", "200", "--steps", "4", "--layers", "10", "--budgets", "50", "--hot-budgets", "50"]
     line += ["--methods", "clusterkv,quest,infinigen:alpha=100"]
     found = {record["data"]["method"]: record["data"] for record in run(Path("smollm2-135m"), tmp_path, *line)}
-    assert all(80 / 320 < each["recall"] < 1.0 for each in found.values()), "better than reading at random"
+    assert all(50 / 200 < each["recall"] < 1.0 for each in found.values()), "better than reading at random"
     assert all(0.0 < each["hot_set_hits"]["1"] <= each["hot_set_hits"]["2"] <= 1.0 for each in found.values())
     assert 0.0 < found["clusterkv"]["cluster_hits"]["1"] <= 1.0
 

@@ -193,9 +193,9 @@ def test_padding_on_the_right_is_refused() -> None:
 def test_a_real_model_answers_as_with_generate() -> None:
     model, tokenizer = models.load("smollm2-135m", device="cpu")
     tokenizer.padding_side = "left"
-    prompts = [texts.passkey_document(tokenizer, length, 0.5, seed=1).input_ids[0] for length in (120, 90)]
-    inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
+    ids = tokenizer(texts.document()[:400])["input_ids"]
+    inputs = tokenizer.pad({"input_ids": [ids[:64], ids[:50]]}, return_tensors="pt")
     prefilled = shared_prefill(model, inputs)
-    for method in ("snapkv:budget=1/2", "balancekv:budget=1/2", "clusterkv:budget=1/4:offload=host"):
-        tokens = prefilled.generate(prefilled.cache(method), 4)
-        assert torch.equal(tokens, generated(model, dict(inputs), CompressedCache(model, method), 4))
+    for method in ("snapkv:budget=1/2:window=8", "clusterkv:budget=1/2:offload=host"):
+        tokens = prefilled.generate(prefilled.cache(method), 3)
+        assert torch.equal(tokens, generated(model, dict(inputs), CompressedCache(model, method), 3))

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-METHODS = ("full", "streamingllm", "uniform", "h2o", "keyformer", "snapkv", "pyramidkv", "kcenter")
-METHODS += ("subgen", "balancekv", "quest", "clusterkv", "clusterkv:completion=false", "infinigen")
-QUALITY = {"full": 0.0, "streamingllm": 0.9, "uniform": 0.8, "h2o": 0.6, "keyformer": 0.55, "snapkv": 0.3}
-QUALITY |= {"pyramidkv": 0.35, "kcenter": 0.7, "subgen": 0.75, "balancekv": 0.65, "quest": 0.2, "clusterkv": 0.1}
+# Of each family one or two, at the budgets that pages show: a report of all methods takes long to draw.
+QUALITY = {"full": 0.0, "streamingllm": 0.9, "snapkv": 0.3, "subgen": 0.75, "quest": 0.2, "clusterkv": 0.1}
 QUALITY |= {"clusterkv:completion=false": 0.15, "infinigen": 0.25}
-BUDGETS = ("1/16", "1/8", "1/4", "1/2")
+METHODS = tuple(QUALITY)
+BUDGETS = ("1/8", "1/4")
 RECALL = ("quest", "clusterkv", "infinigen")
 MODEL = {"model": "qwen2.5-coder-1.5b", "dtype": "bfloat16", "budgets_in": "tokens", "model_sha256": "ab12" * 16}
 WORDS = ("The", "pass", "key", "is", "48213", "It", "has", "been", "the", "policy", "of", "this", "Government")
@@ -62,7 +61,7 @@ def lines(questions: int = 12) -> Iterator[dict[str, Any]]:
             for question in range(questions):
                 cell = {"method": method, "budget": budget, "sample": f"lines={count} question={question}", **MODEL}
                 outcome: dict[str, Any] = {"score": float(chance.random() > miss), **memory(method, budget, 25 * count)}
-                if method == "keyformer" and budget == "1/2" and question == 3:
+                if method == "snapkv" and budget == "1/4" and question == 3:
                     outcome = {"failed": "OutOfMemoryError: CUDA out of memory"}
                 yield record("lines", {**cell, "lines": count, **outcome})
 
@@ -70,8 +69,8 @@ def lines(questions: int = 12) -> Iterator[dict[str, Any]]:
 def needle() -> Iterator[dict[str, Any]]:
     chance = random.Random(2)
     for method, budget, miss in pairs():
-        for length in (1024, 2048, 4096, 8192, 16384):
-            for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
+        for length in (1024, 4096, 16384):
+            for depth in (0.0, 0.5, 1.0):
                 cell = {"method": method, "budget": budget, "sample": f"length={length} depth={depth}", **MODEL}
                 score = float(chance.random() > miss * (1.2 - depth))
                 place = {"length": length, "depth": depth}
@@ -95,7 +94,7 @@ def longbench() -> Iterator[dict[str, Any]]:
 def perplexity() -> Iterator[dict[str, Any]]:
     chance = random.Random(4)
     for method, budget, miss in pairs(budgets=("1/8", "1/4")):
-        for position in range(2000, 16_000, 1000):
+        for position in range(2000, 16_000, 4000):
             full = [chance.gauss(2.1, 0.2) for _ in range(20)]
             nll = [value + miss * 0.12 * abs(chance.gauss(1, 0.5)) * position / 8000 for value in full]
             yield record("perplexity", perplexity_data(method, budget, position, nll, full))

@@ -19,7 +19,7 @@ from kvsketch.records import read_folder
 from kvsketch.report import render as rendering
 from kvsketch.report.palette import BASE, FILE, look_file, looks
 from kvsketch.report.render import render
-from tests.report.sample_records import METHODS, lines, recall, record, token_life, write, write_all
+from tests.report.sample_records import lines, recall, record, token_life, write, write_all
 
 
 def test_a_torn_last_line_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
@@ -77,10 +77,10 @@ def test_the_command_writes_tables_with_intervals_bytes_and_failures(tmp_path: P
     text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     full = next(row for row in text.splitlines() if row.startswith("| `full`"))
     assert "| 1.00 [1.00, 1.00] |" in full
-    assert "| `keyformer` | 1/2 | " in text and "1 of 4 failed" in text
-    assert "- keyformer 1/2: OutOfMemoryError: CUDA out of memory" in text
+    assert "| `snapkv` | 1/4 | " in text and "1 of 4 failed" in text
+    assert "- snapkv 1/4: OutOfMemoryError: CUDA out of memory" in text
     assert "| method | budget | all numbers of lines | lines 200 | lines 400 | tokens stored | device bytes |" in text
-    assert next(row for row in text.splitlines() if row.startswith("| `snapkv` | 1/16")).endswith("| 468 | 6% |")
+    assert next(row for row in text.splitlines() if row.startswith("| `snapkv` | 1/8")).endswith("| 938 | 13% |")
     assert "kvsketch eval lines --model qwen2.5-coder-1.5b" in text and "c7f6595bdf" in text
     for name in [part.partition(")")[0] for part in text.split("](")[1:]]:
         assert (tmp_path / "out" / name).is_file()
@@ -155,7 +155,7 @@ def test_every_method_has_a_look_of_its_own() -> None:
     described = [describe(cls) for cls in kvsketch.METHODS.values()]
     there = (resources.files("kvsketch.report") / FILE).read_text(encoding="utf-8")
     assert there == look_file(described), "the classes look otherwise; run: kvsketch report --docs"
-    shown = looks([*METHODS, "clusterkv:rounds=20", "mine", "theirs"])
+    shown = looks([*kvsketch.METHODS, "clusterkv:rounds=20", "mine", "theirs"])
     assert len({look[1:] for look in shown.values()}) == len(shown)
     for look in BASE.values():
         assert _contrast(look.light, "#ffffff") >= 3 and _contrast(look.dark, "#1b1e24") >= 3
