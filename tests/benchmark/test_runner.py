@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvsketch import records
 from kvsketch.benchmark import runner
-from kvsketch.benchmark.runner import Benchmark, Row
+from kvsketch.benchmark.runner import Benchmark, Row, Trial
 from kvsketch.cli import app
 from kvsketch.cli.bench import BENCHMARKS
 from kvsketch.options import option
@@ -136,6 +137,35 @@ def test_the_same_command_goes_on_where_it_stopped(
     assert len(run(out, again=True)) == 12
     commit["dirty"] = True
     assert len(run(out)) == 18, "changed code is measured again"
+
+
+class OutOfResources(Exception):
+    """What Triton raises for a launch that does not fit."""
+
+
+@dataclass
+class Tuned(Toy):
+    tuning_kind = "toy-tune"
+    tune: bool = option(False, "time launch sizes instead")
+
+    def trials(self) -> Generator[Trial, list[Any], None]:
+        def calls_of(launch: float) -> list[Any]:
+            if launch > 1:
+                raise OutOfResources
+            return [lambda: time.sleep(launch)]
+
+        fastest = yield Trial({"size": 1}, (0.02, 0.0, 2.0), calls_of)
+        yield Trial({"size": 2}, fastest[:1], calls_of)
+
+
+def test_launch_sizes_are_timed_and_those_that_do_not_fit_left_out(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(runner, "_require_device", lambda benchmark: None)
+    assert runner.run(Tuned(device="cpu", tune=True, out=str(tmp_path / "toy.jsonl"))) == 0
+    found = [
+        (record["kind"], record["data"]["size"], record["data"]["launch"])
+        for record in records.read(tmp_path / "toy.jsonl")
+    ]
+    assert found == [("toy-tune", 1, "0.0"), ("toy-tune", 1, "0.02"), ("toy-tune", 2, "0.0")]
 
 
 def test_checks_see_what_is_no_number() -> None:

@@ -1,6 +1,7 @@
 """The one place where an expected error becomes one line and an exit code.
 
     0    done
+    1    measured, and something failed
     2    the user can mend it: wrong method, parameter, budget, file, model or option; a missing extra
     130  interrupted
 
