@@ -72,7 +72,7 @@ class KCenter(OfPrefill):
     def headline(self, rows: list[Row]) -> str:
         return f"Farthest-first centers, one layer; prefill {rows[0]['prefill_ms']:.0f} ms"
 
-    def shown(self, row: Row) -> Row:
+    def shown(self, row: Row, rows: list[Row]) -> Row:
         return {"judged": target_text(row)}
 
     def wrong(self, most: int = 8192) -> Iterator[str]:

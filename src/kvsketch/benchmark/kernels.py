@@ -114,7 +114,7 @@ class Kernels(Benchmark):
     name, kind, operation, tuning_kind = "kernels", "kernel", "weighted_attention", "kernel-sweep"
     columns = (
         "batch:d | slots:,d | cache | contender | µs=median_us:.1f | p10=p10_us:.1f | p90=p90_us:.1f | "
-        "of copy bandwidth=share_of_copy_bandwidth:.0%"
+        "of copy bandwidth=share_of_copy_bandwidth:.0% | ours / best rival=ratio:.2f"
     )
     batch: tuple[int, ...] = option("1,8,32", "batch sizes, by commas", least=1)
     slots: tuple[int, ...] = option("1024,2048,32768", "slots of a table, by commas", least=1)
@@ -122,6 +122,11 @@ class Kernels(Benchmark):
 
     def headline(self, rows: list[Row]) -> str:
         return f"Decode attention, one layer (copy {rows[0]['copy_bytes_per_second'] / 1e12:.2f} TB/s)"
+
+    def shown(self, row: Row, rows: list[Row]) -> Row:
+        where = {name: row[name] for name in ("batch", "slots", "cache")}
+        rivals = [r["median_us"] for r in rows if r["contender"] in RIVALS and where.items() <= r.items()]
+        return {"ratio": row["median_us"] / min(rivals)} if rivals and row["contender"] in OURS else {}
 
     @functools.cached_property
     def bandwidth(self) -> float:

@@ -169,7 +169,7 @@ class Recall(OfPrefill):
         values = make_keys("normal", self.tokens, self.seed + 1, self.on)
         k, v = (each.expand(batch, -1, -1, -1).contiguous() for each in (self.keys, values))
         centroids, means, index = whole_index(k, v, self.tokens // share, 3)
-        return Layer(k, v, centroids, means, index, self.on)
+        return Layer(k, v, centroids.to(k.dtype), means.to(v.dtype), index, self.on)
 
     def wrong(self) -> Iterator[str]:
         for share in (80, 20):
@@ -290,7 +290,7 @@ class Recall(OfPrefill):
         measured = {"operation": operation, "contender": contender, **shape, **SIZES, "dtype": self.on.dtype_name}
         return measured | dataclasses.asdict(timing)
 
-    def shown(self, row: Row) -> Row:
+    def shown(self, row: Row, rows: list[Row]) -> Row:
         shape = ", ".join(f"{name} {row[name]}" for name in SHAPE_FIELDS if name in row)
         return {"shape": shape, "judged": target_text(row)}
 

@@ -100,8 +100,8 @@ class Benchmark(Options, ABC):
     def headline(self, rows: list[Row]) -> str:
         return self.title
 
-    def shown(self, row: Row) -> Row:
-        """Fields that the table shows beside those of the record."""
+    def shown(self, row: Row, rows: list[Row]) -> Row:
+        """Fields that the table shows beside those of a record, which may compare it with the others."""
         return {}
 
 
@@ -218,7 +218,7 @@ def table(benchmark: Benchmark, columns: str, rows: list[Row]) -> Table:
         assert spec is not None, columns
         found.add_column(spec["heading"], justify="right" if spec["form"] else "left", overflow="fold")
     for row in rows:
-        seen = row if row.get(FAILED) or benchmark.tunes else row | benchmark.shown(row)
+        seen = row if row.get(FAILED) or benchmark.tunes else row | benchmark.shown(row, rows)
         found.add_row(*(_cell(seen.get(spec["field"] or spec["heading"]), spec) for spec in specs if spec))
     return found
 

@@ -51,7 +51,7 @@ class StepProfile(ShapeBenchmark):
     rows: int = option(16, "kernels shown; the record holds all", least=1)
     batches: tuple[int, ...] = option("1,8", "batch sizes, by commas", least=1)
 
-    def shown(self, row: Row) -> Row:
+    def shown(self, row: Row, rows: list[Row]) -> Row:
         return {
             "longest": "\n".join(
                 f"{kernel['us']:8.1f} {kernel['kernel'][:80]}" for kernel in row["kernels"][: self.rows]

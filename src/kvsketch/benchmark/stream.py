@@ -152,7 +152,7 @@ class Stream(ModelBenchmark):
     def headline(self, rows: list[Row]) -> str:
         return f"Streaming prefill in chunks of {self.chunk:,} tokens"
 
-    def shown(self, row: Row) -> Row:
+    def shown(self, row: Row, rows: list[Row]) -> Row:
         return {"rate": row["tokens"] / row["prefill_s"]}
 
     @functools.cached_property

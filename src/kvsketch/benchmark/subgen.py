@@ -116,7 +116,7 @@ class SubGenLayer(OfPrefill):
     def headline(self, rows: list[Row]) -> str:
         return f"SubGen, one layer; prefill {rows[0]['prefill_ms']:.0f} ms"
 
-    def shown(self, row: Row) -> Row:
+    def shown(self, row: Row, rows: list[Row]) -> Row:
         return {
             "judged": target_text(row),
             "parts": ", ".join(f"{name} {ms:.2f}" for name, ms in row["parts_ms"].items()),
