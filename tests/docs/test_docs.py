@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvsketch
-from kvsketch.cli import app
+from kvsketch.cli import app, reference
 from kvsketch.methods.base import EvictingMethod
 from tests.helpers import zoo
 from tests.helpers.tiny import save_tiny_model
@@ -108,7 +108,48 @@ def test_pages_of_methods_say_the_same_things(path: Path) -> None:
     assert f"]({path.name})" in (DOCS / "methods" / "README.md").read_text(encoding="utf-8")
 
 
-def test_links_lead_somewhere() -> None:
-    for page in DOCS.rglob("*.md"):
-        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def _links(page: Path) -> Iterator[tuple[Path, str]]:
+    """The files and anchors inside the repository that a page links to."""
+    text = re.sub(
+        r"```.*?```|^    .*?$|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    for link in LINK.findall(text):
+        if "://" not in link:
+            path, _, anchor = link.partition("#")
+            yield (page.parent / path).resolve() if path else page, anchor
+
+
+def _anchors(page: Path) -> set[str]:
+    """The names of its headings, as GitHub and mkdocs make them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("start", [DOCS / "README.md", DOCS.parent / "README.md"], ids=["index", "README"])
+def test_links_lead_somewhere_and_to_every_page(start: Path) -> None:
+    reached, new = set[Path](), {start}
+    while new:
+        page = new.pop()
+        reached.add(page)
+        for path, anchor in _links(page):
+            assert path.exists(), f"{page.name}: {path}"
+            if path.suffix == ".md":
+                assert not anchor or anchor in _anchors(path), f"{page.name}: {path.name}#{anchor}"
+                new |= {path} - reached
+    pages = {path for path in DOCS.rglob("*.md") if DOCS / "report" not in path.parents}
+    assert pages <= reached, f"no link leads to {sorted(path.name for path in pages - reached)}"
+
+
+def test_the_index_names_every_page() -> None:
+    named = {path for path, _ in _links(DOCS / "README.md")}
+    assert named >= {path for path in DOCS.glob("*.md") if path.name != "README.md"}
+
+
+def test_the_reference_is_made_from_the_docstrings() -> None:
+    written = (DOCS / "api.md").read_text(encoding="utf-8")
+    assert written == reference.page(), "run: kvsketch report --docs"
+    assert all(f"ops.{name}" in written for name in kvsketch.ops.__all__)

@@ -27,10 +27,13 @@ def report(
         raise ValueError("name a folder of records, or give --docs alone to write the pages of this repository")
     said: list[str] = []
     if folder is None:
+        from kvsketch.cli import reference
         from kvsketch.cli.methods import describe
         from kvsketch.methods import METHODS
+        from kvsketch.records import write_whole
 
         written = pages.write(Path(), [describe(cls) for cls in METHODS.values()])
+        written.append(write_whole(Path("docs") / "api.md", reference.page().encode()))
     else:
         written, said = render(folder, out or folder / "report")
     for remark in said:
