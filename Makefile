@@ -1,6 +1,7 @@
 # make demo    set up .venv, fetch a small real model, compare the methods on it
 # make test    set up .venv, run the tests
 # make check   linters, types, import rules, tests
+# make docs    build docs/ as a site in build/site; to search it: python -m http.server -d build/site
 # make wheel-test    build the wheel, install it in an environment of its own, ask it a question
 #
 # PYTHON=python3.12                       another interpreter (3.11 or newer)
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvsketch-installed
 CPU_TORCH := 2.13.0
 
-.PHONY: demo test check lint wheel-test clean
+.PHONY: demo test check lint docs wheel-test clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -37,6 +38,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The wheel of this tree, installed with what its own metadata asks for and nothing else, answers a question.
 wheel-test:

@@ -144,9 +144,11 @@ def test_links_lead_somewhere_and_to_every_page(start: Path) -> None:
     assert pages <= reached, f"no link leads to {sorted(path.name for path in pages - reached)}"
 
 
-def test_the_index_names_every_page() -> None:
+def test_the_index_and_the_site_name_every_page() -> None:
     named = {path for path, _ in _links(DOCS / "README.md")}
     assert named >= {path for path in DOCS.glob("*.md") if path.name != "README.md"}
+    site = set(re.findall(r"[\w/]+\.md", (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")))
+    assert site == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
 
 
 def test_the_reference_is_made_from_the_docstrings() -> None:
