@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvsketch.records import Record
-from kvsketch.report.canvas import new_figure
+from kvsketch.report.canvas import WIDEST, new_figure
 
 Data = dict[str, Any]
 FULL = "full"
@@ -35,7 +35,7 @@ def _decode(data: list[Data]) -> Any:
     for d in sorted(last.values(), key=lambda d: d["batch"]):
         if d["prompt"] == longest:
             methods.setdefault(d["method"], []).append(d)
-    figure, (left, right) = new_figure(13, 5.5, 1, 2)
+    figure, (left, right) = new_figure(WIDEST, 5.2, 1, 2)
     colours = iter(COLOURS * len(methods))
     for number, (method, line) in enumerate(methods.items()):
         colour = "#222222" if method == FULL else next(colours)
@@ -48,9 +48,11 @@ def _decode(data: list[Data]) -> Any:
     every = sorted({d["batch"] for line in methods.values() for d in line})
     for axes, label in ((left, "ms per step"), (right, "tokens per second")):
         _dress(axes, every, label)
+    left.set_ylim(bottom=0.88 * left.get_ylim()[0])  # room for the label of the lower floor
     left.set_title(f"Decode step after {longest:,} tokens, captured", loc="left", fontsize=11)
     right.set_title("Throughput", loc="left", fontsize=11)
-    right.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    lines, names = left.get_legend_handles_labels()
+    figure.legend(lines, names, frameon=False, fontsize=10, loc="outside lower center", ncols=3)
     return figure
 
 
@@ -63,7 +65,7 @@ def _floor(axes: Any, line: list[Data], label: str, at: int, offset: tuple[int, 
     known = [(d["batch"], d["floor_ms"]) for d in line if d["floor_ms"]]
     if known:
         axes.plot(*zip(*known, strict=True), color="#999999", linestyle=":", linewidth=1.2)
-        axes.annotate(label, known[at], textcoords="offset points", xytext=offset, ha=align, fontsize=8)
+        axes.annotate(label, known[at], textcoords="offset points", xytext=offset, ha=align, fontsize=9)
 
 
 def _dress(axes: Any, batches: list[int], label: str) -> None:
@@ -84,7 +86,7 @@ def _kernels(data: list[Data]) -> Any:
         if d["cache"] == "cold":
             sizes.setdefault((d["batch"], d["slots"]), {})[d["contender"]] = d
     complete = {size: by for size, by in sorted(sizes.items()) if "separate weights" in by}
-    figure, (left, right) = new_figure(13, 4.8, 1, 2)
+    figure, (left, right) = new_figure(WIDEST, 4.4, 1, 2)
     names = [f"{batch} x {slots:,}" for batch, slots in complete]
     for place, contender in enumerate(("unweighted", "separate weights", *RIVALS)):
         times = [by[contender]["median_us"] if contender in by else float("nan") for by in complete.values()]
@@ -99,7 +101,7 @@ def _kernels(data: list[Data]) -> Any:
     right.yaxis.set_major_formatter("{x:.0%}")
     right.set_title("Share of the measured copy bandwidth", loc="left", fontsize=11)
     for axes in (left, right):
-        axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=9)
         axes.grid(True, axis="y", color="#e4e4e4", linewidth=0.6)
         axes.set_axisbelow(True)
     return figure

@@ -9,6 +9,9 @@ from typing import Any
 from kvsketch.report.palette import Look, order
 
 GRID = {"color": "#e6e8ec", "linewidth": 0.6}
+# Inches of the widest figure. README shows a figure about 830 pixels wide: letters of 9 points are still read there.
+WIDEST = 9.2
+MOST_LETTERS = 34  # of a line of the legend
 
 
 def slug(text: str) -> str:
@@ -34,6 +37,17 @@ def legend(figure: Any, panels: Sequence[Any]) -> None:
     """One legend for all panels, below them."""
     found = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     labels = sorted(found, key=order)
-    columns = 4 if max(map(len, labels), default=0) < 30 else 3
+    columns = 4 if max(map(len, labels), default=0) < 22 else 3
     handles = [found[label] for label in labels]
-    figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", ncols=columns)
+    names = [folded(label) for label in labels]
+    figure.legend(handles, names, frameon=False, fontsize=9, loc="outside lower center", ncols=columns)
+
+
+def folded(label: str) -> str:
+    """A long text form on several lines, broken before a parameter."""
+    lines = [""]
+    for part in re.split(r"(?=:)", label):
+        if lines[-1] and len(lines[-1] + part) > MOST_LETTERS:
+            lines.append("  ")
+        lines[-1] += part
+    return "\n".join(lines)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvsketch.report.canvas import GRID, legend, line_style, new_figure, slug
+from kvsketch.report.canvas import GRID, WIDEST, legend, line_style, new_figure, slug
 from kvsketch.report.kinds import Data
 from kvsketch.report.palette import Look
 
 COLOURS = {"keys": "#1b6ca8", "values": "#c0432b"}
-FAILED = "!"
-MOST_COLUMNS = 3
+FAILED, ONE_QUESTION = "!", "*"
+MOST_COLUMNS = 2
 MOST_PLANES = 6
 
 
@@ -23,14 +23,15 @@ def needle(maps: Sequence[Data]) -> Iterator[tuple[str, Any]]:
         budgets = [b for b in dict.fromkeys(each["budget"] for each in own) if b] or [""]
         for budget in budgets:
             shown = [each for each in own if each["budget"] in ("", budget)]
-            columns = min(4, len(shown))
+            columns = min(3, len(shown))
             lines = math.ceil(len(shown) / columns)
-            figure, panels = new_figure(3.3 * columns, 2.3 * lines + 0.5, lines, columns)
+            figure, panels = new_figure(WIDEST * columns / 3, 2.3 * lines + 0.5, lines, columns)
             for axes, each in zip(panels, shown, strict=False):
                 _heat(axes, each)
             for axes in panels[len(shown) :]:
                 axes.set_axis_off()
-            figure.suptitle(f"Needle by depth and length, {model}, budget {budget or 'none'}", x=0.01, ha="left")
+            title = f"Needle by depth and length, {model}, budget {budget or 'none'} (* one question)"
+            figure.suptitle(title, x=0.01, ha="left")
             yield f"needle-map-{slug(model)}-{slug(budget.replace('/', ' of '))}".rstrip("-"), figure
 
 
@@ -42,11 +43,11 @@ def _heat(axes: Any, each: Data) -> None:
     for row, line in enumerate(each["cells"]):
         for column, cell in enumerate(line):
             if cell is not None:
-                text = FAILED if cell[0] is None else f"{100 * cell[0]:.0f}"
+                text = FAILED if cell[0] is None else f"{100 * cell[0]:.0f}{ONE_QUESTION if cell[1] == 1 else ''}"
                 ink = "white" if cell[0] is not None and cell[0] > 0.6 else "#222222"
-                axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=7)
-    axes.set_xticks(range(len(each["lengths"])), [f"{length:,}" for length in each["lengths"]], fontsize=7, rotation=30)
-    axes.set_yticks(range(len(each["depths"])), [f"{depth:.0%}" for depth in each["depths"]], fontsize=7)
+                axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=9)
+    axes.set_xticks(range(len(each["lengths"])), [f"{length:,}" for length in each["lengths"]], fontsize=9, rotation=30)
+    axes.set_yticks(range(len(each["depths"])), [f"{depth:.0%}" for depth in each["depths"]], fontsize=9)
     axes.set_title(each["method"], loc="left", fontsize=9)
 
 
@@ -57,7 +58,7 @@ def positions(entries: Sequence[Data], shown: dict[str, Look]) -> Iterator[tuple
         budgets = [b for b in dict.fromkeys(each["budget"] for each in own) if b] or [""]
         columns = min(MOST_COLUMNS, len(budgets))
         lines = math.ceil(len(budgets) / columns)
-        figure, panels = new_figure(max(9.0, 5.6 * columns), 4.6 * lines + 0.6, lines, columns)
+        figure, panels = new_figure(WIDEST, 4.0 * lines + 1.0, lines, columns)
         for axes in panels[len(budgets) :]:
             axes.set_axis_off()
         for axes, budget in zip(panels, budgets, strict=False):
@@ -85,10 +86,15 @@ def clusters(models: Sequence[Data]) -> Iterator[tuple[str, Any]]:
     for model in models:
         pictured = _evenly([layer for layer in model["layers"] if layer["tsne"]], MOST_PLANES)
         if pictured:
-            figure, panels = new_figure(3.2 * len(pictured), 6.6, 2, len(pictured))
-            for column, layer in enumerate(pictured):
-                for row, part in enumerate(("keys", "values")):
-                    _plane(panels[row * len(pictured) + column], layer, part)
+            columns = min(3, len(pictured))
+            lines = 2 * math.ceil(len(pictured) / columns)
+            figure, panels = new_figure(WIDEST * columns / 3, 2.9 * lines + 0.6, lines, columns)
+            for axes in panels:
+                axes.set_axis_off()
+            for place, layer in enumerate(pictured):
+                above = 2 * columns * (place // columns) + place % columns
+                _plane(panels[above], layer, "keys")
+                _plane(panels[above + columns], layer, "values")
             figure.suptitle(f"t-SNE with the centers of k-center\n{model['name']}", x=0.01, ha="left", fontsize=10)
             yield f"clusterability-plane-{slug(model['name'])}", figure
         yield f"clusterability-radius-{slug(model['name'])}", _radii(model)
@@ -106,6 +112,7 @@ def _plane(axes: Any, layer: Data, part: str) -> None:
     # A thousand points as a picture inside the SVG: as shapes they would take a megabyte.
     axes.scatter(*zip(*points, strict=True), s=3, color=COLOURS[part], alpha=0.45, linewidths=0, rasterized=True)
     axes.scatter(*zip(*(points[at] for at in centers), strict=True), s=34, color="#111111", marker="x", linewidths=1.4)
+    axes.set_axis_on()
     axes.set(xticks=[], yticks=[])
     axes.set_title(f"{part}, layer {layer['layer']}, head {layer['tsne']['head']}", loc="left", fontsize=9)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsketch.records import budget_value
 from kvsketch.report import figure_pictures
-from kvsketch.report.canvas import GRID, legend, line_style, new_figure, slug
+from kvsketch.report.canvas import GRID, WIDEST, legend, line_style, new_figure, slug
 from kvsketch.report.contents import Contents, Section
 from kvsketch.report.kinds import Kind
 from kvsketch.report.palette import Look, looks, order
@@ -38,10 +38,9 @@ def _curves(section: Section, rows: Sequence[Row], shown: dict[str, Look]) -> An
     if len(settings) > MOST_PANELS and is_overall(settings[0]):
         settings = settings[:1]
     settings = settings[:MOST_PANELS]
-    columns = min(3, len(settings))
+    columns = min(2, len(settings))
     lines = math.ceil(len(settings) / columns)
-    width = 9.0 if columns == 1 else 5.2 * columns
-    figure, panels = new_figure(width, (5.6 if columns == 1 else 4.2) * lines + 0.9, lines, columns)
+    figure, panels = new_figure(WIDEST, (5.2 if columns == 1 else 3.8) * lines + 1.1, lines, columns)
     for axes, setting in zip(panels, settings, strict=False):
         _panel(axes, section.kind, [row for row in rows if row.setting == setting], shown)
         axes.set_title(setting.removesuffix(f", {rows[0].variant}"), loc="left", fontsize=10)
@@ -61,7 +60,7 @@ def attention_errors(section: Section, model: str) -> Any:
     """Two panels: the recall methods in all their settings beside the oracle, and every method as it is by default."""
     rows = [row for row in section.rows if row.model == model and is_overall(row.setting)]
     shown = looks({row.method for row in rows})
-    figure, panels = new_figure(13.0, 6.4, 1, 2)
+    figure, panels = new_figure(WIDEST, 6.2, 1, 2)
     recall = [row for row in rows if shown[row.method].family in ("recall", "oracle")]
     defaults = [row for row in rows if ":" not in row.method]
     for axes, own, title in ((panels[0], recall, "Recall methods"), (panels[1], defaults, "All methods, by default")):
