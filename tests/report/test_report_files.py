@@ -17,9 +17,12 @@ from kvsketch.cli import app
 from kvsketch.cli.methods import describe
 from kvsketch.records import read_folder
 from kvsketch.report import render as rendering
+from kvsketch.report.blocks import markdown
+from kvsketch.report.body import body
+from kvsketch.report.contents import gather
 from kvsketch.report.palette import BASE, FILE, look_file, looks
 from kvsketch.report.render import render
-from tests.report.sample_records import lines, recall, record, token_life, write, write_all
+from tests.report.sample_records import METHODS, lines, recall, record, token_life, write, write_all
 
 
 def test_a_torn_last_line_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
@@ -81,9 +84,16 @@ def test_the_command_writes_tables_with_intervals_bytes_and_failures(tmp_path: P
     assert "- snapkv 1/4: OutOfMemoryError: CUDA out of memory" in text
     assert "| method | budget | all numbers of lines | lines 200 | lines 400 | tokens stored | device bytes |" in text
     assert next(row for row in text.splitlines() if row.startswith("| `snapkv` | 1/8")).endswith("| 938 | 13% |")
+    glance = text[text.index("## At a glance") : text.index("## Line retrieval")]
+    assert all(f"| `{method.partition(':')[0]}" in glance for method in METHODS) and "Line retrieval, 1/" in glance
     assert "kvsketch eval lines --model qwen2.5-coder-1.5b" in text and "c7f6595bdf" in text
     for name in [part.partition(")")[0] for part in text.split("](")[1:]]:
         assert (tmp_path / "out" / name).is_file()
+
+
+def test_a_value_of_one_question_is_marked(tmp_path: Path) -> None:
+    write(tmp_path / "lines.jsonl", lines(1))
+    assert "| 1.00* |" in markdown(body(gather(tmp_path)))
 
 
 def test_without_matplotlib_everything_but_figures_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

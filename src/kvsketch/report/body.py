@@ -5,6 +5,7 @@ Every table shows the memory beside the results, because methods at one budget n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from kvsketch.records import budget_value
@@ -16,19 +17,21 @@ from kvsketch.report.rows import Row, is_overall
 
 TITLE = "What a smaller KV cache costs"
 MOST_COLUMNS = 8
+ONE_QUESTION = "*"
 MEMORY = ("tokens stored", "tokens read", "device bytes", "host bytes")
 NOTE = (
     "Means with 95% intervals (percentile bootstrap over samples); failed runs are counted beside the mean, not in it; "
-    "(27) marks a value of fewer samples than others of its column have. Memory is measured, index and weights "
-    "included; bytes are shares of the full cache's, in the mean over the columns. Methods at one budget may hold "
-    "different bytes: pyramidkv gives its upper layers less, recall methods keep everything. The built-in models "
-    "(smollm2-135m, qwen2.5-coder-0.5b and so on) are 4-bit files, unpacked to the dtype named beside them."
+    "(27) marks a value of fewer samples than others of its column have, * one that rests on a single question or "
+    "text. Memory is measured, index and weights included; bytes are shares of the full cache's, in the mean over the "
+    "columns. Methods at one budget may hold different bytes: pyramidkv gives its upper layers less, recall methods "
+    "keep everything. The built-in models (smollm2-135m, qwen2.5-coder-0.5b and so on) are 4-bit files, unpacked to "
+    "the dtype named beside them."
 )
 
 
 def body(contents: Contents, figures: Sequence[str] = ()) -> list[Block]:
     """The whole report; `figures` are the paths of the figures beside it."""
-    found: list[Block] = [Heading(1, TITLE), Words(lead(contents)), Words(NOTE)]
+    found: list[Block] = [Heading(1, TITLE), Words(lead(contents)), Words(NOTE), *_glance(contents)]
     for section in contents.sections:
         found += _section(section, contents.models, _named(figures, f"{section.kind.name}-"))
     if contents.clusters:
@@ -47,6 +50,52 @@ def lead(contents: Contents) -> str:
     """What the report covers, in a sentence."""
     models = ", ".join(dict.fromkeys(contents.models))
     return f"{contents.records:,} records of {len(contents.methods)} methods on {models or 'no model'}."
+
+
+def _glance(contents: Contents) -> list[Block]:
+    """For each model a row for each method and a column for each experiment, at a middle budget."""
+    found: list[Block] = []
+    for model in contents.models:
+        columns = [(section.kind, rows) for section in contents.sections if (rows := _one_budget(section, model))]
+        methods = sorted({row.method for _, rows in columns for row in rows}, key=order)
+        lines = []
+        for method in methods:
+            own = [next((row for row in rows if row.method == method), None) for _, rows in columns]
+            if len(columns) > 2 and sum(row is not None for row in own) < 2:
+                continue  # a variant that one experiment alone has tried
+            cells = [
+                result(kind, row, max(each.count for each in rows)) if row else ""
+                for (kind, rows), row in zip(columns, own, strict=True)
+            ]
+            share = next((row.device_share for row in own if row and row.device_share is not None), None)
+            lines.append([Code(method), *cells, "" if share is None else f"{share:.0%}"])
+        heads = [f"{kind.title}, {_budget(rows)} ({rows[0].setting})" for kind, rows in columns]
+        if lines:
+            table = Table(["method", *heads, "device bytes"], lines).without_empty_columns()
+            found += [Heading(3, f"At a glance: {model}"), table]
+    words = Words(
+        "One number for each method and experiment, at a middle budget of those that most methods were tried at; "
+        "device bytes are those of the first experiment that has them. The sections below have all budgets."
+    )
+    return [Heading(2, "At a glance"), words, *found] if found else []
+
+
+def _one_budget(section: Section, model: str) -> list[Row]:
+    """The rows of one setting, the overall one where there is one, at one budget, with those of the full cache."""
+    measured = [row for row in section.rows if row.model == model and row.mean is not None]
+    settings = Counter(row.setting for row in measured if row.budget)
+    if not settings:
+        return []
+    setting = max(settings, key=lambda name: (is_overall(name), settings[name]))
+    rows = [row for row in measured if row.setting == setting]
+    budgets = Counter(row.budget for row in rows if row.budget)
+    usual = [text for text in budgets if budgets[text] >= 0.8 * max(budgets.values())]
+    budget = sorted(usual, key=budget_value)[len(usual) // 2]
+    return [row for row in rows if row.budget in ("", budget)]
+
+
+def _budget(rows: Sequence[Row]) -> str:
+    return next(row.budget for row in rows if row.budget)
 
 
 def _named(figures: Sequence[str], prefix: str) -> list[Picture]:
@@ -112,7 +161,10 @@ def result(kind: Kind, row: Row, most: int) -> str:
     text = f"{row.mean:{kind.form}}"
     if row.low is not None and row.high is not None:
         text += f" [{row.low:{kind.form}}, {row.high:{kind.form}}]"
-    text += f" ({row.count})" if row.count < most and not row.failed else ""
+    if row.count == 1:
+        text += ONE_QUESTION
+    elif row.count < most and not row.failed:
+        text += f" ({row.count})"
     return f"{text}, {failed}" if failed else text
 
 
