@@ -1,13 +1,13 @@
 """Seam 2 into transformers: the attention function that reads a compressed cache.
 
-Models ask `AttentionInterface.get_interface` for the function that attends. At the first use of a compressed cache
-that method is wrapped, once and for the whole process; what it hands out looks whether the key tensor came out of a
-compressed layer. If so this module attends, if not the model's own function runs untouched. `uninstall` takes the
-wrapper away again.
+Models call `AttentionInterface.get_interface` to get their attention function. At the first use of a compressed cache
+that method is wrapped, once for the whole process. The wrapped function checks whether the key tensor carries a view
+of a compressed layer. If it does, this module computes attention; if not, the model's own function runs unchanged.
+`uninstall` removes the wrapper.
 
-While a layer is exact, the model's own kernel reads it, bit for bit; afterwards `ops.weighted_attention` reads the
-slots, with the (logical) mask looked up at the slots' logical indices (masks.py). Several tokens for a bounded layer,
-and prompts that are read as a stream, attend chunk by chunk (view.py).
+While a layer is exact, the model's own kernel reads it: the result is bit-identical. After that,
+`ops.weighted_attention` reads the slots. The mask is logical, so it is read at the logical index of each slot
+(masks.py). Several tokens for a bounded layer, and streamed prompts, attend chunk by chunk (view.py).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _attend_module(
 
 
 class _RowSums(TorchDispatchMode):
-    """Notes the logarithms of the row sums that fused attention computes anyway, for methods that want them."""
+    """Records the log-sum-exp of each row, which fused attention computes anyway, for methods that use it."""
 
     def __init__(self, view: LayerView, unmasked: bool) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _RowSums(TorchDispatchMode):
         return result
 
     def leave(self, query: Tensor, key: Tensor, scale: float) -> None:
-        """Hands the sums to the method if they are what they should be: kernels differ in what they return."""
+        """Gives the sums to the method if they are right for the last query: kernels differ in what they return."""
         if self.row_lse is None or self.row_lse.numel() != query.shape[:3].numel():
             return
         row_lse = self.row_lse.view(query.shape[:3]).float()
@@ -131,10 +131,10 @@ class _RowSums(TorchDispatchMode):
 
 
 def _comes_again(view: LayerView, query: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether the new tokens begin at position 0 though tokens came before.
+    """Whether the new tokens start at position 0 again, although the cache has read tokens before.
 
-    The option alone says nothing: some models hand their layers' default on to attention, whatever they were given.
-    Where they do not hand positions on: whether the forward before brought all tokens, and this one brings one more.
+    `use_cache=False` alone proves nothing: some models always pass the default of their layers to attention. Where a
+    model passes no positions: whether the previous forward brought all tokens and this one brings one more.
     """
     new, positions = query.shape[2], kwargs.get("position_ids")
     before = view.seen - new

@@ -1,6 +1,6 @@
 """Seam 1 into transformers: the cache. Everything transformers asks is answered in logical coordinates.
 
-A cache is a list of layers (layer.py), those of full attention compressed. `tokens_seen` counts what the model
+A cache is a list of layers (layer.py). Those with full attention are compressed. `tokens_seen` counts what the model
 has read, `tokens_stored` what memory still holds.
 """
 
@@ -46,8 +46,8 @@ class CompressedCache(Cache):
     sliding-window and linear-attention layers stay native. The model is not changed. `check`: a nan or inf in a key
     or value is an error that names its layer and head (asks the device at every step).
 
-    `prefill`: "exact" reads a prompt whole and compresses it then; "stream" reads it `chunk` tokens at a time, each
-    chunk attending to itself and to what is left of those before, so that the prompt never has to fit.
+    `prefill`: "exact" reads the whole prompt and then compresses it. "stream" reads `chunk` tokens at a time; each
+    chunk attends to itself and to what is left of the chunks before, so the whole prompt never has to fit.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class CompressedCache(Cache):
             layers[i] = SlotLayer(table, self.method, self.model_name, shared, chunk if prefill == "stream" else None)
         super().__init__(layers=layers)
         self._empty = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if not isinstance(layer, SlotLayer)}
-        self._last_updated = len(layers)  # the layer that was updated last; not behind it: another forward
+        self._last_updated = len(layers)  # updated last; an index not above it starts a new forward
         self._broken_off = ""
         self.read = TextRead()
         for before, after in itertools.pairwise(layers):
-            # Layers that share keys ask the same table for different queries; there is no one query to learn from.
+            # Layers that share keys read one table with different queries; there is no single query to learn from.
             if isinstance(before, SlotLayer) and isinstance(after, SlotLayer) and not shared:
                 after.before = before
 
@@ -136,14 +136,14 @@ class CompressedCache(Cache):
         self._broken_off = what
 
     def broken_off(self) -> str:
-        """What a forward that did not come to its end has left; empty: all layers have read the same tokens."""
+        """What an interrupted forward has left behind, in words; empty when all layers have read the same tokens."""
         if self._broken_off:
             return self._broken_off
         for layer in self.slot_layers:
             if layer.waiting is not None or not layer.whole:
                 return f"layer {layer.table.layer_idx} stopped in the middle of its work"
         seen = self.layer_lengths()
-        # A layer that no forward reads stays empty, but the last one.
+        # A layer that the model never reads stays empty; the last layer is always read.
         if len({*seen} - {0}) > 1 or (any(seen) and not seen[-1]):
             return f"its layers have read {' or '.join(map(str, sorted(set(seen))))} tokens"
         return ""
@@ -161,7 +161,7 @@ class CompressedCache(Cache):
             raise RuntimeError(BROKEN_OFF.format(what=what))
 
     def reset(self) -> None:
-        """Forgets everything; the cache is as new."""
+        """Forgets everything; the cache is empty again."""
         for layer in self.slot_layers:
             layer.reset()
         for number, native in self._empty.items():
@@ -170,10 +170,10 @@ class CompressedCache(Cache):
         self.read.forget()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the newest tokens, negative their number, as if they had never come.
+        """`crop(-k)` forgets the newest k tokens, as if they had never been read.
 
-        Possible after `activate_past_recording()` for the tokens of the last forward, and without it while a method has
-        dropped, summarised or counted nothing of them; else RuntimeError, and nothing is changed.
+        After `activate_past_recording()` this works for the tokens of the last forward. Without it, it works while the
+        method has not dropped, summarised or scored any of them. Otherwise RuntimeError, and nothing changes.
         """
         count = -int(tokens_to_remove)
         if count < 0:
@@ -210,7 +210,7 @@ class CompressedCache(Cache):
         self.read.forget()
 
     def end_recording(self) -> None:
-        """Compresses what could still be rolled back; from here on a forward is compressed at once."""
+        """Compresses what could still be rolled back. From here on every forward is compressed at once."""
         layers: list[Any] = self.layers
         for layer in layers:
             if getattr(layer, "record_past", False):
@@ -258,7 +258,7 @@ class CompressedCache(Cache):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the cache to a file, in one step; see `saving`."""
         self._require_savable()
-        # `check` is for whoever looks for a mistake and is not kept.
+        # `check` is a debugging option and is not saved.
         options = {"seed": self.slot_layers[0].table.seed, "prefill": self.prefill, "chunk": self.chunk}
         model, read = self.identity.describe(self.head_share), dataclasses.asdict(self.read)
         saving.save(path, self.method, options, model, read, self.layers)

@@ -40,7 +40,7 @@ def adapt(config: PretrainedConfig) -> None:
 
 
 def require_served(model: Any, config: PretrainedConfig, bounded: bool) -> None:
-    """Raises for models of which it is known beforehand that they cannot read a compressed cache."""
+    """Raises for models that are known not to read a compressed cache."""
     name = getattr(config, "model_type", type(config).__name__)
     # The class, because hooks and wrappers hide the parameters of an instance; other libraries' wrappers take anything.
     taken = inspect.signature(type(model).forward).parameters if isinstance(model, PreTrainedModel) else None
@@ -146,7 +146,7 @@ def _eager_with_bias(
 def _keep_cache_at_rope_switch(
     original: Callable[..., Any], self: Any, input_ids: Tensor, past_key_values: Any = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """Phi-3 throws its cache away where LongRoPE switches factors, silently also a user's: start ours anew instead."""
+    """Phi-3 drops its cache, also a user's, without a word where LongRoPE switches factors: ours is reset instead."""
     inputs = original(self, input_ids, past_key_values=past_key_values, **kwargs)
     if hasattr(past_key_values, "tokens_stored") and inputs.get("past_key_values") is None:
         past_key_values.reset()

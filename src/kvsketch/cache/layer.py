@@ -65,11 +65,11 @@ class SlotLayer(CacheLayerMixin):
         self.before: SlotLayer | None = None  # the layer right before, where that is compressed too
         self.mask_free = False  # single tokens without a mask: a bounded table holds no padding
         self.prompt: Prompt | None = None  # one that comes in several forwards; tells the padding in place of masks
-        self.aside: Any = None  # where to compress while the model goes on (decoding.Aside); None: right here
-        self.waiting: LayerView | None = None  # handed out, not yet attended
+        self.aside: Any = None  # side stream to compress on (decode.captured.Aside); None: the current one
+        self.waiting: LayerView | None = None  # the view given to the model and not read yet
         self.refused = ""  # why the last forward was refused
-        self.is_read = False  # whether attention has ever come to a view of this layer
-        self.whole = True  # False while the table changes, and after a change that was broken off
+        self.is_read = False  # whether attention has ever read a view of this layer
+        self.whole = True  # False while the table changes, and after a change that was interrupted
         self.pending: Tensor | None = None  # queries of a forward that may still be rolled back
         self.recording = OFF
         self.seen_before = self.prompt_before = 0  # what the table counted before the last forward
@@ -83,7 +83,7 @@ class SlotLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.prompt is not None:
-            # No mask is read: ask for one over the new tokens, which transformers leaves out where it is causal.
+            # No mask is needed: ask for one over the new tokens alone, which transformers omits when it is causal.
             return int(query_length), self.table.seen
         return self.table.seen + int(query_length), 0
 
@@ -125,7 +125,7 @@ class SlotLayer(CacheLayerMixin):
         with plain():
             view = self._in_chunks(key_states, value_states) or self._at_once(key_states, value_states)
         if key_states.requires_grad and view.exact and self.seen_before == 0:
-            # The table holds no gradient; a prompt that the model's own kernel reads whole keeps its own.
+            # The table holds no gradient. A prompt that the model's own kernel reads whole keeps its gradients.
             view.keys, view.values = key_states.view_as(key_states), value_states.view_as(value_states)
         self.waiting, self.whole = view, False
         # Coded keys are read from the view; what the model carries to attention is a tensor.
@@ -137,7 +137,7 @@ class SlotLayer(CacheLayerMixin):
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """A change of the table inside the block; if an error ends it, the layer is not whole."""
+        """Marks a change of the table; if an error ends the block, the layer stays marked as incomplete."""
         self.whole = False
         yield
         self.whole = True
@@ -161,7 +161,7 @@ class SlotLayer(CacheLayerMixin):
     def finish(self, query: Tensor, scale: float, row_logits: ops.RowLogits | None = None) -> None:
         """Attention over this layer is done: compress, or wait for a roll back.
 
-        `row_logits`, what attention left of a single query, serves this forward only: rows may change while we wait.
+        `row_logits`, the logits of a single query, are valid for this forward only: rows may change while we wait.
         """
         self.waiting = None
         self.table.note_scale(scale)
@@ -183,7 +183,7 @@ class SlotLayer(CacheLayerMixin):
                 self.table.note_attention()
 
     def compress(self, queries: Tensor, scale: float) -> None:
-        """Lets the method work on what was appended last."""
+        """Calls the method on what was appended last."""
         self.table.note_scale(scale)
         try:
             self.method.compress(self.table, queries)
@@ -218,8 +218,8 @@ class SlotLayer(CacheLayerMixin):
     def require_visible(self, mask: Any, end: int, new: int) -> None:
         """Raises ValueError when a mask hides tokens inside a row from a method that would take them for visible.
 
-        Looks only where several tokens come, for a step must not wait for the device: a token that was hidden when it
-        came alone is found when the next several tokens come.
+        Checks only when several tokens come, because a decode step must not wait for the device. A token that was
+        hidden when it came alone is found when several tokens come next.
         """
         hidden = None if new == 1 or self.method.ignores_hidden_tokens else masks.hidden_inside(mask, end)
         if hidden is not None:
@@ -260,11 +260,11 @@ class SlotLayer(CacheLayerMixin):
         return f"{self.method.name} has compressed them already"
 
     def _is_draft(self, count: int) -> bool:
-        """Whether the last `count` tokens are still as they came."""
+        """Whether the last `count` tokens are not compressed yet."""
         return self.pending is not None and count <= self.table.new_tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the newest tokens, negative their number, where `refuses_crop` allows it."""
+        """`crop(-k)` forgets the newest k tokens, where `refuses_crop` allows it."""
         count = -int(tokens_to_remove)
         if count > 0 and count == self.table.seen:
             self.table, self.pending = self.table.cleared(), None
@@ -281,7 +281,7 @@ class SlotLayer(CacheLayerMixin):
         self.settle()
 
     def _prompt_without(self, count: int) -> int:
-        """The whole that a share refers to once the last `count` tokens are gone."""
+        """The prompt length that a share budget counts from, once the last `count` tokens are gone."""
         table, left = self.table, self.table.seen - count
         if table.appended == 1 or left < self.seen_before:
             return min(table.prompt_tokens if table.appended == 1 else self.prompt_before, left)

@@ -1,4 +1,4 @@
-"""What a query may see: masks as transformers hands them over, in logical coordinates, and as slots need them."""
+"""What a query may see: reads transformers' masks, which are logical, at the slots."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def last_row_visible(mask: Any, seen: int) -> Tensor | None:  # [B, L] bool
 
 
 def hidden_inside(mask: Any, seen: int) -> tuple[int, int] | None:
-    """A row and a token in it that the newest query may not see although it sees an earlier one: no left padding.
+    """A row and a token in it that is hidden from the newest query although an earlier token is visible.
 
-    None where a mask hides no such token, as a causal one, that of a prefix or of packed texts. Looks at the last row
-    of the mask only; layers share it, so the answer is kept on it and the device is asked once in a forward.
+    None where a mask hides no such token: causal masks, prefix masks, packed texts. Reads only the last row of the
+    mask. Layers share the mask, so the answer is stored on it and the device is asked once in a forward.
     """
     known, state = getattr(mask, HIDDEN, None), _state(mask, seen)
     if known is None or known[0] != state:
@@ -87,7 +87,7 @@ def hidden_inside(mask: Any, seen: int) -> tuple[int, int] | None:
 def is_causal(mask: Any, seen: int, new: int, padding: Tensor | None) -> bool:
     """Whether a mask hides nothing from the `new` last of `seen` tokens but later ones and each row's left padding.
 
-    Layers share a mask, so the answer is kept on it: the device is asked once in a forward.
+    Layers share the mask, so the answer is stored on it and the device is asked once in a forward.
     """
     if mask is None:
         return True
@@ -101,7 +101,7 @@ def is_causal(mask: Any, seen: int, new: int, padding: Tensor | None) -> bool:
 
 
 def _state(mask: Any, seen: int) -> tuple[int, int]:
-    """What an answer that is kept on a mask depends on: the tokens seen, and how often the mask was written to."""
+    """What a stored answer depends on: the tokens seen, and how often the mask was written to."""
     return seen, mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0
 
 

@@ -1,7 +1,7 @@
-"""Wrappers around what belongs to others, each with a way out.
+"""Wrappers around functions of other libraries. Each can be removed.
 
-A `Patch` runs `around(original, *args, **kwargs)` in the place of one function of a module, class or object. Taking it
-out puts the function back. Where somebody else has wrapped it since, theirs stays, and ours only passes calls on.
+A `Patch` runs `around(original, *args, **kwargs)` in the place of one function of a module, class or object. Removing
+it puts the function back. If other code has wrapped it since, that wrapper stays, and ours only passes calls on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Patch:
             self._put_on()
 
     def remove(self) -> None:
-        """Takes the wrapper out, also from under those of others."""
+        """Removes the wrapper, also from under wrappers of other code."""
         with _lock:
             if self in _standing:
                 _standing.remove(self)
@@ -58,7 +58,7 @@ class Patch:
         if self._wrapper is not None and self._is_in_the_chain():
             self._working[0] = True
             return
-        # Somebody put an older function back over ours, or hides it: a wrapper that might still be called must rest.
+        # Other code has replaced or hidden our wrapper; it may still be called, so it must do nothing.
         self._working[0] = False
         self._before = vars(self._owner).get(self._name, _ABSENT)
         original, around = getattr(self._owner, self._name), self._around
@@ -87,9 +87,9 @@ class Patch:
 
 
 def uninstall() -> None:
-    """Takes every wrapper of kvsketch out of transformers; the next `CompressedCache` puts back what it needs.
+    """Removes every wrapper of kvsketch from transformers. The next `CompressedCache` installs what it needs again.
 
-    Caches that exist already are not read any more until then.
+    Until then, caches that exist already no longer work.
     """
     with _lock:
         for patch in list(_standing):

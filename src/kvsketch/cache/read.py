@@ -16,8 +16,8 @@ HIDDEN = -1  # stands for left padding, whatever id it has
 class TextRead:
     """CRC-32 of the first `tokens` token ids of all rows, each token's ids next to each other.
 
-    Told by whoever feeds a cache several tokens and has their ids. A decode step tells nothing, so that it need not
-    wait for the device: `tokens` may be less than what the cache has seen.
+    Updated by the code that feeds several tokens into a cache and has their ids. A decode step does not update it,
+    because that would wait for the device: `tokens` may be less than what the cache has seen.
     """
 
     tokens: int = 0

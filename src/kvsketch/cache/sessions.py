@@ -19,8 +19,8 @@ from kvsketch.methods import Method, parse_method
 _lock = threading.Lock()
 _numbers = itertools.count()
 _open: dict[int, tuple[Any, Session]] = {}  # number -> model and session
-# Numbers of the sessions that a thread or async task is in, innermost last. One that was left elsewhere may still be
-# named here; it is not in `_open` any more.
+# Numbers of the sessions that a thread or async task is in, innermost last. A session that was closed in another
+# thread may still be listed here, but it is no longer in `_open`.
 _entered: ContextVar[tuple[int, ...]] = ContextVar("kvsketch_sessions", default=())
 _doors: dict[int, Patch] = {}  # id of a model -> its wrapped generate
 
@@ -42,9 +42,9 @@ def use(
 
     `seed`, `prefill` and `chunk` as in `CompressedCache`.
 
-    The block counts for its own thread or async task, and for threads that are started inside it, such as the one of
-    `TextIteratorStreamer`. Others that use the model at the same time are not affected. Workers of a pool that ran
-    before the block take part with `pool.submit(contextvars.copy_context().run, model.generate, ...)`.
+    The block applies to its own thread or async task and to threads started inside it, such as the one of
+    `TextIteratorStreamer`. Other users of the model are not affected. Workers of a pool that was started before the
+    block join it with `pool.submit(contextvars.copy_context().run, model.generate, ...)`.
     """
     if not callable(getattr(model, "generate", None)):
         raise ValueError(f"use() takes a transformers model with a generate method, not {type(model).__name__}")
@@ -101,7 +101,7 @@ def _generate(model: Any, original: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def _start_inside(original: Callable[..., Any], thread: threading.Thread) -> None:
-    """A new thread begins with an empty context: its sessions are handed over."""
+    """A new thread starts with an empty context, so the open sessions are passed to it."""
     numbers, run = _still_open(), thread.run
     if numbers:
 

@@ -1,4 +1,4 @@
-"""What one forward reads of one layer: travels on the key tensor from the cache to the attention function.
+"""What one forward reads of one layer. The key tensor carries it from the cache to the attention function.
 
 A `LayerView` is the table with the new tokens in it. A `ChunkView` holds several new tokens that are not in the table
 yet, because the table is bounded or because the prompt is read as a stream. Chunk by chunk,
@@ -7,7 +7,7 @@ yet, because the table is bounded or because the prompt is read as a stream. Chu
     take        the table takes the keys and values of the chunk
     compress    the method brings the table back to its budget
 
-so that no matrix of queries by slots and, in a stream, no prompt is ever held.
+so the full matrix of queries by slots is never in memory and, in a stream, neither is the prompt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ READS_EVERYTHING = (
 
 
 class Owner(Protocol):
-    """What a view asks of the layer that handed it out (layer.py)."""
+    """What a view needs from its layer (layer.py)."""
 
     table: SlotTable
     method: Method
@@ -79,7 +79,7 @@ class LayerView:
         return self.layer.table.index_slots() if self.kept_index is None else self.kept_index
 
     def kept(self) -> LayerView:
-        """For layers that read these keys later in this forward: nothing that compress changes in place is seen."""
+        """A copy for layers that read these keys later in this forward, so that compress cannot change it in place."""
         if not self.exact:
             self.log_num = None if self.log_num is None else self.log_num.clone()
             self.log_den = None if self.log_den is None else self.log_den.clone()
@@ -136,7 +136,7 @@ class LayerView:
         if not wanted:
             return attended
         out, (row_lse, _), logits = attended
-        # The numerator's sum leaves a sink logit out, but not a bias, which the logits do not hold.
+        # The numerator's sum contains the bias, which the logits do not, and leaves out a sink logit.
         self.row_logits = ops.RowLogits(logits[:, :, 0], row_lse[:, :, 0] if slot_bias is None else None)
         return out
 
@@ -151,7 +151,7 @@ class LayerView:
 
     def finish(self, module: nn.Module, query: Tensor, scale: float, mask: Any) -> None:
         """Called when attention is done. Layers that share this layer's keys only read; the owner compresses."""
-        # The key tensor and its view hold each other; the logits must not wait until that is noticed.
+        # Key tensor and view refer to each other. Free the logits here, without waiting for the garbage collector.
         row_logits, self.row_logits = self.row_logits, None
         self.layer.is_read = True
         if self.is_owner(module):
@@ -169,7 +169,7 @@ class Prompt:
 
     end: int  # tokens seen once all of them are there
     padding: Tensor | None  # [B] int64, left padding of each row by then; None: no row has any
-    causal: bool  # whether left padding and the order of the tokens say all that a mask says
+    causal: bool  # whether the mask is causal, but for left padding
 
     def __post_init__(self) -> None:
         self.most_padding = 0 if self.padding is None else int(self.padding.max())
@@ -233,7 +233,7 @@ class ChunkView(LayerView):
         self.prompt = prompt.on(self.keys.device)
         if len(self.spans) == 1:
             return self._attend_span(query, scale, mask, bias, 0, query.shape[2], options)
-        # Laid out as the model reads on: heads next to each other.
+        # In the memory layout that the model reads next: heads next to each other.
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], self.values.shape[3])
         for start, end in self.spans:
             out[:, start:end] = self._attend_span(query, scale, mask, bias, start, end, options).transpose(1, 2)
@@ -313,7 +313,7 @@ class ChunkView(LayerView):
 
 
 def chunk_spans(tokens: int, chunk: int | None, keep_last: bool = False) -> list[tuple[int, int]]:
-    """Where `tokens` new tokens are cut: after every `chunk`, but never so that a single token is left.
+    """Splits `tokens` new tokens after every `chunk`, but never leaves a single token as the last chunk.
 
     A single token is a decode step, in which a method may do less. `keep_last`: the last two chunks stay together, so
     that the newest `chunk` tokens can be rolled back.

@@ -1,7 +1,7 @@
-"""What a table that came out of a file must fulfil before it is used.
+"""Checks of a table that was read from a file, before it is used.
 
-A checksum does not help against a file that was made on purpose, so the shapes of all tensors and every whole number,
-which kernels take as they are, are looked at.
+A checksum does not help against a file that was made to do harm. So all shapes are checked, and all integers, because
+kernels use these as addresses without a check.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvsketch.slots.table import SlotTable
 
 
 def require_shapes(table: SlotTable) -> None:
-    """Raises ValueError unless the parts of a table agree in shape; what they point to is for `require_ranges`."""
+    """Raises ValueError unless the parts of a table agree in shape. `require_ranges` checks the numbers in them."""
     states = (table.state, table.hot)
     counts = [table.seen, table.length, table.appended, table.new_tokens, table.prompt_tokens]
     counts += [count for state in states for count in state.numbers().values()]
@@ -50,7 +50,7 @@ def require_shapes(table: SlotTable) -> None:
 
 
 def require_ranges(table: SlotTable) -> None:
-    """Raises ValueError when a number in the table, whose tensors fit each other, points to nothing."""
+    """Raises ValueError when a number in the table points outside its tensor; call `require_shapes` first."""
     if table.empty:
         return
     for name, tensor, wanted in _whole_numbers(table):

@@ -2,9 +2,10 @@
 
 transformers splits the query, key and value projections of a layer among the processes of a group, in order: of R
 processes the one with number r holds the KV heads r H/R to (r + 1) H/R - 1 and the query heads that read them. A
-compressed cache holds the slots of these heads. Almost everything a method does is done for each KV head by itself; so
-that the heads do the same in any process, draws are keyed by the number of the head in the whole model
-(`SlotTable.first_head`), and the few numbers that all heads of a layer share are combined over the processes here.
+compressed cache holds the slots of these heads. Methods treat
+almost everything per KV head. Two things make the result independent of the number of processes: random draws use the
+number of the head in the whole model (`SlotTable.first_head`), and the few numbers that all heads of a layer share
+are combined over the processes here.
 """
 
 from __future__ import annotations

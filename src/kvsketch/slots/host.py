@@ -38,7 +38,7 @@ class HostStore:
         buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             buffer.madvise(mmap.MADV_HUGEPAGE)
-        # Written once by all cores, the pages are there when CUDA pins them, one after another.
+        # All cores touch the pages first; CUDA would otherwise allocate them one by one while it pins them.
         tensor = torch.frombuffer(buffer, dtype=dtype).view(shape).zero_()
         cuda = torch.cuda.cudart()
         error = int(cuda.cudaHostRegister(tensor.data_ptr(), len(buffer), 0))
@@ -74,7 +74,7 @@ class HostStore:
         for far, near in ((self.keys, keys), (self.values, values)):
             for row in range(far.shape[0]):
                 for head in range(far.shape[1]):
-                    # One head at a time: only a contiguous copy runs without a detour.
+                    # One head at a time: only a contiguous copy needs no staging buffer.
                     place = far[row, head, start : start + near.shape[2]]
                     place.copy_(near[row, head], non_blocking=True)
 
@@ -102,7 +102,7 @@ class HostStore:
         return other
 
     def wait(self) -> None:
-        """Work that the current stream does from here on sees what was written aside."""
+        """Makes the current stream wait for what was written on the side stream."""
         if self._written is not None:
             torch.cuda.current_stream(self.device).wait_event(self._written)
             self._written = None
@@ -171,7 +171,7 @@ _retired: list[tuple[torch.device, int, mmap.mmap]] = []  # pinned memory that n
 
 
 def _retire(device: torch.device, address: int, buffer: mmap.mmap) -> None:
-    """Gives pinned memory back, unless a graph is being captured, which forbids it: then at the next chance."""
+    """Frees pinned memory; during a graph capture, which forbids that, it is freed at the next call."""
     _retired.append((device, address, buffer))
     if not torch.cuda.is_current_stream_capturing():
         _release_retired()

@@ -1,8 +1,8 @@
 """The hot set of an offloaded layer: a fixed number of host rows that also lie on the device, those read last.
 
 It lives in the table that it serves: rows behind the table's slots, and maps that follow the batch rows. Places are
-given and taken on the device (`ops.hot_rows`); with R times as many places as one step can read, what the last R steps
-read is there.
+assigned on the device (`ops.hot_rows`). With R times as many places as one step can read, everything that the last R
+steps have read is there.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def offload(table: SlotTable, start: int, sinks: int, tail_tokens: int, hot_plac
     store = _own_store(table, start)
     store.length = min(store.length, start)
     moved = slice(store.length, start)
-    # Only a prompt is worth a stream of its own; and a step that is captured next could not wait for one.
+    # Only a prompt is worth a side stream. A step that is captured next could not wait for one.
     store.write(store.length, keys[:, :, moved], values[:, :, moved], aside=table.new_tokens > 1)
 
     batch, heads = keys.shape[:2]
@@ -150,7 +150,7 @@ def _set_tail(table: SlotTable, start: int) -> None:
 
 
 def _take_late_sinks(table: SlotTable, start: int) -> None:
-    """Rows that had fewer tokens than sinks when they were offloaded find the others in the tail."""
+    """Rows that had fewer tokens than sinks when they were offloaded take their other sinks from the tail."""
     assert table.index is not None and table.log_den is not None and table.padding is not None
     sinks = table.hot.sinks
     token = torch.arange(sinks, device=table.padding.device) + table.padding[:, None]  # [B, sinks]

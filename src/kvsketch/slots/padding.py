@@ -1,4 +1,4 @@
-"""Left padding: how many tokens at the start of each row are not there, [B] int64; None: no row has any."""
+"""Left padding: how many tokens at the start of each row are padding, [B] int64; None: no row has any."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def learned(before: Tensor | None, visible: Tensor, seen: int) -> Tensor | None:
-    """The padding after new tokens, of which `visible` [B, n] says which are there; `before` is that of `seen` tokens.
+    """The padding after new tokens; `visible` [B, n]: which are real; `before`: the padding of the first `seen` tokens.
 
-    Padding goes on only in rows that had nothing else so far. Asks the device while the cache is empty.
+    Only rows that are all padding so far can get more of it. Asks the device while the cache is empty.
     """
     if before is None and seen > 0:
         return None

@@ -1,11 +1,11 @@
-"""How far a query finds itself from a slot: as far as in the text, or as far as in the cache.
+"""The distance between a query and a slot: as in the text, or as in the cache.
 
 With rotary embeddings a logit depends on the distance between query and key alone. `positions=text` reads keys as they
-came: distances grow with the text and leave, at the length the model was trained on, what it has learned. With
-`positions=cache` slot i lies r_q - r_i away, r its place among the stored tokens of its row and head: the key is turned
-by the number of tokens that are gone after it (`ops.turn_keys`). Stored keys stay as they are, a read makes a turned
-copy, and so nothing is rounded twice. The tokens of one forward have no holes among them, so that one turn of a slot
-serves all their queries.
+came: distances grow with the text, and beyond the trained length the model has never seen them. With `positions=cache`
+slot i is r_q - r_i away, where r is the place among the stored tokens of its row and head: the key is rotated by the
+number of tokens dropped after it (`ops.turn_keys`). Stored keys stay unchanged and a read makes a rotated copy, so
+nothing is rounded twice. No token between the tokens of one forward is dropped, so one rotation of a slot serves all
+their queries.
 
 This module knows neither transformers nor any method; `cache/rotary.py` says what a config tells.
 """
@@ -37,14 +37,14 @@ class Positions:
         """The keys as attention reads them; `index` [B, H, S] and `clock` [1] of a table that is not exact."""
         if not self.turned_by:
             return keys
-        # Made while the table is still exact: no step that is recorded may have to wait for the host.
+        # Made while the table is still exact: a captured step must not wait for the host.
         turns = whole_turns(self.turned_by, keys.device)
         if index is None or clock is None:
             return keys
         return ops.turn_keys(keys, index, clock, turns)
 
     def note(self, seen: int, held: int, coming: int) -> None:
-        """Warns, once, when a query finds a token farther away than the model was trained on; asks no device.
+        """Warns once when a token is farther from a query than the model was trained on; never asks the device.
 
         `held` slots are read after `seen` tokens, beside `coming` new tokens that are not in the table yet.
         """

@@ -8,8 +8,8 @@ A method names the class of its state, a table holds one instance (`SlotTable.st
 along with slots and batch rows, bytes count it, saving writes it under `version` and the names of its fields. A field
 that is absent is None; one that is there whenever another one is may be typed `Tensor`.
 
-Kernels take whole numbers as they are, and one that points outside its tensor would make them read or write memory of
-others. So a tensor of whole numbers says which are allowed (`whole`), and a file with others is refused.
+Kernels use integers as addresses without a check. One that points outside its tensor would make them read or write
+other memory. So a tensor of integers declares its allowed range (`whole`), and a file with other values is refused.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def number() -> Any:
 
 
 def kept(present: Tensor | None, new: Tensor) -> Tensor:
-    """`new` at the address of what is there: a captured step reads it from that place."""
+    """Copies `new` into the existing tensor, whose address a captured step reads."""
     return new if present is None else present.copy_(new)
 
 

@@ -85,7 +85,7 @@ class SlotTable(Place):
     length: int = 0  # slots in use while exact or open; the capacity when bounded
     appended: int = 0  # tokens that the current forward appended
     new_tokens: int = 0  # those of them that were not rolled back
-    prompt_tokens: int = 0  # tokens seen up to the last forward of several tokens: the whole that a share refers to
+    prompt_tokens: int = 0  # tokens seen up to the last forward of several tokens: what a share budget counts from
     scale: float = 1.0
 
     # what one forward knows, for the method that compresses after it
@@ -229,7 +229,7 @@ class SlotTable(Place):
     def append(self, keys: Tensor, values: Tensor, whole: int | None = None) -> None:
         """Takes the keys and values of new tokens, [B, H, n, D].
 
-        `whole`: tokens seen once the prompt is complete of which these are a part.
+        `whole`: tokens seen once the prompt that these are a part of is complete.
         """
         self.appended = self.new_tokens = keys.shape[2]
         if self.exact:
@@ -310,7 +310,7 @@ class SlotTable(Place):
         self.previous = previous
 
     def note_attention(self, row_lse: Tensor | None = None, row_logits: ops.RowLogits | None = None) -> None:
-        """What attention has computed of the new queries and a method may use; `compress` is to forget it."""
+        """What attention has computed for the new queries and a method may use; cleared after `compress`."""
         self.row_lse, self.row_logits = row_lse, row_logits
 
     # compress
@@ -338,7 +338,7 @@ class SlotTable(Place):
         taken = taken & (index >= 0)
         fill = room + 1 - m
         position = self.position_slots() if self.bits else index
-        # One after the other: the old keys go before the values are copied.
+        # One after the other: the old keys are freed before the values are copied.
         self.keys = codes.filled(codes.gathered(self._storable("keys", position), source), fill)
         self.values = codes.filled(codes.gathered(self._storable("values", position), source), fill)
         self.state.move_slots(lambda state: filled(gather_slots(state, source), fill))
@@ -362,7 +362,7 @@ class SlotTable(Place):
         return slots
 
     def bound(self, capacity: int, two_sums: bool = False) -> None:
-        """Gives an exact table its fixed shape before anything had to go: all its tokens, and room up to `capacity`.
+        """Gives an exact table its fixed shape before anything is dropped: all its tokens, and room up to `capacity`.
 
         `two_sums`: numerator and denominator have weights of their own.
         """
@@ -457,7 +457,7 @@ class SlotTable(Place):
         self._note_reach()
 
     def count_recorded(self) -> None:
-        """Takes back what the host counted of a decode step that was recorded and did not run."""
+        """Undoes the host's count of a decode step that was recorded but did not run."""
         self.seen -= 1
 
     # rows and roll back
@@ -472,7 +472,7 @@ class SlotTable(Place):
         self.hot.select_rows(rows)
 
     def set_prompt(self, tokens: int) -> None:
-        """The whole that a share refers to, where a roll back changes it."""
+        """Sets the prompt length that a share budget counts from, after a roll back."""
         self.prompt_tokens = tokens
 
     def drop_newest(self, count: int) -> None:

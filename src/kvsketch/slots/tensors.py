@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def plain() -> contextlib.AbstractContextManager[Any]:
-    """Inside it tensors are made that hold no gradient and that every later mode may change in place.
+    """Inside the block, new tensors hold no gradient and can be changed in place later, in any mode.
 
-    Costs nothing under `torch.no_grad`; what is made under `torch.inference_mode` could not be changed outside it.
+    Costs nothing under `torch.no_grad`. Tensors made under `torch.inference_mode` could not be changed outside it.
     """
     if torch.is_inference_mode_enabled():
         return _outside_inference_mode()
@@ -27,7 +27,7 @@ def _outside_inference_mode() -> Iterator[None]:
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """The tensor itself if nothing else lives in its storage, else a copy, so that measured bytes are true bytes."""
+    """The tensor itself if it fills its storage, else a copy, so that the measured bytes are the real ones."""
     tensor = tensor.clone() if tensor.is_inference() else tensor.detach()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
