@@ -99,6 +99,8 @@ class CompressedCache(Cache):
         self._last_updated = len(layers)  # updated last; an index not above it starts a new forward
         self._broken_off = ""
         self.read = TextRead()
+        if self.slot_layers:
+            self.slot_layers[-1].together = self.slot_layers
         for before, after in itertools.pairwise(layers):
             # Layers that share keys read one table with different queries; there is no single query to learn from.
             if isinstance(before, SlotLayer) and isinstance(after, SlotLayer) and not shared:
@@ -115,6 +117,10 @@ class CompressedCache(Cache):
         layer, before = self.layers[layer_idx], self.layers[layer_idx - 1] if layer_idx > 0 else None
         if layer_idx <= self._last_updated:
             self._require_whole()
+            if self.method.settles:
+                # What layers decide together is decided before the first of them goes on.
+                for each in self.slot_layers:
+                    each.end_draft()
         elif isinstance(before, SlotLayer):
             before.require_claimed()
         if self.check:

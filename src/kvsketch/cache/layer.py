@@ -62,6 +62,7 @@ class SlotLayer(CacheLayerMixin):
         self.model_name = model_name
         self.keys_are_shared = keys_are_shared
         self.chunk = chunk  # tokens of a prompt that are read at once; None: all of them
+        self.together: list[SlotLayer] = []  # all compressed layers, for the last of them
         self.before: SlotLayer | None = None  # the layer right before, where that is compressed too
         self.mask_free = False  # single tokens without a mask: a bounded table holds no padding
         self.prompt: Prompt | None = None  # one that comes in several forwards; tells the padding in place of masks
@@ -116,9 +117,7 @@ class SlotLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.require_claimed()
         self.is_initialized = True
-        if self.pending is not None and self.recording == DRAFTS:
-            self.recording = OVER
-        self.settle()
+        self.end_draft()
         self.read_before = self.table.seen - self.seen_before
         self.seen_before, self.prompt_before = self.table.seen, self.table.prompt_tokens
         self.table.note_previous(None if self.before is None else self.before.table)
@@ -134,6 +133,12 @@ class SlotLayer(CacheLayerMixin):
         view.handed_shape = values.shape
         setattr(keys, TAG, view)
         return keys, values
+
+    def end_draft(self) -> None:
+        """The last forward was not rolled back: what waited for that is compressed."""
+        if self.pending is not None and self.recording == DRAFTS:
+            self.recording = OVER
+        self.settle()
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -179,6 +184,8 @@ class SlotLayer(CacheLayerMixin):
                 aside = contextlib.nullcontext() if self.aside is None else self.aside.after(queries, row_logits)
                 with plain(), self.changing(), aside:
                     self.compress(queries[:, :, : self.table.new_tokens], self.table.scale)
+                    if self.together and self.method.settles:
+                        self.method.settle([layer.table for layer in self.together])
             else:
                 self.table.note_attention()
 

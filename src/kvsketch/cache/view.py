@@ -71,7 +71,9 @@ class LayerView:
     def of(cls, layer: Owner) -> LayerView:
         """The table of a layer as it is."""
         table = layer.table
-        return cls(layer, *table.read_slots(), table.exact, table.seen, table.log_num, table.log_den)
+        log_num, log_den = table.log_weights()
+        tied = log_num is log_den
+        return cls(layer, *table.read_slots(), table.exact, table.seen, None if tied else log_num, log_den)
 
     @property
     def index(self) -> Tensor:  # [B, H, S] int64

@@ -1,8 +1,9 @@
 """The contract of a method, and the common part of the evicting ones.
 
-A method is a frozen dataclass of its parameters; its state lives in the table of each layer. It has two verbs:
+A method is a frozen dataclass of its parameters; its state lives in the table of each layer. It has three verbs:
 
     compress(table, queries)    after every forward: bring the table back to the budget, or index it
+    settle(tables)              after the last layer's compress: decide what layers share
     attend(table, query, ...)   attention of one query over a part of the slots (None: over all of them)
 
 To add a method: one file here with a subclass, one line in `methods/__init__.py`.
@@ -48,7 +49,7 @@ def option(default: Any, meaning: str, choices: Sequence[str] = (), kw_only: boo
 
 @dataclass(frozen=True)
 class Method:
-    """Base of all methods: parameters, their text form, and the two verbs."""
+    """Base of all methods: parameters, their text form, and the three verbs."""
 
     name: ClassVar[str]
     family: ClassVar[str]
@@ -113,6 +114,14 @@ class Method:
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         """Brings `table` back to the budget. `queries` [B, Hq, n, D] are those of the tokens just appended."""
+
+    @property
+    def settles(self) -> bool:
+        """Whether layers decide something together."""
+        return type(self).settle is not Method.settle
+
+    def settle(self, tables: Sequence[SlotTable]) -> None:
+        """Decides what all layers share, once each of them has taken and compressed the same tokens."""
 
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None

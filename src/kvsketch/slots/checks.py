@@ -7,12 +7,13 @@ kernels use these as addresses without a check.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
 from kvsketch.ops.slot_update import CLOSED
+from kvsketch.slots import codes
 from kvsketch.slots.state import Range, TableState
 from kvsketch.slots.table import SlotTable
 
@@ -28,6 +29,9 @@ def require_shapes(table: SlotTable) -> None:
         if table.keys is not table.values or table.seen:
             raise ValueError("a table has keys without values or counts tokens that it does not hold")
         return
+    table = _equal_heads(table)
+    states = (table.state, table.hot)
+    assert table.keys is not None and table.values is not None
     if len(table.keys.shape) != 4 or not table.keys.dtype.is_floating_point or table.keys.dtype != table.values.dtype:
         raise ValueError("the keys and values of a table are not alike")
     batch, heads, slots = table.keys.shape[:3]
@@ -53,6 +57,7 @@ def require_ranges(table: SlotTable) -> None:
     """Raises ValueError when a number in the table points outside its tensor; call `require_shapes` first."""
     if table.empty:
         return
+    table = _equal_heads(table)
     for name, tensor, wanted in _whole_numbers(table):
         if tuple(tensor.shape) != wanted.shape:
             raise ValueError(f"{name} has the shape {list(tensor.shape)} in place of {list(wanted.shape)}")
@@ -61,6 +66,22 @@ def require_ranges(table: SlotTable) -> None:
     _require_tokens_in_slots(table)
     if misfit := table.state.misfit(table):
         raise ValueError(misfit)
+
+
+def _equal_heads(table: SlotTable) -> SlotTable:
+    """The table, or a copy of it with equal heads where they differ."""
+    if table.layout is None:
+        return table
+    capacity = table.layout.capacity
+    flat = [*codes.flat(table.keys), *codes.flat(table.values), table.index, table.log_den, *table.state.slot_tensors()]
+    flat += [] if table.log_num is None else [table.log_num]
+    if capacity.dim() != 2 or capacity.dtype != torch.int64 or int(capacity.min()) < 1:
+        raise ValueError("the capacities of heads are no whole numbers of 1 or more")
+    if any(t is None or t.shape[:1] != (table.layout.total,) for t in flat):
+        raise ValueError("the flat store of a table does not hold what its heads hold together")
+    equal = replace(table, state=replace(table.state))
+    equal.unpack()
+    return equal
 
 
 def _whole_numbers(table: SlotTable) -> Iterator[tuple[str, Tensor, Range]]:

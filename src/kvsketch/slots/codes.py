@@ -18,6 +18,7 @@ from kvsketch.ops import codec as codecs
 from kvsketch.ops.codec import BITS, Codec, CodedSlots
 from kvsketch.ops.codec.reference import rotate
 from kvsketch.slots import tensors
+from kvsketch.slots.layout import Layout
 
 PLAIN = 16  # bits of what is not coded, whatever the dtype of the model
 EXACT = 4  # first tokens of a text that stay exact
@@ -57,15 +58,14 @@ class SlotCodes(CodedSlots):
 
     def misfit(self) -> str:
         """What is wrong with one that came out of a file; empty: nothing."""
-        batch, heads, slots = self.steps.shape if self.steps.dim() == 3 else (0, 0, 0)
+        rows, slots = tuple(self.center.shape[:2]), tuple(self.steps.shape)  # [B, H, S], or [N] of a flat store
         count = self.exact.shape[2] if self.exact.dim() == 4 else 0
-        rows = (batch, heads)
         wanted = {
             "center": ((*rows, self.codec.size), torch.float32),
             "exact": ((*rows, count, self.codec.size), torch.float32),
             "exact_at": ((*rows, count), torch.int32),
-            "codes": ((*rows, slots, self.codec.code_bytes), torch.uint8),
-            "steps": ((*rows, slots), codecs.STEP_DTYPE),
+            "codes": ((*slots, self.codec.code_bytes), torch.uint8),
+            "steps": (slots, codecs.STEP_DTYPE),
         }
         for name, (shape, dtype) in wanted.items():
             part = getattr(self, name)
@@ -73,8 +73,10 @@ class SlotCodes(CodedSlots):
                 return f"{name} is {part.dtype} {list(part.shape)} in place of {dtype} {list(shape)}"
         if self.fresh is not None and (self.fresh.dim() != 4 or self.fresh.shape[:2] != rows):
             return f"fresh is {list(self.fresh.shape)} beside {list(rows)} rows and heads"
-        if count and not -1 <= int(self.exact_at.min()) <= int(self.exact_at.max()) < slots:
-            return f"exact_at holds numbers outside -1 to {slots - 1}"
+        if len(slots) not in (1, 3) or (len(slots) == 3 and slots[:2] != rows):
+            return f"steps of the shape {list(slots)} beside {list(rows)} rows and heads"
+        if count and not -1 <= int(self.exact_at.min()) <= int(self.exact_at.max()) < slots[-1]:
+            return f"exact_at holds numbers outside -1 to {slots[-1] - 1}"
         return ""
 
     def plain(self) -> Tensor:  # [B, H, S, D]
@@ -161,8 +163,8 @@ def inserted(slots: Slots, at: int, new: Tensor) -> Slots:
     """With new vectors [B, H, n, D] from slot `at` on; behind all codes where they are coded."""
     if isinstance(slots, Tensor):
         return tensors.inserted(slots, at, new)
-    assert slots.fresh is None and at == slots.shape[2]
-    return replace(slots, fresh=new)
+    assert at == slots.shape[2]
+    return replace(slots, fresh=new if slots.fresh is None else torch.cat([slots.fresh, new], 2))
 
 
 def removed(slots: Slots, start: int, end: int) -> Slots:
@@ -184,6 +186,43 @@ def write(slots: Slots, at: Tensor, x: Tensor) -> None:
     slots.exact_at.masked_fill_(slots.exact_at == at, -1)
 
 
+def write_packed(slots: Slots, slot: Tensor, at: Tensor, x: Tensor) -> None:
+    """Writes vectors [B, H, 1, D] into the places `at` [B H] of a flat store, the slots `slot` of their heads."""
+    if isinstance(slots, Tensor):
+        slots.index_copy_(0, at, x.flatten(0, 2))
+        return
+    new = codecs.encode(x, slots.center, slots.codec)
+    slots.codes.index_copy_(0, at, new.codes.flatten(0, 2))
+    slots.steps.index_copy_(0, at, new.steps.flatten())
+    slots.exact_at.masked_fill_(slots.exact_at == slot, -1)
+
+
+def packed(slots: Slots, layout: Layout) -> Slots:
+    """Slots of equal heads in a flat store."""
+    if isinstance(slots, Tensor):
+        return layout.packed(slots)
+    slots = _all_coded(slots)
+    return replace(slots, codes=layout.packed(slots.codes), steps=layout.packed(slots.steps))
+
+
+def unpacked(slots: Slots, layout: Layout) -> Slots:
+    """A flat store as slots of equal heads."""
+    if isinstance(slots, Tensor):
+        return layout.unpacked(slots)
+    return replace(slots, codes=layout.unpacked(slots.codes), steps=layout.unpacked(slots.steps))
+
+
+def with_vectors(slots: Slots, at: Tensor, x: Tensor) -> Slots:
+    """With the vectors x [B, H, m, D] in the slots `at` [B, H, m], negative: none; coded ones keep theirs."""
+    vectors = slots if isinstance(slots, Tensor) else slots.fresh
+    assert vectors is not None
+    at = at if isinstance(slots, Tensor) else at - slots.steps.shape[2]
+    # One slot more takes what is to go nowhere.
+    place = torch.where(at < 0, vectors.shape[2], at).unsqueeze(-1).expand(x.shape)
+    new = torch.cat([vectors, vectors[:, :, :1]], 2).scatter(2, place, x.to(vectors.dtype))[:, :, :-1]
+    return new if isinstance(slots, Tensor) else replace(slots, fresh=new)
+
+
 def rows_of(slots: Slots, rows: Tensor) -> Slots:
     """The batch rows `rows`."""
     rows = rows.to(slots.device)
@@ -200,6 +239,11 @@ def held(slots: Slots | None) -> list[Tensor]:
     if slots is None or isinstance(slots, Tensor):
         return [] if slots is None else [slots]
     return [part for part in slots.parts().values() if part is not None]
+
+
+def flat(slots: Slots | None) -> list[Tensor | None]:
+    """What follows the slots of a flat store."""
+    return [slots] if slots is None or isinstance(slots, Tensor) else [slots.codes, slots.steps]
 
 
 def require_finite(slots: Slots, what: str, layer: int) -> None:

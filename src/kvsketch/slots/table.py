@@ -9,7 +9,9 @@ A table is in one of two states.
 Between the two verbs of one forward, `append` and the method's `compress`, a bounded table that received several
 tokens at once is longer than its capacity; `compress` brings it back.
 
-Keys and values of a bounded table may be held in few bits (`codes`); methods see slots, never bits.
+Keys and values of a bounded table may be held in few bits (`codes`); methods see slots, never bits. Its heads may hold
+different numbers of slots (`layout`): what follows the slots then lies in one flat store between forwards of several
+tokens, and is seen as [B, H, S], S the largest head, with empty slots behind the others.
 
 Legend: B batch rows, H KV heads, S slots, D head size. This module knows neither transformers nor any method.
 """
@@ -30,6 +32,7 @@ from kvsketch.slots import padding as left_padding
 from kvsketch.slots.codes import FewBits, Slots
 from kvsketch.slots.host import HostStore
 from kvsketch.slots.hot_set import HotSet
+from kvsketch.slots.layout import Layout
 from kvsketch.slots.positions import Positions
 from kvsketch.slots.state import TableState
 from kvsketch.slots.tensors import filled, gather_slots, grown, inserted, is_score, owned, removed
@@ -38,7 +41,7 @@ NEG_INF = float("-inf")
 # What a file holds of a table, beside the states and what lies in host memory; its place comes with a new cache.
 SAVED = (
     "keys", "values", "index", "log_num", "log_den", "next_slot", "clock", "padding",
-    "seen", "length", "appended", "new_tokens", "prompt_tokens", "scale",
+    "seen", "length", "appended", "new_tokens", "prompt_tokens", "settled", "layout", "scale",
 )  # fmt: skip
 S = TypeVar("S", bound=TableState)
 
@@ -76,6 +79,7 @@ class SlotTable(Place):
     next_slot: Tensor | None = None  # [B, H, 1] int64, where the next single token is written
     clock: Tensor | None = None  # [1] int64, tokens seen, on the device; None while exact
     padding: Tensor | None = None  # [B] int64, left-padding tokens of each row; None: no row has any
+    layout: Layout | None = None  # where the slots of each head lie when they differ; None: equal heads
     state: TableState = field(default_factory=TableState)  # what the method remembers (`state_of`)
     host: HostStore | None = None  # keys and values in host memory (`offloaded`)
     hot: HotSet = field(default_factory=HotSet)  # which of them also lie on the device
@@ -85,6 +89,7 @@ class SlotTable(Place):
     length: int = 0  # slots in use while exact or open; the capacity when bounded
     appended: int = 0  # tokens that the current forward appended
     new_tokens: int = 0  # those of them that were not rolled back
+    settled: int = 0  # tokens seen when a budget was last decided for all layers together
     prompt_tokens: int = 0  # tokens seen up to the last forward of several tokens: what a share budget counts from
     scale: float = 1.0
 
@@ -119,7 +124,8 @@ class SlotTable(Place):
     def shape(self) -> tuple[int, int, int]:
         """(batch rows, KV heads, slots in use)"""
         assert self.keys is not None
-        return self.keys.shape[0], self.keys.shape[1], self.length
+        heads = self.keys if self.next_slot is None else self.next_slot
+        return heads.shape[0], heads.shape[1], self.length
 
     def state_of(self, kind: type[S]) -> S:
         """What the method remembers, a state of its own kind; empty at first."""
@@ -129,8 +135,7 @@ class SlotTable(Place):
         return self.state
 
     def key_slots(self) -> Tensor:  # [B, H, S, D]
-        assert self.keys is not None
-        return codes.plain(self.keys)[:, :, : self.length]
+        return codes.plain(self._equal(self.keys))[:, :, : self.length]
 
     def read_keys(self, coming: int = 0) -> Tensor:  # [B, H, S, D]
         """The keys as attention reads them (`positions`), beside `coming` new tokens that are not appended yet."""
@@ -149,13 +154,19 @@ class SlotTable(Place):
         self.positions.note(self.seen, self.length - (coming > 0 and not self.exact), coming)
 
     def value_slots(self) -> Tensor:  # [B, H, S, Dv]
-        assert self.values is not None
-        return codes.plain(self.values)[:, :, : self.length]
+        return codes.plain(self._equal(self.values))[:, :, : self.length]
+
+    def _equal(self, slots: Slots | None) -> Slots:
+        """Keys or values as those of equal heads."""
+        assert slots is not None
+        return slots if self.layout is None else codes.unpacked(slots, self.layout)
+
+    def _equal_weights(self, weights: Tensor | None) -> Tensor | None:
+        return weights if self.layout is None or weights is None else self.layout.unpacked(weights, NEG_INF)
 
     def stores(self) -> tuple[Slots, Slots]:
         """Keys and values by slot number as they are held, rows of the hot set behind the slots included."""
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
+        return self._equal(self.keys), self._equal(self.values)
 
     def buffers(self) -> tuple[Tensor, Tensor]:
         """The same of a table that holds them in the dtype of the model."""
@@ -165,17 +176,25 @@ class SlotTable(Place):
 
     def log_weights(self) -> tuple[Tensor | None, Tensor | None]:
         """The logarithms of the slots' weights in numerator and denominator; None: all zero."""
-        return (self.log_den if self.log_num is None else self.log_num), self.log_den
+        log_den = self._equal_weights(self.log_den)
+        return (log_den if self.log_num is None else self._equal_weights(self.log_num)), log_den
 
     def index_slots(self) -> Tensor:  # [B, H, S] int64, -1 empty; left padding counts as empty
         assert self.keys is not None
         if self.index is not None:
-            index = self.index.long()
+            index = (self.index if self.layout is None else self.layout.unpacked(self.index, CLOSED)).long()
         else:
             index = torch.arange(self.length, device=self.keys.device).expand(self.shape)
         if self.padding is None:
             return index
         return torch.where(left_padding.positions(self.padding, index) >= 0, index, index.clamp_max(-1))
+
+    def order_slots(self) -> Tensor:  # [B, H, S] int64
+        """The slots in the order of their tokens; left padding counts, empty slots come first."""
+        if self.index is None:
+            return torch.arange(self.length, device=self.device).expand(self.shape)
+        index = self.index if self.layout is None else self.layout.unpacked(self.index, CLOSED)
+        return index.argsort(dim=-1, stable=True)
 
     def position_slots(self) -> Tensor:  # [B, H, S] int64
         """Position of each slot's token among the real tokens of its row; negative for an empty slot."""
@@ -206,13 +225,14 @@ class SlotTable(Place):
         """Slots in either sum that each row and head has."""
         if self.keys is None or self.log_den is None:
             return torch.full((1, 1) if self.keys is None else self.shape[:2], self.length)
-        used = self.log_den > NEG_INF
-        return (used if self.log_num is None else used | (self.log_num > NEG_INF)).sum(-1)
+        log_num, log_den = self.log_weights()
+        assert log_num is not None and log_den is not None
+        return ((log_num > NEG_INF) | (log_den > NEG_INF)).sum(-1)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held on the device, so that bytes can be measured."""
         own = (self.index, self.log_num, self.log_den, self.next_slot, self.clock, self.padding)
-        slots = codes.held(self.keys) + codes.held(self.values)
+        slots = codes.held(self.keys) + codes.held(self.values) + ([] if self.layout is None else self.layout.tensors())
         return slots + [t for t in own if t is not None] + self.state.tensors() + self.hot.tensors()
 
     def token_bytes(self) -> int:
@@ -261,6 +281,9 @@ class SlotTable(Place):
         """Writes one token into `next_slot`, in place; the slot joins both sums with weight 1."""
         assert self.keys is not None and self.values is not None and self.index is not None
         assert self.log_den is not None and self.next_slot is not None and self.clock is not None
+        if self.layout is not None:
+            self._write_packed(self.layout, keys, values)
+            return
         slot = self.next_slot
         # One score per slot goes with the token, in the same launch.
         states = self.state.slot_tensors()
@@ -280,8 +303,22 @@ class SlotTable(Place):
         for state in (state for state in states if state is not score):
             state.scatter_(2, slot.view(*slot.shape, *[1] * (state.dim() - 3)).expand(-1, -1, 1, *state.shape[3:]), 0)
 
+    def _write_packed(self, layout: Layout, keys: Tensor, values: Tensor) -> None:
+        """The same where heads differ."""
+        assert self.index is not None and self.log_den is not None and self.next_slot is not None
+        assert self.keys is not None and self.values is not None and self.clock is not None
+        at = layout.at(self.next_slot)
+        codes.write_packed(self.keys, self.next_slot, at, keys)
+        codes.write_packed(self.values, self.next_slot, at, values)
+        self.index.index_copy_(0, at, self.clock.int().expand(len(at)))
+        for held in (self.log_den, self.log_num, *self.state.slot_tensors()):
+            if held is not None:
+                held.index_fill_(0, at, 0)
+        self.clock += 1
+
     def _append_open(self, keys: Tensor, values: Tensor) -> None:
         """Lengthens a bounded table by several tokens, before any key-only slots; compress brings it back."""
+        self.unpack()
         assert self.keys is not None and self.values is not None and self.index is not None and self.clock is not None
         batch, heads, new = keys.shape[:3]
         at = self.values.shape[2]
@@ -321,13 +358,15 @@ class SlotTable(Place):
         room: int,
         log_den: Tensor | None = None,
         log_num: Tensor | None = None,
-        next_slot: int | None = None,
+        next_slot: int | Tensor | None = None,
     ) -> None:
         """Becomes a bounded table of `room` slots plus one for the next token, filled with the chosen slots.
 
         `chosen` [B, H, m] holds slot numbers, -1 for none; `log_den` [B, H, m] their weights, else as now; `log_num`
-        those in the numerator, where they differ. `next_slot`: the slot of the next token, else the last.
+        those in the numerator, where they differ. `next_slot`: the slot of the next token, one or [B, H, 1],
+        else the last.
         """
+        self.unpack()
         batch, heads, m = chosen.shape
         taken, source = chosen >= 0, chosen.clamp_min(0)
         if log_den is None:
@@ -347,9 +386,53 @@ class SlotTable(Place):
         self.log_num = None if log_num is None else filled(torch.where(taken, log_num, NEG_INF), fill, NEG_INF)
         self.length = room + 1
         slot = room if next_slot is None else next_slot
-        self.next_slot = torch.full((batch, heads, 1), slot, device=chosen.device)
+        self.next_slot = torch.zeros((batch, heads, 1), dtype=torch.int64, device=chosen.device) + slot
         if self.clock is None:
             self.clock = torch.full((1,), self.seen, device=chosen.device)
+
+    def note_settled(self) -> None:
+        """A budget has been decided for all tokens seen."""
+        self.settled = self.seen
+
+    def replace_values(self, slots: Tensor, values: Tensor) -> None:
+        """Gives the slots [B, H, m] of an exact or open table, negative: none, the values [B, H, m, Dv]."""
+        assert self.values is not None and self.layout is None
+        self.values = codes.with_vectors(self.values, slots, values)
+
+    def pack(self, capacity: Tensor) -> None:
+        """Gives each head of a bounded table its own number of slots, [B, H]; those behind are empty and go."""
+        assert self.layout is None and self.index is not None and self.log_den is not None
+        assert self.keys is not None and self.values is not None
+        layout = Layout.of(capacity)
+        self.keys, self.values = codes.packed(self.keys, layout), codes.packed(self.values, layout)
+        self.index, self.log_den = layout.packed(self.index), layout.packed(self.log_den)
+        self.log_num = None if self.log_num is None else layout.packed(self.log_num)
+        self.state.move_slots(layout.packed)
+        self.layout, self.length = layout, layout.most
+
+    def lengthen(self, count: int) -> None:
+        """Gives each head of a packed table `count` more empty slots."""
+        assert self.layout is not None
+        capacity = self.layout.capacity + count
+        self.unpack()
+        assert self.keys is not None and self.values is not None and self.index is not None and self.log_den is not None
+        self.keys, self.values = codes.filled(self.keys, count), codes.filled(self.values, count)
+        self.index, self.log_den = filled(self.index, count, -1), filled(self.log_den, count, NEG_INF)
+        self.log_num = None if self.log_num is None else filled(self.log_num, count, NEG_INF)
+        self.state.move_slots(lambda state: filled(state, count))
+        self.pack(capacity)
+
+    def unpack(self) -> None:
+        """Equal heads again, of the size of the largest."""
+        if self.layout is None:
+            return
+        assert self.index is not None and self.log_den is not None
+        layout = self.layout
+        self.keys, self.values = self.stores()
+        self.index, self.log_den = layout.unpacked(self.index, -1), layout.unpacked(self.log_den, NEG_INF)
+        self.log_num = None if self.log_num is None else layout.unpacked(self.log_num, NEG_INF)
+        self.state.move_slots(layout.unpacked)
+        self.layout = None
 
     def _storable(self, what: str, position: Tensor) -> Slots:
         """Keys or values of all slots in as many bits as they are to have."""
@@ -414,10 +497,11 @@ class SlotTable(Place):
         """Empties the slots `victim` [B, H, 1] in place; the next token is written there."""
         assert self.index is not None and self.log_den is not None and self.next_slot is not None
         self.next_slot.copy_(victim)
-        self.index.scatter_(2, victim, -1)
-        self.log_den.scatter_(2, victim, NEG_INF)
-        if self.log_num is not None:
-            self.log_num.scatter_(2, victim, NEG_INF)
+        for held, value in ((self.index, -1), (self.log_den, NEG_INF), (self.log_num, NEG_INF)):
+            if held is not None and self.layout is not None:
+                held.index_fill_(0, self.layout.at(victim), value)
+            elif held is not None:
+                held.scatter_(2, victim, value)
 
     def free_lowest(self, scores: Tensor | None, sinks: int, recent: int) -> None:
         """Empties the slot of the lowest score [B, H, S], None: the oldest; sinks and recent tokens are worth most."""
@@ -464,12 +548,16 @@ class SlotTable(Place):
 
     def select_rows(self, rows: Tensor) -> None:
         """Reorders, repeats or drops batch rows (beam search)."""
+        capacity = None if self.layout is None else self.layout.capacity.index_select(0, rows.to(self.device))
+        self.unpack()
         for name in ("keys", "values", "index", "log_num", "log_den", "next_slot", "padding"):
             slots = getattr(self, name)
             if slots is not None:
                 setattr(self, name, codes.rows_of(slots, rows))
         self.state.select_rows(rows)
         self.hot.select_rows(rows)
+        if capacity is not None:
+            self.pack(capacity)
 
     def set_prompt(self, tokens: int) -> None:
         """Sets the prompt length that a share budget counts from, after a roll back."""
@@ -503,6 +591,7 @@ class SlotTable(Place):
 
     def _count_dropped(self, count: int) -> None:
         self.seen -= count
+        self.settled = min(self.settled, self.seen)
         self.new_tokens = max(self.new_tokens - count, 0)
         if self.clock is not None:
             self.clock -= count

@@ -50,5 +50,6 @@ def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
                 hot[HOT[kind, name]] = value
             elif name != "row_lse":
                 state[RENAMED.get((kind, name), name)] = value
+    table |= {"settled": 0, "layout": None}
     table |= {kind: {"version": 1, "fields": held} for kind, held in (("state", state), ("hot", hot))}
     return {**saved, "layer": layer, "table": table}

@@ -23,6 +23,7 @@ from kvsketch.slots.checks import require_ranges, require_shapes
 from kvsketch.slots.codes import PARTS, SlotCodes
 from kvsketch.slots.host import HostStore
 from kvsketch.slots.hot_set import HotSet
+from kvsketch.slots.layout import Layout
 from kvsketch.slots.offloaded import host_capacity
 from kvsketch.slots.state import HOST, NUMBER, TableState
 from kvsketch.slots.table import SAVED, SlotTable
@@ -68,6 +69,9 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         codec = {"bits": value.codec.bits, "size": value.codec.size, "seed": value.codec.seed}
         kind = {"fresh": value.fresh is not None, "dtype": _encode(value.dtype, name, tensors)}
         return {"codes": {"name": name, **kind, **codec}}
+    if isinstance(value, Layout):
+        tensors[f"{name}.capacity"] = value.capacity
+        return {"layout": f"{name}.capacity"}
     if isinstance(value, HostStore):
         value.synchronize()
         for part in ("keys", "values"):
@@ -158,6 +162,8 @@ class LayerReader:
         if kind == "tensor":
             tensor = self._tensor(content)
             return tensor if on_host else tensor.to(self._device)
+        if kind == "layout":
+            return Layout.of(self._tensor(content).to(self._device))
         if kind == "codes":
             return self._codes(content)
         if kind == "dict":
