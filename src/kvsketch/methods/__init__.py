@@ -24,6 +24,7 @@ from kvsketch.methods.kcenter import KCenter
 from kvsketch.methods.keyformer import Keyformer
 from kvsketch.methods.pyramidkv import PyramidKV
 from kvsketch.methods.quest import Quest
+from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.snapkv import SnapKV
 from kvsketch.methods.streamingllm import StreamingLLM
 from kvsketch.methods.subgen import SubGen
@@ -50,17 +51,23 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
-def parse_method(text: str | Method) -> Method:
+# Methods that run and have no record yet: they can be named, and stand in no table and no comparison.
+UNPROVEN: dict[str, type[Method]] = {Rehearse.name: Rehearse}
+
+
+def parse_method(text: str | Method, importing: bool = True) -> Method:
     """The method that a text such as `streamingllm:budget=1024:sinks=4` describes; a Method is returned as it is.
 
-    Methods from outside: `package.module:Class:budget=1024`, or the name of an entry point (`text.py`).
+    Methods from outside: `package.module:Class:budget=1024`, or the name of an entry point (`text.py`). Without
+    `importing` no module is imported for them.
     """
-    return text if isinstance(text, Method) else parse(text, METHODS)
+    return text if isinstance(text, Method) else parse(text, METHODS | UNPROVEN, importing)
 
 
 __all__ = [
     "H2O",
     "METHODS",
+    "UNPROVEN",
     "BalanceKV",
     "ClusterKV",
     "Full",
@@ -70,6 +77,7 @@ __all__ = [
     "Method",
     "PyramidKV",
     "Quest",
+    "Rehearse",
     "SnapKV",
     "StreamingLLM",
     "SubGen",

@@ -25,9 +25,8 @@ from torch import Tensor
 import kvsketch
 from kvsketch.cache.saving import format1, sealed_file
 from kvsketch.cache.saving.layer_state import LayerReader, encode_layer
-from kvsketch.methods import METHODS
+from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
-from kvsketch.methods.text import parse
 from kvsketch.slots.tensors import plain
 
 KIND = "kvsketch-cache"
@@ -113,7 +112,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[SavedCache]:
 def _method_text(method: Method) -> str:
     text = method.full_text()
     with contextlib.suppress(ValueError):
-        if type(parse(text, METHODS, importing=False)) is type(method):
+        if type(parse_method(text, importing=False)) is type(method):
             return text
     raise ValueError(f"no reader of a file would find the method {text!r}; define its class at the top of a module")
 
@@ -121,10 +120,10 @@ def _method_text(method: Method) -> str:
 def _method(file: Path, text: Any) -> Method:
     """The method that a file names. A file runs no code: a method from outside has to be imported or installed."""
     try:
-        method = parse(text, METHODS, importing=False)
+        method = parse_method(text, importing=False)
         named = {part.partition("=")[0] for part in text.split(":")}
         earlier = [f"{name}={value}" for name, value in method.earlier_defaults.items() if name not in named]
-        return parse(":".join([text, *earlier]), METHODS, importing=False)
+        return parse_method(":".join([text, *earlier]), importing=False)
     except ValueError as error:
         raise ValueError(
             f"{file} was saved with a method that kvsketch {kvsketch.__version__} does not know: {error}"
