@@ -65,6 +65,11 @@ def model_file(name: str) -> Path:
     return home() / "models" / f"{card(name).name}.gguf"
 
 
+def spare_mark(name: str) -> Path:
+    """A file that says: the GGUF file was fetched to be converted, nobody asked to keep it."""
+    return home() / "models" / f"{card(name).name}.gguf.spare"
+
+
 def has_gguf(name: str) -> bool:
     """Whether the verified GGUF file of a built-in model is here."""
     return is_verified(model_file(name), card(name).sha256)
@@ -107,7 +112,7 @@ def remove_model(name: str) -> None:
 
 def _gguf_paths(name: str) -> tuple[Path, ...]:
     file = model_file(name)
-    return file, record_of(file), file.with_name(file.name + ".work")
+    return file, record_of(file), file.with_name(file.name + ".work"), spare_mark(name)
 
 
 def pull(name: str, progress: bool = True) -> Path:

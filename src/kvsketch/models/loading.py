@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from kvsketch.models.catalog import CATALOG, ModelCard
 from kvsketch.models.convert import convert, converted_folder, identity_of, quiet_transformers
-from kvsketch.models.fetch import has_gguf, pull, remove_gguf
+from kvsketch.models.fetch import has_gguf, pull, remove_gguf, spare_mark
 from kvsketch.models.files import say
 
 if TYPE_CHECKING:
@@ -110,11 +110,19 @@ def _forms() -> str:
 def _from_packages(card: ModelCard, progress: bool, keep_gguf: bool) -> Path:
     """The converted copy names the pinned hash of its GGUF file, so that it serves alone."""
     done = converted_folder(card.name, card.sha256)
+    spare = spare_mark(card.name)
     if done is not None and not keep_gguf:
+        if spare.exists():
+            remove_gguf(card.name)
         return done
-    had_gguf = has_gguf(card.name)
+    if keep_gguf:
+        spare.unlink(missing_ok=True)
+    elif not has_gguf(card.name):
+        # A pull that is broken off must not leave a GGUF file that looks as if somebody wanted it.
+        spare.parent.mkdir(parents=True, exist_ok=True)
+        spare.touch()
     folder = convert(pull(card.name, progress), card.name, card.sha256, progress)
-    if not (keep_gguf or had_gguf):
+    if spare.exists():
         remove_gguf(card.name)
         if progress:
             say(f"removed the GGUF file ({card.file_bytes / 1e6:.0f} MB) that {folder} was converted from")
