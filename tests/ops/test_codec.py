@@ -32,14 +32,12 @@ def vectors(
 
 def coded(x: Tensor, center: Tensor, bits: int, exact: int = 0) -> CodedSlots:
     codec = Codec(bits, x.shape[-1], seed=3)
-    rotated = codec_reference.rotate(x[:, :, :exact].float() - center.unsqueeze(2), codec.signs(x.device), codec.block)
+    rotated = codecs.rotate(x[:, :, :exact].float() - center.unsqueeze(2), codec.signs(x.device), codec.block)
     at = torch.arange(exact, dtype=torch.int32, device=x.device).expand(*x.shape[:2], -1).clone()
     if exact:
         # Exact slots may lie anywhere, or have been overwritten.
         at[0, 0], at[1, 0, -1] = at[0, 0] + 9, -1
-        rotated[0, 0] = codec_reference.rotate(
-            x[0, 0, 9 : 9 + exact].float() - center[0, 0], codec.signs(x.device), codec.block
-        )
+        rotated[0, 0] = codecs.rotate(x[0, 0, 9 : 9 + exact].float() - center[0, 0], codec.signs(x.device), codec.block)
     return CodedSlots(codec, center, rotated, at, *codecs.encode(x, center, codec))
 
 
@@ -58,7 +56,7 @@ def test_rotation_is_orthonormal_and_spreads_one_channel_over_all(size: int) -> 
     torch.testing.assert_close(rotation @ rotation.T, torch.eye(size), atol=1e-6, rtol=0)
     assert rotation.abs().max() <= 2 / math.sqrt(size & -size)
     y = torch.randn(5, size)
-    spread = codec_reference.rotate(y, Codec(4, size).signs(y.device), size & -size)
+    spread = codecs.rotate(y, Codec(4, size).signs(y.device), size & -size)
     torch.testing.assert_close(spread, y @ rotation.T, atol=1e-5, rtol=1e-5)
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops import codec as codecs
-from kvsketch.ops.codec import BITS, Codec, CodedSlots
-from kvsketch.ops.codec.reference import rotate
+from kvsketch.ops.codec import BITS, Codec, CodedSlots, rotate
 from kvsketch.slots import tensors
 from kvsketch.slots.layout import Layout
 

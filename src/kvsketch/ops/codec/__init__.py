@@ -85,9 +85,24 @@ def _signs(size: int, seed: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _rotation(codec: Codec, device: torch.device) -> Tensor:
-    from kvsketch.ops.codec.reference import rotate
-
     return rotate(torch.eye(codec.size), codec.signs(torch.device("cpu")), codec.block).T.contiguous().to(device)
+
+
+def rotate(x: Tensor, signs: Tensor, block: int) -> Tensor:
+    """R x for x [..., D] float32: signs, Hadamard matrices over blocks of channels, and a reflection of the blocks."""
+    size = x.shape[-1]
+    y = x * signs
+    width = block // 2
+    while width:
+        a, b = y.view(*x.shape[:-1], size // (2 * width), 2, width).unbind(-2)
+        y = torch.stack([a + b, a - b], -2).view(x.shape)
+        width //= 2
+    y = y * (1.0 / math.sqrt(block))
+    blocks = size // block
+    if blocks > 1:
+        parts = y.view(*y.shape[:-1], blocks, block)
+        y = (parts - (2.0 / blocks) * parts.sum(-2, keepdim=True)).view(x.shape)
+    return y
 
 
 class Coded(NamedTuple):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from kvsketch.ops.codec import LARGEST_STEP, STEP_DTYPE, Codec, Coded, packed, unit_step
+from kvsketch.ops.codec import LARGEST_STEP, STEP_DTYPE, Codec, Coded, packed, rotate, unit_step
 
 
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:
@@ -29,23 +27,6 @@ def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
     levels = torch.where(finite.unsqueeze(-1), levels, 0.0)
     steps = torch.where(finite, steps, float("nan"))
     return Coded(packed(levels.to(torch.uint8), codec), steps.to(STEP_DTYPE))
-
-
-def rotate(x: Tensor, signs: Tensor, block: int) -> Tensor:
-    """R x for x [..., D] float32: signs, Hadamard matrices over blocks of channels, and a reflection of the blocks."""
-    size = x.shape[-1]
-    y = x * signs
-    width = block // 2
-    while width:
-        a, b = y.view(*x.shape[:-1], size // (2 * width), 2, width).unbind(-2)
-        y = torch.stack([a + b, a - b], -2).view(x.shape)
-        width //= 2
-    y = y * (1.0 / math.sqrt(block))
-    blocks = size // block
-    if blocks > 1:
-        parts = y.view(*y.shape[:-1], blocks, block)
-        y = (parts - (2.0 / blocks) * parts.sum(-2, keepdim=True)).view(x.shape)
-    return y
 
 
 def pairwise_sum(x: Tensor) -> Tensor:
