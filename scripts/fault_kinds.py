@@ -101,7 +101,7 @@ class PullFault(Fault):
 
     def __init__(self, folder: Path, real_pip: bool = False) -> None:
         super().__init__(folder)
-        from test_models_gguf import write_gguf
+        from tests.models.test_models_gguf import write_gguf
 
         content = write_gguf(folder / "toy.gguf").read_bytes()
         self.sha256 = hashlib.sha256(content).hexdigest()

@@ -64,7 +64,7 @@ def test_bad_sizes_name_the_value_and_the_forms(bad: object) -> None:
         ("streamingllm:sinks=two", ["two", "whole number"]),
         ("streamingllm:recent=5", ["recent", "budget"]),
         ("uniform:weights=perhaps", ["perhaps", "true or false"]),
-        ("full:budget=5", ["budget", "parameters: none"]),
+        ("full:budget=5", ["budget", "parameters: bits, key_bits, value_bits"]),
     ],
 )
 def test_bad_methods_name_the_choices(text: str, words: list[str]) -> None:

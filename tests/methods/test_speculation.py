@@ -15,7 +15,7 @@ import kvsketch
 from kvsketch import CompressedCache, models
 from kvsketch.cache import rotary
 from kvsketch.evaluation.attention_protocol import capture
-from kvsketch.evaluation.speculation import QUERIES, Asked, main, measure, recall
+from kvsketch.evaluation.speculation import QUERIES, Asked, recall
 from kvsketch.methods.infinigen import speculation
 from kvsketch.models import texts
 from kvsketch.slots.table import SlotTable
@@ -223,16 +223,6 @@ def test_heads_divided_among_processes_are_refused() -> None:
 def test_wrong_choice() -> None:
     with pytest.raises(ValueError, match="speculate=next is not valid; use own or previous"):
         kvsketch.parse_method("infinigen:speculate=next")
-
-
-def test_outcomes_of_a_model() -> None:
-    """Own queries over a fifth of the channels, a mean over the layers asked for, and a share everywhere."""
-    outcomes = measure(zoo.build("llama"), zoo.tokens(1, 60, 6), [1], 16, 4)
-    assert [data["query"] for data in outcomes] == list(QUERIES)
-    for data in outcomes:
-        assert data["layers"].keys() == {"1"} and 0 < data["recall"] == data["layers"]["1"] <= 1
-    with pytest.raises(SystemExit):
-        main(["--layers", "0,3"])
 
 
 @pytest.mark.gpu

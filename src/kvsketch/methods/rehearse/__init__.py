@@ -12,7 +12,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod, option
 from kvsketch.methods.budget import Size
-from kvsketch.methods.rehearse.refit import refit
+from kvsketch.methods.rehearse.refit import refit as refitted
 from kvsketch.slots.state import Range, TableState, per_row, per_slot
 from kvsketch.slots.table import SlotTable
 
@@ -214,7 +214,7 @@ class Rehearse(BudgetedMethod):
             kept = torch.where(stays.gather(2, kept), kept, -1)
             k, v = (x.gather(2, at.unsqueeze(-1).expand(*at.shape, x.shape[3])) for x in (keys, values))
             hidden = position.gather(2, at) < 0
-            found = refit(state.again[:, :, number], k, v, kept, table.scale, hidden=hidden)
+            found = refitted(state.again[:, :, number], k, v, kept, table.scale, hidden=hidden)
             here = torch.where(kept >= 0, at.gather(2, kept.clamp_min(0)), -1)
             table.replace_values(here, found.values)
             spare = torch.cat([weights, weights[:, :, :1]], 2)
