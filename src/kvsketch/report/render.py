@@ -17,8 +17,8 @@ from kvsketch.report.contents import CLUSTERABILITY, Contents, gather
 from kvsketch.report.kinds import KINDS
 
 NO_FIGURES = "no figures: matplotlib is missing; pip install 'kvsketch[plot]'"
-DPI = 110
-COLOURS = 255  # of a figure's palette: lines and letters need no more, and the file is half
+DPI = 96
+COLOURS = 63  # of a figure's palette: lines and letters need no more, and the file is a third
 
 
 def render(source: Path, target: Path, page: bool = True, below: bool = False) -> tuple[list[Path], list[str]]:
