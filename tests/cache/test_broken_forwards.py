@@ -19,7 +19,7 @@ from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import with_budget
 
-METHODS = list(kvsketch.METHODS)
+METHODS = ("full", "streamingllm", "h2o", "subgen", "balancekv", "quest", "clusterkv")  # one of each kind of table
 BROKEN = r"broken off: .*cache\.reset\(\)"
 
 

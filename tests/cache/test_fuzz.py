@@ -27,7 +27,7 @@ from kvsketch.cli.bench import BENCHMARKS
 from kvsketch.cli.evaluate import EXPERIMENTS
 from tests.helpers import zoo
 
-INPUTS = int(os.environ.get("KVSKETCH_FUZZ", "100"))
+INPUTS = int(os.environ.get("KVSKETCH_FUZZ", "40"))
 quickly = settings(
     max_examples=INPUTS,
     deadline=None,

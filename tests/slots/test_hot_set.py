@@ -92,7 +92,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(ACTIONS, min_size=5, max_size=30), st.integers(1, 2))
 def test_no_stale_row_is_ever_served(actions: list[tuple[str, int | list[int]]], keep: int) -> None:
     """Reads, generated tokens, second turns and beams in any order."""
@@ -122,7 +122,7 @@ def test_a_stale_row_would_be_noticed() -> None:
         pair.look_up(pair.random_rows(3, 0))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=40), st.integers(1, 3))
 def test_hits_are_those_of_a_plain_model(seeds: list[int], keep: int) -> None:
     entries, pair = 4, Pair(1, 30, LISTS * 4 * keep)
