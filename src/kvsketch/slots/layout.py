@@ -45,9 +45,10 @@ class Layout:
 
     def unpacked(self, flat: Tensor, fill: float = 0) -> Tensor:  # [B, H, S, ...]
         """The flat store as equal heads; `fill` stands where a head has no slot."""
-        out = flat.new_full((*self.start.shape, self.most, *flat.shape[1:]), fill)
-        out[self.inside()] = flat
-        return out
+        slot = torch.arange(self.most, device=flat.device)
+        at = (self.start.unsqueeze(-1) + slot).clamp_max(self.total - 1)
+        inside = self.inside().view(*at.shape, *[1] * (flat.dim() - 1))
+        return torch.where(inside, flat[at], fill)
 
     def tensors(self) -> list[Tensor]:
         return [self.start, self.capacity]
