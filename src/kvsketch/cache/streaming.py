@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,22 +25,41 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvsketch.cache import masks
+from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.patches import Patch
+from kvsketch.cache.read import TextRead
 from kvsketch.cache.view import Prompt, chunk_spans
 from kvsketch.slots import padding as left_padding
 
-if TYPE_CHECKING:
-    from kvsketch.cache.compressed import CompressedCache
-
 # What generate hands to a text model; anything else is for the model itself to prepare.
 PLAIN_ARGUMENTS = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+
+
+class Reader(Protocol):
+    """What a prompt asks of the cache it is read into (`CompressedCache`)."""
+
+    @property
+    def prefill(self) -> str: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def read(self) -> TextRead: ...
+    @property
+    def layers(self) -> list[Any]: ...
+    @property
+    def slot_layers(self) -> list[SlotLayer]: ...
+    @property
+    def tokens_seen(self) -> int: ...
+    def layer_lengths(self) -> list[int]: ...
+    def break_off(self, what: str) -> None: ...
+    def end_recording(self) -> None: ...
 
 
 @torch.no_grad()
 def prefill(
     model: Any,
     input_ids: Tensor,
-    cache: CompressedCache,
+    cache: Reader,
     attention_mask: Tensor | None = None,
     *,
     progress: bool = False,
@@ -76,7 +95,7 @@ def prefill(
 
 
 @contextlib.contextmanager
-def _whole_or_nothing(cache: CompressedCache, new: int) -> Iterator[None]:
+def _whole_or_nothing(cache: Reader, new: int) -> Iterator[None]:
     """Reads a prompt of `new` tokens; one that is read in part cannot be read again by the same call."""
     before = cache.layer_lengths()
     try:
@@ -127,7 +146,7 @@ def _read_prompt(
 _PREFILL = Patch(GenerationMixin, "_prefill", _read_prompt)
 
 
-def _can_stream(cache: CompressedCache, config: Any, model_kwargs: dict[str, Any]) -> bool:
+def _can_stream(cache: Reader, config: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether the prompt can go through `prefill`: a plain text, of which nothing but the logits is wanted."""
     if cache.prefill == "exact" or config.prefill_chunk_size is not None or cache.slot_layers[0].record_past:
         return False
@@ -146,7 +165,7 @@ def _is_compressed(cache: Any) -> bool:
 class _Feed:
     """Forwards of one prompt through one model."""
 
-    def __init__(self, model: Any, cache: CompressedCache, padding: Tensor | None) -> None:
+    def __init__(self, model: Any, cache: Reader, padding: Tensor | None) -> None:
         self.model, self.cache, self.padding = model, cache, padding
         names = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in names
@@ -171,7 +190,7 @@ class _Feed:
         return None if self.only_slots and self.takes_positions else self.mask(seen)
 
 
-def _require(input_ids: Tensor, cache: CompressedCache) -> None:
+def _require(input_ids: Tensor, cache: Reader) -> None:
     if not _is_compressed(cache):
         raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.shape[1] == 0:
@@ -179,7 +198,7 @@ def _require(input_ids: Tensor, cache: CompressedCache) -> None:
         raise ValueError(f"input_ids must be token ids [batch, tokens] with one token or more, got {shape}")
 
 
-def _left_padding(input_ids: Tensor, cache: CompressedCache, mask: Tensor | None) -> Tensor | None:  # [B]
+def _left_padding(input_ids: Tensor, cache: Reader, mask: Tensor | None) -> Tensor | None:  # [B]
     """Left padding of each row once `input_ids` are read; None: no row has any."""
     seen, new = cache.tokens_seen, input_ids.shape[1]
     before = cache.slot_layers[0].table.padding
