@@ -13,7 +13,7 @@ from torch import Tensor
 import kvsketch
 from kvsketch import CompressedCache
 from tests.helpers import zoo
-from tests.helpers.common import generate, padded, with_budget
+from tests.helpers.common import generate, padded, read_pieces, with_budget
 
 CODABLE = [name for name in kvsketch.METHODS if name != "subgen"]
 BIG = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -25,17 +25,7 @@ def method_of(name: str, bits: int, budget: int = 24) -> str:
 
 
 def read(model: Any, cache: Any, ids: Tensor, mask: Tensor, pieces: list[tuple[int, int]] = PIECES) -> Tensor:
-    """A prompt, two tokens, a second prompt and one more token: the logits after each."""
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    logits = []
-    with torch.no_grad():
-        for start, end in pieces:
-            out = model(
-                ids[:, start:end], attention_mask=mask[:, :end], position_ids=positions[:, start:end],
-                past_key_values=cache,
-            )  # fmt: skip
-            logits.append(out.logits[:, -1])
-    return torch.stack(logits)
+    return read_pieces(model, cache, ids, mask, pieces)
 
 
 @pytest.mark.parametrize("name", CODABLE)

@@ -31,3 +31,19 @@ def with_budget(name: str, budget: int) -> str:
     wanted = {"budget": budget, "sinks": 2, "recent": 4, "skip_layers": 0}
     settings = [f"{k}={v}" for k, v in wanted.items() if k in fields and fields[k].init]
     return ":".join([name, *settings])
+
+
+def read_pieces(
+    model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor, pieces: list[tuple[int, int]]
+) -> torch.Tensor:
+    """The logits after each piece [start, end) of a left-padded text, fed one after the other."""
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    logits = []
+    with torch.no_grad():
+        for start, end in pieces:
+            out = model(
+                ids[:, start:end], attention_mask=mask[:, :end], position_ids=positions[:, start:end],
+                past_key_values=cache,
+            )  # fmt: skip
+            logits.append(out.logits[:, -1])
+    return torch.stack(logits)

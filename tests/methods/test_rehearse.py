@@ -14,7 +14,7 @@ from kvsketch import CompressedCache
 from kvsketch.methods.rehearse import Rehearse, largest, turned
 from kvsketch.slots.layout import Layout
 from tests.helpers import zoo
-from tests.helpers.common import generate, padded
+from tests.helpers.common import generate, padded, read_pieces
 
 BIG = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 PIECES = [(0, 200), (200, 201), (201, 202), (202, 250), (250, 251)]
@@ -22,16 +22,7 @@ PLAIN = {"bits": 16, "chunk": 64, "recent": 8}
 
 
 def read(model: Any, cache: Any, ids: Tensor, mask: Tensor, pieces: list[tuple[int, int]] = PIECES) -> Tensor:
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    logits = []
-    with torch.no_grad():
-        for start, end in pieces:
-            out = model(
-                ids[:, start:end], attention_mask=mask[:, :end], position_ids=positions[:, start:end],
-                past_key_values=cache,
-            )  # fmt: skip
-            logits.append(out.logits[:, -1])
-    return torch.stack(logits)
+    return read_pieces(model, cache, ids, mask, pieces)
 
 
 @pytest.fixture(scope="module")
