@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -118,8 +118,8 @@ def _read(file: Path) -> str:
     return text
 
 
-def _note_beyond_context(model: object, tokens: int) -> None:
-    config = model.config.get_text_config()  # type: ignore[attr-defined]
+def _note_beyond_context(model: Any, tokens: int) -> None:
+    config = model.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None)
     if context and tokens > context:
         remarks().print(f"note: {tokens:,} tokens go beyond the {context:,} that this model was trained for")

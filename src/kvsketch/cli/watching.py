@@ -90,8 +90,9 @@ class PeakMemory:
         """Bytes at the peak; None where the system does not tell."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
-        with contextlib.suppress(OSError, TypeError):
-            return 1024 * int(re.search(r"VmHWM:\s+(\d+)", (PROCESS / "status").read_text())[1])  # type: ignore[index]
+        with contextlib.suppress(OSError):
+            if found := re.search(r"VmHWM:\s+(\d+)", (PROCESS / "status").read_text()):
+                return 1024 * int(found[1])
         try:
             import resource
         except ImportError:
