@@ -1,0 +1,208 @@
+"""What an engine is asked and how it answers.
+
+A `Request` is token ids in, a `Ticket` is token ids out: text, templates and stop strings are the business of the
+routes. An engine works in a thread of its own; everything here may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from uuid import uuid4
+
+if TYPE_CHECKING:
+    from kvsketch.cache.compressed import CompressedCache
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Full(RuntimeError):
+    """The queue of an engine has no place left; the same request may be accepted later."""
+
+
+class Closed(RuntimeError):
+    """The engine takes no requests any more."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to continue.
+
+    `document` is a cache of one row that has read what comes before `ids`; the engine copies it and leaves it as it is.
+    `temperature` 0 takes the most likely token. A request with a `seed` gives the same tokens whoever shares the batch;
+    without one the engine draws a seed.
+    """
+
+    ids: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_ids: frozenset[int] = frozenset()
+    document: CompressedCache | None = None
+    id: str = field(default_factory=lambda: uuid4().hex)
+
+    def __post_init__(self) -> None:
+        if not self.ids:
+            raise ValueError("ids is empty: a request needs at least one token")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+
+
+@dataclass
+class Timings:
+    """Seconds on the clock of `time.monotonic`; None for what has not happened."""
+
+    submitted: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+class Ticket:
+    """The answer to a request while it grows.
+
+    `for token in ticket` waits for each new token and ends with the answer; every loop starts from the first token.
+    A token of `stop_ids` ends the answer and is not part of it. After the end `finish_reason` says why, and for
+    "error" `error` is the exception. Iterating over an answer that failed yields its tokens and then raises the error.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.timings = Timings()
+        self.finish_reason: FinishReason | None = None
+        self.error: BaseException | None = None
+        self.prompt_tokens = len(request.ids) + (request.document.tokens_seen if request.document is not None else 0)
+        """Tokens before the answer, those of the document included."""
+        self.tokens_read = 0
+        """Tokens of `ids` that have been read so far."""
+        self.tokens_stored: int | None = None
+        """The most slots that a KV head of a compressed layer holds for this request; None before the first token."""
+        self.device_bytes: int | None = None
+        """Device memory of this request's cache, or of its row in the engine's tables."""
+        self._tokens: list[int] = []
+        self._changed = threading.Condition()
+        self._cancelled = False
+        self._listener: Callable[[int | None], None] | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        place = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._tokens) > place or self.finish_reason is not None)  # noqa: B023
+                if place == len(self._tokens):
+                    break
+                token = self._tokens[place]
+            place += 1
+            yield token
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def tokens(self) -> list[int]:
+        """The answer so far."""
+        with self._changed:
+            return list(self._tokens)
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody has asked to stop; the engine notices before its next step."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """Asks the engine to stop. Does not wait; no effect on an answer that has ended."""
+        self._cancelled = True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for the end of the answer; whether it has come."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.finish_reason is not None, timeout)
+
+    def on_token(self, listener: Callable[[int | None], None]) -> None:
+        """Calls `listener(token)` for every token, those that are there first, and `listener(None)` after the end.
+
+        Calls come from the engine's thread: they must be short and must not raise, such as
+        `lambda token: loop.call_soon_threadsafe(queue.put_nowait, token)`.
+        """
+        with self._changed:
+            if self._listener is not None:
+                raise ValueError("this ticket has a listener: one on_token per ticket, iterate for a second reader")
+            self._listener = listener
+            for token in self._tokens:
+                listener(token)
+            if self.finish_reason is not None:
+                listener(None)
+
+    def put(self, token: int) -> None:
+        """For engines: one more token."""
+        with self._changed:
+            self.timings.last_token = time.monotonic()
+            if self.timings.first_token is None:
+                self.timings.first_token = self.timings.last_token
+            self._tokens.append(token)
+            self._changed.notify_all()
+            if self._listener is not None:
+                self._listener(token)
+
+    def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
+        """For engines: the answer has ended. The first call counts."""
+        if reason not in get_args(FinishReason):
+            raise ValueError(f"finish_reason must be one of {', '.join(get_args(FinishReason))}, not {reason!r}")
+        with self._changed:
+            if self.finish_reason is not None:
+                return
+            self.error, self.finish_reason = error, reason
+            self._changed.notify_all()
+            if self._listener is not None:
+                self._listener(None)
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What an engine is doing; counts are since its start."""
+
+    running: int
+    """Requests whose tokens are being generated."""
+    reading: int
+    """Requests whose prompts are being read."""
+    waiting: int
+    """Requests in the queue."""
+    rows: int
+    """Requests that can run at the same time."""
+    queue: int
+    """Places in the queue."""
+    tokens_seen: int
+    """Tokens that the running requests' caches have read."""
+    tokens_stored: int
+    """Slots that they hold, per KV head: the most of any layer, summed over the requests."""
+    device_bytes: int
+    """Device memory of all caches of the engine."""
+    bytes_per_row: int | None
+    """Device memory of one running request; None where requests differ and none runs."""
+    steps: int
+    """Decode steps."""
+    prompt_tokens: int
+    """Tokens of prompts read."""
+    generated_tokens: int
+    finished: dict[str, int]
+    """Requests that have ended, by finish_reason."""
+
+
+class Engine(Protocol):
+    def submit(self, request: Request) -> Ticket:
+        """Queues a request. Raises Full when the queue is full, Closed after close, ValueError for what cannot run."""
+
+    def state(self) -> EngineState: ...
+
+    def close(self, drain: bool = True) -> None:
+        """Ends the engine: after all accepted requests with `drain`, else they end as "cancelled". Waits for it."""
