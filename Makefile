@@ -2,7 +2,7 @@
 # make test    set up .venv, run the tests
 # make check   linters, types, import rules, tests
 # make docs    build docs/ as a site in build/site; to search it: python -m http.server -d build/site
-# make wheel-test    build the wheel, install it in an environment of its own, ask it a question
+# make wheel-test    build the wheel, install it and what it asks for in an environment of its own, ask it a question
 #
 # PYTHON=python3.12                       another interpreter (3.11 or newer)
 # VENV_OPTIONS=--system-site-packages     build on packages that the interpreter already has, such as a CUDA torch
@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvsketch-installed
 CPU_TORCH := 2.13.0
 
-.PHONY: demo test check lint docs wheel-test clean
+.PHONY: demo test check lint docs wheel-check wheel-test clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -31,7 +31,7 @@ test: $(STAMP)
 	$(BIN)/kvsketch models pull smollm2-135m
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-check: lint test
+check: lint wheel-check test
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -42,6 +42,13 @@ lint: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The wheel of this tree answers a question beside links to the packages that its metadata asks for, and no others.
+wheel-check: $(STAMP)
+	rm -rf build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(BIN)/python -m scripts.wheel_environment build/wheel/kvsketch-*.whl build/wheel/env
+	cd build/wheel && env/bin/kvsketch generate "What is the capital of France?" --max-new-tokens 12 | grep Paris
 
 # The wheel of this tree, installed with what its own metadata asks for and nothing else, answers a question.
 wheel-test:
