@@ -2,8 +2,8 @@
 
     python -m scripts.wheel_environment dist/kvsketch-0.3.0-py3-none-any.whl build/wheel/env
 
-Packages that the wheel needs, directly or through others, are links to this interpreter's own. What the wheel forgets to
-ask for is missing there, as it would be after `pip install`, and nothing is fetched or copied.
+Packages that the wheel needs, directly or through others, are links to the ones of this interpreter. What the wheel
+forgets to ask for is missing there, as it would be after `pip install`, and nothing is fetched or copied.
 """
 
 from __future__ import annotations
