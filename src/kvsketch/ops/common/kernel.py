@@ -32,8 +32,11 @@ def wait(EARLY: tl.constexpr):
     begin(EARLY, EARLY)
 
 
+IEEE = tl.constexpr("ieee")  # a default that is a plain string is no constant before Triton 3.7
+
+
 @triton.jit
-def dot(a, b, acc=None, PRECISION: tl.constexpr = "ieee"):
+def dot(a, b, acc=None, PRECISION: tl.constexpr = IEEE):
     """a b (+ acc), accumulated in float32; `PRECISION` says how float32 operands are multiplied."""
     if INTERPRETED:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32))
