@@ -19,6 +19,7 @@ from tests.helpers.common import generate, padded, with_budget
 
 METHODS = list(kvsketch.METHODS)
 BOUNDED = [n for n, m in kvsketch.METHODS.items() if m.family in ("evict", "summarise")]
+SHARED = ["snapkv:share=model", "h2o:share=layer"]  # heads of different sizes
 
 
 def full_bytes(model: torch.nn.Module, ids: torch.Tensor) -> int:
@@ -77,7 +78,7 @@ def test_sinks_and_recent_tokens_stay(name: str) -> None:
                     assert {i, i - 1, i - 2, i - 3} <= set(head), "recent window"
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *SHARED])
 @pytest.mark.parametrize("budget", ["16", "25%"])
 def test_a_row_alone_equals_that_row_in_a_left_padded_batch(name: str, budget: str) -> None:
     model = zoo.build("qwen2")
@@ -94,7 +95,9 @@ def test_a_row_alone_equals_that_row_in_a_left_padded_batch(name: str, budget: s
             torch.testing.assert_close(a[i], b[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", [*(n for n in METHODS if n != "full"), "quest:page=4", "clusterkv:recluster=8"])
+@pytest.mark.parametrize(
+    "method", [*(n for n in METHODS if n != "full"), *SHARED, "quest:page=4", "clusterkv:recluster=8"]
+)
 def test_a_row_that_outgrows_its_budget_beside_a_longer_one(method: str) -> None:
     """Rows that fit the budget when they begin, and one that does not, each as it is alone at every step."""
     model, (name, *options) = zoo.build("qwen2"), method.split(":")
@@ -112,7 +115,7 @@ def test_a_row_that_outgrows_its_budget_beside_a_longer_one(method: str) -> None
             torch.testing.assert_close(a[i], b[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *SHARED])
 def test_beams_reorder_everything(name: str) -> None:
     """Each returned beam must equal its own text replayed alone through a cache of the same method."""
     model, ids = zoo.build("llama"), zoo.tokens(1, 40)
@@ -185,7 +188,7 @@ def test_the_seed_of_a_cache_changes_the_draws_of_every_layer(name: str) -> None
         assert same.shape != other.shape or not torch.equal(same, other)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *SHARED])
 def test_rolled_back_tokens_leave_no_trace(name: str) -> None:
     """Prompt lookup under eviction: candidates that were rejected change nothing that is said afterwards."""
     model, ids = zoo.build("llama"), zoo.tokens(1, 6).repeat(1, 6)
@@ -198,7 +201,7 @@ def test_rolled_back_tokens_leave_no_trace(name: str) -> None:
         assert_within_budget(cache, 16)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *SHARED])
 @pytest.mark.parametrize("kept", [0, 1, 2, 4])
 def test_a_draft_counts_by_what_is_left_of_it(name: str, kept: int) -> None:
     """Four drafted tokens of which some are taken back equal the rest fed alone, and the table keeps its shape."""
@@ -218,14 +221,15 @@ def test_a_draft_counts_by_what_is_left_of_it(name: str, kept: int) -> None:
         assert caches[0].tokens_seen == caches[1].tokens_seen == 51 + kept
         if name in BOUNDED:
             assert_within_budget(caches[0], 16)
+        if name in (*BOUNDED, *SHARED):
             assert caches[0].device_bytes == before
         again = [model(ids[:, 56:57], past_key_values=cache).logits for cache in caches]
     # A recall method reads everything for several tokens at once and a part for a single one.
-    if kept != 1 or kvsketch.METHODS[name].family != "recall":
+    if kept != 1 or caches[0].method.family != "recall":
         torch.testing.assert_close(*again, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *SHARED])
 def test_copies_are_independent(name: str) -> None:
     model, ids = zoo.build("llama"), zoo.tokens(1, 40)
     cache = CompressedCache(model, with_budget(name, 16))

@@ -26,11 +26,15 @@ def padded(batch: torch.Tensor, pads: list[int]) -> tuple[torch.Tensor, torch.Te
 
 
 def with_budget(name: str, budget: int) -> str:
-    """The text form of a method with a budget, small sinks and window; methods without a budget as they are."""
+    """The text form of a method with a budget, small sinks and window; methods without a budget as they are.
+
+    `name` may have settings of its own behind a colon.
+    """
+    name, *own = name.split(":")
     fields = kvsketch.METHODS[name].__dataclass_fields__
     wanted = {"budget": budget, "sinks": 2, "recent": 4, "skip_layers": 0}
     settings = [f"{k}={v}" for k, v in wanted.items() if k in fields and fields[k].init]
-    return ":".join([name, *settings])
+    return ":".join([name, *settings, *own])
 
 
 def read_pieces(

@@ -24,6 +24,7 @@ from tests.helpers.common import generate, padded, with_budget
 VOCABULARY = 96
 METHODS = [
     *(with_budget(name, 24) for name in kvsketch.METHODS),
+    *(with_budget(name, 24) for name in ("snapkv:share=model", "h2o:share=layer")),
     "balancekv:budget=24:sinks=2:recent=4:form=stream",
     "balancekv:budget=40:sinks=2:recent=4:den_weight=same:block=8",
     "subgen:budget=40:sinks=2:recent=4:normalizer=clipped:policy=double",
@@ -45,7 +46,9 @@ def converse(model: Any, method: str) -> dict[str, Any]:
     tables = [layer.table for layer in cache.slot_layers]
     return {
         "tokens": tokens.tolist(),
-        "kept": [[sorted(head) for row in table.index_slots().tolist() for head in row] for table in tables],
+        "kept": [
+            [sorted(n for n in head if n >= 0) for row in t.index_slots().tolist() for head in row] for t in tables
+        ],
         "heads": [list(range(table.first_head, table.first_head + table.shape[1])) for table in tables],
         "tokens_stored": cache.tokens_stored,
         "bytes": cache.device_bytes + cache.host_bytes,

@@ -140,12 +140,10 @@ def _held(table: SlotTable, reads: Reads, total: int) -> Tensor:  # [H, total] b
 def stored_tokens(table: SlotTable) -> Tensor:  # [B, H, S] int64
     """The token of each slot that takes part in a sum; negative for the others."""
     index = table.index_slots()
-    if table.log_den is None:
+    log_num, log_den = table.log_weights()
+    if log_num is None or log_den is None:
         return index
-    used = table.log_den > NEG_INF
-    if table.log_num is not None:
-        used = used | (table.log_num > NEG_INF)
-    return torch.where(used, index, -1)
+    return torch.where((log_num > NEG_INF) | (log_den > NEG_INF), index, -1)
 
 
 def marked(words: list[str], passkey: str) -> list[int]:

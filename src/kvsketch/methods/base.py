@@ -59,6 +59,8 @@ class Method:
     # Settings with which equal budgets are equal bytes; `--methods all` uses them.
     compared_with: ClassVar[str] = ""
     random: ClassVar[bool] = False  # whether the seed changes the result
+    # Parameters of other methods that it cannot have, and why.
+    lacks: ClassVar[Mapping[str, str]] = {"share": "it has no scores that heads could compare"}
     # Defaults of earlier versions, whose saved files name only what differed from them.
     earlier_defaults: ClassVar[dict[str, str]] = {}
     ignores_hidden_tokens: ClassVar[bool] = False  # whether tokens that a mask hides inside a row leave no trace
@@ -281,21 +283,29 @@ def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budge
     Sinks and recent tokens rank above all others, empty slots below.
     """
     total, _, recent = method.row_budget(table)
-    if isinstance(recent, Tensor):
-        scores, recent = _with_recent(table, scores, recent), 0
     if table.in_place:
+        if isinstance(recent, Tensor):
+            scores, recent = _with_recent(table, scores, recent), 0
         table.free_lowest(scores, method.sinks, recent)
         return
-    seen = torch.full((1,), table.seen, device=table.device)
-    ranked = rank(scores, table.index_slots(), table.padding, seen, method.sinks, recent)
-    count = min(budget, ranked.shape[-1])
-    chosen = sort_keys(ranked, table.index_slots()).topk(count, dim=-1).indices
+    keys = rank_slots(table, scores, method)
+    count = min(budget, keys.shape[-1])
+    chosen = keys.topk(count, dim=-1).indices
     if isinstance(total, Tensor):
         chosen = torch.where(torch.arange(count, device=total.device) >= total, -1, chosen)
     # Position order: ties and readers then never depend on the order of top-k.
     chosen = chosen.sort(-1).values
     table.rebuild(chosen, budget)
     close_slots(table, total)
+
+
+def rank_slots(table: SlotTable, scores: Tensor | None, method: BudgetedMethod) -> Tensor:  # [B, H, S] int64
+    """Numbers in the order of what slots are worth: sinks, recent tokens, the others by score, empty slots last."""
+    recent = method.row_budget(table).recent
+    if isinstance(recent, Tensor):
+        scores, recent = _with_recent(table, scores, recent), 0
+    seen, index = torch.full((1,), table.seen, device=table.device), table.index_slots()
+    return sort_keys(rank(scores, index, table.padding, seen, method.sinks, recent), index)
 
 
 def bound_to_budget(table: SlotTable, method: BudgetedMethod) -> None:

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import EvictingMethod, option
+from kvsketch.methods.base import option
 from kvsketch.methods.budget import Size
-from kvsketch.methods.received import Scores, add_attention
+from kvsketch.methods.received import AttentionScored, add_attention
 from kvsketch.slots.table import SlotTable
 
 REDUCTIONS = ("sum", "mean", "max")
 
 
 @dataclass(frozen=True)
-class H2O(EvictingMethod):
+class H2O(AttentionScored):
     """Keeps the heavy hitters, the tokens that received most attention so far, and the recent ones.
 
         score(j) = sum over queries i that saw j of  softmax_j(scale * <q_i, k_j>)
@@ -45,10 +45,8 @@ class H2O(EvictingMethod):
     recent: Size | int | str = "50%"
     gqa_reduce: str = option("sum", "how the scores of the query heads of one KV head become one", REDUCTIONS)
 
-    State: ClassVar[type[Scores]] = Scores
     # Attention may leave the logarithms of its row sums, [B, Hq, n], in table.row_lse: half of the work is done.
     wants_row_lse: ClassVar[bool] = True
-    wants_logits: ClassVar[bool] = True
 
     def observe(self, table: SlotTable, queries: Tensor) -> None:
         state = table.state_of(self.State)
@@ -65,9 +63,6 @@ class H2O(EvictingMethod):
             noise=self.noise_of(table),
             row_lse=None if table.row_lse is None else table.row_lse[:, :, : queries.shape[2]],
         )
-
-    def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
-        return table.state_of(self.State).of_slots()
 
     def temperature(self, table: SlotTable) -> ops.Temperature:
         """The temperature of the softmax that is summed up."""

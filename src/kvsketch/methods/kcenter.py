@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -64,6 +65,9 @@ class KCenter(BudgetedMethod):
     family: ClassVar[str] = "evict"
     paper: ClassVar[str] = "arXiv 2402.06082"
     look: ClassVar[tuple[str, ...]] = ("#b0307a", "#f08cc0", "D")
+    lacks: ClassVar[Mapping[str, str]] = {
+        "share": "its scores are distances between keys, which have another scale in every head"
+    }
     sinks: int = option(1, "first tokens that are centers from the start; 0 still starts at the first token")
     recent: Size | int | str = "50%"
     weights: str = option("none", "count: a center weighs as much as the tokens nearest to it, in both sums", WEIGHTS)

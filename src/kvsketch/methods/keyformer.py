@@ -67,8 +67,8 @@ class Keyformer(H2O):
     def noise_of(self, table: SlotTable) -> ops.Noise | None:
         return ops.Noise(self.seed + table.seed, table.layer_idx, table.first_head) if self.noise else None
 
-    def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
-        score = table.state_of(self.State).of_slots()
+    def worth(self, table: SlotTable) -> Tensor:
+        score = super().worth(table)
         return score if self.compat == "intended" else self._frozen(table, score)
 
     def _frozen(self, table: SlotTable, score: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvsketch.methods.base import option
 from kvsketch.methods.budget import Budget, Tokens, clamp, where
+from kvsketch.methods.shared_budget import MODEL
 from kvsketch.methods.snapkv import SnapKV, _whole
 from kvsketch.slots.table import SlotTable
 
@@ -46,6 +47,7 @@ class PyramidKV(SnapKV):
     )
 
     def __post_init__(self) -> None:
+        self._require("share", self.share != MODEL, "head or layer: the pyramid gives every layer a budget of its own")
         self._require("beta", _whole(self.beta) and self.beta >= 1, "a whole number, 1 (all layers alike) or more")
         super().__post_init__()
 

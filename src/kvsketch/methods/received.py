@@ -1,12 +1,21 @@
-"""The attention that slots received: what h2o, keyformer, snapkv and pyramidkv score them by."""
+"""The attention that slots received: what h2o, keyformer, snapkv and pyramidkv score them by.
+
+A query gives every head the same mass, so the scores of heads and layers can be compared, and heads may share a budget.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar, cast
 
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.methods.base import EvictingMethod, bound_to_budget, evict, option
+from kvsketch.methods.budget import Size
+from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL, SHARES, capacities, claim, keep_best
 from kvsketch.ops.attention_mass import is_plain
 from kvsketch.slots.state import TableState, per_slot
 from kvsketch.slots.table import SlotTable
@@ -18,9 +27,77 @@ class Scores(TableState):
 
     score: Tensor | None = per_slot()  # [B, H, S] float32
 
-    def of_slots(self) -> Tensor:
+    def held(self) -> Tensor:
         assert self.score is not None
         return self.score
+
+
+@dataclass(frozen=True)
+class AttentionScored(EvictingMethod):
+    """An evicting method whose scores are attention received; with `share`, several heads have one budget.
+
+    A prompt decides how many slots a head has: after its layer took it, or after all layers did. Tokens that come alone
+    evict inside their head. A text that outgrows its budget token by token leaves heads equal until the next prompt.
+    """
+
+    share: str = option(
+        HEAD, "who shares a budget: every head has its own, the heads of a layer do, or those of the model", SHARES,
+        kw_only=True,
+    )  # fmt: skip
+    floor: Size | int | str = option("20%", "part of an equal share that no head falls below, or 0", kw_only=True)
+
+    State: ClassVar[type[Scores]] = Scores
+    wants_logits: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        floor = Size.parse(self.floor, f"{self.name}: floor", smallest=0)
+        self._set("floor", floor)
+        self._require("floor", floor.share is not None or floor.tokens == 0, "a share such as 20%, or 0")
+
+    def worth(self, table: SlotTable) -> Tensor:  # [B, H, S]
+        """The scores of all slots."""
+        score = table.state_of(self.State).held()
+        return score if table.layout is None else table.layout.unpacked(score)
+
+    def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
+        return self.worth(table)
+
+    @property
+    def settles(self) -> bool:
+        return self.share == MODEL
+
+    def compress(self, table: SlotTable, queries: Tensor) -> None:
+        self.observe(table, queries)
+        if table.exact and table.length <= self.budget_tokens(table):
+            return
+        if self._divides(table):
+            if self.share == LAYER:
+                self._divide([table])
+        elif table.capacity is not None:
+            keep_best(table, self.worth(table), self, table.capacity - 1)
+        else:
+            evict(table, self.worth(table), self, self.budget_tokens(table))
+
+    def settle(self, tables: Sequence[SlotTable]) -> None:
+        waiting = [table for table in tables if not table.empty and self._divides(table)]
+        if waiting:
+            self._divide(waiting)
+
+    def bound(self, table: SlotTable, max_length: int) -> None:
+        if table.length <= self.budget_tokens(table):
+            bound_to_budget(table, self)
+
+    def _divides(self, table: SlotTable) -> bool:
+        """Whether the newest tokens belong to a prompt, and heads get new numbers of slots."""
+        over = not table.exact or table.length > self.budget_tokens(table)
+        return self.share != HEAD and over and table.appended > 1 and table.prompt_tokens >= table.seen
+
+    def _divide(self, tables: Sequence[SlotTable]) -> None:
+        floor = cast(Size, self.floor).share or Fraction(0)
+        claims = [claim(table, self.worth(table), self) for table in tables]
+        for table, capacity in zip(tables, capacities(tables, claims, floor), strict=True):
+            keep_best(table, self.worth(table), self, capacity)
 
 
 def add_attention(
@@ -36,19 +113,36 @@ def add_attention(
 ) -> Tensor:
     """Makes `into` [B, H, S] fade * into + the attention of `queries` to each slot (`ops.attention_mass`), in place.
 
-    A decode step whose attention has left its logits does not read the keys a second time.
+    A decode step whose attention has left its logits does not read the keys a second time. Where heads differ, `into`
+    is flat as the table is.
     """
-    temperature = temperature or ops.Temperature()
+    if table.layout is not None:
+        equal = _add(table, queries, table.layout.unpacked(into), reduce, fade, temperature, noise, row_lse)
+        return into.copy_(table.layout.packed(equal))
+    return _add(table, queries, into, reduce, fade, temperature, noise, row_lse)
+
+
+def _add(
+    table: SlotTable,
+    queries: Tensor,
+    into: Tensor,
+    reduce: str,
+    fade: float,
+    temperature: ops.Temperature | None,
+    noise: ops.Noise | None,
+    row_lse: Tensor | None,
+) -> Tensor:
+    temperature, index = temperature or ops.Temperature(), table.held_index()
     left = table.row_logits
     if left is not None:
-        assert table.index is not None and table.clock is not None
+        assert index is not None and table.clock is not None
         return ops.mass_from_logits(
-            left.logits, table.index, table.clock,
+            left.logits, index, table.clock,
             row_lse=left.row_lse if is_plain(temperature, noise) else None, padding=table.padding,
             temperature=temperature, noise=noise, reduce=reduce, into=into, fade=fade,
         )  # fmt: skip
     return ops.attention_mass(
         queries, table.read_keys(), table.scale,
-        seen=table.clock, index=table.index, padding=table.padding, temperature=temperature, noise=noise,
+        seen=table.clock, index=index, padding=table.padding, temperature=temperature, noise=noise,
         row_lse=row_lse, reduce=reduce, into=into, fade=fade,
     )  # fmt: skip

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsketch.methods.base import EvictingMethod, option
+from kvsketch.methods.base import option
 from kvsketch.methods.budget import Budget, Size, Tokens, clamp
-from kvsketch.methods.received import Scores, add_attention
+from kvsketch.methods.received import AttentionScored, add_attention
 from kvsketch.slots.table import SlotTable
 
 POOLS = ("avg", "max")
@@ -19,7 +19,7 @@ REDUCTIONS = ("sum", "mean", "max")
 
 
 @dataclass(frozen=True)
-class SnapKV(EvictingMethod):
+class SnapKV(AttentionScored):
     """Keeps the tokens that the last queries of the prompt attend to most, with their neighbours, and the last tokens.
 
         score(j) = pool_k over positions of  sum over the last `window` queries i of  softmax_j(scale * <q_i, k_j>)
@@ -35,7 +35,8 @@ class SnapKV(EvictingMethod):
     Paper: Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (arXiv 2404.14469). Differs from
     the authors' code: scores and slots are per KV head, theirs per query head, which stores G times the bytes; the
     budget holds while decoding too, where theirs keeps every generated token; contexts shorter than the window and
-    left-padded batches work; `sinks` may be protected on top (default 0, as theirs).
+    left-padded batches work; `sinks` may be protected on top (default 0, as theirs). `share=layer` is AdaSnapKV (Feng
+    et al., arXiv 2407.11550).
     """
 
     name: ClassVar[str] = "snapkv"
@@ -47,9 +48,6 @@ class SnapKV(EvictingMethod):
     kernel: int = option(5, "neighbouring positions pooled, an odd number; 1 turns pooling off")
     pool: str = option("avg", "how the votes of neighbours are pooled", POOLS)
     gqa_reduce: str = option("sum", "how the votes of the query heads of one KV head become one", REDUCTIONS)
-
-    State: ClassVar[type[Scores]] = Scores
-    wants_logits: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._require("window", _whole(self.window) and self.window >= 1, "a whole number of queries, 1 or more")
@@ -65,16 +63,13 @@ class SnapKV(EvictingMethod):
         votes = queries[:, :, -self.window :]
         fade = max(0.0, 1.0 - table.new_tokens / self.window)
         if table.in_place:
-            self._count(table, votes, table.state_of(self.State).of_slots(), fade)
+            self._count(table, votes, table.state_of(self.State).held(), fade)
             return
         state = table.state_of(self.State)
         new = self._count(table, votes, torch.zeros(table.shape, device=queries.device))
         if table.new_tokens > 1:
             new = self._pooled(table, new)
         state.score = new if state.score is None else new.add_(state.score, alpha=fade)
-
-    def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
-        return table.state_of(self.State).of_slots()
 
     def _count(self, table: SlotTable, votes: Tensor, into: Tensor, fade: float = 1.0) -> Tensor:
         return add_attention(table, votes, into, reduce=self.gqa_reduce, fade=fade)

@@ -39,6 +39,9 @@ def parse(text: str, methods: Mapping[str, type[Method]], importing: bool = True
         key, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"{name}: {setting!r} is not of the form key=value; parameters: {_list(valid)}")
+        if key not in valid and key in method.lacks:
+            having = [other for other, each in methods.items() if key in each.__dataclass_fields__]
+            raise ValueError(f"{name}: {setting} is refused, {method.lacks[key]}; methods with {key}: {_list(having)}")
         if key not in valid:
             raise ValueError(f"{name}: unknown parameter {key!r}{_guess(key, valid)}; parameters: {_list(valid)}")
         if key in values:

@@ -42,6 +42,7 @@ def require_shapes(table: SlotTable) -> None:
         (table.next_slot, (batch, heads, 1), torch.int64),
         (table.clock, (1,), torch.int64),
         (table.padding, (batch,), torch.int64),
+        (table.capacity, (batch, heads), torch.int64),
     ]
     sound = all(t is None or (tuple(t.shape) == shape and t.dtype == dtype) for t, shape, dtype in parts)
     sound &= len(table.values.shape) == 4 and table.values.shape[:2] == (batch, heads)
@@ -91,6 +92,7 @@ def _whole_numbers(table: SlotTable) -> Iterator[tuple[str, Tensor, Range]]:
         "next_slot": Range((batch, heads, 1), 0, table.value_slots().shape[2] - 1),
         "clock": Range((1,), table.seen, table.seen),
         "padding": Range((batch,), 0, table.seen),
+        "capacity": Range((batch, heads), 1, length),
     }
     for name, wanted in own.items():
         if getattr(table, name) is not None:

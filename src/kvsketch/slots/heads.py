@@ -114,6 +114,22 @@ def least_over_heads(numbers: Tensor, table: SlotTable) -> Tensor:  # [B]
     return least
 
 
+def of_all_heads(numbers: Tensor, table: SlotTable, fill: float = 0) -> Tensor:
+    """Numbers [B, heads of this process, ...] of all heads of the layer, in their order; `fill` where the last
+    dimension is longer elsewhere.
+    """
+    if not table.head_group:
+        return numbers
+    group = _groups[table.head_group]
+    longest = torch.tensor(numbers.shape[-1], device=numbers.device)
+    if numbers.dim() > 2:
+        torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=group)
+        numbers = torch.nn.functional.pad(numbers, (0, int(longest) - numbers.shape[-1]), value=fill)
+    parts = [torch.empty_like(numbers) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, numbers.contiguous(), group=group)
+    return torch.cat(parts, 1)
+
+
 def _splits(plan: dict[str, str], projections: tuple[str, ...]) -> bool:
     """Whether a tensor parallel plan leaves each process a part of the output of one of these projections."""
     return any(name.rsplit(".", 1)[-1] in projections and style == "colwise" for name, style in plan.items())

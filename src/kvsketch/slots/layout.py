@@ -40,8 +40,12 @@ class Layout:
         return torch.arange(self.most, device=self.start.device) < self.capacity.unsqueeze(-1)
 
     def packed(self, slots: Tensor) -> Tensor:  # [N, ...]
-        """Slots [B, H, at least S, ...] of equal heads in the flat store."""
-        return slots[:, :, : self.most][self.inside()]
+        """Slots [B, H, at least S, ...] of equal heads in the flat store; the device is not asked."""
+        batch, heads, length = slots.shape[:3]
+        # Head i begins at slot i * length of all slots and at start[i] of the flat store.
+        shift = torch.arange(batch * heads, device=slots.device) * length - self.start.flatten()
+        place = shift.repeat_interleave(self.capacity.flatten(), output_size=self.total)
+        return slots.flatten(0, 2)[place + torch.arange(self.total, device=slots.device)]
 
     def unpacked(self, flat: Tensor, fill: float = 0) -> Tensor:  # [B, H, S, ...]
         """The flat store as equal heads; `fill` stands where a head has no slot."""

@@ -41,7 +41,7 @@ NEG_INF = float("-inf")
 # What a file holds of a table, beside the states and what lies in host memory; its place comes with a new cache.
 SAVED = (
     "keys", "values", "index", "log_num", "log_den", "next_slot", "clock", "padding",
-    "seen", "length", "appended", "new_tokens", "prompt_tokens", "settled", "layout", "scale",
+    "seen", "length", "appended", "new_tokens", "prompt_tokens", "settled", "layout", "capacity", "scale",
 )  # fmt: skip
 S = TypeVar("S", bound=TableState)
 
@@ -80,6 +80,7 @@ class SlotTable(Place):
     clock: Tensor | None = None  # [1] int64, tokens seen, on the device; None while exact
     padding: Tensor | None = None  # [B] int64, left-padding tokens of each row; None: no row has any
     layout: Layout | None = None  # where the slots of each head lie when they differ; None: equal heads
+    capacity: Tensor | None = None  # [B, H] int64, slots of heads that differ, while several new tokens are beside them
     state: TableState = field(default_factory=TableState)  # what the method remembers (`state_of`)
     host: HostStore | None = None  # keys and values in host memory (`offloaded`)
     hot: HotSet = field(default_factory=HotSet)  # which of them also lie on the device
@@ -127,6 +128,11 @@ class SlotTable(Place):
         heads = self.keys if self.next_slot is None else self.next_slot
         return heads.shape[0], heads.shape[1], self.length
 
+    @property
+    def own_heads(self) -> slice:
+        """Which heads of the layer this process holds."""
+        return slice(self.first_head, self.first_head + self.shape[1])
+
     def state_of(self, kind: type[S]) -> S:
         """What the method remembers, a state of its own kind; empty at first."""
         if type(self.state) is TableState:
@@ -140,7 +146,7 @@ class SlotTable(Place):
     def read_keys(self, coming: int = 0) -> Tensor:  # [B, H, S, D]
         """The keys as attention reads them (`positions`), beside `coming` new tokens that are not appended yet."""
         self._note_reach(coming)
-        return self.positions.turned(self.key_slots(), self.index, self.clock)
+        return self.positions.turned(self.key_slots(), self.held_index(), self.clock)
 
     def read_slots(self) -> tuple[Tensor | CodedSlots, Tensor | CodedSlots]:
         """Keys and values as attention reads them, in few bits where they are held so and none is new."""
@@ -179,22 +185,24 @@ class SlotTable(Place):
         log_den = self._equal_weights(self.log_den)
         return (log_den if self.log_num is None else self._equal_weights(self.log_num)), log_den
 
+    def held_index(self) -> Tensor | None:  # [B, H, S] int32
+        """The index as that of equal heads; None while exact."""
+        return self.index if self.layout is None or self.index is None else self.layout.unpacked(self.index, CLOSED)
+
     def index_slots(self) -> Tensor:  # [B, H, S] int64, -1 empty; left padding counts as empty
         assert self.keys is not None
-        if self.index is not None:
-            index = (self.index if self.layout is None else self.layout.unpacked(self.index, CLOSED)).long()
-        else:
-            index = torch.arange(self.length, device=self.keys.device).expand(self.shape)
+        held = self.held_index()
+        index = torch.arange(self.length, device=self.device).expand(self.shape) if held is None else held.long()
         if self.padding is None:
             return index
         return torch.where(left_padding.positions(self.padding, index) >= 0, index, index.clamp_max(-1))
 
     def order_slots(self) -> Tensor:  # [B, H, S] int64
         """The slots in the order of their tokens; left padding counts, empty slots come first."""
-        if self.index is None:
+        held = self.held_index()
+        if held is None:
             return torch.arange(self.length, device=self.device).expand(self.shape)
-        index = self.index if self.layout is None else self.layout.unpacked(self.index, CLOSED)
-        return index.argsort(dim=-1, stable=True)
+        return held.argsort(dim=-1, stable=True)
 
     def position_slots(self) -> Tensor:  # [B, H, S] int64
         """Position of each slot's token among the real tokens of its row; negative for an empty slot."""
@@ -231,7 +239,7 @@ class SlotTable(Place):
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held on the device, so that bytes can be measured."""
-        own = (self.index, self.log_num, self.log_den, self.next_slot, self.clock, self.padding)
+        own = (self.index, self.log_num, self.log_den, self.next_slot, self.clock, self.padding, self.capacity)
         slots = codes.held(self.keys) + codes.held(self.values) + ([] if self.layout is None else self.layout.tensors())
         return slots + [t for t in own if t is not None] + self.state.tensors() + self.hot.tensors()
 
@@ -318,6 +326,7 @@ class SlotTable(Place):
 
     def _append_open(self, keys: Tensor, values: Tensor) -> None:
         """Lengthens a bounded table by several tokens, before any key-only slots; compress brings it back."""
+        self.capacity = self.capacity if self.layout is None else self.layout.capacity
         self.unpack()
         assert self.keys is not None and self.values is not None and self.index is not None and self.clock is not None
         batch, heads, new = keys.shape[:3]
@@ -384,7 +393,7 @@ class SlotTable(Place):
         self.index = filled(torch.where(taken, index, -1).to(torch.int32), fill, -1)
         self.log_den = filled(torch.where(taken, log_den, NEG_INF), fill, NEG_INF)
         self.log_num = None if log_num is None else filled(torch.where(taken, log_num, NEG_INF), fill, NEG_INF)
-        self.length = room + 1
+        self.length, self.capacity = room + 1, None
         slot = room if next_slot is None else next_slot
         self.next_slot = torch.zeros((batch, heads, 1), dtype=torch.int64, device=chosen.device) + slot
         if self.clock is None:
@@ -408,7 +417,7 @@ class SlotTable(Place):
         self.index, self.log_den = layout.packed(self.index), layout.packed(self.log_den)
         self.log_num = None if self.log_num is None else layout.packed(self.log_num)
         self.state.move_slots(layout.packed)
-        self.layout, self.length = layout, layout.most
+        self.layout, self.length, self.capacity = layout, layout.most, None
 
     def lengthen(self, count: int) -> None:
         """Gives each head of a packed table `count` more empty slots."""
@@ -507,9 +516,15 @@ class SlotTable(Place):
         """Empties the slot of the lowest score [B, H, S], None: the oldest; sinks and recent tokens are worth most."""
         assert self.index is not None and self.log_den is not None
         assert self.next_slot is not None and self.clock is not None
+        index, (log_num, log_den) = self.held_index(), self.log_weights()
+        assert index is not None and log_den is not None
         ops.free_lowest(
-            scores, self.index, self.log_den, self.log_num, self.next_slot, self.padding, self.clock, sinks, recent
+            scores, index, log_den, None if self.log_num is None else log_num, self.next_slot, self.padding, self.clock,
+            sinks, recent,
         )  # fmt: skip
+        if self.layout is not None:
+            # What was written is a copy of equal heads.
+            self.free(self.next_slot)
 
     def close(self, slots: Tensor) -> None:
         """Empty slots, where `slots` [B, H, S] is true, that their row may never use."""
@@ -550,7 +565,7 @@ class SlotTable(Place):
         """Reorders, repeats or drops batch rows (beam search)."""
         capacity = None if self.layout is None else self.layout.capacity.index_select(0, rows.to(self.device))
         self.unpack()
-        for name in ("keys", "values", "index", "log_num", "log_den", "next_slot", "padding"):
+        for name in ("keys", "values", "index", "log_num", "log_den", "next_slot", "padding", "capacity"):
             slots = getattr(self, name)
             if slots is not None:
                 setattr(self, name, codes.rows_of(slots, rows))
@@ -607,6 +622,8 @@ class SlotTable(Place):
                 setattr(self, name, codes.removed(slots, end - count, end))
         self.state.move_slots(lambda state: removed(state, end - count, end))
         self.length -= count
+        if count == self.new_tokens and self.capacity is not None:
+            self.pack(self.capacity)
 
     def cleared(self) -> SlotTable:
         """An empty table for the same layer."""

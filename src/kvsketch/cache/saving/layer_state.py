@@ -107,6 +107,7 @@ class LayerReader:
             setattr(layer, name, self._decode(value))
 
     def _table(self, new: SlotTable, kind: type[TableState], saved: dict[str, Any]) -> SlotTable:
+        saved = {"capacity": None, **saved}  # earlier files do not name it
         _require_names("a table", saved, (*SAVED, "state", "hot", "host"))
         values = {name: self._decode(saved[name]) for name in SAVED}
         table = replace(new, **values, state=self._state(kind, saved["state"]), hot=self._state(HotSet, saved["hot"]))
