@@ -1,6 +1,6 @@
-"""The benchmark page: what it says of each kind of record, a title, a sentence, a table.
+"""The benchmark page: a title, a text and a table for each kind of record.
 
-For each thing measured the last record counts.
+For each measurement the last record counts.
 """
 
 from __future__ import annotations
@@ -151,32 +151,28 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
     (
         "Prefill",
         "prefill",
-        "Llama-3.1-8B shape, random weights, batch 1: time of the whole prefill with the compression "
-        "in it. The last but one "
-        "column is 1 for a cache that holds nothing but keys and values; index, weights and scores "
-        "take 8 to 12 bytes of "
-        "520 a slot. subgen stores keys without values, balancekv fills its budget while decoding.",
+        "Llama-3.1-8B shape, random weights, batch 1: time of the whole prefill, compression included. The last but "
+        "one column is 1 for a cache of keys and values only; index, weights and scores take 8 to 12 bytes of 520 a "
+        "slot. subgen stores keys without values, balancekv fills its budget while decoding.",
         prefill,
     ),
     (
         "Decoding",
         "decode",
-        "Llama-3.1-8B shape, random weights, bf16, captured steps after a prompt of 32,768 tokens "
-        "(DynamicCache: 4,096). `full` is "
-        "the full cache with our own kernel, captured: the baseline. The floor is the time to read "
-        "weights and cache once at "
-        "the measured copy bandwidth; recall methods read a part of the cache and have none. Before a method is timed "
-        "its captured tokens are compared with eager ones and, where no layer is read whole, without the fused kernels "
-        "with those of `model.generate`.\n\n"
-        "![Decode step and throughput by batch](pictures/decode.png)",
+        "Llama-3.1-8B shape, random weights, bf16, captured steps after a prompt of 32,768 tokens (DynamicCache: "
+        "4,096). The baseline `full` is the full cache with our own kernel, captured. The floor is the time to read "
+        "weights and cache once at the measured copy bandwidth; recall methods read a part of the cache and have no "
+        "floor. Before a method is timed, its captured tokens are compared with eager ones. If no layer is read in "
+        "full, the tokens without fused kernels are also compared with those of `model.generate`.\n\n![Decode step "
+        "and throughput by batch](pictures/decode.png)",
         decode,
     ),
     (
         "Where the time of a step goes",
         "step_profile",
-        "The first eight layers of the shape, captured, 32,768 tokens before. Kernels start before the one ahead "
-        "has ended and are charged for the wait, so the times add up to more than the step; clusterkv reads all "
-        "tokens in its first two layers (`split_kernel`) and chosen rows in the other six (`pieces_kernel`).",
+        "The first eight layers of the shape, captured, after 32,768 tokens. A kernel starts before the previous one "
+        "ends, and its time includes the wait, so the times add up to more than the step. clusterkv reads all "
+        "tokens in its first two layers (`split_kernel`) and selected rows in the other six (`pieces_kernel`).",
         step_profile,
     ),
     (
@@ -197,8 +193,8 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
     (
         "kvpress",
         "kvpress",
-        "The same shape and prompt through kvpress 0.5.5 with transformers 5.2, whose decoding is eager: such a step "
-        "is bound by the host and varies with it.",
+        "The same shape and prompt with kvpress 0.5.5 and transformers 5.2. Its decoding is eager, so a step is "
+        "limited by the host and varies with it.",
         plain(
             ("press",),
             ("press", "press", ""),
@@ -211,11 +207,9 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
     (
         "Decoding from host memory",
         "offload",
-        "One batch-1 step of `clusterkv` with budget 1024 after 32,768 tokens, keys and values on "
-        "the device against in pinned "
-        "host memory. Queries of random weights wander, so their hit rate is low; `locality` blends "
-        "each step's cluster scores "
-        "with the last ones, which real models do by themselves.",
+        "One step at batch 1, budget 1024, after 32,768 tokens: keys and values on the device against pinned host "
+        "memory. With random weights successive queries differ much, so the hit rate is low; `locality` blends each "
+        "step's cluster scores with the previous ones, as successive queries of real models are similar.",
         plain(
             ("method",),
             ("method", "method", ""),
@@ -230,9 +224,8 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
     (
         "Hit rate of the hot set on a real model",
         "hit_rate",
-        "Qwen2.5-Coder-0.5B, 8,192 tokens of real text, then decoding with a budget of 256: share of "
-        "the rows a query head reads "
-        "that the last steps had brought to the device, and share of all reads that are copied from host memory.",
+        "Qwen2.5-Coder-0.5B, 8,192 tokens of real text, then decoding with a budget of 256: share of the rows read by "
+        "a query head that are already on the device, and share of all reads that are copied from host memory.",
         plain(
             ("method",),
             ("method", "method", ""),
@@ -256,7 +249,8 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
     (
         "Farthest-first centers (kcenter)",
         "farthest-first",
-        "One layer, 32,768 keys, 2,048 centers per KV head. `coarse` is judged by its radius against the exact one.",
+        "One layer, 32,768 keys, 2,048 centers per KV head. The last column is the radius of `coarse` over the exact "
+        "one.",
         plain(
             ("keys", "form"),
             ("keys", "keys", ""),
@@ -270,7 +264,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
     (
         "Balancing walk (balancekv)",
         "balance",
-        "One layer; `making room` is the halving that decoding does every so many tokens.",
+        "One layer; `making room` is the periodic halving while decoding.",
         plain(
             ("contender",),
             ("what", "contender", ""),
@@ -300,7 +294,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
     (
         "Attention over chosen rows (clusterkv, quest)",
         "recall",
-        "One layer, batch 1, rows chosen per query head or shared by a group, with or without completion slots.",
+        "One layer, batch 1, rows selected per query head or shared by a group, with or without completion slots.",
         plain(
             ("operation", "contender", "budget", "batch", "shared", "completion", "store"),
             ("operation", "operation", ""),
@@ -345,10 +339,9 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
     (
         "Streaming prefill",
         "stream",
-        "Llama-3.1-8B shape, random weights, chunks of 8,192 tokens: the prompt never has to fit. Memory and time "
-        "only: the trained model's positions end at 131,072, see long_contexts.md. Tenths: time per token of the "
-        "slowest over the fastest tenth of the prompt, the first left out. Peak of the device's memory, "
-        "model included.",
+        "Llama-3.1-8B shape, random weights, chunks of 8,192 tokens. Memory and time only: the trained model's "
+        "positions end at 131,072, see long_contexts.md. Tenths: time per token of the slowest over the fastest tenth "
+        "of the prompt, without the first tenth. Peak: device memory, model included.",
         plain(
             ("method", "tokens"),
             ("method", "method", ""),
@@ -365,15 +358,15 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "Long generation",
         "soak",
         "A small random model generates token by token on a CPU: bytes of the cache at the end over those at the "
-        "start, and time per token of the second half over the first. Memory and time only: what a trained model says "
-        "ends with its positions, see long_contexts.md.",
+        "start, and time per token of the second half over the first. Memory and time only: a trained model breaks "
+        "down after its last position, see long_contexts.md.",
         soak,
     ),
     (
         "Faults",
         "faults",
-        "Processes killed at random moments, then run again; problems are results that differ from those of an "
-        "undisturbed run.",
+        "Processes are killed at random moments, then run again. A problem is a result that differs from that of an "
+        "uninterrupted run.",
         faults,
     ),
 ]
