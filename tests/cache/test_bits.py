@@ -100,11 +100,13 @@ def test_generation_streams_and_beams_run(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_keys_with_a_large_common_part_keep_their_answers(dtype: torch.dtype) -> None:
+    """A bias in the channels that hardly turn, as Qwen2 has it: 0.045 with centred keys, 0.5 without."""
     model = zoo.build("qwen2", **BIG).to(dtype)
     for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.k_proj.bias, std=20.0)
+        size = layer.self_attn.head_dim
+        layer.self_attn.k_proj.bias.data.view(-1, 2, size // 2)[:, :, -size // 8 :] = 40.0
     ids, mask = zoo.tokens(1, 92), torch.ones(1, 92, dtype=torch.int64)
-    full, coded = (read(model, CompressedCache(model, f"full:bits={bits}"), ids, mask).float() for bits in (16, 8))
+    full, coded = (read(model, CompressedCache(model, f"full:bits={bits}"), ids, mask).float() for bits in (16, 4))
     assert coded.isfinite().all() and (coded - full).norm() < 0.1 * full.norm()
 
 
