@@ -1,0 +1,106 @@
+"""The plain engine: tokens of `kvsketch.generate`, one request after the other, a bounded queue, cancels."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kvsketch
+from kvsketch.serve.requests import Closed, Full, Request
+from kvsketch.serve.sequential import SequentialEngine
+from tests.helpers import zoo
+
+METHOD = "h2o:budget=24:sinks=2:recent=4"
+IDS = tuple(zoo.tokens(1, 60)[0].tolist())
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return zoo.build("llama")
+
+
+@pytest.fixture
+def engine(model: Any) -> Iterator[SequentialEngine]:
+    made = SequentialEngine(model, METHOD, queue=2)
+    yield made
+    made.close(drain=False)
+
+
+class Gate:
+    """Holds the model before each forward until it is opened."""
+
+    def __init__(self, model: Any) -> None:
+        self.open, self.reached = threading.Event(), threading.Event()
+        self.hook = model.register_forward_pre_hook(self._wait)
+
+    def _wait(self, *_: Any) -> None:
+        self.reached.set()
+        assert self.open.wait(30)
+
+
+@pytest.fixture
+def gate(model: Any) -> Iterator[Gate]:
+    made = Gate(model)
+    yield made
+    made.open.set()
+    made.hook.remove()
+
+
+def alone(model: Any, ids: tuple[int, ...], cache: Any = None, **options: Any) -> list[int]:
+    cache = kvsketch.CompressedCache(model, METHOD) if cache is None else cache
+    mask = torch.ones(1, cache.tokens_seen + len(ids), dtype=torch.long)
+    inputs = {"input_ids": torch.tensor([ids]), "attention_mask": mask}
+    output = kvsketch.generate(model, inputs, cache, **{"max_new_tokens": 9, "do_sample": False, **options})
+    return list(output[0, len(ids) :].tolist())
+
+
+def test_tokens_are_those_of_generate(model: Any, engine: SequentialEngine) -> None:
+    wanted = alone(model, IDS)
+    ticket = engine.submit(Request(IDS, 9))
+    assert list(ticket) == wanted and ticket.finish_reason == "length"
+    assert ticket.tokens_read == 60 and ticket.tokens_stored == 24 and ticket.device_bytes
+    ticket = engine.submit(Request(IDS, 9, stop_ids=frozenset({wanted[4]})))
+    assert list(ticket) == wanted[: wanted.index(wanted[4])] and ticket.finish_reason == "stop"
+    torch.manual_seed(5)
+    sampled = alone(model, IDS, do_sample=True, temperature=1.5, top_p=0.8, top_k=0)
+    assert list(engine.submit(Request(IDS, 9, temperature=1.5, top_p=0.8, seed=5))) == sampled != wanted
+
+
+def test_a_document_is_read_once_and_left_as_it_is(model: Any, engine: SequentialEngine) -> None:
+    document = kvsketch.CompressedCache(model, METHOD)
+    kvsketch.prefill(model, torch.tensor([IDS]), document)
+    ticket = engine.submit(Request(IDS[:7], 9, document=document))
+    assert ticket.prompt_tokens == 67 and list(ticket) == list(engine.submit(ticket.request))
+    assert document.tokens_seen == 60 and list(ticket) == alone(model, IDS[:7], document)
+
+
+def test_the_queue_is_bounded_and_whoever_cancels_leaves_it(engine: SequentialEngine, gate: Gate) -> None:
+    running = engine.submit(Request(IDS, 9))
+    assert gate.reached.wait(30)
+    waiting = [engine.submit(Request(IDS, 2)) for _ in range(2)]
+    with pytest.raises(Full, match="2 requests wait"):
+        engine.submit(Request(IDS, 2))
+    waiting[0].cancel()
+    late = engine.submit(Request(IDS, 2))
+    assert waiting[0].finish_reason == "cancelled" and engine.state().waiting == 2
+    running.cancel()
+    gate.open.set()
+    assert running.wait(30) and running.finish_reason == "cancelled" and running.tokens == []
+    assert late.wait(30) and late.finish_reason == "length"
+    assert engine.state().finished == {"cancelled": 2, "length": 2}
+
+
+def test_close_drains_and_a_bad_request_spoils_only_itself(model: Any) -> None:
+    engine = SequentialEngine(model, METHOD)
+    bad = engine.submit(Request((10**6,), 2))
+    good = engine.submit(Request(IDS, 2))
+    engine.close()
+    assert len(good.tokens) == 2 and bad.finish_reason == "error"
+    with pytest.raises(IndexError):
+        list(bad)
+    with pytest.raises(Closed):
+        engine.submit(Request(IDS, 2))
