@@ -1,0 +1,122 @@
+"""Between texts and token ids: messages in the model's chat template, and answers that grow token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvsketch.decode.asking import GAP, chat_frame
+
+MARK = "THE-DOCUMENT-ENDS-HERE"  # ascii letters pass through every template unchanged
+UNFINISHED = "\ufffd"  # what tokenizers show for the first bytes of a character
+LONGEST_CHARACTER = 8  # tokens of one character at most; more are no text
+
+
+class Template:
+    """Prompts of one tokenizer, as token ids."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def plain(self, text: str) -> list[int]:
+        """A text to be continued, with the special tokens that the tokenizer begins texts with."""
+        return [int(token) for token in self.tokenizer(text)["input_ids"]]
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """A conversation up to where the answer begins; ValueError for one that the model's template refuses."""
+        if not self.tokenizer.chat_template:
+            return self.plain(_without_template(messages))
+        return self._encode(self._rendered(messages))
+
+    def after_document(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """A conversation about a document that a cache has read: what comes behind the document.
+
+        The document opens the first turn of the user (`kvsketch.read`). What a system message says comes after it,
+        before the first question.
+        """
+        rules = [each["content"] for each in messages if each["role"] == "system"]
+        talk = [each for each in messages if each["role"] != "system"]
+        if not talk or talk[0]["role"] != "user":
+            raise ValueError("a conversation about a document begins with a message of the user")
+        first = GAP.join([*rules, talk[0]["content"]])
+        if not self.tokenizer.chat_template:
+            return self._encode(_without_template([{"role": "user", "content": first}, *talk[1:]]))
+        text = self._rendered([{"role": "user", "content": MARK + first}, *talk[1:]])
+        before, mark, behind = text.partition(MARK)
+        if not mark or before != chat_frame(self.tokenizer).before:
+            raise ValueError("the model's chat template writes this conversation in another order; ask one question")
+        return self._encode(behind)
+
+    def _rendered(self, messages: Sequence[dict[str, str]]) -> str:
+        import jinja2
+
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from None
+        return str(text)
+
+    def _encode(self, text: str) -> list[int]:
+        """A template writes special tokens itself."""
+        return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def _without_template(messages: Sequence[dict[str, str]]) -> str:
+    return GAP.join(each["content"] for each in messages) + "\n"
+
+
+class GrowingText:
+    """The text of an answer while its tokens come, up to the first of `stops`.
+
+    `put` returns what can be shown: a character is not shown before its last byte is there, and text that may be the
+    beginning of a stop string waits until that is known. `stopped` is true once a stop string has ended the answer.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
+        self.stopped = False
+        self._ids: list[int] = []
+        self._start = self._known = 0  # the text of ids before `_known` is out; `_start`: where decoding begins
+        self._held = ""
+
+    def put(self, token: int) -> str:
+        """The text that one more token adds."""
+        if self.stopped:
+            return ""
+        self._ids.append(token)
+        before, now = self._decoded(self._known), self._decoded(len(self._ids))
+        if now.endswith(UNFINISHED) and len(self._ids) - self._known < LONGEST_CHARACTER:
+            return ""
+        # Decoding goes on from the last step, not from the first token: some tokenizers write a space in front of
+        # every token but the first, so each piece is decoded behind the one before it.
+        self._start, self._known = self._known, len(self._ids)
+        return self._released(now[len(before) :])
+
+    def end(self) -> str:
+        """What waited and can be shown at the end."""
+        if self.stopped:
+            return ""
+        rest = self._decoded(len(self._ids))[len(self._decoded(self._known)) :]
+        self._known = len(self._ids)
+        text = self._released(rest)
+        held, self._held = self._held, ""
+        return text + ("" if self.stopped else held)
+
+    def _decoded(self, end: int) -> str:
+        ids = self._ids[self._start : end]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _released(self, new: str) -> str:
+        text = self._held + new
+        found = [place for place in (text.find(stop) for stop in self.stops) if place >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        waits = max((_overlap(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - waits :]
+        return text[: len(text) - waits]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that may be the beginning of `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
