@@ -18,9 +18,10 @@ import kvsketch
 from kvsketch import environment, models
 from kvsketch.cli import app
 from kvsketch.cli.boundary import one_line
-from kvsketch.cli.generate import Request, full_cache_bytes, read_request
+from kvsketch.cli.generate import Request, read_request
 from kvsketch.cli.options import DEFAULT_MODEL
 from kvsketch.cli.watching import quick_dtype
+from kvsketch.serve.held import full_cache_bytes
 from tests.helpers import zoo
 from tests.helpers.tiny import save_tiny_model
 

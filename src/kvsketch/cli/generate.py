@@ -179,6 +179,7 @@ class Run:
         import torch
 
         from kvsketch.cli.watching import PeakMemory
+        from kvsketch.serve.held import full_cache_bytes
 
         inputs = self._inputs(request, raw, reads_first=save is not None)
         before = self.cache.tokens_seen
@@ -308,22 +309,6 @@ def _standard_input() -> str:
 def _require_text(name: str, text: str) -> None:
     if "\0" in text:
         raise ValueError(f"{name} is not UTF-8 text; kvsketch reads plain text and Markdown, so convert it first")
-
-
-def full_cache_bytes(model: Any, tokens: int) -> int:
-    """Bytes of the model's own cache after `tokens` tokens, measured on one token; a sliding layer keeps its window."""
-    import torch
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
-    total = 0
-    for layer in cache.layers:
-        window = getattr(layer, "sliding_window", None)
-        kept = min(tokens, window - 1) if window else tokens
-        total += kept * sum(t.nbytes for t in (getattr(layer, n, None) for n in ("keys", "values")) if t is not None)
-    return total
 
 
 def _require_positions(name: str, model: Any, method: Any, tokens: int) -> None:

@@ -39,7 +39,7 @@ def write(target: Path, tensors: dict[str, Tensor], text: dict[str, str]) -> Non
         raise FileNotFoundError(f"there is no folder {target.parent}; create it, then save again")
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder; name a file in it instead")
-    _remove_leftovers(target)
+    remove_leftovers(target)
     # A folder of its own: safetensors may put temporary files beside the one it writes.
     work = target.with_name(f"{_prefix(target)}{os.getpid()}-{threading.get_ident()}.tmp")
     try:
@@ -126,7 +126,7 @@ def _prefix(target: Path) -> str:
     return f".{target.name}.{socket.gethostname()}."
 
 
-def _remove_leftovers(target: Path) -> None:
+def remove_leftovers(target: Path) -> None:
     """Removes what processes of this machine that are gone left of a save to the same file."""
     pattern = re.compile(re.escape(_prefix(target)) + r"(\d+)-\d+\.tmp")
     for path in target.parent.iterdir():

@@ -1,0 +1,359 @@
+"""Documents: read and compressed once, in the background, kept on disk, asked about as often as wanted.
+
+    FOLDER/doc-1234.../document.json    name, method, model, number of tokens
+                       text.txt         what is read
+                       held.json        what its cache holds, once it is read
+                       cache.kvs        the cache (`cache.save`); with it the document is ready
+
+A document's folder appears under its name in one step, its cache too. Whatever moment a process is killed at, the next
+one finds whole documents, and reads again those without a cache. Several servers may share a folder: a lock says who
+reads a document, and the operating system frees it when a process dies.
+
+The id of a document is made of its text, model and method: the same text again is the same document.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import queue
+import re
+import shutil
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+from filelock import FileLock, Timeout
+
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.saving import sealed_file
+from kvsketch.cache.streaming import prefill
+from kvsketch.decode import captured
+from kvsketch.decode.asking import document_ids
+from kvsketch.methods import Method, parse_method
+from kvsketch.models.files import place, read_json, write_json
+from kvsketch.serve import held
+from kvsketch.serve.sequential import Cancelled, WatchedCache
+
+ID = re.compile(r"doc-[0-9a-f]{24}")
+WORK = re.compile(r"\.(new|gone)-doc-[0-9a-f]{24}\.(?P<host>.+)\.(?P<process>\d+)")
+LOOK_AGAIN = 1.0  # seconds until a document that another process reads is looked at again
+Status = Literal["waiting", "reading", "ready", "failed", "other_model"]
+log = logging.getLogger("kvsketch.serve")
+
+
+class Unknown(LookupError):
+    """There is no such document."""
+
+
+class NotReady(RuntimeError):
+    """The document is not read yet, or could not be."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """What is known of a document; the last fields are those of a ready one."""
+
+    id: str
+    name: str
+    created_at: int
+    model: str
+    method: str
+    tokens: int
+    characters: int
+    status: Status = "waiting"
+    tokens_read: int = 0
+    error: str | None = None
+    seconds: float | None = None
+    tokens_stored: int | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    full_bytes: int | None = None
+    slots: list[list[int]] | None = None
+    object: str = "document"
+
+    def public(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Turn:
+    """The device while a document is read: between chunks the requests that wait for it go first."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Threads on a CPU need no turns: nothing is recorded there.
+        self.lock: Any = contextlib.nullcontext() if device.type == "cpu" else captured._turn(device)
+
+    def __enter__(self) -> _Turn:
+        self.lock.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.__exit__(*error)
+
+    def pass_on(self, _: int) -> None:
+        self.lock.__exit__(None, None, None)
+        time.sleep(0.001)
+        self.lock.__enter__()
+
+
+@dataclass
+class _Reading:
+    """A document that this process reads or is about to read."""
+
+    cache: WatchedCache | None = None
+    tokens_read: int = 0
+    cancelled: bool = False
+    error: str | None = None
+
+
+class DocumentStore:
+    """The documents in a folder, for one model; `method` compresses those that name no other."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Any,
+        tokenizer: Any,
+        method: str | Method,
+        *,
+        name: str = "",
+        most_tokens: int | None = None,
+        most_bytes: int = 4 * 10**9,
+        prefill: str = "exact",
+        chunk: int = 2048,
+    ) -> None:
+        self.folder, self.model, self.tokenizer, self.name = folder, model, tokenizer, name
+        self.method, self.most_tokens, self.most_bytes = parse_method(method), most_tokens, most_bytes
+        self._options: dict[str, Any] = {"prefill": prefill, "chunk": chunk}
+        empty = WatchedCache(model, self.method, **self._options)
+        self.identity = empty.identity.describe(empty.head_share)
+        self._differences: Callable[[dict[str, Any]], list[str]] = empty.identity.differences
+        self._lock = threading.RLock()
+        self._reading: dict[str, _Reading] = {}
+        self._loaded: OrderedDict[str, CompressedCache] = OrderedDict()
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        (folder / ".locks").mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        for document in self.documents():
+            if document.status == "waiting":
+                self._start(document.id)
+        self._reader = threading.Thread(target=self._work, name="kvsketch-reader", daemon=True)
+        self._reader.start()
+
+    # what is there
+
+    def documents(self) -> list[Document]:
+        """All documents of the folder, the oldest first."""
+        found = []
+        for path in self.folder.iterdir():
+            if ID.fullmatch(path.name):
+                with contextlib.suppress(Unknown):
+                    found.append(self.get(path.name))
+        return sorted(found, key=lambda each: (each.created_at, each.id))
+
+    def get(self, number: str) -> Document:
+        """A document as it is at this moment; Unknown where there is none."""
+        facts = read_json(self._path(number) / "document.json")
+        if not facts:
+            raise Unknown(f"there is no document {number!r}; GET /v1/documents lists them")
+        identity: Any = facts.pop("identity", {})
+        facts.pop("recipe", None)
+        document = Document(**facts)  # type: ignore[arg-type]
+        if self._path(number).joinpath("cache.kvs").is_file():
+            summary: dict[str, Any] = dict(read_json(self._path(number) / "held.json"))
+            known = {key: value for key, value in summary.items() if key in Document.__dataclass_fields__}
+            document = replace(document, **{**known, "status": "ready", "tokens_read": document.tokens})
+        if identity != self.identity:
+            return replace(document, status="other_model", error=self._other(number, identity))
+        reading = self._reading.get(number)
+        if document.status == "ready" or reading is None:
+            return document
+        status: Status = "failed" if reading.error else "waiting" if reading.cache is None else "reading"
+        return replace(document, status=status, tokens_read=reading.tokens_read, error=reading.error)
+
+    def text(self, number: str) -> str:
+        self.get(number)
+        return (self._path(number) / "text.txt").read_text(encoding="utf-8")
+
+    def cache(self, number: str) -> CompressedCache:
+        """The cache that has read a document; to be copied, never changed. NotReady while there is none."""
+        document = self.get(number)
+        if document.status == "other_model":
+            raise ValueError(document.error)
+        if document.status == "failed":
+            raise NotReady(f"document {number} could not be read: {document.error}; delete it and send it again")
+        if document.status != "ready":
+            raise NotReady(
+                f"document {number} is being read: {document.tokens_read} of {document.tokens} tokens; ask again soon"
+            )
+        with self._lock:
+            if number not in self._loaded:
+                self._hold(number, WatchedCache.load(self._path(number) / "cache.kvs", self.model))
+            self._loaded.move_to_end(number)
+            return self._loaded[number]
+
+    def passages(self, number: str) -> list[list[int]]:
+        """Which passages of the text the cache holds (`held.passages`)."""
+        return held.passages(self.tokenizer, self.text(number), self.cache(number))
+
+    def _path(self, number: str) -> Path:
+        if not ID.fullmatch(number):
+            raise Unknown(f"{number!r} is no document id; GET /v1/documents lists them")
+        return self.folder / number
+
+    def _other(self, number: str, identity: dict[str, Any]) -> str:
+        try:
+            words = "; ".join(self._differences(identity))
+        except (KeyError, TypeError, AttributeError):
+            words = "its description cannot be read"
+        return f"document {number} belongs to another model: {words or 'it differs'}. Send its text to this server too"
+
+    def _hold(self, number: str, cache: CompressedCache) -> None:
+        """Keeps a cache at hand; those not asked for longest leave when there are too many bytes."""
+        self._loaded[number] = cache
+        while len(self._loaded) > 1 and sum(each.device_bytes for each in self._loaded.values()) > self.most_bytes:
+            self._loaded.popitem(last=False)
+
+    # what changes
+
+    def add(self, text: str, name: str = "", method: str | None = None) -> Document:
+        """Takes a text and starts to read it; a text that is there already costs nothing. ValueError for one that
+        cannot be read.
+        """
+        # A client names a method; it does not make the server import one.
+        chosen = self.method if method is None else parse_method(method, importing=False)
+        if not text.strip():
+            raise ValueError("the document is empty; there is nothing to ask about")
+        if "\0" in text:
+            raise ValueError("the document is not text; send plain text, Markdown or PDF")
+        tokens = document_ids(self.tokenizer, text).shape[1]
+        if self.most_tokens is not None and tokens >= self.most_tokens:
+            raise ValueError(f"the document has {tokens:,} tokens and this server reads up to {self.most_tokens:,}")
+        made_of = json.dumps([text, self.identity, chosen.full_text(), self._options], sort_keys=True)
+        number = "doc-" + hashlib.sha256(made_of.encode()).hexdigest()[:24]
+        with self._lock:
+            if not self._path(number).is_dir():
+                document = Document(number, name, int(time.time()), self.name, str(chosen), tokens, len(text))
+                self._create(document, chosen, text)
+            found = self.get(number)
+            if found.status in ("waiting", "failed"):
+                self._start(number)
+        return self.get(number)
+
+    def delete(self, number: str) -> None:
+        """Removes a document, also while it is read; Unknown where there is none."""
+        self.get(number)
+        with self._lock:
+            if number in self._reading:
+                self._reading[number].cancelled = True
+            self._loaded.pop(number, None)
+            gone = self._work_path("gone", number)
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self._path(number), gone)
+        shutil.rmtree(gone, ignore_errors=True)
+        self._lock_file(number).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Stops reading; what is not read yet is read by the next process."""
+        self._closed.set()
+        self._queue.put(None)
+        self._reader.join()
+
+    def wait(self, number: str, timeout: float = 60.0) -> Document:
+        """The document when it is no longer waiting or being read, or as it is after `timeout` seconds."""
+        end = time.monotonic() + timeout
+        while (found := self.get(number)).status in ("waiting", "reading") and time.monotonic() < end:
+            time.sleep(0.02)
+        return found
+
+    def _create(self, document: Document, method: Method, text: str) -> None:
+        names = ("id", "name", "created_at", "model", "method", "tokens", "characters")
+        facts = {key: getattr(document, key) for key in names}
+        work = self._work_path("new", document.id)
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        (work / "text.txt").write_text(text, encoding="utf-8")
+        write_json(work / "document.json", {**facts, "recipe": method.full_text(), "identity": self.identity})
+        place(work, self._path(document.id))
+
+    def _work_path(self, kind: str, number: str) -> Path:
+        return self.folder / f".{kind}-{number}.{socket.gethostname()}.{os.getpid()}"
+
+    def _remove_leftovers(self) -> None:
+        """Removes what processes of this machine that are gone left half done."""
+        for path in self.folder.iterdir():
+            match = WORK.fullmatch(path.name)
+            if match and match["host"] == socket.gethostname() and not psutil.pid_exists(int(match["process"])):
+                shutil.rmtree(path, ignore_errors=True)
+            elif ID.fullmatch(path.name):
+                sealed_file.remove_leftovers(path / "cache.kvs")
+
+    # reading
+
+    def _start(self, number: str) -> None:
+        with self._lock:
+            reading = self._reading.get(number)
+            if reading is None or reading.error or reading.cancelled:
+                self._reading[number] = _Reading()
+                self._queue.put(number)
+
+    def _work(self) -> None:
+        while (number := self._queue.get()) is not None and not self._closed.is_set():
+            try:
+                with self._alone(number):
+                    if self.get(number).status != "ready":
+                        self._read(number)
+                self._reading.pop(number, None)
+            except Timeout:
+                # Another process reads it, or has died meanwhile.
+                later = threading.Timer(LOOK_AGAIN, self._queue.put, [number])
+                later.daemon = True
+                later.start()
+            except (Cancelled, Unknown, FileNotFoundError):
+                self._reading.pop(number, None)
+            except Exception as error:  # one bad document must not end the thread that reads the others
+                log.exception("document %s could not be read", number)
+                self._reading[number].error = f"{type(error).__name__}: {error}"
+
+    def _alone(self, number: str) -> FileLock:
+        """Held by the process that reads a document."""
+        return FileLock(str(self._lock_file(number)), timeout=0)
+
+    def _lock_file(self, number: str) -> Path:
+        return self.folder / ".locks" / number
+
+    def _read(self, number: str) -> None:
+        path, reading, start = self._path(number), self._reading[number], time.perf_counter()
+        method = parse_method(str(read_json(path / "document.json")["recipe"]), importing=False)
+        cache = WatchedCache(self.model, method, **self._options)
+
+        def watch() -> None:
+            if reading.cancelled or self._closed.is_set():
+                raise Cancelled
+            lengths = cache.layer_lengths()
+            reading.tokens_read = sum(lengths) // len(lengths)
+
+        cache.watch, reading.cache = watch, cache
+        ids = document_ids(self.tokenizer, (path / "text.txt").read_text(encoding="utf-8"))
+        with _Turn(self.model.device) as turn:
+            prefill(self.model, ids.to(self.model.device), cache, after_chunk=turn.pass_on)
+        cache.read.open, cache.watch = True, None
+        found = held.summary(self.model, cache)
+        seconds = round(time.perf_counter() - start, 3)
+        write_json(path / "held.json", {**found, "seconds": seconds})
+        cache.save(path / "cache.kvs")
+        with self._lock:
+            if not reading.cancelled:
+                self._hold(number, cache)
+        log.info("document %s: %d tokens read in %.1f s", number, cache.tokens_seen, seconds)

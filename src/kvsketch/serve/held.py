@@ -1,0 +1,74 @@
+"""What a cache holds of a text, in numbers for people: slots of every head, bytes beside the full cache, passages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.decode.asking import GAP, chat_frame
+
+LEVELS = 8  # shades of a passage: in how many of the heads it is held
+
+
+def full_cache_bytes(model: Any, tokens: int) -> int:
+    """Bytes of the model's own cache after `tokens` tokens, measured on one token; a sliding layer keeps its window."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    total = 0
+    for layer in cache.layers:
+        window = getattr(layer, "sliding_window", None)
+        kept = min(tokens, window - 1) if window else tokens
+        total += kept * sum(t.nbytes for t in (getattr(layer, n, None) for n in ("keys", "values")) if t is not None)
+    return total
+
+
+def summary(model: Any, cache: CompressedCache) -> dict[str, Any]:
+    """Counts of a cache of one row; `slots` are those of each head of each compressed layer."""
+    return {
+        "tokens_seen": cache.tokens_seen,
+        "tokens_stored": cache.tokens_stored,
+        "device_bytes": cache.device_bytes,
+        "host_bytes": cache.host_bytes,
+        "full_bytes": full_cache_bytes(model, cache.tokens_seen),
+        "slots": [layer.table.used_slots()[0].tolist() for layer in cache.slot_layers],
+    }
+
+
+def shares(cache: CompressedCache) -> Tensor:  # [tokens seen] float32
+    """For each token that a cache of one row has read, the share of the heads of all layers that hold it."""
+    counts, heads = torch.zeros(cache.tokens_seen), 0
+    for table in (layer.table for layer in cache.slot_layers):
+        index = table.index_slots()[0]  # [H, S]
+        heads += index.shape[0]
+        counts += torch.bincount(index[index >= 0].cpu(), minlength=cache.tokens_seen)[: cache.tokens_seen]
+    return counts / heads
+
+
+def passages(tokenizer: Any, text: str, cache: CompressedCache) -> list[list[int]]:
+    """Runs [start, end, level] of a text that `kvsketch.read` has read into `cache`, by characters.
+
+    Level 0: no head holds it; LEVELS: all do. Empty where the tokenizer does not tell the places of its tokens.
+    """
+    before = chat_frame(tokenizer).before
+    plain = not tokenizer.chat_template
+    if not getattr(tokenizer, "is_fast", False):
+        return []
+    places = tokenizer(before + text + GAP, add_special_tokens=plain, return_offsets_mapping=True)["offset_mapping"]
+    levels = (shares(cache)[: len(places)] * LEVELS).ceil().int().tolist()
+    runs: list[list[int]] = []
+    for (start, end), level in zip(places, levels, strict=False):
+        start, end = max(0, start - len(before)), min(len(text), end - len(before))
+        if end <= start:
+            continue
+        if runs and runs[-1][2] == level and runs[-1][1] >= start:
+            runs[-1][1] = max(end, runs[-1][1])
+        elif not runs or end > runs[-1][1]:
+            # The tokens of one character share its place.
+            runs.append([max(start, runs[-1][1]) if runs else start, end, level])
+    return runs

@@ -1,0 +1,165 @@
+"""Documents on disk: read once, found again, refused for another model, whole after a kill at any moment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvsketch
+from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
+from kvsketch.serve.requests import Request
+from kvsketch.serve.sequential import SequentialEngine
+from kvsketch.serve.text import Template
+from tests.helpers import zoo
+from tests.helpers.tiny import save_tiny_model
+
+METHOD = "h2o:budget=32:sinks=2:recent=8"
+TEXT = "The harbour was rebuilt in 1921. Its second basin is 14 metres deep. " * 4
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+@pytest.fixture
+def opened(model: Any, tokenizer: Any, tmp_path: Path) -> Iterator[Any]:
+    stores: list[DocumentStore] = []
+
+    def open_store(**options: Any) -> DocumentStore:
+        options = {"folder": tmp_path / "documents", "model": model, "method": METHOD, **options}
+        stores.append(DocumentStore(tokenizer=tokenizer, **options))
+        return stores[-1]
+
+    yield open_store
+    for store in stores:
+        store.close()
+
+
+def test_a_document_is_read_once_and_found_after_a_restart(opened: Any, model: Any, tokenizer: Any) -> None:
+    store = opened()
+    document = store.wait(store.add(TEXT, "harbour.txt").id)
+    assert document.status == "ready" and document.tokens == document.tokens_read == len(tokenizer(TEXT)["input_ids"]) + 2
+    assert document.tokens_stored == 32 and document.slots == [[32, 32], [32, 32]]
+    assert 0 < document.device_bytes < document.full_bytes
+    assert store.add(TEXT).id == document.id and len(store.documents()) == 1
+    store.close()
+    again = opened()
+    assert again.get(document.id) == document and again.text(document.id) == TEXT
+    ids = Template(tokenizer).after_document([{"role": "user", "content": "How deep?"}])
+    engine = SequentialEngine(model)
+    answer = engine.submit(Request(tuple(ids), 8, document=again.cache(document.id)))
+    cache = kvsketch.CompressedCache(model, METHOD)
+    kvsketch.read(model, tokenizer, cache, TEXT)
+    expected = kvsketch.ask(model, tokenizer, cache, "How deep?", max_new_tokens=8, eos_token_id=None)
+    assert tokenizer.decode(list(answer), skip_special_tokens=True) == expected
+    engine.close()
+    runs = again.passages(document.id)
+    assert [runs[0][0], runs[-1][1]] == [0, len(TEXT)] and all(a[1] == b[0] for a, b in zip(runs, runs[1:], strict=False))
+    assert runs[0][2] == runs[-1][2] == 8 and min(run[2] for run in runs) == 0, "sinks and recent tokens are in all heads"
+    again.delete(document.id)
+    assert again.documents() == []
+    with pytest.raises(Unknown):
+        again.cache(document.id)
+
+
+def test_a_document_belongs_to_its_model(opened: Any) -> None:
+    number = opened().add(TEXT).id
+    other = opened(model=zoo.build("llama", vocab_size=257))
+    assert other.wait(number).status == "other_model"
+    with pytest.raises(ValueError, match="belongs to another model: .*hidden|weights|head_dim"):
+        other.cache(number)
+    with pytest.raises(Unknown):
+        other.get("../../etc/passwd")
+
+
+def test_what_is_being_read_can_be_deleted_and_is_read_again_after_a_stop(opened: Any, model: Any) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        reached.set()
+        assert go_on.wait(30)
+
+    hook = model.model.layers[0].register_forward_pre_hook(hold)
+    store = opened()
+    first = store.add(TEXT)
+    assert reached.wait(30)
+    with pytest.raises(NotReady, match="is being read: 0 of"):
+        store.cache(first.id)
+    store.delete(first.id)
+    second = store.add(TEXT + "More.")
+    go_on.set()
+    hook.remove()
+    assert store.wait(second.id).status == "ready" and [each.id for each in store.documents()] == [second.id]
+    # A stop before the end of reading leaves the text: the next process reads it.
+    (store.folder / second.id / "cache.kvs").unlink()
+    assert opened().wait(second.id).status == "ready"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from kvsketch.serve.documents import DocumentStore
+
+tiny, folder, text = sys.argv[1:]
+model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny).eval(), AutoTokenizer.from_pretrained(tiny)
+
+def child(moment):
+    calls = 0
+    def counting(original):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+        return call
+    for name in ("open", "replace", "mkdir", "fsync", "unlink"):
+        setattr(os, name, counting(getattr(os, name)))
+    store = DocumentStore(Path(folder) / str(moment), model, tokenizer, "h2o:budget=32:sinks=2:recent=8")
+    status = store.wait(store.add(text).id).status
+    store.close()
+    os._exit(0 if status == "ready" else 3)
+
+for moment in range(1, 100, 2):
+    pid = os.fork()
+    if not pid:
+        child(moment)
+    status = os.waitpid(pid, 0)[1]
+    if not os.WIFSIGNALED(status):
+        sys.exit(f"unexpected end {status}" if status else 0)
+"""
+
+
+def test_a_kill_leaves_no_broken_document(opened: Any, tiny: Path, tmp_path: Path) -> None:
+    """Processes are killed in front of each system call that changes files; what they leave is whole or not there."""
+    folder = tmp_path / "documents"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tiny), str(folder), TEXT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    left = sorted(folder.iterdir())
+    assert len(left) > 8
+    for each in left:
+        store = opened(folder=each)
+        for document in store.documents():
+            assert store.wait(document.id).status == "ready" and store.cache(document.id).tokens_seen == document.tokens
+        names = [path.name for path in each.rglob("*")]
+        assert not [name for name in names if name.endswith(".tmp") or name.startswith((".new", ".gone"))]
