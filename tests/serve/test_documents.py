@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -56,7 +57,9 @@ def opened(model: Any, tokenizer: Any, tmp_path: Path) -> Iterator[Any]:
 def test_a_document_is_read_once_and_found_after_a_restart(opened: Any, model: Any, tokenizer: Any) -> None:
     store = opened()
     document = store.wait(store.add(TEXT, "harbour.txt").id)
-    assert document.status == "ready" and document.tokens == document.tokens_read == len(tokenizer(TEXT)["input_ids"]) + 2
+    assert (
+        document.status == "ready" and document.tokens == document.tokens_read == len(tokenizer(TEXT)["input_ids"]) + 2
+    )
     assert document.tokens_stored == 32 and document.slots == [[32, 32], [32, 32]]
     assert 0 < document.device_bytes < document.full_bytes
     assert store.add(TEXT).id == document.id and len(store.documents()) == 1
@@ -72,8 +75,9 @@ def test_a_document_is_read_once_and_found_after_a_restart(opened: Any, model: A
     assert tokenizer.decode(list(answer), skip_special_tokens=True) == expected
     engine.close()
     runs = again.passages(document.id)
-    assert [runs[0][0], runs[-1][1]] == [0, len(TEXT)] and all(a[1] == b[0] for a, b in zip(runs, runs[1:], strict=False))
-    assert runs[0][2] == runs[-1][2] == 8 and min(run[2] for run in runs) == 0, "sinks and recent tokens are in all heads"
+    assert [runs[0][0], runs[-1][1]] == [0, len(TEXT)] and all(a[1] == b[0] for a, b in itertools.pairwise(runs))
+    levels = [level for _, _, level in runs]
+    assert levels[0] == levels[-1] == 8 and min(levels) == 0, "sinks and recent tokens are in all heads"
     again.delete(document.id)
     assert again.documents() == []
     with pytest.raises(Unknown):
@@ -84,7 +88,7 @@ def test_a_document_belongs_to_its_model(opened: Any) -> None:
     number = opened().add(TEXT).id
     other = opened(model=zoo.build("llama", vocab_size=257))
     assert other.wait(number).status == "other_model"
-    with pytest.raises(ValueError, match="belongs to another model: .*hidden|weights|head_dim"):
+    with pytest.raises(ValueError, match=r"belongs to another model: .* in the file and"):
         other.cache(number)
     with pytest.raises(Unknown):
         other.get("../../etc/passwd")

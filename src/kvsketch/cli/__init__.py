@@ -1,4 +1,4 @@
-"""The command line: kvsketch demo | compare | methods | generate | eval | report | bench | models | env.
+"""The command line: kvsketch demo | compare | methods | generate | serve | eval | report | bench | models | env.
 
 One file per command. Nothing here imports torch or transformers before a command needs them, so that --help is instant.
 """
@@ -21,6 +21,7 @@ from kvsketch.cli.generate import generate
 from kvsketch.cli.methods import methods
 from kvsketch.cli.models import models_app
 from kvsketch.cli.report import report
+from kvsketch.cli.serve import serve
 
 __all__ = ["app", "main"]
 
@@ -46,6 +47,7 @@ app.command()(demo)
 app.command()(compare)
 app.command()(methods)
 app.command()(generate)
+app.command()(serve)
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
 app.command()(report)

@@ -1,4 +1,15 @@
 """Serving a model with compressed caches.
 
 requests.py     what an engine is asked and how it answers: Request, Ticket, Engine
+sequential.py   the plain engine: one request at a time, any method
+text.py         messages to token ids, and answers that grow token by token
+documents.py    texts that are read once and kept on disk
+held.py         what a cache holds of a text, for people
+files.py        the text of a file
+schema.py       what clients may send
+service.py      what a request means, and which engine answers it
+app.py          the routes
+metrics.py      what Prometheus reads
+server.py       uvicorn around it
+page/           the page at /
 """

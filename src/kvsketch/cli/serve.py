@@ -1,0 +1,103 @@
+"""kvsketch serve: an OpenAI-compatible endpoint with compressed caches, documents and a page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption
+from kvsketch.cli.output import remarks
+
+DEFAULT_METHOD = "rehearse:budget=1/2"
+NEEDS = "serving needs more packages: pip install 'kvsketch[serve]'"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="Short name (`kvsketch models`), local folder, .gguf file or hub name.")
+    ] = DEFAULT_MODEL,
+    method: Annotated[str, typer.Option(help="What keeps caches small; see `kvsketch methods`.")] = DEFAULT_METHOD,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with a key.")] = "127.0.0.1",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="KVSKETCH_API_KEY", help="What clients must send as their key.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Most memory for caches of requests, such as 8GB; bounds prompts and rows.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Most requests that run at the same time; as many as --memory holds.")
+    ] = None,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are sent away (429).")] = 32,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; MODEL unless given.")] = None,
+    documents: Annotated[
+        Path | None, typer.Option(help="Folder of documents; `documents` in KVSKETCH_HOME unless given.")
+    ] = None,
+    prefill: Annotated[str, typer.Option(help="exact reads a prompt whole; stream reads --chunk tokens at a time.")] = (
+        "exact"
+    ),
+    chunk: Annotated[int, typer.Option(min=2, help="Tokens read at a time with --prefill stream.")] = 2048,
+    largest_body: Annotated[str, typer.Option(help="Largest request or document, such as 32MB.")] = "32MB",
+    drain: Annotated[int, typer.Option(min=1, help="Seconds that running answers get when the server stops.")] = 60,
+    device: DeviceOption = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; the one that suits the device unless given.")
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's clients expect it.
+
+    kvsketch serve smollm2-135m --method rehearse:budget=1/2
+
+    The page at / reads documents and answers questions about them. SIGTERM or Ctrl-C answers what was accepted, then
+    stops.
+    """
+    if api_key == "":
+        raise ValueError("the API key is empty; give one, or leave out --api-key and KVSKETCH_API_KEY")
+    if api_key is None and host not in LOOPBACK:
+        raise ValueError(f"--host {host} opens the server to other machines, which needs --api-key or KVSKETCH_API_KEY")
+    bytes_of_memory = None if memory is None else size(memory, "--memory")
+    most = size(largest_body, "--largest-body")
+    try:
+        from kvsketch.serve import server
+    except ImportError as error:
+        raise ImportError(f"{NEEDS} ({error})") from None
+    from kvsketch import models
+    from kvsketch.cache.view import require_stream
+    from kvsketch.cli.watching import quick_dtype
+    from kvsketch.methods import parse_method
+
+    parsed = parse_method(method)
+    require_stream(prefill, chunk)
+    loaded, tokenizer = models.load(model, dtype=dtype or quick_dtype(device), device=device)
+    service = server.start_service(
+        loaded, tokenizer, name or model, parsed, folder=documents, queue=queue, memory=bytes_of_memory, rows=rows,
+        prefill=prefill, chunk=chunk,
+    )  # fmt: skip
+    running = server.Server(service, host, port, api_key=api_key, largest_body=most, drain=drain)
+    for line in greeting(running, api_key is not None):
+        remarks().print(line, markup=False, soft_wrap=True)
+    running.run()
+
+
+def greeting(server: Any, has_key: bool) -> list[str]:
+    service = server.service
+    state = service.engine.state()
+    at_once = "1 request at a time" if state.rows == 1 else f"{state.rows} requests at a time"
+    known = "clients need the key" if has_key else "no API key, so only this machine is served; see --api-key"
+    return [
+        f"{service.name}, {service.method}: up to {service.context:,} tokens, {at_once}, {state.queue} may wait",
+        f"page {server.address}/   API {server.address}/v1   ({known})",
+    ]
+
+
+def size(text: str, name: str) -> int:
+    """Bytes of a size such as 8GB, 500MB or 1.5G, in powers of ten."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise ValueError(f"{name} {text!r} is not a size; use a number with a unit, such as 8GB or 500MB")
+    return int(float(found[1]) * UNITS[found[2].upper()])

@@ -1,0 +1,432 @@
+"""The routes: OpenAI's chat completions and completions, documents, health, metrics, and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from importlib import resources
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+from openai.types import Completion, CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.completion_usage import PromptTokensDetails
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kvsketch.serve.documents import NotReady, Unknown
+from kvsketch.serve.files import text_of
+from kvsketch.serve.schema import ApiError, Asked, ChatAsked, CompletionAsked, DocumentSent, parsed
+from kvsketch.serve.service import Answer, Service
+
+HEARTBEAT = 10.0  # seconds without a token after which a comment keeps a stream alive
+LARGEST_BODY = 32 * 2**20
+OPEN = ("/health", "/", "/page.css", "/page.js", "/favicon.ico")  # without a key; they tell nothing
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+CLIENT_GONE = 499
+PAGE = {"": ("page.html", "text/html"), "page.css": ("page.css", "text/css"), "page.js": ("page.js", "text/javascript")}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+Send = Callable[[Any], Awaitable[None]]
+Receive = Callable[[], Awaitable[Any]]
+log = logging.getLogger("kvsketch.serve")
+
+
+def create_app(service: Service, *, api_key: str | None = None, largest_body: int = LARGEST_BODY) -> Any:
+    """The ASGI application around a service; it closes the service when it is shut down."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await run_in_threadpool(service.close)
+
+    routes = Routes(service, largest_body)
+    app = Starlette(
+        lifespan=lifespan,
+        routes=routes.all(),
+        exception_handlers={ApiError: _refused, HTTPException: _http_error, Exception: _failed},
+    )
+    app.state.service = service
+    return Gate(app, service, api_key, largest_body)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    told = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+    return JSONResponse(
+        ApiError(error.status_code, told.get(error.status_code, error.detail)).body(), error.status_code
+    )
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    log.error("a request failed", exc_info=error)
+    return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}", "internal_error").body(), 500)
+
+
+class Gate:
+    """In front of all routes: request ids, the key, where requests come from, the size of bodies."""
+
+    def __init__(self, app: Any, service: Service, key: str | None, largest_body: int) -> None:
+        self.app, self.service, self.key, self.largest = app, service, key, largest_body
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers, path = Headers(scope=scope), scope["path"]
+        given = headers.get("x-request-id", "")
+        number = given if REQUEST_ID.fullmatch(given) else uuid4().hex
+        route = path if path.count("/") < 3 or "documents" not in path else "/v1/documents/{id}"
+
+        async def send_named(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = number
+                self.service.metrics.responses.labels(_known(route), message["status"]).inc()
+            await send(message)
+
+        try:
+            self._check(headers, path, scope["method"])
+        except ApiError as error:
+            # What is still to come of a body that is too large is not read.
+            extra = {**error.headers, **({"Connection": "close"} if error.status == 413 else {})}
+            await JSONResponse(error.body(), error.status, extra)(scope, receive, send_named)
+            return
+        await self.app(scope, self._counting(receive), send_named)
+
+    def _check(self, headers: Headers, path: str, method: str) -> None:
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self.largest:
+            raise _too_large(self.largest)
+        if self.key is None:
+            self._require_near(headers)
+        elif path not in OPEN:
+            given = headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self.key.encode()):
+                raise ApiError(
+                    401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key"
+                )
+
+    def _require_near(self, headers: Headers) -> None:
+        """Without a key, other sites that a browser on this machine has open must not reach the server."""
+        host = urlsplit(f"//{headers.get('host', '')}").hostname
+        if host not in LOOPBACK:
+            raise ApiError(403, f"without an API key only local addresses are served, not {host!r}; set --api-key")
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            raise ApiError(403, f"without an API key no page of another origin ({origin}) is served; set --api-key")
+
+    def _counting(self, receive: Receive) -> Receive:
+        read = 0
+
+        async def counted() -> Any:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self.largest:
+                raise _too_large(self.largest)
+            return message
+
+        return counted
+
+
+def _known(path: str) -> str:
+    """A path as a label: made-up ones must not fill the memory of the counters."""
+    known = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/documents", "/v1/documents/{id}", "/metrics")
+    return path if path in (*known, *OPEN) else "other"
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most:,} bytes", "body_too_large")
+
+
+class Routes:
+    def __init__(self, service: Service, largest_body: int) -> None:
+        self.service, self.largest = service, largest_body
+
+    def all(self) -> list[Route]:
+        return [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completion, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{id:path}", self.model),
+            Route("/v1/documents", self.documents, methods=["GET"]),
+            Route("/v1/documents", self.add_document, methods=["POST"]),
+            Route("/v1/documents/{id}", self.document, methods=["GET"]),
+            Route("/v1/documents/{id}", self.delete_document, methods=["DELETE"]),
+            Route("/v1/documents/{id}/text", self.text),
+            Route("/v1/documents/{id}/passages", self.passages),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/{file:path}", self.page),
+        ]
+
+    # answers
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, ChatAsked, self.service.chat, ChatForm())
+
+    async def completion(self, request: Request) -> Response:
+        return await self._answer(request, CompletionAsked, self.service.completion, CompletionForm())
+
+    async def _answer(
+        self, request: Request, kind: type[Any], start: Callable[[Any], Answer], form: ChatForm | CompletionForm
+    ) -> Response:
+        asked: Asked = parsed(kind, await request.body())
+        answer = await run_in_threadpool(start, asked)
+        gone = asyncio.create_task(_until_gone(request, answer))
+        if answer.streams:
+            events = self._events(answer, form, gone)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        try:
+            pieces = [piece async for piece in _pieces(answer) if piece is not None]
+            if gone.done():
+                return Response(status_code=CLIENT_GONE)
+            return _json(form.whole(answer, "".join(pieces), _reason(answer)))
+        finally:
+            self._end(answer, gone)
+
+    async def _events(self, answer: Answer, form: ChatForm | CompletionForm, gone: Any) -> AsyncIterator[str]:
+        try:
+            for opening in form.opening(answer):
+                yield _event(opening)
+            async for piece in _pieces(answer):
+                if piece is None:
+                    yield f": {answer.ticket.tokens_read} of {len(answer.ticket.request.ids)} tokens read\n\n"
+                else:
+                    yield _event(form.piece(answer, piece))
+            yield _event(form.piece(answer, "", _reason(answer)))
+            if answer.wants_usage:
+                yield _event(form.usage(answer))
+            yield "data: [DONE]\n\n"
+        except ApiError as error:
+            yield f"data: {json.dumps(error.body())}\n\n"
+        finally:
+            self._end(answer, gone)
+
+    def _end(self, answer: Answer, gone: Any) -> None:
+        gone.cancel()
+        answer.ticket.cancel()
+        self.service.note(answer)
+
+    # documents
+
+    async def documents(self, request: Request) -> Response:
+        found = await run_in_threadpool(self.service.documents.documents)
+        return JSONResponse({"object": "list", "data": [each.public() for each in found]})
+
+    async def add_document(self, request: Request) -> Response:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind == "application/json":
+            sent = parsed(DocumentSent, await request.body())
+        elif kind == "multipart/form-data":
+            sent = await self._uploaded(request)
+        else:
+            raise ApiError(415, f"Content-Type {kind!r} is none of application/json, multipart/form-data", "bad_type")
+        allowed = ("full", str(self.service.method))
+        if sent.method not in (None, *allowed):
+            raise ApiError(
+                400, f"method={sent.method!r}: this server reads with {' or '.join(allowed)}", param="method"
+            )
+        add = self.service.documents.add
+        try:
+            document = await run_in_threadpool(add, sent.text, sent.name, sent.method)
+        except ValueError as error:
+            raise ApiError(400, str(error), "invalid_document", "text") from None
+        return JSONResponse(document.public(), 202 if document.status != "ready" else 200)
+
+    async def _uploaded(self, request: Request) -> DocumentSent:
+        async with request.form(max_files=1, max_fields=4, max_part_size=self.largest) as form:
+            fields = {name: value for name, value in form.items() if isinstance(value, str)}
+            file = form.get("file")
+            if not isinstance(file, UploadFile):
+                raise ApiError(400, "the form has no file in its field 'file'", "missing_parameter", "file")
+            data, name = await file.read(), fields.setdefault("name", (file.filename or "")[:200])
+        try:
+            text = await run_in_threadpool(text_of, data, name or "the file")
+        except (ValueError, ImportError) as error:
+            raise ApiError(400, str(error), "invalid_document", "file") from None
+        return parsed(DocumentSent, json.dumps({**fields, "text": text}).encode())
+
+    async def document(self, request: Request) -> Response:
+        document = await self._of_document(request, self.service.documents.get)
+        return JSONResponse(document.public())
+
+    async def delete_document(self, request: Request) -> Response:
+        number = request.path_params["id"]
+        await self._of_document(request, self.service.documents.delete)
+        return JSONResponse({"id": number, "object": "document.deleted", "deleted": True})
+
+    async def text(self, request: Request) -> Response:
+        return Response(await self._of_document(request, self.service.documents.text), media_type="text/plain")
+
+    async def passages(self, request: Request) -> Response:
+        runs = await self._of_document(request, self.service.documents.passages)
+        return JSONResponse({"object": "list", "data": runs})
+
+    async def _of_document(self, request: Request, what: Callable[[str], Any]) -> Any:
+        try:
+            return await run_in_threadpool(what, request.path_params["id"])
+        except Unknown as error:
+            raise ApiError(404, str(error), "document_not_found") from None
+        except (NotReady, ValueError) as error:
+            raise ApiError(409, str(error), "document_not_ready") from None
+
+    # the rest
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": await run_in_threadpool(self.service.models)})
+
+    async def model(self, request: Request) -> Response:
+        wanted = request.path_params["id"]
+        for each in await run_in_threadpool(self.service.models):
+            if each["id"] == wanted:
+                return JSONResponse(each)
+        raise ApiError(404, f"there is no model {wanted!r}; GET /v1/models lists them", "model_not_found")
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        text = await run_in_threadpool(self.service.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def page(self, request: Request) -> Response:
+        if request.path_params["file"] not in PAGE:
+            raise HTTPException(404)
+        name, kind = PAGE[request.path_params["file"]]
+        content = resources.files("kvsketch.serve").joinpath("page", name).read_bytes()
+        return Response(content, media_type=kind, headers=PAGE_HEADERS)
+
+
+async def _until_gone(request: Request, answer: Answer) -> None:
+    """Cancels an answer whose client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    answer.ticket.cancel()
+
+
+async def _pieces(answer: Answer) -> AsyncIterator[str | None]:
+    """The text of an answer as it comes; None when nothing came for a while."""
+    loop, tokens = asyncio.get_running_loop(), asyncio.Queue[int | None]()
+
+    def listen(token: int | None) -> None:
+        # The loop may be closed while the engine still works.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(tokens.put_nowait, token)
+
+    answer.ticket.on_token(listen)
+    while not answer.text.stopped:
+        try:
+            token = await asyncio.wait_for(tokens.get(), HEARTBEAT)
+        except TimeoutError:
+            yield None
+            continue
+        if token is None:
+            break
+        answer.tokens += 1
+        if piece := answer.text.put(token):
+            yield piece
+    if rest := answer.text.end():
+        yield rest
+
+
+def _reason(answer: Answer) -> Any:
+    """Why an answer ended, in OpenAI's words; ApiError for one that has no end."""
+    if answer.text.stopped:
+        return "stop"
+    reason = answer.ticket.finish_reason
+    if reason == "error":
+        log.error("request %s failed", answer.id, exc_info=answer.ticket.error)
+        error = answer.ticket.error
+        raise ApiError(500, f"the answer failed: {type(error).__name__}: {error}", "generation_failed")
+    if reason == "cancelled":
+        raise ApiError(503, "the answer was broken off: the server is stopping", "stopping", retry_after=2)
+    return reason
+
+
+def _usage(answer: Answer) -> CompletionUsage:
+    prompt = answer.ticket.prompt_tokens
+    return CompletionUsage(
+        prompt_tokens=prompt, completion_tokens=answer.tokens, total_tokens=prompt + answer.tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens),
+    )  # fmt: skip
+
+
+class ChatForm:
+    """Answers as OpenAI's chat completions write them."""
+
+    def whole(self, answer: Answer, text: str, reason: Any) -> Any:
+        message = {"role": "assistant", "content": text}
+        return ChatCompletion.model_validate({
+            "id": answer.id, "object": "chat.completion", "created": answer.created, "model": answer.model,
+            "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+            "usage": _usage(answer),
+        })  # fmt: skip
+
+    def opening(self, answer: Answer) -> list[Any]:
+        return [
+            self._chunk(answer, [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+        ]
+
+    def piece(self, answer: Answer, text: str, reason: Any = None) -> Any:
+        delta = {"content": text} if text else {}
+        return self._chunk(answer, [{"index": 0, "delta": delta, "finish_reason": reason}])
+
+    def usage(self, answer: Answer) -> Any:
+        return self._chunk(answer, [], usage=_usage(answer))
+
+    def _chunk(self, answer: Answer, choices: list[Mapping[str, Any]], **more: Any) -> Any:
+        return ChatCompletionChunk.model_validate({
+            "id": answer.id, "object": "chat.completion.chunk", "created": answer.created, "model": answer.model,
+            "choices": choices, **more,
+        })  # fmt: skip
+
+
+class CompletionForm:
+    """Answers as OpenAI's completions write them."""
+
+    def whole(self, answer: Answer, text: str, reason: Any) -> Any:
+        return self.piece(answer, text, reason, usage=_usage(answer))
+
+    def opening(self, answer: Answer) -> list[Any]:
+        return []
+
+    def piece(self, answer: Answer, text: str, reason: Any = None, **more: Any) -> Any:
+        return self._chunk(answer, [{"index": 0, "text": text, "finish_reason": reason, "logprobs": None}], **more)
+
+    def usage(self, answer: Answer) -> Any:
+        return self._chunk(answer, [], usage=_usage(answer))
+
+    def _chunk(self, answer: Answer, choices: list[Mapping[str, Any]], **more: Any) -> Any:
+        # A chunk has no reason yet, which the type of whole completions does not know.
+        return Completion.model_construct(
+            id=answer.id, object="text_completion", created=answer.created, model=answer.model, choices=choices, **more
+        )
+
+
+def _json(content: Any) -> Response:
+    return Response(content.model_dump_json(exclude_unset=True), media_type="application/json")
+
+
+def _event(content: Any) -> str:
+    return f"data: {content.model_dump_json(exclude_unset=True, warnings=False)}\n\n"

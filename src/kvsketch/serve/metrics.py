@@ -1,0 +1,77 @@
+"""What Prometheus reads at /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvsketch.serve.requests import EngineState, Ticket
+
+FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2.5)
+COUNTED = {"steps": "Decode steps.", "prompt_tokens": "Prompt tokens read.", "generated_tokens": "Tokens generated."}
+MEASURED = {
+    "running": "Requests whose tokens are generated.",
+    "reading": "Requests whose prompts are read.",
+    "waiting": "Requests in the queue.",
+    "rows": "Requests that can run at the same time.",
+    "queue": "Places in the queue.",
+    "tokens_seen": "Tokens that the caches of running requests have read.",
+    "tokens_stored": "Slots that they hold per KV head.",
+    "device_bytes": "Device memory of the caches.",
+    "bytes_per_row": "Device memory of one running request.",
+}
+
+
+class Metrics:
+    """Counters of the routes, and the state of the engine at the moment somebody asks."""
+
+    def __init__(self, state: Callable[[], EngineState], documents: Callable[[], dict[str, int]]) -> None:
+        self.registry = CollectorRegistry()
+        self.responses = Counter(
+            "kvsketch_responses", "Responses by route and status.", ["route", "status"], registry=self.registry
+        )
+        self.first_token = Histogram(
+            "kvsketch_time_to_first_token_seconds", "From a request to its first token.",
+            buckets=FIRST_TOKEN, registry=self.registry,
+        )  # fmt: skip
+        self.between_tokens = Histogram(
+            "kvsketch_inter_token_seconds", "Mean time between the tokens of an answer.",
+            buckets=BETWEEN_TOKENS, registry=self.registry,
+        )  # fmt: skip
+        self.registry.register(_State(state, documents))
+
+    def note(self, ticket: Ticket) -> None:
+        """An answer has ended."""
+        times, count = ticket.timings, len(ticket.tokens)
+        if times.first_token is None or times.last_token is None:
+            return
+        self.first_token.observe(times.first_token - times.submitted)
+        if count > 1:
+            self.between_tokens.observe((times.last_token - times.first_token) / (count - 1))
+
+    def text(self) -> bytes:
+        return bytes(generate_latest(self.registry))
+
+
+class _State(Collector):
+    def __init__(self, state: Callable[[], EngineState], documents: Callable[[], dict[str, int]]) -> None:
+        self.state, self.documents = state, documents
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        state = self.state()
+        for name, about in MEASURED.items():
+            yield GaugeMetricFamily(f"kvsketch_{name}", about, getattr(state, name) or 0)
+        for name, about in COUNTED.items():
+            yield CounterMetricFamily(f"kvsketch_{name}", about, getattr(state, name))
+        finished = CounterMetricFamily("kvsketch_finished", "Requests that have ended, by reason.", labels=["reason"])
+        for reason, count in state.finished.items():
+            finished.add_metric([reason], count)
+        yield finished
+        documents = GaugeMetricFamily("kvsketch_documents", "Documents by status.", labels=["status"])
+        for status, count in self.documents().items():
+            documents.add_metric([status], count)
+        yield documents

@@ -1,0 +1,230 @@
+"""A model behind an endpoint: what a request means, which engine answers it, and how much it may ask for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.methods import Method, parse_method
+from kvsketch.models import files
+from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
+from kvsketch.serve.held import full_cache_bytes
+from kvsketch.serve.metrics import Metrics
+from kvsketch.serve.requests import Closed, Engine, Full, Request, Ticket
+from kvsketch.serve.schema import DEFAULT_NEW_TOKENS, ApiError, Asked, ChatAsked, CompletionAsked
+from kvsketch.serve.sequential import SequentialEngine
+from kvsketch.serve.text import GrowingText, Template
+
+BETWEEN = "@"  # model@document, for clients that cannot send a field of their own
+SOON = 2  # seconds until a document that is being read is asked about again
+LONGEST_RETRY = 60
+
+
+@dataclass
+class Answer:
+    """An accepted request: its ticket, and the text that grows from it."""
+
+    ticket: Ticket
+    text: GrowingText
+    model: str
+    id: str
+    created: int
+    streams: bool
+    wants_usage: bool
+    cached_tokens: int = 0
+    tokens: int = 0  # that became text
+
+
+class Service:
+    """Everything a server holds beside its connections.
+
+    memory: bytes that the cache of a running request may take; None: as many as the model has positions for.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        method: str | Method,
+        *,
+        engine: Engine | None = None,
+        folder: Path | None = None,
+        queue: int = 32,
+        memory: int | None = None,
+        prefill: str = "exact",
+        chunk: int = 2048,
+    ) -> None:
+        self.model, self.tokenizer, self.name, self.method = model, tokenizer, name, parse_method(method)
+        self.template = Template(tokenizer)
+        self.context = longest_context(model, self.method, memory)
+        self.created = int(time.time())
+        self._queue = queue
+        reading: dict[str, Any] = {"prefill": prefill, "chunk": chunk}
+        held: dict[str, Any] = {} if memory is None else {"most_bytes": memory}
+        self.documents = DocumentStore(
+            folder or files.home() / "documents", model, tokenizer, self.method,
+            name=name, most_tokens=self.context, **held, **reading,
+        )  # fmt: skip
+        self.engine: Engine = engine or SequentialEngine(model, self.method, queue=queue, **reading)
+        self._beside: SequentialEngine | None = None
+        self._lock = threading.Lock()
+        self.metrics = Metrics(self.engine.state, self._statuses)
+        self.draining = False
+        self._mean_seconds = 1.0
+
+    # requests
+
+    def chat(self, asked: ChatAsked) -> Answer:
+        """Starts the answer to a conversation; ApiError where that cannot be."""
+        model, _, suffix = asked.model.partition(BETWEEN)
+        self._require_model(model)
+        number = asked.document or suffix or None
+        messages = [message.plain() for message in asked.messages]
+        document = None if number is None else self._cache(number)
+        try:
+            ids = self.template.chat(messages) if number is None else self.template.after_document(messages)
+        except ValueError as error:
+            raise ApiError(400, str(error), "invalid_messages", "messages") from None
+        return self._start(asked, ids, asked.limit, "chatcmpl-", document)
+
+    def completion(self, asked: CompletionAsked) -> Answer:
+        """Starts the continuation of a text."""
+        self._require_model(asked.model)
+        prompt = asked.prompt
+        if isinstance(prompt, list) and isinstance(prompt[0], int):
+            ids = [token for token in prompt if isinstance(token, int)]
+            most = self.model.get_input_embeddings().num_embeddings
+            if not all(0 <= token < most for token in ids):
+                raise ApiError(400, f"prompt: token ids must be from 0 to {most - 1}", "invalid_value", "prompt")
+        else:
+            ids = self.template.plain(str(prompt[0] if isinstance(prompt, list) else prompt))
+        return self._start(asked, ids, asked.limit, "cmpl-", None)
+
+    def _start(
+        self, asked: Asked, ids: list[int], limit: int | None, prefix: str, document: CompressedCache | None
+    ) -> Answer:
+        if not ids:
+            raise ApiError(400, "the prompt is empty", "invalid_value", "prompt")
+        before = 0 if document is None else document.tokens_seen
+        room = self.context - before - len(ids)
+        if room < (limit or 1):
+            told = f"{before + len(ids):,} tokens" + (f", {before:,} of them the document's" if before else "")
+            raise ApiError(
+                400, f"the prompt has {told}; with {limit or 1:,} new ones they exceed this server's {self.context:,}",
+                "context_length_exceeded", "messages" if isinstance(asked, ChatAsked) else "prompt",
+            )  # fmt: skip
+        temperature, top_p = self._usual()
+        request = Request(
+            tuple(ids),
+            min(room, DEFAULT_NEW_TOKENS) if limit is None else limit,
+            temperature if asked.temperature is None else asked.temperature,
+            top_p if asked.top_p is None else asked.top_p,
+            None if asked.seed is None else asked.seed % 2**63,
+            self._ends(),
+            document,
+        )
+        ticket = self._submit(request)
+        growing = GrowingText(self.tokenizer, asked.stops)
+        return Answer(
+            ticket, growing, asked.model, prefix + uuid4().hex, int(time.time()), bool(asked.stream), asked.wants_usage,
+            before,
+        )  # fmt: skip
+
+    def _submit(self, request: Request) -> Ticket:
+        engine = self._engine_for(request)
+        try:
+            return engine.submit(request)
+        except Full as error:
+            wait = max(1, min(LONGEST_RETRY, round(self._mean_seconds)))
+            raise ApiError(429, f"{error}; try again in {wait} s", "queue_full", retry_after=wait) from None
+        except Closed:
+            raise ApiError(503, "the server is stopping", "stopping", retry_after=SOON) from None
+        except ValueError as error:
+            raise ApiError(400, str(error), "invalid_value") from None
+
+    def _engine_for(self, request: Request) -> Engine:
+        """Documents of another method than the server's are answered one at a time, beside the others."""
+        if request.document is None or request.document.method == self.method:
+            return self.engine
+        with self._lock:
+            if self._beside is None:
+                self._beside = SequentialEngine(self.model, self.method, queue=self._queue)
+            return self._beside
+
+    def note(self, answer: Answer) -> None:
+        """An answer has ended: its times count."""
+        self.metrics.note(answer.ticket)
+        seconds = time.monotonic() - answer.ticket.timings.submitted
+        self._mean_seconds += 0.2 * (seconds - self._mean_seconds)
+
+    def _require_model(self, name: str) -> None:
+        if name != self.name:
+            raise ApiError(
+                404, f"there is no model {name!r}; this server has {self.name!r}", "model_not_found", "model"
+            )
+
+    def _usual(self) -> tuple[float, float]:
+        """Temperature and top_p of requests that name none: those that the model comes with."""
+        config = self.model.generation_config
+        temperature = config.temperature if config.do_sample and config.temperature is not None else 1.0
+        return temperature, config.top_p if config.do_sample and config.top_p else 1.0
+
+    def _ends(self) -> frozenset[int]:
+        own, end = self.model.generation_config.eos_token_id, self.tokenizer.eos_token_id
+        return frozenset(int(each) for each in (*(own if isinstance(own, list) else [own]), end) if each is not None)
+
+    # documents
+
+    def _cache(self, number: str) -> CompressedCache:
+        try:
+            return self.documents.cache(number)
+        except Unknown as error:
+            raise ApiError(404, str(error), "document_not_found", "document") from None
+        except NotReady as error:
+            raise ApiError(409, str(error), "document_not_ready", "document", retry_after=SOON) from None
+        except (ValueError, OSError) as error:
+            raise ApiError(409, str(error), "document_unusable", "document") from None
+
+    def _statuses(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for document in self.documents.documents():
+            found[document.status] = found.get(document.status, 0) + 1
+        return found
+
+    def models(self) -> list[dict[str, Any]]:
+        """The model, and once more with each document that is ready."""
+        plain = {"object": "model", "owned_by": "kvsketch"}
+        found = [{"id": self.name, "created": self.created, **plain, "method": str(self.method)}]
+        found[0]["context"] = self.context
+        for each in self.documents.documents():
+            if each.status == "ready":
+                found.append({"id": f"{self.name}{BETWEEN}{each.id}", "created": each.created_at, **plain})
+        return found
+
+    def close(self, drain: bool = True) -> None:
+        """Answers what was accepted with `drain`, then stops."""
+        self.draining = True
+        self.documents.close()
+        self.engine.close(drain)
+        if self._beside is not None:
+            self._beside.close(drain)
+
+
+def longest_context(model: Any, method: Method, memory: int | None) -> int:
+    """Tokens of a prompt and its answer: those that the model was trained on and that `memory` bytes hold."""
+    trained = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**20
+    if getattr(method, "positions", None) == "cache":
+        trained = 2**31
+    if memory is None:
+        return int(trained)
+    # A prompt is held whole while it is read.
+    fits = memory // max(1, full_cache_bytes(model, 1))
+    if fits < 64:
+        raise ValueError(f"memory of {memory:,} bytes holds {fits} tokens of this model's cache; give it more")
+    return int(min(trained, fits))

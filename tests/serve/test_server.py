@@ -1,0 +1,291 @@
+"""The endpoint as clients meet it: OpenAI's own client, broken clients, full queues, wrong keys."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvsketch
+from tests.helpers.tiny import save_tiny_model
+
+pytest.importorskip("starlette", reason="not installed: pip install 'kvsketch[serve]'")
+pytest.importorskip("prometheus_client", reason="not installed: pip install 'kvsketch[serve]'")
+openai = pytest.importorskip("openai", reason="not installed: pip install 'kvsketch[serve]'")
+
+from kvsketch.serve.server import Server, start_service  # noqa: E402
+
+METHOD = "h2o:budget=32:sinks=2:recent=8"
+TEXT = "The harbour was rebuilt in 1921. Its second basin is 14 metres deep. " * 4
+ASK: Any = [{"role": "user", "content": "How deep is the basin?"}]
+
+
+class Slow:
+    """Makes every forward of a model wait as long as wanted."""
+
+    def __init__(self, model: Any) -> None:
+        self.seconds = 0.0
+        model.register_forward_pre_hook(lambda *_: time.sleep(self.seconds))
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    folder: Path = save_tiny_model(tmp_path_factory.mktemp("tiny"))
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # Random weights: every token is an ordinary one.
+    model.generation_config.eos_token_id = tokenizer.eos_token = None
+    return model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def slow(loaded: tuple[Any, Any]) -> Slow:
+    return Slow(loaded[0])
+
+
+@pytest.fixture(scope="module")
+def server(loaded: tuple[Any, Any], slow: Slow, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    service = start_service(*loaded, "tiny", METHOD, folder=tmp_path_factory.mktemp("documents"), queue=2)
+    made = Server(service, largest_body=20_000)
+    with made.started():
+        yield made
+
+
+@pytest.fixture
+def client(server: Server, slow: Slow) -> Iterator[Any]:
+    slow.seconds = 0.0
+    yield openai.OpenAI(base_url=server.address + "/v1", api_key="none", max_retries=0)
+    slow.seconds = 0.0
+    assert wait_for(lambda: busy(server) == 0), "nothing may go on running when its client has gone"
+
+
+def busy(server: Server) -> int:
+    state = server.service.engine.state()
+    return state.running + state.reading + state.waiting
+
+
+def wait_for(true: Any, seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(true())
+
+
+def call(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
+    """A request without the manners of a client library."""
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    data = json.dumps(body).encode() if body is not None and not isinstance(body, bytes) else body
+    connection.request(method, path, data, {"Content-Type": "application/json", **headers})
+    response = connection.getresponse()
+    text = response.read().decode()
+    kind = response.headers.get("content-type", "")
+    return response.status, json.loads(text) if kind.startswith("application/json") else text, response.headers
+
+
+def expected(loaded: tuple[Any, Any], prompt: str, tokens: int) -> str:
+    model, tokenizer = loaded
+    ids = tokenizer(prompt, return_tensors="pt")
+    cache = kvsketch.CompressedCache(model, METHOD)
+    output = kvsketch.generate(model, ids, cache, max_new_tokens=tokens, do_sample=False)
+    return str(tokenizer.decode(output[0, ids["input_ids"].shape[1] :]))
+
+
+def test_openai_client_gets_the_tokens_of_generate(client: Any, loaded: tuple[Any, Any]) -> None:
+    wanted = expected(loaded, ASK[0]["content"] + "\n", 12)
+    options: Any = {"model": "tiny", "messages": ASK, "temperature": 0, "n": 1, "user": "somebody"}
+    answer = client.chat.completions.create(**options, max_completion_tokens=12)
+    assert answer.choices[0].message.content == wanted and answer.choices[0].finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ASK[0]["content"]) + 1, 12)
+    stream = client.chat.completions.create(
+        **options, max_tokens=12, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == wanted
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == answer.usage.total_tokens
+    plain = client.completions.create(model="tiny", prompt="Once", temperature=0, max_tokens=9)
+    assert plain.choices[0].text == expected(loaded, "Once", 9)
+    parts = client.completions.create(model="tiny", prompt="Once", temperature=0, max_tokens=9, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == plain.choices[0].text
+    assert next(each.id for each in client.models.list()) == "tiny"
+
+
+def test_stop_strings_and_seeds(client: Any, server: Server) -> None:
+    options: Any = {"model": "tiny", "prompt": "Once", "max_tokens": 24, "temperature": 1.0}
+    first, again, other = (client.completions.create(**options, seed=seed).choices[0] for seed in (1, 1, 2))
+    assert first.text == again.text != other.text
+    stop = first.text[10:13]
+    cut = client.completions.create(**options, seed=1, stop=[stop])
+    assert cut.choices[0].text == first.text[: first.text.index(stop)] and cut.choices[0].finish_reason == "stop"
+    assert client.completions.create(**options, seed=1, top_p=1e-6).choices[0].text == (
+        client.completions.create(**{**options, "temperature": 0}).choices[0].text
+    )
+
+
+def test_a_document_is_read_once_and_named_in_requests(client: Any, server: Server, loaded: tuple[Any, Any]) -> None:
+    status, document, _ = call(server, "POST", "/v1/documents", {"text": TEXT, "name": "harbour.txt"})
+    assert status in (200, 202)
+    number = document["id"]
+    assert server.service.documents.wait(number).status == "ready"
+    options: Any = {"messages": ASK, "temperature": 0, "max_tokens": 8}
+    asked = client.chat.completions.create(model="tiny", **options, extra_body={"document": number})
+    named = client.chat.completions.create(model=f"tiny@{number}", **options)
+    model, tokenizer = loaded
+    cache = kvsketch.CompressedCache(model, METHOD)
+    kvsketch.read(model, tokenizer, cache, TEXT)
+    wanted = kvsketch.ask(model, tokenizer, cache, ASK[0]["content"], max_new_tokens=8)
+    assert asked.choices[0].message.content == named.choices[0].message.content == wanted
+    assert asked.usage.prompt_tokens_details.cached_tokens == document["tokens"]
+    status, runs, _ = call(server, "GET", f"/v1/documents/{number}/passages")
+    assert status == 200 and runs["data"][0][2] == 8 and runs["data"][-1][1] == len(TEXT)
+    boundary = b'--x\r\nContent-Disposition: form-data; name="file"; filename="h.md"\r\n\r\n%s\r\n--x--\r\n'
+    kind = {"Content-Type": "multipart/form-data; boundary=x"}
+    assert call(server, "POST", "/v1/documents", boundary % TEXT.encode(), **kind)[1]["id"] == number
+    # The full cache's answer beside it: the same text under another method, answered by an engine of its own.
+    full = call(server, "POST", "/v1/documents", {"text": TEXT, "method": "full"})[1]["id"]
+    assert server.service.documents.wait(full).status == "ready"
+    exact = kvsketch.CompressedCache(model, "full")
+    kvsketch.read(model, tokenizer, exact, TEXT)
+    beside = client.chat.completions.create(model="tiny", **options, extra_body={"document": full})
+    assert beside.choices[0].message.content == kvsketch.ask(
+        model, tokenizer, exact, ASK[0]["content"], max_new_tokens=8
+    )
+    listed = call(server, "GET", "/v1/documents")[1]["data"]
+    assert {number, full} == {each["id"] for each in listed}
+    for each in (number, full):
+        assert call(server, "DELETE", f"/v1/documents/{each}")[1]["deleted"]
+    with pytest.raises(openai.NotFoundError, match="there is no document"):
+        client.chat.completions.create(model="tiny", **options, extra_body={"document": number})
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "told"),
+    [
+        ({"colour": "red"}, 400, "unknown field 'colour'; known: model, max_tokens"),
+        ({"n": 2}, 400, "n=2 is not supported; leave it out, or send 1"),
+        ({"tools": [{"type": "function"}]}, 400, "tools=.* is not supported"),
+        ({"temperature": 3}, 400, "temperature: .* less than or equal to 2, got 3"),
+        ({"max_tokens": 0}, 400, "max_tokens: .* got 0"),
+        ({"messages": []}, 400, "messages: "),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+        ({"model": "other"}, 404, "there is no model 'other'; this server has 'tiny'"),
+        ({"max_tokens": 5000}, 400, "exceed this server's 4,096"),
+        ({"document": "doc-1"}, 404, "'doc-1' is no document id"),
+        ({"messages": [{"role": "user", "content": "x" * 30_000}]}, 413, "larger than 20,000 bytes"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(server: Server, change: dict[str, Any], status: int, told: str) -> None:
+    got, body, headers = call(server, "POST", "/v1/chat/completions", {"model": "tiny", "messages": ASK, **change})
+    error = body["error"]
+    assert (got, bool(re.search(told, error["message"]))) == (status, True), error
+    assert set(error) == {"message", "type", "param", "code"} and headers["x-request-id"]
+
+
+def test_bodies_without_a_length_are_limited_and_bad_json_is_told(server: Server) -> None:
+    assert call(server, "POST", "/v1/completions", b"{")[0] == 400
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    connection.request("POST", "/v1/completions", iter([b"x" * 15_000] * 2), encode_chunked=True)
+    assert connection.getresponse().status == 413
+    assert call(server, "GET", "/nowhere")[1]["error"]["message"] == "there is nothing at /nowhere"
+
+
+def test_a_full_queue_sends_clients_away(client: Any, server: Server, slow: Slow) -> None:
+    slow.seconds = 0.05
+    options: Any = {"model": "tiny", "prompt": "Once", "max_tokens": 400, "temperature": 0}
+    streams = [client.completions.create(**options, stream=True) for _ in range(3)]
+    assert wait_for(lambda: busy(server) == 3)
+    with pytest.raises(openai.RateLimitError, match="2 requests wait, and the queue has 2 places") as caught:
+        client.completions.create(**options)
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    for stream in streams:
+        stream.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_place(client: Any, server: Server, slow: Slow, stream: bool) -> None:
+    slow.seconds = 0.02
+    body = json.dumps({"model": "tiny", "prompt": "Once", "max_tokens": 2000, "stream": stream, "temperature": 0})
+    host, _, port = urlsplit(server.address).netloc.partition(":")
+    raw = socket.create_connection((host, int(port)))
+    raw.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    assert wait_for(lambda: server.service.engine.state().running == 1)
+    before = server.service.engine.state().finished.get("cancelled", 0)
+    raw.close()
+    assert wait_for(lambda: server.service.engine.state().finished.get("cancelled", 0) == before + 1)
+
+
+def test_a_slow_reader_holds_nobody_up(client: Any, server: Server) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "Once", "max_tokens": 120, "stream": True, "temperature": 0})
+    host, _, port = urlsplit(server.address).netloc.partition(":")
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    raw.connect((host, int(port)))
+    raw.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    answer = client.completions.create(model="tiny", prompt="Once", max_tokens=3, temperature=0)
+    assert answer.usage.completion_tokens == 3
+    received = b""
+    while b"[DONE]" not in received:
+        received += raw.recv(65536)
+    raw.close()
+    texts = [json.loads(line[6:]) for line in received.decode().split("\r\n") if line.startswith("data: {")]
+    assert texts[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_without_a_key_other_sites_are_refused(server: Server) -> None:
+    assert call(server, "GET", "/v1/models", Host="evil.example")[0] == 403
+    assert call(server, "GET", "/v1/models", Origin="https://evil.example")[0] == 403
+    assert call(server, "GET", "/v1/models", Origin=server.address)[0] == 200
+
+
+def test_a_key_guards_everything_but_health_and_page(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)
+    with (made := Server(service, api_key="secret")).started() as address:
+        for path, status in (
+            ("/health", 200),
+            ("/", 200),
+            ("/metrics", 401),
+            ("/v1/models", 401),
+            ("/v1/documents", 401),
+        ):
+            assert call(made, "GET", path)[0] == status
+        assert call(made, "GET", "/v1/models", Authorization="Bearer wrong")[0] == 401
+        assert [m.id for m in openai.OpenAI(base_url=address + "/v1", api_key="secret").models.list()] == ["tiny"]
+
+
+def test_metrics_tell_what_happened(client: Any, server: Server) -> None:
+    client.completions.create(model="tiny", prompt="Once", max_tokens=5, temperature=0)
+    text = call(server, "GET", "/metrics")[1]
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(lines["kvsketch_time_to_first_token_seconds_count"]) >= 1 and float(lines["kvsketch_rows"]) == 1
+    assert float(lines["kvsketch_generated_tokens_total"]) >= 5 and float(lines["kvsketch_waiting"]) == 0
+    assert any(line.startswith('kvsketch_responses_total{route="/v1/completions",status="200"}') for line in lines)
+
+
+def test_a_stop_answers_what_was_accepted(loaded: tuple[Any, Any], slow: Slow, tmp_path: Path) -> None:
+    slow.seconds = 0.01
+    service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)
+    answers: list[Any] = []
+    with (made := Server(service)).started() as address:
+        client = openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
+
+        def ask() -> None:
+            answers.append(client.completions.create(model="tiny", prompt="Once", max_tokens=20))
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        assert wait_for(lambda: busy(made) == 2)
+    for thread in threads:
+        thread.join()
+    slow.seconds = 0.0
+    assert [answer.usage.completion_tokens for answer in answers] == [20, 20]
