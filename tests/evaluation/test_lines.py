@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvsketch import METHODS, CompressedCache, models, records
+from kvsketch import CompressedCache, models, records
 from kvsketch.evaluation import budgets, line_records, lines, questions
 from kvsketch.evaluation.questions import chat_question
 from tests.helpers import tiny
@@ -31,15 +31,15 @@ def run(out: Path, folder: Path, *arguments: str, code: int = 0) -> list[dict[st
 
 def test_generated_records_have_the_form_of_longeval() -> None:
     positions = set()
-    for number in range(40):
-        found = line_records.generate(30, seed=1, number=number)
+    for number in range(30):
+        found = line_records.generate(30, seed=1, text=0, question=number % 30)
         rows = LINE.findall(found.text)
         assert len(rows) == len({name for name, _ in rows}) == 30
         name, value = rows[found.position]
         assert int(value) == found.expected and f"in line {name} is" in found.question
         assert all(1 <= int(value) <= 50_000 for _, value in rows)
         positions.add(found.position)
-    assert len(positions) > 15
+    assert len(positions) == 30, "each question asks for another line of the same text"
     assert line_records.generate(30, 1, 3) == line_records.generate(30, 1, 3) != line_records.generate(30, 2, 3)
     assert len(LINE.findall(line_records.generate(1350, 0, 0).text)) == 1350
 
@@ -79,15 +79,19 @@ def test_an_answer_can_be_begun_for_the_model(model_folder: Path) -> None:
     assert re.fullmatch(r"The <REGISTER_CONTENT> in line [a-z]+-[a-z]+ is <", added)
 
 
+def source_of(data: dict[str, Any]) -> line_records.LineRecord:
+    lines, text, question = (int(part.partition("=")[2]) for part in data["sample"].split())
+    return line_records.generate(lines, 0, text, question)
+
+
 def test_answers_are_those_of_generate(tmp_path: Path, model_folder: Path) -> None:
     """Questions in left-padded batches, a prefill shared by all methods: each answer is that of the question alone."""
-    data = run(tmp_path, model_folder, "--lines", "2,3", "--questions", "3", "--budgets", "1/2", "--batch", "2",
-               "--methods", "full,snapkv,uniform,quest")  # fmt: skip
-    assert len(data) == 2 * 3 * 4
+    data = run(tmp_path, model_folder, "--lines", "3", "--texts", "2", "--questions", "2", "--budgets", "1/2",
+               "--batch", "3", "--question", "seen", "--methods", "full,snapkv,uniform,quest")  # fmt: skip
+    assert len(data) == 2 * 2 * 4
     model, tokenizer = models.load(model_folder, device="cpu")
     for each in data:
-        size, number = each["lines"], int(each["sample"].rpartition("=")[2])
-        source = line_records.generate(size, 0, number)
+        source = source_of(each)
         ids = tokenizer(source.text + source.question, return_tensors="pt")
         method = budgets.with_budget(each["method"], each["budget"])
         cache = CompressedCache(model, method, seed=each.get("cache_seed", 0))
@@ -101,12 +105,13 @@ def test_answers_are_those_of_generate(tmp_path: Path, model_folder: Path) -> No
         assert min(each["tokens_stored"], each["device_bytes"]) > 0 and each["model_sha256"]
 
 
-@pytest.mark.parametrize("more", [[], ["--chunk", "64"], ["--question-as-decode"]])
+@pytest.mark.parametrize("more", [["--question", "seen"], ["--chunk", "64"], []])
 def test_questions_of_a_method_that_draws_share_no_random_numbers(
     tmp_path: Path, model_folder: Path, more: list[str]
 ) -> None:
     """One text asked twice: with a seed for both the answers agree, with seeds of their own other tokens are kept."""
-    line = ["--lines", "5", "--questions", "3", "--budgets", "1/4", "--methods", "uniform", "--batch", "3", *more]
+    line = ["--lines", "5", "--texts", "3", "--questions", "1", "--budgets", "1/4", "--methods", "uniform"]
+    line += ["--batch", "3", *more]
     own = run(tmp_path / "own", model_folder, *line)
     assert len({each["cache_seed"] for each in own}) == 3
     shared = run(tmp_path / "shared", model_folder, *line, "--rows-per-seed", "3")
@@ -118,7 +123,8 @@ def test_questions_of_a_method_that_draws_share_no_random_numbers(
 def test_a_batch_that_does_not_fit_is_halved(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = ["--lines", "4", "--questions", "5", "--budgets", "1/2", "--methods", "full,snapkv", "--batch", "5"]
+    line = ["--lines", "4", "--texts", "5", "--questions", "1", "--budgets", "1/2", "--methods", "full,snapkv"]
+    line += ["--batch", "5", "--question", "seen"]
     whole = run(tmp_path / "a", model_folder, *line)
     sizes: list[int] = []
     prefill = questions.shared_prefill
@@ -148,15 +154,36 @@ def test_a_longeval_file_is_asked(tmp_path: Path, model_folder: Path) -> None:
     ]
 
 
-def test_the_question_can_be_fed_after_compression(tmp_path: Path, model_folder: Path) -> None:
-    line = ["--lines", "5", "--questions", "2", "--budgets", "1/2", "--methods", "full,snapkv"]
-    at_once, later = (run(tmp_path / name, model_folder, *line, *more) for name, more in
-                      (("a", []), ("b", ["--question-as-decode"])))  # fmt: skip
-    assert all(not a["question_as_decode"] and b["question_as_decode"] for a, b in zip(at_once, later, strict=True))
-    full = [(a["answer"], b["answer"]) for a, b in zip(at_once, later, strict=True) if a["method"] == "full"]
-    assert all(a == b for a, b in full), "the full cache forgets nothing, whenever the question comes"
-    kept = [(a["tokens_stored"], b["tokens_stored"]) for a, b in zip(at_once, later, strict=True)][-1]
-    assert kept[1] < kept[0], "a share of a prompt without the question"
+def test_many_questions_of_one_compressed_text(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts are compressed once, before the questions; every answer is that of a cache that met its question alone."""
+    made: list[str] = []
+    make = questions.Prefilled.cache
+    monkeypatch.setattr(questions.Prefilled, "cache", lambda *a: made.append(str(a[1])) or make(*a))
+    methods = "full,snapkv,rehearse"
+    line = ["--lines", "3", "--texts", "2", "--questions", "2", "--budgets", "1/2", "--question", "seen,unseen"]
+    data = run(tmp_path, model_folder, *line, "--methods", methods)
+    assert len(data) == 2 * 2 * 2 * 3 and len(made) == 2 * 3, "seen and unseen, one cache for all texts of a batch each"
+    full = {(each["question"], each["sample"]): each["answer"] for each in data if each["method"] == "full"}
+    assert all(full["seen", sample] == answer for (_, sample), answer in full.items()), "it forgets nothing"
+    monkeypatch.undo()
+    model, tokenizer = models.load(model_folder, device="cpu")
+    for each in (each for each in data if each["question"] == "unseen"):
+        source = source_of(each)
+        text, question = (tokenizer(part, return_tensors="pt")["input_ids"] for part in (source.text, source.question))
+        cache = CompressedCache(model, budgets.with_budget(each["method"], each["budget"]))
+        with torch.no_grad():
+            model(text, past_key_values=cache)
+        ids = torch.cat([text, question], 1)
+        tokens = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+        assert each["answer"] == tokenizer.decode(tokens, skip_special_tokens=True), each["method"]
+
+
+def test_methods_that_look_at_the_question_see_it_unless_told_otherwise() -> None:
+    found = asked(lines="5", texts=1, questions=1, methods="snapkv,streamingllm", budgets="1/2").cells()
+    assert [(cell.method, dict(cell.setting)["question"]) for cell in found] == [
+        ("snapkv", "seen"), ("streamingllm", "unseen")]  # fmt: skip
 
 
 def test_where_a_question_begins(model_folder: Path) -> None:
@@ -166,25 +193,18 @@ def test_where_a_question_begins(model_folder: Path) -> None:
     assert tokenizer.decode(question.ids[-question.asked :]) == "What?|ANSWER"
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
-def test_budgets_in_bytes_are_equal_in_bytes(name: str) -> None:
-    shapes = budgets.Shapes(layers=3, group=1, key_size=64, value_size=64, dtype=torch.bfloat16)
-    method = budgets.in_bytes(name + ":skip_layers=0" if METHODS[name].family == "recall" else name)
-    prompt = 2400
-    tokens = budgets.tokens_within(method, "1/2", prompt, shapes)
-    assert 0.48 < budgets.share_of_bytes(method, tokens, prompt, shapes) <= 0.5
-    assert tokens != prompt // 2, "weights, indices and state take bytes too"
-
-
-def test_what_cannot_fit_is_refused_with_the_reason(tmp_path: Path, model_folder: Path) -> None:
-    shapes = budgets.Shapes(layers=4, group=1, key_size=64, value_size=64, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"quest.*no budget fits into 1/8.*use a share of more"):
-        budgets.tokens_within("quest:offload=host", "1/8", 1000, shapes)
-    data = run(tmp_path, model_folder, "--lines", "12", "--questions", "1", "--budgets", "1/2", "--budgets-in", "bytes",
-               "--methods", "snapkv,streamingllm,quest", code=1)  # fmt: skip
-    shares = {each["method"]: each["device_bytes"] / each["full_bytes"] for each in data if "failed" not in each}
-    assert shares.keys() == {"snapkv", "streamingllm"} and all(0.45 < share <= 0.505 for share in shares.values())
-    assert "no budget fits" in next(each["failed"] for each in data if each["method"] == "quest")
+def test_budgets_in_bytes_are_measured_and_what_cannot_fit_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    data = run(tmp_path, model_folder, "--lines", "12", "--texts", "2", "--questions", "1", "--bytes", "1/2,1/8",
+               "--methods", "snapkv,streamingllm,quest,full:bits=8", code=1)  # fmt: skip
+    good = [each for each in data if "failed" not in each and each["budget"]]
+    assert {(e["method"], e["budget"]) for e in good} >= {("snapkv", "1/2"), ("snapkv", "1/8"), ("streamingllm", "1/8")}
+    for each in good:
+        share, asked = each["device_bytes"] / each["full_bytes"], {"1/2": 0.5, "1/8": 0.125}[each["budget"]]
+        assert 0.9 * asked < share <= asked, each
+        assert each["budgets_in"] == "bytes" and each["budget_tokens"] == each["tokens_stored"]
+    failed = next(each["failed"] for each in data if each["method"] == "quest" and each["budget"] == "1/8")
+    assert re.search(r"quest.*no budget fits into 1/8.*use a share of more", failed)
+    assert all(each["device_bytes"] < 0.5 * each["full_bytes"] for each in data if each["method"] == "full:bits=8")
 
 
 def test_wrong_options_are_named(model_folder: Path) -> None:
@@ -198,13 +218,13 @@ def test_wrong_options_are_named(model_folder: Path) -> None:
 
 def test_prompts_read_as_a_stream_give_the_answers_of_streaming_generation(tmp_path: Path, model_folder: Path) -> None:
     method = "streamingllm:sinks=2"
-    arguments = ["--lines", "4", "--questions", "2", "--methods", method, "--budgets", "40", "--chunk", "32"]
+    arguments = ["--lines", "4", "--texts", "2", "--questions", "1", "--methods", method, "--budgets", "40"]
+    arguments += ["--chunk", "32", "--question", "seen"]
     found = run(tmp_path, model_folder, *arguments)
     assert [data["chunk"] for data in found] == [32, 32]
     model, tokenizer = models.load(model_folder, device="cpu")
     for data in found:
-        number = int(data["sample"].rpartition("=")[2])
-        asked = line_records.generate(4, 0, number)
+        asked = source_of(data)
         inputs = models.encode_chat(tokenizer, asked.text + asked.question)
         cache = CompressedCache(model, f"{method}:budget=40", prefill="stream", chunk=32)
         # Rows are padded to the longest of their batch, and chunks are cut by column.

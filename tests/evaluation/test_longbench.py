@@ -245,11 +245,11 @@ def test_the_question_comes_after_compression(
     monkeypatch.setattr(longbench, "shared_prefill", lambda m, ids: read.append(ids.shape[1]) or prefill(m, ids))
     line = command(tiny, tmp_path, "--tasks", "qasper", "--limit", "1", data=short)
     assert longbench.main(line) == 0
-    assert longbench.main([*line, "--question-as-decode"]) == 0
+    assert longbench.main([*line, "--question", "unseen"]) == 0
     first, second = [r["data"] for r in records.read(tmp_path / "longbench.jsonl") if r["data"]["method"] == "full"]
     question = "Question: Which state has recently joined the Union?\nAnswer:"
     assert read == [300, 300 - len(question)] and second["prompt_tokens"] == 300
-    assert second["question_as_decode"] and first["answer"] == second["answer"], "exact either way"
+    assert second["question"] == "unseen" and first["answer"] == second["answer"], "exact either way"
 
 
 def test_budgets_equal_in_bytes(tiny: Path, tmp_path: Path, short: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 from pathlib import Path
@@ -20,7 +21,8 @@ SENTENCES = [f"Sentence number {chr(97 + i)} of the message. " for i in range(26
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> needle.Needle:
     """The experiment on a tiny model with a byte tokenizer and invented text."""
-    monkeypatch.setattr(texts, "_sentences", lambda characters, chance: SENTENCES[chance.randrange(9) :])
+    monkeypatch.setattr(texts, "sentences", lambda characters, chance, among: SENTENCES[chance.randrange(9) :])
+    monkeypatch.setattr(texts, "speeches", lambda: ("1990-Nobody-1", "1992-Nobody-1"))
     folder = tiny.save_tiny_model(tmp_path / "model")
     options = needle.NeedleOptions(
         model=str(folder),
@@ -57,7 +59,22 @@ def test_depths_share_a_text_and_repeats_do_not(asked: needle.Needle) -> None:
 
 def test_all_depths_of_a_length_are_read_together(asked: needle.Needle) -> None:
     groups = list(asked.groups())
-    assert len(groups) == 1 and len(groups[0]) == 6 * 2
+    assert [len(group) for group in groups] == [6, 6], "full is asked after compression, snapkv sees the question"
+
+
+def test_all_numbers_of_a_text_are_asked_of_one_cache(asked: needle.Needle) -> None:
+    together = needle.Needle(dataclasses.replace(asked.options, together=True, methods="full"))
+    together.tokenizer = asked.tokenizer
+    cells = [cell for cell in together.cells() if cell.sample.endswith("repeat=0")]
+    found = [together.ask(cell) for cell in cells]
+    texts_read = {question.ids[: -question.asked] for question in found}
+    assert len(cells) == 3 and len(texts_read) == 1 and len({question.expected for question in found}) == 3
+    read = together.tokenizer.decode(texts_read.pop())
+    places = [read.index(f" is {question.expected}. ") / len(read) for question in found]
+    assert places == sorted(places) and all(600 < len(question.ids) <= 700 for question in found)
+    for question in found:
+        name = re.search(rf"The ([a-z ]+) is {question.expected}", read)
+        assert name and f"What is the {name[1]}?" in together.tokenizer.decode(question.ids[-question.asked :])
 
 
 def test_decoys_are_hidden_beside_the_passkey() -> None:

@@ -106,15 +106,15 @@ def test_methods_do_not_disturb_what_was_read() -> None:
 
 
 @pytest.mark.parametrize("method", ["full", "snapkv:budget=16", "quest:budget=24:skip_layers=0"])
-def test_a_question_fed_as_decode_steps_is_compressed_before_it_is_known(method: str) -> None:
+def test_prompts_are_compressed_before_a_question_fed_behind_them_is_known(method: str) -> None:
     model, inputs = batch((0, 7, 25))
     question = zoo.tokens(3, LENGTH + 5)[:, -5:]
     prefilled = shared_prefill(model, inputs)
     tokens = prefilled.generate(prefilled.cache(method), NEW, question)
     cache, mask = CompressedCache(model, method), inputs["attention_mask"]
     logits = None
-    for ids in (inputs["input_ids"], *question.split(1, 1)):
-        mask = mask if logits is None else torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], 1)
+    for ids in (inputs["input_ids"], question):
+        mask = mask if logits is None else torch.cat([mask, torch.ones(3, 5, dtype=mask.dtype)], 1)
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         with torch.no_grad():
             logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1]

@@ -96,7 +96,7 @@ def test_the_passkey_is_found_where_tokens_cut_it() -> None:
 def test_the_experiment_writes_small_records_and_resumes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(texts, "_sentences", lambda *_: list(SENTENCES))
+    monkeypatch.setattr(texts, "sentences", lambda *_: list(SENTENCES))
     options = ["--model", str(folder), "--methods", "full,snapkv,quest", "--budgets", "1/4", "--tokens", "400"]
     options += ["--chunk", "50", "--out", str(tmp_path), "--dtype", "float32", "--device", "cpu"]
     assert token_life.main(options) == 0

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.methods import METHODS, Method, parse_method
+from kvsketch.cache.layer import SlotLayer
+from kvsketch.methods import METHODS, parse_method
 from kvsketch.methods.budget import Size
-from kvsketch.slots.table import SlotTable
 
 UNITS = ("tokens", "bytes")
+ROUNDS = 7  # caches that are made at most to find a budget in bytes
+CLOSE, AIM = 0.97, 0.99  # of the bytes asked for: what is near enough, and what the next cache is meant to take
 # Every method, as it is compared at equal budgets.
 ALL = tuple(":".join(filter(None, (name, method.compared_with))) for name, method in METHODS.items())
 
@@ -61,28 +62,6 @@ def _split(text: str) -> tuple[str, str]:
     return ":".join(part for part in parts if not part.startswith("budget=")), own[0] if own else ""
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """What decides the bytes of a cache: layers, query heads for each KV head, head sizes, dtype."""
-
-    layers: int
-    group: int
-    key_size: int
-    value_size: int
-    dtype: torch.dtype
-    device: str = "cpu"
-
-    @classmethod
-    def of(cls, model: Any) -> Shapes:
-        """The shapes of a model's full-attention layers, as its cache shows them."""
-        config = model.config.get_text_config(decoder=True)
-        heads = config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        group = heads // (getattr(config, "num_key_value_heads", None) or heads)
-        layers = len(CompressedCache(model, "full").slot_layers)
-        return cls(layers, group, size, size, model.dtype, str(model.device))
-
-
 def in_bytes(method: str) -> str:
     """The text form that budgets in bytes are measured and run with: a recall method keeps its tokens on the host.
 
@@ -92,48 +71,60 @@ def in_bytes(method: str) -> str:
     return f"{method}:offload=host" if recalls and ":offload=" not in method else method
 
 
-def text_form(model: Any, method: str, budget: str, prompt: int, unit: str) -> tuple[str, dict[str, Any]]:
-    """The text form that a method runs with on a prompt of so many tokens, and what the record says of it.
+class Fitted:
+    """Makes caches whose budgets are equal in bytes, and remembers which budgets these were.
 
-    With budgets in bytes the budget is the number of tokens that fit into that share of the full cache's bytes.
+    A cache is made, its bytes are measured, weights, index and state included, and it is made again with another number
+    of tokens until it takes the share of a full cache's bytes that was asked for, or little less. The next prompt
+    begins with the same share of its tokens.
     """
-    if unit == "tokens" or not budget:
-        return with_budget(method, budget), {}
-    method = in_bytes(method)
-    tokens = tokens_within(method, budget, prompt, Shapes.of(model))
-    return with_budget(method, tokens), {"budget_tokens": tokens, "measured_as": method}
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], float] = {}
+
+    def cache(
+        self, make: Callable[[str], CompressedCache], method: str, budget: str, prompt: int, unit: str
+    ) -> tuple[CompressedCache, dict[str, Any]]:
+        """The cache that `make` makes of a text form, and what the record says of its budget."""
+        if unit == "tokens" or not budget:
+            return make(with_budget(method, budget)), {}
+        method = in_bytes(method)
+        limit = min(1.0, Size.parse(budget).of(prompt) / prompt)
+        tried: dict[int, float] = {}
+        best: tuple[int, CompressedCache] | None = None
+        tokens = round(prompt * self._kept.get((method, budget), limit))
+        while len(tried) < ROUNDS:
+            tokens = max(least_tokens(method), min(tokens, prompt))
+            if tokens in tried:
+                break
+            cache = make(with_budget(method, tokens))
+            share = tried[tokens] = cache.device_bytes / full_bytes(cache)
+            fits = share <= limit or limit == 1
+            if fits and (best is None or tokens > best[0]):
+                best = tokens, cache
+            if fits and (share > CLOSE * limit or tokens == prompt):
+                break
+            tokens = _next(tried, AIM * limit)
+        if best is None:
+            fewest = min(tried)
+            raise ValueError(
+                f"{method}: no budget fits into {budget} of the bytes of a full cache of {prompt} tokens, {fewest} "
+                f"tokens take {tried[fewest]:.1%}; use a share of more than that, or --budgets-in tokens"
+            )
+        self._kept[method, budget] = best[0] / prompt
+        return best[1], {"budget_tokens": best[0], "measured_as": method}
+
+
+def _next(tried: dict[int, float], aim: float) -> int:
+    """The number of tokens that should take `aim` of the bytes, which grow nearly in proportion."""
+    nearest = sorted(tried.items(), key=lambda each: abs(each[1] - aim))[:2]
+    (first, low), (second, high) = nearest if len(nearest) == 2 else (nearest[0], (0, 0.0))
+    slope = (high - low) / (second - first)
+    return int(first + (aim - low) / slope) if slope > 0 else min(tried) // 2
 
 
 @functools.cache
-def tokens_within(method: str, budget: str, prompt: int, shapes: Shapes) -> int:
-    """The budget in tokens that brings the cache of a prompt nearest to `budget` of a full cache's bytes, from below.
-
-    `budget` is a share of the bytes, or a number of tokens of the full cache. Exact to a thousandth of the prompt.
-    """
-    limit = Size.parse(budget).of(prompt) / prompt
-    if limit >= 1:
-        return prompt
-    fits, too_many = _least(method), prompt
-    low, high = share_of_bytes(method, fits, prompt, shapes), 1.0
-    if low > limit:
-        raise ValueError(
-            f"{method}: no budget fits into {budget} of the bytes of a full cache of {prompt} tokens, {fits} tokens "
-            f"take {low:.1%}; use a share of more than that, or --budgets-in tokens"
-        )
-    step = max(1, prompt // 1000)
-    while too_many - fits > step:
-        # Bytes grow nearly in proportion, so the line between the two ends finds the place in a few steps.
-        guess = fits + int((limit - low) / max(high - low, 1e-9) * (too_many - fits))
-        middle = max(fits + 1, min(max(guess, fits + step), too_many - step))
-        share = share_of_bytes(method, middle, prompt, shapes)
-        if share <= limit:
-            fits, low = middle, share
-        else:
-            too_many, high = middle, share
-    return fits
-
-
-def _least(method: str) -> int:
+def least_tokens(method: str) -> int:
     """The smallest number of tokens that the method takes as its budget."""
     for tokens in range(1, 4096):
         try:
@@ -144,37 +135,13 @@ def _least(method: str) -> int:
     raise ValueError(f"{method}: takes no budget below 4,096 tokens; give it smaller sinks and windows")
 
 
-@torch.no_grad()
-def share_of_bytes(method: str, tokens: int, prompt: int, shapes: Shapes) -> float:
-    """Device bytes of the cache of a prompt with a budget of `tokens`, in units of the full cache's bytes.
-
-    Measured on tables that the method has compressed, one KV head of random keys in each, so weights, indices and
-    state count. Layers in which the method behaves alike are measured once.
-    """
-    chosen = parse_method(with_budget(method, tokens))
-    tables = [SlotTable(layer, shapes.layers, prompt_tokens=prompt) for layer in range(shapes.layers)]
-    # The first layers of a recall method read everything.
-    skipped = getattr(chosen, "skip_layers", 0)
-    kinds = [(chosen.budget_tokens(table), table.layer_idx < skipped) for table in tables]
-    found = {
-        kind: _table_bytes(chosen, table, prompt, shapes)
-        for table, kind in zip(tables, kinds, strict=True)
-        if kinds.index(kind) == table.layer_idx
-    }
-    each = prompt * (shapes.key_size + shapes.value_size) * shapes.dtype.itemsize
-    return sum(found[kind] for kind in kinds) / (shapes.layers * each)
-
-
-def _table_bytes(method: Method, table: SlotTable, prompt: int, shapes: Shapes) -> int:
-    chance = torch.Generator(shapes.device).manual_seed(0)
-
-    def random(heads: int, size: int) -> torch.Tensor:
-        shape = (1, heads, prompt, size)
-        return torch.randn(shape, generator=chance, device=shapes.device, dtype=torch.float32).to(shapes.dtype)
-
-    keys, values = random(1, shapes.key_size), random(1, shapes.value_size)
-    table.note_scale(shapes.key_size**-0.5)
-    method.prepare(table, keys, values)
-    table.append(keys, values)
-    method.compress(table, random(shapes.group, shapes.key_size))
-    return sum(tensor.numel() * tensor.element_size() for tensor in table.tensors())
+def full_bytes(cache: CompressedCache) -> int:
+    """Bytes of keys and values of every token seen, in all layers."""
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, SlotLayer):
+            total += layer.table.token_bytes() * layer.table.seen
+        else:
+            tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
+            total += sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    return total

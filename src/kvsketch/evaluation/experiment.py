@@ -59,6 +59,7 @@ class ExperimentOptions(Options):
     methods: str = methods_option("all")
     budgets: str = budgets_option("1/16,1/8,1/4,1/2")
     budgets_in: str = option("tokens", "what is equal across methods", choices=UNITS)
+    bytes: str | None = option(None, "shares of the full cache's bytes, by commas: --budgets-in bytes --budgets")
     seeds: str = option("0", "such as 0,1,2 or 0-9")
     out: str = option("build/eval", "folder of the records, one file for each experiment")
     device: str | None = option(None, "cpu or cuda; a GPU where there is one")
@@ -68,6 +69,11 @@ class ExperimentOptions(Options):
     limit: int | None = option(None, "only the first so many samples of each setting, for a quick look", least=1)
     ray: str | None = option(None, "spread the work over a Ray cluster at ADDRESS; without one: here", alone="local")
     ray_workers: int | None = option(None, "processes that measure; one for each GPU, else for each machine", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bytes is not None:
+            self.budgets, self.budgets_in = self.bytes, "bytes"
 
 
 @dataclass(frozen=True)

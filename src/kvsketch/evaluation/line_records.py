@@ -63,16 +63,18 @@ class LineRecord(NamedTuple):
     lines: int
 
 
-def generate(lines: int, seed: int, number: int) -> LineRecord:
-    """Question `number` about a record of `lines` lines; the same for the same seed."""
-    chance = random.Random(f"lines {lines} seed {seed} question {number}")
+def generate(lines: int, seed: int, text: int, question: int = 0) -> LineRecord:
+    """Question `question` about text `text` of `lines` lines; each asks for another line."""
+    chance = random.Random(f"lines {lines} seed {seed} question {text}")
     pairs = chance.sample(range(MOST_LINES), lines)
     names = [f"{ADJECTIVES[pair // len(NOUNS)]}-{NOUNS[pair % len(NOUNS)]}" for pair in pairs]
     numbers = [chance.randint(1, LARGEST_NUMBER) for _ in names]
-    position = chance.randrange(lines)
+    first = chance.randrange(lines)
+    others = [line for line in range(lines) if line != first]
+    position = first if question == 0 else chance.sample(others, len(others))[question - 1]
     body = "".join(f"line {name}: REGISTER_CONTENT is <{value}>\n" for name, value in zip(names, numbers, strict=True))
-    question = QUESTION.format(name=names[position])
-    return LineRecord(INTRODUCTION + body, question, names[position], numbers[position], position, lines)
+    asked = QUESTION.format(name=names[position])
+    return LineRecord(INTRODUCTION + body, asked, names[position], numbers[position], position, lines)
 
 
 def read_file(path: str | Path) -> list[LineRecord]:

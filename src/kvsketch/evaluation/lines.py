@@ -1,12 +1,12 @@
 """Line retrieval as in LongEval: the number of one of many lines that all look alike.
 
-    kvsketch eval lines --model qwen2.5-coder-1.5b --lines 200,300,400,600 --questions 50 --budgets 1/16,1/8,1/4,1/2
+    kvsketch eval lines --model qwen2.5-coder-1.5b --lines 200,400 --texts 5 --questions 20 --bytes 1/4,1/8,1/16
 
-ClusterGen (table 2) and SubGen (table 1) compare caches this way. Every question has a record of its own, generated
-from the seed, or read from a LongEval file with `--file`. Right is an answer whose last whole number is the number of
-the line, as LongEval scores; LongEval lets a model write 100 tokens (`--max-new-tokens 100`). With `--primed` the
-answer is begun for the model, "The <REGISTER_CONTENT> in line X is <", which helps small ones, and its first number
-counts.
+ClusterGen (table 2) and SubGen (table 1) compare caches this way. Texts of lines are generated from the seed, and each
+is asked about several of its lines; or questions are read from a LongEval file with `--file`. Right is an answer whose
+last whole number is the number of the line, as LongEval scores; LongEval lets a model write 100 tokens
+(`--max-new-tokens 100`). With `--primed` the answer is begun for the model, "The <REGISTER_CONTENT> in line X is <",
+which helps small ones, and its first number counts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class LinesOptions(QuestionOptions):
     lines: tuple[int, ...] = option(
         "200,300,400,600", "lines of a record, by commas", least=1, most=line_records.MOST_LINES
     )
-    questions: int = option(50, "questions for each number of lines and seed", least=1)
+    texts: int = option(5, "texts for each number of lines and seed", least=1)
+    questions: int = option(20, "questions about each text, at most one for each line", least=1)
     primed: bool = option(False, "begin the answer for the model")
     file: str | None = option(None, "a LongEval file of lines to ask instead")
 
@@ -46,19 +47,29 @@ class Lines(QuestionExperiment):
     def cells(self) -> list[Cell]:
         primed = ("primed", self.options.primed)
         return [
-            Cell(method, budget, f"lines={lines} question={number}", seed,
-                 (*self.setting, ("lines", lines), primed, *source))
-            for seed, lines, number, source in self._questions()
-            for method, budget in self.contenders
+            Cell(method, budget, sample, seed,
+                 (*self.setting, ("question", way), ("lines", lines), primed, *source))
+            for seed, lines, sample, source in self._questions()
+            for method, budget, way in self.askings
         ]  # fmt: skip
 
-    def _questions(self) -> list[tuple[int, int, int, tuple[tuple[str, str], ...]]]:
-        """Seed, lines, number and source of every question."""
-        if self.options.file:
-            source = (("file", Path(self.options.file).name),)
-            return [(seed, row.lines, i, source) for seed in self.seeds for i, row in enumerate(self._file_rows)]
-        numbers = range(self.options.questions)
-        return [(seed, lines, number, ()) for seed in self.seeds for lines in self.options.lines for number in numbers]
+    def _questions(self) -> list[tuple[int, int, str, tuple[tuple[str, str], ...]]]:
+        """Seed, lines, name and source of every question."""
+        options = self.options
+        if options.file:
+            source = (("file", Path(options.file).name),)
+            rows = [(row.lines, f"lines={row.lines} question={i}") for i, row in enumerate(self._file_rows)]
+            return [(seed, lines, sample, source) for seed in self.seeds for lines, sample in rows]
+        return [
+            (seed, lines, f"lines={lines} text={text} question={number}", ())
+            for seed in self.seeds
+            for lines in options.lines
+            for text in range(options.texts)
+            for number in range(min(options.questions, lines))
+        ]
+
+    def text_of(self, cell: Cell) -> str:
+        return cell.sample if self.options.file else cell.sample.rpartition(" question=")[0]
 
     @functools.cached_property
     def _file_rows(self) -> list[LineRecord]:
@@ -66,10 +77,10 @@ class Lines(QuestionExperiment):
 
     def record(self, cell: Cell) -> LineRecord:
         """The lines that a cell asks about."""
-        number = int(cell.sample.rpartition("=")[2])
+        named = dict(part.split("=") for part in cell.sample.split())
         if self.options.file:
-            return self._file_rows[number]
-        return line_records.generate(dict(cell.setting)["lines"], cell.seed, number)
+            return self._file_rows[int(named["question"])]
+        return line_records.generate(int(named["lines"]), cell.seed, int(named["text"]), int(named["question"]))
 
     def ask(self, cell: Cell) -> Question:
         found = self.record(cell)

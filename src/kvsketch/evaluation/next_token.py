@@ -4,6 +4,7 @@
     reading = Reading(model, cache, ids, start)        # the cache holds the first `start` tokens
     reading.to(end)                                    # decode steps along the text
     reading.nll                                        # [B, n]: tokens start + 1 .. end - 1, NaN elsewhere
+    reading.kl                                         # likewise, with the full cache's log-probabilities
 
 Token `start` is predicted by the prefill, which is exact whatever the method; the first that a compressed cache
 predicts is the one behind it.
@@ -45,11 +46,22 @@ def exact_nll(model: Any, ids: Tensor) -> Tensor:  # [B, n] float32
     return found
 
 
-class Script:
-    """Stands where a sampler stands in a decode step: the next token is that of the text, and its -log p is noted."""
+@torch.no_grad()
+def full_log_probs(model: Any, ids: Tensor, start: int) -> Tensor:  # [B, n - start, V] float32
+    """Log-probabilities of the tokens behind those from `start` on, with the model's own full cache."""
+    past = model(ids[:, :start], use_cache=True, logits_to_keep=1).past_key_values
+    found: Tensor = model(ids[:, start:], past_key_values=past, use_cache=True).logits.float().log_softmax(-1)
+    return found
 
-    def __init__(self, ids: Tensor, start: int) -> None:
-        self.ids = ids
+
+class Script:
+    """Stands where a sampler stands in a decode step: the next token is that of the text, and its -log p is noted, and
+    how far its distribution lies from the one `expected` [B, n - start - 1, V].
+    """
+
+    def __init__(self, ids: Tensor, start: int, expected: Tensor | None = None) -> None:
+        self.ids, self.start, self.expected = ids, start, expected
+        self.kl = torch.full(ids.shape, float("nan"), device=ids.device)
         self.place = torch.full((ids.shape[0], 1), start + 1, device=ids.device)
         self.nll = torch.full(ids.shape, float("nan"), device=ids.device)
 
@@ -60,6 +72,11 @@ class Script:
         """Runs eagerly or under capture, always on the same addresses."""
         token = self.ids.gather(1, self.place)
         self.nll.scatter_(1, self.place, losses(logits.unsqueeze(1), token))
+        if self.expected is not None:
+            at = (self.place - self.start - 1).unsqueeze(-1).expand(-1, -1, self.expected.shape[-1])
+            wanted = self.expected.gather(1, at).squeeze(1)  # [B, V]
+            kl = (wanted.exp() * (wanted - logits.float().log_softmax(-1))).sum(-1, keepdim=True)
+            self.kl.scatter_(1, self.place, kl.clamp_min(0))
         self.place += 1
         return token
 
@@ -67,11 +84,13 @@ class Script:
 class Reading:
     """Decode steps along ids [B, n] behind a cache that has read the first `start` tokens of them."""
 
-    def __init__(self, model: Any, cache: CompressedCache, ids: Tensor, start: int) -> None:
+    def __init__(
+        self, model: Any, cache: CompressedCache, ids: Tensor, start: int, expected: Tensor | None = None
+    ) -> None:
         if cache.tokens_seen != start:
             raise ValueError(f"the cache has read {cache.tokens_seen} tokens, not the first {start} of the text")
         self.model, self.cache = model, cache
-        self._script, self._end = Script(ids, start), start + 1
+        self._script, self._end = Script(ids, start, expected), start + 1
         self._token = ids[:, start : start + 1]
         self._step: decoding.Step | None = None
         if ids.shape[1] - start > STEPS_WORTH_CAPTURING and decoding.impossible(model, cache, {}) is None:
@@ -81,6 +100,10 @@ class Reading:
     @property
     def nll(self) -> Tensor:
         return self._script.nll
+
+    @property
+    def kl(self) -> Tensor:
+        return self._script.kl
 
     @torch.no_grad()
     def to(self, end: int) -> None:

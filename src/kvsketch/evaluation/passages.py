@@ -9,20 +9,26 @@ from torch import Tensor
 
 from kvsketch.models import texts
 from kvsketch.options import option
+from kvsketch.records.held_out import is_held_out_text
+
+HELD_OUT = "held-out:"
 
 
 def texts_option(default: str) -> Any:
-    return option(default, "so many of the longest speeches, or names by commas")
+    return option(default, "so many of the longest speeches (held-out:4: of those kept out of tuning), or names")
 
 
 def names(wanted: str) -> list[str]:
     """The speeches that `--texts` asks for: so many of the longest, or names separated by commas."""
+    apart = wanted.startswith(HELD_OUT)
+    wanted = wanted.removeprefix(HELD_OUT)
     if not wanted.strip().isdigit():
         found = [name.strip() for name in wanted.split(",") if name.strip()]
         for name in found:
             texts.document(name)
         return found
-    known, count = texts.speeches(), int(wanted)
+    known = [name for name in texts.speeches() if not apart or is_held_out_text(name)]
+    count = int(wanted)
     if not 1 <= count <= len(known):
         raise ValueError(f"--texts {wanted} is outside 1 to {len(known)}, the number of speeches; or name speeches")
     return sorted(known, key=lambda name: -len(texts.document(name)))[:count]

@@ -13,6 +13,7 @@ One record for each method, budget, text and position:
 
     nll         mean -log p(next token), full_nll the same tokens with the model's own cache
     deviation   exp(nll) - exp(full_nll)
+    kl          prefill alone: mean KL(full cache || method) of the next token's distribution, in nats
     chunk_nll, full_chunk_nll, chunk_tokens     means of runs of tokens, to draw intervals from
 
 The token right behind a prefill is not counted: no compressed cache predicts it. The method `full` runs through the
@@ -21,20 +22,22 @@ same steps as the others; its deviation is the noise of the number format.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
+from kvsketch.cache.compressed import CompressedCache
 from kvsketch.evaluation import experiment, passages, runner
-from kvsketch.evaluation.budgets import text_form
+from kvsketch.evaluation.budgets import Fitted, with_budget
 from kvsketch.evaluation.experiment import Cell, ExperimentOptions, budgets_option
-from kvsketch.evaluation.next_token import Reading, exact_nll
-from kvsketch.evaluation.shared_prefill import memory, shared_prefill, streamed_prefill
+from kvsketch.evaluation.next_token import Reading, exact_nll, full_log_probs
+from kvsketch.evaluation.shared_prefill import Prefilled, memory, shared_prefill, streamed_prefill
 from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
 from kvsketch.options import option
@@ -93,6 +96,7 @@ class Perplexity(experiment.Experiment):
                 f"{options.tokens}; use smaller ones"
             )
         self._read: dict[str, tuple[Tensor, Tensor]] = {}
+        self._fitted = Fitted()
 
     def check(self) -> None:
         passages.require(self.tokenizer, self.names, self.options.tokens)
@@ -148,8 +152,7 @@ class Perplexity(experiment.Experiment):
 
     def _stream(self, cells: list[Cell], names: list[str], ids: Tensor, full: Tensor) -> Iterator[tuple[Cell, Data]]:
         prefix, tokens = self.options.prefix, self.options.tokens
-        method, facts = self._text_form(cells[0])
-        cache = shared_prefill(self.model, ids[:, :prefix]).cache(method, cells[0].cache_seed)
+        cache, facts = self._cache_of_stream(cells[0], shared_prefill(self.model, ids[:, :prefix]))
         reading = Reading(self.model, cache, ids, prefix)
         for position in self.positions:
             asked = [cell for cell in cells if _position(cell) == position]
@@ -162,32 +165,34 @@ class Perplexity(experiment.Experiment):
                 row = names.index(cell.sample)
                 yield cell, summary(reading.nll[row, scored], full[row, scored], CHUNK) | held | _drawn(cell)
 
-    def _text_form(self, cell: Cell) -> tuple[str, Data]:
-        """The method of a stream, its budget in tokens: a share is one of the whole text, not of the prefix."""
-        tokens = self.options.tokens
-        if self.options.budgets_in == "tokens" and cell.budget:
-            cell = replace(cell, budget=str(Size.parse(cell.budget).of(tokens)))
-        return text_form(self.model, cell.method, cell.budget, tokens, self.options.budgets_in)
+    def _cache_of_stream(self, cell: Cell, read: Prefilled) -> tuple[CompressedCache, Data]:
+        """The cache that has read the prefix, its budget in tokens: a share is one of the whole text."""
+        tokens, facts = self.options.tokens, Data()
+        method, budget = cell.method, str(Size.parse(cell.budget).of(tokens)) if cell.budget else ""
+        if self.options.budgets_in == "bytes" and cell.budget:
+            prefix = self.options.prefix
+            _, facts = self._fitted.cache(read.cache, cell.method, cell.budget, prefix, "bytes")
+            method, budget = facts["measured_as"], str(facts["budget_tokens"] * tokens // prefix)
+            facts["budget_tokens"] = int(budget)
+        return read.cache(with_budget(method, budget), cell.cache_seed), facts
 
     def _prefill(self, cells: list[Cell], names: list[str], ids: Tensor, full: Tensor) -> Iterator[tuple[Cell, Data]]:
         position, steps = _position(cells[0]), self.options.steps
         read = {"input_ids": ids[:, :position], "attention_mask": torch.ones_like(ids[:, :position])}
         prefilled = None if self.options.chunk else shared_prefill(self.model, read)
         scored = slice(position + 1, position + 1 + steps)
+        expected = full_log_probs(self.model, ids[:, : scored.stop - 1], position)
         for asked in _by_method(cells):
             seed = asked[0].cache_seed
             # The rows of a cache draw the same numbers, so a method that draws any reads one text at a time.
             rows = [names.index(asked[0].sample)] if _drawn(asked[0]) else list(range(len(names)))
+            own = {name: tensor[rows] for name, tensor in read.items()}
+            make = functools.partial(self._behind, prefilled, own, rows, seed)
             try:
-                method, facts = text_form(
-                    self.model, asked[0].method, asked[0].budget, position, self.options.budgets_in
+                cache, facts = self._fitted.cache(
+                    make, asked[0].method, asked[0].budget, position, self.options.budgets_in
                 )
-                if prefilled is None:
-                    own = {name: tensor[rows] for name, tensor in read.items()}
-                    _, cache = streamed_prefill(self.model, own, method, seed, self.options.chunk)
-                else:
-                    cache = prefilled.rows(rows).cache(method, seed)
-                reading = Reading(self.model, cache, ids[rows, : scored.stop], position)
+                reading = Reading(self.model, cache, ids[rows, : scored.stop], position, expected[rows])
                 reading.to(scored.stop)
                 held = memory(cache) | facts
             except Exception as error:
@@ -195,8 +200,17 @@ class Perplexity(experiment.Experiment):
                 continue
             for cell in asked:
                 row = names.index(cell.sample)
-                nll = reading.nll[rows.index(row), scored]
-                yield cell, summary(nll, full[row, scored], steps) | held | _drawn(cell)
+                nll, kl = (each[rows.index(row), scored] for each in (reading.nll, reading.kl))
+                found = summary(nll, full[row, scored], steps) | {"kl": float(kl.double().mean())}
+                yield cell, found | held | _drawn(cell)
+
+    def _behind(
+        self, prefilled: Prefilled | None, read: dict[str, Tensor], rows: list[int], seed: int, text: str
+    ) -> CompressedCache:
+        """The cache of a method behind a prefill."""
+        if prefilled is None:
+            return streamed_prefill(self.model, read, text, seed, self.options.chunk)[1]
+        return prefilled.rows(rows).cache(text, seed)
 
     def table(self, data: list[Data]) -> Table:
         """A row for each method and budget: deviation of perplexity by position and over all, with its interval."""

@@ -1,31 +1,38 @@
-"""What experiments share that ask a model about long prompts and score its answers.
+"""What experiments share that ask a model about long texts and score its answers.
 
-The prompts of a batch are read once, padded on the left; then every method at every budget compresses a copy and
-answers. With `--question-as-decode` the prompts are compressed before the question is known: it is fed afterwards,
-token by token, like text that the model generates.
+The texts of a batch are read once, padded on the left; then every method at every budget compresses a copy and answers.
 
-All rows of a cache draw the same random numbers, so a method that draws any gets a cache for each question, with a seed
-of its own (`cache_seed` in the record).
+    unseen    the text is compressed before a question is known; each question is then fed at once, as a new turn, to a
+              copy of the compressed cache, so that many questions cost one text
+    seen      the question is the end of the prompt: a method may look at it while it compresses
+
+`--question auto` asks methods that look at the question (snapkv, pyramidkv) the second way, all others the first.
+
+All rows of a cache draw the same random numbers, so a method that draws any gets a cache for each text, with a seed of
+its own (`cache_seed` in the record).
 """
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvsketch.cache.compressed import CompressedCache
 from kvsketch.evaluation import budgets
-from kvsketch.evaluation.experiment import Cell, Experiment, ExperimentOptions, failure
+from kvsketch.evaluation.experiment import Cell, Experiment, ExperimentOptions, cache_seed, failure
 from kvsketch.evaluation.shared_prefill import Prefilled, memory, rows_that_fit, shared_prefill, streamed_prefill
 from kvsketch.methods import parse_method
 from kvsketch.models import encode_chat
 from kvsketch.options import option
 
 LARGEST_BATCH = 64
+AUTO, SEEN, UNSEEN = "auto", "seen", "unseen"
 
 
 @dataclass(frozen=True)
@@ -34,11 +41,20 @@ class Question:
 
     ids: tuple[int, ...]
     asked: int
-    expected: str
+    expected: Any
     facts: dict[str, Any] = field(default_factory=dict)  # what the record says of it, such as a line's position
 
 
-def chat_question(tokenizer: Any, text: str, question: str, expected: str, opening: str = "", **facts: Any) -> Question:
+class Asked(NamedTuple):
+    """A question about the text in row `row` of a batch, what is fed of it after compression, and its cells."""
+
+    row: int
+    after: tuple[int, ...]
+    question: Question
+    cells: list[Cell]
+
+
+def chat_question(tokenizer: Any, text: str, question: str, expected: Any, opening: str = "", **facts: Any) -> Question:
     """The text and then the question as one turn of a chat, and the opening of the answer where it is given."""
     ids = encode_chat(tokenizer, text + question)["input_ids"][0].tolist()
     without = encode_chat(tokenizer, text)["input_ids"][0].tolist()
@@ -51,11 +67,13 @@ def chat_question(tokenizer: Any, text: str, question: str, expected: str, openi
 
 @dataclass
 class QuestionOptions(ExperimentOptions):
-    batch: int = option(0, "questions read together; 0: as many as memory holds", least=0)
-    rows_per_seed: int = option(1, "questions that share the random numbers of a cache; more: faster", least=1)
+    batch: int = option(0, "texts, and questions, read together; 0: as many as memory holds", least=0)
+    rows_per_seed: int = option(1, "texts that share the random numbers of a cache; more: faster", least=1)
     max_new_tokens: int = option(48, "tokens of an answer", least=1)
     eager: bool = option(False, "decode on a GPU without captured graphs")
-    question_as_decode: bool = option(False, "compress before the question is known; feed it by tokens")
+    question: tuple[str, ...] = option(
+        AUTO, "whether it is known when the text is compressed; auto: by method", choices=(AUTO, SEEN, UNSEEN)
+    )
     chunk: int = option(0, "read prompts as a stream of chunks; 0: exact prefill", least=0)
 
 
@@ -64,137 +82,181 @@ class QuestionExperiment(Experiment):
 
     options: QuestionOptions
 
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self._fitted = budgets.Fitted()
+
     @abstractmethod
     def ask(self, cell: Cell) -> Question:
         """The question of a cell; the same for every method and budget."""
 
     @abstractmethod
-    def score(self, answer: str, expected: str) -> float:
+    def score(self, answer: str, expected: Any) -> float:
         """1 for a right answer, 0 for a wrong one."""
 
     def batch_key(self, cell: Cell) -> Hashable:
         """Cells with the same key may be read in one batch: their prompts have about the same length."""
         return cell.setting
 
+    def text_of(self, cell: Cell) -> str:
+        """The name of the text that a cell asks about; cells that share one have the same tokens before their
+        question.
+        """
+        return cell.sample
+
+    @property
+    def askings(self) -> list[tuple[str, str, str]]:
+        """Method, budget and way to ask of all that is compared."""
+        found = []
+        for method, budget in self.contenders:
+            own = SEEN if parse_method(method).looks_at_question else UNSEEN
+            found += [(method, budget, own if way == AUTO else way) for way in self.options.question]
+        return list(dict.fromkeys(found))
+
     @property
     def setting(self) -> tuple[tuple[str, Any], ...]:
         options = self.options
-        added = (("max_new_tokens", options.max_new_tokens), ("question_as_decode", options.question_as_decode))
         streamed = (("chunk", options.chunk),) if options.chunk else ()
-        return (*super().setting, *added, *streamed)
+        return (*super().setting, ("max_new_tokens", options.max_new_tokens), *streamed)
 
     def groups(self) -> Iterable[list[Cell]]:
-        alike: dict[Hashable, dict[tuple[Any, ...], list[Cell]]] = {}
+        alike: dict[Hashable, dict[Hashable, list[Cell]]] = {}
         for cell in self.cells():
-            alike.setdefault((cell.seed, self.batch_key(cell)), {}).setdefault(_asked(cell), []).append(cell)
+            way = _way(cell)
+            text = self.text_of(cell) if way == UNSEEN else cell.sample
+            alike.setdefault((cell.seed, way, self.batch_key(cell)), {}).setdefault(text, []).append(cell)
         size = self.options.batch or LARGEST_BATCH
-        for asked in alike.values():
-            for some in _chunks(list(asked.values()), size):
+        for texts in alike.values():
+            for some in _chunks(list(texts.values()), size):
                 yield [cell for cells in some for cell in cells]
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        rows: dict[tuple[Any, ...], list[Cell]] = {}
+        alike: dict[tuple[Any, ...], list[Cell]] = {}
         for cell in cells:
-            rows.setdefault(_asked(cell), []).append(cell)
-        questions = [(self.ask(row[0]), row) for row in rows.values()]
-        longest = max(len(question.ids) for question, _row in questions)
+            alike.setdefault((cell.sample, cell.seed, cell.setting), []).append(cell)
+        texts: dict[tuple[int, ...], list[Asked]] = {}
+        for own in alike.values():
+            question = self.ask(own[0])
+            end = len(question.ids) - (question.asked if _way(own[0]) == UNSEEN else 0)
+            asked = texts.setdefault(question.ids[:end], [])
+            asked.append(Asked(0, question.ids[end:], question, own))
+        longest = max(len(each.question.ids) for asked in texts.values() for each in asked)
         size = self.options.batch or rows_that_fit(self.model, longest + self.options.max_new_tokens)
-        for some in _chunks(questions, size):
-            yield from self._measure_batch(some)
+        for some in _chunks(list(texts.items()), size):
+            yield from self._measure_batch(some, size)
 
-    def _measure_batch(self, rows: list[tuple[Question, list[Cell]]]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        questions = [question for question, _cells in rows]
+    def _measure_batch(
+        self, texts: list[tuple[tuple[int, ...], list[Asked]]], size: int
+    ) -> Iterator[tuple[Cell, dict[str, Any]]]:
         prefilled = None
         try:
-            inputs, question_ids = self._inputs(questions)
+            inputs = _left_padded([ids for ids, _asked in texts])
             # What a streaming prompt leaves behind differs from method to method.
             prefilled = inputs if self.options.chunk else shared_prefill(self.model, inputs)
         except torch.OutOfMemoryError:
-            if len(rows) == 1:
+            if len(texts) == 1:
                 raise
         if prefilled is None:
             torch.cuda.empty_cache()
-            for half in _chunks(rows, -(-len(rows) // 2)):
-                yield from self._measure_batch(half)
+            for half in _chunks(texts, -(-len(texts) // 2)):
+                yield from self._measure_batch(half, size)
             return
-        contenders = dict.fromkeys((c.method, c.budget) for _question, cells in rows for c in cells)
-        for method, budget in contenders:
-            missing = [
-                (row, cell)
-                for row, (_question, cells) in enumerate(rows)
-                for cell in cells
+        asked = [each._replace(row=row) for row, (_ids, own) in enumerate(texts) for each in own]
+        for method, budget in dict.fromkeys((c.method, c.budget) for each in asked for c in each.cells):
+            wanted = [
+                each._replace(cells=[cell])
+                for each in asked
+                for cell in each.cells
                 if (cell.method, cell.budget) == (method, budget)
             ]
-            size = self.options.rows_per_seed if parse_method(method).random else len(rows)
-            for part in _chunks(missing, size):
-                yield from self._measure_rows(prefilled, question_ids, questions, part)
+            rows = list(dict.fromkeys(each.row for each in wanted))
+            for part in _chunks(rows, self.options.rows_per_seed if parse_method(method).random else len(rows)):
+                yield from self._measure_rows(prefilled, part, [each for each in wanted if each.row in part], size)
 
     def _measure_rows(
-        self,
-        prompts: Prefilled | dict[str, Tensor],
-        question_ids: Tensor | None,
-        questions: list[Question],
-        asked: list[tuple[int, Cell]],
+        self, prompts: Prefilled | dict[str, Tensor], rows: list[int], asked: list[Asked], size: int
     ) -> list[tuple[Cell, dict[str, Any]]]:
-        """The outcomes of some rows of a batch with one method at one budget, through one cache."""
-        cell = asked[0][1]
-        rows = [row for row, _cell in asked] if len(asked) < len(questions) else None
-        chosen = questions if rows is None else [questions[row] for row in rows]
-        ids = question_ids if rows is None or question_ids is None else question_ids[rows]
-        if rows is not None:
-            prompts = prompts.rows(rows) if isinstance(prompts, Prefilled) else {k: v[rows] for k, v in prompts.items()}
+        """The outcomes of the questions about some rows of a batch with one method at one budget, of one cache."""
+        first = asked[0].cells[0]
+        seed = cache_seed(first.seed, self.text_of(first) if _way(first) == UNSEEN else first.sample)
         try:
-            outcomes = self._answers(prompts, ids, cell.method, cell.budget, cell.cache_seed, chosen)
+            outcomes = self._answers(prompts, rows, asked, seed, size)
         except Exception as error:
-            outcomes = [failure(error)] * len(chosen)
-        drawn = {"cache_seed": cell.cache_seed} if parse_method(cell.method).random else {}
-        return [(cell, outcome | drawn) for (_row, cell), outcome in zip(asked, outcomes, strict=True)]
-
-    def _inputs(self, questions: list[Question]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Prompts padded on the left, and what is fed after them: in every row as many tokens as the longest
-        question has.
-        """
-        kept = max(question.asked for question in questions) if self.options.question_as_decode else 0
-        width = max(len(question.ids) for question in questions)
-        ids = torch.tensor([[0] * (width - len(q.ids)) + list(q.ids) for q in questions])
-        mask = torch.tensor([[0] * (width - len(q.ids)) + [1] * len(q.ids) for q in questions])
-        end = width - kept
-        return {"input_ids": ids[:, :end], "attention_mask": mask[:, :end]}, ids[:, end:] if kept else None
+            outcomes = [failure(error)] * len(asked)
+        drawn = {"cache_seed": seed} if parse_method(first.method).random else {}
+        return [(each.cells[0], outcome | drawn) for each, outcome in zip(asked, outcomes, strict=True)]
 
     def _answers(
-        self,
-        prompts: Prefilled | dict[str, Tensor],
-        question_ids: Tensor | None,
-        method: str,
-        budget: str,
-        seed: int,
-        questions: list[Question],
+        self, prompts: Prefilled | dict[str, Tensor], rows: list[int], asked: list[Asked], seed: int, size: int
     ) -> list[dict[str, Any]]:
-        """The outcome of each row of a batch with one method at one budget."""
-        prompt = (prompts["input_ids"] if isinstance(prompts, dict) else prompts.input_ids).shape[1]
-        text, facts = budgets.text_form(self.model, method, budget, prompt, self.options.budgets_in)
+        """The outcome of each question with the method and budget of its cell."""
+        cell, unit = asked[0].cells[0], self.options.budgets_in
         if isinstance(prompts, dict):
-            prefilled, cache = streamed_prefill(self.model, prompts, text, seed, self.options.chunk)
+            own = {name: tensor[rows] for name, tensor in prompts.items()}
+            length, chunk = own["input_ids"].shape[1], self.options.chunk
+            pairs: list[Prefilled] = []
+
+            def make(text: str) -> CompressedCache:
+                prefilled, cache = streamed_prefill(self.model, own, text, seed, chunk)
+                pairs[:] = [prefilled]
+                return cache
+
+            cache, facts = self._fitted.cache(make, cell.method, cell.budget, length, unit)
+            chosen = pairs[0]
         else:
-            prefilled, cache = prompts, prompts.cache(text, seed)
+            chosen = prompts.rows(rows) if len(rows) < len(prompts.input_ids) else prompts
+            length = chosen.input_ids.shape[1]
+            cache, facts = self._fitted.cache(
+                lambda text: chosen.cache(text, seed), cell.method, cell.budget, length, unit
+            )
         facts |= memory(cache)
-        tokens = prefilled.generate(cache, self.options.max_new_tokens, question_ids, self.options.eager)
-        answers = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return [
-            {
-                "score": self.score(answer, question.expected),
-                "answer": answer,
-                "expected": question.expected,
-                "prompt_tokens": len(question.ids),
-                **facts,
-                **question.facts,
-            }
-            for answer, question in zip(answers, questions, strict=True)
-        ]
+        found: dict[int, str] = {}
+        parts = list(_of_equal_length(asked, size))
+        for number, part in enumerate(parts):
+            picks = [rows.index(asked[at].row) for at in part]
+            ids = torch.tensor([asked[at].after for at in part], dtype=torch.long)
+            last = number == len(parts) - 1
+            tokens = self._continue(chosen, cache if last else copy.deepcopy(cache), picks, ids)
+            found |= dict(zip(part, self.tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True))
+        return [self._outcome(each.question, found[at], facts) for at, each in enumerate(asked)]
+
+    def _continue(self, texts: Prefilled, cache: CompressedCache, picks: list[int], after: Tensor) -> Tensor:  # [Q, m]
+        """Answers to questions of equal length [Q, n] about the texts `picks`, several of which may be the same."""
+        if picks != list(range(len(texts.input_ids))):
+            cache.batch_select_indices(torch.tensor(picks, device=self.model.device))
+            texts = texts.rows(picks)
+        question = after if after.shape[1] else None
+        return texts.generate(cache, self.options.max_new_tokens, question, self.options.eager)
+
+    def _outcome(self, question: Question, answer: str, facts: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "score": self.score(answer, question.expected),
+            "answer": answer,
+            "expected": question.expected,
+            "prompt_tokens": len(question.ids),
+            **facts,
+            **question.facts,
+        }
 
 
-def _asked(cell: Cell) -> tuple[Any, ...]:
-    return cell.sample, cell.seed, cell.setting
+def _way(cell: Cell) -> str:
+    return str(dict(cell.setting)["question"])
+
+
+def _left_padded(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _of_equal_length(asked: Sequence[Asked], size: int) -> Iterator[list[int]]:
+    """Numbers of questions that can be fed together: with as many tokens, at most `size` of them."""
+    alike: dict[int, list[int]] = {}
+    for number, each in enumerate(asked):
+        alike.setdefault(len(each.after), []).append(number)
+    for numbers in alike.values():
+        yield from _chunks(numbers, size)
 
 
 def _chunks(items: list[Any], size: int) -> Iterator[list[Any]]:

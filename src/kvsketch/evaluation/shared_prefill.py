@@ -24,12 +24,14 @@ from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.streaming import prefill
 from kvsketch.decode import captured as decoding
 from kvsketch.decode.sampling import Sampler
+from kvsketch.evaluation.budgets import full_bytes
 from kvsketch.methods.base import Method
 from kvsketch.methods.full import Full
 from kvsketch.slots.table import SlotTable
 
 ROWS_ON_A_CPU = 4
 SHARE_OF_FREE_MEMORY = 0.7
+STEPS_WORTH_CAPTURING = 10
 
 
 @dataclass(frozen=True)
@@ -129,13 +131,13 @@ class Prefilled:
     ) -> Tensor:
         """The greedy continuation [B, m] up to the end token of every row; rows that end early are padded.
 
-        `question_ids` [B, q] are fed first, one at a time, as if they had been generated: the method has compressed
-        the prompts before it sees them. No processor changes the logits, whatever the model's generation config says.
-        On a GPU the steps are captured as a graph unless `eager`.
+        `question_ids` [B, q] are fed first, at once, as a new turn: the method has compressed the prompts before it
+        sees them. No processor changes the logits, whatever the model's generation config says. On a GPU many steps
+        are captured as a graph unless `eager`.
         """
         mask, logits = self.attention_mask, self.logits
-        for token in () if question_ids is None else question_ids.to(mask.device).split(1, 1):
-            mask, logits = self._feed(cache, token, mask)
+        if question_ids is not None:
+            mask, logits = self._feed(cache, question_ids.to(mask.device), mask)
         eos, pad = self._end_tokens()
         start = cache.tokens_seen
         # The sampler only writes here: without processors nothing reads the history.
@@ -143,6 +145,7 @@ class Prefilled:
         sampler = Sampler((), history, start + max_new_tokens, eos, pad, do_sample=False)
         sampler.before_step()
         token = sampler.choose(logits)
+        eager = eager or max_new_tokens < STEPS_WORTH_CAPTURING
         if not eager and decoding.impossible(self.model, cache, {}) is None:
             step = decoding.Step(self.model, cache, sampler, token, start + max_new_tokens)
             while sampler.length < start + max_new_tokens and not sampler.finished():
@@ -154,10 +157,10 @@ class Prefilled:
                 token = sampler.choose(logits)
         return sampler.tokens()[:, start:]
 
-    def _feed(self, cache: CompressedCache, token: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        mask = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], 1)
-        positions = mask.long().sum(-1, keepdim=True) - 1
-        return mask, _forward(self.model, cache, token, mask, positions)
+    def _feed(self, cache: CompressedCache, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        mask = torch.cat([mask, mask.new_ones(ids.shape)], 1)
+        positions = (mask.long().cumsum(-1) - 1)[:, -ids.shape[1] :]
+        return mask, _forward(self.model, cache, ids, mask, positions)
 
     def _end_tokens(self) -> tuple[Tensor | None, Tensor | None]:
         config, device = self.model.generation_config, self.input_ids.device
@@ -177,18 +180,6 @@ def memory(cache: CompressedCache) -> dict[str, int]:
         "host_bytes": cache.host_bytes // rows,
         "full_bytes": full_bytes(cache) // rows,
     }
-
-
-def full_bytes(cache: CompressedCache) -> int:
-    """Bytes of keys and values of every token seen, in all layers."""
-    total = 0
-    for layer in cache.layers:
-        if isinstance(layer, SlotLayer):
-            total += layer.table.token_bytes() * layer.table.seen
-        else:
-            tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
-            total += sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
-    return total
 
 
 def rows_that_fit(model: Any, tokens: int) -> int:

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.evaluation import runner
-from kvsketch.evaluation.budgets import text_form
+from kvsketch.evaluation.budgets import Fitted, with_budget
 from kvsketch.evaluation.experiment import Cell, Experiment, ExperimentOptions, budgets_option
-from kvsketch.evaluation.shared_prefill import memory
+from kvsketch.evaluation.shared_prefill import memory, shared_prefill
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size
@@ -80,7 +80,11 @@ class TokenLife(Experiment):
         words = [self.tokenizer.decode([token]) for token in ids[0].tolist()]
         share = str(Size.parse(cell.budget).of(ids.shape[1])) if cell.budget else ""
         in_tokens = cell if options.budgets_in == "bytes" else dataclasses.replace(cell, budget=share)
-        text, facts = text_form(self.model, in_tokens.method, in_tokens.budget, ids.shape[1], options.budgets_in)
+        text, facts = with_budget(in_tokens.method, in_tokens.budget), dict[str, Any]()
+        if options.budgets_in == "bytes":
+            make = shared_prefill(self.model, ids).cache
+            cache, facts = Fitted().cache(make, cell.method, cell.budget, ids.shape[1], "bytes")
+            text = str(cache.method)
         reads: Reads = {}
         method = noting_reads(parse_method(text), reads)
         cache = CompressedCache(self.model, method, seed=cell.cache_seed)

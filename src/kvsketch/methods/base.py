@@ -59,6 +59,7 @@ class Method:
     # Settings with which equal budgets are equal bytes; `--methods all` uses them.
     compared_with: ClassVar[str] = ""
     random: ClassVar[bool] = False  # whether the seed changes the result
+    looks_at_question: ClassVar[bool] = False  # whether the end of a prompt decides what stays
     # Parameters of other methods that it cannot have, and why.
     lacks: ClassVar[Mapping[str, str]] = {"share": "it has no scores that heads could compare"}
     # Defaults of earlier versions, whose saved files name only what differed from them.

@@ -49,6 +49,8 @@ class SnapKV(AttentionScored):
     pool: str = option("avg", "how the votes of neighbours are pooled", POOLS)
     gqa_reduce: str = option("sum", "how the votes of the query heads of one KV head become one", REDUCTIONS)
 
+    looks_at_question: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         self._require("window", _whole(self.window) and self.window >= 1, "a whole number of queries, 1 or more")
         odd = _whole(self.kernel) and self.kernel >= 1 and self.kernel % 2 == 1

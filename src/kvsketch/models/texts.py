@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
@@ -68,32 +68,37 @@ def document(name: str = LONGEST_SPEECH) -> str:
 
 
 def passkey_document(
-    tokenizer: PreTrainedTokenizerBase, tokens: int, depth: float = 0.5, seed: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: int,
+    depth: float = 0.5,
+    seed: int = 0,
+    among: Sequence[str] = (),
 ) -> PasskeyDocument:
     """Hide a five-digit passkey at a relative depth of real text, the whole chat prompt about `tokens` tokens long.
 
     The prompt is never longer than `tokens` and at most a sentence shorter. The seed chooses the passkey and the speech
-    that the text begins with; where one speech is too short, the following ones are appended.
+    that the text begins with; where one speech is too short, the following ones are appended. `among`: the speeches
+    that may be taken, all unless given.
     """
     if not 0 <= depth <= 1:
         raise ValueError(f"depth {depth} is outside [0, 1]; 0 hides the passkey at the start of the text, 1 at its end")
     chance = random.Random(seed)
     passkey = str(chance.randint(10_000, 99_999))
-    sentences = _sentences(CHARACTERS_PER_TOKEN * tokens, chance)
+    found = sentences(CHARACTERS_PER_TOKEN * tokens, chance, among)
 
     def with_sentences(count: int) -> PasskeyDocument:
-        return _assemble(tokenizer, sentences[:count], passkey, depth)
+        return _assemble(tokenizer, found[:count], passkey, depth)
 
     if _length(with_sentences(1)) > tokens:
         raise ValueError(
             f"{tokens} tokens cannot hold the passkey, the question and a sentence of text; "
             f"use at least {_length(with_sentences(1))}"
         )
-    if _length(with_sentences(len(sentences))) < tokens:
+    if _length(with_sentences(len(found))) < tokens:
         raise ValueError(
-            f"there is not enough text for {tokens} tokens; use at most {_length(with_sentences(len(sentences)))}"
+            f"there is not enough text for {tokens} tokens; use at most {_length(with_sentences(len(found)))}"
         )
-    fits, too_many = 1, len(sentences) + 1
+    fits, too_many = 1, len(found) + 1
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         if _length(with_sentences(middle)) <= tokens:
@@ -123,19 +128,19 @@ def _sentence_at(sentences: list[str], depth: float) -> int:
     return min(range(len(ends)), key=lambda index: abs(ends[index] - depth * ends[-1]))
 
 
-def _sentences(characters: int, chance: random.Random) -> list[str]:
+def sentences(characters: int, chance: random.Random, among: Sequence[str] = ()) -> list[str]:
     """Sentences with the white space that follows them, from a random speech on, until there are enough characters."""
     texts = _read_speeches(_wheel())
-    names = list(texts)
+    names = list(among or texts)
     first = chance.randrange(len(names))
-    sentences: list[str] = []
+    found: list[str] = []
     for name in names[first:] + names[:first]:
         for sentence in _split(texts[name].strip() + "\n\n"):
             if characters <= 0:
-                return sentences
-            sentences.append(sentence)
+                return found
+            found.append(sentence)
             characters -= len(sentence)
-    return sentences
+    return found
 
 
 def _split(text: str) -> Iterator[str]:

@@ -24,6 +24,7 @@ Record = dict[str, Any]
 FAILED = "failed"  # the field of data that holds the reason of a measurement that failed
 SECONDS_BETWEEN_WRITES = 2.0
 OWN = ("seed", "time", "data")  # what each record says for itself; all else belongs to its run
+OLD_QUESTION = "question_as_decode"
 PLACE = "place"  # file and line that a record was read from
 
 
@@ -169,8 +170,19 @@ def _parsed(line: bytes, runs: dict[str, Record]) -> Record | None:
         found = {**run, **own, "data": {**run.get("data", {}), **_data(own)}}
     if not isinstance(found.get("kind"), str):
         raise ValueError("it has no kind")
-    _data(found)
-    return {"seed": None, **found}
+    return _renamed({"seed": None, **found, "data": _data(found)})
+
+
+def _renamed(record: Record) -> Record:
+    """An older record with the names of today: `question_as_decode` is `question`, seen or unseen."""
+    data = record["data"]
+    if OLD_QUESTION not in data:
+        return record
+    unseen = data[OLD_QUESTION]
+    kept = {name: value for name, value in data.items() if name != OLD_QUESTION}
+    named = {"identity": ["question" if name == OLD_QUESTION else name for name in record.get("identity", ())]}
+    own = named if "identity" in record else {}
+    return {**record, **own, "data": {**kept, "question": "unseen" if unseen else "seen"}}
 
 
 def _data(record: Record) -> Record:

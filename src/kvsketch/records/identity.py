@@ -25,7 +25,7 @@ OLDER = (
         "sample",
         "tokens",
         "max_new_tokens",
-        "question_as_decode",
+        "question",
     ),
     *("lines", "length", "depth", "needles", "file", "task", "prompts", "chat", "max_prompt", "truncate", "clean"),
     *("protocol", "layers", "queries", "steps", "prefix", "bucket", "primed", "chunk", "layer", "kvpress"),

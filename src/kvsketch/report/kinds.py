@@ -96,8 +96,8 @@ def variants(data: Data) -> list[str]:
     found = [f"kvpress {data['kvpress']}"] if "kvpress" in data else []
     if data.get("budgets_in") == "bytes":
         found.append("budgets of equal bytes")
-    if data.get("question_as_decode"):
-        found.append("question after compression")
+    if data.get("question") == "unseen":
+        found.append("question unseen")
     if data.get("primed"):
         found.append("answer begun")
     if data.get("chunk"):

@@ -6,9 +6,8 @@ The documents are not part of kvsketch: --data is a folder with a <task>.jsonl f
 `hub`. Prompts are LongBench's own where the folder has config/dataset2prompt.json, else those of an installed lm-eval,
 else templates of ours; the record says which, and scores compare only under the same ones.
 
-Each prompt is prefilled once for all methods; answers are greedy. With --question-as-decode the end of the prompt that
-holds the question is fed token by token after compression, so that no method sees the question while it compresses
-(the protocol of Quest and ClusterKV).
+Each prompt is prefilled once for all methods; answers are greedy. With `--question unseen` the end of the
+prompt that holds the question is fed after compression, so that no method sees the question while it compresses.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, ClassVar
 from rich.table import Table
 
 from kvsketch.evaluation import runner
-from kvsketch.evaluation.budgets import text_form
+from kvsketch.evaluation.budgets import Fitted
 from kvsketch.evaluation.experiment import (
     Cell,
     Experiment,
@@ -55,7 +54,7 @@ class LongBenchOptions(ExperimentOptions):
     max_prompt: int | None = option(None, "tokens beyond which the middle is cut out; the context", least=2)
     truncate: str = option("text", "join the halves as text or as tokens", choices=TRUNCATIONS)
     plain_tasks: str | None = option(None, "tasks without chat template; few-shot and code tasks")
-    question_as_decode: bool = option(False, "feed the question token by token, after compression")
+    question: str = option("seen", "whether it is known when the text is compressed", choices=("seen", "unseen"))
     clean: str = option("longbench", "what of an answer is scored", choices=CLEANINGS)
     e_average: str = option("rows", "how -E tasks are averaged", choices=longbench_scores.E_AVERAGES)
     columns: str = option("groups", "columns of the summary", choices=("groups", "tasks"))
@@ -67,6 +66,7 @@ class LongBench(Experiment):
 
     def __init__(self, options: LongBenchOptions) -> None:
         super().__init__(options)
+        self._fitted = Fitted()
         if not options.data:
             raise ValueError("--data is missing; name a folder of <task>.jsonl files, LongBench's data.zip, or hub")
         self.task_names = longbench_tasks.task_names(options.tasks)
@@ -96,7 +96,7 @@ class LongBench(Experiment):
             ("chat", self.in_chat(task_of(name))),
             ("max_prompt", options.max_prompt),
             ("truncate", options.truncate),
-            ("question_as_decode", options.question_as_decode),
+            ("question", options.question),
             ("clean", options.clean),
         )
 
@@ -141,7 +141,7 @@ class LongBench(Experiment):
         """The token ids of a prompt, as the options want them."""
         options, chat = self.options, self.in_chat(task)
         limit = options.max_prompt or prompt_limit(self.model, self.tokenizer, chat, self._new_tokens(task))
-        question = question_of(prompt, task.marker) if options.question_as_decode else ""
+        question = question_of(prompt, task.marker) if options.question == "unseen" else ""
         return encode(self.tokenizer, prompt, chat=chat, limit=limit, truncation=options.truncate, question=question)
 
     def _new_tokens(self, task: Task) -> int:
@@ -149,8 +149,9 @@ class LongBench(Experiment):
 
     def _outcome(self, cell: Cell, task: Task, row: Row, encoded: Encoded, prefilled: Prefilled) -> dict[str, Any]:
         read = encoded.ids.shape[1]
-        method, facts = text_form(self.model, cell.method, cell.budget, read, self.options.budgets_in)
-        cache = prefilled.cache(method, cell.cache_seed)
+        cache, facts = self._fitted.cache(
+            lambda text: prefilled.cache(text, cell.cache_seed), cell.method, cell.budget, read, self.options.budgets_in
+        )
         facts |= memory(cache)
         tokens = prefilled.generate(cache, self._new_tokens(task), encoded.question)
         answer = self.tokenizer.decode(tokens[0], skip_special_tokens=True)
