@@ -7,6 +7,7 @@ from kvsketch.cli.lazy import group
 EXPERIMENTS = {
     "attention-error": "Error of the attention output against the tokens kept or read.",
     "lines": "Retrieval of one of many numbered lines, as in LongEval.",
+    "ruler": "Needles, variables and words in texts of any length: RULER's tasks.",
     "needle": "A passkey hidden in real text, by length and depth.",
     "longbench": "The 21 tasks of LongBench, from a local copy or the hub.",
     "perplexity": "Perplexity of a long text against the full cache, by position.",

@@ -98,6 +98,10 @@ class QuestionExperiment(Experiment):
         """Cells with the same key may be read in one batch: their prompts have about the same length."""
         return cell.setting
 
+    def new_tokens(self, cell: Cell) -> int:
+        """Tokens of an answer at most; the same for all cells of a batch."""
+        return self.options.max_new_tokens
+
     def text_of(self, cell: Cell) -> str:
         """The name of the text that a cell asks about; cells that share one have the same tokens before their
         question.
@@ -216,17 +220,19 @@ class QuestionExperiment(Experiment):
             picks = [rows.index(asked[at].row) for at in part]
             ids = torch.tensor([asked[at].after for at in part], dtype=torch.long)
             last = number == len(parts) - 1
-            tokens = self._continue(chosen, cache if last else copy.deepcopy(cache), picks, ids)
+            tokens = self._continue(chosen, cache if last else copy.deepcopy(cache), picks, ids, self.new_tokens(cell))
             found |= dict(zip(part, self.tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True))
         return [self._outcome(each.question, found[at], facts) for at, each in enumerate(asked)]
 
-    def _continue(self, texts: Prefilled, cache: CompressedCache, picks: list[int], after: Tensor) -> Tensor:  # [Q, m]
+    def _continue(
+        self, texts: Prefilled, cache: CompressedCache, picks: list[int], after: Tensor, new: int
+    ) -> Tensor:  # [Q, m]
         """Answers to questions of equal length [Q, n] about the texts `picks`, several of which may be the same."""
         if picks != list(range(len(texts.input_ids))):
             cache.batch_select_indices(torch.tensor(picks, device=self.model.device))
             texts = texts.rows(picks)
         question = after if after.shape[1] else None
-        return texts.generate(cache, self.options.max_new_tokens, question, self.options.eager)
+        return texts.generate(cache, new, question, self.options.eager)
 
     def _outcome(self, question: Question, answer: str, facts: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -120,6 +120,7 @@ def _one_value(kind: Kind, record: Record) -> list[Observation]:
 
 
 ALL_GROUPS = "average of the groups"
+ALL_TASKS = "average of the tasks"
 GROUP = "group "
 COMMON_PROTOCOL = "prefix"
 
@@ -174,6 +175,20 @@ def _longbench_estimate(members: Sequence[Observation]) -> Estimate:
     return nested_mean([Part(*key, values) for key, values in parts.items()])
 
 
+def _ruler_places(kind: Kind, data: Data) -> list[str]:
+    """A question counts in the average of its length, and in its task."""
+    return [", ".join([f"{place}, {data['length']:,} tokens", *variants(data)]) for place in (ALL_TASKS, data["task"])]
+
+
+def _ruler_estimate(members: Sequence[Observation]) -> Estimate:
+    """A task is the mean of its questions, the average the mean of the tasks."""
+    tasks: dict[str, list[float]] = {}
+    for each in members:
+        if each.value is not None:
+            tasks.setdefault(str(each.data["task"]), []).append(each.value)
+    return nested_mean([Part("ruler", task, values) for task, values in tasks.items()])
+
+
 def _recall(kind: Kind, record: Record) -> list[Observation]:
     """One value for each query head of each layer."""
     by_layer = record["data"]["recall_by_head"]
@@ -210,6 +225,17 @@ KINDS = (
         setting=("length",),
         overall="all lengths",
         share=True,
+    ),
+    Kind(
+        name="ruler",
+        title="RULER",
+        text="Needles, variables and words in texts of a given length; a score is the share of the expected strings "
+        "that the answer contains, the average that of the tasks.",
+        measure="score",
+        metric="score",
+        share=True,
+        places=_ruler_places,
+        estimate=_ruler_estimate,
     ),
     Kind(
         name="longbench",
