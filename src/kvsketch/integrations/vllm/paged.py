@@ -1,0 +1,90 @@
+"""Attention of one layer over pages that hold one request each; knows nothing of vLLM.
+
+Single tokens of many requests are one batch, whatever their lengths. Several tokens, a prompt or a chunk of it, are
+read request by request: the chunk attends to itself and to what the page holds, then the method compresses both.
+
+Legend: B requests, n tokens, Hq query heads, H KV heads, D key size, Dv value size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.integrations.vllm.settings import counts_from_prompt
+from kvsketch.methods.base import BudgetedMethod
+from kvsketch.slots.pages import CLOCK, Pages, PageShape
+from kvsketch.slots.table import Place, SlotTable
+
+
+@dataclass
+class PagedLayer:
+    """One layer, and the method that rewrites its pages."""
+
+    method: BudgetedMethod
+    place: Place
+    scale: float
+
+    @property
+    def slots(self) -> int:
+        """Slots of a page: what the method keeps of a long prompt, and one for the next token."""
+        table = self._empty()
+        table.set_prompt(CLOCK)
+        return self.method.budget_tokens(table) + 1
+
+    def page_shape(self, heads: int, key_size: int, value_size: int, dtype: torch.dtype) -> PageShape:
+        return PageShape.of(heads, self.slots, key_size, value_size, dtype, self.method.State)
+
+    def _empty(self) -> SlotTable:
+        return SlotTable(**vars(self.place))
+
+    def decode(self, pages: Pages, rows: Tensor, seen: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One token of each of B requests: q [B, Hq, D], k [B, H, D], v [B, H, Dv]; returns [B, Hq, Dv].
+
+        `rows` [B]: the page of each request; `seen` [B]: tokens before this one, negative where a row stands for no
+        request: its page stays as it is. Asks the device for nothing.
+        """
+        if len(rows) == 1 or not counts_from_prompt(self.method):
+            return self._step(pages, rows, seen, q, k, v)
+        steps = (self._step(pages, *(x[i : i + 1] for x in (rows, seen, q, k, v))) for i in range(len(rows)))
+        return torch.cat(list(steps))
+
+    def _step(self, pages: Pages, rows: Tensor, seen: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        make = pages.row if counts_from_prompt(self.method) else pages.rows
+        table = make(self.place, self.method.State, rows, seen)
+        assert table.next_slot is not None
+        slot = table.next_slot.clone()
+        table.append(k.unsqueeze(2), v.unsqueeze(2))
+        query, wanted = q.unsqueeze(2), self.method.wants_logits
+        attended = ops.weighted_attention(
+            query, table.key_slots(), table.value_slots(), *table.log_weights(), self.scale,
+            clip=self.method.clip, return_state=wanted, return_logits=wanted,
+        )  # fmt: skip
+        if wanted:
+            attended, (row_lse, _), logits = attended
+            table.note_attention(None, ops.RowLogits(logits[:, :, 0], row_lse[:, :, 0]))
+        table.note_scale(self.scale)
+        self.method.compress(table, query)
+        pages.put_step(rows, table, slot, seen)
+        return attended[:, :, 0]
+
+    def prefill(self, pages: Pages, page: Tensor, seen: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Several tokens of one request in `page` [1]: q [n, Hq, D], k [n, H, D], v [n, H, Dv]; returns [n, Hq, Dv]."""
+        query, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        table = pages.one(self.place, self.method.State, page, seen) if seen else self._empty()
+        past = None if table.empty else ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
+        attended, (_, row_lse) = ops.chunk_attention(
+            query, keys, values, self.scale, past=past, clip=self.method.clip, return_state=True
+        )
+        # Pages have the shape that a long prompt leaves, however long this one is.
+        table.append(keys, values, None if counts_from_prompt(self.method) else CLOCK)
+        table.note_scale(self.scale)
+        table.note_attention(row_lse if self.method.wants_row_lse else None)
+        self.method.compress(table, query)
+        if table.exact:
+            table.bound(self.slots - 1)
+        pages.put(page, table)
+        return attended[0].transpose(0, 1)

@@ -1,0 +1,80 @@
+"""Which method vLLM runs, and what cannot be served there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvsketch.methods import parse_method
+from kvsketch.methods.base import BudgetedMethod, Method
+from kvsketch.methods.keyformer import Keyformer
+from kvsketch.slots.codes import PLAIN
+from kvsketch.slots.positions import TEXT
+
+KEY = "kvsketch"
+EXAMPLE = """--additional-config '{"kvsketch": "h2o:budget=1024"}'"""
+SERVED = ("streamingllm", "uniform", "kcenter", "h2o", "keyformer", "snapkv", "pyramidkv")
+# A page has one size, equal heads and plain keys, which are read as they were written.
+FIXED = {"share": "head", "positions": TEXT, "bits": PLAIN, "key_bits": None, "value_bits": None, "slide": True}
+
+
+def chosen_method(additional_config: Any) -> BudgetedMethod:
+    """The method in vLLM's `additional_config`; ValueError, in one line, for one that cannot be served."""
+    text = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    if not text:
+        raise ValueError(
+            f"the attention backend CUSTOM is kvsketch's, and no method was named; add {EXAMPLE}; methods: "
+            f"{', '.join(SERVED)}"
+        )
+    return servable(parse_method(text))
+
+
+def servable(method: Method) -> BudgetedMethod:
+    """The method, if a page of fixed size can hold what it stores."""
+    if method.name not in SERVED or not isinstance(method, BudgetedMethod):
+        raise ValueError(
+            f"{method.name} cannot be served by vLLM: its memory does not fit pages of one size; use "
+            f"{', '.join(SERVED)}, or kvsketch.generate"
+        )
+    if method.budget_size.tokens is None:
+        raise ValueError(
+            f"{method.name}: budget={method.budget_size} is a share of the prompt, and all pages of vLLM have one "
+            "size; use a number of tokens such as budget=1024"
+        )
+    for name, value in FIXED.items():
+        given = getattr(method, name, value)
+        if given != value:
+            wanted = str(value).lower()
+            raise ValueError(
+                f"{method.name}: {name}={str(given).lower()} cannot be served by vLLM; use {name}={wanted}"
+            )
+    return method
+
+
+def counts_from_prompt(method: Method) -> bool:
+    """Whether a generated token is treated by how many came since the prompt."""
+    return isinstance(method, Keyformer) and (method.tau_init != method.tau_end or method.compat == "official")
+
+
+def refuse_config(config: Any) -> None:
+    """Raises ValueError, in one line, for an engine that asks for what a compressed page cannot give."""
+    model, parallel = config.model_config, config.parallel_config
+    asked = {
+        "speculative decoding": config.speculative_config is not None,
+        "a KV connector": config.kv_transfer_config is not None,
+        "decode context parallel": parallel.decode_context_parallel_size > 1,
+        "multi-head latent attention (MLA)": model.use_mla,
+        "layers of linear attention": model.is_hybrid,
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise ValueError(f"kvsketch cannot serve {what} in vLLM; turn it off, or drop --attention-backend CUSTOM")
+
+
+def refuse_layer(**given: Any) -> None:
+    """Raises ValueError, in one line, for attention that is more than causal attention of queries to their own keys."""
+    for name, value in given.items():
+        if value is not None:
+            advice = "leave out --kv-cache-dtype" if name == "kv_cache_dtype" else "use another attention backend"
+            shown = value if isinstance(value, int | float | str) else "set"
+            raise ValueError(f"kvsketch cannot serve a layer with {name}={shown} in vLLM; {advice}")

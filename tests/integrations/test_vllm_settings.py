@@ -1,0 +1,56 @@
+"""What the vLLM plugin refuses, without vLLM: one line that names the value, the choices, the next step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvsketch.integrations.vllm.settings import SERVED, chosen_method, refuse_config, refuse_layer
+
+
+def test_every_served_method_is_found() -> None:
+    assert [chosen_method({"kvsketch": f"{name}:budget=256"}).name for name in SERVED] == list(SERVED)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, ["CUSTOM", "--additional-config", "h2o:budget=1024"]),
+        ({"kvsketch": "h3o:budget=24"}, ["h3o", "did you mean 'h2o'"]),
+        ({"kvsketch": "rehearse:budget=64"}, ["rehearse cannot be served", "snapkv"]),
+        ({"kvsketch": "full"}, ["full cannot be served", "snapkv"]),
+        ({"kvsketch": "keyformer"}, ["budget=60%", "budget=1024"]),
+        ({"kvsketch": "h2o:budget=64:bits=4"}, ["bits=4", "use bits=16"]),
+        ({"kvsketch": "h2o:budget=64:share=layer"}, ["share=layer", "use share=head"]),
+        ({"kvsketch": "kcenter:budget=64:slide=false"}, ["slide=false", "use slide=true"]),
+        ({"kvsketch": "streamingllm:positions=cache"}, ["positions=cache", "use positions=text"]),
+    ],
+)
+def test_a_method_that_cannot_be_served_is_refused_in_one_line(given: Any, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
+        chosen_method(given)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_an_engine_that_asks_for_more_is_refused() -> None:
+    def config(**given: Any) -> SimpleNamespace:
+        model = SimpleNamespace(use_mla=given.pop("use_mla", False), is_hybrid=given.pop("is_hybrid", False))
+        parallel = SimpleNamespace(decode_context_parallel_size=given.pop("dcp", 1))
+        plain = {"speculative_config": None, "kv_transfer_config": None}
+        return SimpleNamespace(model_config=model, parallel_config=parallel, **(plain | given))
+
+    refuse_config(config())
+    wrong = {"speculative_config": 1, "kv_transfer_config": 1, "dcp": 2, "use_mla": True, "is_hybrid": True}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match="kvsketch cannot serve"):
+            refuse_config(config(**{name: value}))
+
+
+def test_a_layer_with_more_than_causal_attention_is_refused() -> None:
+    refuse_layer(sliding_window=None, sinks=None)
+    with pytest.raises(ValueError, match="sliding_window=4096"):
+        refuse_layer(sliding_window=4096)
+    with pytest.raises(ValueError, match="kv_cache_dtype=fp8 in vLLM; leave out --kv-cache-dtype"):
+        refuse_layer(kv_cache_dtype="fp8")
