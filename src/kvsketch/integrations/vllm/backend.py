@@ -1,0 +1,221 @@
+"""What vLLM asks of an attention backend, answered with pages that hold one request each.
+
+vLLM keeps one block per request for its whole life (`CircularBufferSpec`) and does not look into it. Batching, chunked
+prefill, scheduling, tensor and pipeline parallel stay vLLM's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec
+
+from kvsketch.integrations.vllm.paged import PagedLayer
+from kvsketch.integrations.vllm.settings import chosen_method, refuse_config, refuse_layer
+from kvsketch.slots.pages import CLOCK, Pages, PageShape
+from kvsketch.slots.table import Place
+
+logger = init_logger(__name__)
+
+
+class KVSketchBackend(AttentionBackend):
+    """kvsketch as vLLM's attention backend CUSTOM."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    page: ClassVar[PageShape | None] = None  # set in a subclass for each shape of a layer
+    block_size: ClassVar[int] = 0
+
+    @classmethod
+    def of(cls, page: PageShape, block_size: int) -> type[KVSketchBackend]:
+        """The backend of layers with that page; `block_size` is the same for all layers, or vLLM would divide them."""
+        return type(f"{cls.__name__}{page.slots}", (cls,), {"page": page, "block_size": block_size})
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[KVSketchImpl]:
+        return KVSketchImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[StepBuilder]:
+        return StepBuilder
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """One block per request, which vLLM sees as a single vector of bytes."""
+        if cls.page is None:
+            return spec  # before the layers are there
+        return CircularBufferSpec(
+            block_size=cls.block_size,
+            tokens_per_state=cls.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            head_size_v=spec.head_size_v,
+            dtype=spec.dtype,
+            num_head_slots=1,
+            state_content_bytes=cls.page.nbytes,
+        )
+
+
+@dataclass
+class Step(AttentionMetadata):
+    """Which requests a forward of the model serves, the same for all layers."""
+
+    pages: Tensor  # [requests] int64
+    seen: Tensor  # [requests] int64, tokens before this forward; negative: padding of a captured step
+    singles: int  # the first so many requests have one token each
+    spans: list[tuple[int, int, int]]  # of the others: first token, last token, tokens seen before
+
+
+class StepBuilder(AttentionMetadataBuilder[Step]):
+    """Makes the `Step` of a forward. A captured step reads its tensors, so that they stay where they are."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1)
+        most = max(vllm_config.scheduler_config.max_num_seqs, vllm_config.scheduler_config.max_num_batched_tokens)
+        self.pages = torch.zeros(most, dtype=torch.int64, device=device)
+        self.seen = torch.zeros(most, dtype=torch.int64, device=device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Step:
+        common, count = common_attn_metadata, common_attn_metadata.num_reqs
+        starts = common.query_start_loc_cpu[: count + 1].tolist()
+        lengths = [end - start for start, end in pairwise(starts)]
+        singles = next((i for i, length in enumerate(lengths) if length != 1), count)
+        pages, seen = self.pages[:count], self.seen[:count]
+        pages.copy_(common.block_table_tensor[:count, 0])
+        # One token for each row of a captured step, also for those that no request stands behind.
+        new = common.query_start_loc[1 : count + 1] - common.query_start_loc[:count]
+        seen.copy_(common.seq_lens[:count] - new.clamp_min(1))
+        spans = []
+        if singles < count:
+            known = common.seq_lens_cpu_upper_bound
+            ends = (common.seq_lens if known is None else known)[:count].tolist()
+            spans = [(starts[i], starts[i + 1], ends[i] - lengths[i]) for i in range(singles, count) if lengths[i]]
+        return Step(pages, seen, singles, spans)
+
+
+class KVSketchImpl(AttentionImpl[Step]):
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.config = get_current_vllm_config()
+        self.method = chosen_method(self.config.additional_config)
+        refuse_config(self.config)
+        model_dtype = str(torch.get_default_dtype()).removeprefix("torch.")
+        refuse_layer(
+            sliding_window=sliding_window, alibi_slopes=alibi_slopes, logits_soft_cap=logits_soft_cap, sinks=sinks,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            attn_type=None if attn_type == AttentionType.DECODER else attn_type,
+            kv_cache_dtype=None if kv_cache_dtype in ("auto", model_dtype) else kv_cache_dtype,
+            **others,
+        )  # fmt: skip
+        if self.config.cache_config.enable_prefix_caching:
+            logger.warning_once(
+                "kvsketch: prefix caching finds nothing, for a compressed page belongs to one request; "
+                "--no-enable-prefix-caching saves its bookkeeping."
+            )
+        self.layer: PagedLayer | None = None
+        self.pages: Pages | None = None
+        self.pool: Tensor | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Learns which layer this is, and tells vLLM its page."""
+        name, layer = next(
+            (name, layer)
+            for name, layer in self.config.compilation_config.static_forward_context.items()
+            if getattr(layer, "impl", None) is self
+        )
+        model, parallel = self.config.model_config, self.config.parallel_config
+        heads = model.get_total_num_kv_heads() * get_tensor_model_parallel_rank() // parallel.tensor_parallel_size
+        place = Place(extract_layer_index(name), model.get_total_num_hidden_layers(), first_head=heads)
+        self.layer = PagedLayer(self.method, place, self.scale)
+        shape = self.layer.page_shape(self.num_kv_heads, self.head_size, layer.head_size_v, layer.kv_cache_torch_dtype)
+        logger.info_once("kvsketch: %s, at most %d slots per request, KV head and layer", self.method, shape.slots)
+        layer.attn_backend = KVSketchBackend.of(shape, block_size=int(self.method.budget_size.of(CLOCK)) + 1)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Step | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Writes the attention of all new tokens [tokens, Hq, D] to `output` [tokens, Hq, Dv]."""
+        if attn_metadata is None:
+            return output.fill_(0)  # vLLM measures memory
+        assert self.layer is not None
+        step, pages = attn_metadata, self._pages(layer, kv_cache)
+        if step.singles:
+            new = slice(0, step.singles)
+            output[new] = self.layer.decode(
+                pages, step.pages[new], step.seen[new], query[new], key[new], value[new]
+            )  # fmt: skip
+        for request, (start, end, seen) in enumerate(step.spans, start=step.singles):
+            page, new = step.pages[request : request + 1], slice(start, end)
+            tokens = query[new], key[new], value[new]
+            if end - start == 1:
+                output[new] = self.layer.decode(pages, page, step.seen[request : request + 1], *tokens)
+            else:
+                output[new] = self.layer.prefill(pages, page, seen, *tokens)
+        return output
+
+    def _pages(self, layer: Any, kv_cache: Tensor) -> Pages:
+        """The layer's memory, as pages."""
+        if self.pages is None or self.pool is not kv_cache:
+            self.pool = kv_cache
+            shape = layer.attn_backend.page
+            self.pages = Pages(shape, kv_cache[:, 0, 0].view(torch.uint8))
+        return self.pages

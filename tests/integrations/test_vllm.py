@@ -1,0 +1,176 @@
+"""kvsketch inside stock vLLM (its CPU build) gives the tokens of kvsketch on transformers. `make test-vllm` runs it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import kvsketch
+
+if find_spec("vllm") is None:
+    pytest.skip(
+        "vLLM is not installed; make test-vllm runs these in an environment of their own", allow_module_level=True
+    )
+os.environ |= {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+from vllm import LLM, SamplingParams
+
+NEW = 16
+METHODS = [
+    "streamingllm:budget=24",
+    "uniform:budget=24:recent=8",
+    "kcenter:budget=24",
+    "h2o:budget=24",
+    "keyformer:budget=24:horizon=8",
+    "snapkv:budget=24:window=8",
+    "pyramidkv:budget=24:window=8",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose next tokens are far from ties."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, initializer_range=0.3,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 96, (length,), generator=generator).tolist() for length in lengths]
+
+
+def alone(folder: Path, method: str, texts: list[list[int]], **options: Any) -> list[list[int]]:
+    """What kvsketch on transformers says after each text by itself."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    found = []
+    for text in texts:
+        ids = torch.tensor([text])
+        cache = kvsketch.CompressedCache(model, method, **options)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=NEW, do_sample=False
+        )
+        found.append(out[0, len(text) :].tolist())
+    return found
+
+
+def engine(folder: Path, method: str, **options: Any) -> LLM:
+    settings = {
+        "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 1024, "attention_backend": "CUSTOM",
+    } | options  # fmt: skip
+    return LLM(
+        str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, disable_log_stats=True,
+        additional_config={"kvsketch": method}, **settings,
+    )  # fmt: skip
+
+
+def served(llm: LLM, texts: list[list[int]]) -> list[list[int]]:
+    greedy = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    answers = llm.generate([{"prompt_token_ids": text} for text in texts], greedy, use_tqdm=False)
+    return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+@pytest.fixture(autouse=True)
+def _free() -> Any:
+    yield
+    gc.collect()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_are_those_of_transformers(folder: Path, method: str) -> None:
+    # Three blocks are two pages beside vLLM's null block: four rows, two requests at a time, pages change hands.
+    llm = engine(folder, method, num_gpu_blocks_override=3)
+    texts = prompts(70, 41, 1, 100, 70)
+    if method.startswith("pyramidkv"):
+        texts = prompts(70, 41, 90, 100, 70)  # a page has the shape of a long prompt
+    assert served(llm, texts) == alone(folder, method, texts)
+
+
+@pytest.mark.parametrize("method", ["h2o:budget=24", "snapkv:budget=24:window=8", "pyramidkv:budget=24:window=8"])
+def test_chunked_prefill_is_a_streamed_prompt(folder: Path, method: str) -> None:
+    llm = engine(folder, method, max_num_batched_tokens=68, long_prefill_token_threshold=16)
+    texts = prompts(70, 90, 43, 100, 64)
+    assert served(llm, texts) == alone(folder, method, texts, prefill="stream", chunk=16)
+
+
+def test_two_processes_share_the_heads(folder: Path) -> None:
+    # Noise and scores by head: a process that took its heads for the first ones would keep other tokens.
+    method, texts = "keyformer:budget=24:horizon=8", prompts(70, 41, 100)
+    llm = engine(folder, method, tensor_parallel_size=2)
+    assert served(llm, texts) == alone(folder, method, texts)
+
+
+def test_a_wrong_method_ends_the_start(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"h2o: budget=25% is a share of the prompt.*use a number of tokens"):
+        engine(folder, "h2o:budget=25%")
+
+
+def test_the_server_answers(folder: Path) -> None:
+    # What `vllm serve` starts; the command itself asks for a package "vllm", and the CPU build has another name.
+    method, text = "h2o:budget=24", prompts(70)[0]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port),
+        "--skip-tokenizer-init",
+        "--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--attention-backend", "CUSTOM",
+        "--additional-config", json.dumps({"kvsketch": method}),
+    ]  # fmt: skip
+    asked = {
+        "model": str(folder), "prompt": text, "max_tokens": NEW, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True, "detokenize": False,
+    }  # fmt: skip
+    server = subprocess.Popen(command, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", server)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            found = json.load(answer)["choices"][0]["token_ids"]
+    finally:
+        server.terminate()
+        server.wait(60)
+    assert found == alone(folder, method, [text])[0]
+
+
+def test_without_custom_vllm_is_as_it_was(folder: Path) -> None:
+    texts = prompts(70, 41)
+    llm = engine(folder, "h2o:budget=24", attention_backend=None)
+    assert served(llm, texts) == alone(folder, "full", texts)
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        assert server.poll() is None, "vllm serve has ended"
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(1)
+    raise TimeoutError(url)
