@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import os
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -261,13 +262,13 @@ class CompressedCache(Cache):
             lines.append(f"{table.layer_idx:5}  {slots:16}  {f'{bits.keys}/{bits.values}':8} {held:13,}")
         return "\n".join(lines)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the cache to a file, in one step; see `saving`."""
+    def save(self, path: str | os.PathLike[str], about: Mapping[str, str] | None = None) -> None:
+        """Writes the cache to a file, in one step; see `saving`. `about`: words of your own, for `saving.about`."""
         self._require_savable()
         # `check` is a debugging option and is not saved.
         options = {"seed": self.slot_layers[0].table.seed, "prefill": self.prefill, "chunk": self.chunk}
         model, read = self.identity.describe(self.head_share), dataclasses.asdict(self.read)
-        saving.save(path, self.method, options, model, read, self.layers)
+        saving.save(path, self.method, options, model, read, self.layers, about or {})
 
     def _require_savable(self) -> None:
         if any(layer.prompt is not None for layer in self.slot_layers):

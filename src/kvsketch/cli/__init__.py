@@ -1,6 +1,6 @@
-"""The command line: kvsketch demo | compare | methods | generate | serve | eval | report | bench | models | env.
+"""The command line: one file per command, or per pair of them.
 
-One file per command. Nothing here imports torch or transformers before a command needs them, so that --help is instant.
+Nothing here imports torch or transformers before a command needs them, so that --help is instant.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import typer
 import kvsketch
 from kvsketch.cli.bench import bench_app
 from kvsketch.cli.boundary import OneLineErrors, new_app
+from kvsketch.cli.chat import chat, read
 from kvsketch.cli.compare import compare
 from kvsketch.cli.demo import demo
 from kvsketch.cli.env import env
@@ -47,6 +48,8 @@ app.command()(demo)
 app.command()(compare)
 app.command()(methods)
 app.command()(generate)
+app.command()(read)
+app.command()(chat)
 app.command()(serve)
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")

@@ -183,7 +183,7 @@ class Run:
 
         inputs = self._inputs(request, raw, reads_first=save is not None)
         before = self.cache.tokens_seen
-        _require_positions(self.name, self.model, self.cache.method, before + inputs["input_ids"].shape[1])
+        require_positions(self.name, self.model, self.cache.method, before + inputs["input_ids"].shape[1])
         peak, start, reading, writing = PeakMemory(self.model.device), time.perf_counter(), 0.0, 0.0
         new: Any = []
         torch.manual_seed(self.seed)
@@ -284,16 +284,13 @@ def read_request(prompt: str | None, files: list[Path], loaded: bool = False, sa
 
 def _text_of(file: Path) -> str:
     """The text of a file; ValueError for one that is empty or no text."""
-    if str(file) == "-":
-        text = _standard_input()
-    else:
-        try:
-            text = file.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError:
-            text = "\0"
-        _require_text(str(file), text)
+    from kvsketch.serve.files import text_of
+
+    if str(file) != "-":
+        return text_of(file.read_bytes(), str(file))
+    text = _standard_input()
     if not text.strip():
-        raise ValueError(f"{'standard input' if str(file) == '-' else file} is empty; there is nothing to ask about")
+        raise ValueError("standard input is empty; there is nothing to ask about")
     return text
 
 
@@ -302,16 +299,12 @@ def _standard_input() -> str:
         text = sys.stdin.read()
     except UnicodeDecodeError:
         text = "\0"
-    _require_text("standard input", text)
+    if "\0" in text:
+        raise ValueError("standard input is not UTF-8 text; convert it first")
     return text
 
 
-def _require_text(name: str, text: str) -> None:
-    if "\0" in text:
-        raise ValueError(f"{name} is not UTF-8 text; kvsketch reads plain text and Markdown, so convert it first")
-
-
-def _require_positions(name: str, model: Any, method: Any, tokens: int) -> None:
+def require_positions(name: str, model: Any, method: Any, tokens: int) -> None:
     """Raises ValueError for a prompt beyond the positions that a model was trained on."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and tokens > context and getattr(method, "positions", None) != "cache":

@@ -70,6 +70,34 @@ class Listener:
             self.text.end()
 
 
+class StoppedByUser(Exception):
+    """Ends a generation between two tokens."""
+
+
+class Stoppable(TextStreamer):
+    """A streamer of generate that shows the text, remembers the tokens and can be told to stop."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.began, self._seen, self._stop = 0.0, list[torch.Tensor](), False
+
+    def stop(self) -> None:
+        self._stop = True
+
+    def put(self, value: Any) -> None:
+        if self._seen and not self.began:
+            self.began = time.perf_counter()
+        self._seen.append(value.reshape(-1).cpu())
+        super().put(value)
+        if self._stop and self.began:
+            self.end()
+            raise StoppedByUser
+
+    def ids(self) -> torch.Tensor:  # [1, n]
+        """The prompt and what was written."""
+        return torch.cat(self._seen)[None]
+
+
 class PeakMemory:
     """The most memory taken since this was made: of the device where the model is on a GPU, else of the process."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ def save(
     model: dict[str, Any],
     read: dict[str, Any],
     layers: Sequence[Any],
+    about: Mapping[str, str],
 ) -> None:
     """Writes a cache to `path` in one step: there is the old file or the new one, whatever happens meanwhile.
 
@@ -53,10 +54,17 @@ def save(
         "options": options,
         "model": model,
         "read": read,
+        "about": dict(about),
         "layers": [encode_layer(layer, str(number), tensors) for number, layer in enumerate(layers)],
     }
     text = {"kind": KIND, "version": VERSION, "kvsketch": kvsketch.__version__, "cache": json.dumps(content)}
     sealed_file.write(Path(path), tensors, text)
+
+
+def about(path: str | os.PathLike[str]) -> dict[str, str]:
+    """What `save` was told about a cache, with the dtype of its model; ValueError for a file that is no saved cache."""
+    with opened(path) as saved:
+        return {**saved.about, "dtype": str(saved.model.get("dtype"))}
 
 
 class SavedCache:
@@ -66,6 +74,7 @@ class SavedCache:
         self._file, self._tensors = file, tensors
         self.method = _method(file, content["method"])
         self.options, self.model, self.read = content["options"], content["model"], content.get("read", {})
+        self.about: dict[str, str] = content.get("about", {})
         self._layers = [format1.upgraded(layer) if version == "1" else layer for layer in content["layers"]]
 
     def fill(self, layers: Sequence[Any], devices: Sequence[torch.device], differences: Sequence[str]) -> None:

@@ -1,0 +1,243 @@
+"""kvsketch read and kvsketch chat: a document is read once into a file, and talked about in a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvsketch.cli.generate import DTYPE_HELP, read_request
+from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, ModelOption
+from kvsketch.cli.output import megabytes, remarks
+from kvsketch.cli.serve import DEFAULT_METHOD
+
+SAVED = ".kvs"
+COMMANDS = "/reset forgets the conversation, /cache shows what is held, /quit or Ctrl-D ends; Ctrl-C stops an answer"
+
+
+def read(
+    files: Annotated[list[Path], typer.Argument(help="Text, Markdown or PDF (extra pdf) files; - is standard input.")],
+    out: Annotated[Path | None, typer.Option(help="Where the cache goes; the file's name with .kvs.")] = None,
+    model: ModelOption = DEFAULT_MODEL,
+    method: Annotated[str, typer.Option(help="What keeps the cache small; see `kvsketch methods`.")] = DEFAULT_METHOD,
+    prefill: Annotated[str, typer.Option(help="exact reads the text whole; stream reads --chunk tokens at a time.")] = (
+        "exact"
+    ),
+    chunk: Annotated[int, typer.Option(min=2, help="Tokens read at a time with --prefill stream.")] = 2048,
+    device: DeviceOption = None,
+    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+) -> None:
+    """Read a document once and keep its small cache in a file.
+
+    kvsketch read report.pdf --out report.kvs
+
+    kvsketch chat report.kvs
+    """
+    if out is None:
+        out = Path("document" if str(files[0]) == "-" else files[0].name).with_suffix(SAVED)
+    document = read_request(None, files).prompt
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {out.parent} for --out; create it first")
+    talk = Talk.of_text(str(document), model, method, device, dtype, {"prefill": prefill, "chunk": chunk})
+    talk.cache.save(out, {"model": model, "files": ", ".join(map(str, files))})
+    talk.tell(f"read in {talk.seconds:.1f} s; saved {out}, {megabytes(out.stat().st_size)}")
+    talk.tell(f"kvsketch chat {out}")
+
+
+def chat(
+    target: Annotated[
+        str, typer.Argument(help="A saved document (.kvs), a text, Markdown or PDF file, or a model to talk to.")
+    ] = DEFAULT_MODEL,
+    model: Annotated[
+        str | None, typer.Option(help="The model of a document, where it lies elsewhere or is to be read.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="What keeps the cache small; see `kvsketch methods`.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 samples.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    device: DeviceOption = None,
+    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+) -> None:
+    """Talk to a model, or about a document, in several turns.
+
+    kvsketch chat report.kvs
+
+    kvsketch chat qwen2.5-coder-0.5b
+
+    /reset forgets the conversation, /cache shows what is held, /quit ends. Questions may come through a pipe, one in
+    a line.
+    """
+    import torch
+
+    path = Path(target)
+    if path.suffix == SAVED:
+        if method is not None:
+            raise ValueError(f"{target} was read with a method of its own; leave out --method")
+        talk = Talk.of_file(path, model, device, dtype)
+    elif path.is_file() and path.suffix.lower() != ".gguf":
+        text = str(read_request(None, [path]).prompt)
+        talk = Talk.of_text(text, model or DEFAULT_MODEL, method or DEFAULT_METHOD, device, dtype, {})
+    else:
+        if model is not None:
+            raise ValueError(f"{target!r} is taken for a model, and --model names another; there is no such file")
+        talk = Talk.of_model(target, method or "full", device, dtype)
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        options["temperature"] = temperature
+    talk.tell(COMMANDS)
+    for question in questions():
+        talk.turn(question, options)
+
+
+def questions() -> Iterator[str]:
+    """What the user types, line by line, until /quit or the end of input."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  arrow keys and history
+    while True:
+        try:
+            line = input("> " if terminal else "").strip()
+        except EOFError:
+            if terminal:
+                print()
+            return
+        if line in ("/quit", "/exit"):
+            return
+        if line:
+            yield line
+
+
+class Talk:
+    """A conversation with one model; `begin` makes the cache that it starts from."""
+
+    def __init__(self, model: Any, tokenizer: Any, begin: Callable[[], Any]) -> None:
+        self.model, self.tokenizer, self.begin = model, tokenizer, begin
+        self.seconds = 0.0
+        self.cache = begin()
+
+    @classmethod
+    def of_model(cls, name: str, method: str, device: str | None, dtype: str | None) -> Talk:
+        import kvsketch
+
+        parsed = kvsketch.parse_method(method)
+        model, tokenizer = _loaded(name, device, dtype)
+        return cls(model, tokenizer, lambda: kvsketch.CompressedCache(model, parsed))
+
+    @classmethod
+    def of_text(
+        cls, text: str, name: str, method: str, device: str | None, dtype: str | None, options: dict[str, Any]
+    ) -> Talk:
+        """Reads a text; a conversation goes back to where it was read."""
+        import copy
+
+        import kvsketch
+        from kvsketch.cli.generate import require_positions
+        from kvsketch.cli.watching import reading_bar
+        from kvsketch.decode import asking
+
+        parsed = kvsketch.parse_method(method)
+        model, tokenizer = _loaded(name, device, dtype)
+        cache = kvsketch.CompressedCache(model, parsed, **options)
+        length = asking.document_ids(tokenizer, text).shape[1]
+        require_positions(name, model, parsed, length)
+        start = time.perf_counter()
+        with reading_bar(cache, length):
+            kvsketch.read(model, tokenizer, cache, text)
+        talk = cls(model, tokenizer, lambda: copy.deepcopy(cache))
+        talk.seconds = time.perf_counter() - start
+        talk.tell(_held(model, cache))
+        return talk
+
+    @classmethod
+    def of_file(cls, path: Path, name: str | None, device: str | None, dtype: str | None) -> Talk:
+        import kvsketch
+        from kvsketch.cache import saving
+
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}; make one with `kvsketch read FILE --out {path}`")
+        about = saving.about(path)
+        name = name or about.get("model")
+        if name is None:
+            raise ValueError(f"{path} does not say which model it belongs to; name it with --model")
+        found = dtype or (about["dtype"] if about["dtype"] != "None" else None)
+        model, tokenizer = _loaded(name, device, found)
+        talk = cls(model, tokenizer, lambda: kvsketch.CompressedCache.load(path, model))
+        talk.tell(f"{about.get('files', path)}: {_held(model, talk.cache)}")
+        return talk
+
+    def turn(self, line: str, options: dict[str, Any]) -> None:
+        if line == "/reset":
+            self.cache = self.begin()
+            self.tell("the conversation is forgotten")
+        elif line == "/cache":
+            self.tell(f"{_held(self.model, self.cache)}\n{self.cache.describe()}")
+        elif line.startswith("/"):
+            self.tell(f"there is no {line.split()[0]}; {COMMANDS}")
+        else:
+            self.answer(line, options)
+
+    def answer(self, question: str, options: dict[str, Any]) -> None:
+        """Streams the answer; the conversation goes on behind it, also when it is stopped."""
+        import kvsketch
+        from kvsketch.cli.generate import require_positions
+        from kvsketch.cli.watching import Stoppable, StoppedByUser
+        from kvsketch.decode import asking
+
+        inputs = asking.question_inputs(self.tokenizer, self.cache, question).to(self.model.device)
+        try:
+            longest = self.cache.tokens_seen + inputs["input_ids"].shape[1] + options["max_new_tokens"]
+            require_positions("the model", self.model, self.cache.method, longest)
+        except ValueError as error:
+            self.tell(f"{error}; /reset starts again")
+            return
+        stream, start = Stoppable(self.tokenizer), time.perf_counter()
+        with _interrupts(stream.stop):
+            try:
+                output = kvsketch.generate(self.model, inputs, self.cache, streamer=stream, **options)
+            except StoppedByUser:
+                output = stream.ids().to(self.model.device)
+        new = asking.finish(self.model, self.cache, inputs, output)
+        seconds = time.perf_counter() - (stream.began or start)
+        rate = f", {(len(new) - 1) / seconds:.1f} tokens/s" if len(new) > 1 and seconds > 0 else ""
+        first = f"first token after {stream.began - start:.1f} s" if stream.began else "nothing"
+        self.tell(f"{first}{rate}; {self.cache.tokens_seen:,} tokens seen, {megabytes(self.cache.device_bytes)} held")
+
+    def tell(self, text: str) -> None:
+        remarks().print(text, markup=False, soft_wrap=True, style="dim")
+
+
+def _loaded(name: str, device: str | None, dtype: str | None) -> tuple[Any, Any]:
+    from kvsketch import models
+    from kvsketch.cli.watching import quick_dtype
+
+    return models.load(name, dtype=dtype or quick_dtype(device), device=device)
+
+
+def _held(model: Any, cache: Any) -> str:
+    from kvsketch.serve.held import full_cache_bytes
+
+    held, full = cache.device_bytes + cache.host_bytes, full_cache_bytes(model, cache.tokens_seen)
+    share = f", {held / full:.0%} of the full cache's {megabytes(full)}" if full else ""
+    return f"{cache.tokens_seen:,} tokens read with {cache.method}; cache {megabytes(held)}{share}"
+
+
+@contextlib.contextmanager
+def _interrupts(stop: Callable[[], None]) -> Iterator[None]:
+    """Inside the block Ctrl-C stops an answer between two tokens, so that the cache stays whole."""
+    try:
+        before = signal.signal(signal.SIGINT, lambda *_: stop())
+    except ValueError:  # only the main thread handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

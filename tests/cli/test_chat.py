@@ -1,0 +1,80 @@
+"""kvsketch read and chat: the answers of `kvsketch.ask`, turn by turn, from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import kvsketch
+from kvsketch import models
+from kvsketch.cache import saving
+from kvsketch.cli import app
+from kvsketch.cli.serve import size
+from kvsketch.cli.watching import Stoppable, StoppedByUser
+from kvsketch.decode import asking
+from tests.helpers.tiny import save_tiny_model
+
+TEXT = "The harbour was rebuilt in 1921. Its second basin is 14 metres deep.\n" * 4
+METHOD = "h2o:budget=64:sinks=2:recent=8"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def run(*args: str, text: str | None = None) -> Any:
+    return CliRunner().invoke(app, list(args), input=text)
+
+
+def test_a_document_is_read_once_and_talked_about(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "harbour.md").write_text(TEXT)
+    saved = str(tmp_path / "harbour.kvs")
+    done = run("read", str(tmp_path / "harbour.md"), "--out", saved, "--model", folder, "--method", METHOD)
+    assert done.exit_code == 0 and f"kvsketch chat {saved}" in done.stderr, done.output
+    assert saving.about(saved)["model"] == folder
+    talk = run(
+        "chat", saved, "--max-new-tokens", "9", text="How deep?\n/cache\nWhen?\n/reset\nHow deep?\n/nothing\n/quit\n"
+    )
+    assert talk.exit_code == 0, talk.output
+    dtype = saving.about(saved)["dtype"]
+    model, tokenizer = models.load(folder, dtype=dtype)
+    cache = kvsketch.CompressedCache.load(saved, model)
+    first, second = (kvsketch.ask(model, tokenizer, cache, q, max_new_tokens=9) for q in ("How deep?", "When?"))
+    assert talk.stdout == f"{first}\n{second}\n{first}\n"
+    assert "layer  slots of a head" in talk.stderr and "there is no /nothing; /reset forgets" in talk.stderr
+    plain = run("chat", folder, "--max-new-tokens", "5", "--dtype", str(dtype), text="Hello\n")
+    empty = kvsketch.CompressedCache(model, "full")
+    assert plain.stdout == kvsketch.ask(model, tokenizer, empty, "Hello", max_new_tokens=5) + "\n"
+    assert "leave out --method" in run("chat", saved, "--method", "full").stderr
+    assert "make one with `kvsketch read" in run("chat", "nowhere.kvs").stderr
+
+
+def test_a_stopped_answer_leaves_a_cache_that_goes_on(folder: str) -> None:
+    model, tokenizer = models.load(folder, dtype="float32")
+
+    class AfterThree(Stoppable):
+        def put(self, value: Any) -> None:
+            if len(self._seen) == 3:
+                self.stop()
+            super().put(value)
+
+    cache, stream = kvsketch.CompressedCache(model, "full"), AfterThree(tokenizer)
+    inputs = asking.question_inputs(tokenizer, cache, "Hello")
+    with pytest.raises(StoppedByUser):
+        kvsketch.generate(model, inputs, cache, streamer=stream, max_new_tokens=9, do_sample=False)
+    assert len(asking.finish(model, cache, inputs, stream.ids())) == 3
+    whole = kvsketch.CompressedCache(model, "full")
+    kvsketch.ask(model, tokenizer, whole, "Hello", max_new_tokens=3)
+    answers = [kvsketch.ask(model, tokenizer, each, "More", max_new_tokens=5) for each in (cache, whole)]
+    assert answers[0] == answers[1] and cache.tokens_seen == whole.tokens_seen
+
+
+def test_serve_refuses_what_would_open_the_machine() -> None:
+    assert "needs --api-key" in run("serve", "--host", "0.0.0.0").stderr
+    assert "the API key is empty" in run("serve", "--api-key", "").stderr
+    assert [size(text, "--memory") for text in ("8GB", "500mb", "1.5G", "7")] == [8 * 10**9, 5 * 10**8, 15 * 10**8, 7]
+    assert "--memory 'much' is not a size" in run("serve", "--memory", "much").stderr
