@@ -119,6 +119,8 @@ def test_kernel_gives_the_same_codes_bit_for_bit(bits: int, dtype: torch.dtype, 
         (3, 2, 80, 70, 2, 3, True, torch.float32),
         (16, 4, 96, 90, 2, 4, False, torch.float32),
         (4, 16, 64, 90, 8, 4, True, torch.bfloat16),
+        (4, 4, 80, 70, 2, 3, True, torch.bfloat16),
+        (4, 4, 96, 90, 1, 4, False, torch.float16),
     ],
 )
 def test_attention_reads_codes_as_what_they_stand_for(

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.codec import Codec, CodedSlots, encode
-from kvsketch.ops.fold_token import Layout, State
+from kvsketch.ops.fold_token import Layout as Folded
+from kvsketch.ops.fold_token import State
 from kvsketch.ops.hot_rows import Buffer, Store, new_places
+from kvsketch.slots.layout import Layout
 from tests.ops.formula import needs_triton
 
 B, HQ, H, N, S, D = 1, 8, 2, 64, 256, 64  # batch rows, query heads, KV heads, queries, slots, head size
@@ -98,6 +100,15 @@ def coded_attention() -> None:
         coded = encode(x, center, codec)
         parts.append(CodedSlots(codec, center, zeros(B, H, 4, D), ints(B, H, 4), coded.codes, coded.steps))
     ops.weighted_attention(normal(B, HQ, 1, D), *parts, zeros(B, H, S), zeros(B, H, S), 0.1, return_logits=True)
+
+
+def ragged_attention() -> None:
+    layout = Layout.of(longs(B, H) + S, coded=True)
+    codec, center = Codec(4, D), zeros(B, H, D)
+    codes, steps = zeros(layout.total, D // 2, dtype=torch.uint8), zeros(layout.total, dtype=torch.float16)
+    slots = CodedSlots(codec, center, zeros(B, H, 4, D), ints(B, H, 4), codes, steps)
+    weights = zeros(layout.total)
+    ops.weighted_attention(normal(B, HQ, 1, D), slots, slots, weights, weights, 0.1, ragged=layout)
 
 
 def replay_scores() -> None:
@@ -188,7 +199,7 @@ def reservoir() -> None:
 
 
 def fold_token() -> None:
-    layout = Layout(4, 9, 0, 40, 10, 3)
+    layout = Folded(4, 9, 0, 40, 10, 3)
     state = State(
         normal(B, H, layout.total, D), normal(B, H, layout.valued, D), ints(B, H, layout.total),
         zeros(B, H, layout.total), zeros(B, H, layout.total), longs(B, H, 1), longs(1), longs(B), longs(B, 6),
@@ -227,7 +238,7 @@ def thin_linear(rows: int) -> None:
 
 
 CALLS: tuple[Callable[[], None], ...] = (
-    weighted_attention, coded_attention, chunk_attention, indexed_attention, replay_scores,
+    weighted_attention, coded_attention, ragged_attention, chunk_attention, indexed_attention, replay_scores,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
     slot_update, reservoir, fold_token, balance_walk, hot_rows,

@@ -127,9 +127,10 @@ class SlotLayer(CacheLayerMixin):
             # The table holds no gradient. A prompt that the model's own kernel reads whole keeps its gradients.
             view.keys, view.values = key_states.view_as(key_states), value_states.view_as(value_states)
         self.waiting, self.whole = view, False
-        # Coded keys are read from the view; what the model carries to attention is a tensor.
-        keys = view.keys if isinstance(view.keys, Tensor) else key_states.view_as(key_states)
-        values = view.values if isinstance(view.values, Tensor) else value_states.view_as(value_states)
+        # Coded slots and flat stores are read from the view; what the model carries to attention is a tensor of heads.
+        equal = view.layout is None
+        keys = view.keys if isinstance(view.keys, Tensor) and equal else key_states.view_as(key_states)
+        values = view.values if isinstance(view.values, Tensor) and equal else value_states.view_as(value_states)
         view.handed_shape = values.shape
         setattr(keys, TAG, view)
         return keys, values

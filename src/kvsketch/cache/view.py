@@ -24,6 +24,7 @@ from kvsketch.cache import masks
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.slots import padding as left_padding
+from kvsketch.slots.layout import Layout
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
@@ -66,14 +67,16 @@ class LayerView:
     kept_index: Tensor | None = None
     handed_shape: tuple[int, ...] = ()  # of the values that the model carries to attention
     row_logits: ops.RowLogits | None = None  # of the last attention by a single query, for methods that want them
+    layout: Layout | None = None  # where the slots of heads that differ lie; None: equal heads
 
     @classmethod
     def of(cls, layer: Owner) -> LayerView:
         """The table of a layer as it is."""
         table = layer.table
-        log_num, log_den = table.log_weights()
+        log_num, log_den = table.read_weights()
         tied = log_num is log_den
-        return cls(layer, *table.read_slots(), table.exact, table.seen, None if tied else log_num, log_den)
+        slots, layout = table.read_slots(), table.read_layout
+        return cls(layer, *slots, table.exact, table.seen, None if tied else log_num, log_den, layout=layout)
 
     @property
     def index(self) -> Tensor:  # [B, H, S] int64
@@ -116,7 +119,7 @@ class LayerView:
     ) -> Tensor:
         if self.layer.table.host is not None and not self.exact:
             raise ValueError(READS_EVERYTHING.format(model=self.layer.model_name))
-        slot_bias = masks.mask_at_slots(mask, query, lambda: self.index, self.seen, self.keys.shape[1])
+        slot_bias = masks.mask_at_slots(mask, query, lambda: self.index, self.seen, self.layer.table.shape[1])
         if bias is not None:
             slot_bias = masks.add_bias(slot_bias, masks.at_slots(bias, self.index, query.shape[1]))
         method = self.layer.method
@@ -132,6 +135,7 @@ class LayerView:
             softcap=softcap,
             sink_logits=sink_logits,
             clip=method.clip,
+            ragged=self.layout,
             return_state=wanted,
             return_logits=wanted,
         )

@@ -14,30 +14,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.device import device_traits
+from kvsketch.ops.common.ragged import CODED_PROGRAMS, PLAIN_PROGRAMS, Ragged, work_list
+
 
 @dataclass
-class Layout:
+class Layout(Ragged):
     """Where the slots of each head lie."""
 
-    start: Tensor  # [B, H] int64
-    capacity: Tensor  # [B, H] int64
-    most: int  # the largest capacity
-    total: int  # the sum of all
-
     @classmethod
-    def of(cls, capacity: Tensor) -> Layout:
-        """One head after the other (asks the device)."""
-        ends = capacity.flatten().cumsum(0)
-        start = (ends - capacity.flatten()).view(capacity.shape)
-        return cls(start, capacity, int(capacity.max()), int(ends[-1]))
+    def of(cls, capacity: Tensor, coded: bool = True) -> Layout:
+        """One head after the other (asks the device); `coded`: for keys and values in few bits."""
+        host = capacity.cpu()
+        ends = host.flatten().cumsum(0)
+        start = (ends - host.flatten()).view(host.shape)
+        programs = CODED_PROGRAMS if coded else PLAIN_PROGRAMS
+        work, first = work_list(host, programs * device_traits(capacity.device).multiprocessors)
+        most_pieces = int(first.diff().max())
+        start, work, first = (part.to(capacity.device) for part in (start, work, first))
+        return cls(start, capacity, int(host.max()), int(ends[-1]), work, first, most_pieces)
 
     def at(self, slots: Tensor) -> Tensor:  # [B H n]
         """Places of the slots [B, H, n] in the flat store."""
         return (self.start.unsqueeze(-1) + slots).flatten()
-
-    def inside(self) -> Tensor:  # [B, H, S] bool
-        """Which slots of equal heads are there."""
-        return torch.arange(self.most, device=self.start.device) < self.capacity.unsqueeze(-1)
 
     def packed(self, slots: Tensor) -> Tensor:  # [N, ...]
         """Slots [B, H, at least S, ...] of equal heads in the flat store; the device is not asked."""
@@ -47,12 +46,5 @@ class Layout:
         place = shift.repeat_interleave(self.capacity.flatten(), output_size=self.total)
         return slots.flatten(0, 2)[place + torch.arange(self.total, device=slots.device)]
 
-    def unpacked(self, flat: Tensor, fill: float = 0) -> Tensor:  # [B, H, S, ...]
-        """The flat store as equal heads; `fill` stands where a head has no slot."""
-        slot = torch.arange(self.most, device=flat.device)
-        at = (self.start.unsqueeze(-1) + slot).clamp_max(self.total - 1)
-        inside = self.inside().view(*at.shape, *[1] * (flat.dim() - 1))
-        return torch.where(inside, flat[at], fill)
-
     def tensors(self) -> list[Tensor]:
-        return [self.start, self.capacity]
+        return [self.start, self.capacity, self.work, self.first_piece]

@@ -148,12 +148,24 @@ class SlotTable(Place):
         self._note_reach(coming)
         return self.positions.turned(self.key_slots(), self.held_index(), self.clock)
 
+    @property
+    def read_layout(self) -> Layout | None:
+        """Where the slots of heads that differ lie, when attention reads them there; None: as equal heads."""
+        return self.layout if self.in_place and not self.positions.turned_by else None
+
     def read_slots(self) -> tuple[Tensor | CodedSlots, Tensor | CodedSlots]:
         """Keys and values as attention reads them, in few bits where they are held so and none is new."""
-        if not self.in_place or self.positions.turned_by or not self.bits:
+        if not self.in_place or self.positions.turned_by or not (self.bits or self.layout):
             return self.read_keys(), self.value_slots()
         self._note_reach()
-        return self.stores()
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def read_weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """`log_weights` as attention reads them."""
+        if self.read_layout is None:
+            return self.log_weights()
+        return self.log_den if self.log_num is None else self.log_num, self.log_den
 
     def _note_reach(self, coming: int = 0) -> None:
         # A bounded table keeps one slot free for a single token to come.
@@ -412,7 +424,7 @@ class SlotTable(Place):
         """Gives each head of a bounded table its own number of slots, [B, H]; those behind are empty and go."""
         assert self.layout is None and self.index is not None and self.log_den is not None
         assert self.keys is not None and self.values is not None
-        layout = Layout.of(capacity)
+        layout = Layout.of(capacity, coded=bool(self.bits))
         self.keys, self.values = codes.packed(self.keys, layout), codes.packed(self.values, layout)
         self.index, self.log_den = layout.packed(self.index), layout.packed(self.log_den)
         self.log_num = None if self.log_num is None else layout.packed(self.log_num)

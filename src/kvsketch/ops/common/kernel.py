@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -106,6 +107,64 @@ def load_levels(
             high = tl.load(pointers + SIZE // 4 + columns % (SIZE // 8), mask=inside, other=0).to(tl.int32)
             levels += ((high >> (columns // (SIZE // 8))) & 1) * 4
     return tl.where(inside, levels.to(tl.float32) - (2**BITS - 1) / 2, 0.0)
+
+
+# Two words of four codes each, in one register. Their levels are the upper bits of a mantissa: no conversion is needed.
+_NIBBLES = """{
+    .reg .b32 a;
+    shl.b32 a, $4, 3;
+    lop3.b32 $0, a, 0x00780078, HIGH, 0xEA;
+    shr.b32 a, $4, 1;
+    lop3.b32 $1, a, 0x00780078, HIGH, 0xEA;
+    shr.b32 a, $4, 5;
+    lop3.b32 $2, a, 0x00780078, HIGH, 0xEA;
+    shr.b32 a, $4, 9;
+    lop3.b32 $3, a, 0x00780078, HIGH, 0xEA;
+}"""
+NIBBLES_BFLOAT16 = tl.constexpr(_NIBBLES.replace("HIGH", "0x41004100"))
+NIBBLES_FLOAT16 = tl.constexpr(_NIBBLES.replace("HIGH", "0x54005400"))
+PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
+
+
+@triton.jit
+def nibble_base(DTYPE: tl.constexpr):
+    """What `nibbles` reads for the level c = 0; each level adds 1/2."""
+    return 8.0 if tl.bfloat16 == DTYPE else 64.0
+
+
+@triton.jit
+def nibble_offset(DTYPE: tl.constexpr):
+    """z / 2 = (c - 7.5) / 2 is what `nibbles` reads, less this."""
+    return nibble_base(DTYPE) + 3.75
+
+
+@triton.jit
+def nibbles(words, DTYPE: tl.constexpr):
+    """The four levels c in each int16 word of 4-bit codes (`ops.codec`), as `nibble_base` + c / 2 in half precision.
+
+    Word u has channels 2 u, 2 u + D / 2, 2 u + 1, 2 u + 1 + D / 2. bfloat16 with the bits 0x4100 | c << 3 is 8 + c / 2,
+    float16 with 0x5400 | c << 3 is 64 + c / 2.
+    """
+    if PTX:
+        if tl.bfloat16 == DTYPE:
+            return tl.inline_asm_elementwise(
+                NIBBLES_BFLOAT16, "=r,=r,=r,=r,r", [words],
+                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                NIBBLES_FLOAT16, "=r,=r,=r,=r,r", [words],
+                (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+            )  # fmt: skip
+    else:
+        bits = words.to(tl.int32)
+        base = nibble_base(DTYPE)
+        return (
+            (base + 0.5 * (bits & 15).to(tl.float32)).to(DTYPE),
+            (base + 0.5 * ((bits >> 4) & 15).to(tl.float32)).to(DTYPE),
+            (base + 0.5 * ((bits >> 8) & 15).to(tl.float32)).to(DTYPE),
+            (base + 0.5 * ((bits >> 12) & 15).to(tl.float32)).to(DTYPE),
+        )
 
 
 def described_rows(tensor: Tensor, count: int) -> TensorDescriptor:

@@ -17,24 +17,29 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF
+from kvsketch.ops.common.ragged import Ragged
 
 COMBINE_COLUMNS = 64
 
 
 def combine(
     acc: Tensor, sums: Tensor, out: Tensor, state: Tensor, splits: int, sink_logits: Tensor | None,
-    tied: bool, log2_clip: float | None, overlap: bool,
+    tied: bool, log2_clip: float | None, overlap: bool, ragged: Ragged | None = None,
 ) -> None:  # fmt: skip
     """Writes out [B, Hq, N, Dv] and state [2 or 3, B, Hq, N] from acc [B, Hq, N, splits, Dv] and sums [.., splits, 4].
 
     `log2_clip` bounds the denominator, None: not; `overlap` starts the programs while those of the splits still run.
+    Where heads are ragged, acc and sums have the rows of a head for each piece: [P, G N, Dv] and [P, G N, 4].
     """
     query_heads, queries, value_size = out.shape[1:]
+    most = splits if ragged is None else ragged.most_pieces
+    head_rows = 1 if ragged is None else query_heads * queries * out.shape[0] // (len(ragged.first_piece) - 1)
     combine_kernel[(out.shape[0] * query_heads * queries, triton.cdiv(value_size, COMBINE_COLUMNS))](
-        acc, sums, sink_logits, out, state, log2_clip or 0.0, splits, queries, query_heads,
-        DV=value_size, COLUMNS=COMBINE_COLUMNS, BLOCK_SPLITS=triton.next_power_of_2(splits),
+        acc, sums, sink_logits, None if ragged is None else ragged.first_piece, out, state, log2_clip or 0.0,
+        splits, queries, query_heads, head_rows,
+        DV=value_size, COLUMNS=COMBINE_COLUMNS, BLOCK_SPLITS=triton.next_power_of_2(max(1, most)),
         TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
-        RATIO=state.shape[0] == 3,
+        RATIO=state.shape[0] == 3, RAGGED=ragged is not None,
         num_warps=4, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
@@ -104,20 +109,25 @@ def merge_sums(pointers, inside):
     return origin, tl.sum(totals * share, 0), share
 
 
-@triton.jit(do_not_specialize=["splits", "queries"])
+@triton.jit(do_not_specialize=["splits", "queries", "head_rows"])
 def combine_kernel(
-    acc_ptr, sums_ptr, sink_ptr, out_ptr, state_ptr, log2_clip, splits, queries, query_heads,
+    acc_ptr, sums_ptr, sink_ptr, first_ptr, out_ptr, state_ptr, log2_clip, splits, queries, query_heads, head_rows,
     DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
-    RATIO: tl.constexpr = False,
+    RATIO: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Output of one row, COLUMNS of it, from the sums of its splits."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_SPLITS)
-    inside = split < splits
-    place = row * splits + split
+    if RAGGED:
+        first = tl.load(first_ptr + row // head_rows)
+        inside = split < tl.load(first_ptr + row // head_rows + 1) - first
+        place = (first + split).to(tl.int64) * head_rows + row % head_rows
+    else:
+        inside = split < splits
+        place = row * splits + split
     num_origin, num_total, share = merge_sums(sums_ptr + place * 4, inside)
     den_origin, den_total = num_origin, num_total
     if not TIED:

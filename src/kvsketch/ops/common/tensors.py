@@ -45,8 +45,8 @@ def float_weights(weights: Tensor | None) -> Tensor | None:
 
 
 def outer_strides(tensor: Tensor | None) -> tuple[int, int]:
-    """Strides of the first two dimensions of an optional tensor."""
-    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
+    """Strides of the first two dimensions of an optional tensor; a flat store has neither."""
+    return (0, 0) if tensor is None or tensor.dim() == 1 else (tensor.stride(0), tensor.stride(1))
 
 
 def block_size(size: int) -> int:

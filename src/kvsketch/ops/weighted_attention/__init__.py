@@ -9,6 +9,7 @@ carry a value (the last S - Sv carry a key only), D key size, Dv value size.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.dispatch import implementation
+from kvsketch.ops.common.ragged import Ragged
 from kvsketch.ops.common.tensors import DTYPES
 
 
@@ -32,6 +34,7 @@ def weighted_attention(
     sink_logits: Tensor | None = None,
     lengths: Tensor | None = None,
     clip: float | None = None,
+    ragged: Ragged | None = None,
     return_state: bool = False,
     return_logits: bool = False,
 ) -> Any:
@@ -49,13 +52,15 @@ def weighted_attention(
       when their weights are -inf.
     clip: the denominator is moved to within a factor exp(clip) of the numerator's sum of weights, before the sink logit
       joins it; the sums returned are those before.
+    ragged: heads of different sizes in one flat store; k, v and the weights are [slots of all heads, ...] then, S the
+      largest head, and slots behind a head do not exist.
     An empty numerator or denominator gives 0. Internally float32 (float64 for float64); the result has the dtype of q.
 
     Returns out [B, Hq, N, Dv]. With return_state, (out, (log of the numerator's weights, log of the denominator)), each
     [B, Hq, N] float32. With return_logits, s_i [B, Hq, N, S] float32 (after softcap, without bias and weights, -inf
     beyond lengths) comes last.
     """
-    call = Arguments(q, k, v, log_num, log_den, scale, bias, softcap, sink_logits, lengths, clip, return_logits)
+    call = Arguments(q, k, v, log_num, log_den, scale, bias, softcap, sink_logits, lengths, clip, return_logits, ragged)
     call.check()
     attended: Attended = implementation("weighted_attention", q.device, call).weighted_attention(call)
     return attended.returned(return_state, return_logits)
@@ -77,6 +82,15 @@ class Attended(NamedTuple):
         return (self.out, *extras) if extras else self.out
 
 
+class Sizes(NamedTuple):
+    """H, S, Sv and Dv."""
+
+    kv_heads: int
+    slots: int
+    value_slots: int
+    value_size: int
+
+
 class Arguments(NamedTuple):
     """One call, as `weighted_attention` describes it."""
 
@@ -92,11 +106,43 @@ class Arguments(NamedTuple):
     lengths: Tensor | None = None
     clip: float | None = None
     return_logits: bool = False
+    ragged: Ragged | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of what is read."""
+        keys, values = self._shapes()
+        return Sizes(keys[1], keys[2], *values[2:])
+
+    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of keys and values, [B, H, S, D]; S is the largest head of ragged ones."""
+        ragged = self.ragged
+        if ragged is None:
+            return tuple(self.k.shape), tuple(self.v.shape)
+        sizes = (part.shape[1] if isinstance(part, Tensor) else part.codec.size for part in (self.k, self.v))
+        keys, values = ((*ragged.start.shape, ragged.most, size) for size in sizes)
+        return keys, values
 
     @property
     def tied(self) -> bool:
         """Whether one sum serves as numerator's and denominator's."""
-        return self.log_num is self.log_den and self.v.shape[2] == self.k.shape[2]
+        return self.log_num is self.log_den and self.sizes.value_slots == self.sizes.slots
+
+    def with_equal_heads(self) -> Arguments:
+        """The same call with heads of one size, whose lengths are those of the heads."""
+        ragged = self.ragged
+        if ragged is None:
+            return self
+        k, v = (
+            ragged.unpacked(part) if isinstance(part, Tensor) else
+            replace(part, codes=ragged.unpacked(part.codes), steps=ragged.unpacked(part.steps))
+            for part in (self.k, self.v)
+        )  # fmt: skip
+        log_num = None if self.log_num is None else ragged.unpacked(self.log_num, float("-inf"))
+        log_den = log_num
+        if self.log_den is not self.log_num:
+            log_den = None if self.log_den is None else ragged.unpacked(self.log_den, float("-inf"))
+        return self._replace(k=k, v=v, log_num=log_num, log_den=log_den, lengths=ragged.capacity, ragged=None)
 
     def check(self) -> None:
         """Raise ValueError when a shape or dtype does not fit the others."""
@@ -104,7 +150,10 @@ class Arguments(NamedTuple):
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if isinstance(tensor, CodedSlots):
                 continue
-            if tensor.dim() != 4:
+            if self.ragged is not None and name != "q":
+                if tensor.dim() != 2 or tensor.shape[0] != self.ragged.total:
+                    raise ValueError(f"{name} must be [{self.ragged.total}, size], a flat store, got {_shape(tensor)}.")
+            elif tensor.dim() != 4:
                 raise ValueError(f"{name} must have 4 dimensions [batch, heads, length, size], got {_shape(tensor)}.")
             if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
                 raise ValueError(
@@ -112,16 +161,20 @@ class Arguments(NamedTuple):
                     f"got q {q.dtype}, {name} {tensor.dtype}. Cast them first."
                 )
         batch, query_heads, _, size = q.shape
-        kv_heads, slots = k.shape[1], k.shape[2]
-        if k.shape[0] != batch or k.shape[3] != size:
-            raise ValueError(f"k must be [{batch}, heads, slots, {size}] to match q {_shape(q)}, got {_shape(k)}.")
+        keys, values = self._shapes()
+        kv_heads, slots = keys[1:3]
+        if keys[0] != batch or keys[3] != size:
+            raise ValueError(f"k must be [{batch}, heads, slots, {size}] to match q {_shape(q)}, got {list(keys)}.")
         if kv_heads == 0 or query_heads % kv_heads:
             raise ValueError(f"q has {query_heads} heads, which is not a multiple of the {kv_heads} heads of k.")
-        if v.shape[:2] != k.shape[:2] or v.shape[2] > slots:
-            raise ValueError(f"v must be [{batch}, {kv_heads}, at most {slots}, size], got {_shape(v)}.")
+        if values[:2] != keys[:2] or values[2] > slots:
+            raise ValueError(f"v must be [{batch}, {kv_heads}, at most {slots}, size], got {list(values)}.")
+        each = [batch, kv_heads, slots] if self.ragged is None else [self.ragged.total]
         for name, weights in (("log_num", self.log_num), ("log_den", self.log_den)):
-            if weights is not None and tuple(weights.shape) != (batch, kv_heads, slots):
-                raise ValueError(f"{name} must be [{batch}, {kv_heads}, {slots}], one per slot, got {_shape(weights)}.")
+            if weights is not None and list(weights.shape) != each:
+                raise ValueError(f"{name} must be {each}, one per slot, got {_shape(weights)}.")
+        if self.ragged is not None and self.lengths is not None:
+            raise ValueError("lengths belong to heads of one size; a ragged head has its capacity.")
         if self.lengths is not None and tuple(self.lengths.shape) != (batch, kv_heads):
             raise ValueError(f"lengths must be [{batch}, {kv_heads}], one per KV head, got {_shape(self.lengths)}.")
         sinks = self.sink_logits
@@ -138,7 +191,7 @@ class Arguments(NamedTuple):
         if bias is None:
             return
         batch, query_heads, queries, _ = self.q.shape
-        kv_heads, slots = self.k.shape[1], self.k.shape[2]
+        kv_heads, slots = self.sizes[:2]
         fits = bias.dim() == 4 and bias.shape[3] == slots
         fits = fits and bias.shape[0] in (1, batch) and bias.shape[2] in (1, queries)
         if not fits or bias.shape[1] not in (1, kv_heads, query_heads):

@@ -5,7 +5,10 @@ keeps two running sums for each row (`common/sums.py`); a second one combines th
 alone; `lengths` are read on the device.
 
 Keys in few bits meet a rotated query, <q, k> = <q, center> + step <R q, z>. Values in few bits are summed as step z,
-and the sum is rotated back once for each query. Some slots may be exact: the first split reads them.
+and the sum is rotated back once for each query. Some slots may be exact: the first split reads them. 4-bit codes are
+read as words of four levels, four products of a quarter of the channels each (`common/kernel.nibbles`).
+
+Where heads differ in size, a work list takes the place of the grid (`common/ragged.py`).
 Legend: rows are the G * N queries of one KV head, head by head; the rest as in the package docstring.
 """
 
@@ -23,7 +26,20 @@ from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.device import Device, device_traits, on
-from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, begin, dot, gather_tile, load_levels, load_tile, tanh_ratio
+from kvsketch.ops.common.kernel import (
+    LN2,
+    LOG2E,
+    NEG_INF,
+    begin,
+    dot,
+    gather_tile,
+    load_levels,
+    load_tile,
+    nibble_offset,
+    nibbles,
+    tanh_ratio,
+)
+from kvsketch.ops.common.ragged import CODED_PROGRAMS, PLAIN_PROGRAMS
 from kvsketch.ops.common.sums import add_sink, add_terms, clip_denominator, combine, load_weights, normalizer
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
@@ -38,7 +54,7 @@ from kvsketch.ops.weighted_attention import Arguments, Attended
 
 # Keys and values of one tile. Two programs per multiprocessor with two tiles each in flight keep the memory busy.
 TILE_BYTES = 32 * 1024
-PROGRAMS_PER_MULTIPROCESSOR = 2
+PROGRAMS_PER_MULTIPROCESSOR = PLAIN_PROGRAMS
 MAX_SPLITS = 128
 # Programs that start early are dealt unevenly over the multiprocessors, which costs more than a launch when they are
 # long.
@@ -59,25 +75,24 @@ class Plan:
 
 def supported(call: Arguments) -> bool:
     """True when the kernel serves this call."""
-    q, k, v = call.q, call.k, call.v
-    something = q.numel() > 0 and math.prod(k.shape) > 0 and math.prod(v.shape) > 0
-    return q.dtype in KERNEL_DTYPES and max(q.shape[3], v.shape[3]) <= MAX_HEAD_SIZE and something
+    something = call.q.numel() > 0 and min(call.sizes) > 0
+    return call.q.dtype in KERNEL_DTYPES and max(call.q.shape[3], call.sizes.value_size) <= MAX_HEAD_SIZE and something
 
 
 def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     """See `kvsketch.ops.weighted_attention`; `launch` overrides the plan."""
     batch, query_heads, queries, size = call.q.shape
-    kv_heads, slots = call.k.shape[1:3]
-    value_slots, value_size = call.v.shape[2:]
-    group = query_heads // kv_heads
-    q, key, value = dense_last(call.q), _stored(call.k), _stored(call.v)
+    kv_heads, slots, value_slots, value_size = call.sizes
+    group, ragged = query_heads // kv_heads, call.ragged
+    q, key, value = dense_last(call.q), _stored(call.k, call.q.dtype), _stored(call.v, call.q.dtype)
     q_center = None
     if isinstance(call.k, CodedSlots):
         q, q_center = _rotated(call.q, call.k)
     exact_at = next((part.exact_at.contiguous() for part in (call.k, call.v) if _some_exact(part)), None)
     tied = call.tied
     log_num, log_den = float_weights(call.log_num), float_weights(call.log_den)
-    sink_logits, lengths = contiguous(call.sink_logits), contiguous(call.lengths)
+    sink_logits = contiguous(call.sink_logits)
+    lengths = contiguous(call.lengths if ragged is None else ragged.capacity)
     bias_kind, bias, bias_floor, bias_strides = _bias_arguments(call.bias, kv_heads, query_heads)
     log2_clip = None if call.clip is None or tied else call.clip / math.log(2.0)
 
@@ -86,12 +101,15 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     most_rows = 16 if q.dtype == torch.float32 else 64 if traits.shared_bytes > 160 * 1024 else 32
     block_m = min(most_rows, block_size(group * queries))
     row_tiles = triton.cdiv(group * queries, block_m)
-    block_d, block_dv = block_size(size), block_size(value_size)
     if launch is None:
-        slot_bytes = (block_d + block_dv) * q.element_size()
-        launch = plan(batch * kv_heads * row_tiles, slots, slot_bytes, traits)
+        programs = batch * kv_heads * row_tiles
+        if key.words and value.words and block_m == 16:
+            launch = coded_plan(programs, slots, traits)
+        else:
+            slot_bytes = (block_size(size) + block_size(value_size)) * q.element_size()
+            launch = plan(programs, slots, slot_bytes, traits)
     masked = lengths is not None or slots % launch.block_n > 0 or value_slots % launch.block_n > 0
-    direct = launch.splits == 1
+    direct = launch.splits == 1 and ragged is None
 
     # Values in few bits are summed rotated; what leaves the kernel is rotated back.
     coded_values = isinstance(call.v, CodedSlots)
@@ -99,49 +117,65 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     out = torch.empty((batch, query_heads, queries, value_size), dtype=out_dtype, device=q.device)
     state = torch.empty((3 if coded_values else 2, batch, query_heads, queries), dtype=torch.float32, device=q.device)
     logits = _logits_buffer(q, slots, lengths is not None) if call.return_logits else None
-    pieces = 0 if direct else batch * query_heads * queries * launch.splits
+    if ragged is not None:
+        pieces = len(ragged.work) * group * queries
+    else:
+        pieces = 0 if direct else batch * query_heads * queries * launch.splits
     acc = torch.empty(max(1, pieces * value_size), dtype=torch.float32, device=q.device)
     sums = torch.empty(max(1, pieces * 4), dtype=torch.float32, device=q.device)
 
     with on(q.device):
-        split_kernel[(launch.splits, row_tiles, batch * kv_heads)](
+        grid = (launch.splits, row_tiles, batch * kv_heads) if ragged is None else (len(ragged.work), row_tiles, 1)
+        split_kernel[grid](
             q, key.data, value.data, log_num, log_den, bias, sink_logits, lengths,
+            None if ragged is None else ragged.start, None if ragged is None else ragged.work,
             q_center, key.steps, value.steps, key.exact, value.exact, exact_at,
             out, state, logits, acc, sums,
             call.scale, call.softcap or 0.0, bias_floor, log2_clip or 0.0,
             slots, value_slots, launch.splits, queries, kv_heads,
-            *q.stride()[:3], *key.data.stride()[:3], *value.data.stride()[:3],
+            *q.stride()[:3], *_slot_strides(key.data), *_slot_strides(value.data),
             *outer_strides(key.steps), *outer_strides(value.steps),
             *outer_strides(log_num), *outer_strides(log_den), *bias_strides,
-            GROUP=group, D=size, DV=value_size, BLOCK_D=block_d, BLOCK_DV=block_dv,
+            GROUP=group, D=size, DV=value_size,
+            BLOCK_D=block_size(size // 4 if key.words else size),
+            BLOCK_DV=block_size(value_size // 4 if value.words else value_size),
             BLOCK_M=block_m, BLOCK_N=launch.block_n, STAGES=launch.stages,
             TIED=tied, NUM=log_num is not None, DEN=log_den is not None, TAIL=value_slots < slots, BIAS=bias_kind,
             CAPPED=call.softcap is not None, SINKS=sink_logits is not None, LENGTHS=lengths is not None,
             CLIPPED=log2_clip is not None, LOGITS=call.return_logits, MASKED=masked, DIRECT=direct,
-            KEY_BITS=key.bits, VALUE_BITS=value.bits, EXACT=0 if exact_at is None else exact_at.shape[2],
+            RAGGED=ragged is not None, KEY_BITS=key.bits, VALUE_BITS=value.bits,
+            KEY_WORDS=key.words, VALUE_WORDS=value.words, EXACT=0 if exact_at is None else exact_at.shape[2],
             OVERLAP=launch.overlap, EARLY=launch.early, num_warps=launch.warps,
             **({"launch_pdl": True} if launch.early else {}),
         )  # fmt: skip
         if not direct:
-            combine(acc, sums, out, state, launch.splits, sink_logits, tied, log2_clip, launch.overlap)
+            combine(acc, sums, out, state, launch.splits, sink_logits, tied, log2_clip, launch.overlap, ragged)
     if isinstance(call.v, CodedSlots):
         out = _rotated_back(out, state[2], call.v).to(call.q.dtype)
     return Attended(out, state[0], state[1], logits)
 
 
 class Stored(NamedTuple):
-    """Keys or values as the kernel takes them."""
+    """Keys or values as the kernel takes them; [B, H, S] is [N] in a flat store."""
 
     data: Tensor  # vectors [B, H, S, D], or their codes
     bits: int = 16  # 16: the dtype of the queries
+    words: bool = False  # whether codes are read two bytes at a time
     steps: Tensor | None = None  # [B, H, S]
     exact: Tensor | None = None  # [B, H, E, D] float32, contiguous
 
 
-def _stored(part: Tensor | CodedSlots) -> Stored:
+def _stored(part: Tensor | CodedSlots, dtype: torch.dtype) -> Stored:
     if isinstance(part, Tensor):
         return Stored(dense_last(part))
-    return Stored(dense_last(part.codes), part.codec.bits, dense_last(part.steps), part.exact.contiguous())
+    codes, words = dense_last(part.codes), part.codec.bits == 4 and dtype != torch.float32
+    steps, exact = dense_last(part.steps), part.exact.contiguous()
+    return Stored(codes.view(torch.int16) if words else codes, part.codec.bits, words, steps, exact)
+
+
+def _slot_strides(data: Tensor) -> tuple[int, ...]:
+    """Strides by batch row, KV head and slot."""
+    return data.stride()[:3] if data.dim() == 4 else (0, 0, data.stride(0))
 
 
 def _some_exact(part: Tensor | CodedSlots) -> TypeGuard[CodedSlots]:
@@ -200,6 +234,15 @@ def plan(heads: int, slots: int, slot_bytes: int, device: Device) -> Plan:
     return Plan(max(16, block_n), splits, warps=4, stages=3, overlap=device.overlap, early=early)
 
 
+@functools.lru_cache(maxsize=4096)
+def coded_plan(heads: int, slots: int, device: Device) -> Plan:
+    """The same for 4-bit codes. One warp holds a whole tile, so that programs never wait for other warps."""
+    block_n = 64
+    resident = device.multiprocessors * CODED_PROGRAMS
+    splits = best_splits(heads, _ceil_div(slots, block_n), resident)
+    return Plan(block_n, splits, warps=1, stages=2, overlap=device.overlap)
+
+
 def best_splits(heads: int, tiles: int, resident: int) -> int:
     """The fewest splits within 4% of the least estimated time, in tiles read one after the other.
 
@@ -235,53 +278,106 @@ def load_bias(pointers, mask, floor):
 
 
 @triton.jit
-def score_tile(
-    q, q_center, k_base, k_s, k_step, start, slots, limit, scale, softcap,
-    logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, LOGITS: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr,
-    exact_at, EXACT: tl.constexpr,
-):  # fmt: skip
-    """log2(e) (s_i + bias_i) for a tile of slots [rows, slots]; stores s_i on request."""
-    if BITS == 16:
-        k_tile = load_tile(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, MASKED)
-        s = dot(q, tl.trans(k_tile), tl.zeros((q.shape[0], BLOCK_N), tl.float32)) * scale
-    else:
-        k_tile = load_levels(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, BITS).to(q.dtype)
-        step = tl.load(k_step + slots, mask=slots < limit, other=0.0).to(tl.float32)
-        s = dot(q, tl.trans(k_tile), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
-        s = (s * step[None, :] + q_center[:, None]) * scale
-    there = slots < limit
-    for i in tl.static_range(EXACT):
-        there = there & (slots != tl.load(exact_at + i))
-    return finish_scores(
-        s, slots, there, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
-        CAPPED, LOGITS, BIAS, EXACT > 0,
-    )  # fmt: skip
-
-
-@triton.jit
 def finish_scores(
     s, slots, there, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
-    CAPPED: tl.constexpr, LOGITS: tl.constexpr, BIAS: tl.constexpr, HIDES: tl.constexpr,
+    CAPPED: tl.constexpr, LOGITS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """log2(e) (s_i + bias_i) from the products s_i of a tile; stores s_i on request.
-
-    `there` says which slots are; with HIDES the others get -inf, else their weights are to do that.
-    """
+    """log2(e) (s_i + bias_i) from the products s_i of a tile [rows, slots]; stores s_i of slots that are `there`."""
     if CAPPED:
         s = softcap * tanh_ratio(s, softcap)
     inside = row_inside[:, None] & there[None, :]
     if LOGITS:
         tl.store(logits_ptr + flat_row[:, None] * slots_total + slots[None, :], s, mask=inside)
-    x = s * LOG2E
+    return add_bias(s * LOG2E, slots, there, inside, bias_rows, bias_floor, BIAS)
+
+
+@triton.jit
+def add_bias(x, slots, there, inside, bias_rows, bias_floor, BIAS: tl.constexpr):
+    """Base-2 logits of a tile with the bias added."""
     if BIAS == "slot":
         x += load_bias(bias_rows + slots, there, bias_floor)[None, :] * LOG2E
     elif BIAS == "row":
         x += load_bias(bias_rows[:, None] + slots[None, :], inside, bias_floor) * LOG2E
-    if HIDES:
-        x = tl.where(there[None, :], x, NEG_INF)
     return x
+
+
+@triton.jit
+def score_tile(
+    q, q1, q2, q3, q_lift, q_center, k_base, k_s, k_step, start, slots, there, limit, scale, softcap,
+    logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, LOGITS: tl.constexpr, BIAS: tl.constexpr,
+    BITS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """log2(e) (s_i + bias_i) for a tile of slots [rows, slots]; of coded keys without <q, center>, unless it matters.
+
+    WORDS: 4-bit codes are read two bytes at a time, and D and BLOCK_D count these words.
+    """
+    if WORDS:
+        k0, k1, k2, k3 = nibbles(load_tile(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, MASKED), q.dtype)
+        s = dot(q, tl.trans(k0), tl.zeros((q.shape[0], BLOCK_N), tl.float32) + q_lift[:, None])
+        s = dot(q3, tl.trans(k3), dot(q2, tl.trans(k2), dot(q1, tl.trans(k1), s)))
+        step = tl.load(k_step + slots, mask=slots < limit, other=0.0).to(tl.float32) * 2.0
+    elif BITS == 16:
+        k_tile = load_tile(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, MASKED)
+        s = dot(q, tl.trans(k_tile), tl.zeros((q.shape[0], BLOCK_N), tl.float32)) * scale
+    else:
+        k_tile = load_levels(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, BITS).to(q.dtype)
+        s = dot(q, tl.trans(k_tile), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+        step = tl.load(k_step + slots, mask=slots < limit, other=0.0).to(tl.float32)
+    if BITS == 16:
+        return finish_scores(
+            s, slots, there, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
+            CAPPED, LOGITS, BIAS,
+        )  # fmt: skip
+    elif CAPPED or LOGITS:
+        return finish_scores(
+            (s * step[None, :] + q_center[:, None]) * scale, slots, there, softcap,
+            logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor, CAPPED, LOGITS, BIAS,
+        )  # fmt: skip
+    else:
+        inside = row_inside[:, None] & there[None, :]
+        x = s * (step * (scale * LOG2E))[None, :]
+        return add_bias(x, slots, there, inside, bias_rows, bias_floor, BIAS)
+
+
+@triton.jit
+def without_exact(
+    tile, value, start, slots, exact_at, least_exact, most_exact, BLOCK_N: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """What belongs to the slots of a tile, `value` where a slot is exact; these are few and mostly lie in one tile."""
+    if EXACT > 0:  # noqa: SIM102
+        if (most_exact >= start) & (least_exact < start + BLOCK_N):
+            for i in tl.static_range(EXACT):
+                tile = tl.where(slots == tl.load(exact_at + i), value, tile)
+    return tile
+
+
+@triton.jit
+def load_columns(
+    rows, inside, first, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Columns first, first + STEP, ... of rows at the pointers `rows`; zero behind COUNT of them."""
+    column = tl.arange(0, BLOCK)[None, :]
+    return tl.load(rows[:, None] + first + STEP * column, mask=inside[:, None] & (column < COUNT), other=0.0)
+
+
+@triton.jit
+def store_columns(
+    rows, tile, inside, first, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Writes such columns."""
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = inside[:, None] & (column < COUNT)
+    tl.store(rows[:, None] + first + STEP * column, tile.to(rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_words(
+    base, places, stride, inside, first, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One channel of each word of four, of the rows `places` of a [.., SIZE] matrix."""
+    return load_columns(base + places.to(tl.int64) * stride, inside, first, 2, SIZE // 4, BLOCK).to(DTYPE)
 
 
 # A cache that grows by a slot per step must not compile a kernel per length.
@@ -292,7 +388,7 @@ def finish_scores(
     ]
 )  # fmt: skip
 def split_kernel(
-    q_ptr, k_ptr, v_ptr, num_ptr, den_ptr, bias_ptr, sink_ptr, length_ptr,
+    q_ptr, k_ptr, v_ptr, num_ptr, den_ptr, bias_ptr, sink_ptr, length_ptr, start_ptr, work_ptr,
     center_ptr, k_step_ptr, v_step_ptr, k_exact_ptr, v_exact_ptr, exact_ptr,
     out_ptr, state_ptr, logits_ptr, acc_ptr, sums_ptr,
     scale, softcap, bias_floor, log2_clip,
@@ -303,13 +399,18 @@ def split_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     TIED: tl.constexpr, NUM: tl.constexpr, DEN: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, LENGTHS: tl.constexpr, CLIPPED: tl.constexpr, LOGITS: tl.constexpr,
-    MASKED: tl.constexpr, DIRECT: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, EXACT: tl.constexpr,
-    OVERLAP: tl.constexpr, EARLY: tl.constexpr, EXACT_BLOCK: tl.constexpr = 16,
+    MASKED: tl.constexpr, DIRECT: tl.constexpr, RAGGED: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, KEY_WORDS: tl.constexpr, VALUE_WORDS: tl.constexpr,
+    EXACT: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr, EXACT_BLOCK: tl.constexpr = 16,
 ):  # fmt: skip
     """Sums over one piece of the slots of one KV head; the output itself when there is one piece (DIRECT)."""
     begin(OVERLAP, EARLY)
     split = tl.program_id(0)
     batch_head = tl.program_id(2)
+    if RAGGED:
+        work = work_ptr + tl.program_id(0).to(tl.int64) * 4
+        batch_head = tl.load(work)
+        split = tl.load(work + 3)
     b = (batch_head // kv_heads).to(tl.int64)
     h = (batch_head % kv_heads).to(tl.int64)
     head_rows = GROUP * queries
@@ -318,25 +419,47 @@ def split_kernel(
     head_in_group = row // queries
     flat_row = batch_head.to(tl.int64) * head_rows + row  # row of [B, Hq, N] outputs
 
-    d = tl.arange(0, BLOCK_D)
-    q_rows = b * q_b + h * GROUP * q_h + head_in_group * q_h + (row % queries) * q_n
-    q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=row_inside[:, None] & (d[None, :] < D), other=0.0)
-    k_base = k_ptr + b * k_b + h * k_h
-    v_base = v_ptr + b * v_b + h * v_h
-    k_step, v_step, q_center = k_step_ptr, v_step_ptr, scale
+    q_rows = q_ptr + b * q_b + h * GROUP * q_h + head_in_group * q_h + (row % queries) * q_n
+    q_center = scale
+    if KEY_WORDS:
+        # The channels of a word meet the same channels of q. Levels are read with an offset, which the sums begin with.
+        q = load_columns(q_rows, row_inside, 0, 2, D // 4, BLOCK_D)
+        q1 = load_columns(q_rows, row_inside, D // 2, 2, D // 4, BLOCK_D)
+        q2 = load_columns(q_rows, row_inside, 1, 2, D // 4, BLOCK_D)
+        q3 = load_columns(q_rows, row_inside, D // 2 + 1, 2, D // 4, BLOCK_D)
+        q_sum = tl.sum(q.to(tl.float32) + q1.to(tl.float32) + q2.to(tl.float32) + q3.to(tl.float32), 1)
+        q_lift = -nibble_offset(q.dtype) * q_sum
+    else:
+        q = load_columns(q_rows, row_inside, 0, 1, D, BLOCK_D)
+        q1, q2, q3, q_lift = q, q, q, scale
+    # Rows of a flat store begin where their head does.
+    k_base, v_base, k_step, v_step = k_ptr, v_ptr, k_step_ptr, v_step_ptr
+    num_base, den_base, bias_rows, exact_at = num_ptr, den_ptr, bias_ptr, exact_ptr
+    if RAGGED:
+        at = tl.load(start_ptr + batch_head)
+        k_base += at * k_s
+        v_base += at * v_s
+        if KEY_BITS != 16:
+            k_step += at
+        if VALUE_BITS != 16:
+            v_step += at
+        if NUM:
+            num_base += at
+        if DEN:
+            den_base += at
+    else:
+        k_base += b * k_b + h * k_h
+        v_base += b * v_b + h * v_h
+        if KEY_BITS != 16:
+            k_step += b * k_step_b + h * k_step_h
+        if VALUE_BITS != 16:
+            v_step += b * v_step_b + h * v_step_h
+        if NUM:
+            num_base += b * num_b + h * num_h
+        if DEN:
+            den_base += b * den_b + h * den_h
     if KEY_BITS != 16:
-        k_step += b * k_step_b + h * k_step_h
         q_center = tl.load(center_ptr + flat_row, mask=row_inside, other=0.0)
-    if VALUE_BITS != 16:
-        v_step += b * v_step_b + h * v_step_h
-    exact_at = exact_ptr
-    if EXACT > 0:
-        exact_at += batch_head.to(tl.int64) * EXACT
-    num_base, den_base, bias_rows = num_ptr, den_ptr, bias_ptr
-    if NUM:
-        num_base += b * num_b + h * num_h
-    if DEN:
-        den_base += b * den_b + h * den_h
     if BIAS != "none":
         bias_rows += b * bias_b + h * bias_h
     if BIAS == "row":
@@ -348,26 +471,59 @@ def split_kernel(
     value_limit = tl.minimum(limit, value_slots)
     tiles = tl.cdiv(limit, BLOCK_N)
     value_tiles = tl.cdiv(value_limit, BLOCK_N)
-    first = tiles * split // splits
-    last = tiles * (split + 1) // splits
+    if RAGGED:
+        # Pieces begin at a multiple of every tile size.
+        first = tl.load(work + 1) // BLOCK_N
+        last = tl.cdiv(tl.load(work + 2), BLOCK_N)
+        leads = first == 0
+    else:
+        leads = split == 0
+        first = tiles * split // splits
+        last = tiles * (split + 1) // splits
+    least_exact, most_exact = 0, 0
+    if EXACT > 0:
+        exact_at += batch_head.to(tl.int64) * EXACT
+        place = tl.arange(0, EXACT_BLOCK)
+        least_exact = tl.min(tl.load(exact_at + place, mask=place < EXACT, other=2147483647), 0)
+        most_exact = tl.max(tl.load(exact_at + place, mask=place < EXACT, other=-1), 0)
 
     num_origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
     num_total = tl.zeros((BLOCK_M,), tl.float32)
     den_origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
     den_total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    acc1, acc2, acc3 = scale, scale, scale
+    if VALUE_WORDS:
+        acc1, acc2, acc3 = acc, acc, acc
 
     for tile in tl.range(first, tl.minimum(last, value_tiles), num_stages=STAGES):
         start = tile * BLOCK_N
         slots = start + tl.arange(0, BLOCK_N)
+        there = slots < limit
+        if LOGITS:
+            there = without_exact(there, False, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
         x = score_tile(
-            q, q_center, k_base, k_s, k_step, start, slots, limit, scale, softcap,
+            q, q1, q2, q3, q_lift, q_center, k_base, k_s, k_step, start, slots, there, limit, scale, softcap,
             logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
-            D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS, KEY_BITS, exact_at, EXACT,
+            D // 4 if KEY_WORDS else D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS, KEY_BITS, KEY_WORDS,
         )  # fmt: skip
-        x_num = x + load_weights(num_base, slots, value_limit, NUM, MASKED)[None, :]
+        weights = load_weights(num_base, slots, value_limit, NUM, MASKED)
+        weights = without_exact(weights, NEG_INF, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
+        x_num = x + weights[None, :]
         num_origin, num_total, terms, shrink = add_terms(num_origin, num_total, x_num)
-        if VALUE_BITS == 16:
+        if VALUE_WORDS:
+            words = load_tile(v_base, start, v_s, value_limit, BLOCK_N, DV // 4, BLOCK_DV, MASKED)
+            v0, v1, v2, v3 = nibbles(words, q.dtype)
+            step = tl.load(v_step + slots, mask=slots < value_limit, other=0.0).to(tl.float32) * 2.0
+            parts = (terms * step[None, :]).to(q.dtype)
+            # The sum of the rounded parts, which the offset of the levels is taken off with.
+            total = dot(parts, tl.full((BLOCK_N, 8), 1.0, q.dtype), tl.zeros((BLOCK_M, 8), tl.float32))
+            lift = -nibble_offset(q.dtype) * tl.max(total, 1)[:, None]
+            acc = dot(parts, v0, acc * shrink[:, None] + lift)
+            acc1 = dot(parts, v1, acc1 * shrink[:, None] + lift)
+            acc2 = dot(parts, v2, acc2 * shrink[:, None] + lift)
+            acc3 = dot(parts, v3, acc3 * shrink[:, None] + lift)
+        elif VALUE_BITS == 16:
             v_tile = load_tile(v_base, start, v_s, value_limit, BLOCK_N, DV, BLOCK_DV, MASKED)
             acc = dot(terms.to(v_tile.dtype), v_tile, acc * shrink[:, None])
         else:
@@ -375,55 +531,80 @@ def split_kernel(
             step = tl.load(v_step + slots, mask=slots < value_limit, other=0.0).to(tl.float32)
             acc = dot((terms * step[None, :]).to(q.dtype), z_tile, acc * shrink[:, None])
         if not TIED:
-            x_den = x + load_weights(den_base, slots, limit, DEN, MASKED)[None, :]
+            weights = load_weights(den_base, slots, limit, DEN, MASKED)
+            weights = without_exact(weights, NEG_INF, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
+            x_den = x + weights[None, :]
             den_origin, den_total, _, _ = add_terms(den_origin, den_total, x_den)
     if TAIL:
         for tile in tl.range(tl.maximum(first, value_tiles), last, num_stages=STAGES):
             start = tile * BLOCK_N
             slots = start + tl.arange(0, BLOCK_N)
+            there = slots < limit
+            if LOGITS:
+                there = without_exact(there, False, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
             x = score_tile(
-                q, q_center, k_base, k_s, k_step, start, slots, limit, scale, softcap,
+                q, q1, q2, q3, q_lift, q_center, k_base, k_s, k_step, start, slots, there, limit, scale, softcap,
                 logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
-                D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS, KEY_BITS, exact_at, EXACT,
+                D // 4 if KEY_WORDS else D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS, KEY_BITS, KEY_WORDS,
             )  # fmt: skip
-            x_den = x + load_weights(den_base, slots, limit, DEN, MASKED)[None, :]
+            weights = load_weights(den_base, slots, limit, DEN, MASKED)
+            weights = without_exact(weights, NEG_INF, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
+            x_den = x + weights[None, :]
             den_origin, den_total, _, _ = add_terms(den_origin, den_total, x_den)
 
     if EXACT > 0:  # noqa: SIM102
-        if split == 0:
+        if leads:
             place = tl.arange(0, EXACT_BLOCK)
             slots = tl.load(exact_at + place, mask=place < EXACT, other=-1)
             there = (slots >= 0) & (slots < limit)
-            if KEY_BITS == 16:
-                k_tile = gather_tile(k_base, slots, k_s, there, D, BLOCK_D)
-                s = dot(q, tl.trans(k_tile), tl.zeros((BLOCK_M, EXACT_BLOCK), tl.float32)) * scale
+            k_exact, k_places, k_row = k_base, slots, k_s
+            if KEY_BITS != 16:
+                k_exact, k_places, k_row = k_exact_ptr + batch_head.to(tl.int64) * EXACT * D, place, D
+            s = tl.zeros((BLOCK_M, EXACT_BLOCK), tl.float32)
+            if KEY_WORDS:
+                s = dot(q, tl.trans(load_words(k_exact, k_places, k_row, there, 0, q.dtype, D, BLOCK_D)), s)
+                s = dot(q1, tl.trans(load_words(k_exact, k_places, k_row, there, D // 2, q.dtype, D, BLOCK_D)), s)
+                s = dot(q2, tl.trans(load_words(k_exact, k_places, k_row, there, 1, q.dtype, D, BLOCK_D)), s)
+                s = dot(q3, tl.trans(load_words(k_exact, k_places, k_row, there, D // 2 + 1, q.dtype, D, BLOCK_D)), s)
             else:
-                k_exact = k_exact_ptr + batch_head.to(tl.int64) * EXACT * D
-                k_tile = gather_tile(k_exact, place, D, there, D, BLOCK_D).to(q.dtype)
-                s = dot(q, tl.trans(k_tile), tl.zeros((BLOCK_M, EXACT_BLOCK), tl.float32))
-                s = (s + q_center[:, None]) * scale
+                s = dot(q, tl.trans(gather_tile(k_exact, k_places, k_row, there, D, BLOCK_D).to(q.dtype)), s)
+            if KEY_BITS != 16 and (CAPPED or LOGITS):
+                s += q_center[:, None]
             x = finish_scores(
-                s, slots, there, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
-                CAPPED, LOGITS, BIAS, True,
+                s * scale, slots, there, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
+                CAPPED, LOGITS, BIAS,
             )  # fmt: skip
             valued = there & (slots < value_limit)
             x_num = tl.where(valued[None, :], x, NEG_INF)
             if NUM:
                 x_num += tl.load(num_base + slots, mask=valued, other=0.0)[None, :] * LOG2E
             num_origin, num_total, terms, shrink = add_terms(num_origin, num_total, x_num)
-            if VALUE_BITS == 16:
-                v_tile = gather_tile(v_base, slots, v_s, valued, DV, BLOCK_DV)
+            v_exact, v_places, v_row = v_base, slots, v_s
+            if VALUE_BITS != 16:
+                v_exact, v_places, v_row = v_exact_ptr + batch_head.to(tl.int64) * EXACT * DV, place, DV
+            parts = terms.to(q.dtype)
+            if VALUE_WORDS:
+                v0 = load_words(v_exact, v_places, v_row, valued, 0, q.dtype, DV, BLOCK_DV)
+                v1 = load_words(v_exact, v_places, v_row, valued, DV // 2, q.dtype, DV, BLOCK_DV)
+                v2 = load_words(v_exact, v_places, v_row, valued, 1, q.dtype, DV, BLOCK_DV)
+                v3 = load_words(v_exact, v_places, v_row, valued, DV // 2 + 1, q.dtype, DV, BLOCK_DV)
+                acc = dot(parts, v0, acc * shrink[:, None])
+                acc1 = dot(parts, v1, acc1 * shrink[:, None])
+                acc2 = dot(parts, v2, acc2 * shrink[:, None])
+                acc3 = dot(parts, v3, acc3 * shrink[:, None])
             else:
-                v_exact = v_exact_ptr + batch_head.to(tl.int64) * EXACT * DV
-                v_tile = gather_tile(v_exact, place, DV, valued, DV, BLOCK_DV).to(q.dtype)
-            acc = dot(terms.to(q.dtype), v_tile, acc * shrink[:, None])
+                v_tile = gather_tile(v_exact, v_places, v_row, valued, DV, BLOCK_DV).to(q.dtype)
+                acc = dot(parts, v_tile, acc * shrink[:, None])
             if not TIED:
+                x = tl.where(there[None, :], x, NEG_INF)
                 if DEN:
                     x += tl.load(den_base + slots, mask=there, other=0.0)[None, :] * LOG2E
                 den_origin, den_total, _, _ = add_terms(den_origin, den_total, x)
 
-    columns = tl.arange(0, BLOCK_DV)
-    column_inside = row_inside[:, None] & (columns[None, :] < DV)
+    if KEY_BITS != 16 and not (CAPPED or LOGITS):
+        # <q, center> is in the logit of every slot alike.
+        num_origin += q_center * (scale * LOG2E)
+        den_origin += q_center * (scale * LOG2E)
     if DIRECT:
         if TIED:
             den_origin, den_total = num_origin, num_total
@@ -433,18 +614,32 @@ def split_kernel(
             den_origin, den_total = add_sink(den_origin, den_total, sink)
             by_origin, by_total = add_sink(by_origin, by_total, sink)
         factor = normalizer(num_origin, num_total, by_origin, by_total)
-        out = acc * factor[:, None]
         if VALUE_BITS != 16:
             ratio = state_ptr + 2 * tl.num_programs(2).to(tl.int64) * head_rows
             tl.store(ratio + flat_row, num_total * factor, mask=row_inside)
-        out_rows = out_ptr + flat_row[:, None] * DV
-        tl.store(out_rows + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=column_inside)
+        out_rows = out_ptr + flat_row * DV
+        if VALUE_WORDS:
+            store_columns(out_rows, acc * factor[:, None], row_inside, 0, 2, DV // 4, BLOCK_DV)
+            store_columns(out_rows, acc1 * factor[:, None], row_inside, DV // 2, 2, DV // 4, BLOCK_DV)
+            store_columns(out_rows, acc2 * factor[:, None], row_inside, 1, 2, DV // 4, BLOCK_DV)
+            store_columns(out_rows, acc3 * factor[:, None], row_inside, DV // 2 + 1, 2, DV // 4, BLOCK_DV)
+        else:
+            store_columns(out_rows, acc * factor[:, None], row_inside, 0, 1, DV, BLOCK_DV)
         tl.store(state_ptr + flat_row, (num_origin + tl.log2(num_total)) * LN2, mask=row_inside)
         den_state = state_ptr + tl.num_programs(2).to(tl.int64) * head_rows
         tl.store(den_state + flat_row, (den_origin + tl.log2(den_total)) * LN2, mask=row_inside)
     else:
         place = flat_row * splits + split
-        tl.store(acc_ptr + place[:, None] * DV + columns[None, :], acc, mask=column_inside)
+        if RAGGED:
+            place = split.to(tl.int64) * head_rows + row
+        acc_rows = acc_ptr + place * DV
+        if VALUE_WORDS:
+            store_columns(acc_rows, acc, row_inside, 0, 2, DV // 4, BLOCK_DV)
+            store_columns(acc_rows, acc1, row_inside, DV // 2, 2, DV // 4, BLOCK_DV)
+            store_columns(acc_rows, acc2, row_inside, 1, 2, DV // 4, BLOCK_DV)
+            store_columns(acc_rows, acc3, row_inside, DV // 2 + 1, 2, DV // 4, BLOCK_DV)
+        else:
+            store_columns(acc_rows, acc, row_inside, 0, 1, DV, BLOCK_DV)
         tl.store(sums_ptr + place * 4, num_origin, mask=row_inside)
         tl.store(sums_ptr + place * 4 + 1, num_total, mask=row_inside)
         if not TIED:

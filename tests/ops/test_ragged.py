@@ -1,0 +1,112 @@
+"""Heads of different sizes in one flat store: what attention over them is, and its kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.ops.codec import Codec, CodedSlots, encode
+from kvsketch.ops.common.ragged import UNIT, work_list
+from kvsketch.ops.weighted_attention import Arguments, Attended
+from kvsketch.ops.weighted_attention import reference as attention_reference
+from kvsketch.slots.layout import Layout
+from tests.ops.formula import needs_triton, relative_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
+CAPACITY = [[20, 0, 150], [7, 3, 33]]
+
+
+def flat_call(dtype: torch.dtype, group: int, size: int, tied: bool, bits: int, device: torch.device) -> Arguments:
+    """A query, and slots around a large common part."""
+    generator = torch.Generator().manual_seed(size)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    layout = Layout.of(torch.tensor(CAPACITY, device=device))
+    total = layout.total
+    k, v = ((common * normal(1, size) + normal(total, size)).to(dtype) for common in (20.0, 1.0))
+    parts: list[Any] = [k, v]
+    if bits != 16:
+        codec = Codec(bits, size, seed=1)
+        center = [x.float().mean(0).expand(2, 3, size).contiguous() for x in (k, v)]
+        # Some slots of two heads are exact: their codes are not read.
+        at = torch.tensor([[[5, -1], [-1, -1], [149, 0]], [[-1, -1]] * 3], dtype=torch.int32, device=device)
+        parts = [
+            CodedSlots(codec, c, normal(2, 3, 2, size), at, *(p[0, 0] for p in encode(x[None, None], c[:1, :1], codec)))
+            for x, c in zip(parts, center, strict=True)
+        ]
+    log_den = normal(total)
+    log_den[::9] = float("-inf")
+    log_num = log_den if tied else log_den + 0.3 * normal(total)
+    bias = (normal(2, 1, 1, layout.most) > -1).to(device)
+    sinks = normal(3 * group)
+    q = normal(2, 3 * group, 1, size).to(dtype)
+    return Arguments(
+        q, *parts, log_num, log_den, size**-0.5, bias, None, sinks, None, 0.5, return_logits=True, ragged=layout
+    )
+
+
+def test_each_head_reads_its_own_slots(device: torch.device) -> None:
+    call = flat_call(torch.float32, 2, 16, False, 16, device)
+    found = attention_reference.weighted_attention(call)
+    assert call.ragged is not None and isinstance(call.k, Tensor) and isinstance(call.v, Tensor)
+    assert call.log_num is not None and call.log_den is not None and call.bias is not None
+    assert call.sink_logits is not None
+    for b, h in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
+        start, count = int(call.ragged.start[b, h]), CAPACITY[b][h]
+        here, heads = slice(start, start + count), slice(2 * h, 2 * h + 2)
+        alone = ops.weighted_attention(
+            call.q[b : b + 1, heads], call.k[None, None, here], call.v[None, None, here],
+            call.log_num[None, None, here], call.log_den[None, None, here], call.scale,
+            bias=call.bias[b : b + 1, ..., :count], sink_logits=call.sink_logits[heads], clip=0.5,
+        )  # fmt: skip
+        torch.testing.assert_close(found.out[b, heads], alone[0], atol=1e-5, rtol=1e-4)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("bits", "dtype", "group", "size", "tied"),
+    [
+        (16, torch.float32, 1, 64, False),
+        (16, torch.bfloat16, 7, 64, True),
+        (4, torch.bfloat16, 4, 128, True),
+        (4, torch.bfloat16, 2, 80, False),
+        (3, torch.float32, 2, 96, True),
+    ],
+)
+def test_kernel_reads_a_work_list(
+    bits: int, dtype: torch.dtype, group: int, size: int, tied: bool, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from kvsketch.ops.weighted_attention import kernel
+
+    call = flat_call(dtype, group, size, tied, bits, device)
+    expected = attention_reference.weighted_attention(call)
+    # What is not written shows.
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+    found: Attended = kernel.weighted_attention(call)
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+    assert relative_error(found.out, expected.out) < tolerance
+    assert (found.out[0, group : 2 * group] == 0).all()
+    for ours, theirs in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=20 * tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("resident", [1, 8, 1000])
+def test_work_covers_every_slot_once_in_pieces_of_one_size(resident: int) -> None:
+    capacity = torch.tensor([[36, 6067, 0, 512], [128, 1, 129, 5000]])
+    work, first = work_list(capacity, resident)
+    heads, begin, end, number = work.long().unbind(1)
+    size = int((end - begin).max())
+    assert ((begin % UNIT == 0).all() and (end > begin).all() and size % UNIT == 0) or size == 6067
+    assert torch.equal(torch.zeros(8, dtype=torch.long).index_add_(0, heads, end - begin), capacity.flatten())
+    assert torch.equal(number.sort().values, torch.arange(len(work)))
+    assert ((number >= first[heads]) & (number < first[heads + 1])).all()
+    # The end of a head is short, all else is not.
+    assert ((end - begin == size) | (end == capacity.flatten()[heads])).all()
