@@ -14,6 +14,7 @@ EXPERIMENTS = {
     "recall": "How many of the tokens that matter a recall method reads, and how often the device held them.",
     "speculation": "How much a layer finds with the query that the layer before lets expect.",
     "clusterability": "How keys and values cluster: t-SNE, k-center radii, cluster counts, query norms.",
+    "bits": "Keys and values in few bits: error, divergence, bytes, time; ours, QuantizedCache and fp8.",
     "token-life": "How long each token of a document stays in the cache, by layer and head.",
 }
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from kvsketch.records import FAILED, Estimate, Record, budget_value, latest, mean, read_folder, write_whole
 from kvsketch.records.estimate import interval_text
-from kvsketch.report import benchmark_figures, benchmarks, blocks, figures, palette, recall, render, streams
+from kvsketch.report import benchmark_figures, benchmarks, bits, blocks, figures, palette, recall, render, streams
 from kvsketch.report.contents import Contents, Section, gather
 from kvsketch.report.rows import Row, is_overall
 
@@ -245,6 +245,11 @@ class Numbers:
             for method, by in found.items()
         ]
         return blocks.table(["middle tokens kept", *budgets], rows)
+
+    def bits_tables(self) -> str:
+        """What few bits cost, by model."""
+        folder = self.results / "bits"
+        return (bits.tables(read_folder(folder)) if folder.is_dir() else "") or f"{NOTHING.capitalize()} yet."
 
     def recall_table(self) -> str:
         section = self._section("attention_error", self.errors)
