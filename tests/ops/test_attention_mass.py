@@ -187,6 +187,8 @@ def test_temperature_follows_the_tokens_seen(measure: Measure, device: torch.dev
         options = {"seen": torch.tensor([40], device=device), "index": index, "noise": NOISE}
         annealed = measure(inputs.q, inputs.k, inputs.scale, temperature=schedule, **options)
         torch.testing.assert_close(annealed, measure(inputs.q, inputs.k, inputs.scale, temperature=tau, **options))
+        by_row = schedule._replace(since=torch.tensor([since], device=device))
+        assert torch.equal(annealed, measure(inputs.q, inputs.k, inputs.scale, temperature=by_row, **options))
     assert not torch.allclose(annealed, measure(inputs.q, inputs.k, inputs.scale, temperature=1.0, **options))
 
 

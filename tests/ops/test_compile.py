@@ -148,6 +148,7 @@ def mass_of_a_token() -> None:
 
 def mass_from_logits() -> None:
     options: dict[str, Any] = {"padding": longs(B), "reduce": "max", "fade": 0.9}
+    options["temperature"] = ops.Temperature(1.0, 2.0, 9, since=longs(B))
     ops.mass_from_logits(zeros(B, HQ, S), ints(B, H, S), longs(1), noise=ops.Noise(1, 2), **options)
 
 

@@ -136,6 +136,17 @@ def test_the_clock_is_read_on_the_device(measure: Measure, device: torch.device)
     assert not torch.allclose(now, measure(step.logits.nan_to_num(), seen=1061, **options))
 
 
+def test_rows_may_have_temperatures_of_their_own(measure: Measure, device: torch.device) -> None:
+    step = make_step(device, 70, 2)
+    options = {"index": step.index, "noise": NOISE, "seen": step.seen}
+    since = torch.tensor([1010, 1055], device=device)
+    mass = measure(step.logits.nan_to_num(), temperature=RISING._replace(since=since), **options)
+    for row, number in enumerate(since.tolist()):
+        alone = measure(step.logits.nan_to_num(), temperature=RISING._replace(since=number), **options)
+        assert torch.equal(mass[row], alone[row])
+    assert not torch.equal(mass[0], alone[0])
+
+
 def test_what_weighted_attention_leaves(attend: Attend, device: torch.device) -> None:
     """The numerator's sum is that of the slots in use, with a sink logit in the denominator or without."""
     step = make_step(device, 100, 4)

@@ -34,12 +34,15 @@ class Noise(NamedTuple):
 
 
 class Temperature(NamedTuple):
-    """A temperature that goes from `start` to `end` in `steps` tokens after the first `since` ones, and stays there."""
+    """A temperature that goes from `start` to `end` in `steps` tokens after the first `since` ones, and stays there.
+
+    `since` may be one number for each batch row, [B] int64.
+    """
 
     start: float = 1.0
     end: float = 1.0
     steps: int = 1
-    since: int = 0
+    since: int | Tensor = 0
 
     @property
     def slope(self) -> float:

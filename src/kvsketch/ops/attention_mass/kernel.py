@@ -117,8 +117,8 @@ def mass_from_logits(logits: Tensor, options: Options) -> Tensor:
             logits, *call.context, x, parts, *call.temperature,
             call.stream, call.first_head, call.seen, call.columns, call.kv_heads, *outer_strides(call.index),
             GROUP=call.group, BLOCK_G=block_g, BLOCK_N=block_n, PADDED=call.padding is not None,
-            SEEN=call.seen_on_device is not None, NOISE=options.noise is not None, PTX=call.ptx,
-            **early_start.launch(logits.device),
+            SEEN=call.seen_on_device is not None, SINCE=call.since_by_row, NOISE=options.noise is not None,
+            PTX=call.ptx, **early_start.launch(logits.device),
         )  # fmt: skip
         return _update(call, grid, x, parts, block_g, block_n)
 
@@ -140,7 +140,9 @@ class Call:
         self.ptx = rows.is_cuda and not INTERPRETED.value and torch.version.hip is None
         self.stream = 0 if noise is None else signed(stream(noise))
         self.first_head = 0 if noise is None else noise.first_head * self.group
-        self.temperature = (temperature.start, temperature.slope, temperature.steps, temperature.since)
+        since = temperature.since
+        self.temperature = (temperature.start, temperature.slope, temperature.steps, since)
+        self.since_by_row = isinstance(since, Tensor)
 
     @property
     def context(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -157,7 +159,8 @@ class Call:
     def sizes(self, head_size: int) -> dict[str, Any]:
         """For the programs that read queries and keys."""
         noisy = self.options.noise is not None
-        return {"GROUP": self.group, "BLOCK_D": block_size(head_size), "NOISE": noisy, "PTX": self.ptx, **self.flags}
+        sizes = {"GROUP": self.group, "BLOCK_D": block_size(head_size), "SINCE": self.since_by_row}
+        return {**sizes, "NOISE": noisy, "PTX": self.ptx, **self.flags}
 
     def resources(self, launch: Launch) -> dict[str, Any]:
         options = {
@@ -309,8 +312,10 @@ def log2_exponential(row_hash, column_hash, PTX: tl.constexpr):
 
 
 @triton.jit
-def temperature_at(seen, start, slope, steps, since):
-    passed = tl.minimum(tl.maximum(seen - since, 0), steps)
+def temperature_at(seen, start, slope, steps, since, b, SINCE: tl.constexpr):
+    """`since` is a number, or with SINCE points at one for each batch row."""
+    first = tl.load(since + b).to(tl.int32) if SINCE else since
+    passed = tl.minimum(tl.maximum(seen - first, 0), steps)
     return start + passed.to(tl.float32) * slope
 
 
@@ -375,7 +380,8 @@ def row_kernel(
     q_tiles, k_tiles, index_ptr, padding_ptr, seen_ptr, row_hash_ptr, column_hash_ptr, lse_ptr,
     scale, tau_start, tau_slope, steps, since, seen, queries, columns_total, query_heads, i_b, i_h,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+    SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, SINCE: tl.constexpr, NOISE: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes lse [B, Hq, N]; -inf for a row that sees nothing."""
     # The last rows see the most columns: they start first.
@@ -387,7 +393,7 @@ def row_kernel(
         pad = tl.load(padding_ptr + b).to(tl.int32)
     if SEEN:
         seen = tl.load(seen_ptr).to(tl.int32)
-    tau = temperature_at(seen, tau_start, tau_slope, steps, since)
+    tau = temperature_at(seen, tau_start, tau_slope, steps, since, b, SINCE)
     factor = scale * LOG2E / tau
     rows = start + tl.arange(0, BLOCK_M)
     first = seen - queries
@@ -425,7 +431,8 @@ def column_kernel(
     q_tiles, k_tiles, index_ptr, padding_ptr, seen_ptr, row_hash_ptr, column_hash_ptr, lse_ptr, mass_ptr,
     scale, tau_start, tau_slope, steps, since, seen, queries, columns_total, query_heads, i_b, i_h,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+    SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, SINCE: tl.constexpr, NOISE: tl.constexpr,
+    PTX: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Writes (MASKED) or adds to mass [B, Hq, S]; 0 for a column that no row sees.
@@ -441,7 +448,7 @@ def column_kernel(
         pad = tl.load(padding_ptr + b).to(tl.int32)
     if SEEN:
         seen = tl.load(seen_ptr).to(tl.int32)
-    tau = temperature_at(seen, tau_start, tau_slope, steps, since)
+    tau = temperature_at(seen, tau_start, tau_slope, steps, since, b, SINCE)
     factor = scale * LOG2E / tau
     first = seen - queries
     columns = start + tl.arange(0, BLOCK_N)
@@ -530,7 +537,8 @@ def logits_kernel(
     scale, tau_start, tau_slope, steps, since, stream, first_head, seen, columns_total, kv_heads,
     q_b, q_h, k_b, k_h, k_s, i_b, i_h,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+    SLOTS: tl.constexpr, PADDED: tl.constexpr, SEEN: tl.constexpr, SINCE: tl.constexpr, NOISE: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes x [B, Hq, S] and, for each tile of slots, its maximum and sum [B, Hq, tiles, 2]."""
     start = tl.program_id(0) * BLOCK_N
@@ -541,7 +549,7 @@ def logits_kernel(
         pad = tl.load(padding_ptr + b).to(tl.int32)
     if SEEN:
         seen = tl.load(seen_ptr).to(tl.int32)
-    tau = temperature_at(seen, tau_start, tau_slope, steps, since)
+    tau = temperature_at(seen, tau_start, tau_slope, steps, since, b, SINCE)
     columns = start + tl.arange(0, BLOCK_N)
     places = column_places(index_ptr, b * i_b + h * i_h, columns, columns_total, pad, SLOTS)
     q = load_tile(q_ptr + b * q_b + h * GROUP * q_h, 0, q_h, GROUP, BLOCK_G, D, BLOCK_D, True)
@@ -558,7 +566,8 @@ def soften_kernel(
     logits_ptr, index_ptr, padding_ptr, seen_ptr, x_ptr, part_ptr,
     tau_start, tau_slope, steps, since, stream, first_head, seen, columns_total, kv_heads, i_b, i_h,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
-    PADDED: tl.constexpr, SEEN: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+    PADDED: tl.constexpr, SEEN: tl.constexpr, SINCE: tl.constexpr, NOISE: tl.constexpr, PTX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes what `logits_kernel` writes, from logits s [B, Hq, S]."""
     wait(EARLY)
@@ -569,7 +578,7 @@ def soften_kernel(
         pad = tl.load(padding_ptr + b).to(tl.int32)
     if SEEN:
         seen = tl.load(seen_ptr).to(tl.int32)
-    tau = temperature_at(seen, tau_start, tau_slope, steps, since)
+    tau = temperature_at(seen, tau_start, tau_slope, steps, since, b, SINCE)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     places = column_places(index_ptr, b * i_b + h * i_h, columns, columns_total, pad, True)
     s = load_logits(logits_ptr, columns, columns_total, batch_head, GROUP, BLOCK_G)

@@ -30,7 +30,7 @@ def attention_mass(q: Tensor, k: Tensor, scale: float, options: Options) -> Tens
     places = column_places(places, padding)[:, :, None, None]  # [B, H, 1, 1, S]
     pad = torch.zeros(1, dtype=torch.int64, device=q.device) if padding is None else padding
     pad = pad.view(-1, 1, 1, 1, 1)
-    tau = temperature_at(options.temperature, seen, q.device).to(dtype)
+    tau = temperature_at(options.temperature, seen, q.device, 5).to(dtype)
     row_places = (torch.arange(queries, device=q.device) + (seen - queries)).view(1, 1, 1, -1, 1)
     heads = torch.arange(query_heads, device=q.device).view(1, kv_heads, group, 1, 1)
     heads = heads if noise is None else noise.first_head * group + heads
@@ -72,7 +72,7 @@ def mass_from_logits(logits: Tensor, options: Options) -> Tensor:
         row = torch.as_tensor(seen, device=x.device) - 1 - pad
         x = x + gumbel(pair_uniform(noise, heads, row, places - pad))
     if options.row_lse is None:
-        x = (x / temperature_at(options.temperature, seen, x.device)).masked_fill(hidden, NEG_INF)
+        x = (x / temperature_at(options.temperature, seen, x.device, x.dim())).masked_fill(hidden, NEG_INF)
         shares = x.softmax(-1)
     else:
         shares = (x - options.row_lse.view(*x.shape[:3], 1)).exp()
@@ -88,9 +88,14 @@ def column_places(index: Tensor, padding: Tensor | None) -> Tensor:  # [B or 1, 
     return torch.where(places >= least, places, HIDDEN)
 
 
-def temperature_at(temperature: Temperature, seen: int | Tensor, device: torch.device) -> Tensor:
-    """The temperature when `seen` tokens have been seen, float32, without asking the device."""
-    steps = torch.as_tensor(seen, device=device).float() - temperature.since
+def temperature_at(temperature: Temperature, seen: int | Tensor, device: torch.device, dims: int = 1) -> Tensor:
+    """The temperature when `seen` tokens have been seen, float32, one or [B, ...] of `dims` dimensions.
+
+    Does not ask the device.
+    """
+    since = temperature.since
+    since = since.view(-1, *[1] * (dims - 1)) if isinstance(since, Tensor) else since
+    steps = (torch.as_tensor(seen, device=device) - since).float()
     return temperature.start + steps.clamp(0, temperature.steps) * temperature.slope
 
 
