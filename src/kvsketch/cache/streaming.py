@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +55,6 @@ class Reader(Protocol):
     def end_recording(self) -> None: ...
 
 
-@torch.no_grad()
 def prefill(
     model: Any,
     input_ids: Tensor,
@@ -72,6 +71,26 @@ def prefill(
     the prompt in one forward. `progress` shows a bar; `after_chunk` is called with the number of tokens read so far.
     """
     _require(input_ids, cache)
+    bar = tqdm(total=input_ids.shape[1], unit="token", disable=not progress, desc="prefill")
+    # Closed at once where an error ends the loop: the cache is then marked as broken.
+    with bar, contextlib.closing(read_chunks(model, input_ids, cache, attention_mask)) as chunks:
+        for end, latest in chunks:
+            logits = latest
+            bar.update(end - bar.n)
+            if after_chunk is not None:
+                after_chunk(end)
+    return logits
+
+
+@torch.no_grad()
+def read_chunks(
+    model: Any, input_ids: Tensor, cache: Reader, attention_mask: Tensor | None = None
+) -> Generator[tuple[int, Tensor], None, None]:
+    """Reads a prompt as `prefill` does, a chunk whenever the next item is asked for: tokens read so far, and logits.
+
+    Other work may go on between two chunks. A prompt that is given up in the middle leaves a broken cache.
+    """
+    _require(input_ids, cache)
     if cache.slot_layers[0].has_drafted:
         cache.end_recording()
     padding = _left_padding(input_ids, cache, attention_mask)
@@ -79,19 +98,14 @@ def prefill(
     feed = _Feed(model, cache, padding)
     with _whole_or_nothing(cache, new):
         if cache.prefill == "exact" or new == 1:
-            logits = feed.forward(input_ids, feed.mask(seen + new))
+            yield new, feed.forward(input_ids, feed.mask(seen + new))
         else:
             prompt = Prompt(seen + new, padding, causal=True)
             for layer in cache.slot_layers:
                 layer.prompt = prompt
-            with tqdm(total=new, unit="token", disable=not progress, desc="prefill") as bar:
-                for start, end in chunk_spans(new, cache.chunk):
-                    logits = feed.forward(input_ids[:, start:end], feed.mask_of_native_layers(seen + end))
-                    bar.update(end - start)
-                    if after_chunk is not None:
-                        after_chunk(end)
+            for start, end in chunk_spans(new, cache.chunk):
+                yield end, feed.forward(input_ids[:, start:end], feed.mask_of_native_layers(seen + end))
     cache.read.note(input_ids, seen, attention_mask)
-    return logits
 
 
 @contextlib.contextmanager
