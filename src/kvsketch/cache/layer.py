@@ -65,6 +65,7 @@ class SlotLayer(CacheLayerMixin):
         self.together: list[SlotLayer] = []  # all compressed layers, for the last of them
         self.before: SlotLayer | None = None  # the layer right before, where that is compressed too
         self.mask_free = False  # single tokens without a mask: a bounded table holds no padding
+        self.short_mask = False  # all tables are bounded, and single tokens come without a mask
         self.prompt: Prompt | None = None  # one that comes in several forwards; tells the padding in place of masks
         self.aside: Any = None  # side stream to compress on (decode.captured.Aside); None: the current one
         self.waiting: LayerView | None = None  # the view given to the model and not read yet
@@ -83,7 +84,7 @@ class SlotLayer(CacheLayerMixin):
         return self.table.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.prompt is not None:
+        if self.prompt is not None or self.short_mask:
             # No mask is needed: ask for one over the new tokens alone, which transformers omits when it is causal.
             return int(query_length), self.table.seen
         return self.table.seen + int(query_length), 0

@@ -143,6 +143,19 @@ class Method:
     def bound(self, table: SlotTable, max_length: int) -> None:
         """Gives an exact table its fixed shape ahead of time, so that decoding can be captured; may leave it exact."""
 
+    @property
+    def alone(self) -> str:
+        """Why its rows cannot share tables with those of other requests (`slots.rows`); empty: they can.
+
+        They can if `bound` always gives a fixed shape, and from then on a single token changes each row in place,
+        by what that row holds alone: `seen` and `prompt_tokens` of a shared table count for none of its rows.
+        """
+        return "its tables have no fixed shape with rows of their own"
+
+    def most_slots(self, table: SlotTable, longest: int) -> int:
+        """The most slots that a row may need once it is bounded, for any prompt of up to `longest` tokens."""
+        return longest
+
     def maintenance_due(self, table: SlotTable) -> bool:
         """Whether the compress after the next single token does periodic work that cannot be captured as a graph.
 
@@ -254,12 +267,21 @@ class BudgetedMethod(Method):
     def budget_tokens(self, table: SlotTable) -> int:
         return int(self.allot(table, table.prompt_tokens).total)
 
+    def most_slots(self, table: SlotTable, longest: int) -> int:
+        """A budget need not grow with the prompt: all lengths are looked at."""
+        total = self.allot(table, torch.arange(1, longest + 1).view(-1, 1, 1)).total
+        return 1 + (int(total.max()) if isinstance(total, Tensor) else total)
+
 
 @dataclass(frozen=True)
 class EvictingMethod(BudgetedMethod):
     """Keeps the sinks, the recent window and the slots with the largest score; every kept slot has weight 1."""
 
     family: ClassVar[str] = "evict"
+
+    @property
+    def alone(self) -> str:
+        return ""
 
     def observe(self, table: SlotTable, queries: Tensor) -> None:
         """Takes note of the new tokens' queries; called after every forward, also while nothing needs to go."""

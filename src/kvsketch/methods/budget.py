@@ -95,7 +95,8 @@ def row_prompts(table: SlotTable) -> Tokens:
     """Tokens of each row's prompt without its left padding, the whole that a budget's share refers to."""
     if table.padding is None:
         return table.prompt_tokens
-    return (table.prompt_tokens - table.padding).clamp_min(1).view(-1, 1, 1)
+    prompts = table.prompt_tokens if table.prompts is None else table.prompts
+    return (prompts - table.padding).clamp_min(1).view(-1, 1, 1)
 
 
 def clamp(tokens: Tokens, least: int, most: int | None = None) -> Tokens:

@@ -21,6 +21,10 @@ class Full(Method):
     look: ClassVar[tuple[str, ...]] = ("#444444", "#bdbdbd", "o")
     ignores_hidden_tokens: ClassVar[bool] = True
 
+    @property
+    def alone(self) -> str:
+        return ""
+
     def bound(self, table: SlotTable, max_length: int) -> None:
         table.bound(max_length)
 
@@ -28,12 +32,12 @@ class Full(Method):
         return True
 
     def maintenance_due(self, table: SlotTable) -> bool:
-        return not table.exact and table.seen + 1 >= table.length
+        return not table.exact and not table.shared and table.seen + 1 >= table.length
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         if table.exact:
             return
-        if table.in_place and table.seen < table.length:
+        if table.shared or (table.in_place and table.seen < table.length):
             table.advance()
         else:
             # Slots are used in order; several new tokens stand at the end, after the unused slots.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import BudgetedMethod, close_slots, evict, option
+from kvsketch.methods.base import BudgetedMethod, bound_to_budget, close_slots, evict, option
 from kvsketch.methods.budget import Budget, Size, Tokens, where
 from kvsketch.ops.farthest_first import FORMS
 from kvsketch.slots.table import SlotTable
@@ -78,6 +78,14 @@ class KCenter(BudgetedMethod):
         generated = 0 if self.slide else table.seen - table.prompt_tokens
         total = self.budget_size.of(prompt) + generated
         return Budget(total, self.sinks, self.recent_size.of(total))
+
+    @property
+    def alone(self) -> str:
+        return "" if self.slide else "with slide=false its tables grow with what is generated"
+
+    def bound(self, table: SlotTable, max_length: int) -> None:
+        if self.slide:
+            bound_to_budget(table, self)
 
     def maintenance_due(self, table: SlotTable) -> bool:
         return not self.slide and not table.exact and self.budget_tokens(table) + 2 > table.length

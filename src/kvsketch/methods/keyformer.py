@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.base import option
-from kvsketch.methods.budget import Budget, Size, Tokens, clamp
+from kvsketch.methods.budget import Budget, Size, Tokens, clamp, row_prompts
 from kvsketch.methods.h2o import H2O
 from kvsketch.slots.table import SlotTable
 
@@ -62,7 +62,8 @@ class Keyformer(H2O):
         super().__post_init__()
 
     def temperature(self, table: SlotTable) -> ops.Temperature:
-        return ops.Temperature(self.tau_init, self.tau_end, self.horizon, table.prompt_tokens)
+        since = table.prompt_tokens if table.prompts is None else table.prompts
+        return ops.Temperature(self.tau_init, self.tau_end, self.horizon, since)
 
     def noise_of(self, table: SlotTable) -> ops.Noise | None:
         return ops.Noise(self.seed + table.seed, table.layer_idx, table.first_head) if self.noise else None
@@ -74,7 +75,7 @@ class Keyformer(H2O):
     def _frozen(self, table: SlotTable, score: Tensor) -> Tensor:
         """The scores of the prompt's key tokens; tokens that left the window later score below them, oldest lowest."""
         position = table.position_slots()
-        prompt = table.prompt_tokens if table.padding is None else table.prompt_tokens - table.padding.view(-1, 1, 1)
+        prompt = row_prompts(table)
         window = self.row_budget(table).recent + 1
         return torch.where(position < prompt - window, score, position.float() - LATER_THAN_ALL)
 

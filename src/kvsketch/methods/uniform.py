@@ -54,6 +54,10 @@ class Uniform(BudgetedMethod):
     State: ClassVar[type[Strata]] = Strata
     weights: bool = option(True, "false reads the sample with weight 1")
 
+    @property
+    def alone(self) -> str:
+        return ""
+
     def bound(self, table: SlotTable, max_length: int) -> None:
         bound_to_budget(table, self)
         self._note_strata(table)

@@ -1,6 +1,7 @@
 """What is stored, and the code that writes it.
 
 table.py        the table of weighted slots of one layer, and every way to write it
+rows.py         bounded tables whose rows come and go
 state.py        what a method remembers beside the slots
 padding.py      left padding
 positions.py    how far a query finds itself from a slot

@@ -15,8 +15,8 @@ other memory. So a tensor of integers declares its allowed range (`whole`), and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -93,6 +93,27 @@ class TableState:
         """Reorders, repeats or drops batch rows."""
         for name, tensor in self.named():
             setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
+
+    # rows that come and go (`rows`)
+
+    def sections(self, table: Any) -> tuple[int, ...]:
+        """How many slots each stretch of a bounded table has; a row keeps its stretches in a table with longer ones."""
+        return table.values.shape[2], table.length - table.values.shape[2]
+
+    def put_row(self, row: int, other: TableState, source: int) -> None:
+        """Row `row` becomes row `source` of another state of this kind; what follows the slots is not moved here."""
+        for name, tensor in self.named(ROW, HOST):
+            tensor[row].copy_(getattr(other, name)[source])
+
+    def shift_rows(self, rows: slice, count: int) -> None:
+        """`count` more tokens of left padding stand before these rows."""
+
+    def retire_row(self, row: int) -> None:
+        """Nobody reads this row any more: it asks for no more work on the host."""
+
+    def first_rows(self, count: int) -> Self:
+        """A state that shares the tensors of the first rows."""
+        return replace(self, **{name: tensor[:count] for name, tensor in self.named()})
 
     @property
     def indexed(self) -> bool:

@@ -79,6 +79,7 @@ class SlotTable(Place):
     next_slot: Tensor | None = None  # [B, H, 1] int64, where the next single token is written
     clock: Tensor | None = None  # [1] int64, tokens seen, on the device; None while exact
     padding: Tensor | None = None  # [B] int64, left-padding tokens of each row; None: no row has any
+    prompts: Tensor | None = None  # [B] int64, prompt_tokens of each row where rows come and go (`rows`)
     layout: Layout | None = None  # where the slots of each head lie when they differ; None: equal heads
     capacity: Tensor | None = None  # [B, H] int64, slots of heads that differ, while several new tokens are beside them
     state: TableState = field(default_factory=TableState)  # what the method remembers (`state_of`)
@@ -110,6 +111,11 @@ class SlotTable(Place):
     def in_place(self) -> bool:
         """True when this forward wrote one token into a bounded table: compress must then work in place."""
         return not self.exact and self.appended == 1
+
+    @property
+    def shared(self) -> bool:
+        """True where rows come and go: shapes and addresses stay, and `seen` counts for none of the rows."""
+        return self.prompts is not None
 
     @property
     def empty(self) -> bool:
@@ -251,7 +257,8 @@ class SlotTable(Place):
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held on the device, so that bytes can be measured."""
-        own = (self.index, self.log_num, self.log_den, self.next_slot, self.clock, self.padding, self.capacity)
+        own = (self.index, self.log_num, self.log_den, self.next_slot, self.clock, self.padding)
+        own += (self.prompts, self.capacity)
         slots = codes.held(self.keys) + codes.held(self.values) + ([] if self.layout is None else self.layout.tensors())
         return slots + [t for t in own if t is not None] + self.state.tensors() + self.hot.tensors()
 
@@ -510,9 +517,9 @@ class SlotTable(Place):
     # in place, in a bounded table
 
     def advance(self) -> None:
-        """The next token is written behind the last."""
+        """The next token is written behind the last; a row that nobody reads any more may stay at the end."""
         assert self.next_slot is not None
-        self.next_slot += 1
+        self.next_slot.add_(1).clamp_(max=self.length - 1) if self.shared else self.next_slot.add_(1)
 
     def free(self, victim: Tensor) -> None:
         """Empties the slots `victim` [B, H, 1] in place; the next token is written there."""

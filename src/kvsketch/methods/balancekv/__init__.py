@@ -147,6 +147,10 @@ class BalanceKV(BudgetedMethod):
         """What each row of the table may hold."""
         return row_schedule.rows_of(table, self.budget_size, self.sinks, self.recent_size, DEFAULT_WINDOW, self.block)
 
+    @property
+    def alone(self) -> str:
+        return "with form=paper its tables grow with the text" if self.form == "paper" else ""
+
     def maintenance_due(self, table: SlotTable) -> bool:
         return not table.exact and row_schedule.due(table, ahead=1)
 

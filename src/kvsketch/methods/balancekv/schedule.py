@@ -19,6 +19,7 @@ from kvsketch.slots import padding as left_padding
 from kvsketch.slots.state import ANY, Range, TableState, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable
 
+NEVER = 1 << 62
 ZERO_VALUE = 63  # bucket of tokens without a value; 0: not entered; 1 .. 62: floor(log2 |v|) + 32
 
 
@@ -58,6 +59,17 @@ class Balanced(TableState):
     def buckets(self) -> Tensor:  # [B, H, S] int64
         assert self.bucket is not None
         return self.bucket.long()
+
+    def put_row(self, row: int, other: TableState, source: int) -> None:
+        length = int(self.schedule[row, 3])
+        super().put_row(row, other, source)
+        self.schedule[row, 3] = length
+
+    def shift_rows(self, rows: slice, count: int) -> None:
+        self.schedule[rows, 0] += count
+
+    def retire_row(self, row: int) -> None:
+        self.schedule[row, 1] = NEVER
 
     def misfit(self, table: SlotTable) -> str:
         """Full rows make room for one token or more."""

@@ -108,6 +108,14 @@ class SubGen(BudgetedMethod):
         """Whether the structure keeps its shape and delta, so that a step needs nothing from the host."""
         return self.policy == "absorb" or self.normalizer == "self"
 
+    @property
+    def alone(self) -> str:
+        if not self._in_place:
+            return f"with policy={self.policy} and clusters its tables change their shape"
+        if self.budget_size.share is not None:
+            return "a share of the prompt gives each row samples of another number; use budget=1024 or another number"
+        return ""
+
     def bound(self, table: SlotTable, max_length: int) -> None:
         if self._in_place:
             self._rewrite(table)

@@ -17,7 +17,7 @@ from kvsketch.methods.subgen.sketch import Sketch, Tokens, fold, gather_slots, m
 from kvsketch.ops.fold_token import Layout, Plan, State
 from kvsketch.ops.fold_token.reference import denominator_weights, norms, numerator_shares, numerator_weights, slot_of
 from kvsketch.slots import padding as left_padding
-from kvsketch.slots.state import ANY, Range, TableState, on_host, per_row
+from kvsketch.slots.state import ANY, Range, TableState, kept, on_host, per_row
 from kvsketch.slots.table import NEG_INF, SlotTable
 
 FOREVER = 1 << 62
@@ -43,6 +43,22 @@ class Structure(TableState):
     streams: Tensor = per_row(lambda t, s: Range((*t.shape[:2], 3), ANY.min, ANY.max))
     squares: Tensor | None = per_row()  # [B, H, s]; with sampling=mixed, as the next
     folded: Tensor | None = per_row(lambda t, s: Range(t.shape[:2], 0, t.seen))  # [B, H] int64
+
+    def sections(self, table: SlotTable) -> tuple[int, ...]:
+        layout = layout_of(table)
+        return *layout[:4], layout.clusters * layout.per_cluster
+
+    def put_row(self, row: int, other: TableState, source: int) -> None:
+        layout = self.host[row, 1:7].clone()
+        super().put_row(row, other, source)
+        self.host[row, 1:7] = layout
+
+    def shift_rows(self, rows: slice, count: int) -> None:
+        until = self.host[rows, 0]
+        until += torch.where(until == FOREVER, 0, count)
+
+    def retire_row(self, row: int) -> None:
+        self.host[row, 0] = FOREVER
 
     def keys_beside(self) -> Tensor | None:
         return self.extra_keys
@@ -91,7 +107,7 @@ def rewrite(
     plan = torch.tensor(plans, device=device)
     real = table.real_tokens()[:, 0]  # [B, 1]
 
-    room = common_layout(plans)
+    room = layout if layout is not None and table.shared else common_layout(plans)
     if layout is None:
         sketch = Sketch.empty(tokens, *room[3:], seed, table.layer_idx, table.first_head, mixed)
         sketch = replace(sketch, samples=plan[:, 3], clusters=plan[:, 4], per_cluster=plan[:, 5])
@@ -109,7 +125,7 @@ def rewrite(
             radius = covering_radii(leaving, plans)
         sketch = replace(sketch, delta=torch.where(torch.tensor(started, device=device)[:, None], radius, sketch.delta))
     sketch = fold(sketch, leaving, policy)
-    write(table, tokens, sketch, plans, until, coalesce)
+    write(table, tokens, sketch, plans, until, coalesce, room if table.shared else None)
 
 
 def covering_radii(leaving: Tokens, plans: list[Plan]) -> Tensor:  # [B, H]
@@ -237,11 +253,17 @@ def resized(sketch: Sketch, sizes: Tensor, room: tuple[int, int, int], event: Te
 
 
 def write(
-    table: SlotTable, tokens: Tokens, sketch: Sketch, plans: list[Plan], until: list[int], coalesce: bool
+    table: SlotTable,
+    tokens: Tokens,
+    sketch: Sketch,
+    plans: list[Plan],
+    until: list[int],
+    coalesce: bool,
+    layout: Layout | None = None,
 ) -> None:
-    """Fills a table with the exact tokens that the plans keep, and with the structure."""
+    """Fills a table with the exact tokens that the plans keep, and with the structure; None: its layout follows."""
     device = tokens.keys.device
-    layout = common_layout(plans, sketch)
+    layout = layout or common_layout(plans, sketch)
     plan = torch.tensor(plans, device=device)
     real = table.real_tokens()[:, 0]  # [B, 1]
     columns, kept = columns_of(tokens, _wanted_positions(real, plan, layout))
@@ -267,13 +289,26 @@ def write(
         log_den=log_den,
         next_slot=slot_of(real[:, 0], plan, layout).view(-1, 1, 1).expand(-1, heads, 1).contiguous(),
     )
-    state = table.state_of(Structure)
-    state.host = torch.tensor([[n, *layout, *row] for n, row in zip(until, plans, strict=True)])
-    state.plan = plan
-    state.extra_keys = torch.maximum(sketch.alive, plan[:, 4:5]) * structured.to(device)
-    state.representatives, state.counts = sketch.representatives.contiguous(), sketch.counts.to(torch.int32)
-    state.delta, state.mu, state.shares, state.streams = sketch.delta, sketch.mu.contiguous(), shares, sketch.streams
-    state.squares, state.folded = squares, sketch.folded
+    _remember(
+        table.state_of(Structure),
+        table.shared,
+        host=torch.tensor([[n, *layout, *row] for n, row in zip(until, plans, strict=True)]),
+        plan=plan,
+        extra_keys=torch.maximum(sketch.alive, plan[:, 4:5]) * structured.to(device),
+        representatives=sketch.representatives.contiguous(),
+        counts=sketch.counts.to(torch.int32),
+        delta=sketch.delta,
+        mu=sketch.mu.contiguous(),
+        shares=shares,
+        streams=sketch.streams,
+        squares=squares,
+        folded=sketch.folded,
+    )
+
+
+def _remember(state: Structure, in_place: bool, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        setattr(state, name, kept(getattr(state, name), tensor) if in_place and tensor is not None else tensor)
 
 
 def common_layout(plans: list[Plan], sketch: Sketch | None = None) -> Layout:

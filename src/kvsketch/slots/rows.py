@@ -1,0 +1,225 @@
+"""Bounded tables whose rows come and go: one row for each request that is being served.
+
+A request reads its prompt alone, into tables of one row. `put` copies that row into a row of the shared tables, in
+place: no address changes, so a captured step goes on as it is. All rows have one clock. A row of n tokens that joins
+when the clock shows S is a row with S - n tokens of left padding, which every operation knows already: its tokens are
+renumbered and nothing else is. Old numbers are no use to anybody, so `rewind` can turn the clock back at any time and
+it never reaches the end of an integer.
+
+The tables of all layers share `padding` and `prompts`. A row that has left is not cleared: it goes on with whatever it
+holds, and nobody reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops.slot_update import CLOSED
+from kvsketch.slots import codes
+from kvsketch.slots.codes import Slots
+from kvsketch.slots.table import NEG_INF, SlotTable
+from kvsketch.slots.tensors import filled
+
+LATEST = 1 << 29  # the clock is turned back before this; operations take numbers up to 2^30
+
+
+class Span(NamedTuple):
+    """Slots [source, source + size) of one table, and where they go in another."""
+
+    source: int
+    start: int
+    size: int
+
+
+def share(singles: Sequence[SlotTable], rows: int, slots: Sequence[int], clock: int) -> list[SlotTable]:
+    """Tables of `rows` rows like the bounded tables `singles` of one row, of at least `slots` slots by layer.
+
+    Every row holds what the single one does and is to be overwritten. `clock`: what it shows at first, not less than
+    the longest row that will join.
+    """
+    device = singles[0].device
+    padding = torch.full((rows,), clock - singles[0].seen, device=device)
+    prompts = torch.full((rows,), clock, device=device)
+    tables = []
+    for single, least in zip(singles, slots, strict=True):
+        table = replace(single, positions=replace(single.positions, trained=None), previous=None)
+        table.select_rows(torch.zeros(rows, dtype=torch.int64, device=device))
+        _widen(table, max(0, least - table.length))
+        table.clock = torch.full((1,), clock, device=device)
+        table.padding, table.prompts, table.seen = padding, prompts, clock
+        table.state.shift_rows(slice(None), clock - single.seen)
+        assert table.index is not None
+        table.index.copy_(_shifted(table.index, clock - single.seen))
+        tables.append(table)
+    return tables
+
+
+def _widen(table: SlotTable, count: int) -> None:
+    """Adds `count` slots that no row may use."""
+    if count == 0:
+        return
+    assert table.keys is not None and table.values is not None and table.index is not None
+    assert table.log_den is not None and table.values.shape[2] == table.length
+    table.keys, table.values = codes.filled(table.keys, count), codes.filled(table.values, count)
+    table.index, table.log_den = filled(table.index, count, CLOSED), filled(table.log_den, count, NEG_INF)
+    table.log_num = None if table.log_num is None else filled(table.log_num, count, NEG_INF)
+    table.state.move_slots(lambda state: filled(state, count))
+    table.length += count
+
+
+def first(table: SlotTable, rows: int) -> SlotTable:
+    """A table that shares the tensors of the first rows: what is written into one is in the other."""
+    named = {name: getattr(table, name) for name in ("index", "log_num", "log_den", "next_slot", "padding", "prompts")}
+    parts: dict[str, Any] = {name: None if tensor is None else tensor[:rows] for name, tensor in named.items()}
+    assert table.keys is not None and table.values is not None
+    keys, values = codes.first_rows(table.keys, rows), codes.first_rows(table.values, rows)
+    return replace(table, keys=keys, values=values, state=table.state.first_rows(rows), **parts)
+
+
+def misfit(tables: Sequence[SlotTable], singles: Sequence[SlotTable]) -> str:
+    """Why rows of `singles` cannot be put into `tables`; empty: they can. Asks nothing of the device."""
+    for table, single in zip(tables, singles, strict=True):
+        if single.exact or single.layout is not None or single.host is not None:
+            return f"layer {single.layer_idx} has no fixed shape"
+        if single.seen > table.seen:
+            return f"it has read {single.seen} tokens, more than the {table.seen} on the clock of the shared table"
+        if _kinds(table) != _kinds(single):
+            return f"layer {single.layer_idx} holds other tensors than the shared table"
+        if any(have > room for have, room in zip(*(t.state.sections(t) for t in (single, table)), strict=True)):
+            return (
+                f"layer {single.layer_idx} has {single.length} slots, more than the {table.length} of the shared table"
+            )
+    return ""
+
+
+def _kinds(table: SlotTable) -> list[object]:
+    """What a table holds of each row, but for the number of slots."""
+    own: list[object] = [(table.log_num is None, table.shape[1])]
+    for slots in (table.keys, table.values):
+        own += [(slots.shape[3], slots.dtype, type(slots))] if slots is not None else [None]
+    for role in ("slot", "row", "host"):
+        skip = 3 if role == "slot" else 1
+        own += [(name, tensor.dtype, tensor.shape[skip:]) for name, tensor in table.state.named(role)]
+    return own
+
+
+def put(tables: Sequence[SlotTable], row: int, singles: Sequence[SlotTable], source: int = 0) -> None:
+    """Copies row `source` of `singles`, which may be the tables themselves, over row `row` of `tables`, in place."""
+    target: list[Tensor] = []
+    copied: list[Tensor] = []
+    shift = tables[0].seen - singles[0].seen
+    for table, single in zip(tables, singles, strict=True):
+        assert table.index is not None and table.log_den is not None
+        spans = _spans(single, table)
+        if sum(span.size for span in spans) < table.length:
+            table.index[row].fill_(CLOSED)
+            for weights in (table.log_den, table.log_num):
+                if weights is not None:
+                    weights[row].fill_(NEG_INF)
+        for held, new in _slot_pairs(table, single):
+            for span in spans:
+                if span.start < held.shape[2]:
+                    target.append(held[row, :, span.start : span.start + span.size])
+                    copied.append(new[source, :, span.source : span.source + span.size])
+        for held, new in _row_pairs(table, single, spans):
+            target.append(held[row])
+            copied.append(new[source])
+        table.state.put_row(row, single.state, source)
+        table.state.shift_rows(slice(row, row + 1), shift)
+    torch._foreach_copy_(target, copied)
+    if shift:
+        indices = [table.index[row] for table in tables if table.index is not None]
+        # 1 where there is a token, else 0.
+        there = torch._foreach_clamp_min(indices, -1)
+        torch._foreach_add_(there, 1)
+        torch._foreach_clamp_max_(there, 1)
+        torch._foreach_mul_(there, shift)
+        torch._foreach_add_(indices, there)
+    padding, prompts = tables[0].padding, tables[0].prompts
+    assert padding is not None and prompts is not None
+    if singles[0].prompts is None:
+        prompts[row].fill_(singles[0].prompt_tokens + shift)
+    else:
+        prompts[row].copy_(singles[0].prompts[source]).add_(shift)
+    if singles[0].padding is None:
+        padding[row].fill_(shift)
+    else:
+        padding[row].copy_(singles[0].padding[source]).add_(shift)
+
+
+def retire(tables: Sequence[SlotTable], row: int) -> None:
+    """Nobody reads this row any more."""
+    for table in tables:
+        table.state.retire_row(row)
+
+
+def rewind(tables: Sequence[SlotTable], count: int) -> None:
+    """Turns the clock back by `count` tokens, not more than the padding of any row that is read."""
+    for table in tables:
+        assert table.index is not None and table.clock is not None
+        table.index.copy_(torch.where(table.index >= count, table.index - count, table.index.clamp_max(0)))
+        table.clock -= count
+        table.seen -= count
+        table.state.shift_rows(slice(None), -count)
+    for numbers in (tables[0].padding, tables[0].prompts):
+        assert numbers is not None
+        numbers.sub_(count).clamp_min_(0)
+
+
+def count_to(tables: Sequence[SlotTable], seen: int) -> None:
+    """Sets the host's count of tokens, after steps of tables that share the tensors."""
+    for table in tables:
+        table.seen = seen
+
+
+def _spans(single: SlotTable, table: SlotTable) -> list[Span]:
+    spans, source, start = [], 0, 0
+    for have, room in zip(single.state.sections(single), table.state.sections(table), strict=True):
+        if have:
+            spans.append(Span(source, start, have))
+        source, start = source + have, start + room
+    return spans
+
+
+def _slot_pairs(table: SlotTable, single: SlotTable) -> list[tuple[Tensor, Tensor]]:
+    """Tensors [B, H, S, ...] of the two tables."""
+    pairs = [*zip(codes.flat(table.keys), codes.flat(single.keys), strict=True)]
+    pairs += zip(codes.flat(table.values), codes.flat(single.values), strict=True)
+    pairs += [(table.index, single.index), (table.log_den, single.log_den), (table.log_num, single.log_num)]
+    pairs += zip(table.state.slot_tensors(), single.state.slot_tensors(), strict=True)
+    return [(held, new) for held, new in pairs if held is not None and new is not None]
+
+
+def _row_pairs(table: SlotTable, single: SlotTable, spans: list[Span]) -> list[tuple[Tensor, Tensor]]:
+    """Tensors [B, ...] of the two tables that do not follow the slots, with slot numbers as they will be."""
+    assert table.next_slot is not None and single.next_slot is not None
+    pairs = [(table.next_slot, _moved(single.next_slot, spans))]
+    for held, new in ((table.keys, single.keys), (table.values, single.values)):
+        pairs += _codec_pairs(held, new, spans)
+    return pairs
+
+
+def _codec_pairs(held: Slots | None, new: Slots | None, spans: list[Span]) -> list[tuple[Tensor, Tensor]]:
+    if held is None or new is None or isinstance(held, Tensor) or isinstance(new, Tensor):
+        return []
+    return [(held.center, new.center), (held.exact, new.exact), (held.exact_at, _moved(new.exact_at, spans))]
+
+
+def _moved(numbers: Tensor, spans: list[Span]) -> Tensor:
+    """Slot numbers after the move; negative ones stay."""
+    if all(span.source == span.start for span in spans):
+        return numbers
+    moved = numbers
+    for span in spans:
+        inside = (numbers >= span.source) & (numbers < span.source + span.size)
+        moved = torch.where(inside, numbers + (span.start - span.source), moved)
+    return moved
+
+
+def _shifted(index: Tensor, by: int) -> Tensor:
+    return torch.where(index >= 0, index + by, index)
