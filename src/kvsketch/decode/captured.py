@@ -16,7 +16,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kvsketch.cache import masks
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.layer import SlotLayer
 from kvsketch.decode import fused as fusion
 from kvsketch.decode.sampling import Sampler, unsupported
 from kvsketch.ops.common import early_start
@@ -112,7 +113,7 @@ def _captured_loop(
     cache.end_recording()
     eos, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
     sampler = Sampler(logits_processor, input_ids, stopping_criteria.max_length, eos, pad, generation_config.do_sample)
-    turn = _turn(model.device)
+    turn = turn_of(model.device)
     with turn:
         logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
         sampler.before_step()
@@ -130,7 +131,7 @@ def _captured_loop(
     return sampler.tokens()
 
 
-def _turn(device: torch.device) -> threading.RLock:
+def turn_of(device: torch.device) -> threading.RLock:
     """Held by the thread whose prompt or step is at work on the device.
 
     Threads share the device's stream, so little would run at the same time anyway. A step that is recorded next to
@@ -140,7 +141,7 @@ def _turn(device: torch.device) -> threading.RLock:
 
 
 @functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """torch's own is one for all devices, and open to everybody."""
     return torch.cuda.Stream(device)
 
@@ -182,6 +183,32 @@ class Aside:
         if self.held:
             torch.cuda.current_stream().wait_stream(self.stream)
             self.held.clear()
+
+
+@contextlib.contextmanager
+def aside(layers: Sequence[SlotLayer]) -> Iterator[None]:
+    """Inside the block the layers compress aside; the branches meet again at its end."""
+    branch = Aside()
+    for layer in layers:
+        layer.aside = branch
+    try:
+        yield
+    finally:
+        branch.join()
+        for layer in layers:
+            layer.aside = None
+
+
+@contextlib.contextmanager
+def without_masks(layers: Sequence[SlotLayer], short: bool) -> Iterator[None]:
+    """Inside the block single tokens read bounded tables without a mask; `short`: all tables are bounded."""
+    for layer in layers:
+        layer.mask_free, layer.short_mask = True, short
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.mask_free = layer.short_mask = False
 
 
 class Step:
@@ -250,23 +277,18 @@ class Step:
         return bounded, due, [layer.method.regime(layer.table) for layer in self.layers]
 
     def _forward(self, bounded: bool) -> None:
-        for layer in self.layers:
-            layer.mask_free = True
         table = self.layers[0].table
         # Tables that are still exact are read under a mask.
         mask = None if bounded else left_padding.mask(table.padding, table.seen + 1)
-        try:
-            with fusion.fused(self.model) if self.fused else contextlib.nullcontext():
-                logits = self.model(
-                    input_ids=self.token,
-                    position_ids=self.position,
-                    past_key_values=self.cache,
-                    use_cache=True,
-                    attention_mask=None if mask is None else mask.long(),
-                ).logits
-        finally:
-            for layer in self.layers:
-                layer.mask_free = False
+        fused = fusion.fused(self.model) if self.fused else contextlib.nullcontext()
+        with without_masks(self.layers, short=bounded), fused:
+            logits = self.model(
+                input_ids=self.token,
+                position_ids=self.position,
+                past_key_values=self.cache,
+                use_cache=True,
+                attention_mask=None if mask is None else mask.long(),
+            ).logits
         self.token.copy_(self.sampler.choose(logits[:, -1]))
         self.position += 1
 
@@ -274,27 +296,14 @@ class Step:
         tables = [layer.table for layer in self.layers]
         return [t.data_ptr() for table in tables for t in (*table.tensors(), *table.host_tensors())]
 
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Inside the block the layers compress aside; the branches meet again at its end."""
-        aside = Aside()
-        for layer in self.layers:
-            layer.aside = aside
-        try:
-            yield
-        finally:
-            aside.join()
-            for layer in self.layers:
-                layer.aside = None
-
     def _record(self) -> Any:
         """Captures one step. Capture does not run it, so the host's counters are put back."""
         self.addresses = self._addresses()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         # Threads outside kvsketch may allocate and launch meanwhile.
-        stream = _capture_stream(self.token.device)
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), self._aside():
+        stream = capture_stream(self.token.device)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), aside(self.layers):
             self._forward(bounded=True)
         for layer in self.layers:
             layer.table.count_recorded()

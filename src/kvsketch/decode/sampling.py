@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsketch.ops.random import gumbel, hash_combine, initial_state, to_uniform
+
 STATELESS = (
     "TemperatureLogitsWarper",
     "TopKLogitsWarper",
@@ -91,3 +93,62 @@ def _min_length(processor: Any) -> int:
     if hasattr(processor, "min_new_tokens"):
         return int(processor.prompt_length_to_skip + processor.min_new_tokens)
     return int(processor.min_length)
+
+
+class Draw:
+    """How the rows of a batch choose their tokens, each in its own way: tensors [B, 1] that a captured step reads.
+
+    The n-th token of a row is the argmax of logits / temperature + Gumbel noise, and the noise is a function of (seed,
+    n, token). So a row draws the same tokens whoever shares the batch, on every device and however often it is asked.
+    """
+
+    GREEDY, SAMPLE, NUCLEUS = range(3)
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.temperature = torch.zeros(rows, 1, device=device)
+        self.top_p = torch.ones(rows, 1, device=device)
+        self.seed = torch.zeros(rows, 1, dtype=torch.int64, device=device)  # hash state
+        self.number = torch.zeros(rows, 1, dtype=torch.int64, device=device)  # tokens drawn so far
+
+    def tensors(self) -> list[Tensor]:
+        return [self.temperature, self.top_p, self.seed, self.number]
+
+    def first(self, rows: int) -> Draw:
+        """The same for the first rows, in the same memory."""
+        part = object.__new__(Draw)
+        part.temperature, part.top_p, part.seed, part.number = (tensor[:rows] for tensor in self.tensors())
+        return part
+
+    def set(self, row: int | slice, temperature: float, top_p: float, seed: int) -> None:
+        """The row, or rows, start anew."""
+        for tensor, value in zip(self.tensors(), (temperature, top_p, initial_state(seed), 0), strict=True):
+            tensor[row].fill_(value)
+
+    @staticmethod
+    def mode(temperature: float, top_p: float) -> int:
+        """The least that `choose` has to do for such a row."""
+        return Draw.GREEDY if temperature == 0 else Draw.SAMPLE if top_p == 1 else Draw.NUCLEUS
+
+    def choose(self, logits: Tensor, mode: int) -> Tensor:  # [B, V] -> [B, 1]
+        """The next token of each row; counts it. `mode`: the largest that any row needs."""
+        scores = logits.float()
+        token = scores.argmax(-1, keepdim=True)
+        if mode > self.GREEDY:
+            scores = scores / torch.where(self.temperature > 0, self.temperature, 1.0)
+            if mode == self.NUCLEUS:
+                scores = nucleus(scores, self.top_p)
+            state = hash_combine(
+                hash_combine(self.seed, self.number), torch.arange(scores.shape[1], device=scores.device)
+            )
+            drawn = (scores + gumbel(to_uniform(state))).argmax(-1, keepdim=True)
+            token = torch.where(self.temperature > 0, drawn, token)
+        self.number += 1
+        return token
+
+
+def nucleus(scores: Tensor, top_p: Tensor) -> Tensor:  # [B, V]
+    """-inf outside the fewest tokens whose probabilities sum to `top_p` [B, 1] or more; the likeliest always stays."""
+    ordered, order = scores.sort(dim=-1, descending=True)
+    before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
+    before[:, 0] = 0.0
+    return torch.full_like(scores, float("-inf")).scatter(1, order, torch.where(before < top_p, ordered, float("-inf")))

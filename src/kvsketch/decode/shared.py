@@ -1,0 +1,233 @@
+"""Decode steps of requests that share tables: rows join and leave between steps, and nothing is recorded anew.
+
+    shared = SharedRows(model, "snapkv:budget=2048", rows=64, longest=32768)
+    shared.join(0, cache, token, draw)      the row of a cache that has read its prompt alone, copied in place
+    tokens = shared.step(used=1, mode=0)    one token for each of the first rows
+
+The tables are those of `slots.rows`: one clock for all rows, left padding for those that joined late. Positions that
+the model sees are each row's own. There is a batch, and on a GPU a graph, for the first 1, 2, 4, ... rows of the same
+tables, so few requests pay for few rows. The rows in use should be the first ones: `move` closes a gap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.streaming import prefill
+from kvsketch.decode import fused as fusion
+from kvsketch.decode.captured import WARM_UP_STEPS, aside, capture_stream, turn_of, without_masks
+from kvsketch.decode.sampling import Draw
+from kvsketch.methods import parse_method
+from kvsketch.methods.base import Method
+from kvsketch.slots import rows as table_rows
+from kvsketch.slots.codes import LEAST
+from kvsketch.slots.heads import spread_over
+from kvsketch.slots.tensors import plain
+
+# Rotary embeddings whose angles depend on the longest row of a batch.
+OF_THE_BATCH = ("dynamic", "longrope")
+
+
+def alone(model: Any, method: str | Method) -> str:
+    """Why requests to this model with this method cannot share tables; empty: they can."""
+    method = parse_method(method)
+    if method.alone:
+        return f"{method.name} is served one request at a time: {method.alone}"
+    cache = CompressedCache(model, method)
+    if len(cache.slot_layers) < len(cache.layers):
+        return f"{cache.model_name} has sliding-window or linear layers, whose native caches have no rows to join"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{cache.model_name} takes no position_ids, so rows cannot have positions of their own"
+    if (spread := spread_over(model)) is not None:
+        return f"the model is spread over {spread}"
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if kinds & {*OF_THE_BATCH}:
+        return f"{cache.model_name} turns keys by angles that depend on the longest row of a batch"
+    return ""
+
+
+class SharedRows:
+    """Tables of `rows` rows, and the decode step over the first of them."""
+
+    def __init__(
+        self, model: Any, method: str | Method, rows: int, longest: int, *, seed: int = 0, fused: bool = True
+    ) -> None:
+        """`longest`: the most tokens that a row will ever have seen; shares of a prompt get room for that."""
+        if reason := alone(model, method):
+            raise ValueError(reason)
+        self.model, self.method, self.longest, self.seed = model, parse_method(method), longest, seed
+        self.device: torch.device = model.device
+        self.fused = fused and self.device.type == "cuda"
+        with torch.no_grad():
+            self.tables = self._tables(rows)
+        self.seen = self.tables[0].seen
+        self.token = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
+        self.position, self.live = torch.zeros_like(self.token), torch.zeros_like(self.token)
+        self.draw = Draw(rows, self.device)
+        self.logits = torch.zeros(rows, model.config.get_text_config(decoder=True).vocab_size, device=self.device)
+        self.padding: dict[int, int] = {}  # of the rows in use
+        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        sizes = [1 << bit for bit in range(rows.bit_length()) if 1 << bit < rows] + [rows]
+        self.batches = [Batch(self, size) for size in sizes]
+
+    @property
+    def rows(self) -> int:
+        return len(self.token)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the tables."""
+        tensors = {t.data_ptr(): t for table in self.tables for t in table.tensors() if t.device == self.device}
+        return sum(t.numel() * t.element_size() for t in tensors.values())
+
+    def _tables(self, rows: int) -> list[Any]:
+        """The shape of a row is that of one token, in tables that are bounded for the longest prompt."""
+        cache = CompressedCache(self.model, self.method, seed=self.seed)
+        prefill(self.model, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache)
+        singles = [layer.table for layer in cache.slot_layers]
+        slots = [self.method.most_slots(table, self.longest) for table in singles]
+        for table in singles:
+            table.set_prompt(self.longest)
+            self.method.bound(table, self.longest)
+            table.set_prompt(1)
+        tables = table_rows.share(singles, rows, slots, clock=self.longest + 1)
+        for row in range(rows):
+            table_rows.retire(tables, row)
+        return tables
+
+    def ready(self, cache: CompressedCache) -> bool:
+        """Whether the row of a cache can join as it is: codes need some tokens to find their center."""
+        table = cache.slot_layers[0].table
+        return not (table.exact and table.bits and table.seen < LEAST)
+
+    def join(self, row: int, cache: CompressedCache, token: Tensor, draw: Draw) -> str:
+        """Copies the only row of `cache` into `row`, to go on with `token` [1, 1] as `draw` says.
+
+        Returns why it does not fit, or nothing. The cache is bounded by this and may be reused after a reset.
+        """
+        tables = [layer.table for layer in cache.slot_layers]
+        with torch.no_grad(), plain():
+            for table in tables:
+                if table.exact:
+                    self.method.bound(table, table.seen + 1)
+            table_rows.count_to(self.tables, self.seen)
+            if reason := table_rows.misfit(self.tables, tables):
+                return reason
+            table_rows.put(self.tables, row, tables)
+            self.padding[row] = self.seen - tables[0].seen
+            self.token[row].copy_(token[0])
+            self.position[row].fill_(tables[0].seen)
+            self.live[row].fill_(1)
+            for own, new in zip(self.draw.tensors(), draw.tensors(), strict=True):
+                own[row].copy_(new[0])
+        return ""
+
+    def leave(self, row: int) -> None:
+        """Nobody reads the row any more."""
+        table_rows.retire(self.tables, row)
+        self.live[row].fill_(0)
+        del self.padding[row]
+
+    def move(self, source: int, row: int) -> None:
+        """Row `source` goes on as row `row`, which is free."""
+        table_rows.count_to(self.tables, self.seen)
+        with torch.no_grad():
+            table_rows.put(self.tables, row, self.tables, source)
+            for tensor in (self.token, self.position, self.live, *self.draw.tensors()):
+                tensor[row].copy_(tensor[source])
+        self.padding[row] = self.padding[source]
+        self.leave(source)
+
+    def step(self, used: int, mode: int) -> Tensor:  # [used, 1]
+        """One token for each of the first `used` rows; `mode`: see `Draw.choose`. Overwritten by the next step."""
+        batch = next(batch for batch in self.batches if batch.rows >= used)
+        if self.seen >= table_rows.LATEST:
+            self.rewind()
+        with turn_of(self.device), torch.no_grad():
+            batch.run(self.seen, mode)
+        self.seen += 1
+        return self.token[:used]
+
+    def rewind(self) -> None:
+        """Turns the clock back as far as the rows in use allow, and the longest that may still join."""
+        count = min([*self.padding.values(), self.seen - self.longest - 1])
+        table_rows.count_to(self.tables, self.seen)
+        with torch.no_grad():
+            table_rows.rewind(self.tables, count)
+        self.seen -= count
+        self.padding = {row: padding - count for row, padding in self.padding.items()}
+
+    def release(self) -> None:
+        """Gives the memory of the tables back; no step can follow."""
+        self.tables, self.batches = [], []
+
+    def warm_up(self) -> None:
+        """Compiles and records the step of every batch, so that no request has to wait for it. No row is in use."""
+        for batch in self.batches:
+            for _ in range(WARM_UP_STEPS if self.device.type == "cuda" else 0):
+                with turn_of(self.device), torch.no_grad():
+                    batch.run(self.seen, Draw.NUCLEUS, eager=True)
+                self.seen += 1
+            if self.device.type == "cuda":
+                with turn_of(self.device), torch.no_grad():
+                    batch.record(self.seen)
+
+
+class Batch:
+    """The step over the first rows."""
+
+    def __init__(self, shared: SharedRows, rows: int) -> None:
+        self.shared, self.rows = shared, rows
+        self.cache = CompressedCache(shared.model, shared.method, seed=shared.seed)
+        for layer, table in zip(self.cache.slot_layers, shared.tables, strict=True):
+            layer.table, layer.is_initialized = table_rows.first(table, rows), True
+        self.tables = [layer.table for layer in self.cache.slot_layers]
+        whole = (shared.token, shared.position, shared.live, shared.logits)
+        self.token, self.position, self.live, self.logits = (tensor[:rows] for tensor in whole)
+        self.draw = shared.draw.first(rows)
+        self.graph: Any = None
+        self.choosing: list[Any] = []  # graphs, by mode
+
+    def run(self, seen: int, mode: int, eager: bool = False) -> None:
+        table_rows.count_to(self.tables, seen)
+        if self.graph is None or eager or any(self.shared.method.maintenance_due(table) for table in self.tables):
+            self._forward()
+        else:
+            self.graph.replay()
+        if self.choosing and not eager:
+            self.choosing[mode].replay()
+        else:
+            self._choose(mode)
+
+    def _forward(self) -> None:
+        fused = fusion.fused(self.shared.model) if self.shared.fused else contextlib.nullcontext()
+        with without_masks(self.cache.slot_layers, short=True), fused:
+            logits = self.shared.model(
+                input_ids=self.token, position_ids=self.position, past_key_values=self.cache, use_cache=True
+            ).logits
+        self.logits.copy_(logits[:, -1])
+        # A row that has left must not run out of positions.
+        self.position.add_(1).mul_(self.live)
+
+    def _choose(self, mode: int) -> None:
+        self.token.copy_(self.draw.choose(self.logits, mode))
+
+    def record(self, seen: int) -> None:
+        """Captures the step and the choices; nothing of it runs."""
+        table_rows.count_to(self.tables, seen)
+        torch.cuda.synchronize()
+        options: dict[str, Any] = {"pool": self.shared.pool, "stream": capture_stream(self.shared.device)}
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local", **options), aside(self.cache.slot_layers):
+            self._forward()
+        self.choosing = [torch.cuda.CUDAGraph() for _ in range(3)]
+        for mode, graph in enumerate(self.choosing):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
+                self._choose(mode)
