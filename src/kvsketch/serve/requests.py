@@ -131,17 +131,26 @@ class Ticket:
     def on_token(self, listener: Callable[[int | None], None]) -> None:
         """Calls `listener(token)` for every token, those that are there first, and `listener(None)` after the end.
 
-        Calls come from the engine's thread: they must be short and must not raise, such as
-        `lambda token: loop.call_soon_threadsafe(queue.put_nowait, token)`.
+        Calls come from the engine's thread and must be short, such as
+        `lambda token: loop.call_soon_threadsafe(queue.put_nowait, token)`. A listener that raises is not called again,
+        and the answer is cancelled.
         """
         with self._changed:
             if self._listener is not None:
                 raise ValueError("this ticket has a listener: one on_token per ticket, iterate for a second reader")
             self._listener = listener
             for token in self._tokens:
-                listener(token)
+                self._tell(token)
             if self.finish_reason is not None:
-                listener(None)
+                self._tell(None)
+
+    def _tell(self, token: int | None) -> None:
+        try:
+            if self._listener is not None:
+                self._listener(token)
+        except Exception:
+            # Whoever listened has gone, such as an event loop that is closed.
+            self._listener, self._cancelled = None, True
 
     def put(self, token: int) -> None:
         """For engines: one more token."""
@@ -151,8 +160,7 @@ class Ticket:
                 self.timings.first_token = self.timings.last_token
             self._tokens.append(token)
             self._changed.notify_all()
-            if self._listener is not None:
-                self._listener(token)
+            self._tell(token)
 
     def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """For engines: the answer has ended. The first call counts."""
@@ -163,8 +171,7 @@ class Ticket:
                 return
             self.error, self.finish_reason = error, reason
             self._changed.notify_all()
-            if self._listener is not None:
-                self._listener(None)
+            self._tell(None)
 
 
 @dataclass(frozen=True)

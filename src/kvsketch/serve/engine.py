@@ -1,0 +1,443 @@
+"""The batched engine: many requests over one set of tables, one decode step for all of them.
+
+The life of a request:
+
+    waiting     in the queue, until a row is free for it
+    reading     its prompt is read into a cache of its own, a chunk between two decode steps
+    running     its row lies in the shared tables (`decode.shared`) and gets a token with every step
+    ended       its row is free; nothing was allocated for it that stays
+
+One thread does all work with the model. Between two steps one chunk of one prompt is read: in turn the prompt that came
+first, so that none waits for ever, and the one with the least left, so that a short one does not wait for a long one.
+The tokens of a step are read while the next one runs on the device; what a row does after its end is thrown away.
+
+A request whose row cannot join yet, or not at all, takes its steps by itself: texts too short for codes, rows of a
+document that was read under other settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import secrets
+import threading
+from collections import Counter, deque
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.streaming import read_chunks
+from kvsketch.decode.captured import turn_of
+from kvsketch.decode.sampling import Draw
+from kvsketch.decode.shared import SharedRows, alone
+from kvsketch.methods import parse_method
+from kvsketch.methods.base import Method
+from kvsketch.serve.requests import Closed, EngineState, FinishReason, Full, Request, Ticket
+
+__all__ = ["BatchedEngine", "alone"]
+
+
+@dataclass(eq=False)
+class Run:
+    """A request whose prompt has been read, or is."""
+
+    ticket: Ticket
+    cache: CompressedCache
+    draw: Draw
+    mode: int
+    chunks: Generator[tuple[int, Tensor], None, None] | None = None  # of a prompt that is being read
+    token: Tensor | None = None  # [1, 1], the last one, of a request that takes its steps by itself
+    row: int | None = None  # in the shared tables
+    launched: int = 0  # tokens that the device has been told to make
+    delivered: int = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt that have not been read."""
+        return len(self.ticket.request.ids) - self.ticket.tokens_read
+
+
+@dataclass
+class Tokens:
+    """Tokens of one step on their way to the host."""
+
+    runs: list[Run]
+    values: Tensor  # on the host, there after `event`
+    event: Any
+
+    @classmethod
+    def of(cls, runs: list[Run], tokens: Tensor, places: list[int]) -> Tokens:
+        """`tokens` [n, 1] on the device, of which `places` belong to the runs."""
+        if tokens.device.type != "cuda":
+            return cls(runs, tokens[places, 0].clone(), None)
+        at = torch.tensor(places, pin_memory=True).to(tokens.device, non_blocking=True)
+        values = torch.empty(len(places), dtype=tokens.dtype, pin_memory=True)
+        values.copy_(tokens[:, 0].index_select(0, at), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(runs, values, event)
+
+    def read(self) -> Iterator[tuple[Run, int]]:
+        if self.event is not None:
+            self.event.synchronize()
+        return zip(self.runs, self.values.tolist(), strict=True)
+
+
+@dataclass
+class Counts:
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+
+
+class BatchedEngine:
+    """Serves requests to one model with one method, `rows` of them at a time.
+
+    `longest`: the most tokens of a prompt and its answer together. `queue`: how many requests may wait. `prefill`,
+    `chunk` and `seed` are those of `CompressedCache`: a greedy request gets the tokens of `kvsketch.generate` with
+    such a cache. Raises ValueError where requests cannot share tables; `alone` says why.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        method: str | Method,
+        *,
+        rows: int = 8,
+        longest: int = 32768,
+        queue: int = 64,
+        prefill: str = "stream",
+        chunk: int = 2048,
+        readers: int = 4,
+        seed: int = 0,
+        fused: bool = True,
+    ) -> None:
+        for name, value in (("rows", rows), ("longest", longest), ("readers", readers)):
+            if value < 1:
+                raise ValueError(f"{name}={value} is too small; use 1 or more")
+        self.model, self.method = model, parse_method(method)
+        self.longest, self.queue, self.readers = longest, queue, readers
+        self._options: dict[str, Any] = {"seed": seed, "prefill": prefill, "chunk": chunk}
+        self._shared_options: dict[str, Any] = {"rows": rows, "longest": longest, "seed": seed, "fused": fused}
+        self._shared = self._new_shared()
+        self.device = self._shared.device
+        self.bytes_per_row = self._shared.device_bytes // rows
+        self._waiting: deque[Ticket] = deque()
+        self._reading: list[Run] = []
+        self._running: list[Run] = []
+        self._on_the_way: deque[Tokens] = deque()
+        self._spare: list[CompressedCache] = []
+        self._counts = Counts()
+        self._turn = False  # whether the next chunk is of the prompt that came first
+        self._ending: str | None = None  # "drain" or "stop"
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="kvsketch engine", daemon=True)
+        self._thread.start()
+
+    # what any thread may call
+
+    def submit(self, request: Request) -> Ticket:
+        ticket = Ticket(request)
+        self._require(ticket)
+        with self._changed:
+            if self._ending is not None:
+                raise Closed("the engine is closing and takes no more requests")
+            if len(self._waiting) >= self.queue + self._free_rows():
+                raise Full(f"{len(self._waiting)} requests are waiting already; try again later")
+            self._waiting.append(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    def state(self) -> EngineState:
+        with self._changed:
+            seen = [run.ticket.prompt_tokens + run.launched for run in self._running]
+            stored = [
+                min(tokens, run.ticket.tokens_stored or tokens) for tokens, run in zip(seen, self._running, strict=True)
+            ]
+            own = [run.cache for run in (*self._reading, *self._running) if run.row is None]
+            counts = self._counts
+            return EngineState(
+                running=len(self._running), reading=len(self._reading), waiting=len(self._waiting),
+                rows=self._shared.rows, queue=self.queue,
+                tokens_seen=sum(seen), tokens_stored=sum(stored),
+                device_bytes=self._shared.device_bytes + sum(cache.device_bytes for cache in own),
+                bytes_per_row=self.bytes_per_row,
+                steps=counts.steps, prompt_tokens=counts.prompt_tokens, generated_tokens=counts.generated_tokens,
+                finished=dict(counts.finished),
+            )  # fmt: skip
+
+    def close(self, drain: bool = True) -> None:
+        with self._changed:
+            self._ending = "drain" if drain and self._ending != "stop" else "stop"
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _require(self, ticket: Ticket) -> None:
+        request = ticket.request
+        most = ticket.prompt_tokens + request.max_new_tokens
+        if most > self.longest:
+            raise ValueError(
+                f"a prompt of {ticket.prompt_tokens} tokens and max_new_tokens={request.max_new_tokens} are {most} "
+                f"together; this engine takes up to {self.longest}: shorten one of them"
+            )
+        size = self._shared.logits.shape[1]
+        if not 0 <= min(request.ids) <= max(request.ids) < size:
+            raise ValueError(f"ids must be token numbers from 0 to {size - 1}")
+        document = request.document
+        if document is not None and str(document.method) != str(self.method):
+            raise ValueError(f"the document was read with {document.method}, and this engine runs {self.method}")
+        if document is not None and not document.slot_layers[0].table.empty:
+            rows = document.slot_layers[0].table.shape[0]
+            if rows != 1:
+                raise ValueError(f"the document has {rows} rows; a request continues one text")
+
+    # the thread that works
+
+    def _work(self) -> None:
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+        with torch.no_grad(), on_device:
+            while self._wait_for_work():
+                self._turn_once()
+        for ticket in self._all_tickets():
+            self._finish(ticket, "cancelled")
+
+    def _wait_for_work(self) -> bool:
+        """Whether the thread is to go on."""
+        with self._changed:
+            idle = lambda: not (self._waiting or self._reading or self._running or self._on_the_way)  # noqa: E731
+            self._changed.wait_for(lambda: self._ending is not None or not idle())
+            return self._ending != "stop" and not (self._ending == "drain" and idle())
+
+    def _turn_once(self) -> None:
+        self._drop_cancelled()
+        self._admit()
+        try:
+            self._step()
+            self._deliver(keep=1 if self._running and self.device.type == "cuda" else 0)
+        except Exception as error:
+            self._start_over(error)
+        self._step_alone()
+        self._read_chunk()
+
+    def _drop_cancelled(self) -> None:
+        for run in [run for run in (*self._reading, *self._running) if run.ticket.cancelled]:
+            self._end(run, "cancelled")
+        with self._changed:
+            dropped = [ticket for ticket in self._waiting if ticket.cancelled]
+            for ticket in dropped:
+                self._waiting.remove(ticket)
+        for ticket in dropped:
+            self._finish(ticket, "cancelled")
+
+    def _free_rows(self) -> int:
+        return self._shared.rows - len(self._running) - len(self._reading)
+
+    def _admit(self) -> None:
+        """Starts to read prompts while there are rows for them."""
+        while self._free_rows() and len(self._reading) < self.readers:
+            with self._changed:
+                if not self._waiting:
+                    return
+                ticket = self._waiting.popleft()
+            try:
+                self._start(ticket)
+            except Exception as error:
+                self._finish(ticket, "error", error)
+
+    def _start(self, ticket: Ticket) -> None:
+        request = ticket.request
+        if request.document is None:
+            cache = self._spare.pop() if self._spare else CompressedCache(self.model, self.method, **self._options)
+        else:
+            cache = copy.deepcopy(request.document)
+        draw = Draw(1, self.device)
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        draw.set(0, request.temperature, request.top_p, seed)
+        ids = torch.tensor([request.ids], device=self.device)
+        run = Run(
+            ticket, cache, draw, Draw.mode(request.temperature, request.top_p), read_chunks(self.model, ids, cache)
+        )
+        with self._changed:
+            self._reading.append(run)
+
+    # reading
+
+    def _read_chunk(self) -> None:
+        if not self._reading:
+            return
+        self._turn = not self._turn
+        run = self._reading[0] if self._turn else min(self._reading, key=lambda run: run.left)
+        assert run.chunks is not None
+        try:
+            with turn_of(self.device):
+                read, logits = next(run.chunks)
+            self._counts.prompt_tokens += read - run.ticket.tokens_read
+            run.ticket.tokens_read = read
+            if run.left == 0:
+                # What comes after the last chunk.
+                for _ in run.chunks:
+                    raise AssertionError("a prompt that has been read goes on")
+                self._start_answer(run, logits)
+        except Exception as error:
+            self._end(run, "error", error)
+
+    def _start_answer(self, run: Run, logits: Tensor) -> None:
+        run.chunks, run.token = None, run.draw.choose(logits, run.mode)
+        ticket = run.ticket
+        tables = [layer.table for layer in run.cache.slot_layers]
+        budgets = [self.method.budget_tokens(table) for table in tables]
+        ticket.tokens_stored = None if None in budgets else max(budget for budget in budgets if budget is not None)
+        with self._changed:
+            self._reading.remove(run)
+            self._running.append(run)
+        self._send(Tokens.of([run], run.token, [0]))
+        if run in self._running:
+            self._try_to_join(run)
+            ticket.device_bytes = run.cache.device_bytes if run.row is None else self.bytes_per_row
+
+    def _try_to_join(self, run: Run) -> None:
+        """Puts a row into the shared tables if it fits."""
+        if not self._shared.ready(run.cache):
+            return
+        assert run.token is not None
+        row = min({*range(self._shared.rows)} - {other.row for other in self._running})
+        if self._shared.join(row, run.cache, run.token, run.draw):
+            return
+        run.row, run.token = row, None
+        self._give_back(run)
+
+    def _give_back(self, run: Run) -> None:
+        """The cache of a prompt serves another one."""
+        if run.ticket.request.document is None and len(self._spare) < self.readers:
+            run.cache.reset()
+            self._spare.append(run.cache)
+
+    # decode steps
+
+    def _step(self) -> None:
+        runs = [run for run in self._running if run.row is not None]
+        if not runs:
+            return
+        self._close_gap(runs)
+        rows = [run.row for run in runs if run.row is not None]
+        tokens = self._shared.step(max(rows) + 1, max(run.mode for run in runs))
+        self._counts.steps += 1
+        self._send(Tokens.of(runs, tokens, rows))
+
+    def _close_gap(self, runs: list[Run]) -> None:
+        """Moves the last row forward while fewer rows would do for a smaller batch."""
+        while True:
+            last = max(runs, key=lambda run: run.row or 0)
+            assert last.row is not None
+            needed = next(batch.rows for batch in self._shared.batches if batch.rows >= len(runs))
+            if last.row < needed:
+                return
+            row = min({*range(needed)} - {run.row for run in runs})
+            self._shared.move(last.row, row)
+            last.row = row
+
+    def _step_alone(self) -> None:
+        """One token for each request that takes its steps by itself; it joins the others as soon as it can."""
+        for run in [run for run in self._running if run.row is None]:
+            try:
+                self._try_to_join(run)
+                if run.row is None:
+                    self._forward_alone(run)
+            except Exception as error:
+                self._end(run, "error", error)
+
+    def _forward_alone(self, run: Run) -> None:
+        assert run.token is not None
+        position = torch.full_like(run.token, run.cache.tokens_seen)
+        with turn_of(self.device):
+            out = self.model(run.token, position_ids=position, past_key_values=run.cache, use_cache=True)
+        run.token = run.draw.choose(out.logits[:, -1], run.mode)
+        self._counts.steps += 1
+        self._send(Tokens.of([run], run.token, [0]))
+
+    def _send(self, tokens: Tokens) -> None:
+        """Tokens are on their way; a run that has all it asked for leaves its row at once."""
+        self._on_the_way.append(tokens)
+        for run in tokens.runs:
+            run.launched += 1
+            if run.launched >= run.ticket.request.max_new_tokens:
+                self._leave(run)
+
+    def _deliver(self, keep: int) -> None:
+        """Hands out tokens that have arrived, but for those of the last `keep` steps."""
+        while len(self._on_the_way) > keep:
+            for run, token in self._on_the_way.popleft().read():
+                ticket = run.ticket
+                if ticket.done:
+                    continue
+                if ticket.cancelled:
+                    self._end(run, "cancelled")
+                elif token in ticket.request.stop_ids:
+                    self._end(run, "stop")
+                else:
+                    self._counts.generated_tokens += 1
+                    run.delivered += 1
+                    ticket.put(token)
+                    if run.delivered >= ticket.request.max_new_tokens:
+                        self._end(run, "length")
+
+    # ends
+
+    def _leave(self, run: Run) -> None:
+        """The request takes no more steps."""
+        with self._changed:
+            for runs in (self._reading, self._running):
+                if run in runs:
+                    runs.remove(run)
+        if run.chunks is not None:
+            run.chunks.close()
+            run.chunks = None
+            self._give_back(run)
+        if run.row is not None:
+            self._shared.leave(run.row)
+            run.row = None
+
+    def _end(self, run: Run, reason: FinishReason, error: BaseException | None = None) -> None:
+        self._leave(run)
+        self._finish(run.ticket, reason, error)
+
+    def _finish(self, ticket: Ticket, reason: FinishReason, error: BaseException | None = None) -> None:
+        if not ticket.done:
+            self._counts.finished[reason] += 1
+            ticket.finish(reason, error)
+
+    def _all_tickets(self) -> list[Ticket]:
+        with self._changed:
+            tickets = [*self._waiting, *(run.ticket for run in (*self._reading, *self._running))]
+            tickets += [run.ticket for tokens in self._on_the_way for run in tokens.runs]
+            self._waiting.clear()
+            self._reading.clear()
+            self._running.clear()
+        self._on_the_way.clear()
+        return tickets
+
+    def _start_over(self, error: Exception) -> None:
+        """A step of all rows has failed: their requests end with the error, and the tables are made anew."""
+        for run in [run for run in self._running if run.row is not None]:
+            run.row = None
+            self._end(run, "error", error)
+        for tokens in self._on_the_way:
+            for run in tokens.runs:
+                self._finish(run.ticket, "error", error)
+        self._on_the_way.clear()
+        self._shared.release()
+        try:
+            self._shared = self._new_shared()
+        except Exception:
+            with self._changed:
+                self._ending = "stop"
+
+    def _new_shared(self) -> SharedRows:
+        shared = SharedRows(self.model, self.method, **self._shared_options)
+        shared.warm_up()
+        return shared

@@ -1,0 +1,306 @@
+"""The batched engine: every request gets the tokens that it would get alone, whoever shares the tables with it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kvsketch
+from kvsketch import CompressedCache
+from kvsketch.decode import shared as shared_rows
+from kvsketch.decode.sampling import Draw, nucleus
+from kvsketch.serve.engine import BatchedEngine, alone
+from kvsketch.serve.requests import Closed, Full, Request, Ticket
+from kvsketch.slots import rows as table_rows
+from tests.helpers import zoo
+from tests.helpers.common import with_budget
+
+METHODS = [
+    *(with_budget(name, 16) for name, method in kvsketch.METHODS.items() if method.family != "recall"),
+    "snapkv:budget=40%:window=4:bits=4",
+    "keyformer:budget=40%",
+    "pyramidkv:budget=12:window=4:budget_is=mean",
+    "subgen:budget=20:sinks=2:recent=4:normalizer=clipped",
+]
+CHUNK = 10
+LENGTHS = [(26, 8), (5, 13), (18, 3), (45, 5), (1, 4), (12, 1)]  # tokens of the prompt and of the answer
+
+
+@functools.cache
+def model() -> Any:
+    return zoo.build("llama", num_hidden_layers=2)
+
+
+def prompt(number: int, length: int) -> tuple[int, ...]:
+    return tuple(zoo.tokens(1, length, seed=number)[0].tolist())
+
+
+def cache_for(method: str) -> CompressedCache:
+    return CompressedCache(model(), method, prefill="stream", chunk=CHUNK)
+
+
+def answer_alone(method: str, ids: tuple[int, ...], count: int, cache: CompressedCache | None = None) -> list[int]:
+    """What `kvsketch.generate` says; with a cache, to the ids behind what that has read."""
+    cache = cache_for(method) if cache is None else cache
+    whole = torch.ones(1, cache.tokens_seen + len(ids), dtype=torch.int64)
+    inputs = {"input_ids": torch.tensor([ids]), "attention_mask": whole}
+    return kvsketch.generate(model(), inputs, cache, max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    engines: list[BatchedEngine] = []
+
+    def engine(method: str, **options: Any) -> BatchedEngine:
+        engines.append(BatchedEngine(model(), method, **{"rows": 3, "longest": 100, "chunk": CHUNK, **options}))
+        return engines[-1]
+
+    yield engine
+    for each in engines:
+        each.close(drain=False)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_request_gets_the_tokens_it_would_get_alone(method: str, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six requests over three rows, joining and leaving as they come; the clock is turned back every few tokens."""
+    monkeypatch.setattr(table_rows, "LATEST", 110)
+    engine = start(method)
+    tickets = [engine.submit(Request(prompt(i, n), count)) for i, (n, count) in enumerate(LENGTHS)]
+    for number, (ticket, (length, count)) in enumerate(zip(tickets, LENGTHS, strict=True)):
+        assert list(ticket) == answer_alone(method, prompt(number, length), count), f"request {number}"
+        assert ticket.finish_reason == "length" and ticket.prompt_tokens == length
+    assert engine._shared.seen <= 120
+
+
+def test_a_wrong_shift_is_noticed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above can fail: a row that joins with its tokens misnumbered gives other tokens."""
+    put = table_rows.put
+
+    def misnumbered(tables: Any, row: int, *args: Any) -> None:
+        put(tables, row, *args)
+        tables[0].padding[row] += 7
+
+    monkeypatch.setattr(table_rows, "put", misnumbered)
+    method = with_budget("uniform", 16)
+    assert list(start(method).submit(Request(prompt(0, 37), 20))) != answer_alone(method, prompt(0, 37), 20)
+
+
+def test_nothing_is_allocated_for_a_row_that_joins() -> None:
+    """No address changes, so a recorded step goes on."""
+    for method in (with_budget("subgen", 16), with_budget("balancekv", 16)):
+        shared = shared_rows.SharedRows(model(), method, rows=2, longest=60)
+        views = [table for batch in shared.batches for table in batch.tables]
+        before = [t.data_ptr() for table in (*shared.tables, *views) for t in table.tensors()]
+        for row, length in ((0, 30), (1, 9)):
+            cache = cache_for(method)
+            draw = Draw(1, shared.device)
+            token = draw.choose(kvsketch.prefill(model(), zoo.tokens(1, length), cache), Draw.GREEDY)
+            assert shared.join(row, cache, token, draw) == ""
+            for _ in range(12):
+                shared.step(row + 1, Draw.GREEDY)
+        assert before == [t.data_ptr() for table in (*shared.tables, *views) for t in table.tensors()]
+
+
+def test_a_document_is_read_once_and_stays_as_it_is(start: Any) -> None:
+    method = with_budget("snapkv", 16)
+    document = cache_for(method)
+    kvsketch.prefill(model(), zoo.tokens(1, 40, seed=9), document)
+    tensors = [t.clone() for layer in document.slot_layers for t in layer.table.tensors()]
+    engine = start(method)
+    questions = [prompt(i, 3 + i) for i in range(4)]
+    tickets = [engine.submit(Request(ids, 8, document=document)) for ids in questions]
+    answers = [list(ticket) for ticket in tickets]
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(tensors, (t for layer in document.slot_layers for t in layer.table.tensors()), strict=True)
+    )
+    for ids, answer in zip(questions, answers, strict=True):
+        again = cache_for(method)
+        kvsketch.prefill(model(), zoo.tokens(1, 40, seed=9), again)
+        assert answer == answer_alone(method, ids, 8, again)
+    assert engine.state().prompt_tokens == sum(map(len, questions)) and tickets[0].prompt_tokens == 43
+
+
+def test_a_seed_decides_whoever_shares_the_batch(start: Any) -> None:
+    method = with_budget("streamingllm", 16)
+    request = Request(prompt(0, 20), 12, temperature=0.8, top_p=0.9, seed=-3)
+    quiet, busy = start(method), start(method)
+    others = [busy.submit(Request(prompt(i, 10 + i), 9, temperature=i % 2 * 1.5, seed=i)) for i in range(1, 4)]
+    drawn = list(busy.submit(request))
+    assert drawn == list(quiet.submit(request)) != answer_alone(method, request.ids, 12)
+    assert others[1].tokens == answer_alone(method, prompt(2, 12), 9)
+    seeds = (list(quiet.submit(Request(request.ids, 12, temperature=0.8, seed=seed))) for seed in (1, 2))
+    assert next(seeds) != next(seeds)
+
+
+def test_draws_follow_the_softmax_and_the_nucleus() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4000, 4)
+    draw = Draw(4000, logits.device)
+    draw.set(slice(None), 1.0, 0.75, seed=7)
+    draw.seed += torch.arange(4000).view(-1, 1)
+    whole = draw.choose(logits, Draw.SAMPLE).flatten().bincount(minlength=4) / 4000
+    torch.testing.assert_close(whole, logits[0].exp(), atol=0.03, rtol=0.0)
+    part = draw.choose(logits, Draw.NUCLEUS).flatten().bincount(minlength=4) / 4000
+    torch.testing.assert_close(part, torch.tensor([0.625, 0.375, 0.0, 0.0]), atol=0.03, rtol=0.0)
+    assert nucleus(logits[:1], torch.tensor([[1e-9]])).isfinite().sum() == 1
+
+
+def test_a_long_prompt_does_not_stop_the_others(start: Any) -> None:
+    engine = start("streamingllm:budget=16", longest=500)
+    read_then: list[int] = []
+    talker = engine.submit(Request(prompt(0, 4), 100))
+    next(iter(talker))
+    reader = engine.submit(Request(prompt(1, 200), 2))
+    talker.on_token(lambda token: read_then.append(reader.tokens_read))
+    late = engine.submit(Request(prompt(2, 5), 2))
+    list(late)
+    assert reader.timings.first_token is None or late.timings.first_token < reader.timings.first_token
+    list(reader)
+    # A token came after every chunk.
+    assert len({*read_then} - {0}) >= 200 // CHUNK - 5
+
+
+def test_a_stop_token_ends_the_answer(start: Any) -> None:
+    method = with_budget("kcenter", 16)
+    whole = answer_alone(method, prompt(3, 30), 20)
+    stop = whole[7]
+    ticket = start(method).submit(Request(prompt(3, 30), 20, stop_ids=frozenset({stop})))
+    assert list(ticket) == whole[: whole.index(stop)] and ticket.finish_reason == "stop"
+
+
+def test_cancelled_and_failed_requests_harm_nobody(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = with_budget("h2o", 16)
+    engine = start(method)
+    forward = model().forward
+
+    def failing(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if input_ids.shape[1] > 1 and input_ids[0, 0] == 66:
+            raise MemoryError("no room for this one")
+        return forward(input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(model(), "forward", failing)
+    good = engine.submit(Request(prompt(0, 20), 30))
+    bad = engine.submit(Request((66, 5, 6), 5))
+    reading = engine.submit(Request(prompt(1, 60), 5))
+    running = engine.submit(Request(prompt(2, 5), 90))
+    waiting = engine.submit(Request(prompt(3, 5), 90))
+    reading.cancel()
+    next(iter(running))
+    running.cancel()
+    waiting.cancel()
+    deaf = engine.submit(Request(prompt(4, 5), 90))
+    deaf.on_token(lambda token: 1 / 0)
+    with pytest.raises(MemoryError, match="no room"):
+        list(bad)
+    assert list(good) == answer_alone(method, prompt(0, 20), 30)
+    engine.close(drain=True)
+    assert {t.finish_reason for t in (reading, running, waiting, deaf)} == {
+        "cancelled"
+    } and bad.finish_reason == "error"
+    assert engine.state().finished == {"length": 1, "error": 1, "cancelled": 4}
+    with pytest.raises(Closed):
+        engine.submit(Request((1,), 1))
+
+
+def test_a_step_that_fails_ends_its_requests_and_not_the_engine(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = with_budget("streamingllm", 16)
+    engine = start(method)
+    run = shared_rows.Batch.run
+    monkeypatch.setattr(shared_rows.Batch, "run", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(engine.submit(Request(prompt(0, 20), 5)))
+    monkeypatch.setattr(shared_rows.Batch, "run", run)
+    assert list(engine.submit(Request(prompt(0, 20), 5))) == answer_alone(method, prompt(0, 20), 5)
+
+
+def test_a_full_queue_refuses(start: Any) -> None:
+    engine = start("streamingllm:budget=16", rows=1, queue=1)
+    held = threading.Event()
+    first = engine.submit(Request(prompt(0, 5), 3))
+    first.on_token(lambda token: held.wait(10) and None)
+    while not engine.state().running:
+        pass
+    engine.submit(Request(prompt(1, 5), 1))
+    with pytest.raises(Full, match="waiting"):
+        engine.submit(Request(prompt(2, 5), 1))
+    held.set()
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (dict(ids=(1,) * 99, max_new_tokens=2), "101 together; this engine takes up to 100"),
+        (dict(ids=(10**6,), max_new_tokens=2), "ids must be token numbers from 0 to"),
+        (dict(ids=(1,), max_new_tokens=2, document="full"), "the document was read with full"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(request_: dict[str, Any], message: str, start: Any) -> None:
+    if "document" in request_:
+        request_ = {**request_, "document": CompressedCache(model(), request_["document"])}
+    with pytest.raises(ValueError, match=message):
+        start("streamingllm:budget=16").submit(Request(**request_))
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "reason"),
+    [
+        ("llama", "quest:budget=16", "quest is served one request at a time"),
+        ("llama", "kcenter:slide=false", "grow with what is generated"),
+        ("llama", "balancekv:form=paper", "grow with the text"),
+        ("llama", "subgen:budget=25%", "use budget=1024"),
+        ("gemma3", "snapkv", "sliding-window"),
+    ],
+)
+def test_what_cannot_share_tables_says_why(family: str, method: str, reason: str) -> None:
+    assert reason in alone(zoo.build(family), method)
+    with pytest.raises(ValueError, match=reason):
+        BatchedEngine(zoo.build(family), method)
+
+
+def test_many_clients_at_once(start: Any) -> None:
+    """200 requests of mixed lengths from 32 threads: some cancel, some read slowly, and every answer is right."""
+    method = "streamingllm:budget=8:sinks=2"
+    engine = start(method, rows=8, queue=300, longest=64)
+    draw = random.Random(0)
+    few = [(i, draw.randint(1, 20), draw.randint(1, 8)) for i in range(12)]
+    kinds = [draw.choice(few) for _ in range(200)]
+    expected = {kind: answer_alone(method, prompt(*kind[:2]), kind[2]) for kind in few}
+    numbers, wrong, cancelled = itertools.count(), [], []
+    bytes_before = engine.state().device_bytes
+
+    def client() -> None:
+        while (number := next(numbers)) < len(kinds):
+            seed, length, count = kinds[number]
+            ticket = engine.submit(Request(prompt(seed, length), count))
+            if number % 7 == 0:
+                ticket.cancel()
+                cancelled.append(ticket)
+            if number % 11 == 0:
+                ticket.wait(0.01)
+            if not right(ticket, expected[kinds[number]]):
+                wrong.append((kinds[number], ticket.tokens, ticket.finish_reason))
+
+    threads = [threading.Thread(target=client) for _ in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and len(cancelled) == 29
+    engine.close(drain=True)
+    state = engine.state()
+    assert sum(state.finished.values()) == 200 and "error" not in state.finished
+    assert (state.running, state.reading, state.waiting) == (0, 0, 0) and state.device_bytes == bytes_before
+    assert not engine._on_the_way and len(engine._spare) <= engine.readers
+
+
+def right(ticket: Ticket, expected: list[int]) -> bool:
+    """The whole answer, or of a cancelled request the beginning."""
+    tokens = list(ticket)
+    return tokens == (expected[: len(tokens)] if ticket.finish_reason == "cancelled" else expected)
