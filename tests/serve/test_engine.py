@@ -255,6 +255,7 @@ def test_what_cannot_be_served_is_refused_at_once(request_: dict[str, Any], mess
         ("llama", "kcenter:slide=false", "grow with what is generated"),
         ("llama", "balancekv:form=paper", "grow with the text"),
         ("llama", "subgen:budget=25%", "use budget=1024"),
+        ("llama", "snapkv:share=model", "different numbers of slots"),
         ("gemma3", "snapkv", "sliding-window"),
     ],
 )

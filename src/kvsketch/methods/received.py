@@ -55,6 +55,12 @@ class AttentionScored(EvictingMethod):
         self._set("floor", floor)
         self._require("floor", floor.share is not None or floor.tokens == 0, "a share such as 20%, or 0")
 
+    @property
+    def alone(self) -> str:
+        return (
+            "" if self.share == HEAD else f"with share={self.share} heads hold different numbers of slots in each row"
+        )
+
     def worth(self, table: SlotTable) -> Tensor:  # [B, H, S]
         """The scores of all slots."""
         score = table.state_of(self.State).held()

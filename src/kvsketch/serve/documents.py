@@ -91,7 +91,7 @@ class _Turn:
 
     def __init__(self, device: torch.device) -> None:
         # Threads on a CPU need no turns: nothing is recorded there.
-        self.lock: Any = contextlib.nullcontext() if device.type == "cpu" else captured._turn(device)
+        self.lock: Any = contextlib.nullcontext() if device.type == "cpu" else captured.turn_of(device)
 
     def __enter__(self) -> _Turn:
         self.lock.__enter__()

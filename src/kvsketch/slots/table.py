@@ -257,8 +257,8 @@ class SlotTable(Place):
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held on the device, so that bytes can be measured."""
-        own = (self.index, self.log_num, self.log_den, self.next_slot, self.clock, self.padding)
-        own += (self.prompts, self.capacity)
+        slots_own = (self.index, self.log_num, self.log_den, self.next_slot)
+        own = (*slots_own, self.clock, self.padding, self.prompts, self.capacity)
         slots = codes.held(self.keys) + codes.held(self.values) + ([] if self.layout is None else self.layout.tensors())
         return slots + [t for t in own if t is not None] + self.state.tensors() + self.hot.tensors()
 
