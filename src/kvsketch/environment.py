@@ -1,4 +1,4 @@
-"""What this installation runs on, and whether the tests have passed on the like of it."""
+"""What this installation runs on, and whether the tests have passed on such versions."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def installed(package: str) -> str | None:
 
 
 def untested(package: str, version: str | None) -> str | None:
-    """A warning when `version` lies outside the tested range, in which patch releases of the newest one count."""
+    """A warning if `version` is outside the tested range; patch releases of the newest version count as tested."""
     if version is None:
         return None
     oldest, newest = (Version(bound) for bound in TESTED[package])

@@ -4,8 +4,8 @@
     kvsketch.read(model, tokenizer, cache, text)             # once; cache.save("report.kvs") keeps it
     print(kvsketch.ask(model, tokenizer, cache, "What does it say about X?"))
 
-The text opens a user's turn of the model's chat template, the first question ends it, and every later question is a
-turn of its own behind the answer. A model without a template reads text and questions with blank lines between.
+In the model's chat template the text and the first question form one user turn. Every later question is a new turn
+after the answer. Without a chat template, text and questions are separated by blank lines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read(model: Any, tokenizer: Any, cache: CompressedCache, text: str, *, progr
 
 
 def ask(model: Any, tokenizer: Any, cache: CompressedCache, question: str, **options: Any) -> str:
-    """The model's answer to a question about what the cache has read; both become part of it.
+    """The model's answer to a question about what the cache has read; question and answer are added to the cache.
 
     `options` are those of `model.generate`; without them the answer is greedy and has at most 128 tokens. To ask many
     questions about the same text, load the saved cache for each, or ask a `copy.deepcopy(cache)`.
@@ -71,7 +71,7 @@ def document_ids(tokenizer: Any, text: str) -> Tensor:  # [1, n]
 
 
 def question_inputs(tokenizer: Any, cache: CompressedCache, question: str) -> Any:
-    """What generate takes to go on after what the cache has read: new ids, and a mask for all tokens."""
+    """Inputs of generate for a question after what the cache has read: the new ids, and a mask for all tokens."""
     from transformers import BatchEncoding
 
     frame, seen = chat_frame(tokenizer), cache.tokens_seen
@@ -85,7 +85,7 @@ def question_inputs(tokenizer: Any, cache: CompressedCache, question: str) -> An
 
 
 def document_inputs(tokenizer: Any, text: str, question: str) -> Any:
-    """What generate takes to answer a question about a text: the tokens of `read` and `ask` after each other."""
+    """Inputs of generate for a question about a text: the tokens of `read`, then those of `ask`."""
     from transformers import BatchEncoding
 
     behind = _encode(tokenizer, question + chat_frame(tokenizer).after, first=False)
@@ -110,7 +110,7 @@ def chat_frame(tokenizer: Any) -> Frame:
 
 
 def _encode(tokenizer: Any, text: str, first: bool) -> Tensor:
-    """Token ids [1, n]; a template writes special tokens itself, and plain text has them at its beginning only."""
+    """Token ids [1, n]. A chat template writes its own special tokens; plain text gets them only at its beginning."""
     plain = first and not tokenizer.chat_template
     ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=plain)["input_ids"]
     return ids

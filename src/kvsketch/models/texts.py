@@ -33,7 +33,7 @@ HIDDEN_SENTENCE = "The pass key is {passkey}. Remember it: {passkey} is the pass
 QUESTION = "What is the pass key? Answer with the number."
 # After a full stop that ends a word, not an initial or a number, before a capital letter; or between paragraphs.
 SENTENCE_BREAK = re.compile(r"(?<=[a-z][.!?])\s+(?=[A-Z])|\n\n+")
-# No tokenizer packs English prose this tightly, so this much text always fills the tokens.
+# English prose has fewer characters per token with any tokenizer, so this much text is always enough.
 CHARACTERS_PER_TOKEN = 8
 
 

@@ -1,11 +1,11 @@
-"""The laboratory's ground floor: what a record is, where it lies, when two are the same measurement, one estimator.
+"""Records of measurements: their format and files, which of them measure the same thing, and one estimator.
 
     stamp.py      a record: kind, command, commit, machine, versions, seed, time, data
     files.py      files of records: one reader, one writer
     identity.py   which records measure the same thing, and which of them counts
     estimate.py   means, differences and perplexities with their bootstrap intervals
 
-Nothing here knows models, methods or pages; torch is imported only to name a machine.
+This package does not depend on models, methods or pages; it imports torch only to describe the machine.
 """
 
 from kvsketch.records.estimate import Estimate, difference, estimate, mean, mean_text, perplexity_deviation

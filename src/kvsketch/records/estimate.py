@@ -1,7 +1,7 @@
 """One estimator: a statistic of samples with its 95% interval by scipy's percentile bootstrap, seeded.
 
-Samples are drawn again with replacement, 2,000 times. Values that are all alike, such as ten right answers of ten, give
-an interval of no width: the bootstrap knows nothing of what it has not seen.
+Samples are drawn with replacement, 2,000 times. Values that are all equal, such as ten right answers of ten, give an
+interval of width zero, because resampling can only repeat them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _mean(values: Any, axis: int = -1) -> Any:
 
 
 def estimate(*samples: Any, statistic: Callable[..., Any] = _mean, paired: bool = True, seed: int = 0) -> Estimate:
-    """`statistic(*samples, axis)` with its interval; `paired` samples are drawn together, others each for itself."""
+    """`statistic(*samples, axis)` with its interval; `paired` samples are drawn together, others independently."""
     found = [numpy.asarray(sample, dtype=numpy.float64) for sample in samples]
     count = len(found[0]) if paired else sum(map(len, found))
     if not found or not all(map(len, found)):
@@ -47,7 +47,7 @@ def estimate(*samples: Any, statistic: Callable[..., Any] = _mean, paired: bool 
     value = float(statistic(*found, axis=-1))
     if min(map(len, found)) < (FEWEST if paired else 1) or count < FEWEST:
         return Estimate(value, None, None, count)
-    # A single value drawn again is itself; scipy asks for two.
+    # scipy needs two values; resampling a single one always gives the same.
     found = [numpy.repeat(sample, 2) if len(sample) == 1 else sample for sample in found]
     # The same values in another order, as several processes write them, have the same interval.
     ranks = [numpy.lexsort(found)] * len(found) if paired else [numpy.argsort(sample) for sample in found]
@@ -85,7 +85,7 @@ def _deviation(tokens: Any, nll: Any, full: Any, axis: int = -1) -> Any:
 
 
 class Part(NamedTuple):
-    """Values of a task, or of a part of one, which are averaged before they meet others."""
+    """Values of a task, or of a part of one, which are averaged before tasks and groups are."""
 
     group: str
     task: str

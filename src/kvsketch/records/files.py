@@ -23,7 +23,7 @@ from filelock import FileLock
 Record = dict[str, Any]
 FAILED = "failed"  # the field of data that holds the reason of a measurement that failed
 SECONDS_BETWEEN_WRITES = 2.0
-OWN = ("seed", "time", "data")  # what each record says for itself; all else belongs to its run
+OWN = ("seed", "time", "data")  # fields of each record; all others belong to its run
 OLD_QUESTION = "question_as_decode"
 PLACE = "place"  # file and line that a record was read from
 
@@ -78,7 +78,9 @@ def _start(run: bytes) -> bytes:
 
 
 def _end_last_line(file: Any) -> bytes:
-    """Ends a last line that lacks only its line break, and cuts off one that is no whole record; what then is there."""
+    """Completes a last line without line break, or cuts it off if it is not a whole record; returns the content after
+    that.
+    """
     file.seek(0)
     content: bytes = file.read()
     if not content or content.endswith(b"\n"):
@@ -99,7 +101,7 @@ def _is_object(line: bytes) -> bool:
 
 
 class Writer:
-    """Appends records to a file, those of two seconds at once."""
+    """Appends records to a file, at most every two seconds."""
 
     def __init__(self, path: Path, common: Iterable[str] = ()) -> None:
         self.path, self.common = path, tuple(common)
@@ -203,7 +205,7 @@ def read_folder(folder: Path, remarks: list[str] | None = None, below: bool = Fa
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    """Writes a file under a unique other name first, so that no reader and no second writer ever meets half of it."""
+    """Writes to a temporary file first and renames it, so that no other process sees an incomplete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

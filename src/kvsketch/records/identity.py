@@ -1,7 +1,7 @@
 """When two records are the same measurement, and which of them counts.
 
-A record names the fields of its data that say what was measured (`identity`). The seed, the kind and the model's
-weights belong to every identity. Records of older files do not name them; for these OLDER does.
+A record lists the fields of its data that say what was measured (`identity`). The seed, the kind and the model's
+weights are part of every identity. Records of older files have no such list; OLDER is used for them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def identity(record: Record) -> str:
 
 def _key(record: Record, without: tuple[str, ...]) -> str:
     data = record["data"]
-    # Of perplexities the position tells measurements apart; of lines it is an outcome.
+    # For perplexity the position says what was measured; for lines it is an outcome.
     older = (*OLDER, "position") if record["kind"] == "perplexity" else OLDER
     names = [name for name in dict.fromkeys((*record.get("identity", older), "budget")) if name not in without]
     found = {name: data[name] for name in names if data.get(name) not in (None, False, "")}
@@ -51,7 +51,7 @@ def _key(record: Record, without: tuple[str, ...]) -> str:
 
 
 def _weights(data: dict[str, Any]) -> str:
-    """The model's weights, or its name where the record does not know them."""
+    """The hash of the model's weights, or its name if the record has no hash."""
     return str(data.get("model_sha256") or data.get("weights") or data.get("model") or "")
 
 
@@ -59,7 +59,7 @@ def latest(records: Iterable[Record]) -> list[Record]:
     """The last record of each measurement, in the order in which they were first made.
 
     Records of a commit that measured again replace all earlier ones of the same method, budget and setting, those of
-    samples that were not repeated included: they are of an older version of the method.
+    samples that were not repeated included, because those come from an older version of the method.
     """
     kept: dict[str, dict[str, Record]] = {}
     begun: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def budget_of(data: dict[str, Any]) -> str:
 
 
 def budget_value(budget: str) -> float:
-    """A budget as a number to sort by: a share, or tokens; what has no budget keeps everything."""
+    """A budget as a number to sort by: a share, or tokens; infinity without a budget."""
     text = budget.strip()
     try:
         return float(Fraction(text[:-1]) / 100) if text.endswith("%") else float(Fraction(text))

@@ -7,7 +7,7 @@ machine   GPU, processor architecture, system
 versions  Python, kvsketch, torch, CUDA, triton, transformers
 seed, time, data
 identity  names of the fields of data that say what was measured; the others are its outcome
-again     true where the run measured anew what an older version of the code had measured
+again     true if the run repeats what an older version of the code measured
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def make_record(
 
 
 def command() -> str:
-    """The command line, without the folders this machine keeps its programs in."""
+    """The command line, without the folder of the interpreter or script."""
     program, *arguments = sys.orig_argv
     if arguments and not arguments[0].startswith("-"):
         program, *arguments = arguments
@@ -57,7 +57,7 @@ def command() -> str:
 
 @functools.cache
 def commit() -> dict[str, Any] | None:
-    """Commit of the checkout the package runs from; KVSKETCH_COMMIT names it where the sources travel without git."""
+    """Commit of the checkout that the package runs from; KVSKETCH_COMMIT names it for sources without git."""
     if named := os.environ.get("KVSKETCH_COMMIT"):
         return {"hash": named.removesuffix("-dirty"), "dirty": named.endswith("-dirty")}
     folder = Path(__file__).parents[1]

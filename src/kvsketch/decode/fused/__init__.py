@@ -2,8 +2,8 @@
 `ops.thin_linear`.
 
 The third seam into transformers. `fused(model)` is a context: inside it, and in this thread alone, single-token
-forwards of the model use the kernels. The classes of its family are wrapped while such a context is open, and not a
-moment longer. Only modules whose code is known to be the plain formula are replaced; all others run as they are.
+forwards of the model use the kernels. The classes of its family are wrapped only while such a context is open. Only
+modules with the known plain formula are replaced; all others run unchanged.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def fused(model: Any) -> Iterator[None]:
 
 
 class Products(TorchFunctionMode):
-    """Linear layers of few rows go to the thin kernel, and those of one input that were computed together come back
-    one by one as the model asks for them.
+    """Sends linear layers of few rows to the thin kernel. Layers that share an input are computed in one launch, and
+    each result is returned when the model calls that layer.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Products(TorchFunctionMode):
 
 
 def _thin_kernel(x: Tensor, *weights: Tensor) -> Any:
-    """The kernel, if it serves; tensors of other types (quantized, distributed) know their own products."""
+    """The kernel if it supports these tensors. Other tensor types (quantized, distributed) have their own products."""
     plain = type(x) is Tensor and all(type(weight) is nn.Parameter for weight in weights)
     kernel = ops.kernel_for("thin_linear", x.device) if plain and x.dim() > 1 and x.shape[-2] == 1 else None
     return kernel if kernel is not None and kernel.serves(x, *weights) else None
@@ -134,7 +134,7 @@ def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
 
 
 def _layer(self: Any, x: Tensor, **kwargs: Any) -> Tensor | None:
-    """x + attention(norm(x)), then that + MLP(norm(that)); parts with hooks of their own see what they expect."""
+    """y = x + attention(norm(x)), then y + MLP(norm(y)); parts with hooks get the inputs and outputs they expect."""
     products = _active()
     if products is None or x.shape[-2] != 1 or not _known(self):
         return None
@@ -154,7 +154,7 @@ def _layer(self: Any, x: Tensor, **kwargs: Any) -> Tensor | None:
 
 
 def _known(layer: Any) -> bool:
-    """Whether the parts that kernels stand for are the family's own, and nobody listens to them."""
+    """Whether the parts that kernels replace are the family's own classes, without hooks."""
     parts: list[Any] = [getattr(layer, name, None) for name in LAYER_PARTS]
     own = all(type(part).__module__ == type(layer).__module__ for part in parts)
     return own and _untouched(parts[2:])
@@ -184,7 +184,7 @@ def _mlp(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
 
 
 def _is_silu(activation: Any) -> bool:
-    """Whether the activation of an MLP is the plain SiLU; what its config says may not be what it holds."""
+    """Whether the activation module of an MLP is the plain SiLU; the config may not tell the truth."""
     return type(activation) in SILU and _untouched([activation])
 
 
