@@ -1,19 +1,18 @@
-"""kvsketch compare: every method reads one's own file and answers one's own question; a table and a picture."""
+"""kvsketch compare: every method answers your question about your file; a table and a picture."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from kvsketch.cli.demo import shortened, with_progress, write
+from kvsketch.cli.comparing import cache_size, shortened, show, smallest, with_progress
+from kvsketch.cli.generate import text_of
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelOption
-from kvsketch.cli.output import megabytes, print_json, remarks, results
+from kvsketch.cli.output import remarks
 
 if TYPE_CHECKING:
     from kvsketch.demo import Row
@@ -35,11 +34,11 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Ask one question about a file through every cache, beside the full one."""
-    text = _read(file)
+    text = text_of(file)
     if not question.strip():
         raise ValueError("--question is empty; ask something about the file")
 
-    from kvsketch import demo, environment, models
+    from kvsketch import demo, models
     from kvsketch.evaluation.budgets import contenders, with_budget
     from kvsketch.methods import Full, parse_method
 
@@ -55,21 +54,20 @@ def compare(
         "file": file.name,
         "question": question,
         "prompt_tokens": ids.shape[1],
-        "environment": dataclasses.asdict(environment.describe()),
-        "rows": [dataclasses.asdict(row) for row in rows],
         "refused": refused,
     }
-    title = f"{model}, {file.name}, prompt of {ids.shape[1]:,} tokens: {shortened(question, 80)}"
-    out.mkdir(parents=True, exist_ok=True)
-    written = write(out, "compare", record, rows, title, marks=MARKS)
     for line in refused:
         remarks().print(f"left out: {line}", markup=False)
-    if as_json:
-        print_json(record)
-        return
-    _print_table(rows, title)
-    for line in [*summary(rows), *written]:
-        results().print(line, markup=False)
+    title = f"{model}, {file.name}, prompt of {ids.shape[1]:,} tokens: {shortened(question, 80)}"
+    columns = {
+        "stored": lambda row: f"{row.tokens_stored:,}",
+        "cache": cache_size,
+        "seconds": lambda row: f"{row.seconds:.1f}",
+        "agreement": lambda row: f"[{'green' if row.right else 'red'}]{row.agreement:.0%}[/]",
+        "divergence": lambda row: f"{row.divergence:.4f}",
+        "answer": lambda row: escape(shortened(row.answer, ANSWER_WIDTH)),
+    }
+    show("compare", title, record, rows, columns, summary(rows), out, as_json, marks=MARKS)
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
@@ -82,40 +80,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
         f"the same answer: {', '.join(row.method for row in same) or 'none'}",
     ]
     if same:
-        least = min(same, key=lambda row: row.device_bytes + row.host_bytes)
-        share = (least.device_bytes + least.host_bytes) / (full.device_bytes + full.host_bytes)
-        lines.append(f"smallest cache that gives it: {least.method}, {share:.0%} of the full cache's bytes")
+        lines.append(f"smallest cache that gives it: {smallest(same, full)}")
     return [*lines, "the full cache's answer may be wrong itself; one question is an illustration, not a benchmark"]
-
-
-def _print_table(rows: Sequence[Row], title: str) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False, title=title, title_justify="left")
-    table.add_column("method", no_wrap=True)
-    for column in ("stored", "cache", "seconds", "agreement", "divergence"):
-        table.add_column(column, justify="right")
-    table.add_column("answer")
-    for row in rows:
-        host = f" + {megabytes(row.host_bytes)} host" if row.host_bytes else ""
-        table.add_row(
-            row.method,
-            f"{row.tokens_stored:,}",
-            megabytes(row.device_bytes) + host,
-            f"{row.seconds:.1f}",
-            f"[{'green' if row.right else 'red'}]{row.agreement:.0%}[/]",
-            f"{row.divergence:.4f}",
-            escape(shortened(row.answer, ANSWER_WIDTH)),
-        )
-    results().print(table)
-
-
-def _read(file: Path) -> str:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is not UTF-8 text; --file takes a plain text file") from None
-    if not text.strip():
-        raise ValueError(f"{file} is empty; --file takes a text to ask about")
-    return text
 
 
 def _note_beyond_context(model: Any, tokens: int) -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from kvsketch.cli.comparing import cache_size, shortened, show, smallest, with_progress
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelOption
-from kvsketch.cli.output import megabytes, print_json, remarks, results
 
 if TYPE_CHECKING:
     from kvsketch.demo import Row
@@ -36,11 +31,11 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Hide a passkey in a long document and see which caches still find it."""
-    names = [] if methods == "all" else split(methods, "--methods", "streamingllm,uniform or all")
-    sizes = split(budgets, "--budgets", "1/4,1/8")
+    names = [] if methods == "all" else _split(methods, "--methods", "streamingllm,uniform or all")
+    sizes = _split(budgets, "--budgets", "1/4,1/8")
 
     from kvsketch import demo as comparison
-    from kvsketch import environment, models
+    from kvsketch import models
     from kvsketch.models import texts
 
     chosen = comparison.choose_methods(names, sizes)
@@ -56,17 +51,22 @@ def demo(
         "depth": depth,
         "seed": seed,
         "passkey": document.passkey,
-        "environment": dataclasses.asdict(environment.describe()),
-        "rows": [dataclasses.asdict(row) for row in rows],
     }
     title = f"{model}, prompt of {prompt.shape[1]:,} tokens, passkey {document.passkey} at depth {depth:g}"
-    written = [] if out is None else write(out, "demo", record, rows, title)
-    if as_json:
-        print_json(record)
-        return
-    _print_table(rows, title)
-    for line in [*summary(rows), *written]:
-        results().print(line, markup=False)
+    columns = {
+        "tokens seen": lambda row: f"{row.tokens_seen:,}",
+        "stored": lambda row: f"{row.tokens_stored:,}",
+        "cache": cache_size,
+        "ms/token": lambda row: f"{row.milliseconds_per_token:.0f}",
+        "divergence": lambda row: f"{row.divergence:.4f}",
+        "answer": _answer,
+    }
+    show("demo", title, record, rows, columns, summary(rows), out, as_json)
+
+
+def _answer(row: Row) -> str:
+    colour, mark = ("green", "right") if row.right else ("red", "wrong")
+    return f"[{colour}]{mark}[/]: {escape(shortened(row.answer, ANSWER_WIDTH))}"
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
@@ -82,66 +82,12 @@ def summary(rows: Sequence[Row]) -> list[str]:
     lines.append(f"lost the passkey: {', '.join(lost) or 'none'}")
     found = [row for row in compressed if row.right]
     if found:
-        least = min(found, key=lambda row: row.device_bytes + row.host_bytes)
-        share = (least.device_bytes + least.host_bytes) / (full.device_bytes + full.host_bytes)
-        lines.append(f"smallest cache that finds it: {least.method}, {share:.0%} of the full cache's bytes")
+        lines.append(f"smallest cache that finds it: {smallest(found, full)}")
     return [*lines, "one document, one passkey: an illustration, not a benchmark"]
 
 
-def _print_table(rows: Sequence[Row], title: str) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False, title=title, title_justify="left")
-    table.add_column("method", no_wrap=True)
-    for column in ("tokens seen", "stored", "cache", "ms/token", "divergence"):
-        table.add_column(column, justify="right")
-    table.add_column("answer")
-    for row in rows:
-        colour, mark = ("green", "right") if row.right else ("red", "wrong")
-        host = f" + {megabytes(row.host_bytes)} host" if row.host_bytes else ""
-        answer = shortened(row.answer)
-        table.add_row(
-            row.method,
-            f"{row.tokens_seen:,}",
-            f"{row.tokens_stored:,}",
-            megabytes(row.device_bytes) + host,
-            f"{row.milliseconds_per_token:.0f}",
-            f"{row.divergence:.4f}",
-            f"[{colour}]{mark}[/]: {escape(answer)}",
-        )
-    results().print(table)
-
-
-def shortened(answer: str, width: int = ANSWER_WIDTH) -> str:
-    """An answer on one line that fits a table."""
-    text = " ".join(answer.split())
-    return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def write(out: Path, name: str, record: dict[str, Any], rows: Sequence[Row], title: str, **words: Any) -> list[str]:
-    """Writes the record and, where matplotlib is there, the picture; what to tell of them."""
-    path, picture = out / f"{name}.json", out / f"{name}.png"
-    path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if importlib.util.find_spec("matplotlib") is None:
-        return [f"record: {path}", "no picture: matplotlib is missing; pip install 'kvsketch[plot]'"]
-    from kvsketch.cli.picture import draw
-
-    draw(rows, picture, title, **words)
-    return [f"record: {path}", f"picture: {picture}"]
-
-
-def split(text: str, option: str, example: str) -> list[str]:
+def _split(text: str, option: str, example: str) -> list[str]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise ValueError(f"{option} is empty; use for instance {example}")
     return parts
-
-
-def with_progress(found: Iterable[Row], methods: Sequence[Any]) -> list[Row]:
-    """The rows, with a bar that names the method at work."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    rows: list[Row] = []
-    with Progress(*columns, console=remarks(), transient=True) as progress:
-        task = progress.add_task(str(methods[0]), total=len(methods))
-        for row in found:
-            rows.append(row)
-            progress.update(task, advance=1, description=str(methods[min(len(rows), len(methods) - 1)]))
-    return rows
