@@ -30,7 +30,7 @@ def draw(
         for right in (True, False):
             _scatter(axes, [row for row in compressed if row.family == family and row.right is right], marks)
     axes.set(xlabel="cache, MB (measured)", ylabel="divergence from the full cache, nats (lower is better)")
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
     _scale(axes, rows)
     axes.grid(True, which="major", color="#e4e4e4", linewidth=0.6)
     figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=4)
