@@ -1,14 +1,14 @@
-"""The comparison behind `kvsketch demo` and `kvsketch compare`: one prompt, answered through every kind of cache.
+"""The comparison behind `kvsketch demo` and `kvsketch compare`: one prompt, answered with every method.
 
-Prefill is exact whatever the method, so the prompt is read once and handed to each method's cache. Then
-- the last token of the prompt is fed, so that all of the answer has to come out of the compressed cache; the demo's
-  prompt ends in "The pass key is";
+Prefill is exact for every method, so the prompt is read once and copied to each method's cache. Then
+- the last token of the prompt is fed, so that the whole answer comes from the compressed cache; the demo's prompt ends
+  in "The pass key is";
 - the method's own greedy answer follows: tokens, memory and time per token are measured on it;
 - the full cache's answer a_1 ... a_n is fed to a copy of the same cache, which gives the divergence
 
       1/n sum_t KL(p_full(. | prompt, a_<t) || p_method(. | prompt, a_<t)).
 
-This module prints nothing and knows nothing of the command line.
+This module prints nothing and does not depend on the command line.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def answers(
     refused: list[str] | None = None,
 ) -> Iterator[Row]:
     """Yields a row per method for a prompt of ids [1, n]; the first method is the reference that the others diverge
-    from. With `refused`, a method that cannot serve this prompt is told there and left out.
+    from. With `refused`, a method that refuses this prompt is listed there and left out.
     """
     prefilled = shared_prefill(model, ids[:, :-1])
     reference: list[int] = []

@@ -2,7 +2,7 @@
 
     0    done
     1    measured, and something failed
-    2    the user can mend it: wrong method, parameter, budget, file, model or option; a missing extra
+    2    wrong input: method, parameter, budget, file, model or option; or a missing extra
     130  interrupted
 
 KVSKETCH_TRACEBACK=1 shows where an error came from.
@@ -32,7 +32,7 @@ class OneLineErrors(TyperGroup):
             print("\ninterrupted", file=sys.stderr)
             raise typer.Exit(130) from None
         except BrokenPipeError:
-            # The reader of a pipe has gone (`kvsketch methods | head`); Python must not flush into it again at exit.
+            # The reader of the pipe has exited (`kvsketch methods | head`); Python must not flush into it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
         except EXPECTED as error:
@@ -43,7 +43,7 @@ class OneLineErrors(TyperGroup):
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error without line breaks; a bare system error is told as `file: reason`."""
+    """The message of an error without line breaks; a system error becomes `file: reason`."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__

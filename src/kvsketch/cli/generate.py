@@ -1,4 +1,4 @@
-"""kvsketch generate: an answer about files, a pipe or a prompt, and what its cache took."""
+"""kvsketch generate: an answer about files, a pipe or a prompt, and what it cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPE_HELP = "float32, bfloat16 or float16; bfloat16 on a GPU and on a CPU that 
 
 @dataclass(frozen=True)
 class Generation:
-    """A text and what it took; full_bytes is what an uncompressed cache holds after the same tokens."""
+    """A text and what it cost; full_bytes is the size of an uncompressed cache after the same tokens."""
 
     model: str
     method: str
@@ -72,7 +72,7 @@ def _rate(tokens_per_second: float | None) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What to read and what to ask: a document with a question behind it, or a prompt alone."""
+    """What to read and what to ask: a document and a question, or only a prompt."""
 
     document: str | None
     prompt: str | None
@@ -218,7 +218,7 @@ class Run:
         )
 
     def _inputs(self, request: Request, raw: bool, reads_first: bool) -> Any:
-        """What the model reads; with `reads_first` the document alone, for a question that comes later."""
+        """Inputs of the model; with `reads_first` only the document, for a question that comes later."""
         from kvsketch import models
         from kvsketch.decode import asking
 
@@ -240,7 +240,7 @@ class Run:
 
         start = time.perf_counter()
         with reading_bar(self.cache, ids.shape[1]):
-            # The last logits are there when the device is done.
+            # Reading the last logits waits for the device.
             kvsketch.prefill(self.model, ids.to(self.model.device), self.cache).sum().item()
         return time.perf_counter() - start
 
@@ -260,15 +260,15 @@ class Run:
 
 
 def read_request(prompt: str | None, files: list[Path], loaded: bool = False, saved: bool = False) -> Request:
-    """The texts of the sources that were named, or of a pipe; ValueError where there is nothing to read."""
-    # A named file leaves standard input alone: it may be that of a loop over files.
+    """The texts of the given files, or of a pipe; ValueError if there is nothing to read."""
+    # With a named file standard input is not read: it may belong to a shell loop over files.
     piped = not files and not loaded and sys.stdin is not None and not sys.stdin.isatty()
     if prompt == "-" or (prompt is None and piped):
         prompt, piped = _standard_input(), False
     if prompt is not None and not prompt.strip():
         raise ValueError("the prompt is empty; give a prompt, --file FILE, or - to read standard input")
     documents = [(str(file), text_of(file)) for file in files]
-    # What comes through a pipe beside a question is what the question is about; a pipe may also be empty.
+    # With a question, piped text is the document; a pipe may also be empty.
     if piped and (text := _standard_input()).strip():
         documents = [("standard input", text)]
     if prompt is None and not documents:

@@ -1,4 +1,4 @@
-"""Groups of commands whose modules are imported when one of them runs or shows its options, so that help is instant."""
+"""Groups of commands whose modules are imported only when a command runs or shows its options, so that help is fast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from kvsketch.cli.boundary import new_app
 
 
 def group(package: str, commands: dict[str, str], help_text: str) -> typer.Typer:
-    """Commands by name, each with its one line of help; `kvsketch.<package>.<name>` has the `command` itself."""
+    """A group of commands by name, each with one line of help; the module `kvsketch.<package>.<name>` has its
+    `command`.
+    """
 
     class Lazy(TyperCommand):
         def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:

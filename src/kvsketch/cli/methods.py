@@ -1,4 +1,4 @@
-"""kvsketch methods: what can be written after --method."""
+"""kvsketch methods: the methods and their parameters."""
 
 from __future__ import annotations
 

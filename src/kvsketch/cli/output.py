@@ -1,4 +1,4 @@
-"""What every command prints with: results to standard output, remarks and progress to standard error."""
+"""Printing for all commands: results to standard output, remarks and progress to standard error."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ PIPE_WIDTH = 200
 
 
 def results() -> Console:
-    """Standard output as it is at the moment of the call; wide where it is not a terminal."""
+    """The present standard output; wide if it is not a terminal."""
     return _console(sys.stdout)
 
 
 def remarks() -> Console:
-    """Standard error as it is at the moment of the call."""
+    """The present standard error."""
     return _console(sys.stderr)
 
 

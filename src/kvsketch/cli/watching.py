@@ -1,4 +1,4 @@
-"""What a user sees while a prompt is read and an answer written: a bar, the text as it comes, times, peak memory."""
+"""Output while a prompt is read and an answer is generated: a bar, the streamed text, times, peak memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROCESS = Path("/proc/self")
 def reading_bar(cache: Any, new: int) -> Iterator[Progress]:
     """A bar over `new` tokens that the cache is about to read; ends with the block or with `stop`.
 
-    Asks the cache how far its layers are, so that it moves within a forward too.
+    It follows the lengths of the cache's layers, so it also moves within a forward.
     """
     columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
     before, done = sum(cache.layer_lengths()), threading.Event()
@@ -50,7 +50,7 @@ def reading_bar(cache: Any, new: int) -> Iterator[Progress]:
 
 
 class Listener:
-    """A streamer of generate: takes the bar away when the answer begins, notes the time, and shows the text."""
+    """A streamer for generate: removes the bar when the answer begins, records the time, and prints the text."""
 
     def __init__(self, bar: Progress, tokenizer: Any, show: bool) -> None:
         self.bar, self.began = bar, 0.0
@@ -99,7 +99,7 @@ class Stoppable(TextStreamer):
 
 
 class PeakMemory:
-    """The most memory taken since this was made: of the device where the model is on a GPU, else of the process."""
+    """Peak memory since this object was made: of the device if the model is on a GPU, else of the process."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -107,7 +107,7 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            # What loading left behind would hide as much of the growth.
+            # Memory that loading has freed would hide growth of the same size.
             with contextlib.suppress(AttributeError, OSError, TypeError):
                 ctypes.CDLL(None).malloc_trim(0)
             with contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ class PeakMemory:
         self.before = self.bytes()
 
     def bytes(self) -> int | None:
-        """Bytes at the peak; None where the system does not tell."""
+        """Bytes at the peak; None if the system does not report them."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         with contextlib.suppress(OSError):
@@ -135,9 +135,9 @@ class PeakMemory:
 
 
 def quick_dtype(device: str | None) -> str | None:
-    """bfloat16 on a CPU that multiplies it natively, where it takes half the memory; None: what `models.load` takes.
+    """bfloat16, for half the memory, on a CPU that multiplies it natively; None: the default of `models.load`.
 
-    Another CPU converts every number back and forth and is several times slower; so is torch on macOS.
+    On other CPUs, and with torch on macOS, it is several times slower, because every number is converted.
     """
     on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
     if not on_cpu or sys.platform == "darwin":
