@@ -147,7 +147,17 @@ def test_the_demo_prints_a_table() -> None:
 def test_compare_asks_every_method_about_a_file(tmp_path: Path) -> None:
     folder, file, out = save_tiny_model(tmp_path / "model"), tmp_path / "mine.txt", tmp_path / "out"
     file.write_text("The cat sat on the mat, and the dog sat on the cat. " * 6, encoding="utf-8")
-    command = ["compare", "--file", str(file), "--question", r"Who [/sat] for $\nothing$?", "--model", str(folder), "--out", str(out)]
+    command = [
+        "compare",
+        "--file",
+        str(file),
+        "--question",
+        r"Who [/sat] for $\nothing$?",
+        "--model",
+        str(folder),
+        "--out",
+        str(out),
+    ]
     command += ["--methods", "full,streamingllm,quest:skip_layers=0", "--budgets", "1/2,5000", "--max-new-tokens", "4"]
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 0, shown.output
