@@ -1,12 +1,12 @@
-"""How far the attention of a compressed cache lies from the exact one, on a real model and a real text.
+"""How far the attention output of a compressed cache is from the exact one, on a real model and text.
 
     kvsketch eval attention-error --model qwen2.5-coder-0.5b --tokens 8192
     kvsketch eval attention-error --protocol balancekv --layers 0,1,4 --seeds 0-9 --methods balancekv,uniform
 
 The model reads a text once; queries, keys and values of some layers are kept. In each of them the last queries read the
-cache once whole and once through a method (attention_protocol.py says exactly how). A budget of 1/8 means that of the
-tokens between those that all methods keep one in 8 is read; `--rates 8` means the same. Methods without chance are
-measured with the first seed alone. Runs on any device.
+full cache, and then the cache of a method (attention_protocol.py has the details). All methods keep the same sinks and
+recent tokens; a budget of 1/8, or `--rates 8`, means that one in 8 of the tokens between them is read. Methods without
+random draws are measured with the first seed only. Runs on any device.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ CONTENDERS = (
     "clusterkv:tokens_per_cluster=40",
     "clusterkv:tokens_per_cluster=80",
     PAPER_CLUSTERKV,
-    "infinigen:alpha=100",  # so far from the largest score that the budget alone decides
+    "infinigen:alpha=100",  # no score is that far below the largest, so it reads its whole budget
     *(text for text in budgets.ALL if text not in ("full", "clusterkv")),
 )
 
@@ -79,9 +79,9 @@ class AttentionErrorOptions(ExperimentOptions):
     model: str = model_option("qwen2.5-coder-0.5b")
     methods: str = methods_option(",".join(CONTENDERS))
     budgets: str = budgets_option(",".join(f"1/{rate}" for rate in RATES))
-    protocol: str = option(PREFIX.name, "what all methods keep, and who asks", choices=tuple(PROTOCOLS))
+    protocol: str = option(PREFIX.name, "what all methods keep, and which tokens are queries", choices=tuple(PROTOCOLS))
     tokens: int = option(8192, "tokens of the text, the queries' own included", least=1)
-    queries: int | None = option(None, "how many of the last tokens ask; by the protocol unless given", least=1)
+    queries: int | None = option(None, "how many of the last tokens are queries; by the protocol unless given", least=1)
     layers: str = option(",".join(map(str, LAYERS)), "such as 0,7,14 or 2- or all")
     rates: tuple[int, ...] = option(
         "", "one in so many middle tokens is read, by commas; instead of --budgets", least=1, none=True
@@ -136,7 +136,7 @@ class AttentionError(Experiment):
             )
 
     def groups(self) -> Iterable[list[Cell]]:
-        """The cells of one text and method: the forward of a text is shared as long as the next group has it too."""
+        """The cells of one text and method; successive groups of one text share its forward."""
         found: dict[tuple[str, str], list[Cell]] = {}
         for cell in self.cells():
             found.setdefault((cell.sample, cell.method), []).append(cell)
@@ -186,7 +186,7 @@ def rate_of(budget: str) -> int:
 
 
 def summary(text: str, rate: int, outcomes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What a record says of the outcomes of all layers."""
+    """The fields of a record for the outcomes of all layers."""
     return {
         "family": "recall" if text == ORACLE else parse_method(text).family,
         "rate": rate,

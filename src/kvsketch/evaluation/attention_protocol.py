@@ -1,15 +1,15 @@
-"""The two ways in which the error of a compressed cache's attention is measured on what a layer computed.
+"""The two protocols for the attention error of a compressed cache, on the queries, keys and values of a layer.
 
     error = mean over queries and heads of  |out - exact| / |exact|
 
 - prefix: the queries read a cache of the tokens before all of them. Every method may read 16 sinks, the 64 most recent
   tokens and one in `rate` of those between.
 - balancekv: as in figure 2 of BalanceKV. The cache holds all tokens, those of the queries included, which read it
-  causally; the first and the last 256 are kept and one in `rate` of those between. (The figure's own code divides by
-  the norm of the positive coordinates alone, about 0.7 of the whole: its errors are larger by as much.)
+  causally; the first and the last 256 are kept and one in `rate` of those between. (The code of the figure divides by
+  the norm of the positive coordinates only, about 0.7 of the full norm, so its errors are larger by that factor.)
 
-A bounded method compresses all tokens at once and every query reads what it kept. A recall method indexes all but the
-recent ones, which then come as new tokens, and each query reads its own choice. `oracle` reads the tokens with the
+A bounded method compresses all tokens at once, and every query reads what it kept. A recall method indexes all but the
+recent tokens, which are added afterwards, and each query reads its own selection. `oracle` reads the tokens with the
 largest inner products, which no method can know without reading all keys. Layers that recall methods skip by default
 are measured like the others.
 """
@@ -47,7 +47,7 @@ class Protocol(NamedTuple):
         return self.sinks + self.recent + (tokens - self.sinks - self.recent) // rate
 
     def parts(self, method: Method) -> str:
-        """How `method` is told of the sinks and the recent tokens that all of them keep."""
+        """The parameters that make `method` keep the common sinks and recent tokens."""
         wanted = {"sinks": self.sinks, "recent": self.recent, "window": self.recent, "skip_layers": 0}
         fields = {field.name: field.init for field in dataclasses.fields(method)}
         return ":".join(f"{key}={value}" for key, value in wanted.items() if fields.get(key))
@@ -79,7 +79,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorder(Method):
-    """Keeps everything and takes note of what the chosen layers compute."""
+    """Keeps everything and records what the chosen layers compute."""
 
     name: ClassVar[str] = "recorder"
     family: ClassVar[str] = "full"
@@ -109,7 +109,7 @@ def capture(model: Any, ids: Tensor, layers: Iterable[int]) -> dict[int, Capture
 def configured(text: str, total: int, context: int, protocol: Protocol = PREFIX) -> Method:
     """The method `text`, told to read or keep `total` of `context` tokens, the sinks and the recent ones included."""
     method = parse_method(text)
-    # Tokens that no cluster holds yet are read beside the budget.
+    # Tokens that are in no cluster yet are read in addition to the budget.
     budget = total - protocol.recent if method.name == "clusterkv" and total < context else total
     method = parse_method(f"{text}:{protocol.parts(method)}:budget={budget}")
     if getattr(method, "positions", TEXT) != TEXT:
@@ -142,7 +142,7 @@ def measure(text: str, rate: int, layer: Captured, queries: int, protocol: Proto
 
 
 def relative_error(out: Tensor, exact: Tensor) -> float:
-    """Mean over queries and heads of the distance, in units of the exact answer's length."""
+    """Mean over queries and heads of |out - exact| / |exact|."""
     return float(((out - exact).float().norm(dim=-1) / exact.float().norm(dim=-1)).mean())
 
 
@@ -164,13 +164,13 @@ def _append(method: Method, table: SlotTable, layer: Captured, start: int, end: 
 
 
 def _read(method: Method, table: SlotTable, layer: Captured, start: int, end: int) -> None:
-    """The table takes the tokens [start, end) and the method compresses it."""
+    """Adds the tokens [start, end) to the table and compresses it."""
     _append(method, table, layer, start, end)
     method.compress(table, layer.queries[:, :, start:end])
 
 
 def _recalled(method: Method, table: SlotTable, layer: Captured, queries: int, protocol: Protocol) -> Tensor:
-    """Answers of a recall method to the last queries, one at a time; causal: each after its own token has come."""
+    """Outputs of a recall method for the last queries, one at a time; causal: after the query's own token is added."""
     seen = layer.keys.shape[2]
     start = seen - queries
     if protocol.causal:
@@ -191,7 +191,9 @@ def _recalled(method: Method, table: SlotTable, layer: Captured, queries: int, p
 
 
 def _from_slots(method: Method, table: SlotTable, queries: Tensor, seen: int | None) -> Tensor:
-    """Attention over all slots; with `seen`, each query sees only the tokens up to its own, the last being the last."""
+    """Attention over all slots; with `seen`, the queries are the last of `seen` tokens, and each sees tokens up to its
+    own.
+    """
     visible = None if seen is None else _visible(table.index_slots(), seen, queries.shape[2])
     keys, values = table.key_slots(), table.value_slots()
     return ops.weighted_attention(
@@ -200,7 +202,7 @@ def _from_slots(method: Method, table: SlotTable, queries: Tensor, seen: int | N
 
 
 def _tokens_read(method: Method, table: SlotTable, queries: Tensor) -> float:
-    """Tokens that a query head reads, in the mean."""
+    """Mean number of tokens that a query head reads."""
     chosen = [method.rows_chosen(table, query.contiguous()) for query in queries.split(1, dim=2)]
     counts = [(rows >= 0).sum(-1).float().mean() for rows in chosen if rows is not None]
     return float(torch.stack(counts).mean()) if counts else table.stored()

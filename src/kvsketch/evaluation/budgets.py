@@ -65,7 +65,7 @@ def _split(text: str) -> tuple[str, str]:
 def in_bytes(method: str) -> str:
     """The text form that budgets in bytes are measured and run with: a recall method keeps its tokens on the host.
 
-    Without that it holds everything on the device whatever its budget is; the answers are the same.
+    Otherwise it holds everything on the device with any budget; the answers are the same.
     """
     recalls = parse_method(method).family == "recall"
     return f"{method}:offload=host" if recalls and ":offload=" not in method else method

@@ -1,4 +1,4 @@
-"""What the layers of a model computed for a text: queries, keys and values of one forward, kept for one text."""
+"""Queries, keys and values of the layers of a model for one text, from one forward."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def full_attention_layers(spec: str) -> list[int]:
 
 
 class TextCapture:
-    """Captures texts one at a time: the last one stays until another is asked for."""
+    """Captures texts one at a time and keeps the last one."""
 
     def __init__(self, tokens: int, layers: list[int]) -> None:
         self.tokens, self.layers = tokens, layers

@@ -1,18 +1,18 @@
-"""How well the keys of a model cluster, and how well its values do, on a real text.
+"""How well the keys and the values of a model cluster, on a real text.
 
     kvsketch eval clusterability --model qwen2.5-coder-1.5b --tokens 8192 --pictures 0,7,14,21,27
 
 The model reads the text once. One record for each layer:
 
-    query_norm   mean length of the queries over tokens and heads, with the normal 95% interval that takes all of them
-                 for independent, and the means of runs of 64 tokens to draw an honest interval from
+    query_norm   mean norm of the queries over tokens and heads, with the normal 95% interval as if they were
+                 independent, and the means of runs of 64 tokens for an honest interval
     keys         of each KV head: the spread (root mean square distance from the mean); the radius r(k) of greedy
     values       k-center for k = 1, 2, 4, ...; and the number of clusters m'(delta) that a stream opens when a vector
                  farther than delta from all representatives opens one, delta in units of the spread
     tsne         keys and values of one KV head in the plane, and which of them are the 16 centers of greedy k-center
                  (chosen among the points shown, in the space of the keys, not in the plane)
 
-Keys that cluster well have a radius that falls faster, and open fewer clusters, than values that do not.
+If keys cluster better than values, their radius falls faster and they open fewer clusters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHOWN_K, SHOWN_DELTA = 64, "1"
 
 
 def query_norms(queries: Tensor) -> dict[str, Any]:
-    """Mean length of queries [1, Hq, n, D] with its normal 95% interval, and the means of runs of tokens."""
+    """Mean norm of queries [1, Hq, n, D] with its normal 95% interval, and the means of runs of tokens."""
     norms = queries[0].float().norm(dim=-1)  # [Hq, n]
     half = 1.96 * float(norms.std()) / norms.numel() ** 0.5
     average = float(norms.mean())
@@ -209,7 +209,7 @@ def _row(cells: list[dict[str, Any]]) -> list[str]:
 
 
 def run_means(cells: list[dict[str, Any]]) -> list[float]:
-    """Mean query norm of each run of tokens over the layers given: layers of one text are no independent samples."""
+    """Mean query norm of each run of tokens over the given layers; layers of one text are not independent samples."""
     texts: dict[tuple[str, int], list[list[float]]] = {}
     for each in cells:
         texts.setdefault((each["sample"], each["seed"]), []).append(each["query_norm"]["runs"])

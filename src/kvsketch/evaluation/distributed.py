@@ -1,12 +1,12 @@
 """Spreads the groups of an experiment over a Ray cluster: `kvsketch eval NAME ... --ray [ADDRESS]`.
 
-Every worker is a process of its own, on any machine of the cluster, that opens the experiment once (which loads the
-model) and measures one group of cells after another. A record is made where it was measured, so that it tells that
-machine; the process that was started by the user alone writes the file. So a run with Ray leaves the records of a run
-without, in another order, and either goes on where the other stopped.
+Every worker is a process on some machine of the cluster. It opens the experiment once, which loads the model, and
+measures one group of cells after another. A record is made by the worker, so it describes the worker's machine; only
+the process that the user started writes the file. A run with Ray gives the same records as one without, in another
+order, and each can continue the other.
 
-A worker that dies (out of memory, a machine that goes away) is replaced, and its group is measured again; a group that
-two workers died of is recorded as failed.
+A worker that dies (out of memory, lost machine) is replaced, and its group is measured again. A group in which two
+workers died is recorded as failed.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class _Pool:
         self.running[worker.open.remote()] = (worker, [])
 
     def _after_death(self, group: list[Cell], waiting: deque[list[Cell]], error: Exception) -> list[Record]:
-        """Puts the group of a dead worker back in line, or gives it up."""
+        """Puts the group of a dead worker back into the queue, or records it as failed."""
         # What follows the first line names processes and machines.
         reason = str(error).strip().partition("\n")[0]
         first = group[0].key if group else "open"
@@ -162,7 +162,7 @@ def share_of(cluster: dict[str, float], options: ExperimentOptions, groups: int)
 
 @contextmanager
 def cluster(ray: Any, address: str) -> Iterator[None]:
-    """Joins the cluster at the address; without one starts Ray on this machine and stops it in the end."""
+    """Connects to the cluster at the address; without one, starts Ray on this machine and stops it at the end."""
     if ray.is_initialized():
         yield
         return

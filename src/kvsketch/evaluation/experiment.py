@@ -7,11 +7,11 @@
     class Lines(Experiment):
         name = "lines"
         options: LinesOptions
-        def cells(self): ...            # cheap: no model; raises ValueError for options that cannot be
+        def cells(self): ...            # cheap: no model; raises ValueError for impossible options
         def measure(self, cells): ...   # after open(): yields (cell, outcome)
 
-The cells of one group are measured together, on one machine: a process needs only `Experiment(options)`, `open()` and
-`measure(group)`, and the options are plain values.
+The cells of one group are measured together, in one process, which needs only `Experiment(options)`, `open()` and
+`measure(group)`; the options are plain values.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Cell:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What a record of this cell says of it, beside its outcome; the seed stands in the record itself."""
+        """The fields of a record that describe this cell; the seed is a field of the record itself."""
         return {"method": self.method, "budget": self.budget, "sample": self.sample, **dict(self.setting)}
 
     @property
@@ -97,10 +97,10 @@ class Cell:
 
     @property
     def cache_seed(self) -> int:
-        """The seed of this cell's cache: each sample has its own, so that methods that draw tokens draw others in each.
+        """The seed of this cell's cache. Each sample has its own, so that random methods draw other tokens in each.
 
-        One seed for all samples would make all of them keep the same positions, and intervals over samples would not
-        hold the error of that one draw.
+        With one seed for all samples, all would keep the same positions, and intervals over samples would not include
+        the error of that one draw.
         """
         return cache_seed(self.seed, self.sample)
 
@@ -138,11 +138,11 @@ class Experiment(ABC):
 
     @abstractmethod
     def cells(self) -> list[Cell]:
-        """All measurements, in a fixed order; loads no model. Raises ValueError for options that cannot be."""
+        """All measurements, in a fixed order; loads no model. Raises ValueError for impossible options."""
 
     @abstractmethod
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        """The outcome of each cell of a group, or of a part of it; `failure(error)` where one cell fails alone."""
+        """Yields the outcome of each cell of a group; `failure(error)` for a cell that fails alone."""
 
     def open(self) -> None:
         """Loads the model; called only when a cell is missing."""
@@ -166,10 +166,10 @@ class Experiment(ABC):
         Console(width=None if console.is_terminal else WIDTH_IN_FILES).print(self.table(data))
 
     def origin(self) -> dict[str, Any]:
-        """What each record says of the model; asked before anything is measured."""
+        """Fields of each record about the model; called before anything is measured."""
         return {"model_sha256": model_sha256(self.options.model)}
 
-    # what the common options mean
+    # values of the common options
 
     @property
     def contenders(self) -> list[tuple[str, str]]:
@@ -182,7 +182,7 @@ class Experiment(ABC):
 
     @property
     def setting(self) -> tuple[tuple[str, Any], ...]:
-        """What identifies every measurement with a model: its name and weights, its dtype, the unit of the budgets.
+        """Fields that identify the model of a measurement and the unit of its budgets: name, weights, dtype, unit.
 
         The name of a built-in model pins its weights; any other is identified by the hash of its files.
         """
@@ -230,7 +230,7 @@ def records_path(experiment: Experiment) -> Path:
 
 
 def measure_group(experiment: Experiment, cells: list[Cell]) -> Iterator[tuple[Cell, Record]]:
-    """The record of each cell; an error that stops the group is the outcome of all cells that it leaves unmeasured."""
+    """The record of each cell; an error that stops the group becomes the outcome of all its unmeasured cells."""
     left = {cell.key: cell for cell in cells}
     reason: dict[str, Any] = {FAILED: "RuntimeError: the experiment gave no outcome"}
     try:
@@ -244,13 +244,13 @@ def measure_group(experiment: Experiment, cells: list[Cell]) -> Iterator[tuple[C
 
 
 def make_record(experiment: Experiment, cell: Cell, outcome: dict[str, Any]) -> Record:
-    """The record of a cell, which says itself which of its fields tell measurements apart."""
+    """The record of a cell, with the names of the fields that identify the measurement."""
     data = {**cell.data, **outcome, **experiment.origin()}
     return records.make_record(experiment.kind(), data, cell.seed, tuple(cell.data), experiment.options.again)
 
 
 def common_fields(experiment: Experiment) -> tuple[str, ...]:
-    """The fields that all records of a run have in common, which their file holds once."""
+    """The fields that all records of a run share; the file holds them once."""
     return (*dict(experiment.setting), *experiment.origin())
 
 

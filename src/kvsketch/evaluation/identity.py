@@ -1,4 +1,4 @@
-"""Which model and which text a record was made with, by their bytes."""
+"""Hashes of the model and the text that a record was made with."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvsketch.records import write_whole
 
 @functools.cache
 def model_sha256(spec: str) -> str:
-    """What identifies the weights behind a model's name or folder.
+    """The hash of the weights behind a model's name or folder.
 
-    A built-in model is the file that its name pins: the converted copy has other bytes after another release of
-    transformers. For others, SHA-256 over the names and the SHA-256 of config.json and the weight files. Hashes are
-    remembered in kvsketch's cache folder by path, size and time, so that weights are read once.
+    For a built-in model it is the pinned hash of its file, because the converted copy may differ between releases of
+    transformers. For others it is a SHA-256 over the names and hashes of config.json and the weight files. Hashes are
+    stored in kvsketch's cache folder by path, size and time, so that weights are read once.
     """
     if spec in models.CATALOG:
         return models.CATALOG[spec].sha256
@@ -38,7 +38,7 @@ def _remembered_sha256(file: Path) -> str:
     if isinstance(known, str):
         return known
     found = sha256_of(file)
-    # A hash that cannot be noted is computed again the next time.
+    # A hash that cannot be stored is computed again the next time.
     with contextlib.suppress(OSError):
         write_whole(note, json.dumps({"file": file.name, "sha256": found}).encode())
     return found

@@ -1,4 +1,4 @@
-"""How surprised a model is by the next tokens of a text: -log p(token), with its own cache or through a method.
+"""-log p of the next tokens of a text, with the model's own cache or through a method.
 
     exact = exact_nll(model, ids)                      # [B, n], the model's own full cache
     reading = Reading(model, cache, ids, start)        # the cache holds the first `start` tokens
@@ -6,8 +6,8 @@
     reading.nll                                        # [B, n]: tokens start + 1 .. end - 1, NaN elsewhere
     reading.kl                                         # likewise, with the full cache's log-probabilities
 
-Token `start` is predicted by the prefill, which is exact whatever the method; the first that a compressed cache
-predicts is the one behind it.
+Token `start` is predicted by the prefill, which is exact for every method. The first token that a compressed cache
+predicts is the next one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Script:
         self.nll = torch.full(ids.shape, float("nan"), device=ids.device)
 
     def before_step(self) -> None:
-        """The host has nothing to count."""
+        """Nothing to do on the host."""
 
     def choose(self, logits: Tensor) -> Tensor:  # [B, V] -> [B, 1]
         """Runs eagerly or under capture, always on the same addresses."""
@@ -82,7 +82,7 @@ class Script:
 
 
 class Reading:
-    """Decode steps along ids [B, n] behind a cache that has read the first `start` tokens of them."""
+    """Decode steps along ids [B, n] with a cache that has read the first `start` of these tokens."""
 
     def __init__(
         self, model: Any, cache: CompressedCache, ids: Tensor, start: int, expected: Tensor | None = None

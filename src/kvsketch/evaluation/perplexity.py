@@ -16,8 +16,8 @@ One record for each method, budget, text and position:
     kl          prefill alone: mean KL(full cache || method) of the next token's distribution, in nats
     chunk_nll, full_chunk_nll, chunk_tokens     means of runs of tokens, to draw intervals from
 
-The token right behind a prefill is not counted: no compressed cache predicts it. The method `full` runs through the
-same steps as the others; its deviation is the noise of the number format.
+The first token after a prefill is not counted, because no compressed cache predicts it. The method `full` runs the same
+steps as the others; its deviation is rounding noise.
 """
 
 from __future__ import annotations

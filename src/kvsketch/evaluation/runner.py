@@ -1,9 +1,8 @@
-"""Runs an experiment: what the file of records lacks is measured, and the summary of all is printed.
+"""Runs an experiment: measures the cells that have no record, and prints the summary of all.
 
-What the file holds already is not measured again, so a run that was killed goes on where it stopped. A cell that fails
-is recorded as failed with its reason and stays so until `--retry-failed`. `--again` measures anew what another commit
-measured. Options are checked before the first cell, those that need the model as soon as it is there: a mistake is one
-line, and nothing is written.
+Cells with a record are not measured again, so a killed run can be continued. A cell that fails is recorded as failed
+with its reason, until `--retry-failed`. `--again` repeats what another commit measured. Options are checked before the
+first cell, some of them when the model is loaded: a wrong option gives one line, and nothing is written.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def start(experiment: type[Experiment], options: ExperimentOptions) -> int:
         raise ValueError(f"these options name nothing to measure; `kvsketch eval {experiment.name} --help` lists them")
     groups = pending(asked, wanted)
     if groups:
-        # What cannot be named or written is said before hours of measurements, not after.
+        # A missing model or an unwritable file is an error before hours of measurements, not after.
         asked.origin()
         _require_writable(records_path(asked))
         if options.ray is None:
@@ -153,5 +152,5 @@ def main(experiment: type[Experiment], arguments: list[str]) -> int:
 
 
 def commands(experiment: type[Experiment]) -> tuple[Callable[[], TyperCommand], Callable[[list[str]], int]]:
-    """What the module of an experiment offers: `command` and `main`."""
+    """`command` and `main` of an experiment's module."""
     return functools.partial(command, experiment), functools.partial(main, experiment)

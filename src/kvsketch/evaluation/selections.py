@@ -1,10 +1,10 @@
-"""Which tokens of a captured layer a method lets each query read, how many of them the query needed, and how many it
-had read a step before.
+"""Which tokens of a captured layer each query reads with a method, how many of the best ones they are, and how many
+were read a step before.
 
     recall    |read and among the true best B| / B,   the true best B being the tokens of largest <q, k>
 
-A query is one decode step: the method has compressed or indexed the `context` tokens before the first of them, and
-every query reads of those.
+Each query is one decode step. The method has compressed or indexed the first `context` tokens, and every query reads
+from these.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def table_of(method: Method, layer: Captured, context: int, seed: int = 0) -> Sl
 
 
 def true_ranks(layer: Captured, context: int, most: int) -> Tensor:  # [Hq, Q, context] int32
-    """Place of each token among those of largest inner product, 0 first; `most` from there on."""
+    """Rank of each token by inner product, 0 for the largest; `most` for all ranks beyond."""
     group = layer.queries.shape[1] // layer.keys.shape[1]
     asked = layer.queries[0, :, context:].float()
     keys = layer.keys[0, :, :context].float().repeat_interleave(group, 0)

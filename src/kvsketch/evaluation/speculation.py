@@ -1,16 +1,15 @@
-"""How much a layer finds when it asks with the query that the layer before lets expect, on a real model and text.
+"""Recall of a layer that scores with a query predicted from the layer before, on a real model and text.
 
     kvsketch eval speculation --model smollm2-135m --tokens 2048
 
 The model reads a text once. Of each chosen layer and the one before it InfiniGen indexes the first `--tokens` tokens;
-then the next `--steps` tokens come one by one, as in decoding, and each query head of the layer reads the budget of the
-tokens before it (`alpha` is so large that the budget alone decides):
+then the next `--steps` tokens come one by one, as in decoding, and each query head of the layer reads `budget` of the
+tokens before it (`alpha` is so large that the whole budget is read):
 
     recall = |read and among the true best| / |true best|,    the tokens of largest <q, k>, as many as are read
 
-with the layer's own query, with the speculated one, with one speculated without taking the rotation off, and with one
-whose map was learned from the wrong tokens, so that it tells no more than the mean query of the prompt. Runs on any
-device.
+with the layer's own query, with the predicted one, with one predicted without removing the rotation, and with one whose
+map was learned from shuffled tokens, so that it only gives the mean query of the prompt. Runs on any device.
 """
 
 from __future__ import annotations

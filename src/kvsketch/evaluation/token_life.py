@@ -7,9 +7,9 @@ decode). After every step the table of each layer says which tokens it still hol
 
     share(layer, head, token) = steps after which a slot carries the token / steps from the token's own to the last
 
-A token that a summary stands for counts while a slot carries its index. Recall methods hold everything; for them the
-share is of the steps in which some query head of the group read the token, and a step of several tokens reads all.
-A share of the prompt as a budget is taken of the whole document, so that the budget does not grow while it is read.
+A summarised token counts while a slot carries its index. Recall methods hold everything; for them the share counts the
+steps in which some query head of the group read the token, and a step of several tokens reads all. A budget given as a
+share is of the whole document, so that it does not grow while the document is read.
 
 One record for each method and budget: the tokens' texts, which of them spell the passkey, and the shares, cut to two
 digits, of chosen layers and heads and of the mean over all. `score` is the mean share of the passkey's tokens.
@@ -104,7 +104,7 @@ class TokenLife(Experiment):
 
 
 def noting_reads(method: Method, reads: Reads) -> Method:
-    """The method in a form that notes what each layer's queries read, where they read a part."""
+    """The method, changed to store in `reads` what each layer's queries read, if they read a part."""
     kind: Any = type(method)
 
     class Noting(kind):
@@ -160,7 +160,7 @@ def marked(words: list[str], passkey: str) -> list[int]:
 def views(shares: Tensor, layers: list[int]) -> list[dict[str, Any]]:
     """The mean over all layers and heads, and some heads of some layers, each as a list of shares cut to two digits.
 
-    Cut, not rounded: 1.0 says that the token never left.
+    Cut, not rounded: 1.0 means that the token was always there.
     """
     chosen_layers = spread(len(layers), LAYERS_SHOWN)
     chosen_heads = spread(shares.shape[1], HEADS_SHOWN)
@@ -181,7 +181,7 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def _cut(shares: Tensor) -> list[float]:
-    # The smallest share that rounding errors of the mean could make of an exact hundredth stays that hundredth.
+    # The small addend keeps an exact hundredth, which rounding errors of the mean may have reduced.
     return [math.floor(share * 100 + 1e-4) / 100 for share in shares.tolist()]
 
 

@@ -3,13 +3,13 @@
     python -m kvsketch.integrations.lm_eval --model kvsketch \
         --model_args model=smollm2-135m,method=snapkv:budget=25% --tasks gsm8k
 
-All options are lm-eval's; importing this module makes the model name `kvsketch` known to it. Arguments of the model
-beyond those of lm-eval's `hf`: model (whatever `kvsketch models` takes), method, seed, loglikelihood.
+All options are lm-eval's; importing this module registers the model name `kvsketch`. Model arguments beyond those of
+lm-eval's `hf`: model (short name, folder, .gguf file or hub name), method, seed, loglikelihood.
 
 Tasks that generate run through the cache. Tasks of log-likelihoods do not by themselves: lm-eval scores a text in one
 forward, which reads no cache, so every method would get the score of the full cache. They are refused, unless
-loglikelihood=split: then the context but for its last token is read and compressed, and that token and the continuation
-follow one at a time, so that every scored token has read the compressed cache.
+loglikelihood=split: then the context without its last token is read and compressed, and that token and the continuation
+are fed one at a time, so that every scored token reads the compressed cache.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Request = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of the c
 
 
 class Refused(ValueError):
-    """A task whose score would say nothing of the cache, or a model or method that cannot be."""
+    """A task whose score would say nothing about the cache, or a wrong model or method."""
 
 
 class CompressedLM(HFLM):
@@ -84,7 +84,7 @@ class CompressedLM(HFLM):
         super().__init__(pretrained=loaded, tokenizer=tokenizer, backend="causal", **options)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes into its results of the model, and the method beside it."""
+        """What lm-eval writes about the model into its results, with the method added."""
         info = {"model_sha": model_sha256(self.spec), "method": str(self.method), "cache_seed": self.seed}
         return {**super().get_model_info(), **info, "loglikelihood": self.scoring}
 

@@ -1,4 +1,4 @@
-"""Where the rows and the prompts of LongBench come from; neither texts nor prompts of others are kept here.
+"""Sources of LongBench's rows and prompts; kvsketch contains neither its texts nor its prompts.
 
 rows      a folder of `<task>.jsonl`, LongBench's `data.zip`, or that file from the hub
 prompts   `longbench`: config/dataset2prompt.json of the user's folder; `lm-eval`: the tasks of an installed lm-eval;
