@@ -73,7 +73,7 @@ def weight_bytes(model: Any) -> int:
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings() is not None and model.get_output_embeddings().weight is embedding
     parameters = [p for p in model.parameters() if tied or p is not embedding]
-    return sum(p.numel() * p.element_size() for p in parameters)
+    return sum(p.nbytes for p in parameters)
 
 
 def make_prompt(tokens: int, device: Device, seed: int, vocabulary: int) -> Tensor:  # [1, tokens]

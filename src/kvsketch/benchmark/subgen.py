@@ -81,7 +81,7 @@ def formula_bytes(method: SubGen, budget: int, element: int) -> int:
 
 
 def table_bytes(table: SlotTable) -> int:
-    return sum(t.numel() * t.element_size() for t in table.tensors())
+    return sum(t.nbytes for t in table.tensors())
 
 
 def bytes_off(method: SubGen, table: SlotTable, budget: int) -> str | None:

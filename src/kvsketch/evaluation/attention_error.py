@@ -44,6 +44,7 @@ from kvsketch.evaluation.experiment import (
     methods_option,
     model_option,
 )
+from kvsketch.evaluation.result_table import by_method
 from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
 from kvsketch.models import texts
@@ -166,7 +167,7 @@ class AttentionError(Experiment):
         found = Table(title="relative error of the attention output")
         for column in ("method", "budget", "error [95%]", "deviation", "measured", "failed", "tokens read"):
             found.add_column(column, justify="left" if column in ("method", "budget") else "right", no_wrap=True)
-        for (method, budget), cells in _by(data, "method", "budget").items():
+        for (method, budget), cells in by_method(data).items():
             right = [each for each in cells if experiment.FAILED not in each]
             errors = [layer["error"] for each in right for layer in each["outcomes"].values()]
             means = [each["mean"] for each in right]
@@ -200,15 +201,8 @@ def summary(text: str, rate: int, outcomes: dict[str, dict[str, Any]]) -> dict[s
 def _memory(layers: dict[int, Captured], outcomes: dict[str, dict[str, Any]]) -> dict[str, int]:
     """Bytes of the tables of the measured layers, and of all their tokens."""
     held = sum(o["bytes"] for o in outcomes.values())
-    full = sum(t.numel() * t.element_size() for layer in layers.values() for t in (layer.keys, layer.values))
+    full = sum(t.nbytes for layer in layers.values() for t in (layer.keys, layer.values))
     return {"device_bytes": held, "host_bytes": 0, "full_bytes": full}
-
-
-def _by(data: Iterable[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for each in data:
-        found.setdefault(tuple(each[name] for name in names), []).append(each)
-    return found
 
 
 def _has_chance(text: str) -> bool:

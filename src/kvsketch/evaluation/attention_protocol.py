@@ -131,12 +131,11 @@ def measure(text: str, rate: int, layer: Captured, queries: int, protocol: Proto
         best = _best_tokens(asked, keys, values, layer.scale, total, protocol, visible)
         return Outcome(relative_error(best, exact), total, _bytes([keys, values]))
     method = configured(text, total, context, protocol)
-    table = SlotTable(layer.layer, layer.num_layers, seed)
-    table.note_scale(layer.scale)
+    table = new_table(layer, seed)
     if method.family == "recall":
         out = _recalled(method, table, layer, queries, protocol)
     else:
-        _read(method, table, layer, 0, context)
+        feed(method, table, layer, 0, context)
         out = _from_slots(method, table, asked, seen if protocol.causal else None)
     return Outcome(relative_error(out, exact), _tokens_read(method, table, asked), _bytes(table.tensors()))
 
@@ -147,7 +146,7 @@ def relative_error(out: Tensor, exact: Tensor) -> float:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _visible(index: Tensor, seen: int, queries: int) -> Tensor:
@@ -157,13 +156,19 @@ def _visible(index: Tensor, seen: int, queries: int) -> Tensor:
     return visible.view(*[1] * (4 - visible.dim()), *visible.shape)
 
 
+def new_table(layer: Captured, seed: int) -> SlotTable:
+    table = SlotTable(layer.layer, layer.num_layers, seed)
+    table.note_scale(layer.scale)
+    return table
+
+
 def _append(method: Method, table: SlotTable, layer: Captured, start: int, end: int) -> None:
     keys, values = layer.keys[:, :, start:end], layer.values[:, :, start:end]
     method.prepare(table, keys, values)
     table.append(keys, values)
 
 
-def _read(method: Method, table: SlotTable, layer: Captured, start: int, end: int) -> None:
+def feed(method: Method, table: SlotTable, layer: Captured, start: int, end: int) -> None:
     """Adds the tokens [start, end) to the table and compresses it."""
     _append(method, table, layer, start, end)
     method.compress(table, layer.queries[:, :, start:end])
@@ -174,10 +179,10 @@ def _recalled(method: Method, table: SlotTable, layer: Captured, queries: int, p
     seen = layer.keys.shape[2]
     start = seen - queries
     if protocol.causal:
-        _read(method, table, layer, 0, start)
+        feed(method, table, layer, 0, start)
     else:
-        _read(method, table, layer, 0, start - protocol.recent)
-        _read(method, table, layer, start - protocol.recent, start)
+        feed(method, table, layer, 0, start - protocol.recent)
+        feed(method, table, layer, start - protocol.recent, start)
     answers = []
     for place in range(start, seen):
         query = layer.queries[:, :, place : place + 1].contiguous()

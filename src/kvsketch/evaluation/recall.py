@@ -32,6 +32,7 @@ from kvsketch.evaluation.attention_protocol import Captured
 from kvsketch.evaluation.budgets import contenders, with_budget
 from kvsketch.evaluation.captures import TextCapture, layer_numbers
 from kvsketch.evaluation.experiment import Cell, ExperimentOptions, budgets_option, methods_option
+from kvsketch.evaluation.result_table import by_method, mean_of
 from kvsketch.methods import parse_method
 from kvsketch.options import option
 from kvsketch.records import mean, mean_text
@@ -66,7 +67,7 @@ class LayerOutcome:
         count = selections.cluster_count(table)
         self.clusters += [] if count is None else [count]
         self.stored = max(self.stored, table.stored())
-        self.bytes += sum(t.numel() * t.element_size() for t in table.tensors())
+        self.bytes += sum(tensor.nbytes for tensor in table.tensors())
         self.full_bytes += table.token_bytes() * context
 
     def add_hot(self, steps: int, counted: tuple[int, int] | None) -> None:
@@ -193,21 +194,13 @@ class Recall(experiment.Experiment):
         found = Table("method", "budget", "recall [95%]", "read", "clusters", title=self.name)
         for name in ("cluster hits R=1, 2", "hot set hits R=1, 2", "failed"):
             found.add_column(name, justify="right")
-        rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for each in data:
-            rows.setdefault((each["method"], each["budget"]), []).append(each)
-        for (method, budget), cells in rows.items():
+        for (method, budget), cells in by_method(data).items():
             right = [each for each in cells if experiment.FAILED not in each]
             heads = [value for each in right for layer in each["recall_by_head"].values() for value in layer]
-            numbers = [_mean_of(right, name) for name in ("tokens_read", "clusters")]
+            numbers = [mean_of(right, name) for name in ("tokens_read", "clusters")]
             hits = [_hits(right, kind) for kind in ("cluster_hits", "hot_set_hits")]
             found.add_row(method, budget, mean_text(heads, digits=3), *numbers, *hits, str(len(cells) - len(right)))
         return found
-
-
-def _mean_of(cells: list[dict[str, Any]], name: str) -> str:
-    values = [each[name] for each in cells if name in each]
-    return f"{mean(values):,.0f}" if values else "-"
 
 
 def _hits(cells: list[dict[str, Any]], kind: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -22,10 +22,7 @@ def table(title: str, data: Sequence[Data], metric: str, by: str | None = None) 
     numbers = [*(f"{by} {value}" for value in values), metric, "samples", "failed", "tokens stored", "of full bytes"]
     for name in ("method", "budget", *numbers):
         found.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
-    rows: dict[tuple[str, str], list[Data]] = {}
-    for each in data:
-        rows.setdefault((each["method"], each["budget"]), []).append(each)
-    for (method, budget), cells in rows.items():
+    for (method, budget), cells in by_method(data).items():
         right = [each for each in cells if metric in each]
         parts = [[each[metric] for each in right if by is not None and each[by] == value] for value in values]
         found.add_row(
@@ -35,13 +32,22 @@ def table(title: str, data: Sequence[Data], metric: str, by: str | None = None) 
             mean_text([each[metric] for each in right]),
             str(len(right)),
             str(len(cells) - len(right)),
-            _mean(right, "tokens_stored"),
+            mean_of(right, "tokens_stored"),
             _share(right),
         )
     return found
 
 
-def _mean(data: Sequence[Data], name: str) -> str:
+def by_method(data: Iterable[Data]) -> dict[tuple[str, str], list[Data]]:
+    """The data of records by method and budget."""
+    found: dict[tuple[str, str], list[Data]] = {}
+    for each in data:
+        found.setdefault((each["method"], each["budget"]), []).append(each)
+    return found
+
+
+def mean_of(data: Sequence[Data], name: str) -> str:
+    """The mean of a field where it is present; a dash if it is nowhere."""
     values = [each[name] for each in data if name in each]
     return f"{mean(values):,.0f}" if values else "-"
 

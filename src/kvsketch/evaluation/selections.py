@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsketch.evaluation.attention_protocol import Captured
+from kvsketch.evaluation.attention_protocol import Captured, feed, new_table
 from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size
 from kvsketch.methods.clusterkv import clusters
@@ -48,12 +48,8 @@ def readable(method: Method) -> Method:
 @torch.no_grad()
 def table_of(method: Method, layer: Captured, context: int, seed: int = 0) -> SlotTable:
     """The table of a layer after the method has seen the first `context` tokens at once."""
-    table = SlotTable(layer.layer, layer.num_layers, seed)
-    table.note_scale(layer.scale)
-    keys, values = layer.keys[:, :, :context], layer.values[:, :, :context]
-    method.prepare(table, keys, values)
-    table.append(keys, values)
-    method.compress(table, layer.queries[:, :, :context])
+    table = new_table(layer, seed)
+    feed(method, table, layer, 0, context)
     return table
 
 

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.decode.asking import chat_frame
+
 TRUNCATIONS = ("text", "tokens")
 QUESTION_CHARACTERS = 100
 # Text that was cut and joined may need a few tokens more than it had.
 SPARE_TOKENS = 16
-_CONTENT = "kvsketch-content"
 
 
 class Encoded(NamedTuple):
@@ -25,12 +26,7 @@ class Encoded(NamedTuple):
 
 def chat_parts(tokenizer: Any) -> tuple[str, str]:
     """What the chat template puts before and after a user's text; two empty texts where there is no template."""
-    if not getattr(tokenizer, "chat_template", None):
-        return "", ""
-    messages = [{"role": "user", "content": _CONTENT}]
-    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    before, _, after = whole.partition(_CONTENT)
-    return before, after
+    return chat_frame(tokenizer)[:2] if getattr(tokenizer, "chat_template", None) else ("", "")
 
 
 def prompt_limit(model: Any, tokenizer: Any, chat: bool, max_new_tokens: int) -> int | None:

@@ -13,6 +13,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from kvsketch.evaluation.longbench.tasks import GROUPS, NAMES, task_of
+from kvsketch.evaluation.result_table import by_method, mean_of
 from kvsketch.records import Estimate, mean
 from kvsketch.records.estimate import Part, nested_mean
 
@@ -73,10 +74,7 @@ def table(data: Sequence[Data], e_average: str, by: str) -> Table:
         found.add_column(column)
     for column in (*(SHORT.get(column, column) for column in columns), "mean", "failed", "tokens", "bytes"):
         found.add_column(column, justify="right")
-    rows: dict[tuple[str, str], list[Data]] = {}
-    for each in data:
-        rows.setdefault((each["method"], each["budget"]), []).append(each)
-    for (method, budget), cells in rows.items():
+    for (method, budget), cells in by_method(data).items():
         right = [each for each in cells if "score" in each]
         result = scores(right, e_average)
         values = result.tasks if by == "tasks" else result.groups
@@ -86,7 +84,7 @@ def table(data: Sequence[Data], e_average: str, by: str) -> Table:
             budget,
             *(_text(number) for number in (*numbers, result.average)),
             f"{len(cells) - len(right)}\nof {len(cells)}",
-            f"{mean([each['tokens_stored'] for each in right]):,.0f}" if right else "-",
+            mean_of(right, "tokens_stored"),
             f"{mean([each['device_bytes'] / each['full_bytes'] for each in right]):.1%}" if right else "-",
         )
     return found
