@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from kvsketch.cli.comparing import cache_size, shortened, show, smallest, with_progress
-from kvsketch.cli.generate import text_of
+from kvsketch.cli.generate import file_text
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelOption
 from kvsketch.cli.output import remarks
 
@@ -34,7 +34,7 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Ask one question about a file through every cache, beside the full one."""
-    text = text_of(file)
+    text = file_text(file)
     if not question.strip():
         raise ValueError("--question is empty; ask something about the file")
 

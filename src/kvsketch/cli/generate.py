@@ -267,7 +267,7 @@ def read_request(prompt: str | None, files: list[Path], loaded: bool = False, sa
         prompt, piped = _standard_input(), False
     if prompt is not None and not prompt.strip():
         raise ValueError("the prompt is empty; give a prompt, --file FILE, or - to read standard input")
-    documents = [(str(file), text_of(file)) for file in files]
+    documents = [(str(file), file_text(file)) for file in files]
     # With a question, piped text is the document; a pipe may also be empty.
     if piped and (text := _standard_input()).strip():
         documents = [("standard input", text)]
@@ -282,8 +282,8 @@ def read_request(prompt: str | None, files: list[Path], loaded: bool = False, sa
     return Request(None, document) if prompt is None and not saved else Request(document, prompt)
 
 
-def text_of(file: Path) -> str:
-    """The text of a file; ValueError for one that is empty or no text."""
+def file_text(file: Path) -> str:
+    """The text of a file, - for standard input; ValueError if it is empty or not text."""
     from kvsketch.serve.files import text_of
 
     if str(file) != "-":
