@@ -27,6 +27,7 @@ from kvsketch.ops.codec import Codec, CodedSlots, encode
 from kvsketch.ops.fold_token import Layout as Folded
 from kvsketch.ops.fold_token import State
 from kvsketch.ops.hot_rows import Buffer, Store, new_places
+from kvsketch.ops.page_rows import Rows, Worth
 from kvsketch.slots.layout import Layout
 from tests.ops.formula import needs_triton
 
@@ -191,8 +192,15 @@ def coarse_farthest_first() -> None:
 def slot_update() -> None:
     index, log_den, log_num, slot, clock = ints(B, H, S), zeros(B, H, S), zeros(B, H, S), longs(B, H, 1), longs(1)
     keys, values, new = normal(B, H, S, D), normal(B, H, S, D), normal(B, H, 1, D)
-    ops.write_token(keys, values, index, log_den, log_num, slot, clock, new, new, zeros(B, H, S))
+    ops.write_token(keys, values, index, log_den, log_num, slot, clock, new, new, zeros(B, H, S), longs(B))
     ops.free_lowest(zeros(B, H, S), index, log_den, log_num, slot, longs(B), clock, 2, 5)
+
+
+def page_rows() -> None:
+    held = Worth(ints(B, H, S), zeros(B, H, S), zeros(B, H, S))
+    rows = Rows(longs(B), longs(B), longs(B))
+    ops.open_rows(held, rows)
+    ops.close_rows(held, rows, held)
 
 
 def reservoir() -> None:
@@ -242,7 +250,7 @@ CALLS: tuple[Callable[[], None], ...] = (
     weighted_attention, coded_attention, ragged_attention, chunk_attention, indexed_attention, replay_scores,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
-    slot_update, reservoir, fold_token, balance_walk, hot_rows,
+    slot_update, page_rows, reservoir, fold_token, balance_walk, hot_rows,
     decoder_layer, lambda: thin_linear(1), lambda: thin_linear(4),
 )  # fmt: skip
 

@@ -55,6 +55,23 @@ def test_write_token(
     assert (written == 3 * slots).all() and results[0]["clock"].item() == 3 * slots + 1
 
 
+def test_a_token_goes_to_the_page_of_its_row(device: torch.device) -> None:
+    g = torch.Generator().manual_seed(0)
+    pool = torch.randn(5, 3 * 20 * 24 + 3 * 20 * 40 + 7, generator=g)
+    pages = torch.tensor([4, -1], device=device)
+    results = []
+    for module in (reference, kernel):
+        t, mine = make_table(device, 20, torch.float32), pool.clone().to(device)
+        keys, values = mine[:, :1440].unflatten(1, (3, 20, 24)), mine[:, 1440:3840].unflatten(1, (3, 20, 40))
+        new = torch.randn(2, 3, 1, 64, generator=torch.Generator().manual_seed(1)).to(device)
+        token = Token(new[..., :24], new[..., 24:], t["next"], t["clock"], pages)
+        module.write_token(keys, values, Slots(t["index"], t["log_den"], None), token, t["scores"])
+        results.append([mine, t["index"], t["log_den"], t["scores"], t["clock"]])
+    assert all(torch.equal(wanted, found) for wanted, found in zip(*results, strict=True))
+    mine = results[0][0].cpu()
+    assert torch.equal(mine[:4], pool[:4]) and (mine[4] != pool[4]).sum() == 3 * 64
+
+
 @pytest.mark.parametrize("slots", [1, 63, 100, 1000, 2500])
 @pytest.mark.parametrize("scored", [False, True])
 @pytest.mark.parametrize("padded", [False, True])

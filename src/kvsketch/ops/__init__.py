@@ -21,6 +21,7 @@ grouping keys
 writing slots
     write_token          one token into its slot
     free_lowest          the lowest-ranked slot of each head becomes the next to write
+    open_rows            slots of requests in pages, as rows of one table; close_rows: back into their pages
     reservoir            the last token that fired in each slot of a sample
     fold_token           one token into SubGen's clusters and samples
     balance_walk         signs that split a block into halves with almost equal attention sums
@@ -52,6 +53,7 @@ from kvsketch.ops.hot_rows import hot_rows
 from kvsketch.ops.indexed_attention import indexed_attention
 from kvsketch.ops.kmeans import kmeans
 from kvsketch.ops.leader_clustering import leader_clustering
+from kvsketch.ops.page_rows import close_rows, open_rows
 from kvsketch.ops.random import gumbel, uniform
 from kvsketch.ops.replay_scores import replay_scores
 from kvsketch.ops.reservoir import reservoir
@@ -69,6 +71,7 @@ __all__ = [
     "attention_mass",
     "balance_walk",
     "chunk_attention",
+    "close_rows",
     "cluster_index",
     "cluster_means",
     "cluster_scores",
@@ -83,6 +86,7 @@ __all__ = [
     "leader_clustering",
     "mass_from_logits",
     "nearest_center",
+    "open_rows",
     "replay_scores",
     "reservoir",
     "select_clusters",

@@ -6,7 +6,7 @@ after the other,
     keys [H, S, D], values [H, S, Dv]    in the dtype of the model
     index [H, S] int32                   token of each slot, counted from the first of its request; -1 empty
     log_den [H, S] float32               weight in both sums
-    states [H, S] float32                what the method remembers of each slot
+    state [H, S] float32                 what the method remembers of each slot
     prompt [1] int64                     tokens of the prompt
 
 How many tokens a request has seen is told at each step, so a page that was given to another request needs no cleaning:
@@ -28,8 +28,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from kvsketch import ops
+from kvsketch.ops.page_rows import Rows, Worth
+from kvsketch.slots.codes import Slots
 from kvsketch.slots.state import SLOT, TableState
-from kvsketch.slots.table import NEG_INF, Place, SlotTable
+from kvsketch.slots.table import Place, SlotTable
 
 CLOCK = 1 << 24  # above the length of any text
 ALIGNED = 16  # bytes; a plane starts where a vector load may
@@ -44,23 +47,25 @@ class PageShape:
     key_size: int
     value_size: int
     dtype: torch.dtype
-    states: tuple[str, ...] = ()  # names of the numbers that a method remembers of each slot
+    state: str = ""  # name of the number that a method remembers of each slot; "": none
 
     @classmethod
     def of(
         cls, heads: int, slots: int, key_size: int, value_size: int, dtype: torch.dtype, kind: type[TableState]
     ) -> PageShape:
         """The page of a method whose state is of that kind."""
-        states = tuple(f.name for f in fields(kind) if f.metadata["role"] == SLOT)
-        return cls(heads, slots, key_size, value_size, dtype, states)
+        state, *others = [f.name for f in fields(kind) if f.metadata["role"] == SLOT] or [""]
+        assert not others, f"{kind.__name__} holds more of a slot than a page does"
+        return cls(heads, slots, key_size, value_size, dtype, state)
 
     def planes(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
         each = (self.heads, self.slots)
         yield "keys", (*each, self.key_size), self.dtype
         yield "values", (*each, self.value_size), self.dtype
         yield "index", each, torch.int32
-        for name in ("log_den", *self.states):
-            yield name, each, torch.float32
+        yield "log_den", each, torch.float32
+        if self.state:
+            yield self.state, each, torch.float32
         yield "prompt", (1,), torch.int64
 
     def sizes(self) -> list[int]:
@@ -72,6 +77,29 @@ class PageShape:
         return sum(self.sizes())
 
 
+@dataclass
+class PagedTable(SlotTable):
+    """A table whose keys and values stay in their pages, [P, H, S, D]: row b lies in page pages[b].
+
+    Negative: the row stands for no request, and its keys are written nowhere.
+    """
+
+    pages: Tensor | None = None  # [B] int64
+
+    def _equal(self, slots: Slots | None) -> Slots:
+        assert isinstance(slots, Tensor) and self.pages is not None
+        return slots[self.pages.clamp_min(0)]
+
+    def _write_next(self, keys: Tensor, values: Tensor) -> None:
+        assert isinstance(self.keys, Tensor) and isinstance(self.values, Tensor) and self.index is not None
+        assert self.log_den is not None and self.next_slot is not None and self.clock is not None
+        score = next(iter(self.state.slot_tensors()), None)
+        ops.write_token(
+            self.keys, self.values, self.index, self.log_den, None, self.next_slot, self.clock, keys, values, score,
+            self.pages,
+        )  # fmt: skip
+
+
 class Pages:
     """The pages of one layer."""
 
@@ -79,87 +107,72 @@ class Pages:
         """`pool` [P, bytes of a page] uint8; pages may lie apart."""
         self.shape = shape
         spans = pairwise(accumulate(shape.sizes(), initial=0))
-        self.planes = {
+        planes = {
             name: pool[:, start:end].view(dtype)[:, : prod(size)].unflatten(1, size)
             for (name, size, dtype), (start, end) in zip(shape.planes(), spans, strict=True)
         }
+        self.keys, self.values, self.prompt = planes["keys"], planes["values"], planes["prompt"]
+        self.worth = Worth(planes["index"], planes["log_den"], planes[shape.state] if shape.state else None)
 
     def one(self, place: Place, kind: type[TableState], page: Tensor, seen: int) -> SlotTable:
-        """The table of the request in `page` [1], ready for several tokens; `seen` of its tokens are there."""
-        table = self._bounded(place, kind, page, torch.full((1,), seen, device=page.device), 0)
-        table.clock = torch.full((1,), seen, device=page.device)
-        table.seen = seen
+        """The table of the request in `page` [1], a copy ready for several tokens; `seen` of its tokens are there."""
+        clock = torch.full((1,), seen, device=page.device)
+        table = SlotTable(**vars(place))
+        self._open(table, kind, Rows(page, clock, torch.zeros_like(clock)))
+        table.keys, table.values = self.keys[page], self.values[page]
+        table.clock, table.seen = clock, seen
         return table
 
-    def rows(self, place: Place, kind: type[TableState], pages: Tensor, seen: Tensor) -> SlotTable:
+    def rows(self, place: Place, kind: type[TableState], pages: Tensor, seen: Tensor) -> PagedTable:
         """A table of one request per row, in `pages` [B], ready for one token each.
 
         `seen` [B]: tokens each request has seen; negative where a row stands for none.
         """
-        table = self._bounded(place, kind, pages, seen, CLOCK - seen)
-        table.padding = CLOCK - seen
-        table.clock = torch.full((1,), CLOCK, device=pages.device)
-        table.seen = table.prompt_tokens = CLOCK
-        return table
+        clock = torch.full((1,), CLOCK, device=pages.device)
+        return self._rows(place, kind, pages, seen, clock, CLOCK - seen)
 
-    def row(self, place: Place, kind: type[TableState], page: Tensor, seen: Tensor) -> SlotTable:
+    def row(self, place: Place, kind: type[TableState], page: Tensor, seen: Tensor) -> PagedTable:
         """The same of one request, [1], whose prompt ends at CLOCK: for methods that count from there."""
-        prompt = torch.where(seen > 0, self.planes["prompt"][page, 0], 1)
-        table = self._bounded(place, kind, page, seen, CLOCK - prompt)
-        table.padding = CLOCK - prompt
-        table.clock = seen + table.padding
+        padding = CLOCK - torch.where(seen > 0, self.prompt[page, 0], 1)
+        return self._rows(place, kind, page, seen, seen + padding, padding)
+
+    def _rows(
+        self, place: Place, kind: type[TableState], pages: Tensor, seen: Tensor, clock: Tensor, padding: Tensor
+    ) -> PagedTable:
+        table = PagedTable(**vars(place))
+        self._open(table, kind, Rows(pages, seen, padding))
+        table.keys, table.values = self.keys, self.values
+        table.pages = torch.where(seen < 0, -1, pages)
+        table.clock, table.padding = clock, padding
         table.seen = table.prompt_tokens = CLOCK
         return table
 
-    def _bounded(
-        self, place: Place, kind: type[TableState], pages: Tensor, seen: Tensor, shift: Tensor | int
-    ) -> SlotTable:
-        empty = (seen <= 0).view(-1, 1, 1)
-        shift = shift if isinstance(shift, int) else shift.view(-1, 1, 1)
-        held = self.planes["index"][pages].masked_fill(empty, -1)
-        table = SlotTable(**{f.name: getattr(place, f.name) for f in fields(Place)})
-        table.keys, table.values = self.planes["keys"][pages], self.planes["values"][pages]
-        table.index = torch.where(held >= 0, held + shift, -1).int()
-        table.log_den = self.planes["log_den"][pages].masked_fill(empty, NEG_INF)
-        # Any empty slot will do: what is kept never depends on where it lies.
-        table.next_slot = (held < 0).int().argmax(-1, keepdim=True)
+    def _open(self, table: SlotTable, kind: type[TableState], rows: Rows) -> None:
+        """What the slots are worth, and where the next token goes: any empty slot, for no choice depends on it."""
+        (table.index, table.log_den, score), table.next_slot = ops.open_rows(self.worth, rows)
         table.length = self.shape.slots
-        for name in self.shape.states:
-            setattr(table.state_of(kind), name, self.planes[name][pages].masked_fill(empty, 0.0))
-        return table
+        if self.shape.state:
+            setattr(table.state_of(kind), self.shape.state, score)
 
     def put(self, page: Tensor, table: SlotTable) -> None:
         """Writes the whole table of one request into `page` [1]."""
         keys, values = table.buffers()
-        self._write(page, "keys", keys)
-        self._write(page, "values", values)
-        self._write(page, "prompt", torch.full((1, 1), table.prompt_tokens, device=page.device))
-        self._put_slots(page, table, None)
+        self.keys.index_copy_(0, page, keys)
+        self.values.index_copy_(0, page, values)
+        self.prompt.index_fill_(0, page, table.prompt_tokens)
+        none = torch.zeros_like(page)
+        self._close(Rows(page, none, none), table)
 
-    def put_step(self, pages: Tensor, table: SlotTable, slot: Tensor, seen: Tensor) -> None:
-        """Writes what a single token has changed: the token in `slot` [B, H, 1], and what the slots are worth.
+    def put_step(self, pages: Tensor, table: PagedTable, seen: Tensor) -> None:
+        """Writes what the slots are worth after a single token; its key and value are there.
 
         Where a row stands for no request its page keeps what it holds.
         """
-        live = (seen >= 0).view(-1, 1, 1)
-        heads = torch.arange(self.shape.heads, device=pages.device).view(1, -1, 1)
-        where = (pages.view(-1, 1, 1), heads, slot)
-        for name, stored in zip(("keys", "values"), table.buffers(), strict=True):
-            new = stored.gather(2, slot.unsqueeze(-1).expand(-1, -1, 1, stored.shape[3]))
-            plane = self.planes[name]
-            plane.index_put_(where, torch.where(live.unsqueeze(-1), new, plane[where]))
-        first = torch.where((seen == 0).view(-1, 1), 1, self.planes["prompt"][pages])
-        self._write(pages, "prompt", first)
-        self._put_slots(pages, table, live)
+        assert table.padding is not None
+        self.prompt.index_copy_(0, pages, torch.where((seen == 0).view(-1, 1), 1, self.prompt[pages]))
+        self._close(Rows(pages, seen, table.padding), table)
 
-    def _put_slots(self, pages: Tensor, table: SlotTable, live: Tensor | None) -> None:
+    def _close(self, rows: Rows, table: SlotTable) -> None:
         assert table.index is not None and table.log_den is not None
-        padding = 0 if table.padding is None else table.padding.view(-1, 1, 1)
-        written = {"index": torch.where(table.index >= 0, table.index - padding, -1), "log_den": table.log_den}
-        written |= {name: getattr(table.state, name) for name in self.shape.states}
-        for name, new in written.items():
-            self._write(pages, name, new if live is None else torch.where(live, new, self.planes[name][pages]))
-
-    def _write(self, pages: Tensor, name: str, new: Tensor) -> None:
-        plane = self.planes[name]
-        plane.index_copy_(0, pages, new.to(plane.dtype))
+        score = getattr(table.state, self.shape.state) if self.shape.state else None
+        ops.close_rows(self.worth, rows, Worth(table.index, table.log_den, score))

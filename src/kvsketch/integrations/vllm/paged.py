@@ -55,8 +55,6 @@ class PagedLayer:
     def _step(self, pages: Pages, rows: Tensor, seen: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         make = pages.row if counts_from_prompt(self.method) else pages.rows
         table = make(self.place, self.method.State, rows, seen)
-        assert table.next_slot is not None
-        slot = table.next_slot.clone()
         table.append(k.unsqueeze(2), v.unsqueeze(2))
         query, wanted = q.unsqueeze(2), self.method.wants_logits
         attended = ops.weighted_attention(
@@ -68,7 +66,7 @@ class PagedLayer:
             table.note_attention(None, ops.RowLogits(logits[:, :, 0], row_lse[:, :, 0]))
         table.note_scale(self.scale)
         self.method.compress(table, query)
-        pages.put_step(rows, table, slot, seen)
+        pages.put_step(rows, table, seen)
         return attended[:, :, 0]
 
     def prefill(self, pages: Pages, page: Tensor, seen: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class Token(NamedTuple):
     value: Tensor  # [B, H, 1, Dv]
     slot: Tensor  # [B, H, 1] int64
     clock: Tensor  # [1] int64, tokens seen before it
+    pages: Tensor | None = None  # [B] int64, where keys and values of each row lie; None: row by row
 
 
 class Ranking(NamedTuple):
@@ -56,14 +57,17 @@ def write_token(
     new_key: Tensor,
     new_value: Tensor,
     score: Tensor | None = None,
+    pages: Tensor | None = None,
 ) -> None:
     """Writes one token into `slot` [B, H, 1] of each row and head, with index `clock` [1], weight 1 in both sums and
     score 0, and counts it on the clock.
 
     keys [B, H, S, D], values [B, H, Sv, Dv], index int32, log_den, log_num, score [B, H, S]; new_key [B, H, 1, D],
     new_value [B, H, 1, Dv]. All but keys and values are contiguous, their last dimension too.
+    pages [B] int64: keys [P, H, S, D] and values [P, H, Sv, Dv] of row b lie in page pages[b], no two rows in one;
+    where it is negative, no key and no value is written.
     """
-    slots, token = Slots(index, log_den, log_num), Token(new_key, new_value, slot, clock)
+    slots, token = Slots(index, log_den, log_num), Token(new_key, new_value, slot, clock, pages)
     with on(keys.device):
         implementation("slot_update", keys.device).write_token(keys, values, slots, token, score)
 

@@ -22,11 +22,11 @@ def supported() -> bool:
 
 @triton.jit
 def _write_token(
-    keys, values, index, log_den, log_num, score, slot, clock, new_key, new_value,
+    keys, values, index, log_den, log_num, score, slot, clock, new_key, new_value, pages,
     rows, heads, size, value_size,
     key_b, key_h, key_s, value_b, value_h, value_s,
     new_key_b, new_key_h, new_value_b, new_value_h, slots,
-    HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, PAGED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
@@ -35,14 +35,18 @@ def _write_token(
     b, h = (row // heads)[:, None], (row % heads)[:, None]
     s = tl.load(slot + row, mask=inside, other=0)
     now = tl.load(clock)
+    page, there = b, inside[:, None]
+    if PAGED:
+        page = tl.load(pages + b, mask=there, other=-1)
+        there = page >= 0
     d = tl.arange(0, BLOCK)[None, :]
-    mask = inside[:, None] & (d < size)
+    mask = there & (d < size)
     k = tl.load(new_key + b * new_key_b + h * new_key_h + d, mask=mask)
-    tl.store(keys + b * key_b + h * key_h + s[:, None] * key_s + d, k, mask=mask)
+    tl.store(keys + page * key_b + h * key_h + s[:, None] * key_s + d, k, mask=mask)
     d = tl.arange(0, VALUE_BLOCK)[None, :]
-    mask = inside[:, None] & (d < value_size)
+    mask = there & (d < value_size)
     v = tl.load(new_value + b * new_value_b + h * new_value_h + d, mask=mask)
-    tl.store(values + b * value_b + h * value_h + s[:, None] * value_s + d, v, mask=mask)
+    tl.store(values + page * value_b + h * value_h + s[:, None] * value_s + d, v, mask=mask)
     tl.store(index + row * slots + s, tl.zeros([ROWS], tl.int32) + now.to(tl.int32), mask=inside)
     zero = tl.zeros([ROWS], tl.float32)
     tl.store(log_den + row * slots + s, zero, mask=inside)
@@ -65,10 +69,10 @@ def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score:
     alone = rows <= ROWS_OF_ONE_PROGRAM
     _write_token[(1 if alone else rows,)](
         keys, values, index, log_den, log_den if log_num is None else log_num, log_den if score is None else score,
-        token.slot, token.clock, token.key, token.value,
+        token.slot, token.clock, token.key, token.value, token.slot if token.pages is None else token.pages,
         rows, heads, size, value_size,
         *keys.stride()[:3], *values.stride()[:3], *token.key.stride()[:2], *token.value.stride()[:2], count,
-        HAS_NUM=log_num is not None, HAS_SCORE=score is not None,
+        HAS_NUM=log_num is not None, HAS_SCORE=score is not None, PAGED=token.pages is not None,
         ROWS=triton.next_power_of_2(rows) if alone else 1, BLOCK=triton.next_power_of_2(size),
         VALUE_BLOCK=triton.next_power_of_2(value_size), COUNT=alone, num_warps=1, **early_start.launch(keys.device),
     )  # fmt: skip

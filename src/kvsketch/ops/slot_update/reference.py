@@ -15,7 +15,11 @@ def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score:
     """See `kvsketch.ops.write_token`."""
     slot = token.slot
     for stored, new in ((keys, token.key), (values, token.value)):
-        stored.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, new.shape[-1]), new)
+        if token.pages is None:
+            stored.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, new.shape[-1]), new)
+        else:
+            live, heads = token.pages >= 0, torch.arange(stored.shape[1], device=stored.device)
+            stored[token.pages[live, None], heads, slot[live, :, 0]] = new[live, :, 0]
     slots.tokens.scatter_(2, slot, token.clock.to(slots.tokens.dtype).expand(slot.shape))
     for numbers in (slots.log_den, slots.log_num, score):
         if numbers is not None:
