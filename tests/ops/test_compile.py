@@ -112,6 +112,11 @@ def ragged_attention() -> None:
     ops.weighted_attention(normal(B, HQ, 1, D), slots, slots, weights, weights, 0.1, ragged=layout)
 
 
+def paged_attention() -> None:
+    pool, weights = normal(5, H, S, D), zeros(B, H, S)
+    ops.weighted_attention(normal(B, HQ, 1, D), pool, pool, weights, weights, 0.1, pages=longs(B), return_logits=True)
+
+
 def replay_scores() -> None:
     ops.replay_scores(
         normal(B, HQ, N, D), normal(B, HQ, N, D), normal(B, H, N, D), normal(B, H, 4, D), 0.1, hidden=longs(B)
@@ -247,7 +252,8 @@ def thin_linear(rows: int) -> None:
 
 
 CALLS: tuple[Callable[[], None], ...] = (
-    weighted_attention, coded_attention, ragged_attention, chunk_attention, indexed_attention, replay_scores,
+    weighted_attention, coded_attention, ragged_attention, paged_attention,
+    chunk_attention, indexed_attention, replay_scores,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
     slot_update, page_rows, reservoir, fold_token, balance_walk, hot_rows,

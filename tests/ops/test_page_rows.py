@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvsketch import ops
 from kvsketch.ops.page_rows import Rows, Worth, reference
+from kvsketch.ops.weighted_attention import Arguments
+from kvsketch.ops.weighted_attention import reference as attention
 
 kernel = pytest.importorskip("kvsketch.ops.page_rows.kernel", reason="needs Triton")
+attention_kernel = pytest.importorskip("kvsketch.ops.weighted_attention.kernel", reason="needs Triton")
 
 
 @pytest.mark.parametrize("slots", [1, 63, 1500])
@@ -39,3 +43,15 @@ def test_out_and_back(device: torch.device, slots: int, scored: bool) -> None:
     assert torch.equal(mine[[0, 2, 4]], pool[[0, 2, 4]]), "pages of nobody"
     assert torch.equal(mine[:, 3 * 2 * slots :], pool[:, 3 * 2 * slots :]), "bytes between the pages"
     assert (mine[3, : 2 * slots] == 1000 - 7).sum() >= 2
+
+
+def test_attention_reads_the_page_of_a_row(device: torch.device) -> None:
+    g = torch.Generator().manual_seed(0)
+    pool = torch.randn(5, 2 * 2 * 70 * 16 + 32, generator=g).to(device)  # keys and values side by side, pages lie apart
+    k, v = (pool[:, i * 2240 : (i + 1) * 2240].unflatten(1, (2, 70, 16)) for i in range(2))
+    q, weights = torch.randn(3, 4, 1, 16, generator=g).to(device), torch.randn(3, 2, 70, generator=g).to(device)
+    pages = torch.tensor([4, 1, 2], device=device)
+    wanted = ops.weighted_attention(q, k[pages], v[pages], weights, weights, 0.2, return_logits=True)
+    call = Arguments(q, k, v, weights, weights, 0.2, return_logits=True, pages=pages)
+    for found in (attention.weighted_attention(call), attention_kernel.weighted_attention(call)):
+        torch.testing.assert_close((found.out, found.logits), wanted, atol=1e-5, rtol=1e-5)

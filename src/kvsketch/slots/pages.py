@@ -35,7 +35,7 @@ from kvsketch.slots.state import SLOT, TableState
 from kvsketch.slots.table import Place, SlotTable
 
 CLOCK = 1 << 24  # above the length of any text
-ALIGNED = 16  # bytes; a plane starts where a vector load may
+ALIGNED = 64  # bytes of a plane are a multiple of it: kernels then know that rows of any dtype begin at a vector
 
 
 @dataclass(frozen=True)

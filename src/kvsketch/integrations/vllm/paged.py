@@ -58,8 +58,8 @@ class PagedLayer:
         table.append(k.unsqueeze(2), v.unsqueeze(2))
         query, wanted = q.unsqueeze(2), self.method.wants_logits
         attended = ops.weighted_attention(
-            query, table.key_slots(), table.value_slots(), *table.log_weights(), self.scale,
-            clip=self.method.clip, return_state=wanted, return_logits=wanted,
+            query, pages.keys, pages.values, *table.log_weights(), self.scale,
+            clip=self.method.clip, pages=table.pages, return_state=wanted, return_logits=wanted,
         )  # fmt: skip
         if wanted:
             attended, (row_lse, _), logits = attended

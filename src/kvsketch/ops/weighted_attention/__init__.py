@@ -35,6 +35,7 @@ def weighted_attention(
     lengths: Tensor | None = None,
     clip: float | None = None,
     ragged: Ragged | None = None,
+    pages: Tensor | None = None,
     return_state: bool = False,
     return_logits: bool = False,
 ) -> Any:
@@ -54,13 +55,17 @@ def weighted_attention(
       joins it; the sums returned are those before.
     ragged: heads of different sizes in one flat store; k, v and the weights are [slots of all heads, ...] then, S the
       largest head, and slots behind a head do not exist.
+    pages [B] int64: k [P, H, S, D] and v [P, H, Sv, Dv] of row b lie in page pages[b], in the dtype of q; a negative
+      number reads page 0.
     An empty numerator or denominator gives 0. Internally float32 (float64 for float64); the result has the dtype of q.
 
     Returns out [B, Hq, N, Dv]. With return_state, (out, (log of the numerator's weights, log of the denominator)), each
     [B, Hq, N] float32. With return_logits, s_i [B, Hq, N, S] float32 (after softcap, without bias and weights, -inf
     beyond lengths) comes last.
     """
-    call = Arguments(q, k, v, log_num, log_den, scale, bias, softcap, sink_logits, lengths, clip, return_logits, ragged)
+    call = Arguments(
+        q, k, v, log_num, log_den, scale, bias, softcap, sink_logits, lengths, clip, return_logits, ragged, pages
+    )  # fmt: skip
     call.check()
     attended: Attended = implementation("weighted_attention", q.device, call).weighted_attention(call)
     return attended.returned(return_state, return_logits)
@@ -107,6 +112,7 @@ class Arguments(NamedTuple):
     clip: float | None = None
     return_logits: bool = False
     ragged: Ragged | None = None
+    pages: Tensor | None = None
 
     @property
     def sizes(self) -> Sizes:
@@ -117,6 +123,8 @@ class Arguments(NamedTuple):
     def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of keys and values, [B, H, S, D]; S is the largest head of ragged ones."""
         ragged = self.ragged
+        if self.pages is not None:
+            return (len(self.pages), *self.k.shape[1:]), (len(self.pages), *self.v.shape[1:])
         if ragged is None:
             return tuple(self.k.shape), tuple(self.v.shape)
         sizes = (part.shape[1] if isinstance(part, Tensor) else part.codec.size for part in (self.k, self.v))
@@ -128,9 +136,13 @@ class Arguments(NamedTuple):
         """Whether one sum serves as numerator's and denominator's."""
         return self.log_num is self.log_den and self.sizes.value_slots == self.sizes.slots
 
-    def with_equal_heads(self) -> Arguments:
-        """The same call with heads of one size, whose lengths are those of the heads."""
+    def by_row(self) -> Arguments:
+        """The same call with keys and values row by row, and equal heads, whose lengths are those of the heads."""
         ragged = self.ragged
+        if self.pages is not None:
+            assert isinstance(self.k, Tensor) and isinstance(self.v, Tensor)
+            at = self.pages.clamp_min(0)
+            return self._replace(k=self.k[at], v=self.v[at], pages=None)
         if ragged is None:
             return self
         k, v = (
@@ -173,6 +185,9 @@ class Arguments(NamedTuple):
         for name, weights in (("log_num", self.log_num), ("log_den", self.log_den)):
             if weights is not None and list(weights.shape) != each:
                 raise ValueError(f"{name} must be {each}, one per slot, got {_shape(weights)}.")
+        paged = self.pages is not None
+        if paged and (self.ragged is not None or isinstance(k, CodedSlots) or isinstance(v, CodedSlots)):
+            raise ValueError("pages hold keys and values in the dtype of q, with heads of one size.")
         if self.ragged is not None and self.lengths is not None:
             raise ValueError("lengths belong to heads of one size; a ragged head has its capacity.")
         if self.lengths is not None and tuple(self.lengths.shape) != (batch, kv_heads):

@@ -128,7 +128,7 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
         grid = (launch.splits, row_tiles, batch * kv_heads) if ragged is None else (len(ragged.work), row_tiles, 1)
         split_kernel[grid](
             q, key.data, value.data, log_num, log_den, bias, sink_logits, lengths,
-            None if ragged is None else ragged.start, None if ragged is None else ragged.work,
+            None if ragged is None else ragged.start, None if ragged is None else ragged.work, call.pages,
             q_center, key.steps, value.steps, key.exact, value.exact, exact_at,
             out, state, logits, acc, sums,
             call.scale, call.softcap or 0.0, bias_floor, log2_clip or 0.0,
@@ -143,7 +143,7 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
             TIED=tied, NUM=log_num is not None, DEN=log_den is not None, TAIL=value_slots < slots, BIAS=bias_kind,
             CAPPED=call.softcap is not None, SINKS=sink_logits is not None, LENGTHS=lengths is not None,
             CLIPPED=log2_clip is not None, LOGITS=call.return_logits, MASKED=masked, DIRECT=direct,
-            RAGGED=ragged is not None, KEY_BITS=key.bits, VALUE_BITS=value.bits,
+            RAGGED=ragged is not None, PAGED=call.pages is not None, KEY_BITS=key.bits, VALUE_BITS=value.bits,
             KEY_WORDS=key.words, VALUE_WORDS=value.words, EXACT=0 if exact_at is None else exact_at.shape[2],
             OVERLAP=launch.overlap, EARLY=launch.early, num_warps=launch.warps,
             **({"launch_pdl": True} if launch.early else {}),
@@ -388,7 +388,7 @@ def load_words(
     ]
 )  # fmt: skip
 def split_kernel(
-    q_ptr, k_ptr, v_ptr, num_ptr, den_ptr, bias_ptr, sink_ptr, length_ptr, start_ptr, work_ptr,
+    q_ptr, k_ptr, v_ptr, num_ptr, den_ptr, bias_ptr, sink_ptr, length_ptr, start_ptr, work_ptr, page_ptr,
     center_ptr, k_step_ptr, v_step_ptr, k_exact_ptr, v_exact_ptr, exact_ptr,
     out_ptr, state_ptr, logits_ptr, acc_ptr, sums_ptr,
     scale, softcap, bias_floor, log2_clip,
@@ -399,7 +399,7 @@ def split_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     TIED: tl.constexpr, NUM: tl.constexpr, DEN: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, LENGTHS: tl.constexpr, CLIPPED: tl.constexpr, LOGITS: tl.constexpr,
-    MASKED: tl.constexpr, DIRECT: tl.constexpr, RAGGED: tl.constexpr,
+    MASKED: tl.constexpr, DIRECT: tl.constexpr, RAGGED: tl.constexpr, PAGED: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, KEY_WORDS: tl.constexpr, VALUE_WORDS: tl.constexpr,
     EXACT: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr, EXACT_BLOCK: tl.constexpr = 16,
 ):  # fmt: skip
@@ -448,8 +448,11 @@ def split_kernel(
         if DEN:
             den_base += at
     else:
-        k_base += b * k_b + h * k_h
-        v_base += b * v_b + h * v_h
+        page = b
+        if PAGED:
+            page = tl.maximum(tl.load(page_ptr + b), 0)
+        k_base += page * k_b + h * k_h
+        v_base += page * v_b + h * v_h
         if KEY_BITS != 16:
             k_step += b * k_step_b + h * k_step_h
         if VALUE_BITS != 16:
