@@ -33,6 +33,7 @@ SMALL = {
     "decode": "--shape tiny --methods streamingllm:budget=16 --prompt 32 --batches 1,2 --steps 2 --check-tokens 2",
     "step-profile": "--shape tiny --layers 1 --prompt 32 --methods streamingllm:budget=16 --batches 1",
     "offload": "--shape tiny --layers 3 --prompt 64 --methods quest:budget=32 --locality 0 --steps 15 --check-tokens 2",
+    "serve": "--shape tiny --layers 1 --methods streamingllm:budget=16 --prompt 40 --rows 2 --steps 2 --chunk 20",
     "stream": "--model tiny --methods streamingllm:budget=16 --tokens 20,40 --chunk 10 --steps 1",
 }
 

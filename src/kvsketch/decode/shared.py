@@ -28,6 +28,7 @@ from kvsketch.methods.base import Method
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import LEAST
 from kvsketch.slots.heads import spread_over
+from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
 # Rotary embeddings whose angles depend on the longest row of a batch.
@@ -66,12 +67,12 @@ class SharedRows:
         self.device: torch.device = model.device
         self.fused = fused and self.device.type == "cuda"
         with torch.no_grad():
-            self.tables = self._tables(rows)
+            self.tables, vocabulary = self._tables(rows)
         self.seen = self.tables[0].seen
         self.token = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
         self.position, self.live = torch.zeros_like(self.token), torch.zeros_like(self.token)
         self.draw = Draw(rows, self.device)
-        self.logits = torch.zeros(rows, model.config.get_text_config(decoder=True).vocab_size, device=self.device)
+        self.logits = torch.zeros(rows, vocabulary, device=self.device)
         self.padding: dict[int, int] = {}  # of the rows in use
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         sizes = [1 << bit for bit in range(rows.bit_length()) if 1 << bit < rows] + [rows]
@@ -87,10 +88,10 @@ class SharedRows:
         tensors = {t.data_ptr(): t for table in self.tables for t in table.tensors() if t.device == self.device}
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
-    def _tables(self, rows: int) -> list[Any]:
-        """The shape of a row is that of one token, in tables that are bounded for the longest prompt."""
+    def _tables(self, rows: int) -> tuple[list[SlotTable], int]:
+        """Tables like those of one token that are bounded for the longest prompt; and the size of the vocabulary."""
         cache = CompressedCache(self.model, self.method, seed=self.seed)
-        prefill(self.model, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache)
+        logits = prefill(self.model, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache)
         singles = [layer.table for layer in cache.slot_layers]
         slots = [self.method.most_slots(table, self.longest) for table in singles]
         for table in singles:
@@ -100,7 +101,7 @@ class SharedRows:
         tables = table_rows.share(singles, rows, slots, clock=self.longest + 1)
         for row in range(rows):
             table_rows.retire(tables, row)
-        return tables
+        return tables, logits.shape[1]
 
     def ready(self, cache: CompressedCache) -> bool:
         """Whether the row of a cache can join as it is: codes need some tokens to find their center."""

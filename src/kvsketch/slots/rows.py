@@ -12,6 +12,7 @@ holds, and nobody reads it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -110,8 +111,8 @@ def _kinds(table: SlotTable) -> list[object]:
 
 def put(tables: Sequence[SlotTable], row: int, singles: Sequence[SlotTable], source: int = 0) -> None:
     """Copies row `source` of `singles`, which may be the tables themselves, over row `row` of `tables`, in place."""
-    target: list[Tensor] = []
-    copied: list[Tensor] = []
+    # By dtype: one launch copies many tensors of one.
+    copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     shift = tables[0].seen - singles[0].seen
     for table, single in zip(tables, singles, strict=True):
         assert table.index is not None and table.log_den is not None
@@ -124,14 +125,17 @@ def put(tables: Sequence[SlotTable], row: int, singles: Sequence[SlotTable], sou
         for held, new in _slot_pairs(table, single):
             for span in spans:
                 if span.start < held.shape[2]:
-                    target.append(held[row, :, span.start : span.start + span.size])
-                    copied.append(new[source, :, span.source : span.source + span.size])
+                    targets, values = copies[held.dtype]
+                    targets.append(held[row, :, span.start : span.start + span.size])
+                    values.append(new[source, :, span.source : span.source + span.size])
         for held, new in _row_pairs(table, single, spans):
-            target.append(held[row])
-            copied.append(new[source])
+            targets, values = copies[held.dtype]
+            targets.append(held[row])
+            values.append(new[source])
         table.state.put_row(row, single.state, source)
         table.state.shift_rows(slice(row, row + 1), shift)
-    torch._foreach_copy_(target, copied)
+    for targets, values in copies.values():
+        torch._foreach_copy_(targets, values)
     if shift:
         indices = [table.index[row] for table in tables if table.index is not None]
         # 1 where there is a token, else 0.

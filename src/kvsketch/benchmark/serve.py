@@ -1,0 +1,232 @@
+"""Requests that share a decode step: throughput, time to first token, time between tokens, the cost of a join.
+
+    kvsketch bench serve --methods full,snapkv:budget=2048 --rows 64 --out results/serve.jsonl
+
+The batched engine serves as many requests at once as it has rows; the full cache gets as many rows as fit. One prompt
+is read alone, by an idle engine: the time to first token. To save time the other requests continue that prompt from a
+copy of its cache, as requests that name a document do, each with a question of its own. When all rows run, the steps
+are timed. Then one row is freed, and a whole prompt is read beside the others: its time to first token, and theirs
+between tokens. A join is timed by itself: the copy of a row into the shared tables, from an idle device to an idle one.
+
+First a small float32 model answers requests of mixed lengths; a method whose tokens are not those of
+`kvsketch.generate` has no speed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsketch.benchmark import runner
+from kvsketch.benchmark.device import Device
+from kvsketch.benchmark.runner import FAILED, OUT_OF_MEMORY, Row
+from kvsketch.benchmark.shapes import ShapeBenchmark, build, make_prompt
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.streaming import prefill
+from kvsketch.decode.captured import generate
+from kvsketch.decode.sampling import Draw
+from kvsketch.decode.shared import alone
+from kvsketch.methods import Method, parse_method
+from kvsketch.options import option
+from kvsketch.serve.engine import BatchedEngine
+from kvsketch.serve.requests import Request, Ticket
+
+QUESTION = 16  # tokens after the prompt
+CHECKED = ((50, 12), (7, 20), (131, 6), (90, 9), (2, 5))  # prompts and answers of the check
+JOINS = 8
+HELD = 6  # rows' worth of memory that stays free: the prompt, its copies while they join
+PATIENCE = 120.0  # seconds for anything
+
+
+class Listener:
+    """When the tokens of a ticket came."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self.times: list[float] = []
+        ticket.on_token(lambda token: None if token is None else self.times.append(time.monotonic()))
+
+    def gaps(self, start: float, end: float) -> list[float]:
+        """Milliseconds between tokens that came within these times."""
+        inside = [each for each in self.times if start <= each <= end]
+        return [1e3 * (after - before) for before, after in itertools.pairwise(inside)]
+
+    def count(self, start: float, end: float) -> int:
+        return sum(start <= each <= end for each in self.times)
+
+
+def wait_for(what: str, condition: Any, patience: float = PATIENCE) -> None:
+    deadline = time.monotonic() + patience
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what} takes longer than {patience:.0f} s")
+        time.sleep(0.002)
+
+
+def quantile(values: list[float], share: float) -> float | None:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
+
+
+def check_tokens(model: Any, method: str) -> str | None:
+    """What is wrong with the engine's answers."""
+    device = model.device.type
+    engine = BatchedEngine(model, method, rows=3, longest=256, chunk=32)
+    try:
+        prompts = [
+            make_prompt(length, Device(device), i, model.config.vocab_size) for i, (length, _) in enumerate(CHECKED)
+        ]
+        pairs = list(zip(prompts, CHECKED, strict=True))
+        tickets = [engine.submit(Request(tuple(ids[0].tolist()), count)) for ids, (_, count) in pairs]
+        for ticket, (ids, (length, count)) in zip(tickets, pairs, strict=True):
+            cache = CompressedCache(model, method, prefill="stream", chunk=32)
+            options = {"do_sample": False, "eos_token_id": model.config.vocab_size, "pad_token_id": 0}
+            expected = generate(model, ids, cache, max_new_tokens=count, **options)[0, length:].tolist()
+            if list(ticket) != expected:
+                return f"the answer to a prompt of {length} tokens is not that of kvsketch.generate"
+    finally:
+        engine.close(drain=False)
+    return None
+
+
+@dataclass
+class Serve(ShapeBenchmark):
+    name, kind = "serve", "serve"
+    columns = (
+        "method | rows:d | tokens/s=tokens_per_s:,.0f | p50 ms=p50_ms:.1f | p99 ms=p99_ms:.1f | "
+        "p99 beside a prompt=busy_p99_ms:.0f | first token s=ttft_s:.2f | beside others=busy_ttft_s:.2f | "
+        "of a document=document_ttft_s:.2f | join ms=join_ms:.2f | MB a row=row_bytes/1e6:,.0f | start s=start_s:.0f"
+    )
+    methods: str = option("full,snapkv:budget=2048", "text forms, separated by commas")
+    rows: int = option(64, "requests at a time; the full cache as many of them as fit", least=2)
+    steps: int = option(150, "steps of all rows that are timed", least=2)
+    chunk: int = option(2048, "tokens of a prompt that are read between two steps", least=2)
+
+    def check_options(self) -> None:
+        for method in self.texts:
+            if method_alone := parse_method(method).alone:
+                raise ValueError(f"--methods {method} cannot share tables: {method_alone}")
+
+    @functools.cached_property
+    def checked(self) -> Any:
+        return build("tiny", 2, self.seed, self.device).float()
+
+    def cells(self) -> Iterator[Row]:
+        yield from ({"method": method} for method in self.texts)
+
+    def measure(self, method: str) -> Iterator[Row]:
+        self.on.free()
+        row: Row = {"shape": self.shape, "method": method, "prompt": self.prompt, "chunk": self.chunk, FAILED: None}
+        row["layers"] = self.built.config.num_hidden_layers
+        reason = alone(self.built, method) or check_tokens(self.checked, method)
+        try:
+            row |= {FAILED: reason} if reason else self._serve(parse_method(method))
+        except runner.OutOfMemory:
+            row[FAILED] = OUT_OF_MEMORY
+        yield row
+
+    @property
+    def new_tokens(self) -> int:
+        """What a request may ask for: all joins, the steps that are timed, and the prompt that is read last."""
+        return self.rows + self.steps + 4 * (self.prompt // self.chunk) + 64
+
+    @property
+    def longest(self) -> int:
+        return self.prompt + QUESTION + self.new_tokens
+
+    def _rows(self, method: Method) -> int:
+        """As many rows as fit beside the weights."""
+        if method.name != "full" or not self.on.is_gpu:
+            return self.rows
+        config = self.built.config
+        row = self.longest * config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * 2
+        return max(2, min(self.rows, int(0.95 * torch.cuda.mem_get_info()[0] / row) - HELD))
+
+    def _serve(self, method: Method) -> Row:
+        began = time.monotonic()
+        rows = self._rows(method)
+        options: dict[str, Any] = {"rows": rows, "longest": self.longest, "queue": rows, "chunk": self.chunk}
+        engine = BatchedEngine(self.built, method, **options, readers=1 if method.name == "full" else 4)
+        found: Row = {"rows": rows, "start_s": time.monotonic() - began, "row_bytes": engine.bytes_per_row}
+        try:
+            # The first prompt compiles what reading needs.
+            self._first_token(engine)
+            found["ttft_s"] = self._first_token(engine)
+            document = CompressedCache(self.built, method, prefill="stream", chunk=self.chunk)
+            prefill(self.built, self.tokens, document)
+            found["join_ms"] = self._join_ms(engine, document)
+            return found | self._together(engine, document, rows) | {"peak_bytes": self.on.peak}
+        finally:
+            engine.close(drain=False)
+
+    def _ids(self, number: int) -> tuple[int, ...]:
+        """A question of a request's own."""
+        ids = make_prompt(QUESTION, self.on, 1000 + number, min(10000, self.built.config.vocab_size))
+        return tuple(ids[0].tolist())
+
+    def _first_token(self, engine: BatchedEngine) -> float:
+        ticket = engine.submit(Request(tuple(self.tokens[0].tolist()), 2))
+        ticket.wait(PATIENCE)
+        return _first(ticket)
+
+    def _join_ms(self, engine: BatchedEngine, document: CompressedCache) -> float:
+        """The engine is idle, so its tables may be used from here."""
+        shared, draw = engine._shared, Draw(1, self.built.device)
+        token: Tensor = torch.zeros(1, 1, dtype=torch.int64, device=self.built.device)
+        times = []
+        for _ in range(JOINS):
+            cache = copy.deepcopy(document)
+            self.on.synchronize()
+            start = time.perf_counter()
+            if reason := shared.join(0, cache, token, draw):
+                raise RuntimeError(f"a row does not fit: {reason}")
+            self.on.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+            shared.leave(0)
+            del cache
+        return statistics.median(times[1:])
+
+    def _together(self, engine: BatchedEngine, document: CompressedCache, rows: int) -> Row:
+        requests = [Request(self._ids(i), self.new_tokens, document=document) for i in range(rows)]
+        listeners = [Listener(engine.submit(request)) for request in requests]
+        wait_for("filling the rows", lambda: all(each.times for each in listeners))
+        start, first = time.monotonic(), len(listeners[-1].times)
+        wait_for("the timed steps", lambda: len(listeners[-1].times) >= first + self.steps)
+        end = time.monotonic()
+        gaps = [gap for each in listeners for gap in each.gaps(start, end)]
+        found: Row = {
+            "tokens_per_s": sum(each.count(start, end) for each in listeners) / (end - start),
+            "p50_ms": quantile(gaps, 0.5),
+            "p99_ms": quantile(gaps, 0.99),
+            "document_ttft_s": _first(listeners[0].ticket),
+        }
+        listeners[-1].ticket.cancel()
+        listeners[-1].ticket.wait(PATIENCE)
+        start = time.monotonic()
+        late = engine.submit(Request(tuple(self.tokens[0].tolist()), 2))
+        wait_for("a prompt beside the others", lambda: late.timings.first_token is not None)
+        busy = [gap for each in listeners[:-1] for gap in each.gaps(start, time.monotonic())]
+        return found | {
+            "busy_ttft_s": _first(late),
+            "busy_p50_ms": quantile(busy, 0.5),
+            "busy_p99_ms": quantile(busy, 0.99),
+        }
+
+
+def _first(ticket: Ticket) -> float:
+    """Seconds to the first token."""
+    if ticket.error is not None:
+        raise ticket.error
+    assert ticket.timings.first_token is not None
+    return ticket.timings.first_token - ticket.timings.submitted
+
+
+command = functools.partial(runner.command, Serve)
