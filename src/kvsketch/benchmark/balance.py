@@ -4,10 +4,10 @@
 
 Shapes of Llama-3.1-8B: 32 layers, 8 KV heads, head size 128, bfloat16; 32,768 tokens, blocks of 256. The share of
 prefill is the time for all layers over that of a whole prefill with transformers' own cache (`--prefill-ms`, measured
-in the same process unless given); two halvings may take at most 3%. In a prefill the host runs ahead of the device, so
-a compression is timed behind a kernel that waits until all of it has been launched; `launched_ahead` says whether that
-worked. Beside it stands uniform sampling to the same budget. Signs are first checked step by step against the rule of
-the walk; nothing is reported if one is wrong.
+in the same process unless given); two halvings may take at most 3%. In a prefill the host runs ahead of the device. So
+a compression is timed after a waiting kernel, which ends when all of it has been launched; `launched_ahead` says
+whether that worked. Uniform sampling to the same budget is timed for comparison. Signs are first checked step by step
+against the rule of the walk; nothing is reported if one is wrong.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kvsketch.slots.table import SlotTable
 BLOCK = 256
 LIMIT = 0.03  # of prefill, for two halvings
 WINDOW = 64  # sinks and recent tokens
-# Below this share of its terms a sum may have either sign on a device that adds in another order.
+# A sum below this share of its terms may have either sign if a device adds in another order.
 ROUNDING = 1e-3
 WAIT_CYCLES = 100_000_000
 
 
 def make_tokens(device: Device, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Keys and values around common centres, as layers have them: centring and balancing have something to do."""
+    """Keys and values around common centres, as in real layers, so that centring and balancing matter."""
     generator = device.generator(seed)
 
     def normal(length: int) -> Tensor:

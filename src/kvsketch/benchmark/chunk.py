@@ -1,12 +1,12 @@
-"""Attention of a chunk of a streamed prompt, one layer: how near it comes to flash attention.
+"""Attention of a chunk of a streamed prompt, one layer, against flash attention.
 
     kvsketch bench chunk --out results/chunk.jsonl
     kvsketch bench chunk --tune
 
 Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128, bfloat16. A chunk reads 2,049 slots and, causally,
-itself. The rival reads as many pairs without any weight: flash attention of the chunk by itself, and by the slots. The
-rate counts the pairs that are visible. Results are first compared with the reference; nothing is reported when they
-differ. `--tune` times launch sizes at the largest chunk instead.
+itself. The baseline reads as many pairs without weights: flash attention of the chunk over itself, and over the slots.
+The rate counts the visible pairs. Results are first compared with the reference; nothing is reported when they differ.
+`--tune` times launch sizes at the largest chunk instead.
 """
 
 from __future__ import annotations

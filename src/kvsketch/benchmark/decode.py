@@ -83,8 +83,8 @@ def check_tokens(model: Any, method: str | Method, prompt: Tensor, count: int) -
     """What is wrong with `count` captured tokens, and the eager loop's milliseconds per step.
 
     Captured steps must choose the tokens of the same steps run eagerly, and, without the fused kernels, whose sums have
-    another order, those of `model.generate`; not where that reads whole layers with the model's own attention (full,
-    clusterkv, quest).
+    another order, those of `model.generate`; except for methods where that reads whole layers with the model's own
+    attention (full, clusterkv, quest).
     """
     captured, eager = (Session(model, method, prompt, 1, count + 1) for _ in range(2))
     whole = any(layer.table.exact for layer in _prefilled(model, method, prompt).slot_layers)

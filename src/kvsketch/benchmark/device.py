@@ -1,6 +1,6 @@
-"""Where a benchmark runs, and its clock and memory there.
+"""The device of a benchmark: timing and memory.
 
-On a GPU short calls are captured in a CUDA graph, so that the host does not count, and replayed many times. A CPU is
+On a GPU short calls are captured in a CUDA graph and replayed many times, so that host time is not measured. A CPU is
 for trying a benchmark with small shapes: calls are timed by the host's clock, and memory is not measured.
 """
 
@@ -51,7 +51,7 @@ class Device:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What keys, values and weights are: bfloat16, and float32 on a CPU, where bfloat16 may be slower by far."""
+        """The dtype of keys, values and weights: bfloat16, or float32 on a CPU, where bfloat16 may be much slower."""
         return torch.bfloat16 if self.is_gpu else torch.float32
 
     @property
@@ -64,7 +64,7 @@ class Device:
     # time
 
     def time(self, calls: Sequence[Call], replays: int = 20, least_calls: int = 20, graph_us: float = 2000.0) -> Timing:
-        """Calls taken in turn. A graph lasts about `graph_us` or more, so that its own launch does not weigh."""
+        """Times the calls in turn. A graph takes about `graph_us` or more, so that its own launch does not matter."""
         if not self.is_gpu:
             times = [1e3 * each / len(calls) for each in self.milliseconds(lambda: [call() for call in calls], 3)]
             return Timing(*spread(times), len(calls), len(times))
@@ -106,7 +106,7 @@ class Device:
     # memory
 
     def free(self) -> None:
-        """Gives back what is not in use, and forgets the peak so far."""
+        """Frees unused memory and resets the peak."""
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
@@ -122,7 +122,7 @@ class Device:
         return torch.cuda.max_memory_allocated() if self.is_gpu else None
 
     def extra_bytes(self, call: Call) -> int | None:
-        """What a call takes for itself at its peak."""
+        """Extra memory of a call at its peak."""
         self.synchronize()
         self.free()
         before = self.allocated

@@ -2,10 +2,10 @@
 
     kvsketch bench hit-rate --model qwen2.5-coder-0.5b --prompt 8192 --out results/hit_rate.jsonl
 
-The model reads the beginning of a text, then goes on token by token along the text itself, so that no odd continuation
-decides. `hit rate` is the share of reads (a query head that names a token of the host store) that found the token on
-the device, `copied` the share that had to cross the bus: query heads of one KV head share what they name alike. The
-first step, which finds nothing, is left out. Runs on any device.
+The model reads the beginning of a text, then continues token by token along the text itself, so that the result does
+not depend on what it would generate. A read is a query head that selects a token of the host store. `hit rate` is the
+share of reads that found the token on the device, `copied` the share that had to cross the bus: query heads of one KV
+head share a token that several of them select. The first step, which finds nothing, is not counted. Runs on any device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ METHODS = "clusterkv,clusterkv:tokens_per_cluster=80:recluster_into=4:rounds=20:
 
 
 def measure(model: Any, method: str, ids: Tensor, prompt: int) -> Row:
-    """Counts over the tokens behind the prompt."""
+    """Counts over the tokens after the prompt."""
     cache = CompressedCache(model, method)
     model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1)
     counts: list[Tensor] = []

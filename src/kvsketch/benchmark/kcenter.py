@@ -4,9 +4,9 @@
 
 Shapes of Llama-3.1-8B: 8 KV heads, head size 128, bfloat16; 32,768 keys, 2,048 centers per head, 32 layers. A layer's
 time is judged against its share of a prefill (`--prefill-ms`, measured in the same process unless given): at most 40%
-for the exact form, 10% for the coarse one. Times are of whole calls, host included, because the host asks how far the
-heads are. Beside them stands the plain greedy loop, one pass over the keys per center, timed on a few centers and
-scaled up. Results are first compared with the reference, and nothing is reported when they differ.
+for the exact form, 10% for the coarse one. Times are of whole calls, host included, because the host reads the progress
+of the heads. The plain greedy loop, one pass over the keys per center, is timed on a few centers and scaled up for
+comparison. Results are first compared with the reference, and nothing is reported when they differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvsketch.options import option
 
 TARGETS = {"exact": 0.40, "coarse": 0.10}  # share of prefill
 LOOP_CENTERS = 48  # timed of the plain loop
-# Sums in another order may swap keys that are equally far, and what follows such a swap may differ a little.
+# Sums in another order may swap keys that are equally far, and later centers may then differ a little.
 SAME_CENTERS, SAME_RADIUS, TRUE_RADIUS = 0.9, 1e-2, 1e-3
 
 

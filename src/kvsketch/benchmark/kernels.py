@@ -85,7 +85,7 @@ def error_against_reference(inputs: Inputs, contender: str, out: Tensor) -> floa
 
 
 def rival_call(inputs: Inputs, contender: str, expanded: bool = False) -> Callable[[], Tensor]:
-    """A call of torch's kernel; `expanded` copies keys and values for every query head, where it knows no groups."""
+    """A call of torch's kernel; `expanded` copies keys and values for every query head, for kernels without GQA."""
     k, v = (t.repeat_interleave(QUERY_HEADS // KV_HEADS, 1) if expanded else t for t in (inputs.k, inputs.v))
 
     def call() -> Tensor:

@@ -1,4 +1,4 @@
-"""One layer of Llama-3.1-8B: its sizes, random keys of several kinds, and the prefill that it is judged by."""
+"""One layer of Llama-3.1-8B: its sizes, random keys of several kinds, and the prefill time to compare with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def normal_keys(length: int, generator: torch.Generator) -> Tensor:
 
 
 def clustered_keys(length: int, generator: torch.Generator) -> Tensor:
-    """Tight clusters, each a run of neighbouring tokens: few candidates survive a choice, so rounds are many."""
+    """Tight clusters, each a run of neighbouring tokens: each center rules out many candidates, so there are many
+    rounds.
+    """
     clusters = max(1, length // 64)
     middle = normal_keys(clusters, generator).repeat_interleave(-(-length // clusters), 2)[:, :, :length]
     return middle + 0.1 * normal_keys(length, generator)
@@ -82,6 +84,6 @@ class OfPrefill(Benchmark, ABC):
         return self._prefills[tokens]
 
     def share_of_prefill(self, layer_ms: float, tokens: int) -> dict[str, float]:
-        """What a record says of the time of one layer beside a prefill of all of them."""
+        """Fields of a record: the time of one layer, scaled to all layers, as a share of a prefill."""
         whole = self.prefill_of(tokens)
         return {"prefill_ms": whole, "share_of_prefill": LAYERS * layer_ms / whole}

@@ -1,14 +1,14 @@
-"""Time of a decode step whose keys and values lie in host memory, beside the same step with everything on the device.
+"""Time of a decode step with keys and values in host memory, and of the same step with everything on the device.
 
     kvsketch bench offload --out results/offload.jsonl
 
 Both steps are captured. First the tokens are compared: offloaded and captured, offloaded and eager, on the device; a
 method whose tokens differ is reported as failed and its speed is not printed.
 
-What an offloaded step costs depends on how much a query reads that the queries before it did not. In a model with
-random weights neighbouring queries have nothing in common, in text they do. `--locality a` makes the scores of clusters
-a mean over the past, s_t = a s_(t-1) + (1 - a) <q_t, centroid>, on the device and in host memory alike; 0 leaves them
-as they are, the worst case. The table gives the hit rate that came out and the bytes that crossed the bus.
+The cost of an offloaded step depends on how many tokens a query reads that the queries before it did not. With random
+weights successive queries have nothing in common; in real text they do. `--locality a` makes the scores of clusters a
+running mean, s_t = a s_(t-1) + (1 - a) <q_t, centroid>, on the device and in host memory alike; 0 leaves them
+unchanged, the worst case. The table gives the resulting hit rate and the bytes that crossed the bus.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SteadyClusters(Clusters):
 
 @dataclass(frozen=True)
 class SteadyClusterKV(ClusterKV):
-    """ClusterKV whose choice changes slowly, as it does when text is read: scores are a mean over the past."""
+    """ClusterKV whose selection changes slowly, as it does in real text: scores are a running mean."""
 
     State: ClassVar[type[SteadyClusters]] = SteadyClusters
     locality: float = 0.0

@@ -6,7 +6,7 @@
 Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128, bfloat16, 32 layers, 32,768 tokens. Clustering is
 judged against a prefill (`--prefill-ms`, measured in the same process unless given), selection against a decode step
 (`--step-ms`). Attention reads rows that differ from call to call and together exceed the L2 cache, from a store on the
-device or in pinned host memory. When results differ from the references, which is tried first, nothing is reported.
+device or in pinned host memory. Results are first compared with the references; nothing is reported when they differ.
 `--sweep` times launch sizes of our kernels instead.
 """
 

@@ -8,8 +8,8 @@
         def cells(self): ...              # the inputs: fields that their rows share, such as {"batch": 8}
         def measure(self, batch): ...     # yields a row for each contender
 
-A row is the data of one record. The rows of a cell are written together as soon as they are there, so a run that was
-stopped goes on when the same command is given again at the same commit; `--again` measures everything anew.
+A row is the data of one record. The rows of a cell are written together when they are measured. So a stopped run
+continues when the same command is given at the same commit; `--again` measures everything again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DOES_NOT_FIT = ("OutOfResources", "PassManagerError", "CompilationError")
 
 
 class Trial(NamedTuple):
-    """Launch sizes to be timed: what they are of, and the calls with one of them."""
+    """Launch sizes to be timed: fields of their records, and the calls for each of them."""
 
     setting: Row
     launches: Iterable[Any]
@@ -94,7 +94,7 @@ class Benchmark(Options, ABC):
         return bool(getattr(self, "tune", False) or getattr(self, "sweep", False))
 
     def trials(self) -> Generator[Trial, list[Any], None]:
-        """Launch sizes to time; is sent those of a trial back, the fastest first."""
+        """Yields launch sizes to time, and receives those of a trial back, the fastest first."""
         raise NotImplementedError
 
     def headline(self, rows: list[Row]) -> str:
@@ -237,7 +237,7 @@ def _cell(value: Any, spec: re.Match[str]) -> str:
 
 
 def by_reference(call: Callable[[], Any]) -> Any:
-    """What a call gives without kernels: the references of the operations, in plain torch."""
+    """The result of a call without kernels: with the references of the operations, in plain torch."""
     before = os.environ.get("KVSKETCH_KERNELS")
     os.environ["KVSKETCH_KERNELS"] = "reference"
     try:
@@ -254,7 +254,7 @@ def relative_error(out: Any, exact: Any) -> float:
 
 
 def too_far(what: str, error: float, tolerance: float) -> list[str]:
-    """A line of `Benchmark.wrong` where an error is too large, or no number."""
+    """A line of `Benchmark.wrong` if an error is too large or not a number."""
     return [] if error < tolerance else [f"{what}: relative error {error:.2e}"]
 
 

@@ -1,5 +1,5 @@
-"""Models to time: named shapes with random weights, for speed depends on shapes and not on what the weights say; or
-checkpoints. And what benchmarks of whole models share: prompts, prefills, the check of a prefilled cache.
+"""Models to time: checkpoints, or named shapes with random weights, since speed does not depend on the weights. Also
+what benchmarks of whole models share: prompts, prefills, the check of a prefilled cache.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ModelBenchmark(Benchmark, ABC):
 
     @property
     def texts(self) -> list[str]:
-        """The methods, each in its own text form; raises ValueError for one that there is not."""
+        """The methods, each in its text form; raises ValueError for an unknown one."""
         return list(dict.fromkeys(str(parse_method(text.strip())) for text in self.methods.split(",") if text.strip()))
 
     def build(self, layers: int | None) -> Any:

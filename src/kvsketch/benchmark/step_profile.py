@@ -2,8 +2,8 @@
 
     kvsketch bench step-profile --methods full,snapkv:budget=2048 --batches 1,64
 
-A model of the named shape with fewer layers (`--layers`) is enough: all layers do the same. A kernel that starts early
-and waits for the one before (the combining of attention's pieces) is charged for the wait as well.
+A model of the named shape with fewer layers (`--layers`) is enough: all layers do the same. The time of a kernel that
+starts early and waits for the one before (such as the combining of attention's pieces) includes the wait.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     kvsketch bench stream --tokens 65536,1000000 --chunk 8192 --out results/stream.jsonl
 
 An 8B-shaped model with random weights reads random tokens chunk by chunk under each method and then decodes a few more.
-Measured are the peak of the device's memory, the time per token in each tenth of the prompt, and what the cache holds.
-First the attention of a chunk is compared with its reference; when they differ, or a cache exceeds its budget or holds
-numbers that are not finite, there is no result.
+It measures peak device memory, the time per token in each tenth of the prompt, and the bytes of the cache. First the
+attention of a chunk is compared with its reference. Nothing is reported if they differ, if a cache exceeds its budget,
+or if it holds numbers that are not finite.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def full_bytes(model: Any, tokens: int) -> int:
 
 
 def decode_times(model: Any, cache: CompressedCache, logits: Tensor, steps: int, device: Device) -> list[float]:
-    """Milliseconds of eager decode steps that go on where the prompt ended."""
+    """Milliseconds of eager decode steps after the prompt."""
     times = []
     for _ in range(steps):
         start = time.perf_counter()

@@ -29,7 +29,7 @@ from kvsketch.options import option
 from kvsketch.slots.table import SlotTable
 
 TARGET = 0.10  # share of prefill
-# Keys that are as near to one representative as to another may go to either, and slots follow.
+# Keys equally near to two representatives may go to either, and their slots with them.
 SAME_SLOTS = 0.98
 BYTES_TOLERANCE = 0.02
 STEPS_CHECKED = 64
