@@ -1,8 +1,8 @@
-"""From records to pages: everything that is made of records, and nothing else.
+"""From records to pages: all tables, figures and pages that are made from records.
 
     kinds.py      what each kind of record says: its observations
     rows.py       observations of one setting become a row with an interval
-    pictures.py   what is drawn beside rows: heat maps, positions, clusters, token lives
+    pictures.py   data for other figures: heat maps, positions, clusters, token lives
     contents.py   all of it together
     body.py       the report in blocks; blocks.py writes them as Markdown and HTML; render.py writes the files
     figures.py    curves; figure_pictures.py, benchmark_figures.py: the other figures

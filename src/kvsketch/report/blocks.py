@@ -1,6 +1,6 @@
-"""What a report is made of, and its two forms: Markdown and HTML.
+"""The blocks of a report, and how they are written as Markdown and HTML.
 
-Text of records (names of models, commands, errors) may hold anything; both writers escape it, so that it stays text.
+Text from records (names of models, commands, errors) may contain any characters; both writers escape it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure beside the report, by its path from there."""
+    """A figure, by its path relative to the report."""
 
     name: str
 
@@ -56,14 +56,14 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def without_empty_columns(self) -> Table:
-        """The table without the columns that say nothing."""
+        """The table without its empty columns."""
         kept = [at for at, _ in enumerate(self.header) if any(row[at] for row in self.rows)]
         return Table([self.header[at] for at in kept], [[row[at] for at in kept] for row in self.rows])
 
 
 @dataclass(frozen=True)
 class Folded:
-    """What a reader opens."""
+    """Blocks that are hidden until the reader opens them."""
 
     title: str
     body: Sequence[Block]
@@ -71,7 +71,7 @@ class Folded:
 
 @dataclass(frozen=True)
 class Shaded:
-    """A text whose tokens are shaded by a share, some of them marked; shown on the page alone."""
+    """A text whose tokens are shaded by a share, some of them marked; only in HTML."""
 
     words: Sequence[str]
     shares: Sequence[float]
@@ -113,18 +113,18 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def plain(text: str) -> str:
-    """Text that no Markdown reader takes for HTML, on one line; code between backticks."""
+    """Text on one line, escaped so that Markdown does not read it as HTML; code between backticks."""
     one_line = " ".join(str(text).split())
     if isinstance(text, Code):
         return f"`{one_line.replace('`', chr(39))}`" if one_line else ""
-    # Comparisons such as `1 < 2` stay readable; what could open a tag, an entity or a link does not.
+    # Comparisons such as `1 < 2` stay readable; only what could open a tag, an entity or a link is escaped.
     safe = re.sub(r"&(?=#?\w+;)", "&amp;", one_line)
     safe = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", safe)
     return re.sub(r"\]\(", r"]\\(", safe).replace("`", "\\`")
 
 
 def html(blocks: Iterable[Block], folder: Path) -> str:
-    """Blocks as HTML; pictures in `folder` go into the text."""
+    """Blocks as HTML; the pictures in `folder` are embedded."""
     return "\n".join(_html(block, folder) for block in blocks)
 
 

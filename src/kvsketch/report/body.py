@@ -1,6 +1,6 @@
 """The report in blocks: for each experiment its figures, and for each model a table of methods and budgets by settings.
 
-Every table shows the memory beside the results, because methods at one budget need not hold the same bytes.
+Every table shows memory next to the results, because methods with the same budget may hold different bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvsketch.report.blocks import Block, Code, Folded, Heading, Picture, Points
 from kvsketch.report.contents import Contents, Section
 from kvsketch.report.kinds import Data, Kind
 from kvsketch.report.palette import order
-from kvsketch.report.rows import Row, is_overall
+from kvsketch.report.rows import Row, is_overall, known_mean
 
 TITLE = "What a smaller KV cache costs"
 MOST_COLUMNS = 8
@@ -81,7 +81,7 @@ def _glance(contents: Contents) -> list[Block]:
 
 
 def _one_budget(section: Section, model: str) -> list[Row]:
-    """The rows of one setting, the overall one where there is one, at one budget, with those of the full cache."""
+    """The rows of one setting (the overall one if there is one) at one budget, with those of the full cache."""
     measured = [row for row in section.rows if row.model == model and row.mean is not None]
     settings = Counter(row.setting for row in measured if row.budget)
     if not settings:
@@ -119,7 +119,7 @@ def _section(section: Section, models: Sequence[str], figures: Sequence[Picture]
 
 
 def result_tables(kind: Kind, rows: Sequence[Row]) -> list[Block]:
-    """The rows of one model and way to measure; settings that others stand for are folded where there are many."""
+    """Tables of one model and variant; if there are many settings, all but the overall ones are folded."""
     settings = list(dict.fromkeys(row.setting for row in rows))
     if len(settings) <= MOST_COLUMNS:
         return [result_table(kind, rows, settings)]
@@ -154,7 +154,7 @@ def result_table(kind: Kind, rows: Sequence[Row], settings: Sequence[str]) -> Ta
 
 
 def result(kind: Kind, row: Row, most: int) -> str:
-    """`0.86 [0.76, 0.94]`, of how many samples where it is fewer than usual, and how many runs failed."""
+    """`0.86 [0.76, 0.94]`, the number of samples if it is smaller than usual, and how many runs failed."""
     failed = f"{row.failed} of {row.failed + row.count} failed" if row.failed else ""
     if row.mean is None:
         return failed or "-"
@@ -169,21 +169,16 @@ def result(kind: Kind, row: Row, most: int) -> str:
 
 
 def memory(rows: Sequence[Row]) -> list[str]:
-    """Tokens stored and read, and bytes as shares of the full cache's (as MB where those are not known)."""
-    tokens = [_mean([getattr(row, name) for row in rows]) for name in ("tokens_stored", "tokens_read")]
-    device, host = (_mean([getattr(row, name) for row in rows]) for name in ("device_share", "host_share"))
-    held = _mean([row.device_bytes for row in rows])
+    """Tokens stored and read, and bytes as shares of the full cache's (in MB if those are not known)."""
+    tokens = [known_mean([getattr(row, name) for row in rows]) for name in ("tokens_stored", "tokens_read")]
+    device, host = (known_mean([getattr(row, name) for row in rows]) for name in ("device_share", "host_share"))
+    held = known_mean([row.device_bytes for row in rows])
     known = f"{device:.0%}" if device is not None else f"{held / 1e6:,.1f} MB" if held is not None else ""
     return [*("" if each is None else f"{each:,.0f}" for each in tokens), known, "" if host is None else f"{host:.0%}"]
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
 def _failures(rows: Sequence[Row]) -> list[Block]:
-    # The first sentence says why; the rest of an error of the GPU's memory lists processes.
+    # The first sentence is the reason; an out-of-memory error goes on with a list of processes.
     reasons = sorted({(r.method, r.budget, reason.partition(". ")[0]) for r in rows for reason in r.failures})
     listed = Points([f"{method} {budget}: {reason}" for method, budget, reason in reasons])
     return [Folded("What failed", [listed])] if reasons else []
@@ -202,7 +197,7 @@ def _cluster_table(contents: Contents) -> Table:
 
 
 def _lives(documents: Sequence[Data]) -> list[Block]:
-    """How long each token stayed, in the mean over layers and heads, as shades of the text."""
+    """How long each token stayed, as the mean over layers and heads, shown by shades of the text."""
     if not documents:
         return []
     header = ("model and document", "method", "budget", "share", "of the steps it was", "the passkey's tokens")

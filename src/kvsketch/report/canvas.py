@@ -9,13 +9,13 @@ from typing import Any
 from kvsketch.report.palette import Look, order
 
 GRID = {"color": "#e6e8ec", "linewidth": 0.6}
-# Inches of the widest figure. README shows a figure about 830 pixels wide: letters of 9 points are still read there.
+# Inches of the widest figure. README shows it about 830 pixels wide, where 9-point text is still readable.
 WIDEST = 9.2
 MOST_LETTERS = 34  # of a line of the legend
 
 
 def slug(text: str) -> str:
-    """A name that any file system takes."""
+    """A name that is valid on any file system."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
 
 

@@ -1,4 +1,4 @@
-"""Figures that are no curves of results: needle heat maps, values by position, keys and values in the plane."""
+"""Figures other than result curves: needle heat maps, values by position, keys and values in the plane."""
 
 from __future__ import annotations
 
@@ -109,8 +109,7 @@ def _evenly(items: Sequence[Data], most: int) -> list[Data]:
 
 def _plane(axes: Any, layer: Data, part: str) -> None:
     points, centers = layer["tsne"][part]["points"], layer["tsne"][part]["centers"]
-    # A thousand points as a picture inside the SVG: as shapes they would take a megabyte.
-    axes.scatter(*zip(*points, strict=True), s=3, color=COLOURS[part], alpha=0.45, linewidths=0, rasterized=True)
+    axes.scatter(*zip(*points, strict=True), s=3, color=COLOURS[part], alpha=0.45, linewidths=0)
     axes.scatter(*zip(*(points[at] for at in centers), strict=True), s=34, color="#111111", marker="x", linewidths=1.4)
     axes.set_axis_on()
     axes.set(xticks=[], yticks=[])

@@ -24,7 +24,7 @@ def draw(contents: Contents) -> Iterator[Figure]:
     for section in contents.sections:
         for model, variant in dict.fromkeys((row.model, row.variant) for row in section.rows):
             rows = [row for row in section.rows if (row.model, row.variant) == (model, variant)]
-            # One budget is no curve; the table shows it.
+            # A single budget makes no curve; the table has it.
             if len({row.budget for row in rows if row.budget and row.mean is not None}) > 1:
                 yield f"{section.kind.name}-{slug(f'{model} {variant}')}", _curves(section, rows, shown)
     yield from figure_pictures.needle(contents.needle)
@@ -33,7 +33,7 @@ def draw(contents: Contents) -> Iterator[Figure]:
 
 
 def _curves(section: Section, rows: Sequence[Row], shown: dict[str, Look]) -> Any:
-    """The settings of one model and way to measure."""
+    """The settings of one model and variant."""
     settings = list(dict.fromkeys(row.setting for row in rows if row.budget and row.mean is not None))
     if len(settings) > MOST_PANELS and is_overall(settings[0]):
         settings = settings[:1]
@@ -71,8 +71,8 @@ def attention_errors(section: Section, model: str) -> Any:
 
 
 def abscissa(rows: Sequence[Row]) -> tuple[str, Callable[[Row], float | None]]:
-    """Memory where it is known and differs between the rows, on the device alone where some lies on the host; else
-    tokens stored or read, else the budget.
+    """The horizontal axis: memory if it is known and differs between the rows (only that of the device if some is on
+    the host); else tokens stored or read, else the budget.
     """
     memory: list[tuple[str, Callable[[Row], float | None]]] = [
         ("memory, share of the full cache", lambda row: row.share)

@@ -1,7 +1,7 @@
 """How methods look in figures: one colour and marker for each, in a light and a dark scheme.
 
-A method's class says its colours. A report is made without torch and so without the classes: `kvsketch report --docs`
-writes what they say into looks.json, and a test compares the two.
+A method's class defines its colours. A report is made without torch, so without these classes: `kvsketch report --docs`
+writes the colours to looks.json, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _base(text: str) -> dict[str, Look]:
     for name, (family, *own) in json.loads(text).items():
         look = Look(family, *(own or SPARE[len(found) % len(SPARE)]))
         found[name] = look
-    # References: everything is read, or the tokens with the largest inner products, which no method can know.
+    # Two references: `full` reads everything, `oracle` the tokens with the largest inner products.
     oracle = Look("oracle", "#222222", "#dddddd", "*", "2 3")
     return {"full": found["full"]._replace(dash="6 4"), "oracle": oracle} | {
         n: x for n, x in found.items() if n != "full"

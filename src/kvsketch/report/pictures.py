@@ -1,4 +1,4 @@
-"""What is drawn beside rows: needle heat maps, values by position, clusterability, and the lives of tokens."""
+"""Data for figures other than result curves: needle heat maps, values by position, clusterability, token lives."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _measured(records: Iterable[Record]) -> list[tuple[Record, Data]]:
 
 
 def lacking(record: Record, error: Exception) -> str:
-    """What is said of a record that cannot be shown."""
+    """A remark about a record that cannot be shown."""
     reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
     return (
         f"{record.get('place', record['kind'])}: a record of {record['kind']} that cannot be shown ({reason}); left out"

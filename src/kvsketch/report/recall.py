@@ -11,7 +11,7 @@ from kvsketch.report.palette import looks
 from kvsketch.report.rows import Row, is_overall
 
 MODEL = "qwen2.5-coder-0.5b (float32)"
-# The same protocol in a few lines of plain torch, on technical prose: what the methods are expected to reach.
+# The same protocol in a few lines of plain torch, on technical prose: target values for the methods.
 PLAIN_TORCH = {
     "oracle": ".014 .033 .058",
     "clusterkv": ".029 .061 .104",

@@ -1,4 +1,4 @@
-"""Writes a report: report.md, report.html and the figures, each file whole or not at all."""
+"""Writes a report: report.md, report.html and the figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvsketch.report.kinds import KINDS
 
 NO_FIGURES = "no figures: matplotlib is missing; pip install 'kvsketch[plot]'"
 DPI = 96
-COLOURS = 63  # of a figure's palette: lines and letters need no more, and the file is a third
+COLOURS = 63  # of a figure's palette: enough for lines and text, and a third of the file size
 
 
 def render(source: Path, target: Path, page: bool = True, below: bool = False) -> tuple[list[Path], list[str]]:

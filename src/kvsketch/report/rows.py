@@ -1,6 +1,6 @@
-"""Observations of the same thing become one row: an estimate, and the memory it took.
+"""Observations of one method, budget and setting become one row: an estimate and its memory.
 
-Settings such as all numbers of lines stand for several others; only what all methods share goes into them.
+An overall setting, such as all numbers of lines, combines others; it contains only what all methods have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Observation:
     method: str
     budget: str
     value: float | None
-    variant: str = ""  # what of the setting makes it another way to measure, such as budgets of equal bytes
+    variant: str = ""  # another way to measure, such as budgets of equal bytes
     failed: str = ""
     tokens_stored: float | None = None
     tokens_read: float | None = None
@@ -60,13 +60,13 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """All memory, on the device and on the host, in units of what a full cache holds."""
+        """All memory, on device and host, as a share of the full cache's bytes."""
         known = self.device_share, self.host_share
         return None if known[0] is None else known[0] + (known[1] or 0)
 
     @property
     def device_share(self) -> float | None:
-        """Memory on the device, in units of what a full cache holds."""
+        """Memory on the device as a share of the full cache's bytes."""
         return self.device_bytes / self.full_bytes if self.device_bytes is not None and self.full_bytes else None
 
     @property
@@ -91,7 +91,7 @@ def _row(members: Sequence[Observation], estimator: Estimator) -> Row:
     first = members[0]
     measured = [each for each in members if each.value is not None]
     value, low, high = estimator(measured)[:3] if measured else (None, None, None)
-    memory: dict[str, Any] = {name: _mean([getattr(each, name) for each in members]) for name in MEMORY}
+    memory: dict[str, Any] = {name: known_mean([getattr(each, name) for each in members]) for name in MEMORY}
     return Row(
         kind=first.kind,
         model=first.model,
@@ -109,25 +109,26 @@ def _row(members: Sequence[Observation], estimator: Estimator) -> Row:
     )
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def known_mean(values: Sequence[float | None]) -> float | None:
+    """The mean of the values that are known."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
-# settings that stand for several others
+# overall settings
 
 Pair = tuple[str, str]  # method and budget
 
 
 def is_overall(setting: str) -> bool:
-    """Whether a setting stands for all others of its experiment."""
+    """Whether a setting combines all others of its experiment."""
     return setting.startswith(("mean", "average", "all"))
 
 
 def together(field: str, overall: str, observations: Sequence[Observation]) -> list[Observation]:
-    """The observations, those of overall settings only where methods can be compared: over the values of `field` that
-    the most methods and budgets were measured at, and of those that have a value at each of these. Where only one such
-    value is left, nothing stands for it.
+    """The observations, with overall settings restricted so that methods can be compared: to the values of `field` at
+    which most methods and budgets were measured, and to the methods that have a result at each of these. With only one
+    such value there is no overall setting.
     """
     groups: dict[tuple[str, str], list[Observation]] = {}
     for each in observations:
@@ -136,7 +137,7 @@ def together(field: str, overall: str, observations: Sequence[Observation]) -> l
 
 
 def _of_group(field: str, overall: str, members: Sequence[Observation]) -> list[Observation]:
-    """The same for one model and way to measure."""
+    """The same for one model and variant."""
     measured: dict[int, set[Pair]] = {}
     for each in members:
         measured.setdefault(int(each.data[field]), set()).add((each.method, each.budget))

@@ -1,4 +1,4 @@
-"""What a streamed prompt costs beyond an exact prefill: tables with the difference, sample by sample."""
+"""Streamed prompts against exact prefill: tables with the differences, paired by sample."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def added(shown: Shown, part: Compared, chunk: int) -> Estimate | None:
 
 
 def asked(record: Record) -> tuple[Any, ...]:
-    """What a question about lines asked of which method, however the prompt was read."""
+    """Method and question of a record about lines, the same for exact and streamed prompts."""
     names = ("model", "dtype", "method", "budget", "budgets_in", "primed", "lines", "sample")
     return record["seed"], *(record["data"].get(name) for name in names)
 
@@ -99,14 +99,13 @@ def _sample(data: Data) -> tuple[Any, ...]:
 
 
 def summary(records: Sequence[Record], kind: str, model: str) -> str:
-    """How many differences between streamed and exact prefill their intervals tell from zero."""
+    """How many differences between streamed and exact prefill have an interval that excludes zero."""
     (shown,) = [each for each in SHOWN if each.kind == kind]
     parts = [part for part in compared(shown, records) if part.model == model]
     found = [added(shown, part, chunk) for part in parts for chunk in part.ways if chunk != EXACT]
     known = [each for each in found if each is not None and each.low is not None]
     more, fewer = (sum(each.excludes_zero and sign * each.value > 0 for each in known) for sign in (1, -1))
-    told = f"{more} are increases and {fewer} decreases that it tells from zero"
-    return f"of {len(known)} differences that have an interval {told}"
+    return f"of {len(known)} differences with an interval, {more} are clear increases and {fewer} clear decreases"
 
 
 def tables(records: Sequence[Record]) -> str:
