@@ -148,7 +148,9 @@ def test_attention_reads_codes_as_what_they_stand_for(
     assert relative_error(ours.out.float(), theirs.out.float()) < tolerance
     for found, expected in ((ours.log_sum_num, theirs.log_sum_num), (ours.log_sum_den, theirs.log_sum_den)):
         torch.testing.assert_close(found, expected, atol=20 * tolerance, rtol=tolerance)
-    torch.testing.assert_close(ours.logits, theirs.logits, atol=20 * tolerance, rtol=tolerance)
+    # Queries that meet 4-bit keys are taken in two halves: nothing is lost by rounding them.
+    close = 2e-4 if key_bits == 4 else tolerance
+    torch.testing.assert_close(ours.logits, theirs.logits, atol=20 * close, rtol=close)
 
 
 def test_attention_over_many_bits_is_attention_over_the_vectors() -> None:

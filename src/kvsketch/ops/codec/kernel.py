@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvsketch.ops.codec import LARGEST_STEP, STEP_DTYPE, Codec, Coded, unit_step
 from kvsketch.ops.common.device import on
+from kvsketch.ops.common.kernel import hadamard, halves
 from kvsketch.ops.common.tensors import MAX_HEAD_SIZE, dense_last
 
 TILE = 16  # vectors of one program
@@ -51,21 +52,6 @@ def _launch(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor | 
             BITS=codec.bits, D=codec.size, STAGES=codec.size.bit_length() - 1, TILE=tile, AT=at is not None,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-@triton.jit
-def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The first and the second half of the columns of a tile."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def hadamard(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
-    """Sums and differences of halves, which trade places with neighbours; after STAGES all are where they began."""
-    for _ in tl.static_range(STAGES):
-        a, b = halves(x, ROWS, COLUMNS)
-        x = tl.reshape(tl.join(a + b, a - b), (ROWS, COLUMNS))
-    return x
 
 
 @triton.jit

@@ -167,6 +167,21 @@ def nibbles(words, DTYPE: tl.constexpr):
         )
 
 
+@triton.jit
+def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The first and the second half of the columns of a tile."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def hadamard(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+    """Sums and differences of halves, which trade places with neighbours; after STAGES all are where they began."""
+    for _ in tl.static_range(STAGES):
+        a, b = halves(x, ROWS, COLUMNS)
+        x = tl.reshape(tl.join(a + b, a - b), (ROWS, COLUMNS))
+    return x
+
+
 def described_rows(tensor: Tensor, count: int) -> TensorDescriptor:
     """Tiles of `count` rows of one head of an aligned tensor [B, heads, .., size], for `load_rows`."""
     return TensorDescriptor.from_tensor(tensor, [1, 1, count, block_size(tensor.shape[-1])])

@@ -16,30 +16,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF
+from kvsketch.ops.codec import CodedSlots
+from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, hadamard
 from kvsketch.ops.common.ragged import Ragged
 
-COMBINE_COLUMNS = 64
+COMBINE_COLUMNS, COMBINE_SPLITS = 64, 128  # that one program reads at a time
 
 
 def combine(
     acc: Tensor, sums: Tensor, out: Tensor, state: Tensor, splits: int, sink_logits: Tensor | None,
     tied: bool, log2_clip: float | None, overlap: bool, ragged: Ragged | None = None,
+    turned: CodedSlots | None = None,
 ) -> None:  # fmt: skip
     """Writes out [B, Hq, N, Dv] and state [2 or 3, B, Hq, N] from acc [B, Hq, N, splits, Dv] and sums [.., splits, 4].
 
     `log2_clip` bounds the denominator, None: not; `overlap` starts the programs while those of the splits still run.
     Where heads are ragged, acc and sums have the rows of a head for each piece: [P, G N, Dv] and [P, G N, 4].
+    `turned`: values in few bits, whose sums are rotated back here.
     """
     query_heads, queries, value_size = out.shape[1:]
     most = splits if ragged is None else ragged.most_pieces
-    head_rows = 1 if ragged is None else query_heads * queries * out.shape[0] // (len(ragged.first_piece) - 1)
-    combine_kernel[(out.shape[0] * query_heads * queries, triton.cdiv(value_size, COMBINE_COLUMNS))](
-        acc, sums, sink_logits, None if ragged is None else ragged.first_piece, out, state, log2_clip or 0.0,
-        splits, queries, query_heads, head_rows,
-        DV=value_size, COLUMNS=COMBINE_COLUMNS, BLOCK_SPLITS=triton.next_power_of_2(max(1, most)),
+    heads = ragged.start.shape[1] if ragged is not None else query_heads if turned is None else turned.center.shape[1]
+    columns = COMBINE_COLUMNS if turned is None else value_size
+    block = min(COMBINE_SPLITS * COMBINE_COLUMNS // columns, triton.next_power_of_2(max(1, most)))
+    combine_kernel[(out.shape[0] * query_heads * queries, triton.cdiv(value_size, columns))](
+        acc, sums, sink_logits, None if ragged is None else ragged.first_piece,
+        None if turned is None else turned.center.contiguous(),
+        None if turned is None else turned.codec.signs(out.device),
+        out, state, log2_clip or 0.0, splits, queries, query_heads, query_heads // heads * queries,
+        DV=value_size, COLUMNS=columns, BLOCK_SPLITS=block, MANY=most > block,
         TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
-        RATIO=state.shape[0] == 3, RAGGED=ragged is not None,
+        RATIO=state.shape[0] == 3, RAGGED=ragged is not None, TURN=0 if turned is None else value_size.bit_length() - 1,
         num_warps=4, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
@@ -109,41 +116,70 @@ def merge_sums(pointers, inside):
     return origin, tl.sum(totals * share, 0), share
 
 
+@triton.jit
+def join_sums(origin, total, new_origin, new_total):
+    """One sum from two, and the factors both shrink by."""
+    joined = tl.maximum(origin, new_origin)
+    old_share, new_share = tl.exp2(origin - finite_or_zero(joined)), tl.exp2(new_origin - finite_or_zero(joined))
+    return joined, total * old_share + new_total * new_share, old_share, new_share
+
+
+@triton.jit
+def load_pieces(acc_ptr, place, column, inside, DV: tl.constexpr):
+    mask = inside[:, None] & (column[None, :] < DV)
+    return tl.load(acc_ptr + place[:, None] * DV + column[None, :], mask=mask, other=0.0)
+
+
 @triton.jit(do_not_specialize=["splits", "queries", "head_rows"])
 def combine_kernel(
-    acc_ptr, sums_ptr, sink_ptr, first_ptr, out_ptr, state_ptr, log2_clip, splits, queries, query_heads, head_rows,
-    DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    acc_ptr, sums_ptr, sink_ptr, first_ptr, center_ptr, sign_ptr, out_ptr, state_ptr,
+    log2_clip, splits, queries, query_heads, head_rows,
+    DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, MANY: tl.constexpr,
     TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
-    RATIO: tl.constexpr, RAGGED: tl.constexpr,
+    RATIO: tl.constexpr, RAGGED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """Output of one row, COLUMNS of it, from the sums of its splits."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK_SPLITS)
+    head = row // head_rows
+    count, base, apart = splits, row * splits, 1
     if RAGGED:
-        first = tl.load(first_ptr + row // head_rows)
-        inside = split < tl.load(first_ptr + row // head_rows + 1) - first
-        place = (first + split).to(tl.int64) * head_rows + row % head_rows
-    else:
-        inside = split < splits
-        place = row * splits + split
+        first = tl.load(first_ptr + head)
+        count = tl.load(first_ptr + head + 1) - first
+        base, apart = first.to(tl.int64) * head_rows + row % head_rows, head_rows
+    split = tl.arange(0, BLOCK_SPLITS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    place, inside = base + split * apart, split < count
     num_origin, num_total, share = merge_sums(sums_ptr + place * 4, inside)
     den_origin, den_total = num_origin, num_total
     if not TIED:
         den_origin, den_total, _ = merge_sums(sums_ptr + place * 4 + 2, inside)
+    out = tl.sum(load_pieces(acc_ptr, place, column, inside, DV) * share[:, None], 0)
+    if MANY:
+        for start in range(BLOCK_SPLITS, count, BLOCK_SPLITS):
+            place, inside = base + (start + split).to(tl.int64) * apart, start + split < count
+            origin, total, share = merge_sums(sums_ptr + place * 4, inside)
+            more = tl.sum(load_pieces(acc_ptr, place, column, inside, DV) * share[:, None], 0)
+            num_origin, num_total, old, new = join_sums(num_origin, num_total, origin, total)
+            out = out * old + more * new
+            if not TIED:
+                origin, total, share = merge_sums(sums_ptr + place * 4 + 2, inside)
+                den_origin, den_total, old, new = join_sums(den_origin, den_total, origin, total)
+        if TIED:
+            den_origin, den_total = num_origin, num_total
     by_origin, by_total = clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip, CLIPPED)
     if SINKS:
         sink = tl.load(sink_ptr + (row // queries) % query_heads).to(tl.float32)
         den_origin, den_total = add_sink(den_origin, den_total, sink)
         by_origin, by_total = add_sink(by_origin, by_total, sink)
 
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    pieces = tl.load(
-        acc_ptr + place[:, None] * DV + column[None, :], mask=inside[:, None] & (column[None, :] < DV), other=0.0
-    )
     factor = normalizer(num_origin, num_total, by_origin, by_total)
-    out = tl.sum(pieces * share[:, None], 0) * factor
+    out *= factor
+    if TURN:
+        turned = tl.reshape(hadamard(tl.reshape(out, (1, DV)), 1, DV, TURN), (DV,)) * DV**-0.5
+        center = tl.load(center_ptr + head * DV + column)
+        out = turned * tl.load(sign_ptr + column) + center * (num_total * factor)
     tl.store(out_ptr + row * DV + column, out.to(out_ptr.dtype.element_ty), mask=column < DV)
     if tl.program_id(1) == 0:
         tl.store(state_ptr + row, (num_origin + tl.log2(num_total)) * LN2)

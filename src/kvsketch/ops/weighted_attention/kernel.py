@@ -59,6 +59,7 @@ MAX_SPLITS = 128
 # Programs that start early are dealt unevenly over the multiprocessors, which costs more than a launch when they are
 # long.
 EARLY_BYTES = 16 << 20
+HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,13 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     kv_heads, slots, value_slots, value_size = call.sizes
     group, ragged = query_heads // kv_heads, call.ragged
     q, key, value = dense_last(call.q), _stored(call.k, call.q.dtype), _stored(call.v, call.q.dtype)
-    q_center = None
-    if isinstance(call.k, CodedSlots):
-        q, q_center = _rotated(call.q, call.k)
+    center, signs, mix = None, None, None
+    turn = key.words and key.is_one_block
+    if isinstance(call.k, CodedSlots) and turn:
+        center, signs = call.k.center.contiguous(), call.k.codec.signs(q.device)
+        mix = hadamard_matrix(size // 4, block_size(size // 4), q.dtype, q.device)
+    elif isinstance(call.k, CodedSlots):
+        q, center = _rotated(call.q, call.k, torch.float32 if key.words else call.q.dtype)
     exact_at = next((part.exact_at.contiguous() for part in (call.k, call.v) if _some_exact(part)), None)
     tied = call.tied
     log_num, log_den = float_weights(call.log_num), float_weights(call.log_den)
@@ -100,22 +105,25 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     # Products in true float32 run outside the tensor cores and need the registers.
     most_rows = 16 if q.dtype == torch.float32 else 64 if traits.shared_bytes > 160 * 1024 else 32
     block_m = min(most_rows, block_size(group * queries))
+    if key.words:
+        # A query takes two rows of a tile.
+        block_m = max(8, min(16, triton.next_power_of_2(group * queries)))
     row_tiles = triton.cdiv(group * queries, block_m)
     if launch is None:
         programs = batch * kv_heads * row_tiles
-        if key.words and value.words and block_m == 16:
-            launch = coded_plan(programs, slots, traits)
+        if key.words and value.words:
+            launch = coded_plan(programs, slots, block_m, traits)
         else:
             slot_bytes = (block_size(size) + block_size(value_size)) * q.element_size()
             launch = plan(programs, slots, slot_bytes, traits)
     masked = lengths is not None or slots % launch.block_n > 0 or value_slots % launch.block_n > 0
-    direct = launch.splits == 1 and ragged is None
-
-    # Values in few bits are summed rotated; what leaves the kernel is rotated back.
-    coded_values = isinstance(call.v, CodedSlots)
-    out_dtype = torch.float32 if coded_values else q.dtype
+    # Values in few bits are summed rotated; the sum of all splits is rotated back.
+    direct = launch.splits == 1 and ragged is None and not key.words and isinstance(call.v, Tensor)
+    turned = call.v if isinstance(call.v, CodedSlots) and value.is_one_block else None
+    late = isinstance(call.v, CodedSlots) and turned is None
+    out_dtype = torch.float32 if late else call.q.dtype
     out = torch.empty((batch, query_heads, queries, value_size), dtype=out_dtype, device=q.device)
-    state = torch.empty((3 if coded_values else 2, batch, query_heads, queries), dtype=torch.float32, device=q.device)
+    state = torch.empty((3 if late else 2, batch, query_heads, queries), dtype=torch.float32, device=q.device)
     logits = _logits_buffer(q, slots, lengths is not None) if call.return_logits else None
     if ragged is not None:
         pieces = len(ragged.work) * group * queries
@@ -129,7 +137,7 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
         split_kernel[grid](
             q, key.data, value.data, log_num, log_den, bias, sink_logits, lengths,
             None if ragged is None else ragged.start, None if ragged is None else ragged.work, call.pages,
-            q_center, key.steps, value.steps, key.exact, value.exact, exact_at,
+            center, signs, mix, key.steps, value.steps, key.exact, value.exact, exact_at,
             out, state, logits, acc, sums,
             call.scale, call.softcap or 0.0, bias_floor, log2_clip or 0.0,
             slots, value_slots, launch.splits, queries, kv_heads,
@@ -144,13 +152,14 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
             CAPPED=call.softcap is not None, SINKS=sink_logits is not None, LENGTHS=lengths is not None,
             CLIPPED=log2_clip is not None, LOGITS=call.return_logits, MASKED=masked, DIRECT=direct,
             RAGGED=ragged is not None, PAGED=call.pages is not None, KEY_BITS=key.bits, VALUE_BITS=value.bits,
-            KEY_WORDS=key.words, VALUE_WORDS=value.words, EXACT=0 if exact_at is None else exact_at.shape[2],
+            KEY_WORDS=key.words, VALUE_WORDS=value.words, HALF=HALVES.get(call.q.dtype), TURN=turn,
+            EXACT=0 if exact_at is None else exact_at.shape[2],
             OVERLAP=launch.overlap, EARLY=launch.early, num_warps=launch.warps,
             **({"launch_pdl": True} if launch.early else {}),
         )  # fmt: skip
         if not direct:
-            combine(acc, sums, out, state, launch.splits, sink_logits, tied, log2_clip, launch.overlap, ragged)
-    if isinstance(call.v, CodedSlots):
+            combine(acc, sums, out, state, launch.splits, sink_logits, tied, log2_clip, launch.overlap, ragged, turned)
+    if isinstance(call.v, CodedSlots) and late:
         out = _rotated_back(out, state[2], call.v).to(call.q.dtype)
     return Attended(out, state[0], state[1], logits)
 
@@ -161,6 +170,7 @@ class Stored(NamedTuple):
     data: Tensor  # vectors [B, H, S, D], or their codes
     bits: int = 16  # 16: the dtype of the queries
     words: bool = False  # whether codes are read two bytes at a time
+    is_one_block: bool = False  # whether one Hadamard matrix rotates all channels: kernels do that themselves
     steps: Tensor | None = None  # [B, H, S]
     exact: Tensor | None = None  # [B, H, E, D] float32, contiguous
 
@@ -170,7 +180,9 @@ def _stored(part: Tensor | CodedSlots, dtype: torch.dtype) -> Stored:
         return Stored(dense_last(part))
     codes, words = dense_last(part.codes), part.codec.bits == 4 and dtype != torch.float32
     steps, exact = dense_last(part.steps), part.exact.contiguous()
-    return Stored(codes.view(torch.int16) if words else codes, part.codec.bits, words, steps, exact)
+    codec = part.codec
+    one_block = codec.block == codec.size >= 32
+    return Stored(codes.view(torch.int16) if words else codes, codec.bits, words, one_block, steps, exact)
 
 
 def _slot_strides(data: Tensor) -> tuple[int, ...]:
@@ -182,13 +194,22 @@ def _some_exact(part: Tensor | CodedSlots) -> TypeGuard[CodedSlots]:
     return isinstance(part, CodedSlots) and part.exact.shape[2] > 0
 
 
-def _rotated(q: Tensor, keys: CodedSlots) -> tuple[Tensor, Tensor]:
-    """R q [B, Hq, N, D] in the dtype of q, and <q, center> [B, Hq, N] float32."""
+def _rotated(q: Tensor, keys: CodedSlots, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """R q [B, Hq, N, D], and <q, center> [B, Hq, N] float32."""
     batch, query_heads, queries, size = q.shape
     exact = q.float()
     grouped = exact.reshape(batch, keys.center.shape[1], -1, size)
     center = (grouped @ keys.center.unsqueeze(-1)).view(batch, query_heads, queries)
-    return (exact @ keys.codec.rotation(q.device).T).to(q.dtype).contiguous(), center
+    return (exact @ keys.codec.rotation(q.device).T).to(dtype).contiguous(), center
+
+
+@functools.lru_cache(maxsize=16)
+def hadamard_matrix(size: int, room: int, dtype: torch.dtype, device: torch.device) -> Tensor:  # [room, room]
+    """A Hadamard matrix of ones and minus ones, with zeros around it."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return torch.nn.functional.pad(matrix, (0, room - size, 0, room - size)).to(device, dtype)
 
 
 def _rotated_back(out: Tensor, ratio: Tensor, values: CodedSlots) -> Tensor:
@@ -235,12 +256,12 @@ def plan(heads: int, slots: int, slot_bytes: int, device: Device) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def coded_plan(heads: int, slots: int, device: Device) -> Plan:
-    """The same for 4-bit codes. One warp holds a whole tile, so that programs never wait for other warps."""
+def coded_plan(heads: int, slots: int, rows: int, device: Device) -> Plan:
+    """The same for 4-bit codes. One warp holds a tile of up to 8 queries: its programs never wait for other warps."""
     block_n = 64
     resident = device.multiprocessors * CODED_PROGRAMS
     splits = best_splits(heads, _ceil_div(slots, block_n), resident)
-    return Plan(block_n, splits, warps=1, stages=2, overlap=device.overlap)
+    return Plan(block_n, splits, warps=1 if rows == 8 else 4, stages=2, overlap=device.overlap)
 
 
 def best_splits(heads: int, tiles: int, resident: int) -> int:
@@ -316,7 +337,7 @@ def score_tile(
     if WORDS:
         k0, k1, k2, k3 = nibbles(load_tile(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, MASKED), q.dtype)
         s = dot(q, tl.trans(k0), tl.zeros((q.shape[0], BLOCK_N), tl.float32) + q_lift[:, None])
-        s = dot(q3, tl.trans(k3), dot(q2, tl.trans(k2), dot(q1, tl.trans(k1), s)))
+        s = folded(dot(q3, tl.trans(k3), dot(q2, tl.trans(k2), dot(q1, tl.trans(k1), s))))
         step = tl.load(k_step + slots, mask=slots < limit, other=0.0).to(tl.float32) * 2.0
     elif BITS == 16:
         k_tile = load_tile(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, MASKED)
@@ -339,6 +360,34 @@ def score_tile(
         inside = row_inside[:, None] & there[None, :]
         x = s * (step * (scale * LOG2E))[None, :]
         return add_bias(x, slots, there, inside, bias_rows, bias_floor, BIAS)
+
+
+@triton.jit
+def folded(x):
+    """The sum of the upper and the lower half of the rows."""
+    if len(x.shape) == 1:
+        return tl.sum(tl.reshape(x, (2, x.shape[0] // 2)), 0)
+    else:
+        return tl.sum(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), 0)
+
+
+@triton.jit
+def twice(x, TWICE: tl.constexpr):
+    """The rows, and the same rows again behind them."""
+    if not TWICE:
+        return x
+    elif len(x.shape) == 1:
+        return tl.reshape(tl.broadcast_to(x[None], (2, x.shape[0])), (2 * x.shape[0],))
+    else:
+        return tl.reshape(tl.broadcast_to(x[None], (2, x.shape[0], x.shape[1])), (2 * x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def split_in_two(x, DTYPE: tl.constexpr):
+    """Rows that come twice, in half precision: the upper half rounded, the lower half what rounding took away."""
+    rounded = x.to(DTYPE)
+    upper = (tl.arange(0, x.shape[0]) < x.shape[0] // 2)[:, None]
+    return tl.where(upper, rounded, (x - rounded.to(tl.float32)).to(DTYPE))
 
 
 @triton.jit
@@ -374,10 +423,26 @@ def store_columns(
 
 @triton.jit
 def load_words(
-    base, places, stride, inside, first, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    base, places, stride, inside, first, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One channel of each word of four, of the rows `places` of a [.., SIZE] matrix."""
-    return load_columns(base + places.to(tl.int64) * stride, inside, first, 2, SIZE // 4, BLOCK).to(DTYPE)
+    return load_columns(base + places.to(tl.int64) * stride, inside, first, 2, SIZE // 4, BLOCK)
+
+
+@triton.jit
+def exact_scores(
+    s, q, base, places, stride, inside, first, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """s with the products of these channels of exact keys added; the keys are taken in two halves as well."""
+    k = load_words(base, places, stride, inside, first, SIZE, BLOCK).to(tl.float32)
+    rounded = k.to(q.dtype)
+    return dot(q, tl.trans((k - rounded.to(tl.float32)).to(q.dtype)), dot(q, tl.trans(rounded), s))
+
+
+@triton.jit
+def signed(q, signs, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of queries whose columns are multiplied with the signs at these pointers."""
+    return (q.to(tl.float32) * tl.load(signs, mask=tl.arange(0, BLOCK) < COUNT, other=1.0)[None, :]).to(q.dtype)
 
 
 # A cache that grows by a slot per step must not compile a kernel per length.
@@ -389,7 +454,7 @@ def load_words(
 )  # fmt: skip
 def split_kernel(
     q_ptr, k_ptr, v_ptr, num_ptr, den_ptr, bias_ptr, sink_ptr, length_ptr, start_ptr, work_ptr, page_ptr,
-    center_ptr, k_step_ptr, v_step_ptr, k_exact_ptr, v_exact_ptr, exact_ptr,
+    center_ptr, sign_ptr, mix_ptr, k_step_ptr, v_step_ptr, k_exact_ptr, v_exact_ptr, exact_ptr,
     out_ptr, state_ptr, logits_ptr, acc_ptr, sums_ptr,
     scale, softcap, bias_floor, log2_clip,
     slots_total, value_slots, splits, queries, kv_heads,
@@ -401,7 +466,8 @@ def split_kernel(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, LENGTHS: tl.constexpr, CLIPPED: tl.constexpr, LOGITS: tl.constexpr,
     MASKED: tl.constexpr, DIRECT: tl.constexpr, RAGGED: tl.constexpr, PAGED: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, KEY_WORDS: tl.constexpr, VALUE_WORDS: tl.constexpr,
-    EXACT: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr, EXACT_BLOCK: tl.constexpr = 16,
+    HALF: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
+    EXACT_BLOCK: tl.constexpr = 16,
 ):  # fmt: skip
     """Sums over one piece of the slots of one KV head; the output itself when there is one piece (DIRECT)."""
     begin(OVERLAP, EARLY)
@@ -419,18 +485,47 @@ def split_kernel(
     head_in_group = row // queries
     flat_row = batch_head.to(tl.int64) * head_rows + row  # row of [B, Hq, N] outputs
 
-    q_rows = q_ptr + b * q_b + h * GROUP * q_h + head_in_group * q_h + (row % queries) * q_n
+    # With codes read as words every query has two rows, its rounded part and the rest.
+    WIDE: tl.constexpr = 2 * BLOCK_M if KEY_WORDS else BLOCK_M
+    wide_row = tl.program_id(1) * BLOCK_M + tl.arange(0, WIDE) % BLOCK_M
+    wide_inside = wide_row < head_rows
+    q_rows = q_ptr + b * q_b + h * GROUP * q_h + (wide_row // queries) * q_h + (wide_row % queries) * q_n
     q_center = scale
+    if KEY_BITS != 16 and not TURN:
+        q_center = tl.load(center_ptr + flat_row, mask=row_inside, other=0.0)
     if KEY_WORDS:
         # The channels of a word meet the same channels of q. Levels are read with an offset, which the sums begin with.
-        q = load_columns(q_rows, row_inside, 0, 2, D // 4, BLOCK_D)
-        q1 = load_columns(q_rows, row_inside, D // 2, 2, D // 4, BLOCK_D)
-        q2 = load_columns(q_rows, row_inside, 1, 2, D // 4, BLOCK_D)
-        q3 = load_columns(q_rows, row_inside, D // 2 + 1, 2, D // 4, BLOCK_D)
+        q = load_columns(q_rows, wide_inside, 0, 2, D // 4, BLOCK_D)
+        q1 = load_columns(q_rows, wide_inside, D // 2, 2, D // 4, BLOCK_D)
+        q2 = load_columns(q_rows, wide_inside, 1, 2, D // 4, BLOCK_D)
+        q3 = load_columns(q_rows, wide_inside, D // 2 + 1, 2, D // 4, BLOCK_D)
+        if TURN:
+            u = tl.arange(0, BLOCK_D)
+            center = center_ptr + batch_head.to(tl.int64) * D + 2 * u
+            by_center = q.to(tl.float32) * tl.load(center, mask=u < D // 4, other=0.0)[None, :]
+            by_center += q1.to(tl.float32) * tl.load(center + D // 2, mask=u < D // 4, other=0.0)[None, :]
+            by_center += q2.to(tl.float32) * tl.load(center + 1, mask=u < D // 4, other=0.0)[None, :]
+            by_center += q3.to(tl.float32) * tl.load(center + D // 2 + 1, mask=u < D // 4, other=0.0)[None, :]
+            q_center = 0.5 * folded(tl.sum(by_center, 1))
+            # A Hadamard matrix of D is one of D / 4 over the words, times two of 2 over the channels of a word.
+            mix = tl.load(mix_ptr + u[:, None] * BLOCK_D + u[None, :])
+            signs = sign_ptr + 2 * u
+            y0 = dot(signed(q, signs, D // 4, BLOCK_D), mix)
+            y1 = dot(signed(q1, signs + D // 2, D // 4, BLOCK_D), mix)
+            y2 = dot(signed(q2, signs + 1, D // 4, BLOCK_D), mix)
+            y3 = dot(signed(q3, signs + D // 2 + 1, D // 4, BLOCK_D), mix)
+            NORM: tl.constexpr = D**-0.5
+            q = split_in_two((y0 + y1 + y2 + y3) * NORM, HALF)
+            q1 = split_in_two((y0 - y1 + y2 - y3) * NORM, HALF)
+            q2 = split_in_two((y0 + y1 - y2 - y3) * NORM, HALF)
+            q3 = split_in_two((y0 - y1 - y2 + y3) * NORM, HALF)
+        else:
+            q, q1 = split_in_two(q, HALF), split_in_two(q1, HALF)
+            q2, q3 = split_in_two(q2, HALF), split_in_two(q3, HALF)
         q_sum = tl.sum(q.to(tl.float32) + q1.to(tl.float32) + q2.to(tl.float32) + q3.to(tl.float32), 1)
         q_lift = -nibble_offset(q.dtype) * q_sum
     else:
-        q = load_columns(q_rows, row_inside, 0, 1, D, BLOCK_D)
+        q = load_columns(q_rows, wide_inside, 0, 1, D, BLOCK_D)
         q1, q2, q3, q_lift = q, q, q, scale
     # Rows of a flat store begin where their head does.
     k_base, v_base, k_step, v_step = k_ptr, v_ptr, k_step_ptr, v_step_ptr
@@ -461,8 +556,6 @@ def split_kernel(
             num_base += b * num_b + h * num_h
         if DEN:
             den_base += b * den_b + h * den_h
-    if KEY_BITS != 16:
-        q_center = tl.load(center_ptr + flat_row, mask=row_inside, other=0.0)
     if BIAS != "none":
         bias_rows += b * bias_b + h * bias_h
     if BIAS == "row":
@@ -494,7 +587,7 @@ def split_kernel(
     num_total = tl.zeros((BLOCK_M,), tl.float32)
     den_origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
     den_total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    acc = tl.zeros((WIDE, BLOCK_DV), tl.float32)
     acc1, acc2, acc3 = scale, scale, scale
     if VALUE_WORDS:
         acc1, acc2, acc3 = acc, acc, acc
@@ -514,25 +607,26 @@ def split_kernel(
         weights = without_exact(weights, NEG_INF, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
         x_num = x + weights[None, :]
         num_origin, num_total, terms, shrink = add_terms(num_origin, num_total, x_num)
+        shrink = twice(shrink, KEY_WORDS)[:, None]
         if VALUE_WORDS:
             words = load_tile(v_base, start, v_s, value_limit, BLOCK_N, DV // 4, BLOCK_DV, MASKED)
             v0, v1, v2, v3 = nibbles(words, q.dtype)
             step = tl.load(v_step + slots, mask=slots < value_limit, other=0.0).to(tl.float32) * 2.0
-            parts = (terms * step[None, :]).to(q.dtype)
+            parts = twice((terms * step[None, :]).to(q.dtype), KEY_WORDS)
             # The sum of the rounded parts, which the offset of the levels is taken off with.
-            total = dot(parts, tl.full((BLOCK_N, 8), 1.0, q.dtype), tl.zeros((BLOCK_M, 8), tl.float32))
+            total = dot(parts, tl.full((BLOCK_N, 8), 1.0, q.dtype), tl.zeros((WIDE, 8), tl.float32))
             lift = -nibble_offset(q.dtype) * tl.max(total, 1)[:, None]
-            acc = dot(parts, v0, acc * shrink[:, None] + lift)
-            acc1 = dot(parts, v1, acc1 * shrink[:, None] + lift)
-            acc2 = dot(parts, v2, acc2 * shrink[:, None] + lift)
-            acc3 = dot(parts, v3, acc3 * shrink[:, None] + lift)
+            acc = dot(parts, v0, acc * shrink + lift)
+            acc1 = dot(parts, v1, acc1 * shrink + lift)
+            acc2 = dot(parts, v2, acc2 * shrink + lift)
+            acc3 = dot(parts, v3, acc3 * shrink + lift)
         elif VALUE_BITS == 16:
             v_tile = load_tile(v_base, start, v_s, value_limit, BLOCK_N, DV, BLOCK_DV, MASKED)
-            acc = dot(terms.to(v_tile.dtype), v_tile, acc * shrink[:, None])
+            acc = dot(twice(terms.to(v_tile.dtype), KEY_WORDS), v_tile, acc * shrink)
         else:
             z_tile = load_levels(v_base, start, v_s, value_limit, BLOCK_N, DV, BLOCK_DV, VALUE_BITS).to(q.dtype)
             step = tl.load(v_step + slots, mask=slots < value_limit, other=0.0).to(tl.float32)
-            acc = dot((terms * step[None, :]).to(q.dtype), z_tile, acc * shrink[:, None])
+            acc = dot(twice((terms * step[None, :]).to(q.dtype), KEY_WORDS), z_tile, acc * shrink)
         if not TIED:
             weights = load_weights(den_base, slots, limit, DEN, MASKED)
             weights = without_exact(weights, NEG_INF, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
@@ -563,12 +657,12 @@ def split_kernel(
             k_exact, k_places, k_row = k_base, slots, k_s
             if KEY_BITS != 16:
                 k_exact, k_places, k_row = k_exact_ptr + batch_head.to(tl.int64) * EXACT * D, place, D
-            s = tl.zeros((BLOCK_M, EXACT_BLOCK), tl.float32)
+            s = tl.zeros((WIDE, EXACT_BLOCK), tl.float32)
             if KEY_WORDS:
-                s = dot(q, tl.trans(load_words(k_exact, k_places, k_row, there, 0, q.dtype, D, BLOCK_D)), s)
-                s = dot(q1, tl.trans(load_words(k_exact, k_places, k_row, there, D // 2, q.dtype, D, BLOCK_D)), s)
-                s = dot(q2, tl.trans(load_words(k_exact, k_places, k_row, there, 1, q.dtype, D, BLOCK_D)), s)
-                s = dot(q3, tl.trans(load_words(k_exact, k_places, k_row, there, D // 2 + 1, q.dtype, D, BLOCK_D)), s)
+                s = exact_scores(s, q, k_exact, k_places, k_row, there, 0, D, BLOCK_D)
+                s = exact_scores(s, q1, k_exact, k_places, k_row, there, D // 2, D, BLOCK_D)
+                s = exact_scores(s, q2, k_exact, k_places, k_row, there, 1, D, BLOCK_D)
+                s = folded(exact_scores(s, q3, k_exact, k_places, k_row, there, D // 2 + 1, D, BLOCK_D))
             else:
                 s = dot(q, tl.trans(gather_tile(k_exact, k_places, k_row, there, D, BLOCK_D).to(q.dtype)), s)
             if KEY_BITS != 16 and (CAPPED or LOGITS):
@@ -585,19 +679,19 @@ def split_kernel(
             v_exact, v_places, v_row = v_base, slots, v_s
             if VALUE_BITS != 16:
                 v_exact, v_places, v_row = v_exact_ptr + batch_head.to(tl.int64) * EXACT * DV, place, DV
-            parts = terms.to(q.dtype)
+            parts, shrink = twice(terms.to(q.dtype), KEY_WORDS), twice(shrink, KEY_WORDS)[:, None]
             if VALUE_WORDS:
-                v0 = load_words(v_exact, v_places, v_row, valued, 0, q.dtype, DV, BLOCK_DV)
-                v1 = load_words(v_exact, v_places, v_row, valued, DV // 2, q.dtype, DV, BLOCK_DV)
-                v2 = load_words(v_exact, v_places, v_row, valued, 1, q.dtype, DV, BLOCK_DV)
-                v3 = load_words(v_exact, v_places, v_row, valued, DV // 2 + 1, q.dtype, DV, BLOCK_DV)
-                acc = dot(parts, v0, acc * shrink[:, None])
-                acc1 = dot(parts, v1, acc1 * shrink[:, None])
-                acc2 = dot(parts, v2, acc2 * shrink[:, None])
-                acc3 = dot(parts, v3, acc3 * shrink[:, None])
+                v0 = load_words(v_exact, v_places, v_row, valued, 0, DV, BLOCK_DV).to(q.dtype)
+                v1 = load_words(v_exact, v_places, v_row, valued, DV // 2, DV, BLOCK_DV).to(q.dtype)
+                v2 = load_words(v_exact, v_places, v_row, valued, 1, DV, BLOCK_DV).to(q.dtype)
+                v3 = load_words(v_exact, v_places, v_row, valued, DV // 2 + 1, DV, BLOCK_DV).to(q.dtype)
+                acc = dot(parts, v0, acc * shrink)
+                acc1 = dot(parts, v1, acc1 * shrink)
+                acc2 = dot(parts, v2, acc2 * shrink)
+                acc3 = dot(parts, v3, acc3 * shrink)
             else:
                 v_tile = gather_tile(v_exact, v_places, v_row, valued, DV, BLOCK_DV).to(q.dtype)
-                acc = dot(parts, v_tile, acc * shrink[:, None])
+                acc = dot(parts, v_tile, acc * shrink)
             if not TIED:
                 x = tl.where(there[None, :], x, NEG_INF)
                 if DEN:
@@ -617,32 +711,25 @@ def split_kernel(
             den_origin, den_total = add_sink(den_origin, den_total, sink)
             by_origin, by_total = add_sink(by_origin, by_total, sink)
         factor = normalizer(num_origin, num_total, by_origin, by_total)
-        if VALUE_BITS != 16:
-            ratio = state_ptr + 2 * tl.num_programs(2).to(tl.int64) * head_rows
-            tl.store(ratio + flat_row, num_total * factor, mask=row_inside)
-        out_rows = out_ptr + flat_row * DV
-        if VALUE_WORDS:
-            store_columns(out_rows, acc * factor[:, None], row_inside, 0, 2, DV // 4, BLOCK_DV)
-            store_columns(out_rows, acc1 * factor[:, None], row_inside, DV // 2, 2, DV // 4, BLOCK_DV)
-            store_columns(out_rows, acc2 * factor[:, None], row_inside, 1, 2, DV // 4, BLOCK_DV)
-            store_columns(out_rows, acc3 * factor[:, None], row_inside, DV // 2 + 1, 2, DV // 4, BLOCK_DV)
-        else:
-            store_columns(out_rows, acc * factor[:, None], row_inside, 0, 1, DV, BLOCK_DV)
+        store_columns(out_ptr + flat_row * DV, acc * factor[:, None], row_inside, 0, 1, DV, BLOCK_DV)
         tl.store(state_ptr + flat_row, (num_origin + tl.log2(num_total)) * LN2, mask=row_inside)
         den_state = state_ptr + tl.num_programs(2).to(tl.int64) * head_rows
         tl.store(den_state + flat_row, (den_origin + tl.log2(den_total)) * LN2, mask=row_inside)
     else:
         place = flat_row * splits + split
+        wide_place = (batch_head.to(tl.int64) * head_rows + wide_row) * splits + split
         if RAGGED:
             place = split.to(tl.int64) * head_rows + row
-        acc_rows = acc_ptr + place * DV
+            wide_place = split.to(tl.int64) * head_rows + wide_row
+        acc_rows = acc_ptr + wide_place * DV
+        wide_inside = wide_inside & (tl.arange(0, WIDE) < BLOCK_M)
         if VALUE_WORDS:
-            store_columns(acc_rows, acc, row_inside, 0, 2, DV // 4, BLOCK_DV)
-            store_columns(acc_rows, acc1, row_inside, DV // 2, 2, DV // 4, BLOCK_DV)
-            store_columns(acc_rows, acc2, row_inside, 1, 2, DV // 4, BLOCK_DV)
-            store_columns(acc_rows, acc3, row_inside, DV // 2 + 1, 2, DV // 4, BLOCK_DV)
+            store_columns(acc_rows, acc, wide_inside, 0, 2, DV // 4, BLOCK_DV)
+            store_columns(acc_rows, acc1, wide_inside, DV // 2, 2, DV // 4, BLOCK_DV)
+            store_columns(acc_rows, acc2, wide_inside, 1, 2, DV // 4, BLOCK_DV)
+            store_columns(acc_rows, acc3, wide_inside, DV // 2 + 1, 2, DV // 4, BLOCK_DV)
         else:
-            store_columns(acc_rows, acc, row_inside, 0, 1, DV, BLOCK_DV)
+            store_columns(acc_rows, acc, wide_inside, 0, 1, DV, BLOCK_DV)
         tl.store(sums_ptr + place * 4, num_origin, mask=row_inside)
         tl.store(sums_ptr + place * 4 + 1, num_total, mask=row_inside)
         if not TIED:
