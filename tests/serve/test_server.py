@@ -55,7 +55,7 @@ def slow(loaded: tuple[Any, Any]) -> Slow:
 
 @pytest.fixture(scope="module")
 def server(loaded: tuple[Any, Any], slow: Slow, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    service = start_service(*loaded, "tiny", METHOD, folder=tmp_path_factory.mktemp("documents"), queue=2)
+    service = start_service(*loaded, "tiny", METHOD, folder=tmp_path_factory.mktemp("documents"), queue=2, rows=1)
     made = Server(service, largest_body=20_000)
     with made.started():
         yield made
@@ -97,7 +97,7 @@ def expected(loaded: tuple[Any, Any], prompt: str, tokens: int) -> str:
     ids = tokenizer(prompt, return_tensors="pt")
     cache = kvsketch.CompressedCache(model, METHOD)
     output = kvsketch.generate(model, ids, cache, max_new_tokens=tokens, do_sample=False)
-    return str(tokenizer.decode(output[0, ids["input_ids"].shape[1] :]))
+    return str(tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 def test_openai_client_gets_the_tokens_of_generate(client: Any, loaded: tuple[Any, Any]) -> None:
@@ -269,6 +269,27 @@ def test_metrics_tell_what_happened(client: Any, server: Server) -> None:
     assert float(lines["kvsketch_time_to_first_token_seconds_count"]) >= 1 and float(lines["kvsketch_rows"]) == 1
     assert float(lines["kvsketch_generated_tokens_total"]) >= 5 and float(lines["kvsketch_waiting"]) == 0
     assert any(line.startswith('kvsketch_responses_total{route="/v1/completions",status="200"}') for line in lines)
+
+
+def test_requests_share_a_step_where_the_method_allows_it(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    service = start_service(*loaded, "tiny", METHOD, folder=tmp_path, rows=3)
+    prompts = ["Once", "A longer prompt", "Two", "And a fourth one"]
+    with Server(service).started() as address:
+        client = openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
+        number = service.documents.wait(service.documents.add(TEXT).id).id
+        options: Any = {"temperature": 0, "max_tokens": 8}
+        streams = [client.completions.create(model="tiny", prompt=each, stream=True, **options) for each in prompts]
+        about = client.chat.completions.create(model=f"tiny@{number}", messages=ASK, **options)
+        texts = ["".join(part.choices[0].text for part in stream) for stream in streams]
+    assert texts == [expected(loaded, each, 8) for each in prompts] and service.engine.state().rows == 3
+    model, tokenizer = loaded
+    cache = kvsketch.CompressedCache(model, METHOD)
+    kvsketch.read(model, tokenizer, cache, TEXT)
+    wanted = kvsketch.ask(model, tokenizer, cache, ASK[0]["content"], max_new_tokens=8)
+    assert about.choices[0].message.content == wanted
+    one_at_a_time = start_service(*loaded, "tiny", "rehearse", folder=tmp_path, rows=3)
+    assert one_at_a_time.engine.state().rows == 1
+    one_at_a_time.close()
 
 
 def test_a_stop_answers_what_was_accepted(loaded: tuple[Any, Any], slow: Slow, tmp_path: Path) -> None:

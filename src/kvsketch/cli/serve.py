@@ -38,9 +38,10 @@ def serve(
     documents: Annotated[
         Path | None, typer.Option(help="Folder of documents; `documents` in KVSKETCH_HOME unless given.")
     ] = None,
-    prefill: Annotated[str, typer.Option(help="exact reads a prompt whole; stream reads --chunk tokens at a time.")] = (
-        "exact"
-    ),
+    prefill: Annotated[
+        str | None,
+        typer.Option(help="exact reads a prompt whole; stream --chunk tokens at a time, between others' answers."),
+    ] = None,
     chunk: Annotated[int, typer.Option(min=2, help="Tokens read at a time with --prefill stream.")] = 2048,
     largest_body: Annotated[str, typer.Option(help="Largest request or document, such as 32MB.")] = "32MB",
     drain: Annotated[int, typer.Option(min=1, help="Seconds that running answers get when the server stops.")] = 60,
@@ -72,7 +73,7 @@ def serve(
     from kvsketch.methods import parse_method
 
     parsed = parse_method(method)
-    require_stream(prefill, chunk)
+    require_stream(prefill or "exact", chunk)
     loaded, tokenizer = models.load(model, dtype=dtype or quick_dtype(device), device=device)
     service = server.start_service(
         loaded, tokenizer, name or model, parsed, folder=documents, queue=queue, memory=bytes_of_memory, rows=rows,

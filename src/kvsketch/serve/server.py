@@ -10,13 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 import uvicorn
 
+from kvsketch.decode.shared import SharedRows, alone
 from kvsketch.methods import Method, parse_method
 from kvsketch.serve.app import LARGEST_BODY, create_app
-from kvsketch.serve.service import Service
+from kvsketch.serve.engine import BatchedEngine
+from kvsketch.serve.held import full_cache_bytes
+from kvsketch.serve.requests import Engine
+from kvsketch.serve.sequential import SequentialEngine
+from kvsketch.serve.service import Service, longest_context
 
 MOST_CONNECTIONS = 1024
+MOST_ROWS_CPU, MOST_ROWS_GPU = 4, 64  # unless asked for more
 
 
 def start_service(
@@ -29,12 +37,44 @@ def start_service(
     queue: int = 32,
     memory: int | None = None,
     rows: int | None = None,
-    prefill: str = "exact",
+    prefill: str | None = None,
     chunk: int = 2048,
 ) -> Service:
-    """A service around a model, with the engine that suits its method."""
-    options: dict[str, Any] = {"queue": queue, "memory": memory, "prefill": prefill, "chunk": chunk}
-    return Service(model, tokenizer, name, parse_method(method), folder=folder, **options)
+    """A service around a model, with the engine that suits its method.
+
+    Requests share a decode step where the method allows it and memory holds two rows or more. `rows`: how many; as many
+    as `memory` bytes hold, or a quarter of what is free. `prefill`: prompts are read as a stream between the steps of
+    the others, and whole where one request runs at a time.
+    """
+    parsed = parse_method(method)
+    longest = longest_context(model, parsed, memory)
+    wanted = rows or _rows_that_fit(model, parsed, longest, memory)
+    shared = wanted > 1 and not alone(model, parsed)
+    reading: dict[str, Any] = {"prefill": prefill or ("stream" if shared else "exact"), "chunk": chunk}
+    engine: Engine
+    if shared:
+        engine = BatchedEngine(model, parsed, rows=wanted, longest=longest, queue=queue, **reading)
+    else:
+        engine = SequentialEngine(model, parsed, queue=queue, **reading)
+    return Service(
+        model, tokenizer, name, parsed, engine=engine, folder=folder, queue=queue, memory=memory, **reading
+    )  # fmt: skip
+
+
+def _rows_that_fit(model: Any, method: Method, longest: int, memory: int | None) -> int:
+    """Rows of the longest prompt and answer, measured on one; 1 where requests cannot share tables."""
+    if alone(model, method):
+        return 1
+    on_gpu = model.device.type == "cuda"
+    if memory is None:
+        free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else psutil.virtual_memory().available
+        memory = free // 4
+    if longest * full_cache_bytes(model, 1) > memory:
+        # Not even one prompt would fit: its row is not worth a measurement.
+        return 1
+    one = SharedRows(model, method, 1, longest).device_bytes
+    # One row's worth stays free for the prompt that is being read.
+    return max(1, min(MOST_ROWS_GPU if on_gpu else MOST_ROWS_CPU, memory // one - 1))
 
 
 class Server:
