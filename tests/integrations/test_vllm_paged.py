@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,8 +13,10 @@ from kvsketch import ops
 from kvsketch.integrations.vllm.paged import PagedLayer
 from kvsketch.integrations.vllm.settings import servable
 from kvsketch.methods import parse_method
+from kvsketch.ops.common import dispatch
 from kvsketch.slots.pages import Pages
 from kvsketch.slots.table import Place, SlotTable
+from tests.ops.formula import needs_triton
 
 HEADS, GROUP, SIZE = 2, 2, 8
 METHODS = [
@@ -20,6 +25,7 @@ METHODS = [
     "kcenter:budget=12:recent=4:weights=count",
     "h2o:budget=12",
     "keyformer:budget=12:horizon=6",
+    "keyformer:budget=12:compat=official",
     "snapkv:budget=12:window=4",
     "pyramidkv:budget=12:window=4",
 ]
@@ -42,39 +48,54 @@ class Alone:
         self.method.compress(table, q)
         return out[0].transpose(0, 1)
 
-    def kept(self) -> list[list[int]]:
-        return [sorted(i for i in head if i >= 0) for head in self.table.index_slots()[0].tolist()]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Served:
+    """A layer with six pages, which lie apart and hold what others have left there."""
+
+    def __init__(self, text: str) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.place = Place(1, 3, first_head=4)
+        self.layer = PagedLayer(servable(parse_method(text)), self.place, 0.3)
+        self.shape = self.layer.page_shape(HEADS, SIZE, SIZE, torch.float32)
+        self.pool = torch.full((6, self.shape.nbytes + 64), 63, dtype=torch.uint8, device=DEVICE)
+        self.pages = Pages(self.shape, self.pool[:, : self.shape.nbytes])
+
+    def tokens(self, n: int) -> list[Tensor]:
+        sizes = ((n, heads, SIZE) for heads in (HEADS * GROUP, HEADS, HEADS))
+        return [torch.randn(size, generator=self.generator).to(DEVICE) for size in sizes]
+
+    def kept(self, page: int, seen: int) -> list[list[int]]:
+        return kept(self.pages.one(self.place, self.layer.method.State, whole(page), seen))
+
+
+def kept(table: SlotTable) -> list[list[int]]:
+    return [sorted(i for i in head if i >= 0) for head in table.index_slots()[0].tolist()]
+
+
+def whole(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, device=DEVICE)
 
 
 @pytest.mark.parametrize("text", METHODS)
 def test_requests_in_pages_are_requests_alone(text: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    place = Place(1, 3, first_head=4)
-    layer = PagedLayer(servable(parse_method(text)), place, 0.3)
-    shape = layer.page_shape(HEADS, SIZE, SIZE, torch.float32)
-    # Pages lie apart and hold what others have left there.
-    pool = torch.full((6, shape.nbytes + 64), 63, dtype=torch.uint8)
-    before = pool.clone()
-    pages = Pages(shape, pool[:, : shape.nbytes])
-
-    def tokens(n: int) -> tuple[Tensor, Tensor, Tensor]:
-        q = torch.randn(n, HEADS * GROUP, SIZE, generator=generator)
-        return q, *(torch.randn(n, HEADS, SIZE, generator=generator) for _ in range(2))
-
-    lengths = {4: 30, 2: 5, 3: 1}  # page: tokens of the prompt
-    alone = {page: Alone(text, place) for page in lengths}
-    seen = dict.fromkeys(lengths, 0)
+    served = Served(text)
+    before = served.pool.clone()
+    alone = {page: Alone(text, served.place) for page in (4, 2, 3)}
+    seen = dict.fromkeys(alone, 0)
 
     def prompt(page: int, n: int) -> None:
-        new = tokens(n)
-        found = layer.prefill(pages, torch.tensor([page]), seen[page], *new)
+        new = served.tokens(n)
+        found = served.layer.prefill(served.pages, whole(page), seen[page], *new)
         torch.testing.assert_close(found, alone[page].read(*new), atol=1e-5, rtol=1e-4)
         seen[page] += n
 
     def step(*batch: int) -> None:
-        new = tokens(len(batch))
-        rows, counts = torch.tensor(batch), torch.tensor([seen.get(page, -1) for page in batch])
-        found = layer.decode(pages, rows, counts, *new)
+        new = served.tokens(len(batch))
+        counts = whole(*(seen.get(page, -1) for page in batch))
+        found = served.layer.decode(served.pages, whole(*batch), counts, *new)
         for i, page in enumerate(batch):
             if page in alone:
                 wanted = alone[page].read(*(x[i : i + 1] for x in new))
@@ -90,7 +111,54 @@ def test_requests_in_pages_are_requests_alone(text: str) -> None:
     for _ in range(9):
         step(3, 4)
     for page, request in alone.items():
-        table = pages.one(place, layer.method.State, torch.tensor([page]), seen[page])
-        assert [sorted(i for i in head if i >= 0) for head in table.index_slots()[0].tolist()] == request.kept()
-    assert torch.equal(pool[[0, 1, 5]], before[[0, 1, 5]]), "a page of nobody was written"
-    assert torch.equal(pool[:, shape.nbytes :], before[:, shape.nbytes :]), "bytes between the pages were written"
+        assert served.kept(page, seen[page]) == kept(request.table)
+    assert torch.equal(served.pool[[0, 1, 5]], before[[0, 1, 5]]), "a page of nobody was written"
+    end = served.shape.nbytes
+    assert torch.equal(served.pool[:, end:], before[:, end:]), "bytes between the pages were written"
+
+
+@needs_triton
+def test_the_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation of a step by its kernel, in Triton's interpreter where there is no GPU."""
+    by_torch, by_kernel = Served("h2o:budget=2"), Served("h2o:budget=2")
+
+    def kernel_for(operation: str, device: torch.device) -> Any:
+        used.add(operation)
+        return importlib.import_module(f"kvsketch.ops.{operation}.kernel")
+
+    used: set[str] = set()
+    for count in range(4):
+        rows, seen, new = whole(4, 0), whole(count, -1), by_torch.tokens(2)
+        wanted = by_torch.layer.decode(by_torch.pages, rows, seen, *new)
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "kernel_for", kernel_for)
+            found = by_kernel.layer.decode(by_kernel.pages, rows, seen, *new)
+        torch.testing.assert_close(found[0], wanted[0], atol=1e-5, rtol=1e-4)
+    assert used == {"page_rows", "slot_update", "weighted_attention", "attention_mass"}
+    assert by_kernel.kept(4, 4) == by_torch.kept(4, 4)
+    assert torch.equal(by_kernel.pool[:4], by_torch.pool[:4])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("text", METHODS)
+def test_a_captured_step_serves_other_requests(text: str) -> None:
+    """vLLM records the step once and replays it for whatever requests its rows stand for."""
+    eager, captured = Served(text), Served(text)
+    for served in (eager, captured):
+        served.layer.prefill(served.pages, whole(4), 0, *served.tokens(30))
+    rows, seen, new = whole(0, 0, 0), whole(-1, -1, -1), captured.tokens(3)
+    captured.layer.decode(captured.pages, rows, seen, *new)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = captured.layer.decode(captured.pages, rows, seen, *new)
+    for count in range(12):
+        fresh = eager.tokens(3)
+        rows.copy_(whole(4, 2, 0)), seen.copy_(whole(30 + count, count, -1))
+        for place, values in zip(new, fresh, strict=True):
+            place.copy_(values)
+        graph.replay()
+        wanted = eager.layer.decode(eager.pages, whole(4, 2), whole(30 + count, count), *(x[:2] for x in fresh))
+        torch.testing.assert_close(out[:2], wanted, atol=1e-5, rtol=1e-4)
+    for page, tokens in ((4, 42), (2, 12)):
+        assert captured.kept(page, tokens) == eager.kept(page, tokens)

@@ -7,7 +7,7 @@ after the other,
     index [H, S] int32                   token of each slot, counted from the first of its request; -1 empty
     log_den [H, S] float32               weight in both sums
     state [H, S] float32                 what the method remembers of each slot
-    prompt [1] int64                     tokens of the prompt
+    prompt [1] int64                     tokens of the prompt, for methods that count from there
 
 How many tokens a request has seen is told at each step, so a page that was given to another request needs no cleaning:
 before the first token it counts as empty.
@@ -21,7 +21,7 @@ Legend: P pages, B rows, H KV heads, S slots, D key size, Dv value size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.ops.page_rows import Rows, Worth
 from kvsketch.slots.codes import Slots
-from kvsketch.slots.state import SLOT, TableState
+from kvsketch.slots.state import TableState
 from kvsketch.slots.table import Place, SlotTable
 
 CLOCK = 1 << 24  # above the length of any text
@@ -48,15 +48,7 @@ class PageShape:
     value_size: int
     dtype: torch.dtype
     state: str = ""  # name of the number that a method remembers of each slot; "": none
-
-    @classmethod
-    def of(
-        cls, heads: int, slots: int, key_size: int, value_size: int, dtype: torch.dtype, kind: type[TableState]
-    ) -> PageShape:
-        """The page of a method whose state is of that kind."""
-        state, *others = [f.name for f in fields(kind) if f.metadata["role"] == SLOT] or [""]
-        assert not others, f"{kind.__name__} holds more of a slot than a page does"
-        return cls(heads, slots, key_size, value_size, dtype, state)
+    prompt: bool = False  # whether the length of the prompt is known later
 
     def planes(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
         each = (self.heads, self.slots)
@@ -66,7 +58,8 @@ class PageShape:
         yield "log_den", each, torch.float32
         if self.state:
             yield self.state, each, torch.float32
-        yield "prompt", (1,), torch.int64
+        if self.prompt:
+            yield "prompt", (1,), torch.int64
 
     def sizes(self) -> list[int]:
         """Bytes of each plane."""
@@ -111,7 +104,7 @@ class Pages:
             name: pool[:, start:end].view(dtype)[:, : prod(size)].unflatten(1, size)
             for (name, size, dtype), (start, end) in zip(shape.planes(), spans, strict=True)
         }
-        self.keys, self.values, self.prompt = planes["keys"], planes["values"], planes["prompt"]
+        self.keys, self.values, self.prompt = planes["keys"], planes["values"], planes.get("prompt")
         self.worth = Worth(planes["index"], planes["log_den"], planes[shape.state] if shape.state else None)
 
     def one(self, place: Place, kind: type[TableState], page: Tensor, seen: int) -> SlotTable:
@@ -128,23 +121,15 @@ class Pages:
 
         `seen` [B]: tokens each request has seen; negative where a row stands for none.
         """
-        clock = torch.full((1,), CLOCK, device=pages.device)
-        return self._rows(place, kind, pages, seen, clock, CLOCK - seen)
-
-    def row(self, place: Place, kind: type[TableState], page: Tensor, seen: Tensor) -> PagedTable:
-        """The same of one request, [1], whose prompt ends at CLOCK: for methods that count from there."""
-        padding = CLOCK - torch.where(seen > 0, self.prompt[page, 0], 1)
-        return self._rows(place, kind, page, seen, seen + padding, padding)
-
-    def _rows(
-        self, place: Place, kind: type[TableState], pages: Tensor, seen: Tensor, clock: Tensor, padding: Tensor
-    ) -> PagedTable:
-        table = PagedTable(**vars(place))
+        table, padding = PagedTable(**vars(place)), CLOCK - seen
         self._open(table, kind, Rows(pages, seen, padding))
         table.keys, table.values = self.keys, self.values
         table.pages = torch.where(seen < 0, -1, pages)
-        table.clock, table.padding = clock, padding
+        table.clock, table.padding = torch.full((1,), CLOCK, device=pages.device), padding
         table.seen = table.prompt_tokens = CLOCK
+        if self.prompt is not None:
+            # A single token that comes first is the prompt.
+            table.prompts = padding + torch.where(seen > 0, self.prompt[pages, 0], 1)
         return table
 
     def _open(self, table: SlotTable, kind: type[TableState], rows: Rows) -> None:
@@ -159,7 +144,8 @@ class Pages:
         keys, values = table.buffers()
         self.keys.index_copy_(0, page, keys)
         self.values.index_copy_(0, page, values)
-        self.prompt.index_fill_(0, page, table.prompt_tokens)
+        if self.prompt is not None:
+            self.prompt.index_fill_(0, page, table.prompt_tokens)
         none = torch.zeros_like(page)
         self._close(Rows(page, none, none), table)
 
@@ -169,7 +155,9 @@ class Pages:
         Where a row stands for no request its page keeps what it holds.
         """
         assert table.padding is not None
-        self.prompt.index_copy_(0, pages, torch.where((seen == 0).view(-1, 1), 1, self.prompt[pages]))
+        if self.prompt is not None and table.prompts is not None:
+            known = torch.where(seen < 0, self.prompt[pages, 0], table.prompts - table.padding)
+            self.prompt.index_copy_(0, pages, known.unsqueeze(1))
         self._close(Rows(pages, seen, table.padding), table)
 
     def _close(self, rows: Rows, table: SlotTable) -> None:

@@ -8,15 +8,17 @@ Legend: B requests, n tokens, Hq query heads, H KV heads, D key size, Dv value s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.integrations.vllm.settings import counts_from_prompt
 from kvsketch.methods.base import BudgetedMethod
+from kvsketch.methods.keyformer import Keyformer
+from kvsketch.methods.pyramidkv import PyramidKV
 from kvsketch.slots.pages import CLOCK, Pages, PageShape
+from kvsketch.slots.state import SLOT
 from kvsketch.slots.table import Place, SlotTable
 
 
@@ -36,7 +38,10 @@ class PagedLayer:
         return self.method.budget_tokens(table) + 1
 
     def page_shape(self, heads: int, key_size: int, value_size: int, dtype: torch.dtype) -> PageShape:
-        return PageShape.of(heads, self.slots, key_size, value_size, dtype, self.method.State)
+        state, *others = [f.name for f in fields(self.method.State) if f.metadata["role"] == SLOT] or [""]
+        assert not others, f"{self.method.name} remembers more of a slot than a page holds"
+        counts = isinstance(self.method, Keyformer)
+        return PageShape(heads, self.slots, key_size, value_size, dtype, state, prompt=counts)
 
     def _empty(self) -> SlotTable:
         return SlotTable(**vars(self.place))
@@ -47,14 +52,7 @@ class PagedLayer:
         `rows` [B]: the page of each request; `seen` [B]: tokens before this one, negative where a row stands for no
         request: its page stays as it is. Asks the device for nothing.
         """
-        if len(rows) == 1 or not counts_from_prompt(self.method):
-            return self._step(pages, rows, seen, q, k, v)
-        steps = (self._step(pages, *(x[i : i + 1] for x in (rows, seen, q, k, v))) for i in range(len(rows)))
-        return torch.cat(list(steps))
-
-    def _step(self, pages: Pages, rows: Tensor, seen: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        make = pages.row if counts_from_prompt(self.method) else pages.rows
-        table = make(self.place, self.method.State, rows, seen)
+        table = pages.rows(self.place, self.method.State, rows, seen)
         table.append(k.unsqueeze(2), v.unsqueeze(2))
         query, wanted = q.unsqueeze(2), self.method.wants_logits
         attended = ops.weighted_attention(
@@ -77,8 +75,8 @@ class PagedLayer:
         attended, (_, row_lse) = ops.chunk_attention(
             query, keys, values, self.scale, past=past, clip=self.method.clip, return_state=True
         )
-        # Pages have the shape that a long prompt leaves, however long this one is.
-        table.append(keys, values, None if counts_from_prompt(self.method) else CLOCK)
+        # All pages of a layer have the size that a long prompt leaves there, however long this one is.
+        table.append(keys, values, CLOCK if isinstance(self.method, PyramidKV) else None)
         table.note_scale(self.scale)
         table.note_attention(row_lse if self.method.wants_row_lse else None)
         self.method.compress(table, query)

@@ -7,7 +7,6 @@ from typing import Any
 
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
-from kvsketch.methods.keyformer import Keyformer
 from kvsketch.slots.codes import PLAIN
 from kvsketch.slots.positions import TEXT
 
@@ -49,11 +48,6 @@ def servable(method: Method) -> BudgetedMethod:
                 f"{method.name}: {name}={str(given).lower()} cannot be served by vLLM; use {name}={wanted}"
             )
     return method
-
-
-def counts_from_prompt(method: Method) -> bool:
-    """Whether a generated token is treated by how many came since the prompt."""
-    return isinstance(method, Keyformer) and (method.tau_init != method.tau_end or method.compat == "official")
 
 
 def refuse_config(config: Any) -> None:
