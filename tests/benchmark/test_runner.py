@@ -18,6 +18,7 @@ from kvsketch.benchmark.runner import Benchmark, Row, Trial
 from kvsketch.cli import app
 from kvsketch.cli.bench import BENCHMARKS
 from kvsketch.options import option
+from tests.helpers.tiny import save_tiny_model
 
 SMALL = {
     "kernels": "--batch 1 --slots 33",
@@ -51,8 +52,18 @@ def test_every_benchmark_runs_on_a_cpu_with_small_shapes(name: str, tmp_path: Pa
     assert found and not any(record["data"].get("failed") for record in found)
 
 
+def test_a_stored_document_gives_the_first_token_of_one_read_again(tmp_path: Path) -> None:
+    model, text, out = save_tiny_model(tmp_path / "tiny"), tmp_path / "text.txt", tmp_path / "records.jsonl"
+    text.write_text("The harbour was rebuilt in 1921. " * 9)
+    options = f"--model {model} --text {text} --tokens 200 --methods h2o:budget=64 --repeats 1 --device cpu --out {out}"
+    assert (done := bench("document", *options.split())).exit_code == 0, done.output
+    rows = [record["data"] for record in records.read(out)]
+    assert [row["cache"] for row in rows] == ["read again", "from its file", "held ready"]
+    assert not any(row.get("failed") for row in rows) and rows[0]["cache_bytes"] < rows[0]["file_bytes"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks the answer without a GPU")
-@pytest.mark.parametrize("name", sorted(BENCHMARKS.keys() - {"hit-rate"}))
+@pytest.mark.parametrize("name", sorted(BENCHMARKS.keys() - {"hit-rate", "document"}))
 def test_without_a_gpu_every_benchmark_says_what_it_needs(name: str, tmp_path: Path) -> None:
     done = bench(name, "--out", str(tmp_path / "records.jsonl"))
     assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
