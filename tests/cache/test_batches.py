@@ -10,10 +10,10 @@ import torch
 import kvsketch
 from kvsketch import CompressedCache
 from tests.helpers import zoo
-from tests.helpers.common import generate, padded, with_budget
+from tests.helpers.common import bounded, generate, padded, with_budget
 
 METHODS = list(kvsketch.METHODS)
-BOUNDED = [n for n, m in kvsketch.METHODS.items() if m.family in ("evict", "summarise")]
+BOUNDED = bounded()
 
 
 def fed(model: Any, cache: Any, pieces: list[torch.Tensor]) -> torch.Tensor:

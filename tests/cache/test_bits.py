@@ -21,7 +21,7 @@ PIECES = [(0, 80), (80, 81), (81, 82), (82, 91), (91, 92)]
 
 
 def method_of(name: str, bits: int, budget: int = 24) -> str:
-    return f"{with_budget(name, budget)}:bits={bits}"
+    return with_budget(f"{name}:bits={bits}", budget)
 
 
 def read(model: Any, cache: Any, ids: Tensor, mask: Tensor, pieces: list[tuple[int, int]] = PIECES) -> Tensor:
@@ -48,6 +48,8 @@ def test_fewer_bits_are_fewer_bytes_and_many_bits_the_same_answers(name: str) ->
 def test_a_padded_row_is_the_row_alone(name: str) -> None:
     model = zoo.build("llama", **BIG)
     ids, mask = padded(zoo.tokens(2, 92), [0, 7])
+    # A refit makes more of what is rounded differently.
+    name += ":refit=none" * (name == "rehearse")
     both = read(model, CompressedCache(model, method_of(name, 4)), ids, mask)
     pieces = [(max(0, start - 7), end - 7) for start, end in PIECES]
     alone = read(model, CompressedCache(model, method_of(name, 4)), ids[1:, 7:], mask[1:, 7:], pieces)

@@ -15,7 +15,7 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
-from tests.helpers.common import generate, padded, with_budget
+from tests.helpers.common import generate, held, padded, require_angles, with_budget
 
 METHODS = list(kvsketch.METHODS)
 BOUNDED = [n for n, m in kvsketch.METHODS.items() if m.family in ("evict", "summarise")]
@@ -30,8 +30,8 @@ def full_bytes(model: torch.nn.Module, ids: torch.Tensor) -> int:
 
 def assert_within_budget(cache: CompressedCache, budget: int) -> None:
     """No layer holds more than its own budget, and none of these exceeds `budget`."""
-    assert cache.tokens_stored <= budget
-    for layer in cache.slot_layers:
+    assert held(cache) <= budget
+    for layer in cache.slot_layers if not cache.method.budget_is_mean else ():
         most = layer.method.budget_tokens(layer.table)
         assert most is not None and layer.table.stored() <= most <= budget
 
@@ -40,6 +40,7 @@ def assert_within_budget(cache: CompressedCache, budget: int) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gptj"])
 def test_budget_and_bytes_hold_at_every_step(name: str, family: str) -> None:
     model, ids = zoo.build(family), zoo.tokens(2, 120)
+    require_angles(name, model)
     cache = CompressedCache(model, with_budget(name, 16))
     with torch.no_grad():
         for start, end in [(0, 100), *((i, i + 1) for i in range(100, 120))]:
@@ -53,7 +54,9 @@ def test_budget_and_bytes_hold_at_every_step(name: str, family: str) -> None:
         if layer not in cache.slot_layers
         for t in (layer.keys, layer.values)
     )
-    assert cache.device_bytes - uncompressed < 0.45 * (full_bytes(model, ids) - uncompressed)
+    # Methods with a mean have room for a while, which is more than so short a text.
+    short = cache.method.budget_is_mean
+    assert short or cache.device_bytes - uncompressed < 0.45 * (full_bytes(model, ids) - uncompressed)
 
 
 @pytest.mark.parametrize("name", BOUNDED)
@@ -221,7 +224,7 @@ def test_a_draft_counts_by_what_is_left_of_it(name: str, kept: int) -> None:
         assert caches[0].tokens_seen == caches[1].tokens_seen == 51 + kept
         if name in BOUNDED:
             assert_within_budget(caches[0], 16)
-        if name in (*BOUNDED, *SHARED):
+        if name in (*BOUNDED, *SHARED) and not caches[0].method.budget_is_mean:
             assert caches[0].device_bytes == before
         again = [model(ids[:, 56:57], past_key_values=cache).logits for cache in caches]
     # A recall method reads everything for several tokens at once and a part for a single one.

@@ -12,10 +12,10 @@ from torch import Tensor
 import kvsketch
 from kvsketch import CompressedCache
 from tests.helpers import zoo
-from tests.helpers.common import generate, padded, with_budget
+from tests.helpers.common import bounded, generate, padded, require_angles, with_budget
 
 METHODS = list(kvsketch.METHODS)
-BOUNDED = [n for n, m in kvsketch.METHODS.items() if m.family in ("evict", "summarise")]
+BOUNDED = bounded()
 RECALL = [n for n, m in kvsketch.METHODS.items() if m.family == "recall"]
 SCORED = [name for name, method in kvsketch.METHODS.items() if method.wants_logits]  # by the attention they receive
 REFUSED = "cannot forget its last {count} tokens.*activate_past_recording"
@@ -135,6 +135,7 @@ def test_all_tokens_can_always_go(name: str) -> None:
 def test_no_token_can_go_at_any_time(name: str, family: str) -> None:
     """transformers crops by 0, as an int or a tensor, after every forward of assisted decoding."""
     model, ids = zoo.build(family), zoo.tokens(1, 70)
+    require_angles(name, model)
     cache = CompressedCache(model, with_budget(name, 16))
     cache.crop(0)
     for piece in (50, 1, 4):

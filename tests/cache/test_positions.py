@@ -33,7 +33,7 @@ STREAMING = f"streamingllm:budget={BUDGET}:sinks={SINKS}"
 BY_PLACE = f"{STREAMING}:positions=cache"
 EXTRA = {"phi": ("phi", {**zoo.FAMILIES["llama"][1], "partial_rotary_factor": 0.5})}
 FAMILIES = sorted([f for f, (kind, _) in zoo.FAMILIES.items() if kind in rotary.FAMILIES] + list(EXTRA))
-PLACED = [n for n, m in kvsketch.METHODS.items() if "positions" in m.__dataclass_fields__ and n != "subgen"]
+PLACED = [n for n, m in kvsketch.METHODS.items() if n != "subgen" and not getattr(m(), "placeless", "-")]
 
 
 def build(family: str, **changes: Any) -> Any:

@@ -19,10 +19,11 @@ from kvsketch.cache.view import chunk_spans
 from kvsketch.slots.table import SlotTable
 from tests.cache.test_oracle import oracle
 from tests.helpers import zoo
-from tests.helpers.common import generate, padded, with_budget
+from tests.helpers.common import bounded, generate, padded, with_budget
 
 METHODS = list(kvsketch.METHODS)
-BOUNDED = [n for n, m in kvsketch.METHODS.items() if m.family in ("evict", "summarise")]
+BOUNDED = bounded()
+SINGLE = [n for n, m in kvsketch.METHODS.items() if not m().settles]  # no layer waits for the others
 RECALL = [n for n, m in kvsketch.METHODS.items() if m.family == "recall"]
 FORMS = [
     "balancekv:budget=16:form=stream",
@@ -53,7 +54,7 @@ def tensors_of(table: SlotTable) -> list[Tensor]:
     return [table.key_slots()[real], table.value_slots()[real]]
 
 
-@pytest.mark.parametrize("method", [*(with_budget(name, 16) for name in METHODS), "uniform:budget=25%", *FORMS])
+@pytest.mark.parametrize("method", [*(with_budget(name, 16) for name in SINGLE), "uniform:budget=25%", *FORMS])
 def test_one_forward_and_many_leave_the_same_cache(method: str) -> None:
     """The prompt at once, chunk by chunk, and as generate prepares it; then a second turn."""
     model = zoo.build("llama")
@@ -84,7 +85,8 @@ def test_one_forward_and_many_leave_the_same_cache(method: str) -> None:
 def test_a_chunk_that_holds_the_prompt_is_exact_prefill(name: str) -> None:
     model = zoo.build("qwen2")
     ids, mask = padded(zoo.tokens(2, 40), [0, 7])
-    method = with_budget(name, 16)
+    # A refit makes more of what attention kernels round differently.
+    method = with_budget(name, 16) + ":refit=none" * (name == "rehearse")
     exact, streamed = CompressedCache(model, method), stream(model, method, chunk=40)
     runs = [generate(model, ids, cache, attention_mask=mask) for cache in (exact, streamed)]
     assert runs[0].sequences.tolist() == runs[1].sequences.tolist()

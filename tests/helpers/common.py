@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import kvsketch
+from kvsketch.cache import rotary
 
 
 def generate(model: Any, ids: torch.Tensor, cache: Any, **kwargs: Any) -> Any:
@@ -33,8 +35,31 @@ def with_budget(name: str, budget: int) -> str:
     name, *own = name.split(":")
     fields = kvsketch.METHODS[name].__dataclass_fields__
     wanted = {"budget": budget, "sinks": 2, "recent": 4, "skip_layers": 0}
+    if fields["bits"].default != 16 and not any(setting.startswith("bits=") for setting in own):
+        wanted["bits"] = 16  # few bits are tried on their own
     settings = [f"{k}={v}" for k, v in wanted.items() if k in fields and fields[k].init]
     return ":".join([name, *settings, *own])
+
+
+def require_angles(name: str, model: Any) -> None:
+    """Skips where a method needs rotary angles that are not known of the model."""
+    if kvsketch.METHODS[name]().needs_angles and not rotary.frequencies(model.config):
+        pytest.skip(f"the rotary angles of {model.config.model_type} are not known")
+
+
+def bounded() -> list[str]:
+    """The methods whose heads hold a budget after every forward."""
+    kept = {name: m for name, m in kvsketch.METHODS.items() if m.family in ("evict", "summarise")}
+    return [name for name, method in kept.items() if not method.budget_is_mean]
+
+
+def held(cache: Any) -> float:
+    """What a budget bounds: slots of the largest head, or their mean where heads share it, without what waits."""
+    if not cache.method.budget_is_mean:
+        return cache.tokens_stored
+    tables = [layer.table for layer in cache.slot_layers]
+    used = torch.stack([table.used_slots() for table in tables]).double().mean((0, 2))
+    return float(used.max()) - cache.method.beyond_budget(tables[0])
 
 
 def read_pieces(

@@ -88,6 +88,11 @@ class CompressedCache(Cache):
             require_one_device(model)
         choice = None if getattr(self.method, "placeless", "") else getattr(self.method, "positions", None)
         angles, positions = rotary.frequencies(config), rotary.positions(config, choice)
+        if self.method.needs_angles and not angles:
+            what, instead = self.method.needs_angles
+            raise ValueError(
+                f"{self.method.name} {what} by the rotary angles of the model, and {rotary.unknown(config, instead)}"
+            )
         compressed = [i for i, layer in enumerate(native) if type(layer) is DynamicLayer]
         layers = list(native)
         for rank, i in enumerate(compressed):

@@ -61,7 +61,7 @@ def positions(config: PretrainedConfig, choice: str | None) -> Positions:
     trained = trained_positions(config)
     if choice == CACHE:
         if not angles:
-            raise ValueError(f"positions=cache turns keys by the rotary angles of the model, and {_unknown(config)}")
+            raise ValueError(f"positions=cache turns keys by the rotary angles of the model, and {unknown(config)}")
         advice = f"Use a smaller budget or chunk, prefill='stream', or {LONGER}."
         return Positions(name, trained, angles, advice)
     if not angles:
@@ -73,16 +73,16 @@ def positions(config: PretrainedConfig, choice: str | None) -> Positions:
     return Positions(name, trained, advice=advice)
 
 
-def _unknown(config: PretrainedConfig) -> str:
+def unknown(config: PretrainedConfig, instead: str = "positions=text") -> str:
     """Why the angles are not known, and what to do."""
     config = config.get_text_config(decoder=True)
     kind = (_rope(config) or {}).get("rope_type", "default")
     if config.model_type in FAMILIES and kind not in ("default", *FIXED):
         return (
             f"those of this {config.model_type} (rope_type {kind!r}) change with the length of the text; "
-            f"use positions=text, or a config with one of: default, {', '.join(FIXED)}"
+            f"use {instead}, or a config with one of: default, {', '.join(FIXED)}"
         )
-    return f"{config.model_type} has none that are known; use positions=text, or a model of: {', '.join(FAMILIES)}"
+    return f"{config.model_type} has none that are known; use {instead}, or a model of: {', '.join(FAMILIES)}"
 
 
 def _rope(config: PretrainedConfig) -> dict[str, Any] | None:

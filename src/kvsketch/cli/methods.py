@@ -19,11 +19,11 @@ def methods(
     as_json: JsonOption = False,
 ) -> None:
     """List the methods with their families, ideas and parameters, or explain one."""
-    from kvsketch.methods import METHODS, UNPROVEN
+    from kvsketch.methods import METHODS
     from kvsketch.methods.text import find, installed
 
     if name is not None:
-        cls = find(name, METHODS | UNPROVEN)
+        cls = find(name, METHODS)
         if as_json:
             print_json(describe(cls))
         else:

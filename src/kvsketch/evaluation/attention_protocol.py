@@ -172,6 +172,7 @@ def feed(method: Method, table: SlotTable, layer: Captured, start: int, end: int
     """Adds the tokens [start, end) to the table and compresses it."""
     _append(method, table, layer, start, end)
     method.compress(table, layer.queries[:, :, start:end])
+    method.settle([table])
 
 
 def _recalled(method: Method, table: SlotTable, layer: Captured, queries: int, protocol: Protocol) -> Tensor:

@@ -44,15 +44,12 @@ METHODS: dict[str, type[Method]] = {
         KCenter,
         SubGen,
         BalanceKV,
+        Rehearse,
         Quest,
         ClusterKV,
         InfiniGen,
     )
 }
-
-
-# Methods that run and have no record yet: they can be named, and stand in no table and no comparison.
-UNPROVEN: dict[str, type[Method]] = {Rehearse.name: Rehearse}
 
 
 def parse_method(text: str | Method, importing: bool = True) -> Method:
@@ -61,13 +58,12 @@ def parse_method(text: str | Method, importing: bool = True) -> Method:
     Methods from outside: `package.module:Class:budget=1024`, or the name of an entry point (`text.py`). Without
     `importing` no module is imported for them.
     """
-    return text if isinstance(text, Method) else parse(text, METHODS | UNPROVEN, importing)
+    return text if isinstance(text, Method) else parse(text, METHODS, importing)
 
 
 __all__ = [
     "H2O",
     "METHODS",
-    "UNPROVEN",
     "BalanceKV",
     "ClusterKV",
     "Full",

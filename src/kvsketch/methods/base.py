@@ -64,6 +64,7 @@ class Method:
     lacks: ClassVar[Mapping[str, str]] = {"share": "it has no scores that heads could compare"}
     # Defaults of earlier versions, whose saved files name only what differed from them.
     earlier_defaults: ClassVar[dict[str, str]] = {}
+    budget_is_mean: ClassVar[bool] = False  # whether heads share a budget, so that it bounds the mean over heads
     ignores_hidden_tokens: ClassVar[bool] = False  # whether tokens that a mask hides inside a row leave no trace
     State: ClassVar[type[TableState]] = TableState  # what it remembers of a layer: `table.state_of(self.State)`
     wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in table.row_lse
@@ -95,6 +96,11 @@ class Method:
     def uncodable(self) -> str:
         """Why its slots cannot be held in few bits; empty: they can."""
         return ""
+
+    @property
+    def needs_angles(self) -> tuple[str, str] | None:
+        """What it turns by the rotary angles of the model, and what to use where they are not known; None: nothing."""
+        return None
 
     @classmethod
     def options(cls) -> list[Option]:
@@ -180,6 +186,10 @@ class Method:
     def budget_tokens(self, table: SlotTable) -> int | None:
         """Slots the layer may hold for its longest row, None without limit."""
         return None
+
+    def beyond_budget(self, table: SlotTable) -> int:
+        """Newest tokens that are held beside the budget, until the method takes them up."""
+        return 0
 
     @classmethod
     def text_name(cls) -> str:

@@ -137,7 +137,12 @@ def plain_at(slots: Slots, at: Tensor) -> Tensor:  # [B, H, m, D]
     """The vectors of the slots `at` [B, H, m]."""
     if isinstance(slots, Tensor):
         return tensors.gather_slots(slots, at)
-    return slots.decoded_at(at, slots.dtype)
+    if slots.fresh is None:
+        return slots.decoded_at(at, slots.dtype)
+    coded = slots.steps.shape[2]
+    decoded = slots.decoded_at(at.clamp_max(coded - 1), slots.dtype)
+    fresh = tensors.gather_slots(slots.fresh, (at - coded).clamp_min(0))
+    return torch.where((at < coded).unsqueeze(-1), decoded, fresh)
 
 
 def gathered(slots: Slots, source: Tensor) -> Slots:
@@ -212,14 +217,21 @@ def unpacked(slots: Slots, layout: Layout) -> Slots:
 
 
 def with_vectors(slots: Slots, at: Tensor, x: Tensor) -> Slots:
-    """With the vectors x [B, H, m, D] in the slots `at` [B, H, m], negative: none; coded ones keep theirs."""
-    vectors = slots if isinstance(slots, Tensor) else slots.fresh
-    assert vectors is not None
-    at = at if isinstance(slots, Tensor) else at - slots.steps.shape[2]
+    """With the vectors x [B, H, m, D] in the slots `at` [B, H, m], negative: none."""
+    if isinstance(slots, Tensor):
+        return _scattered(slots, at, x.to(slots.dtype))
+    coded = slots.steps.shape[2]
+    if slots.fresh is not None:
+        slots = replace(slots, fresh=_scattered(slots.fresh, at - coded, x.to(slots.fresh.dtype)))
+    at = torch.where(at < coded, at, -1)
+    new = codecs.encode(x, slots.center, slots.codec)
+    return replace(slots, codes=_scattered(slots.codes, at, new.codes), steps=_scattered(slots.steps, at, new.steps))
+
+
+def _scattered(slots: Tensor, at: Tensor, new: Tensor) -> Tensor:
     # One slot more takes what is to go nowhere.
-    place = torch.where(at < 0, vectors.shape[2], at).unsqueeze(-1).expand(x.shape)
-    new = torch.cat([vectors, vectors[:, :, :1]], 2).scatter(2, place, x.to(vectors.dtype))[:, :, :-1]
-    return new if isinstance(slots, Tensor) else replace(slots, fresh=new)
+    place = torch.where(at < 0, slots.shape[2], at).view(*at.shape, *[1] * (slots.dim() - 3)).expand(new.shape)
+    return tensors.filled(slots, 1).scatter(2, place, new)[:, :, :-1]
 
 
 def rows_of(slots: Slots, rows: Tensor) -> Slots:

@@ -180,6 +180,11 @@ class SlotTable(Place):
     def value_slots(self) -> Tensor:  # [B, H, S, Dv]
         return codes.plain(self._equal(self.values))[:, :, : self.length]
 
+    def tokens_at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, m, D] of the slots [B, H, m] alone."""
+        keys, values = self.stores()
+        return codes.plain_at(keys, slots), codes.plain_at(values, slots)
+
     def _equal(self, slots: Slots | None) -> Slots:
         """Keys or values as those of equal heads."""
         assert slots is not None
@@ -423,7 +428,7 @@ class SlotTable(Place):
         self.settled = self.seen
 
     def replace_values(self, slots: Tensor, values: Tensor) -> None:
-        """Gives the slots [B, H, m] of an exact or open table, negative: none, the values [B, H, m, Dv]."""
+        """Gives the slots [B, H, m] of a table of equal heads, negative: none, the values [B, H, m, Dv]."""
         assert self.values is not None and self.layout is None
         self.values = codes.with_vectors(self.values, slots, values)
 
@@ -621,6 +626,15 @@ class SlotTable(Place):
         left = self.seen - count
         self.index[:, :, left:], self.log_den[:, :, left:] = -1, NEG_INF
         self.next_slot.fill_(left)
+        self._count_dropped(count)
+
+    def drop_last(self, count: int) -> None:
+        """Forgets the last `count` tokens of a packed table, which lie one after the other before `next_slot`."""
+        assert self.layout is not None and self.index is not None and self.log_den is not None
+        assert self.next_slot is not None and self.log_num is None
+        at = self.layout.at(self.next_slot - 1 - torch.arange(count, device=self.device))
+        self.index[at], self.log_den[at] = -1, NEG_INF
+        self.next_slot -= count
         self._count_dropped(count)
 
     def _count_dropped(self, count: int) -> None:

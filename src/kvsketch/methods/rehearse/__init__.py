@@ -11,17 +11,21 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod, option
-from kvsketch.methods.budget import Size
-from kvsketch.methods.rehearse.refit import refit as refitted
-from kvsketch.slots.state import Range, TableState, per_row, per_slot
+from kvsketch.methods.budget import Size, row_prompts
+from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
+from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL, SHARES, largest
+from kvsketch.slots.heads import of_all_heads
+from kvsketch.slots.state import Range, TableState, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable
 
-SHARES = ("head", "layer", "model")
 REFITS = ("full", "none")
 GAP = 24  # positions between the text and its virtual repetition
-ROOM = 64  # slots, and queries, that are added at a time for generated tokens
+WAIT = 512  # new tokens behind a prompt that are kept whole at most, until they are rehearsed together
+ROOM = 64  # slots, and queries, that are added at a time for new tokens; 4 times as many for long texts
 QUERIES = 2048  # of a chunk and KV head that a refit takes
+NEG_INF = float("-inf")
 ALWAYS = 2.0  # the score of tokens that stay; replay scores are at most 1
+GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass
@@ -30,12 +34,19 @@ class Rehearsed(TableState):
 
     score: Tensor | None = per_slot()  # [B, H, S], replay scores
     queries: Tensor | None = per_row()  # [B, Hq, room, D], of tokens since the last rehearsal
-    waiting: Tensor | None = per_row(lambda t, s: Range(t.shape[:1], 0, s.room))  # [B] int64, how many these are
-    again: Tensor | None = per_row()  # [B, H, chunks, Q, D], turned queries of the chunks of a rehearsal under way
+    # of a rehearsal under way, between the first layer's compress and settle
+    again: Tensor | None = per_row()  # [B, H, P, Q, D], queries of the repetition, for the refit of each chunk
+    chunks: Tensor | None = on_host(lambda t, s: Range((t.shape[0], s.again.shape[2]), 1, t.seen))  # [B, P], tokens
 
     @property
     def room(self) -> int:
+        """Tokens since the last rehearsal that there is room for."""
         return 0 if self.queries is None else self.queries.shape[2]
+
+    @property
+    def scored(self) -> int:
+        """Tokens since the last rehearsal that have scores."""
+        return 0 if self.chunks is None else int(self.chunks[0].sum())
 
 
 @dataclass(frozen=True)
@@ -50,8 +61,8 @@ class Rehearse(BudgetedMethod):
         refit    weights and values of what stays, so that the repeated queries see the mass and the output of the whole
                  chunk (`refit.py`); a head that gains nothing on held-back queries stays as it is
 
-    Generated tokens are kept whole until they make a chunk of their own. The question is not known when the cache is
-    compressed, and need not be.
+    New tokens behind a prompt are kept whole until they are as many as a chunk, or WAIT, and are then rehearsed. The
+    question is not known when the cache is compressed, and need not be.
 
     Scores: KVzip (Kim et al., arXiv 2505.23416) repeats the text in a second forward; here queries are turned to the
     positions of a repetition, which rotary embeddings allow, and no forward is needed. One budget for all heads as in
@@ -63,10 +74,11 @@ class Rehearse(BudgetedMethod):
     paper: ClassVar[str] = "arXiv 2505.23416"
     look: ClassVar[tuple[str, ...]] = ("#b3123d", "#ff6b8f", "*")
     State: ClassVar[type[TableState]] = Rehearsed
+    budget_is_mean: ClassVar[bool] = True
 
     budget: Size | int | str = "50%"
     recent: Size | int | str = 32
-    share: str = option("model", "who shares a budget: every head has its own, the heads of a layer, or all", SHARES)
+    share: str = option(MODEL, "who shares a budget: every head has its own, the heads of a layer, or all", SHARES)
     refit: str = option("full", "whether weights and values of what stays are refitted", REFITS)
     chunk: int = option(2048, "tokens that are rehearsed together")
     bits: int = 4
@@ -74,6 +86,10 @@ class Rehearse(BudgetedMethod):
     @property
     def placeless(self) -> str:
         return "for its weights are refitted to the distances of the text"
+
+    @property
+    def needs_angles(self) -> tuple[str, str] | None:
+        return "turns queries", "replay=exact"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,144 +99,231 @@ class Rehearse(BudgetedMethod):
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         state = table.state_of(Rehearsed)
-        if not table.rotary:
-            raise ValueError(
-                f"{self.name} turns queries by the rotary angles of the model, which has none that kvsketch knows; use "
-                "snapkv, h2o or another method"
-            )
-        self._remember(table, state, queries)
-        if self.is_due(table):
-            self._score(table, state)
-        elif table.in_place:
-            table.advance()
-            if self._waiting(table) % ROOM == 0:
-                table.lengthen(ROOM)
+        if self._is_due(table):
+            waiting = self.beyond_budget(table) - state.scored - queries.shape[2]
+            if waiting:
+                assert state.queries is not None
+                queries = torch.cat([state.queries[:, :, :waiting].to(queries.dtype), queries], 2)
+            self._score(table, state, queries)
+        elif table.appended == 1:
+            self._take_one(table, state, queries)
+        else:
+            self._take_several(table, state, queries)
 
-    def is_due(self, table: SlotTable) -> bool:
-        """Whether the tokens since the last rehearsal are to be rehearsed after this forward."""
-        return table.appended > 1 or self._waiting(table) >= self.chunk
-
-    def maintenance_due(self, table: SlotTable) -> bool:
-        # Heads of different sizes have no kernel yet; their steps are not recorded.
-        return True
-
-    def _waiting(self, table: SlotTable) -> int:
-        """Tokens since the last rehearsal, by the host's count."""
+    def beyond_budget(self, table: SlotTable) -> int:
         return table.seen - table.settled
 
-    def _remember(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
-        """Keeps the queries of the new tokens behind those that wait."""
-        batch, heads, new, size = queries.shape
-        room = -(-self._waiting(table) // ROOM) * ROOM
-        if state.queries is None or state.room < room:
-            grown = queries.new_zeros(batch, heads, room, size)
-            if state.queries is not None:
-                grown[:, :, : state.room] = state.queries
-            state.queries = grown
-        if state.waiting is None:
-            state.waiting = torch.zeros(batch, dtype=torch.int64, device=queries.device)
-        at = state.waiting.view(-1, 1) + torch.arange(new, device=queries.device)  # [B, n]
-        state.queries.scatter_(2, at.view(batch, 1, new, 1).expand(queries.shape), queries)
-        state.waiting += new
+    def _is_due(self, table: SlotTable) -> bool:
+        """Whether the tokens since the last rehearsal are to be rehearsed after this forward: a first prompt is."""
+        waiting = self.beyond_budget(table)
+        return waiting >= min(self.chunk, WAIT) or (waiting > 1 and table.appended > 1 and self._is_first(table))
 
-    def _score(self, table: SlotTable, state: Rehearsed) -> None:
+    def _is_first(self, table: SlotTable) -> bool:
+        return table.settled == 0 or (table.padding is not None and int(table.padding.max()) > table.settled)
+
+    def maintenance_due(self, table: SlotTable) -> bool:
+        waiting, room = self.beyond_budget(table) + 1, table.state_of(Rehearsed).room
+        return waiting >= min(self.chunk, WAIT) or waiting >= room
+
+    def can_forget(self, table: SlotTable, left: int) -> bool:
+        # Tokens that wait for the next rehearsal have left no trace.
+        return table.settled <= left if not table.exact else table.state_of(Rehearsed).score is None
+
+    def forget(self, table: SlotTable, count: int) -> None:
+        table.drop_newest(count) if table.exact else table.drop_last(count)
+
+    def _take_one(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
+        """Keeps a token and its query, in place; makes room for more where the last is taken."""
+        waiting = self.beyond_budget(table)
+        if state.room < waiting:
+            state.queries = lengthened(state.queries, queries, waiting - 1 + self._step(table))
         assert state.queries is not None
+        at = table.seen_on_device() - (1 + table.settled)
+        state.queries.index_copy_(2, at, queries.to(state.queries.dtype))
+        if table.in_place:
+            table.advance()
+            if waiting == state.room:
+                table.lengthen(self._step(table))
+                state.queries = lengthened(state.queries, queries, state.room + self._step(table))
+
+    def _take_several(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
+        """Keeps tokens that do not make a chunk yet, and their queries."""
+        waiting = self.beyond_budget(table)
+        state.queries = lengthened(state.queries, queries, waiting + self._step(table))
+        state.queries[:, :, waiting - queries.shape[2] : waiting] = queries
+        if not table.exact:
+            self._repack(table, table.index_slots() >= 0, None)
+
+    @staticmethod
+    def _step(table: SlotTable) -> int:
+        return ROOM if table.settled < 1024 else 4 * ROOM
+
+    def _score(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
+        """Scores the tokens of these queries, the newest, and keeps some of their queries for the refit."""
         table.unpack()
-        slots = newest_slots(table, self._waiting(table))  # [B, H, m]
-        keys = table.key_slots()
-        first = sink_keys(table, keys, self.sinks)
-        scores, kept = [], []
-        for piece in self._pieces(table):
-            at = slots[:, :, piece]
-            k = keys.gather(2, at.unsqueeze(-1).expand(*at.shape, keys.shape[3]))
-            q = state.queries[:, :, piece].to(k.dtype)
-            begin = table.settled + piece.start
-            pads = torch.zeros_like(table.real_tokens()[:, 0, 0]) if table.padding is None else table.padding
-            again = turned(q, table.rotary, GAP + table.seen - pads.clamp_min(begin)).to(k.dtype)
-            sinks = first if begin >= self.sinks + int(pads.max()) else first[:, :, :0]
+        new = queries.shape[2]
+        slots = newest_slots(table, new)  # [B, H, n]
+        keys = newest(table, slots)[0]
+        pads = torch.zeros_like(table.real_tokens()[:, 0, 0]) if table.padding is None else table.padding
+        first = sink_keys(table, self.sinks) if table.seen > self.sinks else keys[:, :, :0]
+        behind = self.sinks + (0 if table.padding is None else int(pads.max()))
+        scores, again, begin = [], [], table.seen - new
+        lengths = divided(new, self.chunk)
+        for q, k in zip(queries.split(lengths, 2), keys.split(lengths, 2), strict=True):
+            repeated = turned(q, table.rotary, GAP + table.seen - pads.clamp_min(begin)).to(k.dtype)
             hidden = (pads - begin).clamp(0, q.shape[2])
-            scores.append(ops.replay_scores(again, q, k, sinks, table.scale, hidden=hidden))
-            kept.append(sampled(again, keys.shape[1], hidden))
+            sinks = first if begin >= behind else first[:, :, :0]
+            scores.append(ops.replay_scores(repeated, q.to(k.dtype), k, sinks, table.scale, hidden=hidden))
+            again.append(sampled(repeated, k.shape[1], hidden, 0 if self.refit == "none" else QUERIES))
+            begin += q.shape[2]
         if state.score is None:
             state.score = torch.zeros(table.shape, device=keys.device)
         state.score.scatter_(2, slots, torch.cat(scores, 2))
-        state.again = torch.stack(kept, 2)
-
-    def _pieces(self, table: SlotTable) -> list[slice]:
-        waiting = self._waiting(table)
-        return [slice(start, min(start + self.chunk, waiting)) for start in range(0, waiting, self.chunk)]
+        before = [] if state.again is None or state.chunks is None else [(state.again, state.chunks)]
+        fresh = (torch.stack(again, 2), torch.tensor([lengths] * len(queries)))
+        parts = zip(*before, fresh, strict=True)
+        state.again, state.chunks = (torch.cat(part, dim) for part, dim in zip(parts, (2, 1), strict=True))
 
     # all layers together
 
     def settle(self, tables: Sequence[SlotTable]) -> None:
         if tables[0].state_of(Rehearsed).again is None:
             return
-        for table, keep in zip(tables, self._chosen(tables), strict=True):
-            self._rebuild(table, keep)
+        keep = self._chosen(tables)
+        changes = self._refitted(tables, keep)
+        for table, stays, change in zip(tables, keep, changes, strict=True):
+            self._rebuild(table, stays, change)
 
     def _chosen(self, tables: Sequence[SlotTable]) -> list[Tensor]:
         """Which slots of each table stay, [B, H, S] bool."""
-        worth = []
-        for table in tables:
-            score, position = table.state_of(Rehearsed).score, table.position_slots()
-            assert score is not None
-            always = (position < self.sinks) | (position >= table.real_tokens() - self.recent_size.of(table.seen))
-            worth.append(torch.where(position < 0, -1.0, torch.where(always, ALWAYS, score)))
-        if self.share == "model":
-            flat = torch.cat([w.flatten(1) for w in worth], 1)
-            heads = sum(w.shape[1] for w in worth)
-            best = largest(flat, heads * self._each(tables[0]))
-            parts = best.split([w[0].numel() for w in worth], 1)
-            return [part.view(w.shape) for part, w in zip(parts, worth, strict=True)]
-        if self.share == "layer":
-            return [
-                largest(w.flatten(1), w.shape[1] * self._each(t)).view(w.shape)
-                for t, w in zip(tables, worth, strict=True)
-            ]
-        return [largest(w, self._each(t).unsqueeze(-1)) for t, w in zip(tables, worth, strict=True)]
+        worth = [self._worth(table) for table in tables]
+        counts = [self._each(table) for table in tables]
+        return shared_choice(tables, worth, counts, self.share)
+
+    def _worth(self, table: SlotTable) -> Tensor:
+        """Scores of slots; ALWAYS for those that stay, -inf for empty ones."""
+        score, position, index = table.state_of(Rehearsed).score, table.position_slots(), table.index_slots()
+        assert score is not None
+        seen, each = table.real_tokens(), self._each(table).unsqueeze(-1)
+        always = (position < self.sinks) | (position >= seen - self.row_budget(table).recent)
+        # What was refitted before stays as it is while the budget grows with the text; else old and new compete.
+        past = (index >= 0) & (index < table.settled)
+        room = each - past.sum((1, 2), keepdim=True) / past.shape[1]
+        always |= past & (room * seen >= 0.75 * each * (seen - past_tokens(table)))
+        return torch.where(position < 0, NEG_INF, torch.where(always, ALWAYS, score))
 
     def _each(self, table: SlotTable) -> Tensor:  # [B, 1]
-        """Mean tokens of a head, by row; never fewer than what always stays."""
-        total, least = self.row_budget(table).total, self.sinks + int(self.recent_size.of(table.seen))
-        each = total if isinstance(total, Tensor) else torch.full((table.shape[0],), total, device=table.device)
-        return each.view(-1, 1).clamp_min(least)
+        """Mean tokens of a head, by row: of a prompt that is read in part that part; never less than what stays."""
+        total, sinks, recent = self.row_budget(table)
+        part = torch.minimum(table.real_tokens() * 1.0 / row_prompts(table), torch.ones_like(table.real_tokens()))
+        each = (part * total).floor().long()
+        return torch.maximum(each, torch.zeros_like(each) + sinks + recent)[:, :, 0]
 
-    def _rebuild(self, table: SlotTable, keep: Tensor) -> None:
+    def _refitted(self, tables: Sequence[SlotTable], keep: Sequence[Tensor]) -> list[Changes | None]:
+        if self.refit == "none":
+            return [None] * len(tables)
+        found: dict[int, Changes] = {}
+        for device in {table.device for table in tables}:
+            numbers = [number for number, table in enumerate(tables) if table.device == device]
+            problems = [self._problems(tables[number], keep[number]) for number in numbers]
+            found.update(zip(numbers, refit_layers(problems), strict=True))
+        return [found[number] for number in range(len(tables))]
+
+    def _problems(self, table: SlotTable, keep: Tensor) -> LayerProblems:
         state = table.state_of(Rehearsed)
-        table.unpack()
-        held = table.log_weights()[1]
-        weights = torch.zeros(table.shape, device=table.device) if held is None else held
-        if self.refit == "full":
-            weights = self._refit(table, state, keep, weights)
+        assert state.again is not None and state.chunks is not None
+        slots = newest_slots(table, state.scored)
+        lengths = state.chunks[0]
+        places = torch.arange(int(lengths.max())).expand(len(lengths), -1)
+        places = torch.where(places < lengths[:, None], places + (lengths.cumsum(0) - lengths)[:, None], -1)
+        places = places.to(slots.device)  # [P, C]
+        keys, values = newest(table, slots)
+        is_there = table.position_slots().gather(2, slots) >= 0
+        stays, there = (
+            (chosen.flatten(0, 1)[:, places.clamp_min(0)] & (places >= 0))
+            for chosen in (keep.gather(2, slots), is_there)
+        )
+        return LayerProblems(
+            state.again.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), places, stays, there, table.scale
+        )
+
+    def _rebuild(self, table: SlotTable, keep: Tensor, changes: Changes | None) -> None:
+        state = table.state_of(Rehearsed)
+        weights = table.log_weights()[1]
+        if changes is not None and len(changes.head):
+            slots = newest_slots(table, state.scored).flatten(0, 1)  # [B H, m]
+            values = newest(table, slots.view(*keep.shape[:2], -1))[1].flatten(0, 1).clone()
+            values[changes.head, changes.token] = changes.values
+            weights = torch.zeros(table.shape, device=table.device) if weights is None else weights.clone()
+            at = slots[changes.head, changes.token]
+            weights.flatten(0, 1)[changes.head, at] = changes.log_weights
+            changed = torch.full_like(slots, -1)
+            changed[changes.head, changes.token] = at
+            table.replace_values(changed.view(*keep.shape[:2], -1), values.view(*keep.shape[:2], *values.shape[1:]))
+        self._repack(table, keep, weights)
+        table.note_settled()
+        state.again = state.chunks = state.queries = None
+
+    def _repack(self, table: SlotTable, keep: Tensor, weights: Tensor | None) -> None:
+        """Keeps these slots, [B, H, S] bool, in the order of the text, and room for new tokens in every head."""
         counts = keep.sum(-1)  # [B, H]
         order = torch.where(keep, table.index_slots(), table.seen).argsort(dim=-1, stable=True)
         chosen = order[:, :, : int(counts.max())]
         chosen = torch.where(torch.arange(chosen.shape[2], device=chosen.device) < counts.unsqueeze(-1), chosen, -1)
-        log_den = weights.gather(2, chosen.clamp_min(0))
-        table.rebuild(chosen, chosen.shape[2] + ROOM, log_den=log_den, next_slot=counts.unsqueeze(-1))
-        table.pack(counts + ROOM + 1)
-        table.note_settled()
-        state.again = state.queries = state.waiting = None
+        log_den = None if weights is None else weights.gather(2, chosen.clamp_min(0))
+        room = self._step(table)
+        table.rebuild(chosen, chosen.shape[2] + room, log_den=log_den, next_slot=counts.unsqueeze(-1))
+        table.pack(counts + room + 1)
 
-    def _refit(self, table: SlotTable, state: Rehearsed, keep: Tensor, weights: Tensor) -> Tensor:
-        """Gives the kept tokens of the rehearsal new values; returns the weights of all slots, [B, H, S]."""
-        assert state.again is not None
-        slots, keys, values = newest_slots(table, self._waiting(table)), table.key_slots(), table.value_slots()
-        position = table.position_slots()
-        weights = weights.clone()
-        for number, piece in enumerate(self._pieces(table)):
-            at = slots[:, :, piece]
-            stays = keep.gather(2, at)
-            kept = stays.int().argsort(dim=-1, descending=True, stable=True)[:, :, : int(stays.sum(-1).max())]
-            kept = torch.where(stays.gather(2, kept), kept, -1)
-            k, v = (x.gather(2, at.unsqueeze(-1).expand(*at.shape, x.shape[3])) for x in (keys, values))
-            hidden = position.gather(2, at) < 0
-            found = refitted(state.again[:, :, number], k, v, kept, table.scale, hidden=hidden)
-            here = torch.where(kept >= 0, at.gather(2, kept.clamp_min(0)), -1)
-            table.replace_values(here, found.values)
-            spare = torch.cat([weights, weights[:, :, :1]], 2)
-            weights = spare.scatter(2, torch.where(here < 0, weights.shape[2], here), found.log_weights)[:, :, :-1]
-        return weights
+
+def past_tokens(table: SlotTable) -> Tensor:  # [B, 1, 1]
+    """Tokens of each row that were seen when the budget was last decided."""
+    pads = 0 if table.padding is None else table.padding.view(-1, 1, 1)
+    return (torch.full_like(table.real_tokens(), table.settled) - pads).clamp_min(0)
+
+
+def shared_choice(tables: Sequence[SlotTable], worth: list[Tensor], counts: list[Tensor], share: str) -> list[Tensor]:
+    """Which slots [B, H, S] of each table are among the best; `counts` [B, 1] of a head on average, in every table.
+
+    Slots of -inf never are. Heads of other processes, and layers of other devices, have their say too.
+    """
+    if share == HEAD:
+        return [largest(w, count.unsqueeze(-1)) for w, count in zip(worth, counts, strict=True)]
+    everywhere = [of_all_heads(w, table, NEG_INF) for w, table in zip(worth, tables, strict=True)]
+    if share == LAYER:
+        best = [largest(w.flatten(1), w.shape[1] * count) for w, count in zip(everywhere, counts, strict=True)]
+    else:
+        here = tables[0].device
+        flat = torch.cat([w.flatten(1).to(here) for w in everywhere], 1)
+        wanted = torch.stack([w.shape[1] * n.to(here) for w, n in zip(everywhere, counts, strict=True)]).sum(0)
+        parts = largest(flat, wanted).split([w[0].numel() for w in everywhere], 1)
+        best = [part.to(table.device) for part, table in zip(parts, tables, strict=True)]
+    return [
+        part.view(each.shape)[:, table.own_heads, : w.shape[2]]
+        for part, each, table, w in zip(best, everywhere, tables, worth, strict=True)
+    ]
+
+
+def divided(tokens: int, chunk: int) -> list[int]:
+    """Lengths of equal chunks, as near to `chunk` tokens as they can be."""
+    count = max(1, round(tokens / chunk))
+    return [tokens // count + (number < tokens % count) for number in range(count)]
+
+
+def lengthened(kept: Tensor | None, queries: Tensor, room: int) -> Tensor:  # [B, Hq, room, D]
+    """The queries that wait, with room for so many."""
+    grown = queries.new_zeros(*queries.shape[:2], room, queries.shape[3])
+    if kept is not None:
+        grown[:, :, : kept.shape[2]] = kept[:, :, :room]
+    return grown
+
+
+def newest(table: SlotTable, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H, n, D] of the slots of the newest tokens."""
+    if table.exact:
+        first = table.length - slots.shape[2]
+        return table.key_slots()[:, :, first:], table.value_slots()[:, :, first:]
+    return table.tokens_at(slots)
 
 
 def newest_slots(table: SlotTable, count: int) -> Tensor:  # [B, H, count]
@@ -231,12 +334,10 @@ def newest_slots(table: SlotTable, count: int) -> Tensor:  # [B, H, count]
     return table.order_slots()[:, :, -count:]
 
 
-def sink_keys(table: SlotTable, keys: Tensor, sinks: int) -> Tensor:  # [B, H, sinks, D]
-    """The keys of the first tokens of each row, where the table has them all; else none."""
-    position = table.position_slots()
-    found = position.unsqueeze(-1) == torch.arange(sinks, device=keys.device)  # [B, H, S, E]
-    at = found.int().argmax(2)
-    return keys.gather(2, at.unsqueeze(-1).expand(*at.shape, keys.shape[3]))
+def sink_keys(table: SlotTable, sinks: int) -> Tensor:  # [B, H, sinks, D]
+    """The keys of the first tokens of each row."""
+    found = table.position_slots().unsqueeze(-1) == torch.arange(sinks, device=table.device)  # [B, H, S, E]
+    return table.tokens_at(found.int().argmax(2))[0]
 
 
 def turned(q: Tensor, angles: Sequence[float], positions: Tensor) -> Tensor:
@@ -248,18 +349,13 @@ def turned(q: Tensor, angles: Sequence[float], positions: Tensor) -> Tensor:
     return torch.cat([x * cos - y * sin, x * sin + y * cos, rest], -1)
 
 
-def sampled(again: Tensor, heads: int, hidden: Tensor) -> Tensor:  # [B, H, Q, D]
-    """QUERIES of the turned queries of each KV head, evenly over heads of the group and tokens behind the `hidden`."""
+def sampled(again: Tensor, heads: int, hidden: Tensor, count: int) -> Tensor:  # [B, H, count, D]
+    """So many queries of each KV head, from all heads of its group and all tokens behind the `hidden` [B] ones.
+
+    In no order: any part of them is spread over all tokens.
+    """
     grouped = again.unflatten(1, (heads, -1)).transpose(2, 3).flatten(2, 3)  # [B, H, n G, D]
     first = hidden.clamp_max(again.shape[2] - 1).view(-1, 1) * (again.shape[1] // heads)
-    count = grouped.shape[2] - first  # [B, 1]
-    at = first + torch.arange(QUERIES, device=again.device) * count // QUERIES
+    spread = (torch.arange(count, dtype=torch.float64, device=again.device) * GOLDEN).frac()
+    at = first + (spread * (grouped.shape[2] - first)).long()  # [B, count]
     return grouped.gather(2, at.view(len(at), 1, -1, 1).expand(-1, heads, -1, grouped.shape[3]))
-
-
-def largest(worth: Tensor, count: Tensor) -> Tensor:
-    """Which `count` entries of the last dimension are the largest; negative ones never are."""
-    order = worth.argsort(dim=-1, descending=True, stable=True)
-    numbers = torch.arange(worth.shape[-1], device=worth.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(-1, order, numbers)
-    return (rank < count) & (worth >= 0)
