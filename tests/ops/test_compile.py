@@ -208,6 +208,16 @@ def page_rows() -> None:
     ops.close_rows(held, rows, held)
 
 
+def coded_slot_update() -> None:
+    codec, shape = Codec(4, D), (B, H, S)
+    codes, steps = zeros(*shape, codec.code_bytes, dtype=torch.uint8), zeros(*shape, dtype=torch.float16)
+    slots = CodedSlots(codec, zeros(B, H, D), zeros(B, H, 4, D), ints(B, H, 4), codes, steps)
+    new, score = normal(B, H, 1, D), zeros(*shape)
+    ops.write_coded_token(
+        slots, slots, ints(*shape), zeros(*shape), zeros(*shape), longs(B, H, 1), longs(1), new, new, score
+    )
+
+
 def reservoir() -> None:
     ops.reservoir(longs(B, H), longs(B, N), longs(B, H, N), 30, longs(B, H, N), 3)
 
@@ -256,7 +266,7 @@ CALLS: tuple[Callable[[], None], ...] = (
     chunk_attention, indexed_attention, replay_scores,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
-    slot_update, page_rows, reservoir, fold_token, balance_walk, hot_rows,
+    slot_update, coded_slot_update, page_rows, reservoir, fold_token, balance_walk, hot_rows,
     decoder_layer, lambda: thin_linear(1), lambda: thin_linear(4),
 )  # fmt: skip
 

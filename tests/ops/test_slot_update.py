@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvsketch.ops.codec import Codec, CodedSlots
 from kvsketch.ops.slot_update import Ranking, Slots, Token, reference
 
 kernel = pytest.importorskip("kvsketch.ops.slot_update.kernel", reason="needs Triton")
@@ -53,6 +54,44 @@ def test_write_token(
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
     written = results[0]["index"].gather(2, results[0]["next"])
     assert (written == 3 * slots).all() and results[0]["clock"].item() == 3 * slots + 1
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
+@pytest.mark.parametrize(("bits", "value_bits", "flat", "rows_of_one_program"), [(4, 3, False, 16), (8, 4, True, 0)])
+def test_write_coded_token(
+    device: torch.device, bits: int, value_bits: int, flat: bool, rows_of_one_program: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(kernel, "ROWS_OF_ONE_PROGRAM", rows_of_one_program)
+    start = torch.tensor([[0, 9, 12], [30, 33, 40]], device=device)
+    results = []
+    for module in (reference, kernel):
+        g = torch.Generator().manual_seed(0)
+        shape = (50,) if flat else (2, 3, 20)
+        slot = torch.tensor([[[5], [2], [0]], [[1], [3], [2]]], device=device)
+        parts = []
+        for each in (bits, value_bits):
+            codec = Codec(each, 64)
+            exact_at = torch.tensor([5, 1, 2], dtype=torch.int32, device=device).repeat(2, 3, 1)
+            codes = torch.randint(0, 256, (*shape, codec.code_bytes), generator=g, dtype=torch.uint8).to(device)
+            center, steps = 9 * torch.randn(2, 3, 64, generator=g), torch.rand(shape, generator=g).half()
+            exact = torch.zeros(2, 3, 3, 64, device=device)
+            parts.append(CodedSlots(codec, center.to(device), exact, exact_at, codes, steps.to(device)))
+        index = torch.randint(0, 9, shape, generator=g).int().to(device)
+        log_den, log_num, score = (torch.randn(shape, generator=g).to(device) for _ in range(3))
+        clock = torch.tensor([77], device=device)
+        # One vector is not finite: its step says so.
+        key, value = (9 * torch.randn(2, 1, 3, 64, generator=g).transpose(1, 2).bfloat16() for _ in range(2))
+        key[1, 1, 0, 3] = float("inf")
+        token = Token(key.to(device), value.to(device), slot, clock)
+        module.write_coded_token(*parts, Slots(index, log_den, log_num), token, score, start if flat else None)
+        held = [t for part in parts for t in (part.codes, part.steps, part.exact_at)]
+        results.append([*held, index, log_den, log_num, score, clock])
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    codes, steps, exact_at, *_, index, log_den, _, score, clock = results[0]
+    assert int((index == 77).sum()) == 6 and clock.item() == 78 and int(steps.isnan().sum()) == 1
+    assert exact_at[:, :, 0].tolist() == [[-1, 5, 5], [5, 5, 5]]
 
 
 def test_a_token_goes_to_the_page_of_its_row(device: torch.device) -> None:

@@ -19,7 +19,7 @@ grouping keys
     leader_clustering    clusters of a stream: a key far from all opens one
     farthest_first       greedy k-center; nearest_center: the center nearest to each key
 writing slots
-    write_token          one token into its slot
+    write_token          one token into its slot; write_coded_token: where slots are held in few bits
     free_lowest          the lowest-ranked slot of each head becomes the next to write
     open_rows            slots of requests in pages, as rows of one table; close_rows: back into their pages
     reservoir            the last token that fired in each slot of a sample
@@ -59,7 +59,7 @@ from kvsketch.ops.replay_scores import replay_scores
 from kvsketch.ops.reservoir import reservoir
 from kvsketch.ops.select_clusters import cluster_scores, select_clusters
 from kvsketch.ops.select_pages import select_pages, widen_pages
-from kvsketch.ops.slot_update import free_lowest, write_token
+from kvsketch.ops.slot_update import free_lowest, write_coded_token, write_token
 from kvsketch.ops.turn_keys import turn_keys
 from kvsketch.ops.weighted_attention import weighted_attention
 
@@ -95,5 +95,6 @@ __all__ = [
     "uniform",
     "weighted_attention",
     "widen_pages",
+    "write_coded_token",
     "write_token",
 ]

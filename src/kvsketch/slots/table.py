@@ -29,7 +29,7 @@ from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.slots import codes
 from kvsketch.slots import padding as left_padding
-from kvsketch.slots.codes import FewBits, Slots
+from kvsketch.slots.codes import FewBits, SlotCodes, Slots
 from kvsketch.slots.host import HostStore
 from kvsketch.slots.hot_set import HotSet
 from kvsketch.slots.layout import Layout
@@ -324,6 +324,10 @@ class SlotTable(Place):
             ops.write_token(
                 self.keys, self.values, self.index, self.log_den, self.log_num, slot, self.clock, keys, values, score
             )  # fmt: skip
+        elif isinstance(self.keys, SlotCodes) and isinstance(self.values, SlotCodes):
+            ops.write_coded_token(
+                self.keys, self.values, self.index, self.log_den, self.log_num, slot, self.clock, keys, values, score
+            )  # fmt: skip
         else:
             codes.write(self.keys, slot, keys)
             codes.write(self.values, slot, values)
@@ -339,11 +343,21 @@ class SlotTable(Place):
         """The same where heads differ."""
         assert self.index is not None and self.log_den is not None and self.next_slot is not None
         assert self.keys is not None and self.values is not None and self.clock is not None
+        states = self.state.slot_tensors()
+        if isinstance(self.keys, SlotCodes) and isinstance(self.values, SlotCodes):
+            score = next((state for state in states if state.dim() == 1 and state.dtype == torch.float32), None)
+            ops.write_coded_token(
+                self.keys, self.values, self.index, self.log_den, self.log_num, self.next_slot, self.clock,
+                keys, values, score, layout.start,
+            )  # fmt: skip
+            for state in (state for state in states if state is not score):
+                state.index_fill_(0, layout.at(self.next_slot), 0)
+            return
         at = layout.at(self.next_slot)
         codes.write_packed(self.keys, self.next_slot, at, keys)
         codes.write_packed(self.values, self.next_slot, at, values)
         self.index.index_copy_(0, at, self.clock.int().expand(len(at)))
-        for held in (self.log_den, self.log_num, *self.state.slot_tensors()):
+        for held in (self.log_den, self.log_num, *states):
             if held is not None:
                 held.index_fill_(0, at, 0)
         self.clock += 1

@@ -78,6 +78,37 @@ def packed(levels, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
     return levels.to(tl.uint8)
 
 
+@triton.jit
+def levels_and_steps(
+    x, center, signs, unit_step, unit_norm, largest_step,
+    BITS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Levels c [TILE, D] int32 and steps of vectors, in float32; `center` may be one for all or one for each."""
+    y = hadamard((x - center) * signs[None, :], TILE, D, STAGES) * unit_norm
+    first = unit_step * tl.sqrt_rn(pairwise_sum(y * y, TILE, D, STAGES))
+    first = tl.where(first == 0.0, 1.0, first)
+    finite = (first < float("inf"))[:, None]
+    largest = 2.0**BITS - 1.0
+    divided = tl.div_rn(y, tl.broadcast_to(first[:, None], (TILE, D)))
+    levels = tl.minimum(tl.maximum(tl.floor(divided + 2.0 ** (BITS - 1)), 0.0), largest)
+    levels = tl.where(finite, levels, 0.0)
+    z = levels - largest / 2.0
+    step = tl.div_rn(pairwise_sum(y * z, TILE, D, STAGES), pairwise_sum(z * z, TILE, D, STAGES))
+    step = tl.where(step > largest_step, largest_step, tl.where(step < -largest_step, -largest_step, step))
+    return levels.to(tl.int32), tl.where(first < float("inf"), step, float("nan"))
+
+
+@triton.jit
+def store_codes(codes, levels, inside, BITS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr):
+    """Writes levels, packed, to the rows at the pointers `codes` [TILE, 1]."""
+    if BITS == 3:
+        low, high = packed(levels & 3, 2, TILE, D), packed(levels >> 2, 1, TILE, D)
+        tl.store(codes + tl.arange(0, D // 4)[None, :], low, mask=inside[:, None])
+        tl.store(codes + D // 4 + tl.arange(0, D // 8)[None, :], high, mask=inside[:, None])
+    else:
+        tl.store(codes + tl.arange(0, D * BITS // 8)[None, :], packed(levels, BITS, TILE, D), mask=inside[:, None])
+
+
 @triton.jit(do_not_specialize=["count"])
 def encode_kernel(
     x_ptr, center_ptr, sign_ptr, at_ptr, code_ptr, step_ptr, count, heads, unit_step, unit_norm, largest_step,
@@ -92,29 +123,11 @@ def encode_kernel(
     pointers = x_ptr + b * x_b + h * x_h + row[:, None].to(tl.int64) * x_n + column[None, :]
     x = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32)
     center = tl.load(center_ptr + tl.program_id(1).to(tl.int64) * D + column)
-    y = hadamard((x - center[None, :]) * tl.load(sign_ptr + column)[None, :], TILE, D, STAGES) * unit_norm
-
-    first = unit_step * tl.sqrt_rn(pairwise_sum(y * y, TILE, D, STAGES))
-    first = tl.where(first == 0.0, 1.0, first)
-    finite = (first < float("inf"))[:, None]
-    largest = 2.0**BITS - 1.0
-    divided = tl.div_rn(y, tl.broadcast_to(first[:, None], (TILE, D)))
-    levels = tl.minimum(tl.maximum(tl.floor(divided + 2.0 ** (BITS - 1)), 0.0), largest)
-    levels = tl.where(finite, levels, 0.0)
-    z = levels - largest / 2.0
-    step = tl.div_rn(pairwise_sum(y * z, TILE, D, STAGES), pairwise_sum(z * z, TILE, D, STAGES))
-    step = tl.where(step > largest_step, largest_step, tl.where(step < -largest_step, -largest_step, step))
-    step = tl.where(first < float("inf"), step, float("nan"))
-
+    levels, step = levels_and_steps(
+        x, center[None, :], tl.load(sign_ptr + column), unit_step, unit_norm, largest_step, BITS, D, STAGES, TILE
+    )
     slot = row.to(tl.int64)
     if AT:
         slot = tl.load(at_ptr + tl.program_id(1).to(tl.int64) * count + row, mask=inside, other=0)
     tl.store(step_ptr + b * step_b + h * step_h + slot * step_n, step.to(tl.float16), mask=inside)
-    codes = code_ptr + b * code_b + h * code_h + slot[:, None] * code_n
-    whole = levels.to(tl.int32)
-    if BITS == 3:
-        low, high = packed(whole & 3, 2, TILE, D), packed(whole >> 2, 1, TILE, D)
-        tl.store(codes + tl.arange(0, D // 4)[None, :], low, mask=inside[:, None])
-        tl.store(codes + D // 4 + tl.arange(0, D // 8)[None, :], high, mask=inside[:, None])
-    else:
-        tl.store(codes + tl.arange(0, D * BITS // 8)[None, :], packed(whole, BITS, TILE, D), mask=inside[:, None])
+    store_codes(code_ptr + b * code_b + h * code_h + slot[:, None] * code_n, levels, inside, BITS, D, TILE)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.dispatch import implementation
 
@@ -70,6 +71,30 @@ def write_token(
     slots, token = Slots(index, log_den, log_num), Token(new_key, new_value, slot, clock, pages)
     with on(keys.device):
         implementation("slot_update", keys.device).write_token(keys, values, slots, token, score)
+
+
+def write_coded_token(
+    keys: CodedSlots,
+    values: CodedSlots,
+    index: Tensor,
+    log_den: Tensor,
+    log_num: Tensor | None,
+    slot: Tensor,
+    clock: Tensor,
+    new_key: Tensor,
+    new_value: Tensor,
+    score: Tensor | None = None,
+    start: Tensor | None = None,
+) -> None:
+    """`write_token` where keys and values are held in few bits (`ops.codec`).
+
+    start [B, H] int64: slots are counted from there in a flat store, in which codes, index, log_den, log_num and score
+    have one dimension [slots of all heads] in place of [B, H, S].
+    """
+    slots, token = Slots(index, log_den, log_num), Token(new_key, new_value, slot, clock)
+    with on(index.device):
+        chosen = implementation("slot_update", index.device, keys, values)
+        chosen.write_coded_token(keys, values, slots, token, score, start)
 
 
 def free_lowest(

@@ -4,20 +4,26 @@ formulas.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvsketch.ops.codec import LARGEST_STEP, CodedSlots, unit_step
+from kvsketch.ops.codec import kernel as codec_kernel
+from kvsketch.ops.codec.kernel import levels_and_steps, store_codes
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.kernel import wait
+from kvsketch.ops.common.tensors import dense_last
 from kvsketch.ops.slot_update import Ranking, Slots, Token
 
 ROWS_OF_ONE_PROGRAM = 16
 
 
-def supported() -> bool:
-    """The kernels serve every call."""
-    return True
+def supported(*coded: CodedSlots) -> bool:
+    """True when the kernels serve the call: codes need one Hadamard matrix for all channels."""
+    return all(codec_kernel.supported(slots.codec) for slots in coded)
 
 
 @triton.jit
@@ -75,6 +81,99 @@ def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score:
         HAS_NUM=log_num is not None, HAS_SCORE=score is not None, PAGED=token.pages is not None,
         ROWS=triton.next_power_of_2(rows) if alone else 1, BLOCK=triton.next_power_of_2(size),
         VALUE_BLOCK=triton.next_power_of_2(value_size), COUNT=alone, num_warps=1, **early_start.launch(keys.device),
+    )  # fmt: skip
+    if not alone:
+        token.clock.add_(1)
+
+
+@triton.jit
+def encode_token(
+    new, new_b, new_h, b, h, row, inside, slot, first,
+    center, signs, codes, steps, exact_at, unit_step, unit_norm, largest_step,
+    BITS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
+    EXACT_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Codes one new vector of each row into its place; an exact slot that is overwritten is exact no more."""
+    d, place = tl.arange(0, D), first + slot
+    x = tl.load(new + b * new_b + h * new_h + d[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    mean = tl.load(center + row[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
+    levels, step = levels_and_steps(
+        x, mean, tl.load(signs + d), unit_step, unit_norm, largest_step, BITS, D, STAGES, ROWS
+    )
+    tl.store(steps + place, step.to(tl.float16), mask=inside)
+    store_codes(codes + place[:, None] * (D * BITS // 8), levels, inside, BITS, D, ROWS)
+    if EXACT > 0:
+        e = tl.arange(0, EXACT_BLOCK)[None, :]
+        pointers, there = exact_at + row[:, None] * EXACT + e, inside[:, None] & (e < EXACT)
+        gone = there & (tl.load(pointers, mask=there, other=-1) == slot[:, None])
+        tl.store(pointers, tl.full((ROWS, EXACT_BLOCK), -1, tl.int32), mask=gone)
+
+
+@triton.jit
+def _write_coded_token(
+    new_key, new_value, k_center, v_center, k_signs, v_signs, k_codes, v_codes, k_steps, v_steps, k_exact, v_exact,
+    index, log_den, log_num, score, slot, start, clock, rows, heads, slots, k_slots, v_slots,
+    new_key_b, new_key_h, new_value_b, new_value_h, k_unit_step, v_unit_step, k_norm, v_norm, largest_step,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    STAGES: tl.constexpr, V_STAGES: tl.constexpr, EXACT: tl.constexpr, V_EXACT: tl.constexpr,
+    HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
+    EARLY: tl.constexpr, EXACT_BLOCK: tl.constexpr = 8,
+):  # fmt: skip
+    wait(EARLY)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    b, h = (row // heads)[:, None], (row % heads)[:, None]
+    s = tl.load(slot + row, mask=inside, other=0)
+    now = tl.load(clock)
+    first, k_first, v_first = row * slots, row * k_slots, row * v_slots
+    if FLAT:
+        first = tl.load(start + row, mask=inside, other=0)
+        k_first, v_first = first, first
+    place = first + s
+    encode_token(
+        new_key, new_key_b, new_key_h, b, h, row, inside, s, k_first,
+        k_center, k_signs, k_codes, k_steps, k_exact, k_unit_step, k_norm, largest_step,
+        K_BITS, D, STAGES, EXACT, ROWS, EXACT_BLOCK,
+    )  # fmt: skip
+    encode_token(
+        new_value, new_value_b, new_value_h, b, h, row, inside, s, v_first,
+        v_center, v_signs, v_codes, v_steps, v_exact, v_unit_step, v_norm, largest_step,
+        V_BITS, DV, V_STAGES, V_EXACT, ROWS, EXACT_BLOCK,
+    )  # fmt: skip
+    tl.store(index + place, tl.zeros([ROWS], tl.int32) + now.to(tl.int32), mask=inside)
+    zero = tl.zeros([ROWS], tl.float32)
+    tl.store(log_den + place, zero, mask=inside)
+    if HAS_NUM:
+        tl.store(log_num + place, zero, mask=inside)
+    if HAS_SCORE:
+        tl.store(score + place, zero, mask=inside)
+    if COUNT:
+        tl.debug_barrier()
+        tl.store(clock, now + 1)
+
+
+def write_coded_token(
+    keys: CodedSlots, values: CodedSlots, slots: Slots, token: Token, score: Tensor | None, start: Tensor | None
+) -> None:
+    """See `kvsketch.ops.write_coded_token`."""
+    index, log_den, log_num = slots
+    rows, heads = token.slot.numel(), token.slot.shape[1]
+    key, value, codecs = token.key, token.value, (keys.codec, values.codec)
+    alone = rows <= ROWS_OF_ONE_PROGRAM
+    _write_coded_token[(1 if alone else rows,)](
+        dense_last(key), dense_last(value), keys.center, values.center,
+        *(codec.signs(index.device) for codec in codecs),
+        keys.codes, values.codes, keys.steps, values.steps, keys.exact_at, values.exact_at,
+        index, log_den, log_den if log_num is None else log_num, log_den if score is None else score,
+        token.slot, token.slot if start is None else start, token.clock, rows, heads,
+        *(part.shape[-1] for part in (index, keys.steps, values.steps)), *key.stride()[:2], *value.stride()[:2],
+        *(unit_step(codec) for codec in codecs), *(1.0 / math.sqrt(codec.block) for codec in codecs), LARGEST_STEP,
+        K_BITS=keys.codec.bits, V_BITS=values.codec.bits, D=keys.codec.size, DV=values.codec.size,
+        STAGES=keys.codec.size.bit_length() - 1, V_STAGES=values.codec.size.bit_length() - 1,
+        EXACT=keys.exact_at.shape[2], V_EXACT=values.exact_at.shape[2],
+        HAS_NUM=log_num is not None, HAS_SCORE=score is not None, FLAT=start is not None,
+        ROWS=triton.next_power_of_2(rows) if alone else 1, COUNT=alone,
+        num_warps=4 if alone else 1, enable_fp_fusion=False, **early_start.launch(index.device),
     )  # fmt: skip
     if not alone:
         token.clock.add_(1)

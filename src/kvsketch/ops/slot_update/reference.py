@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsketch.ops.codec import CodedSlots, encode
 from kvsketch.ops.slot_update import CLOSED, Ranking, Slots, Token
 
 NEG_INF = float("-inf")
@@ -24,6 +25,29 @@ def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score:
     for numbers in (slots.log_den, slots.log_num, score):
         if numbers is not None:
             numbers.scatter_(2, slot, 0.0)
+    token.clock.add_(1)
+
+
+def write_coded_token(
+    keys: CodedSlots, values: CodedSlots, slots: Slots, token: Token, score: Tensor | None, start: Tensor | None
+) -> None:
+    """See `kvsketch.ops.write_coded_token`."""
+
+    def places(held: Tensor) -> Tensor:  # [B H]
+        """Where the token goes among the slots of all heads, in a flat store or in [B, H, S]."""
+        first = torch.arange(token.slot.numel(), device=held.device) * held.shape[-1] if start is None else start
+        return first.flatten() + token.slot.flatten()
+
+    for stored, new in ((keys, token.key), (values, token.value)):
+        coded, at = encode(new, stored.center, stored.codec), places(stored.steps)
+        stored.codes.view(-1, stored.codes.shape[-1]).index_copy_(0, at, coded.codes.flatten(0, 2))
+        stored.steps.view(-1).index_copy_(0, at, coded.steps.flatten())
+        stored.exact_at.masked_fill_(stored.exact_at == token.slot, -1)
+    at = places(slots.tokens)
+    slots.tokens.view(-1).index_copy_(0, at, token.clock.to(slots.tokens.dtype).expand(at.shape))
+    for numbers in (slots.log_den, slots.log_num, score):
+        if numbers is not None:
+            numbers.view(-1).index_fill_(0, at, 0.0)
     token.clock.add_(1)
 
 
