@@ -92,7 +92,9 @@ class Fitted:
         limit = min(1.0, Size.parse(budget).of(prompt) / prompt)
         tried: dict[int, float] = {}
         best: tuple[int, CompressedCache] | None = None
-        tokens = round(prompt * self._kept.get((method, budget), limit))
+        # Few bits leave room for more tokens.
+        bits = parse_method(method).stored_bits
+        tokens = round(prompt * self._kept.get((method, budget), 0.93 * limit * 32 / (bits.keys + bits.values)))
         while len(tried) < ROUNDS:
             tokens = max(least_tokens(method), min(tokens, prompt))
             if tokens in tried:
