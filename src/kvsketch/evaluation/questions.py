@@ -67,7 +67,8 @@ def chat_question(tokenizer: Any, text: str, question: str, expected: Any, openi
 
 @dataclass
 class QuestionOptions(ExperimentOptions):
-    batch: int = option(0, "texts, and questions, read together; 0: as many as memory holds", least=0)
+    batch: int = option(0, "texts read together; 0: as many as memory holds", least=0)
+    answers: int = option(0, "questions answered together; 0: as many as texts", least=0)
     rows_per_seed: int = option(1, "texts that share the random numbers of a cache; more: faster", least=1)
     max_new_tokens: int = option(48, "tokens of an answer", least=1)
     eager: bool = option(False, "decode on a GPU without captured graphs")
@@ -147,7 +148,7 @@ class QuestionExperiment(Experiment):
         longest = max(len(each.question.ids) for asked in texts.values() for each in asked)
         size = self.options.batch or rows_that_fit(self.model, longest + self.options.max_new_tokens)
         for some in _chunks(list(texts.items()), size):
-            yield from self._measure_batch(some, size)
+            yield from self._measure_batch(some, self.options.answers or size)
 
     def _measure_batch(
         self, texts: list[tuple[tuple[int, ...], list[Asked]]], size: int

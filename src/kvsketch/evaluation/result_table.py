@@ -17,6 +17,9 @@ def table(title: str, data: Sequence[Data], metric: str, by: str | None = None) 
     several values, for each of them.
     """
     found = Table(title=title)
+    ways = {each.get("question") for each in data}
+    if len(ways) > 1:
+        data = [each | {"method": f"{each['method']}, {each['question']}"} for each in data]
     values = sorted({each[by] for each in data if by in each}) if by else []
     values = values if len(values) > 1 else []
     numbers = [*(f"{by} {value}" for value in values), metric, "samples", "failed", "tokens stored", "of full bytes"]
