@@ -21,6 +21,7 @@ from kvsketch.cli.evaluate import eval_app
 from kvsketch.cli.generate import generate
 from kvsketch.cli.methods import methods
 from kvsketch.cli.models import models_app
+from kvsketch.cli.recommend import recommend
 from kvsketch.cli.report import report
 from kvsketch.cli.serve import serve
 
@@ -54,6 +55,7 @@ app.command()(serve)
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
 app.command()(report)
+app.command()(recommend)
 app.add_typer(models_app, name="models")
 app.command()(env)
 

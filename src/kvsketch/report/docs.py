@@ -25,7 +25,18 @@ from typing import Any
 
 from kvsketch.records import FAILED, Estimate, Record, budget_value, latest, mean, read_folder, write_whole
 from kvsketch.records.estimate import interval_text
-from kvsketch.report import benchmark_figures, benchmarks, bits, blocks, figures, palette, recall, render, streams
+from kvsketch.report import (
+    benchmark_figures,
+    benchmarks,
+    bits,
+    blocks,
+    equal_bytes,
+    figures,
+    palette,
+    recall,
+    render,
+    streams,
+)
 from kvsketch.report.contents import Contents, Section, gather
 from kvsketch.report.rows import Row, is_overall
 
@@ -78,6 +89,11 @@ class Numbers:
         return read_folder(self.results)
 
     @cached_property
+    def at_equal_bytes(self) -> list[equal_bytes.Cell]:
+        """What held-out questions found at equal bytes."""
+        return equal_bytes.cells(read_folder(self.results / "eval", below=True))
+
+    @cached_property
     def streamed(self) -> list[Record]:
         """The records that compare streams with exact prefills; of answers about lines the latter are in eval/."""
         found = read_folder(self.results / "stream_quality", below=True)
@@ -106,6 +122,8 @@ class Numbers:
     def figures(self) -> Iterator[tuple[str, Any]]:
         """The figures of docs/pictures by name."""
         yield from benchmark_figures.draw(self.benchmarks)
+        drawn = [equal_bytes.picture(self.at_equal_bytes, model) for model in self.byte_models()[:1]]
+        yield from (("bytes", figure) for figure in drawn if figure is not None)
         for section in self.errors.sections:
             if section.kind.name == "attention_error":
                 yield "attention_error", figures.attention_errors(section, recall.MODEL)
@@ -207,6 +225,24 @@ class Numbers:
             if data.get("method") == method and data.get("budget") == budget and FAILED not in data:
                 found.setdefault(str(data["model"]), []).append(data["cluster_hits"][str(steps)])
         return " and ".join(f"{mean(shares):.0%} ({model})" for model, shares in sorted(found.items())) or NOTHING
+
+    # answers at equal bytes
+
+    def byte_models(self) -> list[str]:
+        """The models with tables of equal bytes, the main one first."""
+        found = {cell.model for cell in self.at_equal_bytes if cell.budget}
+        return sorted(found, key=lambda model: (model != BIG, model))
+
+    def byte_tables(self, model: str = BIG) -> str:
+        """A table for each share of the bytes."""
+        return equal_bytes.tables(self.at_equal_bytes, model)
+
+    def short_byte_table(self, model: str = BIG) -> str:
+        """README's table."""
+        return equal_bytes.short_table(self.at_equal_bytes, model)
+
+    def fewest_questions(self, model: str = BIG) -> str:
+        return str(equal_bytes.least_questions(self.at_equal_bytes, model))
 
     # whole tables
 

@@ -1,0 +1,88 @@
+"""kvsketch recommend: which method fits a memory, from the records of experiments."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from kvsketch.cli.options import JsonOption
+from kvsketch.cli.output import print_json, results
+
+UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+SHOWN = 6
+
+
+def recommend(
+    model: Annotated[str, typer.Option(help="A model that records speak of, such as qwen2.5-coder-1.5b.")],
+    context: Annotated[int, typer.Option(min=1, help="Tokens that one sequence holds.")],
+    memory: Annotated[str, typer.Option(help="Device memory for its cache: 2GB, 512MiB.")],
+    question: Annotated[str, typer.Option(help="unseen: asked after the text is compressed; seen: before.")] = "unseen",
+    records: Annotated[Path, typer.Option(help="Folder of records.")] = Path("results"),
+    as_json: JsonOption = False,
+) -> None:
+    """Name the methods whose cache fits, with the loss that records have measured; says so if none has."""
+    if question not in ("seen", "unseen"):
+        raise ValueError(f"--question {question} is not possible; use seen or unseen")
+    room = parse_memory(memory)
+    from kvsketch.records import read_folder
+    from kvsketch.report import recommend as advice
+
+    found = read_folder(records, below=True)
+    each = advice.token_bytes(found, model)
+    if each is None:
+        known = ", ".join(advice.known_models(found)) or "no model yet"
+        raise ValueError(
+            f"no record in {records} speaks of {model!r} at equal bytes; records know {known}. Measure it: kvsketch "
+            f"eval lines --model {model} --methods full,rehearse --bytes 1/4,1/8 --seeds 100 --out {records}/eval"
+        )
+    share = room / (each * context)
+    fits = advice.advise(found, model, share, question)
+    if as_json:
+        options = [dataclasses.asdict(option) for option in fits]
+        print_json({"model": model, "context": context, "full_bytes": each * context, "share": share, "fits": options})
+        return
+    say = results().print
+    say(f"{model}: {context:,} tokens take {each * context / 1e9:,.2f} GB in full; {memory} is {share:.0%} of it")
+    if share >= 1:
+        say("the full cache fits: use full, it loses nothing")
+    if not fits:
+        say(
+            f"no record speaks of a cache of {share:.1%} of the bytes with the question {question}; measure one with "
+            f"kvsketch eval lines --model {model} --bytes ... (docs/evaluation.md), or give more --memory",
+            markup=False,
+        )
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("method", "bytes", "GB", "loss", "worst task", "questions", "step"):
+        table.add_column(column, justify="left" if column in ("method", "worst task") else "right")
+    for option in fits[:SHOWN]:
+        size, step = (
+            option.bytes * each * context / 1e9,
+            f"{option.step_ms:.1f} ms" if option.step_ms else "not measured",
+        )
+        worst = f"{option.worst:+.2f} {option.worst_task}"
+        table.add_row(option.method, f"{option.bytes:.1%}", f"{size:.2f}", f"{option.loss:+.2f}", worst,
+                      f"{option.questions:,}", step)  # fmt: skip
+    say(table)
+    lengths = "records are of texts of 3,000 to 16,000 tokens: beyond that they are a guess"
+    say(f"loss: right answers fewer than the full cache's, mean over {fits[0].tasks} tasks; {lengths}", markup=False)
+    steps = {option.step_of for option in fits[:SHOWN] if option.step_of}
+    if steps:
+        say(f"step: one sequence, {'; '.join(sorted(steps))}", markup=False)
+
+
+def parse_memory(text: str) -> float:
+    """Bytes of `2GB`, `512 MiB` or a plain number."""
+    number = text.strip().upper().replace(" ", "")
+    unit = next((each for each in sorted(UNITS, key=len, reverse=True) if number.endswith(each)), "")
+    try:
+        found = float(number.removesuffix(unit)) * UNITS.get(unit, 1)
+    except ValueError:
+        found = 0.0
+    if found <= 0:
+        raise ValueError(f"--memory {text} is no size; use bytes or a number with {', '.join(UNITS)}, such as 2GB")
+    return found

@@ -1,0 +1,271 @@
+"""Answers at equal bytes: every method at the same share of the full cache's bytes, on questions held out of tuning.
+
+Counted are records with budgets in bytes and seeds, or texts, kept for reporting (`records.held_out`). A number is the
+mean over questions; its interval draws whole texts again, because questions about one text share its compressed cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from kvsketch.records import FAILED, Estimate, Record, budget_value, estimate, latest, mean, perplexity_deviation
+from kvsketch.records.estimate import Part, interval_text, nested_mean
+from kvsketch.records.held_out import is_held_out_seed, is_held_out_text
+from kvsketch.report import blocks
+from kvsketch.report.canvas import GRID, WIDEST, line_style, new_figure
+from kvsketch.report.kinds import Data, model_name
+from kvsketch.report.palette import looks, order
+
+SHARES = ("1/4", "1/8", "1/16", "1/32")
+FULL, OURS = "full", "rehearse"
+LOSSES = ("perplexity", "KL")  # tasks of which less is better
+SHORT = ("lines 400", "RULER 4,000")  # the tasks of README
+DRAWN = ("lines 200", "lines 400", "RULER 4,000", "needle 4,000")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one method did at one share of the bytes, on one task, asked in one way."""
+
+    model: str
+    task: str
+    method: str
+    budget: str  # as asked; "" where the method takes none
+    question: str  # seen or unseen
+    value: Estimate
+    questions: int
+    bytes: float  # on the device, measured, of the full cache's
+    tokens: float | None  # the budget in tokens, of the prompt's
+
+    @property
+    def column(self) -> str:
+        """The share of the bytes that it is compared at: the one asked for, or the nearest to what it takes."""
+        return self.budget or min(SHARES, key=lambda share: abs(math.log(self.bytes / float(Fraction(share)))))
+
+
+def cells(records: Iterable[Record]) -> list[Cell]:
+    """Everything that was measured at equal bytes on held-out questions."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for record in latest(record for record in records if _counts(record)):
+        data = record["data"]
+        if FAILED in data or not data.get("full_bytes"):
+            continue
+        method, budget = str(data["method"]), str(data.get("budget") or "")
+        for task in _tasks(record):
+            key = (model_name(data), task, method, budget, str(data.get("question", "unseen")))
+            groups.setdefault(key, []).append(record)
+    return [_cell(key, members) for key, members in sorted(groups.items())]
+
+
+def _counts(record: Record) -> bool:
+    data, kind = record["data"], record["kind"]
+    if kind not in ("lines", "needle", "ruler", "perplexity") or data.get("budgets_in") != "bytes":
+        return False
+    return is_held_out_text(str(data.get("sample"))) if kind == "perplexity" else is_held_out_seed(record.get("seed"))
+
+
+def _tasks(record: Record) -> list[str]:
+    data = record["data"]
+    match record["kind"]:
+        case "lines":
+            return [f"lines {data['lines']:,}"]
+        case "needle":
+            return [f"needle {data['length']:,}"]
+        case "ruler":
+            return [f"RULER {data['length']:,}"]
+    at = f"{data['position']:,}"
+    return [f"perplexity {at}", *([f"KL {at}"] if "kl" in data else [])]
+
+
+def _cell(key: tuple[str, ...], members: Sequence[Record]) -> Cell:
+    model, task, method, budget, question = key
+    data = [record["data"] for record in members]
+    tokens = [each["budget_tokens"] / each["prompt_tokens"] for each in data if _knows_tokens(each)]
+    return Cell(
+        model,
+        task,
+        method,
+        budget,
+        question,
+        _value(task, members),
+        len(members),
+        mean([each["device_bytes"] / each["full_bytes"] for each in data]),
+        mean(tokens) if tokens else None,
+    )
+
+
+def _knows_tokens(data: Data) -> bool:
+    return bool(data.get("budget_tokens") and data.get("prompt_tokens"))
+
+
+def _value(task: str, members: Sequence[Record]) -> Estimate:
+    data = [record["data"] for record in members]
+    if task.startswith("perplexity"):
+        return perplexity_deviation(data)
+    if task.startswith("KL"):
+        return estimate([each["kl"] for each in data])
+    if task.startswith("RULER"):
+        names = dict.fromkeys(str(each["task"]) for each in data)
+        own = {name: [record for record in members if record["data"]["task"] == name] for name in names}
+        return nested_mean([Part("", name, _means_of_texts(records)) for name, records in own.items()])
+    return estimate(_means_of_texts(members))
+
+
+def _means_of_texts(members: Sequence[Record]) -> list[float]:
+    """The mean score of each text; the scores where there is but one."""
+    texts: dict[Any, list[float]] = {}
+    for record in members:
+        sample = str(record["data"]["sample"])
+        name = sample.rpartition(" ")[2] if record["data"].get("together") else sample.rpartition(" question=")[0]
+        texts.setdefault((record.get("seed"), name or sample), []).append(float(record["data"]["score"]))
+    return [mean(scores) for scores in texts.values()] if len(texts) > 1 else next(iter(texts.values()))
+
+
+# tables
+
+
+def task_order(task: str) -> tuple[int, float]:
+    """Lines, RULER, needles, then losses; each by its size."""
+    name, _, size = task.partition(" ")
+    names = ("lines", "RULER", "needle", *LOSSES)
+    return names.index(name), float(size.replace(",", ""))
+
+
+def tables(found: Sequence[Cell], model: str) -> str:
+    """A table for each share of the bytes: a row for each method and way to ask, a column for each task."""
+    own = [cell for cell in found if cell.model == model]
+    tasks = sorted({cell.task for cell in own}, key=task_order)
+    parts = []
+    for share in SHARES:
+        rows = _rows([cell for cell in own if cell.method != FULL and cell.column == share], tasks)
+        reference = _rows([cell for cell in own if cell.method == FULL], tasks)
+        if rows:
+            head = ["method", "question", "bytes", *map(_title, tasks)]
+            parts.append(f"**{share} of the bytes**\n\n{blocks.table(head, [*reference, *rows])}")
+    return "\n\n".join(parts)
+
+
+def _rows(found: Sequence[Cell], tasks: Sequence[str]) -> list[list[str]]:
+    by: dict[tuple[str, str], dict[str, Cell]] = {}
+    for cell in found:
+        by.setdefault((cell.method, cell.question), {})[cell.task] = cell
+    # The question makes no difference to perplexity, so its cells join the row of unseen questions.
+    return [
+        [
+            blocks.Code(method),
+            question,
+            f"{mean([cell.bytes for cell in own.values()]):.1%}",
+            *(_text(own[task]) if task in own else "" for task in tasks),
+        ]
+        for (method, question), own in sorted(by.items(), key=lambda each: (order(each[0][0]), each[0][1] != "unseen"))
+    ]
+
+
+def _text(cell: Cell) -> str:
+    form = "+.2f" if cell.task.startswith("perplexity") else ".3f" if cell.task.startswith("KL") else ".2f"
+    return interval_text(cell.value, form)
+
+
+def _title(task: str) -> str:
+    return f"{task} tokens" if not task.startswith("lines") else task
+
+
+def short_table(found: Sequence[Cell], model: str) -> str:
+    """README's: right answers to unseen questions by share of the bytes, a row for each method."""
+    own = [cell for cell in found if cell.model == model and cell.question == "unseen" and cell.task in SHORT]
+    tasks = sorted({cell.task for cell in own}, key=task_order)
+    values = {(cell.method, cell.column, cell.task): f"{cell.value.value:.2f}" for cell in own}
+    methods = sorted({cell.method for cell in own if cell.method != FULL}, key=order)
+    rows = [
+        [blocks.Code(method), *(" / ".join(_known(values, method, share, tasks)) for share in SHARES)]
+        for method in methods
+    ]
+    reference = sorted((cell for cell in own if cell.method == FULL), key=lambda cell: task_order(cell.task))
+    full = " / ".join(f"{cell.value.value:.2f}" for cell in reference)
+    return blocks.table([f"full cache: {full}" if full else "method", *SHARES], rows)
+
+
+def _known(values: dict[tuple[str, str, str], str], method: str, share: str, tasks: Sequence[str]) -> list[str]:
+    known = [values.get((method, share, task), "-") for task in tasks]
+    return known if set(known) != {"-"} else []
+
+
+def least_questions(found: Sequence[Cell], model: str) -> int:
+    """The fewest questions behind an answer of the tables."""
+    own = [cell.questions for cell in found if cell.model == model and not cell.task.startswith(LOSSES)]
+    return min(own, default=0)
+
+
+# the picture
+
+
+def picture(found: Sequence[Cell], model: str) -> Any | None:
+    """Right answers to unseen questions against measured bytes, a panel for each task; None without two points."""
+    own = [cell for cell in found if cell.model == model and cell.question == "unseen" and cell.task in DRAWN]
+    tasks = sorted({cell.task for cell in own if cell.method != FULL}, key=task_order)
+    if not tasks:
+        return None
+    columns = min(2, len(tasks))
+    lines = math.ceil(len(tasks) / columns)
+    figure, panels = new_figure(WIDEST, 3.6 * lines + 0.9, lines, columns)
+    shown = looks({cell.method for cell in own})
+    for axes, task in zip(panels, tasks, strict=False):
+        _panel(axes, [cell for cell in own if cell.task == task], shown)
+        axes.set_title(_title(task), loc="left", fontsize=10)
+    for axes in panels[len(tasks) :]:
+        axes.set_axis_off()
+    handles = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    labels = sorted(handles, key=order)
+    figure.legend(
+        [handles[label] for label in labels],
+        labels,
+        frameon=False,
+        fontsize=9,
+        loc="outside lower center",
+        ncols=4 if max(map(len, labels)) < 22 else 3,
+    )
+    return figure
+
+
+def _panel(axes: Any, own: Sequence[Cell], shown: dict[str, Any]) -> None:
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    curves: dict[str, list[Cell]] = {}
+    for cell in own:
+        # Forms of the full cache in few bits are points of one curve.
+        name = f"{FULL}, few bits" if cell.method.startswith(f"{FULL}:") else cell.method
+        curves.setdefault(name, []).append(cell)
+    for name in sorted(curves, key=order):
+        members = sorted(curves[name], key=lambda cell: cell.bytes)
+        look = shown[members[0].method]
+        if name == FULL:
+            axes.axhline(members[0].value.value, color=look.light, linestyle="--", linewidth=1.4, label="full cache")
+            axes.plot([members[0].bytes], [members[0].value.value], marker="s", color=look.light, markersize=6)
+            continue
+        ours = name.partition(":")[0] == OURS
+        means = [cell.value.value for cell in members]
+        lows = [0.0 if c.value.low is None else max(0.0, c.value.value - c.value.low) for c in members]
+        highs = [0.0 if c.value.high is None else max(0.0, c.value.high - c.value.value) for c in members]
+        axes.errorbar(
+            [cell.bytes for cell in members],
+            means,
+            yerr=[lows, highs],
+            color=look.light,
+            linestyle=line_style(look),
+            marker=look.marker,
+            markersize=9 if ours else 4.5,
+            linewidth=2.6 if ours else 1.3,
+            elinewidth=0.7,
+            zorder=4 if ours else 3,
+            label=name,
+        )
+    axes.set(xscale="log", xlabel="device bytes, share of the full cache's", ylabel="right answers", ylim=(-0.03, 1.03))
+    axes.set_xticks([1.0, *(budget_value(share) for share in SHARES)], ["1", *SHARES])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}%"))
+    axes.grid(True, which="major", **GRID)
+    axes.spines[["top", "right"]].set_visible(False)

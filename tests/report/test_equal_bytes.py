@@ -1,0 +1,100 @@
+"""Tables and pictures of answers at equal bytes, and what is recommended from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvsketch import records
+from kvsketch.cli import app
+from kvsketch.report import docs, equal_bytes, recommend, render
+from tests.report.sample_records import record
+
+MODEL = docs.BIG.partition(" ")[0]
+RIGHT = {"full": 1.0, "full:bits=4": 1.0, "rehearse": 0.75, "snapkv": 0.25}
+
+
+def answer(method: str, budget: str, share: float, number: int, score: float, seed: int = 100, **more: Any) -> Any:
+    data = {
+        "model": MODEL, "dtype": "bfloat16", "budgets_in": "bytes", "method": method, "budget": budget, "lines": 400,
+        "question": "unseen", "sample": f"lines=400 text={number // 4} question={number % 4}", "score": score,
+        "device_bytes": int(share * 28_672 * 6000), "host_bytes": 0, "full_bytes": 28_672 * 6000, "tokens_stored": 6000,
+        "prompt_tokens": 6000, **({"budget_tokens": 3000} if budget else {}), **more,
+    }  # fmt: skip
+    return {**record("lines", data), "seed": seed}
+
+
+def made() -> Iterator[Any]:
+    for method, right in RIGHT.items():
+        sizes = (
+            [("", 1.0 if method == "full" else 0.27)] if method.startswith("full") else [("1/8", 0.12), ("1/4", 0.24)]
+        )
+        for budget, share in sizes:
+            yield from (answer(method, budget, share, n, float(n % 4 < 4 * right)) for n in range(16))
+    # Tuned on, and so not counted.
+    yield from (answer("rehearse", "1/8", 0.12, n, 0.0, seed=0) for n in range(16))
+    for method, kl in (("full", 0.0), ("rehearse", 0.02)):
+        runs = {"chunk_tokens": [64], "chunk_nll": [2.0 + kl], "full_chunk_nll": [2.0], "kl": kl, "position": 4096}
+        found = answer(method, "" if kl == 0 else "1/8", 0.12 if kl else 1.0, 0, 0.0, **runs)
+        yield {**found, "kind": "perplexity", "data": {**found["data"], "sample": "1907-Roosevelt-1"}}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name in ("results/eval", "docs"):
+        (tmp_path / name).mkdir(parents=True)
+    records.append(tmp_path / "results" / "eval" / "lines.jsonl", *made())
+    speed = {"method": "rehearse:budget=2048", "batch": 1, "prompt": 32768, "step_ms": 4.5, "shape": "llama-3.1-8b"}
+    records.append(tmp_path / "results" / "decode.jsonl", record("decode", speed))
+    return tmp_path
+
+
+def test_a_table_for_each_share_holds_held_out_questions_alone(root: Path) -> None:
+    numbers = docs.Numbers(root)
+    assert numbers.byte_models() == [docs.BIG] and numbers.fewest_questions() == "16"
+    quarter, eighth = numbers.byte_tables().split("**1/8 of the bytes**")
+    assert "| `full:bits=4` | unseen | 27.0% | 1.00 [1.00, 1.00]" in quarter and "full:bits=4" not in eighth
+    assert "| `rehearse` | unseen | 12.0% | 0.75 [0.75, 0.75] | +0.15 | 0.020 |" in eighth
+    assert "| `full` | unseen | 100.0% | 1.00 [1.00, 1.00] | +0.00 | 0.000 |" in eighth
+    assert (
+        "| `snapkv` | 0.25 | 0.25 |" in numbers.short_byte_table() and "full cache: 1.00" in numbers.short_byte_table()
+    )
+    page = numbers.words("bytes")
+    assert "docs/pictures/bytes.png" in page and "not measured" not in page
+    figure = equal_bytes.picture(numbers.at_equal_bytes, docs.BIG)
+    assert figure is not None
+    assert {line.get_label() for line in figure.axes[0].get_lines()} >= {"full cache"}
+    assert render.png(figure).startswith(b"\x89PNG")
+
+
+def test_pages_without_such_records_say_so(root: Path) -> None:
+    (root / "results" / "eval" / "lines.jsonl").write_text("")
+    numbers = docs.Numbers(root)
+    assert "not measured yet" in numbers.words("bytes") and numbers.byte_tables() == ""
+    assert equal_bytes.picture(numbers.at_equal_bytes, docs.BIG) is None
+
+
+def test_what_fits_is_recommended_from_the_smallest_loss_on(root: Path) -> None:
+    found = records.read_folder(root / "results", below=True)
+    fits = recommend.advise(found, MODEL, 0.3, "unseen")
+    assert [advice.method for advice in fits] == ["full:bits=4", "rehearse:budget=50%", "rehearse:budget=50%",
+                                                  "snapkv:budget=50%", "snapkv:budget=50%"]  # fmt: skip
+    assert fits[1].bytes < fits[2].bytes and fits[1].loss == pytest.approx(0.25) and fits[1].step_ms == 4.5
+    assert recommend.advise(found, MODEL, 0.13, "unseen")[0].method == "rehearse:budget=50%"
+    assert recommend.advise(found, MODEL, 0.3, "seen") == []
+
+
+def test_the_command_says_what_it_does_not_know(root: Path) -> None:
+    line = ["recommend", "--context", "32000", "--records", str(root / "results")]
+    told = CliRunner().invoke(app, [*line, "--model", MODEL, "--memory", "300MB"])
+    assert told.exit_code == 0 and "full:bits=4" in told.stdout and "33% of it" in told.stdout
+    none = CliRunner().invoke(app, [*line, "--model", MODEL, "--memory", "1MB"])
+    assert none.exit_code == 0 and "no record speaks of a cache of 0.1%" in none.stdout
+    other = CliRunner().invoke(app, [*line, "--model", "gpt", "--memory", "1GB"])
+    assert other.exit_code == 2 and MODEL in other.output
+    wrong = CliRunner().invoke(app, [*line, "--model", MODEL, "--memory", "much"])
+    assert wrong.exit_code == 2 and "use bytes or a number with KB" in wrong.output
