@@ -16,14 +16,18 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.decode import shared as shared_rows
 from kvsketch.decode.sampling import Draw, nucleus
-from kvsketch.serve.engine import BatchedEngine, alone
+from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Closed, Full, Request, Ticket
 from kvsketch.slots import rows as table_rows
 from tests.helpers import zoo
 from tests.helpers.common import with_budget
 
 METHODS = [
-    *(with_budget(name, 16) for name, method in kvsketch.METHODS.items() if method.family != "recall"),
+    *(
+        with_budget(name, 16)
+        for name, method in kvsketch.METHODS.items()
+        if method.family != "recall" and name != "rehearse"
+    ),
     "snapkv:budget=40%:window=4:bits=4",
     "keyformer:budget=40%",
     "pyramidkv:budget=12:window=4:budget_is=mean",
@@ -167,6 +171,24 @@ def test_a_long_prompt_does_not_stop_the_others(start: Any) -> None:
     assert len({*read_then} - {0}) >= 200 // CHUNK - 5
 
 
+def test_a_prompt_that_is_read_whole_does_not_stop_the_others(start: Any) -> None:
+    """Others take steps between its layers, and it is given up there."""
+    method = with_budget("h2o", 16)
+    engine = start(method, prefill="exact", longest=500)
+    talker = engine.submit(Request(prompt(0, 4), 40))
+    next(iter(talker))
+    seen: list[int] = []
+    layers = engine._between_layers
+    engine._between_layers = lambda run: (layers(run), seen.append(len(talker.tokens)))  # type: ignore[assignment]
+    answer = list(engine.submit(Request(prompt(1, 60), 3)))
+    assert answer == answer_alone(method, prompt(1, 60), 3, CompressedCache(model(), method))
+    assert seen[0] < seen[1]
+    engine._between_layers = lambda run: (run.ticket.cancel(), layers(run))  # type: ignore[assignment]
+    given_up = engine.submit(Request(prompt(2, 60), 3))
+    assert given_up.wait(20) and given_up.finish_reason == "cancelled"
+    assert list(talker) == answer_alone(method, prompt(0, 4), 40, CompressedCache(model(), method))
+
+
 def test_a_stop_token_ends_the_answer(start: Any) -> None:
     method = with_budget("kcenter", 16)
     whole = answer_alone(method, prompt(3, 30), 20)
@@ -228,7 +250,7 @@ def test_a_full_queue_refuses(start: Any) -> None:
     while not engine.state().running:
         pass
     engine.submit(Request(prompt(1, 5), 1))
-    with pytest.raises(Full, match="waiting"):
+    with pytest.raises(Full, match="the queue has 1 places"):
         engine.submit(Request(prompt(2, 5), 1))
     held.set()
 
@@ -251,6 +273,7 @@ def test_what_cannot_be_served_is_refused_at_once(request_: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("family", "method", "reason"),
     [
+        ("llama", "rehearse", "rehearse is served one request at a time"),
         ("llama", "quest:budget=16", "quest is served one request at a time"),
         ("llama", "kcenter:slide=false", "grow with what is generated"),
         ("llama", "balancekv:form=paper", "grow with the text"),
@@ -260,7 +283,7 @@ def test_what_cannot_be_served_is_refused_at_once(request_: dict[str, Any], mess
     ],
 )
 def test_what_cannot_share_tables_says_why(family: str, method: str, reason: str) -> None:
-    assert reason in alone(zoo.build(family), method)
+    assert reason in shared_rows.alone(zoo.build(family), method)
     with pytest.raises(ValueError, match=reason):
         BatchedEngine(zoo.build(family), method)
 

@@ -31,6 +31,7 @@ from kvsketch.slots.heads import spread_over
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
+LONGEST = 1 << 28  # tokens of a row: the clock starts there and has as many again before it is turned back
 # Rotary embeddings whose angles depend on the longest row of a batch.
 OF_THE_BATCH = ("dynamic", "longrope")
 
@@ -63,7 +64,8 @@ class SharedRows:
         """`longest`: the most tokens that a row will ever have seen; shares of a prompt get room for that."""
         if reason := alone(model, method):
             raise ValueError(reason)
-        self.model, self.method, self.longest, self.seed = model, parse_method(method), longest, seed
+        self.model, self.method, self.seed = model, parse_method(method), seed
+        self.longest = min(longest, LONGEST)
         self.device: torch.device = model.device
         self.fused = fused and self.device.type == "cuda"
         with torch.no_grad():

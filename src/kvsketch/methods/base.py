@@ -278,8 +278,9 @@ class BudgetedMethod(Method):
         return int(self.allot(table, table.prompt_tokens).total)
 
     def most_slots(self, table: SlotTable, longest: int) -> int:
-        """A budget need not grow with the prompt: all lengths are looked at."""
-        total = self.allot(table, torch.arange(1, longest + 1).view(-1, 1, 1)).total
+        """A budget need not grow with a short prompt: all those are looked at, and the longest."""
+        prompts = torch.tensor([*range(1, min(longest, 1 << 17)), longest]).view(-1, 1, 1)
+        total = self.allot(table, prompts).total
         return 1 + (int(total.max()) if isinstance(total, Tensor) else total)
 
 

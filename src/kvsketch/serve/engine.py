@@ -9,6 +9,7 @@ The life of a request:
 
 One thread does all work with the model. Between two steps one chunk of one prompt is read: in turn the prompt that came
 first, so that none waits for ever, and the one with the least left, so that a short one does not wait for a long one.
+A prompt that is read whole (prefill="exact") lets the others take a step between its layers, after as much work.
 The tokens of a step are read while the next one runs on the device; what a row does after its end is thrown away.
 
 A request whose row cannot join yet, or not at all, takes its steps by itself: texts too short for codes, rows of a
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import secrets
 import threading
 from collections import Counter, deque
@@ -33,12 +35,15 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import read_chunks
 from kvsketch.decode.captured import turn_of
 from kvsketch.decode.sampling import Draw
-from kvsketch.decode.shared import SharedRows, alone
+from kvsketch.decode.shared import SharedRows
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.serve.requests import Closed, EngineState, FinishReason, Full, Request, Ticket
+from kvsketch.serve.sequential import WatchedCache
 
-__all__ = ["BatchedEngine", "alone"]
+
+class GivenUp(Exception):
+    """Ends the forward of a prompt that nobody waits for any more."""
 
 
 @dataclass(eq=False)
@@ -50,6 +55,7 @@ class Run:
     draw: Draw
     mode: int
     chunks: Generator[tuple[int, Tensor], None, None] | None = None  # of a prompt that is being read
+    work: int = 0  # tokens that layers have read since the others last took a step
     token: Tensor | None = None  # [1, 1], the last one, of a request that takes its steps by itself
     row: int | None = None  # in the shared tables
     launched: int = 0  # tokens that the device has been told to make
@@ -100,7 +106,7 @@ class BatchedEngine:
 
     `longest`: the most tokens of a prompt and its answer together. `queue`: how many requests may wait. `prefill`,
     `chunk` and `seed` are those of `CompressedCache`: a greedy request gets the tokens of `kvsketch.generate` with
-    such a cache. Raises ValueError where requests cannot share tables; `alone` says why.
+    such a cache. Raises ValueError where requests cannot share tables, and says why (`decode.shared.alone`).
     """
 
     def __init__(
@@ -121,17 +127,17 @@ class BatchedEngine:
             if value < 1:
                 raise ValueError(f"{name}={value} is too small; use 1 or more")
         self.model, self.method = model, parse_method(method)
-        self.longest, self.queue, self.readers = longest, queue, readers
+        self.queue, self.readers = queue, readers
         self._options: dict[str, Any] = {"seed": seed, "prefill": prefill, "chunk": chunk}
         self._shared_options: dict[str, Any] = {"rows": rows, "longest": longest, "seed": seed, "fused": fused}
         self._shared = self._new_shared()
-        self.device = self._shared.device
+        self.device, self.longest = self._shared.device, self._shared.longest
         self.bytes_per_row = self._shared.device_bytes // rows
         self._waiting: deque[Ticket] = deque()
         self._reading: list[Run] = []
         self._running: list[Run] = []
         self._on_the_way: deque[Tokens] = deque()
-        self._spare: list[CompressedCache] = []
+        self._spare: list[WatchedCache] = []
         self._counts = Counts()
         self._turn = False  # whether the next chunk is of the prompt that came first
         self._ending: str | None = None  # "drain" or "stop"
@@ -148,7 +154,7 @@ class BatchedEngine:
             if self._ending is not None:
                 raise Closed("the engine is closing and takes no more requests")
             if len(self._waiting) >= self.queue + self._free_rows():
-                raise Full(f"{len(self._waiting)} requests are waiting already; try again later")
+                raise Full(f"{len(self._waiting)} requests wait, and the queue has {self.queue} places")
             self._waiting.append(ticket)
             self._changed.notify_all()
         return ticket
@@ -216,13 +222,17 @@ class BatchedEngine:
     def _turn_once(self) -> None:
         self._drop_cancelled()
         self._admit()
+        self._decode()
+        self._read_chunk()
+
+    def _decode(self) -> None:
+        """One token for every request that runs."""
         try:
             self._step()
             self._deliver(keep=1 if self._running and self.device.type == "cuda" else 0)
         except Exception as error:
             self._start_over(error)
         self._step_alone()
-        self._read_chunk()
 
     def _drop_cancelled(self) -> None:
         for run in [run for run in (*self._reading, *self._running) if run.ticket.cancelled]:
@@ -251,17 +261,19 @@ class BatchedEngine:
 
     def _start(self, ticket: Ticket) -> None:
         request = ticket.request
+        cache: CompressedCache
         if request.document is None:
-            cache = self._spare.pop() if self._spare else CompressedCache(self.model, self.method, **self._options)
+            cache = self._spare.pop() if self._spare else WatchedCache(self.model, self.method, **self._options)
         else:
             cache = copy.deepcopy(request.document)
         draw = Draw(1, self.device)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         draw.set(0, request.temperature, request.top_p, seed)
         ids = torch.tensor([request.ids], device=self.device)
-        run = Run(
-            ticket, cache, draw, Draw.mode(request.temperature, request.top_p), read_chunks(self.model, ids, cache)
-        )
+        mode = Draw.mode(request.temperature, request.top_p)
+        run = Run(ticket, cache, draw, mode, read_chunks(self.model, ids, cache))
+        if isinstance(cache, WatchedCache):
+            cache.watch = functools.partial(self._between_layers, run) if cache.prefill == "exact" else None
         with self._changed:
             self._reading.append(run)
 
@@ -283,8 +295,21 @@ class BatchedEngine:
                 for _ in run.chunks:
                     raise AssertionError("a prompt that has been read goes on")
                 self._start_answer(run, logits)
+        except GivenUp:
+            self._end(run, "cancelled")
         except Exception as error:
             self._end(run, "error", error)
+
+    def _between_layers(self, run: Run) -> None:
+        """A layer is about to read the whole prompt of a run."""
+        if run.chunks is None:
+            return
+        if run.ticket.cancelled:
+            raise GivenUp
+        run.work += len(run.ticket.request.ids)
+        if run.work >= self._options["chunk"] * len(run.cache.layers):
+            run.work = 0
+            self._decode()
 
     def _start_answer(self, run: Run, logits: Tensor) -> None:
         run.chunks, run.token = None, run.draw.choose(logits, run.mode)
@@ -313,9 +338,11 @@ class BatchedEngine:
 
     def _give_back(self, run: Run) -> None:
         """The cache of a prompt serves another one."""
-        if run.ticket.request.document is None and len(self._spare) < self.readers:
-            run.cache.reset()
-            self._spare.append(run.cache)
+        cache = run.cache
+        if isinstance(cache, WatchedCache) and run.ticket.request.document is None and len(self._spare) < self.readers:
+            cache.reset()
+            cache.watch = None
+            self._spare.append(cache)
 
     # decode steps
 
