@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def small_inputs() -> kernels.Inputs:
 
 @pytest.mark.parametrize("contender", kernels.OURS)
 def test_decode_attention(contender: str) -> None:
-    inputs = small_inputs()
+    inputs = small_inputs().held_as(contender)
     out = inputs.ours(contender)
     assert kernels.error_against_reference(inputs, contender, out) < 1e-6
     out[1, 3] *= 1.2
@@ -33,9 +34,12 @@ def test_decode_attention(contender: str) -> None:
     assert not kernels.error_against_reference(inputs, contender, out) < kernels.TOLERANCE
 
 
-def test_contenders_differ_in_their_weights() -> None:
-    plain, tied, separate = (small_inputs().ours(contender) for contender in kernels.OURS)
-    assert not torch.allclose(plain, tied) and not torch.allclose(tied, separate)
+def test_contenders_differ_in_what_they_read() -> None:
+    held = [small_inputs().held_as(contender) for contender in kernels.OURS]
+    outs = [inputs.ours(contender) for inputs, contender in zip(held, kernels.OURS, strict=True)]
+    assert not any(torch.allclose(one, other) for one, other in itertools.pairwise(outs))
+    assert held[3].bytes_read == held[5].bytes_read < held[0].bytes_read / 4 and held[4].layout is not None
+    assert len(held[4].layout.capacity.unique()) > 2 and held[4].layout.total == 80
 
 
 @pytest.mark.parametrize("noise", [None, mass.NOISE])

@@ -5,7 +5,8 @@
 
 Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128, bfloat16, one query. "cold": the calls of a graph
 take input sets in turn that together exceed the L2 cache; "warm": one set that fits. Our results are first compared
-with the reference at every size, and nothing is reported when one differs.
+with the reference at every size, and nothing is reported when one differs. "4 bits": keys and values as codes, but
+for four slots. "ragged heads": the same slots in heads of different sizes.
 
 `--sweep` times launch plans instead: does `plan` choose well on this GPU? Two rounds per size keep the number of
 compilations small: tile sizes, warps and stages with the default splits, then splits and overlap for the best few.
@@ -31,14 +32,17 @@ from kvsketch.benchmark import runner
 from kvsketch.benchmark.device import Call
 from kvsketch.benchmark.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE, SIZES
 from kvsketch.benchmark.runner import Benchmark, Row, Trial, by_reference, relative_error, too_far
+from kvsketch.ops.codec import Codec, CodedSlots, encode, rotate
 from kvsketch.ops.common.device import device_traits
 from kvsketch.options import option
+from kvsketch.slots.codes import EXACT
+from kvsketch.slots.layout import Layout
 
 if TYPE_CHECKING:
     from kvsketch.ops.weighted_attention.kernel import Plan
 
 TOLERANCE = 1e-2
-OURS = ("unweighted", "tied weights", "separate weights")
+OURS = ("unweighted", "tied weights", "separate weights", "4 bits", "ragged heads", "ragged heads, 4 bits")
 RIVALS = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}
 ON_A_CPU = {"sdpa flash": SDPBackend.FLASH_ATTENTION}
 L2_BYTES_OF_A_CPU = 1 << 20
@@ -56,23 +60,74 @@ class Inputs:
     """One layer's query, slots and log-weights."""
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    k: Tensor | CodedSlots
+    v: Tensor | CodedSlots
     log_num: Tensor
     log_den: Tensor
+    layout: Layout | None = None  # where the slots of heads that differ lie; None: equal heads
 
     @property
     def bytes_read(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        parts = (part if isinstance(part, Tensor) else (part.codes, part.steps) for part in (self.k, self.v))
+        return sum(t.nbytes for part in parts for t in ([part] if isinstance(part, Tensor) else part))
+
+    def held_as(self, contender: str) -> Inputs:
+        """The same slots as a contender holds them."""
+        held = self
+        if "4 bits" in contender:
+            held = dataclasses.replace(held, k=_coded(held.k), v=_coded(held.v))
+        if "ragged" in contender:
+            capacity = capacities(*held.log_den.shape).to(held.q.device)
+            layout = Layout.of(capacity, coded="4 bits" in contender)
+            weights = (held.log_num.flatten(), held.log_den.flatten())
+            held = Inputs(held.q, _flat(held.k), _flat(held.v), *weights, layout)
+        return held
 
     def rows(self, rows: slice) -> Inputs:
-        return Inputs(*(tensor[rows] for tensor in (self.q, self.k, self.v, self.log_num, self.log_den)))
+        if self.layout is None:
+            k, v = (_rows(part, rows, rows) for part in (self.k, self.v))
+            return Inputs(self.q[rows], k, v, self.log_num[rows], self.log_den[rows])
+        first, size = self.layout.start[rows][0, 0], self.layout.capacity[rows].sum()
+        here, layout = slice(int(first), int(first + size)), Layout.of(self.layout.capacity[rows])
+        k, v = (_rows(part, rows, here) for part in (self.k, self.v))
+        return Inputs(self.q[rows], k, v, self.log_num[here], self.log_den[here], layout)
 
     def ours(self, contender: str) -> Tensor:
         num = None if contender == "unweighted" else self.log_num
         den = self.log_den if contender == "separate weights" else num
-        out: Tensor = ops.weighted_attention(self.q, self.k, self.v, num, den, SCALE)
+        out: Tensor = ops.weighted_attention(self.q, self.k, self.v, num, den, SCALE, ragged=self.layout)
         return out
+
+
+def capacities(batch: int, heads: int, mean: int) -> Tensor:  # [B, H]
+    """Slots of heads that differ by an order of magnitude, `mean` of them on average."""
+    share = torch.randn(batch, heads, generator=torch.Generator().manual_seed(0)).exp()
+    capacity = (share / share.sum() * batch * heads * mean * 0.99).long() + 1
+    capacity[-1, -1] += batch * heads * mean - capacity.sum()
+    return capacity
+
+
+def _coded(x: Tensor | CodedSlots) -> CodedSlots:
+    assert isinstance(x, Tensor)
+    codec, center = Codec(4, x.shape[-1]), x.float().mean(2)
+    count = min(EXACT, x.shape[2])
+    exact = rotate(x[:, :, :count].float() - center.unsqueeze(2), codec.signs(x.device), codec.block)
+    at = torch.arange(count, dtype=torch.int32, device=x.device).repeat(*x.shape[:2], 1)
+    return CodedSlots(codec, center, exact, at, *encode(x, center, codec))
+
+
+def _flat(part: Tensor | CodedSlots) -> Tensor | CodedSlots:
+    if isinstance(part, Tensor):
+        return part.flatten(0, 2)
+    return dataclasses.replace(part, codes=part.codes.flatten(0, 2), steps=part.steps.flatten())
+
+
+def _rows(part: Tensor | CodedSlots, rows: slice, slots: slice) -> Tensor | CodedSlots:
+    """Batch rows, of which the slots are `slots` of a flat store or of the batch."""
+    if isinstance(part, Tensor):
+        return part[slots]
+    kept = {name: getattr(part, name)[rows] for name in ("center", "exact", "exact_at")}
+    return dataclasses.replace(part, **kept, codes=part.codes[slots], steps=part.steps[slots])
 
 
 def error_against_reference(inputs: Inputs, contender: str, out: Tensor) -> float:
@@ -86,6 +141,7 @@ def error_against_reference(inputs: Inputs, contender: str, out: Tensor) -> floa
 
 def rival_call(inputs: Inputs, contender: str, expanded: bool = False) -> Callable[[], Tensor]:
     """A call of torch's kernel; `expanded` copies keys and values for every query head, for kernels without GQA."""
+    assert isinstance(inputs.k, Tensor) and isinstance(inputs.v, Tensor)
     k, v = (t.repeat_interleave(QUERY_HEADS // KV_HEADS, 1) if expanded else t for t in (inputs.k, inputs.v))
 
     def call() -> Tensor:
@@ -145,7 +201,8 @@ class Kernels(Benchmark):
     def input_sets(self, batch: int, slots: int) -> list[Inputs]:
         """Enough sets to exceed the L2 cache twice over."""
         first = self.inputs(batch, slots, self.seed)
-        count = -(-2 * self.l2_bytes // first.bytes_read)
+        # Codes are a quarter of the bytes.
+        count = -(-2 * self.l2_bytes // (first.bytes_read // 4))
         return [first, *(self.inputs(batch, slots, self.seed + number) for number in range(1, count))]
 
     def wrong(self) -> Iterator[str]:
@@ -153,7 +210,8 @@ class Kernels(Benchmark):
         for batch, slots in itertools.product(self.batch, (*self.slots, 1000 if self.on.is_gpu else 100)):
             inputs = self.inputs(batch, slots, self.seed)
             for contender in OURS:
-                error = error_against_reference(inputs, contender, inputs.ours(contender))
+                held = inputs.held_as(contender)
+                error = error_against_reference(held, contender, held.ours(contender))
                 yield from too_far(f"batch {batch}, {slots} slots, {contender}", error, TOLERANCE)
 
     def cells(self) -> Iterator[Row]:
@@ -161,12 +219,13 @@ class Kernels(Benchmark):
 
     def measure(self, batch: int, slots: int) -> Iterator[Row]:
         sets = self.input_sets(batch, slots)
-        read = sets[0].bytes_read
         plan = dataclasses.asdict(default_plan(batch, slots)) if self.on.is_gpu else None
         for contender in (*OURS, *(RIVALS if self.on.is_gpu else ON_A_CPU)):
-            if (found := contender_calls(sets, contender)) is None:
+            held = [inputs.held_as(contender) for inputs in sets]
+            if (found := contender_calls(held, contender)) is None:
                 continue
             calls, expanded = found
+            read = held[0].bytes_read
             states = {"cold": calls} | ({"warm": calls[:1]} if read < self.l2_bytes else {})
             for cache, used in states.items():
                 timing = self.on.time(used)
@@ -175,7 +234,7 @@ class Kernels(Benchmark):
                     "operation": self.operation, "contender": contender, "batch": batch, "slots": slots,
                     **SIZES, "dtype": self.on.dtype_name, **dataclasses.asdict(timing), "bytes_read": read,
                     "bytes_per_second": rate, "copy_bytes_per_second": self.bandwidth,
-                    "share_of_copy_bandwidth": rate / self.bandwidth, "plan": plan if contender in OURS else None,
+                    "share_of_copy_bandwidth": rate / self.bandwidth, "plan": plan if contender in OURS[:3] else None,
                     "cache": cache, "input_sets": len(used), "expanded_heads": expanded,
                 }  # fmt: skip
 
