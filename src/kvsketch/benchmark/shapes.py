@@ -89,7 +89,7 @@ def make_cache(model: Any, method: str | Method | None) -> Any:
 
 @torch.no_grad()
 def prefill_times(
-    model: Any, method: str | None, tokens: int, repeats: int, device: Device
+    model: Any, method: str | Method | None, tokens: int, repeats: int, device: Device
 ) -> tuple[list[float], Tensor, Any]:
     """Milliseconds of each prefill after one that warms up, the last logits, and the cache of the last."""
     prompt = make_prompt(tokens, device, 0, model.config.vocab_size)
@@ -105,9 +105,15 @@ def prefill_times(
 
 def problem_of(cache: CompressedCache) -> str | None:
     """What is wrong with a prefilled cache: a layer beyond its budget, or numbers that are not finite."""
+    tables = [layer.table for layer in cache.slot_layers]
+    ragged = any(table.layout is not None for table in tables)
+    budgets = [cache.method.budget_tokens(table) or 0 for table in tables]
+    most = sum(budgets) / len(budgets) + cache.method.beyond_budget(tables[0])
+    if ragged and (mean := float(torch.stack([table.used_slots() for table in tables]).double().mean())) > most:
+        return f"heads hold {mean:,.1f} slots on average, their budget is {most:,.0f}"
     for layer in cache.slot_layers:
         budget = layer.method.budget_tokens(layer.table)
-        bounded = layer.method.family in ("evict", "summarise")
+        bounded = layer.method.family in ("evict", "summarise") and not ragged
         if bounded and budget is not None and layer.table.stored() > budget:
             return f"layer {layer.table.layer_idx} holds {layer.table.stored()} slots, its budget is {budget}"
         if not all(bool(t.isfinite().all()) for t in (layer.table.key_slots(), layer.table.value_slots())):

@@ -8,6 +8,7 @@ BENCHMARKS = {
     "decode": "One decode step, captured, for any method and batch, beside full-cache baselines.",
     "step-profile": "Device time of a decode step by kernel.",
     "prefill": "A whole prefill under any method, beside transformers' own cache.",
+    "rehearse": "What rehearse adds to a prefill: score, choice, refit, encoding.",
     "kernels": "The decode kernel beside SDPA's flash and cuDNN kernels.",
     "linear": "The linear layers of a decode step beside torch's.",
     "offload": "A decode step with the cache in host memory, beside the same step on the device.",

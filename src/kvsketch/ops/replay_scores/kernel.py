@@ -12,7 +12,7 @@ from kvsketch.ops.common.kernel import LOG2E, NEG_INF, dot, load_tile
 from kvsketch.ops.common.sums import add_terms
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size, dense_last
 
-ROWS, COLUMNS = 64, 64  # of a tile
+MOVING = 64  # rows or columns of the tile that is loaded again and again
 
 
 def supported(q: Tensor, k: Tensor) -> bool:
@@ -27,19 +27,20 @@ def replay_scores(again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: flo
     heads, sink_count = k.shape[1], sinks.shape[2]
     row_sums = torch.empty(batch, query_heads, count, dtype=torch.float32, device=q.device)
     scores = torch.empty(batch, heads, count, dtype=torch.float32, device=q.device)
+    # Rows or columns of the tile that stays, as many as fit beside the others.
+    still = 128 if block_size(size) * k.element_size() <= 256 and count > 64 else 64
     constants = dict(
-        GROUP=query_heads // heads, D=size, BLOCK_D=block_size(size), ROWS=ROWS, COLUMNS=COLUMNS,
-        HIDDEN=hidden is not None, num_warps=4,
-    )  # fmt: skip
+        GROUP=query_heads // heads, D=size, BLOCK_D=block_size(size), HIDDEN=hidden is not None, num_warps=still // 16
+    )
     with on(q.device):
-        row_sums_kernel[(triton.cdiv(count, ROWS), batch * query_heads)](
+        row_sums_kernel[(triton.cdiv(count, still), batch * query_heads)](
             again, q, k, sinks, hidden, row_sums, scale * LOG2E.value, count, heads,
             *again.stride()[:3], *q.stride()[:3], *k.stride()[:3], *sinks.stride()[:3],
-            SINKS=sink_count, BLOCK_SINKS=block_size(max(1, sink_count)), **constants,
+            SINKS=sink_count, BLOCK_SINKS=block_size(max(1, sink_count)), ROWS=still, COLUMNS=MOVING, **constants,
         )  # fmt: skip
-        column_maxima_kernel[(triton.cdiv(count, COLUMNS), batch * heads)](
+        column_maxima_kernel[(triton.cdiv(count, still), batch * heads)](
             again, k, hidden, row_sums, scores, scale * LOG2E.value, count, heads,
-            *again.stride()[:3], *k.stride()[:3], **constants,
+            *again.stride()[:3], *k.stride()[:3], ROWS=MOVING, COLUMNS=still, **constants,
         )  # fmt: skip
     return scores
 
