@@ -14,6 +14,7 @@ import psutil
 import torch
 import uvicorn
 
+from kvsketch import models
 from kvsketch.decode.shared import SharedRows, alone
 from kvsketch.methods import Method, parse_method
 from kvsketch.serve.app import LARGEST_BODY, create_app
@@ -59,6 +60,25 @@ def start_service(
     return Service(
         model, tokenizer, name, parsed, engine=engine, folder=folder, queue=queue, memory=memory, **reading
     )  # fmt: skip
+
+
+def application(
+    model: str,
+    method: str = "rehearse:budget=1/2",
+    *,
+    name: str | None = None,
+    api_key: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    **options: Any,
+) -> Any:
+    """The ASGI application of a model by its name, for other servers than ours; `options` are those of `start_service`.
+
+    It loads the model when it is made, so make it in the process that serves. Without a key it answers requests to
+    local addresses alone.
+    """
+    loaded, tokenizer = models.load(model, dtype=dtype, device=device)
+    return create_app(start_service(loaded, tokenizer, name or model, method, **options), api_key=api_key)
 
 
 def _rows_that_fit(model: Any, method: Method, longest: int, memory: int | None) -> int:
