@@ -211,6 +211,16 @@ def test_generate_reads_a_file_a_pipe_and_an_argument_alike(folder: str, tmp_pat
     assert len(set(answers)) == 1
 
 
+def test_generate_finds_the_budget_of_a_memory(folder: str) -> None:
+    options = ["generate", PROMPT, "--model", folder, "--max-new-tokens", "4", "--memory", "40kB"]
+    done = run(*options, "--method", "h2o:recent=8")
+    said = next(line for line in done.stderr.splitlines() if line.startswith("--memory 40kB"))
+    assert "tokens: h2o:budget=" in said, done.output
+    assert read_json(*options, "--method", "h2o:recent=8")["device_bytes"] <= 40_000
+    wrong = run(*options)
+    assert wrong.exit_code == 2 and "memory=40.00 kB is too little" in wrong.stderr and "use bits=" in wrong.stderr
+
+
 def test_generate_samples_by_seed(folder: str) -> None:
     def sample(seed: int) -> str:
         options = ("--model", folder, "--temperature", "1.5", "--seed", str(seed), "--max-new-tokens", "12")

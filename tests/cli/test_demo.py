@@ -169,6 +169,10 @@ def test_compare_asks_every_method_about_a_file(tmp_path: Path) -> None:
     assert rows["quest:budget=50%:skip_layers=0"]["divergence"] > 0 and all(row["seconds"] > 0 for row in rows.values())
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert "the same answer: " in shown.stdout and "picture: " in shown.stdout
+    shown = CliRunner().invoke(app, [*command, "--memory", "60kB"])
+    rows = {row["method"]: row for row in json.loads((out / "compare.json").read_text(encoding="utf-8"))["rows"]}
+    assert len(rows) == 2 and all(row["device_bytes"] <= 60_000 for row in list(rows.values())[1:]), shown.output
+    assert "left out: quest:skip_layers=0: memory=60.00 kB is too little" in shown.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvsketch.cache import attention, families, rotary, saving, streaming
+from kvsketch.cache import memory as memory_sizes
 from kvsketch.cache.checks import require_finite
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.read import TextRead
@@ -49,6 +51,9 @@ class CompressedCache(Cache):
 
     `prefill`: "exact" reads the whole prompt and then compresses it. "stream" reads `chunk` tokens at a time; each
     chunk attends to itself and to what is left of the chunks before, so the whole prompt never has to fit.
+
+    `memory`, such as "2GB": the method gets the largest budget with which `batch` prompts of `context` tokens (the
+    positions of the model unless given) take no more bytes on the device; `cache.method` says which that was.
     """
 
     def __init__(
@@ -60,6 +65,9 @@ class CompressedCache(Cache):
         check: bool = False,
         prefill: str = "exact",
         chunk: int = 2048,
+        memory: int | str | None = None,
+        context: int | None = None,
+        batch: int = 1,
     ) -> None:
         config = model if isinstance(model, PretrainedConfig) else getattr(model, "config", None)
         if not isinstance(config, PretrainedConfig):
@@ -78,6 +86,11 @@ class CompressedCache(Cache):
         native = DynamicCache(config=config).layers
         if not any(type(layer) is DynamicLayer for layer in native):
             raise families.no_layer(self.model_name, native)
+        compressed = [i for i, layer in enumerate(native) if type(layer) is DynamicLayer]
+        if memory is not None:
+            self.method = self._fitted(model, config, native, compressed, memory, context, batch)
+        elif context is not None or batch != 1:
+            raise ValueError("context and batch say what memory is to hold; give memory, such as memory='2GB', too")
         _require_codable(self.method.stored_bits, config)
         attention.install()
         streaming.install()
@@ -93,7 +106,6 @@ class CompressedCache(Cache):
             raise ValueError(
                 f"{self.method.name} {what} by the rotary angles of the model, and {rotary.unknown(config, instead)}"
             )
-        compressed = [i for i, layer in enumerate(native) if type(layer) is DynamicLayer]
         layers = list(native)
         for rank, i in enumerate(compressed):
             table = SlotTable(
@@ -111,6 +123,30 @@ class CompressedCache(Cache):
             # Layers that share keys read one table with different queries; there is no single query to learn from.
             if isinstance(before, SlotLayer) and isinstance(after, SlotLayer) and not shared:
                 after.before = before
+
+    def _fitted(
+        self,
+        model: Any,
+        config: PretrainedConfig,
+        native: list[Any],
+        compressed: list[int],
+        memory: int | str,
+        context: int | None,
+        batch: int,
+    ) -> Method:
+        """The method with the budget that fits into `memory`."""
+        size = memory_sizes.parsed(memory)
+        context = context or getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if not isinstance(context, int) or context < 1 or batch < 1:
+            raise ValueError(
+                f"context={context!r} and batch={batch!r} must be numbers of 1 or more; give context=32000"
+            )
+        dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.get_default_dtype()
+        parts = 1 if self.head_share is None else self.head_share.parts
+        others = [layer for i, layer in enumerate(native) if i not in compressed]
+        sizes = memory_sizes.Sizes.of(config, dtype, others, parts, batch, context)
+        places = [SlotTable(i, len(native), 0, rank, len(compressed)) for rank, i in enumerate(compressed)]
+        return memory_sizes.fitted(self.method, size, context, lambda m: sizes.bytes(m, places, context))
 
     @property
     def slot_layers(self) -> list[SlotLayer]:

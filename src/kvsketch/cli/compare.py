@@ -16,6 +16,7 @@ from kvsketch.cli.output import remarks
 
 if TYPE_CHECKING:
     from kvsketch.demo import Row
+    from kvsketch.methods import Method
 
 ANSWER_WIDTH = 96
 MARKS = ("same answer", "another answer")
@@ -26,6 +27,9 @@ def compare(
     question: Annotated[str, typer.Option(help="What to ask about it.")],
     model: ModelOption = DEFAULT_MODEL,
     budgets: Annotated[str, typer.Option(help="Budgets, comma-separated: 1/4, 25% or 512.")] = "1/4,1/8",
+    memory: Annotated[
+        str | None, typer.Option(help="Such as 200MB, in place of --budgets: each method has what fits.")
+    ] = None,
     methods: Annotated[str, typer.Option(help="Methods, comma-separated text forms, or all.")] = "all",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 32,
     out: Annotated[Path, typer.Option(help="Folder for compare.json and compare.png.")] = Path("build/compare"),
@@ -48,6 +52,8 @@ def compare(
     ids = models.encode_chat(tokenizer, f"{text}\n\n{question}")["input_ids"].to(loaded.device)
     _note_beyond_context(loaded, ids.shape[1] + max_new_tokens)
     refused: list[str] = []
+    if memory is not None:
+        chosen = [Full(), *_fitting(loaded, methods, memory, ids.shape[1] + max_new_tokens, refused)]
     rows = with_progress(demo.answers(loaded, tokenizer, ids, chosen, most=max_new_tokens, refused=refused), chosen)
     record = {
         "model": model,
@@ -68,6 +74,21 @@ def compare(
         "answer": lambda row: escape(shortened(row.answer, ANSWER_WIDTH)),
     }
     show("compare", title, record, rows, columns, summary(rows), out, as_json, marks=MARKS)
+
+
+def _fitting(model: Any, methods: str, memory: str, tokens: int, refused: list[str]) -> list[Method]:
+    """The methods with the budgets that fit into `memory`; what does not fit goes to `refused`, in words."""
+    from kvsketch import CompressedCache
+    from kvsketch.cache.memory import parsed
+    from kvsketch.evaluation.budgets import contenders
+
+    size, found = parsed(memory), []
+    for name in dict.fromkeys(method for method, _ in contenders(methods, "1/2")):
+        try:
+            found.append(CompressedCache(model, name, memory=size, context=tokens).method)
+        except ValueError as error:
+            refused.append(str(error))
+    return found
 
 
 def summary(rows: Sequence[Row]) -> list[str]:

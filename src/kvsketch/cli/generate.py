@@ -20,6 +20,7 @@ METHOD_HELP = (
     "clusterkv:budget=1024 keeps all and reads a part; snapkv:budget=50% keeps a part and says how much. "
     "See `kvsketch methods`."
 )
+TEMPLATE_TOKENS = 128  # what a chat template adds at most
 DTYPE_HELP = "float32, bfloat16 or float16; bfloat16 on a GPU and on a CPU that multiplies it natively, else float32."
 
 
@@ -88,6 +89,9 @@ def generate(
     ] = None,
     model: ModelOption = DEFAULT_MODEL,
     method: Annotated[str | None, typer.Option(help=METHOD_HELP, show_default=False)] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Such as 2GB: the largest budget whose cache takes no more on the device.")
+    ] = None,
     prefill: Annotated[
         str | None,
         typer.Option(help="exact reads the prompt whole; stream reads it --chunk tokens at a time, in less memory."),
@@ -112,7 +116,7 @@ def generate(
 
     The answer goes to standard output; what was kept, how fast and with how much memory to standard error.
     """
-    _require_fitting(prompt, file, method, prefill, chunk, save, load, raw)
+    _require_fitting(prompt, file, method, memory, prefill, chunk, save, load, raw)
     request = read_request(prompt, file or [], loaded=load is not None, saved=save is not None)
 
     import kvsketch
@@ -127,7 +131,12 @@ def generate(
     if load is not None:
         cache = kvsketch.CompressedCache.load(load, loaded)
     else:
+        if memory is not None:
+            reading |= {"memory": memory, "context": _most_tokens(tokenizer, request) + max_new_tokens}
         cache = kvsketch.CompressedCache(loaded, parsed, seed=seed, **reading)
+        if memory is not None:
+            said = f"--memory {memory} for {reading['context']:,} tokens: {cache.method}"
+            remarks().print(said, markup=False, soft_wrap=True)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_p": top_p}
@@ -144,6 +153,7 @@ def _require_fitting(
     prompt: str | None,
     file: list[Path] | None,
     method: str | None,
+    memory: str | None,
     prefill: str | None,
     chunk: int | None,
     save: Path | None,
@@ -152,7 +162,10 @@ def _require_fitting(
 ) -> None:
     """Raises ValueError for options that contradict each other, before anything is loaded."""
     if load is not None:
-        given = {"--file": file, "--method": method, "--prefill": prefill, "--chunk": chunk, "--save": save}
+        given = {
+            "--file": file, "--method": method, "--memory": memory, "--prefill": prefill, "--chunk": chunk,
+            "--save": save,
+        }  # fmt: skip
         wrong = [name for name, value in given.items() if value] + ["--raw"] * raw
         if wrong:
             raise ValueError(f"--load goes on with {load} as it was saved; leave out {', '.join(wrong)}")
@@ -164,6 +177,12 @@ def _require_fitting(
         raise ValueError("--save keeps a text in the chat template, to be asked about; leave out --raw")
     if chunk is not None and prefill != "stream":
         raise ValueError(f"--chunk {chunk} says how a stream is read; add --prefill stream, or leave it out")
+
+
+def _most_tokens(tokenizer: Any, request: Request) -> int:
+    """Tokens of a request, and room for a chat template."""
+    text = "\n\n".join(part for part in (request.document, request.prompt) if part)
+    return len(tokenizer(text).input_ids) + TEMPLATE_TOKENS
 
 
 class Run:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvsketch.methods.budget import Budget, Size, Tokens, row_prompts
 from kvsketch.ops.slot_update.reference import rank, sort_keys
+from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.codes import BITS, PLAIN, FewBits
 from kvsketch.slots.positions import CACHE, POSITIONS, TEXT
 from kvsketch.slots.state import TableState
@@ -191,6 +192,10 @@ class Method:
         """Newest tokens that are held beside the budget, until the method takes them up."""
         return 0
 
+    def held_bytes(self, shape: LayerShape) -> int | None:
+        """The most bytes that a layer takes on the device after a prompt; None: it cannot be promised."""
+        return None
+
     @classmethod
     def text_name(cls) -> str:
         """What its text form begins with: its name, or `module:Class` where the class is no part of kvsketch."""
@@ -276,6 +281,12 @@ class BudgetedMethod(Method):
 
     def budget_tokens(self, table: SlotTable) -> int:
         return int(self.allot(table, table.prompt_tokens).total)
+
+    def held_bytes(self, shape: LayerShape) -> int | None:
+        budget = self.budget_tokens(shape.table)
+        held = shape.bounded(budget + 1, bytes_beside(self.State))
+        # A text within the budget may have all of it in a table that grows.
+        return held if shape.tokens > budget else max(held, shape.everything())
 
     def most_slots(self, table: SlotTable, longest: int) -> int:
         """A budget need not grow with a short prompt: all those are looked at, and the longest."""

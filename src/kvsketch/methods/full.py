@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.base import Method
+from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.table import SlotTable
 
 
@@ -27,6 +28,9 @@ class Full(Method):
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         table.bound(max_length)
+
+    def held_bytes(self, shape: LayerShape) -> int:
+        return shape.everything()
 
     def can_forget(self, table: SlotTable, left: int) -> bool:
         return True

@@ -13,6 +13,7 @@ from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod, bound_to_budget, close_slots, evict, option
 from kvsketch.methods.budget import Budget, Size, Tokens, where
 from kvsketch.ops.farthest_first import FORMS
+from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.table import SlotTable
 
 WEIGHTS = ("none", "count")
@@ -86,6 +87,9 @@ class KCenter(BudgetedMethod):
     def bound(self, table: SlotTable, max_length: int) -> None:
         if self.slide:
             bound_to_budget(table, self)
+
+    def held_bytes(self, shape: LayerShape) -> int | None:
+        return super().held_bytes(shape) if self.slide else None
 
     def maintenance_due(self, table: SlotTable) -> bool:
         return not self.slide and not table.exact and self.budget_tokens(table) + 2 > table.length

@@ -11,6 +11,7 @@ from kvsketch import ops
 from kvsketch.methods.base import option
 from kvsketch.methods.recall import Recalled, RecallingMethod
 from kvsketch.slots import offloaded
+from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.state import number, per_row
 from kvsketch.slots.table import SlotTable
 
@@ -112,6 +113,10 @@ class Quest(RecallingMethod):
             padding=table.padding,
             next_slot=next_slot,
         )
+
+    def index_bytes(self, shape: LayerShape) -> int:
+        pages = self._pages(shape.tokens)
+        return shape.all_heads * 2 * shape.vector() * (pages + max(8, pages // 8))
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page)

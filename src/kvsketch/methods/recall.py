@@ -12,6 +12,7 @@ from kvsketch.methods.base import Method, option
 from kvsketch.methods.budget import Size, row_prompts
 from kvsketch.methods.full import Full
 from kvsketch.slots import codes, offloaded
+from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.state import Range, TableState, kept, number, per_row
 from kvsketch.slots.table import SlotTable
 
@@ -145,6 +146,19 @@ class RecallingMethod(Method, ABC):
         elif self.is_indexed(table):
             hot = self.keep_steps * self.lists(queries.shape[1] // table.shape[1]) * self.rows_read(table)
             offloaded.offload(table, self.indexed_tokens(table), self.sinks, self.tail_tokens, hot)
+
+    def held_bytes(self, shape: LayerShape) -> int | None:
+        if not self.selects(shape.table) or shape.tokens < self.budget_tokens(shape.table):
+            return shape.everything() + 4 * shape.batch
+        index = self.index_bytes(shape)
+        if index is None or self.offload == "none":
+            return None if index is None else shape.everything() + index + 4 * shape.batch
+        hot = self.keep_steps * self.lists(shape.query_heads // shape.heads) * self.rows_read(shape.table)
+        return shape.offloaded(self.sinks, self.tail_tokens, hot) + index + 4 * shape.batch
+
+    def index_bytes(self, shape: LayerShape) -> int | None:
+        """The most bytes of the index of all tokens; None: it cannot be promised."""
+        return None
 
     def indexed_tokens(self, table: SlotTable) -> int:
         """Tokens that the index holds; those behind them stay on the device."""

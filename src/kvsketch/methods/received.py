@@ -17,6 +17,7 @@ from kvsketch.methods.base import EvictingMethod, bound_to_budget, evict, option
 from kvsketch.methods.budget import Size
 from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL, SHARES, capacities, claim, keep_best
 from kvsketch.ops.attention_mass import is_plain
+from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.state import TableState, per_slot
 from kvsketch.slots.table import SlotTable
 
@@ -89,6 +90,10 @@ class AttentionScored(EvictingMethod):
         waiting = [table for table in tables if not table.empty and self._divides(table)]
         if waiting:
             self._divide(waiting)
+
+    def held_bytes(self, shape: LayerShape) -> int | None:
+        held = super().held_bytes(shape)
+        return held if held is None or self.share == HEAD else held + shape.layout(self.budget_tokens(shape.table) + 1)
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         if table.length <= self.budget_tokens(table):

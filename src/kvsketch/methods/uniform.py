@@ -11,6 +11,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod, bound_to_budget, evict, option
 from kvsketch.methods.budget import Tokens
+from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.state import ANY, Range, TableState, per_row
 from kvsketch.slots.table import SlotTable
 
@@ -61,6 +62,11 @@ class Uniform(BudgetedMethod):
     def bound(self, table: SlotTable, max_length: int) -> None:
         bound_to_budget(table, self)
         self._note_strata(table)
+
+    def held_bytes(self, shape: LayerShape) -> int | None:
+        held = super().held_bytes(shape)
+        # Sizes and the first stratum of each row.
+        return None if held is None else held + shape.batch * 3 * 8
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         budget = self.budget_tokens(table)

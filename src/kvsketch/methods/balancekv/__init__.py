@@ -17,6 +17,7 @@ from kvsketch.methods.balancekv.schedule import Balanced, Recipe, Row
 from kvsketch.methods.base import BudgetedMethod, option
 from kvsketch.methods.budget import Size
 from kvsketch.ops.balance_walk import WALKS
+from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.positions import POSITIONS, TEXT
 from kvsketch.slots.table import SlotTable
 
@@ -142,6 +143,17 @@ class BalanceKV(BudgetedMethod):
             on_fail="raise" if self.c == "theory" else "clip",
             seed=self.seed,
         )  # fmt: skip
+
+    def held_bytes(self, shape: LayerShape) -> int | None:
+        if self.form == "paper":
+            return None
+        streams, budget = self.form == "stream", self.budget_tokens(shape.table)
+        # Bucket and rank of each slot; arrivals, batch sizes and norms of each head.
+        held = shape.bounded(budget + 1, 5 if streams else 0, two_sums=not self.tied)
+        if shape.tokens <= budget:
+            held = max(held, shape.everything()) + (shape.all_heads * shape.vector() * (budget // 3) if streams else 0)
+        rows = shape.batch * 8 * (4 + 5 + 2)  # schedule, limits, capacity
+        return held + rows + (shape.all_heads * (4 * (row_schedule.ZERO_VALUE + 1) + 16) if streams else 0)
 
     def rows(self, table: SlotTable) -> list[Row]:
         """What each row of the table may hold."""

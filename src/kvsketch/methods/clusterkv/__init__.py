@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from kvsketch.methods.recall import RecallingMethod
 from kvsketch.ops.select_clusters import Selection
 from kvsketch.slots import offloaded
 from kvsketch.slots import padding as left_padding
+from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.table import SlotTable
 
 
@@ -71,6 +73,14 @@ class ClusterKV(RecallingMethod):
 
     def indexed_tokens(self, table: SlotTable) -> int:
         return table.state_of(self.State).tail
+
+    def index_bytes(self, shape: LayerShape) -> int:
+        # A prompt has a cluster for `tokens_per_cluster`; generated tokens may have more.
+        share = max(1 / self.tokens_per_cluster, self.recluster_into / self.recluster)
+        count = math.ceil(shape.tokens * share) + self.recluster_into
+        cluster = shape.vector() * (2 if self.completion else 1) + 8
+        order = 4 * (shape.tokens + shape.tokens // 8 + 64)
+        return shape.all_heads * ((count + count // 8 + 64) * cluster + order) + shape.batch * 5 * 4
 
     def maintenance_due(self, table: SlotTable) -> bool:
         due = self.is_indexed(table) and table.seen + 1 - self.indexed_tokens(table) >= self.recluster

@@ -17,6 +17,7 @@ from kvsketch.methods.infinigen.state import Learned
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.slots import offloaded
 from kvsketch.slots import padding as left_padding
+from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.heads import mean_over_heads
 from kvsketch.slots.table import SlotTable
 
@@ -172,6 +173,13 @@ class InfiniGen(RecallingMethod):
             if present is not None:
                 longer[:, :, : present.shape[2]] = present
             state.partial = longer
+
+    def index_bytes(self, shape: LayerShape) -> int | None:
+        if self.speculate == "previous":
+            return None
+        directions = math.ceil(self.ratio * shape.size)
+        partial = shape.tokens + max(64, shape.tokens // 8)
+        return shape.all_heads * shape.itemsize * directions * (partial + shape.size) + 8 * shape.batch
 
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None

@@ -14,6 +14,7 @@ from kvsketch.methods.base import BudgetedMethod, option
 from kvsketch.methods.budget import Size, row_prompts
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
 from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL, SHARES, largest
+from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.heads import of_all_heads
 from kvsketch.slots.state import Range, TableState, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable
@@ -183,6 +184,12 @@ class Rehearse(BudgetedMethod):
         fresh = (torch.stack(again, 2), torch.tensor([lengths] * len(queries)))
         parts = zip(*before, fresh, strict=True)
         state.again, state.chunks = (torch.cat(part, dim) for part, dim in zip(parts, (2, 1), strict=True))
+
+    def held_bytes(self, shape: LayerShape) -> int:
+        # New tokens and their queries wait beside the budget until they make a chunk.
+        budget, waiting = self.budget_tokens(shape.table), min(self.chunk, WAIT) + 4 * ROOM
+        queries = shape.batch * shape.query_heads * waiting * shape.vector()
+        return shape.bounded(budget + waiting, bytes_beside(Rehearsed)) + shape.layout(budget + waiting) + queries
 
     # all layers together
 

@@ -15,6 +15,7 @@ from kvsketch.methods.subgen import slots
 from kvsketch.methods.subgen.plan import divide
 from kvsketch.methods.subgen.sketch import POLICIES
 from kvsketch.ops.fold_token import Plan
+from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.positions import POSITIONS, TEXT
 from kvsketch.slots.table import SlotTable
 
@@ -119,6 +120,18 @@ class SubGen(BudgetedMethod):
     def bound(self, table: SlotTable, max_length: int) -> None:
         if self._in_place:
             self._rewrite(table)
+
+    def held_bytes(self, shape: LayerShape) -> int | None:
+        if not self._in_place:
+            return None
+        budget = self.budget_tokens(shape.table)
+        plan = self.plan(budget)
+        exact = plan.sinks + plan.recent + 1 + (plan.hold if shape.tokens <= budget else 0)
+        slots = exact + plan.samples + plan.clusters * plan.per_cluster
+        # Representatives and their counts, shares and squares of samples, and numbers of each head and row.
+        beside = plan.clusters * (shape.vector() + 4) + 8 * plan.samples + 8 + 4 + 8 + 24 + 8
+        held = shape.bounded(slots, two_sums=True) + shape.all_heads * beside
+        return max(held, shape.everything() if shape.tokens <= budget else 0) + shape.batch * 8 * (13 + 6)
 
     def maintenance_due(self, table: SlotTable) -> bool:
         return not table.exact and (not self._in_place or table.seen + 1 > min(slots.exact_until(table)))

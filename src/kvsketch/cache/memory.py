@@ -1,0 +1,167 @@
+"""A budget from bytes: `CompressedCache(model, "snapkv", memory="2GB", context=32000)`.
+
+The largest budget is taken with which the cache, after a prompt of `context` tokens, takes no more bytes on the device.
+What it takes is computed from the shapes of the model and the method's own account (`Method.held_bytes`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvsketch.methods import parse_method
+from kvsketch.methods.base import Method
+from kvsketch.ops.codec import BITS
+from kvsketch.slots.bytes import LayerShape
+from kvsketch.slots.table import SlotTable
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+FORMS = "a number of bytes, or one with kB, MB, GB, KiB, MiB or GiB, such as 2GB"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The shape of a model's cache, as its config and the layers of its own cache tell."""
+
+    batch: int
+    heads: int
+    query_heads: int
+    size: int
+    itemsize: int
+    native: int  # bytes of layers that are not compressed
+
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype, layers: Sequence[Any], parts: int, batch: int, context: int) -> Sizes:
+        """`layers` of transformers' own cache, `parts` processes that divide the heads."""
+        text = config.get_text_config(decoder=True)
+        query_heads = text.num_attention_heads
+        heads = getattr(text, "num_key_value_heads", None) or query_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // query_heads
+        windows = [getattr(layer, "sliding_window", None) for layer in layers]
+        held = sum(min(window, context) for window in windows if window)
+        native = 2 * batch * (heads // parts) * size * dtype.itemsize * held
+        return cls(batch, heads // parts, query_heads // parts, size, dtype.itemsize, native)
+
+    def bytes(self, method: Method, places: Sequence[SlotTable], context: int) -> int | None:
+        """Bytes on the device after a prompt of `context` tokens; None where the method promises nothing."""
+        total = self.native
+        for place in places:
+            table = replace(place, bits=method.stored_bits, prompt_tokens=context)
+            shape = LayerShape(table, self.batch, self.heads, self.query_heads, self.size, self.itemsize)
+            held = method.held_bytes(shape)
+            if held is None:
+                return None
+            total += held
+        return total
+
+
+def fitted(method: Method, memory: int, context: int, count: Callable[[Method], int | None]) -> Method:
+    """The method with the largest budget that fits; ValueError says what is needed where none does.
+
+    `count`: bytes of a method at this context, None where it cannot say.
+    """
+    if any(part.startswith("budget=") for part in str(method).split(":")):
+        raise ValueError(f"memory and {method} both say how much is kept; leave out memory or the budget")
+    needed = count(method)
+    if needed is None:
+        raise ValueError(f"{method}: what it holds grows beyond any budget or is not known; leave out memory")
+    most = with_budget(method, context)
+    if not hasattr(method, "budget") or (most is not None and count(most) == count(_least(method, context))):
+        # Every token is kept whatever the budget.
+        if needed > memory:
+            raise ValueError(f"{method}: {_too_much(needed, memory, context)}; {_advice(method, memory, count)}")
+        return method
+    least = _least(method, context)
+    low, high = _tokens(least), context
+    needed = count(least)
+    assert needed is not None
+    if needed > memory:
+        raise ValueError(
+            f"{method}: {_too_much(needed, memory, context)} with budget={low}, which sinks and windows need at least; "
+            f"{_advice(least, memory, count)}"
+        )
+    while low < high:
+        middle = (low + high + 1) // 2
+        tried = with_budget(method, middle)
+        held = None if tried is None else count(tried)
+        low, high = (middle, high) if held is not None and held <= memory else (low, middle - 1)
+    found = with_budget(method, low)
+    assert found is not None
+    return found
+
+
+def with_budget(method: Method, tokens: int) -> Method | None:
+    """The method with a budget of so many tokens; None where it cannot have so few, or has no budget."""
+    try:
+        return parse_method(f"{method}:budget={tokens}")
+    except ValueError:
+        return None
+
+
+def _least(method: Method, context: int) -> Method:
+    """The method with the smallest budget that it takes."""
+    low, high = 1, context
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if with_budget(method, middle) is None else (low, middle)
+    found = with_budget(method, low)
+    if found is None:
+        raise ValueError(f"{method}: takes no budget of {context} tokens or fewer; give it smaller sinks and windows")
+    return found
+
+
+def _tokens(method: Any) -> int:
+    return int(method.budget.tokens)
+
+
+def _too_much(needed: int, memory: int, context: int) -> str:
+    return f"memory={text_of(memory)} is too little for {context:,} tokens, which take {text_of(needed)}"
+
+
+def _advice(method: Method, memory: int, count: Callable[[Method], int | None]) -> str:
+    """Fewer bits that would fit, else what would."""
+    own = max(method.stored_bits.keys, method.stored_bits.values)
+    for bits in sorted((bits for bits in BITS if bits < own), reverse=True):
+        fewer = None if method.uncodable else _with_bits(method, bits)
+        held = None if fewer is None else count(fewer)
+        if held is not None and held <= memory:
+            return f"use bits={bits}, which take {text_of(held)}, or more memory"
+    if method.family == "recall" and getattr(method, "offload", "") == "none":
+        return "use offload=host, more memory, or a method that drops tokens such as snapkv"
+    if not hasattr(method, "budget"):
+        return "use a method that drops tokens such as snapkv, or more memory"
+    return "use more memory, a shorter context, or smaller sinks and windows"
+
+
+def _with_bits(method: Method, bits: int) -> Method | None:
+    kept = [part for part in str(method).split(":") if not part.startswith(("bits=", "key_bits=", "value_bits="))]
+    try:
+        return parse_method(":".join([*kept, f"bits={bits}"]))
+    except ValueError:
+        return None
+
+
+def parsed(memory: int | str) -> int:
+    """Bytes of `2GB`, `1.5 GiB` or a number of bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
+    if isinstance(memory, bool) or not isinstance(memory, (int, str)) or found is None:
+        raise ValueError(f"memory={memory!r} is not a size; use {FORMS}")
+    if found[2].upper() not in UNITS:
+        raise ValueError(f"memory={memory!r}: {found[2]} is no unit; use {FORMS}")
+    size = int(float(found[1]) * UNITS[found[2].upper()])
+    if size < 1:
+        raise ValueError(f"memory={memory!r} is nothing; use {FORMS}")
+    return size
+
+
+def text_of(size: int) -> str:
+    """`1.50 GB`."""
+    unit, scale = next(((u, s) for u, s in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)) if size >= s), ("B", 1))
+    return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size} B"
+
+
+__all__ = ["Sizes", "fitted", "parsed", "text_of", "with_budget"]

@@ -1,0 +1,83 @@
+"""Bytes of a layer's table before there is one: the most that its tensors take, by what it is to hold.
+
+Nothing is estimated: the terms are the tensors of `SlotTable`, `SlotCodes` and `HotSet`, and a test measures them.
+Legend: as in `table`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from kvsketch.ops.common.ragged import UNIT
+from kvsketch.slots.codes import EXACT, PLAIN
+from kvsketch.slots.offloaded import host_capacity
+from kvsketch.slots.state import SLOT, TableState
+from kvsketch.slots.table import SlotTable
+
+INDEX, WEIGHT, STEP = 4, 4, 2  # bytes of a slot's number and of a weight, and of the step of coded vectors
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One layer once it has read a prompt of so many tokens."""
+
+    table: SlotTable  # empty: where the layer stands, its bits, and the length of the prompt
+    batch: int
+    heads: int
+    query_heads: int
+    size: int  # D
+    itemsize: int
+
+    @property
+    def tokens(self) -> int:
+        return self.table.prompt_tokens
+
+    @property
+    def all_heads(self) -> int:
+        """Rows times KV heads."""
+        return self.batch * self.heads
+
+    def vector(self, bits: int = PLAIN) -> int:
+        """Bytes of one key or value."""
+        return self.size * self.itemsize if bits == PLAIN else self.size * bits // 8 + STEP
+
+    @property
+    def pair(self) -> int:
+        """Bytes of a key and its value as they are held."""
+        return self.vector(self.table.bits.keys) + self.vector(self.table.bits.values)
+
+    def bounded(self, slots: int, beside: int = 0, two_sums: bool = False) -> int:
+        """A bounded table of so many slots for each head; `beside`: bytes of what a method remembers of a slot."""
+        slot = self.pair + INDEX + WEIGHT * (2 if two_sums else 1) + beside
+        return self.all_heads * slots * slot + self._once()
+
+    def layout(self, slots: int) -> int:
+        """What heads that differ have beside: starts and capacities, and the list of pieces that kernels read."""
+        pieces = self.all_heads * (1 + slots // UNIT)
+        return 2 * 8 * self.all_heads + 4 * 4 * pieces + 4 * (self.all_heads + 1)
+
+    def everything(self) -> int:
+        """All tokens, and the room that a table has at its end, exact or bounded."""
+        return self.bounded(grown(self.tokens))
+
+    def offloaded(self, sinks: int, tail: int, places: int) -> int:
+        """What stays on the device: sinks, tail and hot set, and the maps of the hot set."""
+        near = (sinks + tail) * (INDEX + WEIGHT) + (sinks + tail + places) * self.pair
+        maps = 4 * host_capacity(self.tokens) + 2 * 4 * places + 4 * 8
+        return self.all_heads * (near + maps) + self._once() + self.batch * 2 * 4
+
+    def _once(self) -> int:
+        """What does not depend on the number of slots: next slot, clock, padding and prompts, centers of codes."""
+        coded = sum(bits != PLAIN for bits in (self.table.bits.keys, self.table.bits.values))
+        exact = coded * (4 * self.size + EXACT * (4 * self.size + 4))
+        return self.all_heads * (8 + exact) + 8 + 2 * 8 * self.batch
+
+
+def grown(tokens: int) -> int:
+    """Slots of a table that holds so many tokens and has grown to them."""
+    return tokens + max(64, tokens // 64) + 1
+
+
+def bytes_beside(kind: type[TableState]) -> int:
+    """Bytes of what is remembered of a slot, four for each tensor that follows the slots."""
+    return 4 * sum(field.metadata.get("role") == SLOT for field in fields(kind))

@@ -1,0 +1,95 @@
+"""Budgets from bytes: what a cache takes is computed before it exists, and measured here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvsketch
+from kvsketch import CompressedCache
+from kvsketch.cache.memory import parsed
+from tests.helpers import zoo
+from tests.helpers.common import with_budget
+
+MODEL = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 3}
+CONTEXT = 500
+FORMS = [
+    *(name for name in kvsketch.METHODS if name not in ("full", "rehearse")),
+    "snapkv:share=model",
+    "h2o:bits=4:share=layer",
+    "streamingllm:bits=8",
+    "kcenter:key_bits=4",
+    "clusterkv:bits=2",
+    "clusterkv:offload=host",
+    "quest:offload=host",
+    "infinigen:offload=host",
+    "balancekv:form=stream",
+    "balancekv:den_weight=pow2",
+    "subgen:normalizer=clipped",
+    "pyramidkv:budget_is=mean",
+]
+
+
+def measured(model: torch.nn.Module, cache: CompressedCache, rows: int = 1, steps: int = 3) -> int:
+    ids = zoo.tokens(rows, CONTEXT)
+    with torch.no_grad():
+        model(ids[:, : CONTEXT - steps], past_key_values=cache)
+        for i in range(CONTEXT - steps, CONTEXT):
+            model(ids[:, i : i + 1], past_key_values=cache)
+    return cache.device_bytes
+
+
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [*((form, "llama") for form in FORMS), ("snapkv:share=model", "gemma3"), ("clusterkv", "gemma3")],
+)
+def test_what_is_measured_is_below_what_was_promised_and_near_it(form: str, family: str) -> None:
+    model = zoo.build(family, **(MODEL if family == "llama" else {}))
+    name, _, rest = form.partition(":")
+    plain = with_budget(name, 80)
+    text = ":".join(filter(None, [*(p for p in plain.split(":") if not p.startswith("budget=")), rest]))
+    whole = measured(model, CompressedCache(model, ":".join(filter(None, [plain, rest]))), rows=2)
+    cache = CompressedCache(model, text, memory=whole + whole // 8, context=CONTEXT, batch=2)
+    held = measured(model, cache, rows=2)
+    assert held <= whole + whole // 8
+    if kvsketch.METHODS[name].family != "recall" or "offload" in form:
+        assert held > 0.75 * (whole + whole // 8), (str(cache.method), held, whole)
+
+
+@pytest.mark.parametrize("text", ["full", "full:bits=4", "quest", "clusterkv"])
+def test_what_keeps_every_token_fits_or_is_refused(text: str) -> None:
+    model = zoo.build("llama", **MODEL)
+    needed = measured(model, CompressedCache(model, text))
+    cache = CompressedCache(model, text, memory=int(1.5 * needed), context=CONTEXT)
+    assert str(cache.method) == text and measured(model, cache) <= 1.5 * needed
+    with pytest.raises(ValueError, match=r"is too little for 500 tokens, which take .*; use "):
+        CompressedCache(model, text, memory=needed // 2, context=CONTEXT)
+
+
+def test_what_would_fit_is_named() -> None:
+    config = zoo.build("llama", **MODEL).config
+    with pytest.raises(ValueError, match="use bits=8, which take"):
+        CompressedCache(config, "full", memory=300_000, context=CONTEXT)
+    with pytest.raises(
+        ValueError, match=r"memory=1\.00 kB is too little .* with budget=6, which sinks .*smaller sinks"
+    ):
+        CompressedCache(config, "h2o:sinks=2:recent=4", memory=1000, context=CONTEXT)
+    with pytest.raises(ValueError, match="snapkv:budget=64 both say how much is kept"):
+        CompressedCache(config, "snapkv:budget=64", memory="1MB")
+    with pytest.raises(ValueError, match="grows beyond any budget"):
+        CompressedCache(config, "balancekv:form=paper", memory="1MB")
+    with pytest.raises(ValueError, match="give memory"):
+        CompressedCache(config, "snapkv", context=CONTEXT)
+
+
+def test_tokens_that_wait_are_part_of_what_rehearse_promises() -> None:
+    model = zoo.build("llama", **MODEL)
+    cache = CompressedCache(model, "rehearse:chunk=64", memory=800_000, context=CONTEXT)
+    assert cache.method.budget.tokens and measured(model, cache, steps=30) <= 800_000
+
+
+def test_sizes_of_memory() -> None:
+    assert (parsed("2GB"), parsed("1.5 GiB"), parsed("500kb"), parsed(1024)) == (2 * 10**9, 3 << 29, 500_000, 1024)
+    for wrong in ("much", "2 potatoes", "0", True, "-1GB"):
+        with pytest.raises(ValueError, match="such as 2GB"):
+            parsed(wrong)
