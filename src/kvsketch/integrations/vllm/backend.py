@@ -88,7 +88,7 @@ class Step(AttentionMetadata):
     pages: Tensor  # [requests] int64
     seen: Tensor  # [requests] int64, tokens before this forward; negative: padding of a captured step
     singles: int  # the first so many requests have one token each
-    spans: list[tuple[int, int, int]]  # of the others: first token, last token, tokens seen before
+    spans: list[tuple[int, int, int, int]]  # of the others: number, first token, the one behind its last, tokens seen
 
 
 class StepBuilder(AttentionMetadataBuilder[Step]):
@@ -121,7 +121,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         if singles < count:
             known = common.seq_lens_cpu_upper_bound
             ends = (common.seq_lens if known is None else known)[:count].tolist()
-            spans = [(starts[i], starts[i + 1], ends[i] - lengths[i]) for i in range(singles, count) if lengths[i]]
+            spans = [(i, starts[i], starts[i + 1], ends[i] - lengths[i]) for i in range(singles, count) if lengths[i]]
         return Step(pages, seen, singles, spans)
 
 
@@ -178,7 +178,12 @@ class KVSketchImpl(AttentionImpl[Step]):
         place = Place(extract_layer_index(name), model.get_total_num_hidden_layers(), first_head=heads)
         self.layer = PagedLayer(self.method, place, self.scale)
         shape = self.layer.page_shape(self.num_kv_heads, self.head_size, layer.head_size_v, layer.kv_cache_torch_dtype)
-        logger.info_once("kvsketch: %s, at most %d slots per request, KV head and layer", self.method, shape.slots)
+        if shape.slots > model.max_model_len:
+            logger.warning_once(
+                "kvsketch: %s keeps more than max_model_len=%d: nothing is ever dropped, and every request has a page "
+                "of %d slots; use a smaller budget.", str(self.method), model.max_model_len, shape.slots,
+            )  # fmt: skip
+        logger.info_once("kvsketch: %s, at most %d slots per request, KV head and layer", str(self.method), shape.slots)
         layer.attn_backend = KVSketchBackend.of(shape, block_size=int(self.method.budget_size.of(CLOCK)) + 1)
 
     def forward(
@@ -203,7 +208,7 @@ class KVSketchImpl(AttentionImpl[Step]):
             output[new] = self.layer.decode(
                 pages, step.pages[new], step.seen[new], query[new], key[new], value[new]
             )  # fmt: skip
-        for request, (start, end, seen) in enumerate(step.spans, start=step.singles):
+        for request, start, end, seen in step.spans:
             page, new = step.pages[request : request + 1], slice(start, end)
             tokens = query[new], key[new], value[new]
             if end - start == 1:
