@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvsketch
 from kvsketch import CompressedCache
@@ -42,6 +43,11 @@ def model() -> Any:
     return zoo.build("llama", num_hidden_layers=2)
 
 
+@functools.cache
+def model_on_gpu() -> Any:
+    return zoo.build("llama", num_hidden_layers=2).to("cuda")
+
+
 def prompt(number: int, length: int) -> tuple[int, ...]:
     return tuple(zoo.tokens(1, length, seed=number)[0].tolist())
 
@@ -63,7 +69,8 @@ def start() -> Iterator[Any]:
     engines: list[BatchedEngine] = []
 
     def engine(method: str, **options: Any) -> BatchedEngine:
-        engines.append(BatchedEngine(model(), method, **{"rows": 3, "longest": 100, "chunk": CHUNK, **options}))
+        options = {"model": model(), "method": method, "rows": 3, "longest": 100, "chunk": CHUNK, **options}
+        engines.append(BatchedEngine(**options))
         return engines[-1]
 
     yield engine
@@ -110,6 +117,41 @@ def test_nothing_is_allocated_for_a_row_that_joins() -> None:
             for _ in range(12):
                 shared.step(row + 1, Draw.GREEDY)
         assert before == [t.data_ptr() for table in (*shared.tables, *views) for t in table.tensors()]
+
+
+class AsksNothing(TorchDispatchMode):
+    """Refuses what would wait for the device, and so could not be captured."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asks = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+        assert func._schema.name.removeprefix("aten::") not in asks, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", ["snapkv:budget=40%:window=4", "pyramidkv:budget=12:window=4", "h2o:budget=25%"])
+def test_a_step_asks_the_device_for_nothing(method: str) -> None:
+    shared = shared_rows.SharedRows(model(), method, rows=2, longest=60)
+    with AsksNothing():
+        for mode in (Draw.GREEDY, Draw.SAMPLE, Draw.NUCLEUS):
+            shared.step(2, mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("method", METHODS)
+def test_recorded_steps_serve_whoever_joins(method: str, start: Any) -> None:
+    """On a GPU: the tokens of the request alone, from graphs that were recorded before the first request came."""
+    on_gpu = model_on_gpu()
+    engine = start(method, model=on_gpu)
+    graphs = [batch.graph for batch in engine._shared.batches]
+    assert all(graph is not None for graph in graphs)
+    tickets = [engine.submit(Request(prompt(i, n), count)) for i, (n, count) in enumerate(LENGTHS)]
+    for number, (ticket, (length, count)) in enumerate(zip(tickets, LENGTHS, strict=True)):
+        cache = CompressedCache(on_gpu, method, prefill="stream", chunk=CHUNK)
+        ids = torch.tensor([prompt(number, length)], device="cuda")
+        alone = kvsketch.generate(on_gpu, ids, cache, max_new_tokens=count, do_sample=False)[0, length:].tolist()
+        assert list(ticket) == alone, f"request {number}"
+    assert graphs == [batch.graph for batch in engine._shared.batches]
 
 
 def test_a_document_is_read_once_and_stays_as_it_is(start: Any) -> None:

@@ -148,5 +148,5 @@ def nucleus(scores: Tensor, top_p: Tensor) -> Tensor:  # [B, V]
     """-inf outside the fewest tokens whose probabilities sum to `top_p` [B, 1] or more; the likeliest always stays."""
     ordered, order = scores.sort(dim=-1, descending=True)
     before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
-    before[:, 0] = 0.0
+    before[:, 0].zero_()
     return torch.full_like(scores, float("-inf")).scatter(1, order, torch.where(before < top_p, ordered, float("-inf")))

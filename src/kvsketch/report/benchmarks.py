@@ -337,6 +337,29 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         ),
     ),
     (
+        "Serving",
+        "serve",
+        "Requests that share a decode step in the batched engine: Llama-3.1-8B shape, random weights. When all rows "
+        "run, their steps are timed; then a whole prompt is read beside them. The requests continue copies of one "
+        "prompt's cache, as those that name a document do. The full cache has as many rows as fit.",
+        plain(
+            ("method",),
+            ("method", "method", ""),
+            ("prompt", "prompt", ",d"),
+            ("rows", "rows", "d"),
+            ("tokens/s", "tokens_per_s", ",.0f"),
+            ("between tokens, ms: median", "p50_ms", ".1f"),
+            ("p99", "p99_ms", ".1f"),
+            ("p99 beside a prompt", "busy_p99_ms", ".0f"),
+            ("first token, s", "ttft_s", ".2f"),
+            ("beside others", "busy_ttft_s", ".2f"),
+            ("of a document", "document_ttft_s", ".2f"),
+            ("join, ms", "join_ms", ".2f"),
+            ("bytes a row", "row_bytes", ",d"),
+            only=lambda d: not d.get("failed"),
+        ),
+    ),
+    (
         "Streaming prefill",
         "stream",
         "Llama-3.1-8B shape, random weights, chunks of 8,192 tokens. Memory and time only: the trained model's "
