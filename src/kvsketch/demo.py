@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.evaluation.budgets import Fitted, split
 from kvsketch.evaluation.shared_prefill import shared_prefill
 from kvsketch.methods import METHODS, Full, Method, parse_method
 
@@ -63,10 +64,12 @@ def choose_methods(names: Sequence[str], budgets: Sequence[str]) -> list[Method]
     return [Full(), *(parse_method(f"{name}:budget={budget}") for budget in budgets for name in chosen)]
 
 
-def compare(model: Any, tokenizer: Any, prompt: Tensor, passkey: str, methods: Sequence[Method]) -> Iterator[Row]:
-    """Looks for a passkey: a row per method, from `answers`."""
+def compare(
+    model: Any, tokenizer: Any, prompt: Tensor, passkey: str, methods: Sequence[Method], **options: Any
+) -> Iterator[Row]:
+    """Looks for a passkey: a row per method, from `answers`, which takes `options`."""
     opening = tokenizer(OPENING, add_special_tokens=False, return_tensors="pt")["input_ids"].to(prompt.device)
-    return answers(model, tokenizer, torch.cat([prompt, opening], 1), methods, passkey)
+    return answers(model, tokenizer, torch.cat([prompt, opening], 1), methods, passkey, **options)
 
 
 def answers(
@@ -77,18 +80,22 @@ def answers(
     passkey: str = "",
     most: int = MAX_ANSWER_TOKENS,
     refused: list[str] | None = None,
+    unit: str = "tokens",
 ) -> Iterator[Row]:
     """Yields a row per method for a prompt of ids [1, n]; the first method is the reference that the others diverge
-    from. With `refused`, a method that refuses this prompt is listed there and left out.
+    from. With `refused`, a method that refuses this prompt is listed there and left out. With `unit="bytes"` a budget
+    is a share of the full cache's bytes, and a row names the tokens that it came to.
     """
     prefilled = shared_prefill(model, ids[:, :-1])
+    fitted = Fitted()
     reference: list[int] = []
     expected: Tensor | None = None
     expected_text = ""
     for method in methods:
         start = time.perf_counter()
         try:
-            cache = prefilled.cache(method)
+            text, budget = split(str(method))[0], str(getattr(method, "budget", ""))
+            cache, _ = fitted.cache(prefilled.cache, text, budget, ids.shape[1] - 1, unit)
         except ValueError as error:
             if refused is None or expected is None:
                 raise
@@ -104,7 +111,7 @@ def answers(
         if expected is None:
             expected, expected_text = given, text
         yield Row(
-            method=str(method),
+            method=str(cache.method),
             family=method.family,
             tokens_seen=cache.tokens_seen,
             tokens_stored=cache.tokens_stored,

@@ -78,6 +78,15 @@ def test_rows_measure_memory_and_divergence(tiny: tuple[Any, Any], prompt: torch
     assert full.milliseconds_per_token > 0
 
 
+def test_budgets_can_be_shares_of_the_bytes(tiny: tuple[Any, Any], prompt: torch.Tensor) -> None:
+    chosen = demo.choose_methods(["streamingllm", "snapkv", "quest"], ["1/2"])
+    refused: list[str] = []
+    full, *rows = demo.compare(*tiny, prompt, "60494", chosen, unit="bytes", refused=refused)
+    assert [row.method.partition(":")[0] for row in rows] == ["streamingllm", "snapkv"]
+    assert all(0.3 < row.device_bytes / full.device_bytes <= 0.5 for row in rows)
+    assert len(refused) == 1 and "quest" in refused[0] and "no budget fits" in refused[0]
+
+
 def test_mean_kl_is_the_definition() -> None:
     p, q = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]), torch.tensor([[0.25, 0.25, 0.5], [0.1, 0.2, 0.7]])
     by_hand = 0.5 * torch.log(torch.tensor(2.0)) - 0.25 * torch.log(torch.tensor(2.0))
@@ -135,12 +144,12 @@ def test_the_demo_runs_on_a_real_model(tmp_path: Path) -> None:
 
 @pytest.mark.real_model
 def test_the_demo_prints_a_table() -> None:
-    command = ["demo", "--tokens", "300", "--budgets", "64", "--methods", "streamingllm"]
+    command = ["demo", "--tokens", "300", "--budgets", "80", "--budgets-in", "tokens", "--methods", "streamingllm"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     header = next(line for line in result.stdout.splitlines() if line.startswith("method"))
     assert header.split() == ["method", "tokens", "seen", "stored", "cache", "ms/token", "divergence", "answer"]
-    assert "streamingllm:budget=64" in result.stdout
+    assert "streamingllm:budget=80" in result.stdout
     assert "lost the passkey" in result.stdout
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from kvsketch.cli.comparing import cache_size, shortened, show, smallest, with_progress
+from kvsketch.cli.comparing import cache_size, require_unit, shortened, show, smallest, with_progress
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelOption
+from kvsketch.cli.output import remarks
 
 if TYPE_CHECKING:
     from kvsketch.demo import Row
@@ -23,6 +24,7 @@ def demo(
     tokens: Annotated[int, typer.Option(min=200, help="Length of the prompt.")] = 2000,
     depth: Annotated[float, typer.Option(min=0.0, max=1.0, help="Where the passkey hides: 0 start, 1 end.")] = 0.5,
     budgets: Annotated[str, typer.Option(help="Budgets, comma-separated: 1/4, 25% or 512.")] = "1/4,1/8",
+    budgets_in: Annotated[str, typer.Option(help="What a budget is a share of: bytes or tokens.")] = "bytes",
     methods: Annotated[str, typer.Option(help="Methods, comma-separated, or all.")] = "all",
     seed: Annotated[int, typer.Option(help="Chooses the document and the passkey.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder for demo.json and demo.png.")] = None,
@@ -33,6 +35,7 @@ def demo(
     """Hide a passkey in a long document and see which caches still find it."""
     names = [] if methods == "all" else _split(methods, "--methods", "streamingllm,uniform or all")
     sizes = _split(budgets, "--budgets", "1/4,1/8")
+    require_unit(budgets_in)
 
     from kvsketch import demo as comparison
     from kvsketch import models
@@ -44,13 +47,19 @@ def demo(
     loaded, tokenizer = models.load(model, dtype=dtype, device=device)
     document = texts.passkey_document(tokenizer, tokens=tokens, depth=depth, seed=seed)
     prompt = document.input_ids.to(loaded.device)
-    rows = with_progress(comparison.compare(loaded, tokenizer, prompt, document.passkey, chosen), chosen)
+    refused: list[str] = []
+    found = comparison.compare(loaded, tokenizer, prompt, document.passkey, chosen, refused=refused, unit=budgets_in)
+    rows = with_progress(found, chosen)
+    for line in refused:
+        remarks().print(f"left out: {line}", markup=False)
     record = {
         "model": model,
         "prompt_tokens": prompt.shape[1],
         "depth": depth,
         "seed": seed,
         "passkey": document.passkey,
+        "budgets_in": budgets_in,
+        "refused": refused,
     }
     title = f"{model}, prompt of {prompt.shape[1]:,} tokens, passkey {document.passkey} at depth {depth:g}"
     columns = {

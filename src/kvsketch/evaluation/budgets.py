@@ -38,7 +38,7 @@ def contenders(methods: str, budgets: str) -> list[tuple[str, str]]:
         Size.parse(size, "--budgets")
     found: list[tuple[str, str]] = []
     for text in _names(methods):
-        method, own = _split(text)
+        method, own = split(text)
         if own:
             found.append((method, own))
         elif takes_budget(method):
@@ -55,7 +55,7 @@ def _names(methods: str) -> Sequence[str]:
     return ALL if chosen in ([], ["all"]) else chosen
 
 
-def _split(text: str) -> tuple[str, str]:
+def split(text: str) -> tuple[str, str]:
     """A text form without its budget, and the budget."""
     parts = text.split(":")
     own = [part.partition("=")[2] for part in parts if part.startswith("budget=")]
