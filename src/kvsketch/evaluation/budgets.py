@@ -16,7 +16,7 @@ from kvsketch.methods.budget import Size
 
 UNITS = ("tokens", "bytes")
 ROUNDS = 7  # caches that are made at most to find a budget in bytes
-CLOSE, AIM = 0.97, 0.99  # of the bytes asked for: what is near enough, and what the next cache is meant to take
+CLOSE, AIM = 0.95, 0.99  # of the bytes asked for: what is near enough, and what the next cache is meant to take
 # Every method, as it is compared at equal budgets.
 ALL = tuple(":".join(filter(None, (name, method.compared_with))) for name, method in METHODS.items())
 
