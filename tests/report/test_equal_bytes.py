@@ -97,4 +97,4 @@ def test_the_command_says_what_it_does_not_know(root: Path) -> None:
     other = CliRunner().invoke(app, [*line, "--model", "gpt", "--memory", "1GB"])
     assert other.exit_code == 2 and MODEL in other.output
     wrong = CliRunner().invoke(app, [*line, "--model", MODEL, "--memory", "much"])
-    assert wrong.exit_code == 2 and "use bytes or a number with KB" in wrong.output
+    assert wrong.exit_code == 2 and "such as 2GB" in wrong.output

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 LEFT = ("method", "answer")  # columns of text; the others are numbers
 
 
-def require_unit(unit: str) -> None:
-    if unit not in ("bytes", "tokens"):
-        raise ValueError(f"--budgets-in {unit} is not possible; use bytes or tokens")
-
-
 def with_progress(found: Iterable[Row], methods: Sequence[Any]) -> list[Row]:
     """The rows, with a bar that names the method at work."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from kvsketch.cli.comparing import cache_size, require_unit, shortened, show, smallest, with_progress
+from kvsketch.cli.comparing import cache_size, shortened, show, smallest, with_progress
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelOption
 from kvsketch.cli.output import remarks
 
@@ -35,7 +35,8 @@ def demo(
     """Hide a passkey in a long document and see which caches still find it."""
     names = [] if methods == "all" else _split(methods, "--methods", "streamingllm,uniform or all")
     sizes = _split(budgets, "--budgets", "1/4,1/8")
-    require_unit(budgets_in)
+    if budgets_in not in ("bytes", "tokens"):
+        raise ValueError(f"--budgets-in {budgets_in} is not possible; use bytes or tokens")
 
     from kvsketch import demo as comparison
     from kvsketch import models

@@ -12,7 +12,6 @@ from rich.table import Table
 from kvsketch.cli.options import JsonOption
 from kvsketch.cli.output import print_json, results
 
-UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SHOWN = 6
 
 
@@ -27,10 +26,11 @@ def recommend(
     """Name the methods whose cache fits, with the loss that records have measured; says so if none has."""
     if question not in ("seen", "unseen"):
         raise ValueError(f"--question {question} is not possible; use seen or unseen")
-    room = parse_memory(memory)
+    from kvsketch.cache.memory import parsed
     from kvsketch.records import read_folder
     from kvsketch.report import recommend as advice
 
+    room = parsed(memory)
     found = read_folder(records, below=True)
     each = advice.token_bytes(found, model)
     if each is None:
@@ -73,16 +73,3 @@ def recommend(
     steps = {option.step_of for option in fits[:SHOWN] if option.step_of}
     if steps:
         say(f"step: one sequence, {'; '.join(sorted(steps))}", markup=False)
-
-
-def parse_memory(text: str) -> float:
-    """Bytes of `2GB`, `512 MiB` or a plain number."""
-    number = text.strip().upper().replace(" ", "")
-    unit = next((each for each in sorted(UNITS, key=len, reverse=True) if number.endswith(each)), "")
-    try:
-        found = float(number.removesuffix(unit)) * UNITS.get(unit, 1)
-    except ValueError:
-        found = 0.0
-    if found <= 0:
-        raise ValueError(f"--memory {text} is no size; use bytes or a number with {', '.join(UNITS)}, such as 2GB")
-    return found
