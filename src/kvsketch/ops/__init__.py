@@ -1,22 +1,22 @@
 """The operations every method is built from.
 
 reading keys and values
-    weighted_attention   attention over weighted slots: what every compressed cache is read with
-    chunk_attention      attention of a chunk of new tokens, to weighted slots and causally to tokens kept whole
-    indexed_attention    attention of one query to chosen rows of a store, where they lie
+    weighted_attention   attention over weighted slots: how every compressed cache is read
+    chunk_attention      attention of a chunk of new tokens, to weighted slots and causally to exact tokens
+    indexed_attention    attention of one query to chosen rows of a store, without a copy
     attention_mass       attention that each token received: column sums of the softmax
-    mass_from_logits     the same for one query, from the logits that attention has left
+    mass_from_logits     the same for one query, from the logits of its attention
     replay_scores        how much a text would look at its own tokens if it came again
-    turn_keys            keys at their places in the cache, for rotary distances that skip dropped tokens
+    turn_keys            keys rotated to their positions in the cache, so that rotary distances skip dropped tokens
 choosing what a query reads
     cluster_scores       inner products of a query with centroids
     select_clusters      the tokens of the best clusters, as many as the budget
     select_pages         the tokens of the best pages of neighbouring tokens
-    widen_pages          takes new tokens into the bounds of their pages
+    widen_pages          extends the bounds of pages by new tokens
 grouping keys
     kmeans               clusters by direction
     cluster_index        tokens sorted by cluster; cluster_means: the mean of each cluster
-    leader_clustering    clusters of a stream: a key far from all opens one
+    leader_clustering    clusters of a stream: a key far from all of them opens a new one
     farthest_first       greedy k-center; nearest_center: the center nearest to each key
 writing slots
     write_token          one token into its slot; write_coded_token: where slots are held in few bits
@@ -25,19 +25,19 @@ writing slots
     reservoir            the last token that fired in each slot of a sample
     fold_token           one token into SubGen's clusters and samples
     balance_walk         signs that split a block into halves with almost equal attention sums
-    hot_rows             rows of a store in host memory, brought to places on the device
+    hot_rows             rows of a store in host memory, copied to places on the device
 few bits
     codec                vectors in 8, 4, 3 or 2 bits, which weighted_attention reads as they are
 random numbers
-    uniform, gumbel      draws that depend on seed and coordinates alone
+    uniform, gumbel      draws that depend only on seed and coordinates
 parts of a model's decode step, called by their kernels (`kernel_for`)
     decoder_layer        norm, rotary embedding, gated SiLU
     thin_linear          products of a few rows with large weights
 
-An operation is read in three files of its package: `__init__.py` (signature, meaning, checks), `reference.py` in torch,
-the truth, and `kernel.py` in Triton (launch sizes, launches, programs). A CUDA tensor goes to the kernel where that
-supports the call, everything else to the reference (`common/dispatch.py`; `common/` also holds what kernels share).
-`KVSKETCH_KERNELS=reference` turns the kernels off, for a second opinion on a result.
+Each operation is a package of three files: `__init__.py` (signature, meaning, checks), `reference.py` (the definition
+in torch) and `kernel.py` (Triton: launch sizes, launches, programs). A CUDA tensor goes to the kernel if it supports
+the call, everything else to the reference (`common/dispatch.py`; `common/` also holds what kernels share).
+`KVSKETCH_KERNELS=reference` turns the kernels off, to check a result.
 """
 
 from __future__ import annotations

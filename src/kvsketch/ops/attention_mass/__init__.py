@@ -26,7 +26,7 @@ HIDDEN = 2**30  # the place of a column that no query sees
 
 
 class Noise(NamedTuple):
-    """Gumbel noise, a function of (seed, layer, query head, row position, column position) and of nothing else."""
+    """Gumbel noise, a function of (seed, layer, query head, row position, column position) only."""
 
     seed: int
     layer: int
@@ -53,7 +53,7 @@ PLAIN = Temperature()
 
 
 class RowLogits(NamedTuple):
-    """What the attention of one query per row leaves: s_j = scale * <q, k_j>, anything at empty slots."""
+    """Logits of the attention of one query per row: s_j = scale * <q, k_j>; any number at empty slots."""
 
     logits: Tensor  # [B, Hq, S] fp32
     row_lse: Tensor | None  # [B, Hq] fp32, log of the sum of exp(s_j) over the slots in use; None: not known
@@ -79,14 +79,14 @@ def attention_mass(
         mass_j = sum_i exp((s_ij + g_ij) / tau) / sum_j' exp((s_ij' + g_ij') / tau),     s_ij = scale * <q_i, k_j>
 
     q [B, Hq, N, D], the last N tokens seen; k [B, H, S, D], all tokens in order (S = seen) or, with index [B, H, S],
-    slots in any order that hold the tokens index (negative: empty), `seen` [1] or a number then telling how many tokens
+    slots in any order that hold the tokens index (negative: empty); then `seen`, a number or [1], is how many tokens
     were seen. A query sees no later token. padding [B]: left-padding tokens, which neither see nor are seen.
     temperature: tau, a number or a schedule. noise: g_ij is Gumbel noise, fresh for every row and column but the same
     at every call; None: 0. row_lse [B, Hq, N]: log of the inner sums if known (plain attention only): saves a pass.
     reduce: how the query heads of one KV head become one number: their sum, mean or max over these N queries.
     into: [B, H, S] float32 that becomes fade * into + mass, in place; it is returned.
 
-    Memory is that of a few numbers per token and head; with one query nothing is read back by the host.
+    Memory is a few numbers per token and head; with one query the host never waits for the device.
     """
     _check_keys(q, k, scale, seen, index)
     into = torch.zeros(k.shape[:3], device=q.device) if into is None else into
@@ -110,13 +110,13 @@ def mass_from_logits(
     into: Tensor | None = None,
     fade: float = 1.0,
 ) -> Tensor:
-    """What `attention_mass` gives for one query in a row, from the logits that attention has left, [B, H, S] float32:
+    """The result of `attention_mass` for one query per row, from the logits of its attention, [B, H, S] float32:
 
         mass_j = exp((s_j + g_j) / tau) / sum_j' exp((s_j' + g_j') / tau)
 
-    logits: s_j, [B, Hq, S] float32, as `weighted_attention` returns them; anything where the slot is empty. index
-    [B, H, S]: the tokens in the slots, negative for empty ones. row_lse [B, Hq]: log of the sum if known (plain
-    attention only). The rest as in `attention_mass`. No key is read, and nothing is read back by the host.
+    logits: s_j, [B, Hq, S] float32, as `weighted_attention` returns them; any number where the slot is empty.
+    index [B, H, S]: the tokens in the slots, negative for empty ones. row_lse [B, Hq]: log of the sum if known (plain
+    attention only). The rest as in `attention_mass`. No key is read, and the host never waits for the device.
     """
     _check_logits(logits, index)
     into = torch.zeros(index.shape, device=logits.device) if into is None else into
@@ -232,5 +232,5 @@ def _stream(seed: int, layer: int) -> int:
 
 
 def is_plain(temperature: Temperature, noise: Noise | None) -> bool:
-    """Whether the softmax is that of plain attention, so that its row sums serve."""
+    """Whether the softmax is that of plain attention, so that its row sums can be used."""
     return noise is None and temperature.start == temperature.end == 1.0

@@ -5,20 +5,20 @@ Several queries take two passes over the logits, which are never stored:
     hash_kernel     the hashes of all row and column positions, so that the noise of a pair costs one small hash
     row_kernel      lse_i = log sum_j exp(x_ij), one program for a tile of rows, which reads the columns it sees
     column_kernel   mass_j = sum_i exp(x_ij - lse_i), one program for a tile of columns, which reads the rows that see
-    it
+                    it
 
-Nothing is shared between programs, so nothing is added atomically and a result does not depend on their order. Noise:
-exp((s + g) / tau) with g = -ln(-ln u) is 2^(factor s - log2(-log2 u) / tau) up to a constant that both passes share.
+Programs share nothing and add nothing atomically, so a result does not depend on their order. Noise: exp((s + g) / tau)
+with g = -ln(-ln u) is 2^(factor s - log2(-log2 u) / tau) up to a constant that both passes share.
 
 One new token adds to the scores in one launch or two:
 
     logits_kernel   x_j = log2(e) (s_j + g_j) / tau for a tile of slots, with the tile's own maximum and sum
-    soften_kernel   the same from logits s_j that attention has left
+    soften_kernel   the same from the logits s_j of attention
     update_kernel   scores_j <- fade scores_j + reduce over the query heads of 2^(x_j - log2 of the sum over all tiles)
-    shares_kernel   scores_j <- fade scores_j + reduce over the query heads of exp(s_j - lse), both left by attention
+    shares_kernel   scores_j <- fade scores_j + reduce over the query heads of exp(s_j - lse), both from attention
 
-The grid of these depends on shapes alone and every number that changes from step to step is read on the device, so a
-captured step can be replayed. Legend: see the package docstring; `first` is the place of row 0.
+Their grid depends only on shapes, and all numbers that change from step to step are read on the device, so a captured
+step can be replayed. Legend: see the package docstring; `first` is the place of row 0.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def mass_from_logits(logits: Tensor, options: Options) -> Tensor:
 
 
 class Call:
-    """What every program is told of a call; `rows` is [B, Hq, ..]."""
+    """Arguments that all programs of a call share; `rows` is [B, Hq, ..]."""
 
     def __init__(self, rows: Tensor, kv_heads: int, columns: int, options: Options) -> None:
         seen, noise, temperature = options.seen, options.noise, options.temperature
@@ -200,7 +200,7 @@ def _column_sums(call: Call, q: Tensor, k: Tensor, scale: float, launch: Launche
     else:
         lse = call.options.row_lse.float().contiguous()
     rows, columns = launch.column_pass[:2]
-    # Slots are in no order, so no tile of rows is known to see all of a tile of them.
+    # Slots are unordered, so no tile of rows is known to see a whole tile of slots.
     for masked in (True,) if call.index is not None else (True, False):
         column_kernel[(triton.cdiv(call.columns, columns), heads)](
             described_rows(q, rows), described_rows(k, columns), *call.context, row_hash, column_hash, lse, mass,
@@ -251,8 +251,8 @@ def _update(call: Call, grid: tuple[int, int], x: Tensor, parts: Tensor, block_g
 def launches(q: Tensor, noise: Noise | None) -> Launches:
     """The launch sizes for the two passes.
 
-    Without noise the tensor cores are the limit and large tiles feed them; with noise the hash and the logarithms are,
-    and small tiles leave room for more programs on a multiprocessor.
+    Without noise the tensor cores are the limit, and large tiles keep them busy. With noise the hash and the logarithms
+    are, and small tiles let more programs run on a multiprocessor.
     """
     if q.shape[3] > 128 or q.dtype == torch.float32:
         edge = 32 if q.shape[3] > 128 and q.dtype == torch.float32 else 64
@@ -263,7 +263,7 @@ def launches(q: Tensor, noise: Noise | None) -> Launches:
 
 
 def _columns_per_tile(columns: int, least: int) -> int:
-    """Few enough tiles for one program to add up what all of them found."""
+    """Columns per tile, so that there are few enough tiles for one program to combine."""
     while least < 256 and triton.cdiv(columns, least) > MAX_TILES:
         least *= 2
     return least
@@ -364,7 +364,7 @@ def add_columns(
     if MASKED:
         column_at = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS)
         s = tl.where(column_at[None, :] <= places[:, None], s, NEG_INF)
-    # The maximum without noise will do as origin: noise adds less than float32 has room for.
+    # The maximum without noise is a good enough origin: noise is far smaller than the range of float32.
     new_origin = tl.maximum(origin, tl.max(s, 1) * factor)
     subtracted = tl.where(new_origin == NEG_INF, 0.0, new_origin)
     x = s * factor - subtracted[:, None]
@@ -384,7 +384,7 @@ def row_kernel(
     PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes lse [B, Hq, N]; -inf for a row that sees nothing."""
-    # The last rows see the most columns: they start first.
+    # The last rows see the most columns, so they start first.
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     b, head = tl.program_id(1) // query_heads, tl.program_id(1) % query_heads
     batch_head = tl.program_id(1).to(tl.int64)
@@ -437,7 +437,7 @@ def column_kernel(
 ):  # fmt: skip
     """Writes (MASKED) or adds to mass [B, Hq, S]; 0 for a column that no row sees.
 
-    Two launches: MASKED for the tiles of rows of which some see some columns, else for those that see them all. In one
+    Two launches: MASKED for the tiles of rows that see a part of the columns, the other for those that see all. In one
     program the registers of the first, a small part of the work, would halve the speed of the second.
     """
     start = tl.program_id(0) * BLOCK_N
@@ -472,7 +472,7 @@ def column_kernel(
     for row in range(begin, last, BLOCK_M):
         rows = row + tl.arange(0, BLOCK_M)
         q = load_rows(q_tiles, b, head, row, BLOCK_M, BLOCK_D)
-        # An infinite sum takes out a row that is padding, sees nothing or does not exist.
+        # An infinite sum removes a row that is padding, sees nothing or does not exist.
         lse = tl.load(lse_ptr + row_offset + rows, mask=(rows < queries) & (first + rows >= pad), other=INF) * LOG2E
         lse = tl.where(lse == NEG_INF, INF, lse)
         x = product(q, k, PTX) * factor - lse[:, None]
@@ -483,7 +483,7 @@ def column_kernel(
         if MASKED:
             places = column_places(index_ptr, index_offset, columns, columns_total, pad, SLOTS)
             x = tl.where(places[None, :] <= first + rows[:, None], x, NEG_INF)
-        # One thread of a tensor-core tile holds rows r and r + 8: adding these alone moves nothing between threads.
+        # A thread holds rows r and r + 8 of a tensor-core tile: adding only these needs no exchange between threads.
         sums += tl.sum(tl.reshape(tl.exp2(x), (BLOCK_M // 16, 2, 8, BLOCK_N)), 1)
 
     mass = tl.sum(tl.sum(sums, 1), 0)
@@ -615,7 +615,7 @@ def shares_kernel(
     places = column_places(index_ptr, b * i_b + h * i_h, columns, columns_total, pad, True)
     s = load_logits(logits_ptr, columns, columns_total, batch_head, GROUP, BLOCK_G)
     lse = tl.load(lse_ptr + batch_head * GROUP + heads, mask=heads < GROUP, other=0.0)
-    # What an empty slot's logit says, and the log-sum of a row that sees nothing, must not be looked at.
+    # The logit of an empty slot and the log-sum of a row that sees nothing are undefined: they are masked.
     shares = tl.where((places < HIDDEN)[None, :], tl.exp2((s - lse[:, None]) * LOG2E), 0.0)
     add_to_scores(score_ptr, shares, columns, columns_total, fade, batch_head, GROUP, REDUCE)
 

@@ -1,7 +1,7 @@
 """Attention mass in torch: the definition the kernel is tested against, and the path used on a CPU.
 
-Whole rows are taken a block at a time, so that a row's sum and its share of every column are there together and memory
-stays at one block of rows. Legend: see the package docstring.
+Whole rows are processed in blocks: a row's sum and its share of every column are available together, and memory is that
+of one block. Legend: see the package docstring.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvsketch.ops.random import gumbel, hash_combine, to_uniform
 
 NEG_INF = float("-inf")
 MASK = 0xFFFFFFFF
-# Logits held at once: what a processor's cache holds, or enough to fill a GPU.
+# Logits held at once: as many as fit a CPU's cache, or as fill a GPU.
 MAX_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
@@ -91,7 +91,7 @@ def column_places(index: Tensor, padding: Tensor | None) -> Tensor:  # [B or 1, 
 def temperature_at(temperature: Temperature, seen: int | Tensor, device: torch.device, dims: int = 1) -> Tensor:
     """The temperature when `seen` tokens have been seen, float32, one or [B, ...] of `dims` dimensions.
 
-    Does not ask the device.
+    Does not wait for the device.
     """
     since = temperature.since
     since = since.view(-1, *[1] * (dims - 1)) if isinstance(since, Tensor) else since

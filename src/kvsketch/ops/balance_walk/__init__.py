@@ -13,10 +13,10 @@ R^2 whole rows of long keys would underflow. Then for every query q
 
     sum_{+} exp(scale <q, k>) v  ~  sum_{-} exp(scale <q, k>) v
 
-up to an error that does not grow with b, where random signs give sqrt(b).
-`center` takes the mean key of the block off every key: both halves of the relation then change by the same factor.
-`constant` is one more value coordinate, the same for all tokens: it balances the counts beside the values. Without
-values <v, v> is 1, which balances the softmax denominator.
+up to an error that does not grow with b, where random signs give sqrt(b). `center` subtracts the mean key of the block
+from every key: both sides of the relation then change by the same factor. `constant` is one more value coordinate, the
+same for all tokens: it balances the counts as well as the values. Without values <v, v> is 1, which balances the
+softmax denominator.
 
 `reference.py` is the definition in torch, `kernel.py` one Triton program per block.
 Legend: B batch rows, H KV heads, S slots, D key size, Dv value size, N blocks, b tokens per block.

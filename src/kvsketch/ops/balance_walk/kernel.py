@@ -3,7 +3,7 @@
 The program first reads the block's keys for their mean and largest norm, its values for theirs. Then it takes ROWS
 tokens at a time: y from all earlier tokens by matrix products over tiles of the Gram matrix, which is never stored,
 then the tokens one after the other, which needs only the ROWS x ROWS tile of the Gram matrix on its diagonal. That tile
-passes through a scratch buffer, from which a step loads one column: picking it out of registers would cost more.
+is written to a scratch buffer, from which a step loads one column: selecting it from registers would cost more.
 
 Centred inner products come from raw ones, <k_i - m, k_j - m> = <k_i, k_j> - <k_i, m> - <k_j, m> + <m, m>, so that
 tensor cores multiply the 16-bit keys as they are. Legend: see the package docstring.
@@ -28,7 +28,7 @@ TIE_SHARE = tl.constexpr(TIE)
 
 
 def supported(call: Arguments) -> bool:
-    """True when the kernel serves this call."""
+    """True when the kernel supports this call."""
     k, values = call.k, call.k if call.v is None else call.v
     sizes = max(k.shape[3], values.shape[3]) <= MAX_HEAD_SIZE
     return k.dtype in KERNEL_DTYPES and values.dtype == k.dtype and sizes and call.slots.numel() > 0
@@ -68,7 +68,7 @@ def gram_tile(
 
 @triton.jit
 def shift(old, new):
-    """What brings a sum whose exponents are relative to `old` to the larger origin `new`; 1 while both are -inf."""
+    """The factor that changes the origin of a sum's exponents from `old` to the larger `new`; 1 while both are -inf."""
     return tl.where(new > float("-inf"), tl.exp2(old - new), 1.0)
 
 
@@ -117,7 +117,7 @@ def block_statistics(
 def walk_tile(columns_ptr, y_ptr, tie_ptr, u, half_over_c, ROWS: tl.constexpr, GREEDY: tl.constexpr):
     """The signs of ROWS tokens, one after the other, and their y; `columns_ptr` holds the columns of their Gram tile.
 
-    Every token decides at every step; the one whose turn it is tells the others, which takes one shuffle.
+    At every step all tokens compute a sign; that of token j is broadcast to the others by one shuffle.
     """
     lanes = tl.arange(0, ROWS)
     y, tie = tl.load(y_ptr + lanes), tl.load(tie_ptr + lanes)
@@ -231,7 +231,7 @@ def balance_walk(call: Arguments) -> Walked:
     signs = torch.zeros(call.slots.shape, dtype=torch.int8, device=device)
     failed = torch.empty((batch, heads, blocks), dtype=torch.bool, device=device)
     sizes = k.shape[3], values.shape[3]
-    # As a signed 32-bit number, so that its size never asks for another compilation.
+    # As a signed 32-bit number, so that its size never causes another compilation.
     state = call.state - (1 << 32) if call.state >= 1 << 31 else call.state
     with on(device):
         walk_kernel[(programs,)](

@@ -19,7 +19,7 @@ from kvsketch.ops.common.device import on
 from kvsketch.ops.common.tensors import block_size, dense_last
 
 MAX_SLOTS = 1 << 30
-# More tiles of slots cost room for the counts of each, fewer cost comparisons: a slot meets those of its tile.
+# More tiles need more memory for counts, fewer need more comparisons: a slot is compared with those of its tile.
 MAX_TILES = 128
 LEAST_TILE = 256
 RANK_SLOTS = 128
@@ -32,7 +32,7 @@ MAX_SIZE = 512
 
 
 class Directions(NamedTuple):
-    """Where the directions of the means go: each less a common one, so that 16 bits can tell them apart."""
+    """Buffers for the directions of the means: each less a common one, so that 16 bits can distinguish them."""
 
     rows: Tensor  # [B * H, at least C, power of two >= D]: mean / |mean| - origin
     origin: Tensor  # [B * H, power of two >= D] float32
@@ -40,7 +40,7 @@ class Directions(NamedTuple):
 
 
 def supported(slots: int, size: int = 1) -> bool:
-    """True when the kernels serve so many slots with rows of this size."""
+    """True when the kernels support this number of slots and row size."""
     return 0 < slots < MAX_SLOTS and 0 < size <= MAX_SIZE
 
 
@@ -88,7 +88,7 @@ def update_means(
 ) -> None:
     """Writes the mean of each cluster into means [B, H, C, D] float32; the mean of an empty cluster stays as it is.
 
-    directions also receive those of the means that are written. normalized: the mean of row / |row|.
+    directions, if given, receives the directions of these means. normalized: the mean of row / |row|.
     """
     batch, heads, clusters, size = means.shape
     rows = dense_last(rows)
@@ -104,7 +104,7 @@ def update_means(
 
 @triton.jit
 def load_bins(labels, slot, count, clusters):
-    """Labels of slots, `clusters` for slots without a cluster; what lies beyond the last slot is in no bin."""
+    """Labels of slots, `clusters` for slots without a cluster; places beyond the last slot are in no bin."""
     label = tl.load(labels + slot, mask=slot < count, other=0)
     return tl.where(slot < count, tl.where(label < 0, clusters, label), 2147483647)
 
@@ -114,7 +114,7 @@ def rank_kernel(
     labels_ptr, ranks_ptr, counts_ptr, count, clusters, tile,
     TILES: tl.constexpr, SLOTS: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """How many earlier slots of its tile share a slot's label; and one more of that label in the tile."""
+    """Writes how many earlier slots of its tile share a slot's label, and counts the slots of each label in the tile."""
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * SLOTS
     slot = first + tl.arange(0, SLOTS)
@@ -122,7 +122,7 @@ def rank_kernel(
     own = tl.load(labels + slot, mask=slot < count, other=-1)
     number = first // tile
     rank = tl.zeros((SLOTS,), tl.int32)
-    # Slots lie along the last axis: a thread then adds up its own slots alone.
+    # Slots are along the last axis, so that each thread sums only its own slots.
     for start in range(number * tile, first, COMPARED):
         earlier = tl.load(labels + start + tl.arange(0, COMPARED))
         rank += tl.sum((earlier[:, None] == own[None, :]).to(tl.int32), 0)
@@ -196,7 +196,7 @@ def mean_kernel(
     base = rows_ptr + (head // heads) * row_b + (head % heads) * row_h
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
-    # Most clusters fill one tile: buffers to load further ones ahead would keep other programs off the multiprocessor.
+    # Most clusters fill one tile: buffers for further ones would leave room for fewer programs on a multiprocessor.
     for start in tl.range(0, size, ROWS, num_stages=1):
         member = start + tl.arange(0, ROWS)
         slot = tl.load(members + member, mask=member < size, other=0).to(tl.int64)
@@ -216,5 +216,5 @@ def mean_kernel(
 
 @triton.jit
 def inverse_norm(square):
-    """1 / sqrt(square), and 0 for what is shorter than any direction can be told from."""
+    """1 / sqrt(square), and 0 for a vector too short to have a direction."""
     return tl.where(square > 1e-30, 1.0 / tl.sqrt(tl.maximum(square, 1e-30)), 0.0)

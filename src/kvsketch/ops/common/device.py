@@ -14,7 +14,7 @@ from kvsketch.ops.common import early_start
 
 @dataclass(frozen=True)
 class Device:
-    """What launch sizes need to know of the GPU."""
+    """Properties of the GPU that launch sizes depend on."""
 
     multiprocessors: int
     shared_bytes: int  # the most one program may use
@@ -23,7 +23,7 @@ class Device:
 
 @functools.cache
 def device_traits(device: torch.device) -> Device:
-    """The traits of a device; those of a small GPU where Triton's interpreter runs."""
+    """The traits of a device; those of a small GPU for Triton's interpreter."""
     if device.type != "cuda":
         return Device(multiprocessors=4, shared_bytes=64 * 1024, overlap=False)
     properties = torch.cuda.get_device_properties(device)

@@ -1,8 +1,8 @@
 """Kernels that start while the one before them still runs (programmatic dependent launch, Hopper and later).
 
-A decode step is a chain of some hundred short kernels. One that starts early has its launch, and whatever does not
-depend on the kernel before, behind it when that one ends. Every such kernel waits before it reads or writes anything
-that others may touch, so the order of results stays that of the stream.
+A decode step is a chain of some hundred short kernels. A kernel that starts early has done its launch, and all work
+that does not depend on the kernel before, when that one ends. It waits before it reads or writes anything that other
+kernels use, so the order of results is that of the stream.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def possible(device: torch.device) -> bool:
 
 
 def launch(device: torch.device) -> dict[str, Any]:
-    """The arguments of a launch that starts early where it can: the kernel takes EARLY and waits."""
+    """Launch arguments for an early start where possible; the kernel takes EARLY and waits."""
     early = possible(device) and not getattr(_local, "off", False)
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Inside the block this thread's launches by `launch` start in order, as they must where streams part or meet."""
+    """Inside the block launches of this thread start in order, as needed where streams fork or join."""
     before, _local.off = getattr(_local, "off", False), True
     try:
         yield

@@ -1,4 +1,4 @@
-"""Triton functions that kernels share: products, tiles, order of floats, and what a program does first."""
+"""Triton functions that kernels share: products, tiles, order of floats, and the start of a program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEG_INF = tl.constexpr(float("-inf"))
 
 @triton.jit
 def begin(LETS: tl.constexpr, WAITS: tl.constexpr):
-    """Lets the next kernel start, if it can, and waits for the one before, if this one started early."""
+    """Allows the next kernel to start early (LETS), and waits for the one before (WAITS)."""
     if LETS:
         tl.extra.cuda.gdc_launch_dependents()
     if WAITS:
@@ -29,7 +29,7 @@ def begin(LETS: tl.constexpr, WAITS: tl.constexpr):
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """Both, for a kernel in a chain of such."""
+    """Does both if EARLY."""
     begin(EARLY, EARLY)
 
 
@@ -54,7 +54,7 @@ def tanh_ratio(s, softcap):
 
 @triton.jit
 def ordered_bits(score):
-    """A uint32 that orders like the float32; both zeros are one number."""
+    """A uint32 with the same order as the float32; 0.0 and -0.0 give the same number."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 

@@ -6,7 +6,7 @@ denominator have one each:
     num: x_i = log2(e) (s_i + log_num_i), and acc = sum_i 2^(x_i - origin) v_i
     den: x_i = log2(e) (s_i + log_den_i)
 
-An (output, logsumexp) pair per split would not do: a split may add to one of the sums only. With tied weights the two
+An (output, logsumexp) pair per split is not enough: a split may add to only one of the sums. With tied weights the two
 are one. Legend: as in `kvsketch.ops.weighted_attention`.
 """
 

@@ -1,4 +1,4 @@
-"""Tensors as operations take them: dtypes, strides and alignment."""
+"""Dtypes, strides and alignment of the tensors that operations take."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def check_keys(keys: Tensor) -> None:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32, or in float64 if it is: what references compute in."""
+    """The tensor in the dtype that references compute in: float32, or float64 for float64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def readable(store: Tensor, device: torch.device) -> bool:
-    """True when programs on the device can read the rows of a store: they lie there, or in pinned host memory."""
+    """True if programs on the device can read the rows of a store: it is on the device or in pinned host memory."""
     near = store.device == device or (store.device.type == "cpu" and store.is_pinned())
     return near and store.stride(-1) == 1
 
@@ -55,7 +55,7 @@ def block_size(size: int) -> int:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor itself if the copy engine can read it where it lies, else a copy with an aligned head size."""
+    """The tensor itself if it is aligned for the copy engine, else a copy with an aligned head size."""
     element = tensor.element_size()
     fits = all(stride * element % 16 == 0 and stride > 0 for stride in tensor.stride()[:-1])
     if fits and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0:

@@ -20,7 +20,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, n, D] turned by the angles of its position; cos, sin [B, n, D] hold each angle twice."""
+    """x [B, H, n, D] rotated by the angles of its position; cos, sin [B, n, D] hold each angle twice."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), -1)

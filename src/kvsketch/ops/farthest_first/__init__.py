@@ -30,7 +30,7 @@ from kvsketch.ops.common.dispatch import implementation, reference_of
 from kvsketch.ops.common.tensors import check_keys
 
 FORMS = ("exact", "coarse")
-# More candidates let the exact form advance farther in a round; the coarse one does not profit.
+# With more candidates the exact form finds more centers in a round; the coarse one does not.
 PER_TILE = {"exact": 8, "coarse": 4}
 MAX_TILES = 64
 MIN_TILE = 32
@@ -94,7 +94,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, valid: Tensor) -> Tiles:
-        """From the row's own keys alone, so that left padding changes no choice."""
+        """From the row's own keys only, so that left padding changes nothing."""
         origin = valid.byte().argmax(-1)
         least = (valid.shape[2] - origin + MAX_TILES - 1) // MAX_TILES
         powers = MIN_TILE * 2 ** torch.arange(32, device=valid.device)

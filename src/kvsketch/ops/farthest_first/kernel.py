@@ -1,11 +1,11 @@
-"""Farthest-first centers on a GPU: rounds of three Triton programs, so that one pass over the keys serves many centers.
+"""Farthest-first centers on a GPU: rounds of three Triton programs, so that one pass over the keys finds many centers.
 
     sweep    each tile: distances to the centers of the last round, then its farthest keys and the runner-up
     gram     distances between the candidates of all tiles
     choose   one program per head: replays the greedy choice (exact), or accepts what is far apart (coarse)
 
-A head whose last round found no new center is idle: its programs return at once. The host looks every CHECK rounds
-whether all are. Legend: see the package docstring.
+A head whose last round found no new center is idle: its programs return at once. Every CHECK rounds the host checks
+whether all are idle. Legend: see the package docstring.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK_BYTES = {2: 32 * 1024, 4: 16 * 1024}
 
 
 def supported(keys: Tensor) -> bool:
-    """True when the kernel serves this call."""
+    """True when the kernel supports this call."""
     sizes = 0 < keys.shape[2] < MAX_KEYS and 0 < keys.shape[3] <= MAX_HEAD_SIZE
     return keys.dtype in KERNEL_DTYPES and sizes and keys.stride(3) == 1 and keys.shape[0] * keys.shape[1] > 0
 
@@ -122,8 +122,8 @@ def squared_distances(points, norms, others, ROUNDING: tl.constexpr):
 def farthest(value, candidate, M: tl.constexpr):
     """The largest value, its candidate number and its key number; equal values go to the lowest key.
 
-    All three travel through one reduction: the bits of a float that is not negative order like the float, and the lower
-    32 bits hold the other two.
+    One reduction finds all three: the bits of a non-negative float have the order of the float, and the lower 32 bits
+    hold the other two.
     """
     LAST: tl.constexpr = 4294967296 // M - 1
     low = (tl.full([M], LAST, tl.int64) - candidate) * M + tl.arange(0, M)

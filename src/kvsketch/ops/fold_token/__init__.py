@@ -1,12 +1,12 @@
 """One token of a stream folded into SubGen's structure, in place: the decode step of the method `subgen`.
 
-The slots of one head lie in five stretches:
+The slots of one head form five sections:
 
     sinks | ring | hold | samples | clusters x per_cluster
 
 Sinks, ring (the recent window and one place for the next token) and hold carry exact tokens, samples the (key, value)
-pairs of the numerator, the clusters' slots the keys of the denominator. Rows of a batch may use less of each stretch
-than there is: `plan` says how much. `hold` is for rows that still fit their budget while others no longer do.
+pairs of the numerator, the clusters' slots the keys of the denominator. Rows of a batch may use only a part of each
+section: `plan` says how much. `hold` is for rows that still fit their budget while others no longer do.
 
 Each sample is drawn with probability |v|^2 / mu; with `State.folded` those with an even number are, and those with an
 odd number uniformly. A sample then weighs 1 / (a |v|^2 / mu + b / n) for a even and b odd samples of n tokens (the
@@ -30,7 +30,7 @@ NUMERATOR, DENOMINATOR, MERGE = 0, 1, 2  # streams of random draws
 
 
 class Layout(NamedTuple):
-    """How many slots each stretch has; the same for all rows and heads."""
+    """How many slots each section has; the same for all rows and heads."""
 
     sinks: int
     ring: int
@@ -94,6 +94,6 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
 
     The numerator's samples take it with probability |v|^2 / mu each; it opens a cluster or joins the nearest, whose
     slots take it with probability 1 / n each; the weights of all samples follow. With `coalesce` the first of several
-    copies of a token carries the weight of all. Draws depend on (streams, position, slot) alone.
+    copies of a token carries the weight of all. Draws depend only on (streams, position, slot).
     """
     implementation("fold_token", state.keys.device, state).fold_token(state, layout, coalesce)

@@ -1,8 +1,8 @@
 """Folding one token in Triton: one program per batch row and KV head, one launch per step. Same draws as the reference.
 
-A step rarely changes a sample: what it writes is found from the draws alone, and a sample that fired changes the shares
-of the token it held and of the new one, no others. Barriers stand where one thread writes what others have just read,
-or will read. Legend: see the package docstring.
+A step rarely changes a sample: the draws alone say which ones, and a changed sample affects only the shares of its old
+token and of the new one. Barriers are needed where one thread writes what others have just read, or will read. Legend:
+see the package docstring.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CERTAIN = tl.constexpr(4294967296.0)
 
 
 def supported(state: State) -> bool:
-    """True when the kernel serves this table."""
+    """True when the kernel supports this table."""
     sizes = max(state.keys.shape[3], state.values.shape[3]) <= MAX_HEAD_SIZE
     per_cluster = (state.keys.shape[2] - state.values.shape[2]) // max(1, state.counts.shape[2])
     return sizes and per_cluster <= MAX_PER_CLUSTER and state.keys.dtype in KERNEL_DTYPES
@@ -124,8 +124,8 @@ def fold_numerator(
     samples, own_samples, k_s, v_s, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     TILE: tl.constexpr, COALESCE: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Samples become the token with probability |v|^2 / mu each, MIXED: the odd ones with 1 / folded; all their
-    weights follow.
+    """Each sample becomes the token with probability |v|^2 / mu (MIXED: the odd ones with 1 / folded); then all weights
+    are updated.
     """
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)

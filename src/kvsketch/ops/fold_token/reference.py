@@ -1,6 +1,6 @@
 """Folding one token in torch: the definition the kernel is tested against, and the path used on a CPU.
 
-No value is read back by the host and no shape depends on data. Legend: see the package docstring.
+The host never waits for the device, and no shape depends on data. Legend: see the package docstring.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
 
 
 def slot_of(position: Tensor, plan: Tensor, layout: Layout) -> Tensor:  # [B]
-    """Where the exact token at `position` [B] of a row lies: in the ring, the place of the token that leaves for it."""
+    """The slot of the exact token at `position` [B] of a row: in the ring, that of the token it replaces."""
     sinks, recent, hold = plan[:, 0], plan[:, 1], plan[:, 2]
     ring = layout.sinks + position % (recent + 1)
     held = layout.sinks + layout.ring + position - sinks

@@ -1,20 +1,19 @@
-"""k-means of keys by direction: what clusters of a recalled cache are made of.
+"""k-means of keys by direction: the clusters of a recall method.
 
     assign   label_i = argmax_c <k_i, d_c - m>,  d_c = mu_c / |mu_c|; equal scores: the lowest c
     update   mu_c = mean of the keys with label c ("mean") or of k_i / |k_i| ("normalized"); empty: mu_c stays
 
-`rounds` of both, then one last assignment. Assigning by cosine while averaging raw keys descends no common objective,
-so the number of rounds is given, not found; with "normalized" (spherical k-means) sum_i <k_i / |k_i|, d_label_i> never
-falls.
+`rounds` of both, then one last assignment. Assigning by cosine while averaging raw keys minimises no common objective,
+so the number of rounds is fixed; with "normalized" (spherical k-means) sum_i <k_i / |k_i|, d_label_i> never falls.
 
 m, the mean direction of up to 64 of the first centroids of a head, changes no argmax. d_c - m is rounded to the dtype
-of the keys, where d_c itself must not be: keys with a large common part, such as a bias, have directions that differ by
-less than 16 bits can tell, and one cluster would take nearly all of them.
+of the keys; d_c itself must not be: keys with a large common part, such as a bias, have directions that differ by less
+than 16 bits can represent, and one cluster would take nearly all of them.
 
-The first centroids are keys: the m keys of a row are cut into c runs of equal length (to one key), and each run gives
-one key, drawn from (seed, layer, first_position, head, number of the run), heads counted from first_head. They are
-distinct, every key is as likely as any other of its run, and a row's draw does not depend on the batch or the padding
-around it. Each row has min(its count, its keys) live clusters; the others stay empty, with centroid 0.
+The first centroids are keys: the keys of a row are split into one run per cluster (lengths differ by at most one key),
+and one key of each run is drawn by (seed, layer, first_position, head, number of the run), heads counted from
+first_head. They are distinct, all keys of a run are equally likely, and a row's draw does not depend on batch or
+padding. Each row has min(its count, its keys) live clusters; the others stay empty, with centroid 0.
 
 `reference.py` is the definition in torch. `kernel.py` never holds scores in memory: a program keeps the best cluster of
 each of its keys while it walks over the centroids; `ops.cluster_index` then sorts the keys by label, and each cluster

@@ -27,7 +27,7 @@ from kvsketch.ops.random import initial_state
 from kvsketch.ops.random.kernel import hash_combine, to_uniform
 
 BEGIN_ROWS = 32
-# Below this radius the lift is larger than need be: directions that differ by rounding alone stay equal.
+# A lower bound for the lift: directions that differ only by rounding count as equal.
 LEAST_RADIUS = tl.constexpr(1 / 64)
 
 
@@ -41,7 +41,7 @@ class Launch(NamedTuple):
 
 
 def supported(keys: Tensor) -> bool:
-    """True when the kernels serve these keys."""
+    """True when the kernels support these keys."""
     batch, heads, length, size = keys.shape
     return keys.dtype in KERNEL_DTYPES and batch * heads > 0 and size <= MAX_HEAD_SIZE and index_supported(length, size)
 
@@ -132,7 +132,7 @@ def begin_kernel(
     base, count = keys_ptr + b * k_b + h * k_h + begin * k_n, length - begin
     d = tl.arange(0, BLOCK_D)
 
-    # Every program finds the common direction for itself; the first one notes it for the rounds.
+    # Every program computes the common direction; the first one stores it for the rounds.
     sampled = tl.minimum(live, SAMPLE)
     origin = tl.zeros((BLOCK_D,), tl.float32)
     for part in range(0, SAMPLE, ROWS):

@@ -1,7 +1,7 @@
 """Leader clustering of a stream of keys.
 
 A key farther than delta from every representative becomes a representative, while there is room; every other key joins
-the nearest one. Representatives never move, so the clusters of a stream do not depend on how it is cut into blocks.
+the nearest one. Representatives never move, so the clusters of a stream do not depend on how it is split into blocks.
 
 `reference.py` opens one cluster per sweep over the keys, for all heads at once; `kernel.py` walks the stream in tiles,
 one program per head, and then assigns all keys in parallel.
@@ -30,11 +30,12 @@ class Clustering(NamedTuple):
 def leader_clustering(
     keys: Tensor, valid: Tensor, representatives: Tensor, alive: Tensor, delta: Tensor, limit: Tensor
 ) -> Clustering:
-    """Clusters a stream of keys: one farther than delta from all representatives opens a cluster, or joins the nearest.
+    """Clusters a stream of keys: a key farther than delta from all representatives opens a cluster, others join the
+    nearest.
 
     keys [B, H, n, D] in stream order; valid [B, 1 or H, n]: which of them take part; representatives [B, H, M, D], the
-    first `alive` [B, H] of which exist; delta [B, H]; limit [B, H], at most M: when so many clusters exist, a far key
-    joins the nearest one all the same. Equal distances go to the older cluster.
+    first `alive` [B, H] of which exist; delta [B, H]; limit [B, H], at most M: once so many clusters exist, far keys
+    join the nearest one too. Equal distances go to the older cluster.
     """
     chosen = implementation("leader_clustering", keys.device, keys)
     found: Clustering = chosen.leader_clustering(keys, valid, representatives, alive, delta, limit)

@@ -25,7 +25,7 @@ ROUNDING = tl.constexpr(1e-5)
 
 
 def supported(keys: Tensor) -> bool:
-    """True when the kernels serve these keys."""
+    """True when the kernels support these keys."""
     return keys.dtype in KERNEL_DTYPES and keys.shape[3] <= MAX_HEAD_SIZE and keys.stride(3) == 1 and keys.shape[2] > 0
 
 
@@ -110,7 +110,7 @@ def open_kernel(
             largest = tl.maximum(largest, tl.max(other_norms, 0))
         unsure = takes_part & (tl.abs(nearest - threshold) <= ROUNDING * (norms + largest))
         if tl.sum(unsure.to(tl.int32), 0) > 0:
-            # The product form cannot tell which side of delta a key lies on; differences can.
+            # The product form is too inexact to tell on which side of delta a key is; differences are not.
             nearest = tl.full((TILE,), INF, tl.float32)
             for number in range(alive):
                 other = tl.load(reps + number * D + d, mask=d < D, other=0.0).to(tl.float32)

@@ -1,10 +1,10 @@
-"""Random numbers that depend on where they are used, not on when: a hash of a seed and integer coordinates.
+"""Random numbers from a hash of a seed and integer coordinates, with no state that changes.
 
     state_0 = hash(seed),  state_j = mix(state_{j-1} + mix(coordinate_j + golden)),  u = (top 23 bits + 1/2) / 2^23
 
-A draw for (seed, layer, head, token) is the same on every device, for every chunking and in every order, so a method
-that samples gives the same slots whole or chunked, alone or in a batch. Here it is computed in torch; `kernel.py` holds
-the same functions for use inside Triton kernels, bit for bit.
+A draw for (seed, layer, head, token) is the same on every device, for every chunk size and in every order. So a method
+that samples gives the same slots for a prompt at once or in chunks, alone or in a batch. Here it is computed in torch;
+`kernel.py` holds the same functions for use inside Triton kernels, bit for bit.
 
 mix is the 32-bit avalanche function "lowbias32" (Chris Wellons, public domain). The inner mix matters: with the bare
 coordinate two streams whose states differ by a small number would be the same stream shifted. 23 bits and a half fit a

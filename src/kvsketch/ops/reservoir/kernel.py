@@ -20,7 +20,7 @@ STRETCH = 2048  # tokens per program
 
 
 def supported() -> bool:
-    """The kernel serves every call."""
+    """The kernel supports every call."""
     return True
 
 

@@ -9,8 +9,8 @@ KV head when its group shares a choice), cluster by cluster in the order of thei
 budget.
 
 `reference.py` does what is written above. `kernel.py` needs no sort: the score of the last cluster taken is found bit
-by bit, one weighted count for each of its 32 bits, by one program for each list. Shapes are static and nothing is read
-back by the host.
+by bit, one weighted count for each of its 32 bits, by one program for each list. Shapes are static, and the host never
+waits for the device.
 
 Legend: B batch rows, H KV heads, L list heads (a multiple of H), C clusters, n slots, D key size.
 """

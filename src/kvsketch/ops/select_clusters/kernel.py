@@ -23,7 +23,7 @@ ROW_BLOCK = 1024
 
 
 def supported(clusters: int, size: int = 1) -> bool:
-    """True when the kernels serve so many clusters of keys of this size."""
+    """True when the kernels support this number of clusters and key size."""
     return 0 < clusters <= MAX_CLUSTERS and 0 < size <= MAX_KEY_SIZE
 
 

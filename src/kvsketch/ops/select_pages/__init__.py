@@ -9,11 +9,11 @@ scores, `count` pages in all; equal scores go to the lower page, a score that is
 as one list for each query head, in ascending order, -1 behind the last. With a budget in tokens a query reads
 max(least, budget / page) pages; a row that has no more than the budget before its newest token is read whole.
 
-`widen_pages` keeps the bounds: it takes the newest tokens into those of their pages, in place.
+`widen_pages` updates the bounds: it extends those of the pages of the newest tokens, in place.
 
-`reference.py` does what is written above. `kernel.py` takes two launches for a choice: scores, for which the bounds of
-a page are read once for all query heads of a group, and lists, by a search for the bits of the last score taken, two at
-a time. Bounds take one launch, for one token as for a prompt. Nothing is read back by the host.
+`reference.py` does what is written above. `kernel.py` selects pages in two launches: scores, for which the bounds of a
+page are read once for all query heads of a group, and lists, by a search for the bits of the last score taken, two at a
+time. Bounds take one launch, for one token as for a prompt. The host never waits for the device.
 
 Legend: B batch rows, H KV heads, Hq query heads, P pages with room, D key size, n new tokens.
 """
@@ -36,7 +36,7 @@ class Bounds(NamedTuple):
 
 
 class Text(NamedTuple):
-    """What says where the text of each row begins and ends, on the device."""
+    """Where the text of each row begins and ends, on the device."""
 
     seen: Tensor  # [1] int64, tokens seen, left padding included
     padding: Tensor | None  # [B] int64, left-padding tokens of each row
@@ -91,7 +91,7 @@ def widen_pages(
     padding: Tensor | None = None,
     next_slot: Tensor | None = None,
 ) -> None:
-    """Takes the newest tokens into the bounds of their pages, in place; left padding belongs to none.
+    """Extends the bounds of pages by the newest tokens, in place; left padding is in no page.
 
     keys [B, H, n, D], those of the last n of the `seen` tokens. With next_slot int64 [B, H, 1], keys are a store and
     the one new token lies before that slot. The rest as in `select_pages`.

@@ -20,13 +20,13 @@ MAX_KEY_SIZE = 512
 SCORE_PAGES = 16
 ROW_BLOCK = 1024
 WIDEN_ROWS = 32
-# Counts of three trials travel in one number; each has room for all pages.
+# One number holds the counts of three trials; each has room for all pages.
 COUNT_BITS = tl.constexpr(20)
 COUNT_MASK = tl.constexpr((1 << 20) - 1)
 
 
 def supported(bounds: Bounds) -> bool:
-    """True when the kernels serve so many pages of keys of this size."""
+    """True when the kernels support this number of pages and key size."""
     pages, size = bounds.low.shape[2:]
     dense = all(bound.stride(3) == 1 for bound in bounds) and bounds.low.stride() == bounds.high.stride()
     return dense and bounds.low.dtype in KERNEL_DTYPES and 0 < pages <= MAX_PAGES and 0 < size <= MAX_KEY_SIZE
@@ -188,7 +188,7 @@ def widen_kernel(
     p_b, p_h, p_n, k_b, k_h, k_n,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Takes the new tokens of one page of one KV head into its bounds."""
+    """Extends the bounds of one page of one KV head by its new tokens."""
     head = tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     real, _pad = real_tokens(seen_ptr, padding_ptr, b)

@@ -4,11 +4,11 @@
     linear_onto(residual, x, weight, bias)     residual + (x W^T + b)
     gated_linear(x, gate, up)                  silu(x G^T) * (x U^T)
 
-With one token per row of the batch nearly all time of a step goes into reading the weights, each of them once. What is
-then worth having: the reads in long runs, several weights of the same input in one launch (queries, keys and values;
-gate and up), the addition to the residual stream in the same launch, and a start that overlaps the kernel before, whose
-result only the input needs, not the weights.
+With one token per row of the batch, nearly all time of a step is reading the weights, each of them once. So these
+kernels read in long runs, take several weights of the same input in one launch (queries, keys and values; gate and up),
+add to the residual stream in the same launch, and start before the previous kernel ends, whose result the input needs
+but not the weights.
 
-There is no dispatch here: without `ops.kernel_for`, or where `kernel.serves` says no, a model runs its own modules,
-whose formulas `reference.py` holds.
+There is no dispatch here: without a kernel (`ops.kernel_for`), or if `kernel.serves` is False, a model runs its own
+modules, whose formulas are in `reference.py`.
 """

@@ -120,8 +120,8 @@ def tile_for(rows: int, outputs: int, device: Device) -> Tile:
 
 
 def _best(rows: int, outputs: int, multiprocessors: int) -> Tile:
-    """Few outputs need deep pipelines, for all programs run at once and each must keep its share of the memory busy;
-    many are read best by programs that follow one another.
+    """With few outputs all programs run at once, and each needs a deep pipeline to keep its share of the memory busy;
+    many outputs are read best by programs that follow one another.
     """
     if rows == 1:
         return Tile(16, 512, 8, 4)
@@ -155,7 +155,7 @@ def _add_product(total, weight, x, ROWS: tl.constexpr):
 
 @triton.jit
 def _prefetch(weight_rows, inside, size, COLUMNS: tl.constexpr):
-    """Asks for the first columns of the weight rows, a line of 128 bytes at a time; nothing waits for them."""
+    """Prefetches the first columns of the weight rows, a line of 128 bytes at a time; nothing waits for them."""
     column = tl.arange(0, COLUMNS // 64) * 64
     address = weight_rows[:, None] + tl.where(inside[:, None] & (column < size)[None, :], column[None, :], 0)
     tl.inline_asm_elementwise(
@@ -170,8 +170,8 @@ def _products(
 ):  # fmt: skip
     """Input times the weight rows that start at `weight_rows` [BLOCK_N]: [ROWS, BLOCK_N] in fp32.
 
-    The next tile of the weight is on its way while one is used, in registers or in shared memory (STAGES > 0); the
-    first is asked for before the kernel ahead has ended.
+    The next tile of the weight is loaded while one is used, in registers or in shared memory (STAGES > 0); the first
+    load starts before the previous kernel has ended.
     """
     k = tl.arange(0, BLOCK_K)
     tile = weight_rows[:, None] + k[None, :]

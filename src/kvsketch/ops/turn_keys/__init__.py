@@ -1,14 +1,14 @@
-"""Keys of a bounded table turned by the tokens that are gone: rotary distances become distances in the cache.
+"""Keys of a bounded table rotated by the number of dropped tokens: rotary distances become distances in the cache.
 
     gone_i = (tokens seen after i) - (tokens stored after i)
-    k_i'   = k_i turned by gone_i positions:    k[c] + i k[c + half]  times  exp(i gone_i angle_c),     c < half
+    k_i'   = k_i rotated by gone_i positions:    k[c] + i k[c + half]  times  exp(i gone_i angle_c),     c < half
 
-A rotary logit depends on the distance between query and key alone, so the newest token finds slot i' as many places
-away as there are stored tokens between. Channels from 2 half on are not rotary and stay. `reference.py` is the
+A rotary logit depends only on the distance between query and key. So the distance from slot i to the newest token
+becomes the number of stored tokens between them. Channels from 2 half on are not rotary and stay. `reference.py` is the
 definition in torch, `kernel.py` the same in Triton.
 
-Angles come as whole numbers of 2^-40 turns. Products of whole numbers wrap around as angles do, so that a million
-positions are turned as exactly as one; a product of float32 numbers would be off by hundredths of a radian.
+Angles come as whole numbers of 2^-40 turns. Products of integers wrap around as angles do, so a rotation by a million
+positions is as exact as by one; a float32 product would be off by hundredths of a radian.
 
 Legend: B batch rows, H KV heads, S slots, D head size.
 """
@@ -27,11 +27,11 @@ TURN = 1 << 40  # one full turn
 
 
 def turn_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:
-    """Keys [B, H, S, D] turned by the tokens that are gone after each, so that rotary distances skip them.
+    """Keys [B, H, S, D] rotated by the number of tokens dropped after each, so that rotary distances skip these.
 
     index [B, H, S]: the tokens in the slots, each in one slot only; negative for empty slots, whose keys stay. seen
-    [1]: tokens seen. turns [half] int64: the angle of one position in channels c and c + half (`whole_turns`).
-    Computed in float32 and rounded once to the dtype of the keys; nothing is read back by the host.
+    [1]: tokens seen. turns [half] int64: the angle of one position in channels c and c + half (`whole_turns`). Computed
+    in float32 and rounded once to the dtype of the keys; the host never waits for the device.
     """
     check_arguments(keys, index, seen, turns)
     return implementation("turn_keys", keys.device, keys).turn_keys(keys, index, seen, turns)

@@ -1,4 +1,4 @@
-"""Turned keys in Triton, one launch: a program counts what is gone after its slots and turns their keys.
+"""Rotated keys in Triton, one launch: a program counts the tokens dropped after its slots and rotates their keys.
 
 See reference.py for the formulas.
 """
@@ -55,7 +55,7 @@ def _turn_keys(
 
 
 def supported(keys: Tensor) -> bool:
-    """Whether the kernel serves these keys."""
+    """Whether the kernel supports these keys."""
     return keys.dtype in KERNEL_DTYPES and keys.stride(3) == 1
 
 

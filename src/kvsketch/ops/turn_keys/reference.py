@@ -1,4 +1,4 @@
-"""Turned keys in torch: the definition the kernel is tested against, and the path used on a CPU."""
+"""Rotated keys in torch: the definition the kernel is tested against, and the path used on a CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gone_after(index: Tensor, seen: Tensor) -> Tensor:  # [B, H, S] int64
 
 
 def turn_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:  # [B, H, S, D]
-    """Keys [B, H, S, D] turned by the tokens gone after each, in float32 (float64 for float64) and rounded once."""
+    """Keys [B, H, S, D] rotated by the tokens dropped after each, in float32 (float64 for float64), rounded once."""
     half = turns.shape[0]
     phase = gone_after(index, seen).unsqueeze(-1) * turns
     phase = ((phase + TURN // 2) & (TURN - 1)) - TURN // 2
