@@ -5,21 +5,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.ops.random.kernel import gumbel, hash_combine, to_uniform
+from kvsketch.ops.random.kernel import hash_combine, to_uniform
 
 
 @triton.jit
-def _fill(out, state, layer, coordinates, count, GUMBEL: tl.constexpr, BLOCK: tl.constexpr):
+def _fill(out, state, layer, coordinates, count, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
     coordinate = tl.load(coordinates + place, mask=place < count, other=0)
     u = to_uniform(hash_combine(hash_combine(state, layer), coordinate))
-    if GUMBEL:
-        u = gumbel(u)
     tl.store(out + place, u, mask=place < count)
 
 
-def fill(state: int, layer: int, coordinates: Tensor, as_gumbel: bool = False) -> Tensor:
+def fill(state: int, layer: int, coordinates: Tensor) -> Tensor:
     out = torch.full(coordinates.shape, float("nan"), device=coordinates.device)
     block = triton.next_power_of_2(coordinates.numel())
-    _fill[(1,)](out, state, layer, coordinates, coordinates.numel(), GUMBEL=as_gumbel, BLOCK=block)
+    _fill[(1,)](out, state, layer, coordinates, coordinates.numel(), BLOCK=block)
     return out

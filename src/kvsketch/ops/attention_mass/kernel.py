@@ -55,7 +55,7 @@ from kvsketch.ops.common.tensors import (
     dense_last,
     outer_strides,
 )
-from kvsketch.ops.random.kernel import FIRST_FACTOR, SECOND_FACTOR, hash_combine
+from kvsketch.ops.random.kernel import FIRST_FACTOR, SECOND_FACTOR, hash_combine, signed
 
 HIDDEN = tl.constexpr(HIDDEN_PLACE)
 HASH_BLOCK = 1024
@@ -269,11 +269,6 @@ def _columns_per_tile(columns: int, least: int) -> int:
     return least
 
 
-def signed(number: int) -> int:
-    """The same 32 bits as a signed number, so that one compiled program serves every seed."""
-    return number - 2**32 if number >= 2**31 else number
-
-
 @triton.jit
 def product(q, k, PTX: tl.constexpr):
     """q k^T in float32; float32 operands keep their precision, on tensor cores in three products of tf32."""
@@ -320,6 +315,17 @@ def temperature_at(seen, start, slope, steps, since, b, SINCE: tl.constexpr):
 
 
 @triton.jit
+def padding_and_seen(padding_ptr, seen_ptr, b, seen, PADDED: tl.constexpr, SEEN: tl.constexpr):
+    """The left padding of a batch row, and the number of tokens seen, given or on the device."""
+    pad = tl.zeros((), tl.int32)
+    if PADDED:
+        pad = tl.load(padding_ptr + b).to(tl.int32)
+    if SEEN:
+        seen = tl.load(seen_ptr).to(tl.int32)
+    return pad, seen
+
+
+@triton.jit
 def column_places(index_ptr, offset, columns, limit, pad, SLOTS: tl.constexpr):
     """The place of each column; HIDDEN for empty slots, left padding and columns beyond the last."""
     places = tl.load(index_ptr + offset + columns, mask=columns < limit, other=-1) if SLOTS else columns
@@ -337,11 +343,7 @@ def hash_kernel(
     b, head = batch_head // query_heads, batch_head % query_heads
     state = hash_combine(stream, first_head + head)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    pad = 0
-    if PADDED:
-        pad = tl.load(padding_ptr + b).to(tl.int32)
-    if SEEN:
-        seen = tl.load(seen_ptr).to(tl.int32)
+    pad, seen = padding_and_seen(padding_ptr, seen_ptr, b, seen, PADDED, SEEN)
     row_hash = hash_combine(hash_combine(state, 0), seen - queries + at - pad)
     row_pointers = row_hash_ptr + batch_head * queries + at
     tl.store(row_pointers, row_hash.to(tl.int32, bitcast=True), mask=at < queries)
@@ -388,11 +390,7 @@ def row_kernel(
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     b, head = tl.program_id(1) // query_heads, tl.program_id(1) % query_heads
     batch_head = tl.program_id(1).to(tl.int64)
-    pad = 0
-    if PADDED:
-        pad = tl.load(padding_ptr + b).to(tl.int32)
-    if SEEN:
-        seen = tl.load(seen_ptr).to(tl.int32)
+    pad, seen = padding_and_seen(padding_ptr, seen_ptr, b, seen, PADDED, SEEN)
     tau = temperature_at(seen, tau_start, tau_slope, steps, since, b, SINCE)
     factor = scale * LOG2E / tau
     rows = start + tl.arange(0, BLOCK_M)
@@ -443,11 +441,7 @@ def column_kernel(
     start = tl.program_id(0) * BLOCK_N
     b, head = tl.program_id(1) // query_heads, tl.program_id(1) % query_heads
     batch_head = tl.program_id(1).to(tl.int64)
-    pad = 0
-    if PADDED:
-        pad = tl.load(padding_ptr + b).to(tl.int32)
-    if SEEN:
-        seen = tl.load(seen_ptr).to(tl.int32)
+    pad, seen = padding_and_seen(padding_ptr, seen_ptr, b, seen, PADDED, SEEN)
     tau = temperature_at(seen, tau_start, tau_slope, steps, since, b, SINCE)
     factor = scale * LOG2E / tau
     first = seen - queries
@@ -544,11 +538,7 @@ def logits_kernel(
     start = tl.program_id(0) * BLOCK_N
     batch_head = tl.program_id(1).to(tl.int64)
     b, h = batch_head // kv_heads, batch_head % kv_heads
-    pad = 0
-    if PADDED:
-        pad = tl.load(padding_ptr + b).to(tl.int32)
-    if SEEN:
-        seen = tl.load(seen_ptr).to(tl.int32)
+    pad, seen = padding_and_seen(padding_ptr, seen_ptr, b, seen, PADDED, SEEN)
     tau = temperature_at(seen, tau_start, tau_slope, steps, since, b, SINCE)
     columns = start + tl.arange(0, BLOCK_N)
     places = column_places(index_ptr, b * i_b + h * i_h, columns, columns_total, pad, SLOTS)
@@ -573,11 +563,7 @@ def soften_kernel(
     wait(EARLY)
     batch_head = tl.program_id(1).to(tl.int64)
     b, h = batch_head // kv_heads, batch_head % kv_heads
-    pad = 0
-    if PADDED:
-        pad = tl.load(padding_ptr + b).to(tl.int32)
-    if SEEN:
-        seen = tl.load(seen_ptr).to(tl.int32)
+    pad, seen = padding_and_seen(padding_ptr, seen_ptr, b, seen, PADDED, SEEN)
     tau = temperature_at(seen, tau_start, tau_slope, steps, since, b, SINCE)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     places = column_places(index_ptr, b * i_b + h * i_h, columns, columns_total, pad, True)

@@ -19,9 +19,9 @@ import triton.language as tl
 
 from kvsketch.ops.balance_walk import TIE, Arguments, Walked
 from kvsketch.ops.common.device import on
-from kvsketch.ops.common.kernel import dot
+from kvsketch.ops.common.kernel import dot, gather_tile
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size, dense_last, outer_strides
-from kvsketch.ops.random.kernel import hash_combine, to_uniform
+from kvsketch.ops.random.kernel import hash_combine, signed, to_uniform
 
 ROWS, COLUMNS = 32, 64
 TIE_SHARE = tl.constexpr(TIE)
@@ -32,16 +32,6 @@ def supported(call: Arguments) -> bool:
     k, values = call.k, call.k if call.v is None else call.v
     sizes = max(k.shape[3], values.shape[3]) <= MAX_HEAD_SIZE
     return k.dtype in KERNEL_DTYPES and values.dtype == k.dtype and sizes and call.slots.numel() > 0
-
-
-@triton.jit
-def load_rows(base, slot, stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """The rows `slot` of a [slots, SIZE] matrix, zero for a missing slot and from column SIZE on."""
-    columns = tl.arange(0, COLUMNS)[None, :]
-    mask = slot[:, None] >= 0
-    if SIZE != COLUMNS:
-        mask = mask & (columns < SIZE)
-    return tl.load(base + slot[:, None] * stride + columns, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -92,20 +82,20 @@ def block_statistics(
         tokens += tl.sum((slot >= 0).to(tl.float32))
         end = tl.maximum(end, tl.max(tl.where(slot >= 0, start + rows + 1, 0)))
         if CENTER:
-            mean += tl.sum(load_rows(k_base, slot, k_s, D, BLOCK_D).to(tl.float32), 0)
+            mean += tl.sum(gather_tile(k_base, slot, k_s, slot >= 0, D, BLOCK_D).to(tl.float32), 0)
     mean = mean / tl.maximum(tokens, 1.0)
     mean_norm = tl.sum(mean * mean)
     largest = 0.0
     largest_value = 0.0
     for start in range(0, end, TILE):
         slot = tl.load(slot_base + start + rows, mask=start + rows < count, other=-1)
-        k_tile = load_rows(k_base, slot, k_s, D, BLOCK_D).to(tl.float32)
+        k_tile = gather_tile(k_base, slot, k_s, slot >= 0, D, BLOCK_D).to(tl.float32)
         to_mean = tl.sum(k_tile * mean[None, :], 1)
         norm = tl.maximum(tl.sum(k_tile * k_tile, 1) - 2.0 * to_mean + mean_norm, 0.0)
         largest = tl.maximum(largest, tl.max(tl.where(slot >= 0, norm, 0.0)))
         tl.store(mean_ptr + start + rows, to_mean, mask=start + rows < count_padded)
         if VALUES:
-            v_tile = load_rows(v_base, slot, v_s, DV, BLOCK_DV).to(tl.float32)
+            v_tile = gather_tile(v_base, slot, v_s, slot >= 0, DV, BLOCK_DV).to(tl.float32)
             if WEIGHTS:
                 v_tile = v_tile * tl.load(weight_base + slot, mask=slot >= 0, other=0.0)[:, None]
             largest_value = tl.maximum(largest_value, tl.max(tl.sum(v_tile * v_tile, 1)))
@@ -168,11 +158,11 @@ def walk_kernel(
     for start in range(0, end, ROWS):
         i = start + rows
         slot_i = tl.load(slot_base + i, mask=i < count, other=-1)
-        k_i = load_rows(k_base, slot_i, k_s, D, BLOCK_D)
+        k_i = gather_tile(k_base, slot_i, k_s, slot_i >= 0, D, BLOCK_D)
         mean_i = tl.load(mean_ptr + i)
         v_i, weight_i = k_i, mean_i
         if VALUES:
-            v_i = load_rows(v_base, slot_i, v_s, DV, BLOCK_DV)
+            v_i = gather_tile(v_base, slot_i, v_s, slot_i >= 0, DV, BLOCK_DV)
         if WEIGHTS:
             weight_i = tl.load(weight_base + slot_i, mask=slot_i >= 0, other=0.0)
         origin = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -183,11 +173,11 @@ def walk_kernel(
         for before in range(0, start, COLUMNS):
             j = before + columns
             slot_j = tl.load(slot_base + j, mask=j < start, other=-1)
-            k_j = load_rows(k_base, slot_j, k_s, D, BLOCK_D)
+            k_j = gather_tile(k_base, slot_j, k_s, slot_j >= 0, D, BLOCK_D)
             mean_j = tl.load(mean_ptr + j, mask=j < start, other=0.0)
             v_j, weight_j = k_j, mean_j
             if VALUES:
-                v_j = load_rows(v_base, slot_j, v_s, DV, BLOCK_DV)
+                v_j = gather_tile(v_base, slot_j, v_s, slot_j >= 0, DV, BLOCK_DV)
             if WEIGHTS:
                 weight_j = tl.load(weight_base + slot_j, mask=slot_j >= 0, other=0.0)
             there = (slot_i[:, None] >= 0) & (slot_j[None, :] >= 0)
@@ -231,12 +221,10 @@ def balance_walk(call: Arguments) -> Walked:
     signs = torch.zeros(call.slots.shape, dtype=torch.int8, device=device)
     failed = torch.empty((batch, heads, blocks), dtype=torch.bool, device=device)
     sizes = k.shape[3], values.shape[3]
-    # As a signed 32-bit number, so that its size never causes another compilation.
-    state = call.state - (1 << 32) if call.state >= 1 << 31 else call.state
     with on(device):
         walk_kernel[(programs,)](
             k, values, call.slots.contiguous(), scratch if weights is None else weights, ids, signs, failed, scratch,
-            state, call.first_head, call.exponent * math.log2(math.e), call.constant, 0.5 / call.c, call.c,
+            signed(call.state), call.first_head, call.exponent * math.log2(math.e), call.constant, 0.5 / call.c, call.c,
             heads, blocks, count, count_padded,
             *k.stride()[:3], *values.stride()[:3], *outer_strides(weights), *ids.stride(),
             *sizes, *(block_size(size) for size in sizes), ROWS, COLUMNS,

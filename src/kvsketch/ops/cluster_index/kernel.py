@@ -114,7 +114,7 @@ def rank_kernel(
     labels_ptr, ranks_ptr, counts_ptr, count, clusters, tile,
     TILES: tl.constexpr, SLOTS: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """Writes how many earlier slots of its tile share a slot's label, and counts the slots of each label in the tile."""
+    """Counts the earlier slots of its tile that share a slot's label, and the slots of each label in the tile."""
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * SLOTS
     slot = first + tl.arange(0, SLOTS)

@@ -82,8 +82,10 @@ def load_tile(
 def gather_tile(base, rows, stride, inside, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
     """The rows `rows` of a [.., SIZE] matrix; zero from column SIZE on and where `inside` says no."""
     columns = tl.arange(0, COLUMNS)[None, :]
-    pointers = base + rows[:, None].to(tl.int64) * stride + columns
-    return tl.load(pointers, mask=inside[:, None] & (columns < SIZE), other=0.0)
+    mask = inside[:, None]
+    if SIZE != COLUMNS:
+        mask = mask & (columns < SIZE)
+    return tl.load(base + rows[:, None].to(tl.int64) * stride + columns, mask=mask, other=0.0)
 
 
 @triton.jit

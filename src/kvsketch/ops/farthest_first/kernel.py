@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common.device import on
-from kvsketch.ops.common.kernel import dot
+from kvsketch.ops.common.kernel import dot, gather_tile
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size
 from kvsketch.ops.farthest_first import MAX_TILES, MIN_TILE, PER_TILE, ROUNDING, SLACK, Centers, Tiles, widest_tile
 from kvsketch.ops.farthest_first.reference import fill_with_equals, first_centers
@@ -98,10 +98,8 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
 @triton.jit
 def load_keys(keys, row, heads, offsets, inside, key_b, key_h, key_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Keys [len(offsets), BLOCK_D] of one head, zero outside."""
-    d = tl.arange(0, BLOCK_D)
     base = keys + (row // heads).to(tl.int64) * key_b + (row % heads).to(tl.int64) * key_h
-    pointers = base + offsets.to(tl.int64)[:, None] * key_n + d[None, :]
-    return tl.load(pointers, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    return gather_tile(base, offsets, key_n, inside, D, BLOCK_D)
 
 
 @triton.jit

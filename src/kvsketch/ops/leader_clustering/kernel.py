@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common.device import on
-from kvsketch.ops.common.kernel import INF, dot
+from kvsketch.ops.common.kernel import INF, dot, gather_tile
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size
 from kvsketch.ops.leader_clustering import Clustering
 
@@ -59,13 +59,6 @@ def leader_clustering(
 
 
 @triton.jit
-def load_keys(base, column, count, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    d = tl.arange(0, BLOCK_D)
-    inside = (column < count)[:, None] & (d < D)[None, :]
-    return tl.load(base + column.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
 def expanded_distances(keys, key_norms, others):
     """|k|^2 + |x|^2 - 2 <k, x> for [keys, D] and [others, D], and the |x|^2."""
     wide = others.to(tl.float32)
@@ -97,14 +90,14 @@ def open_kernel(
     while (start < count) & (overflow == count):
         column = start + tl.arange(0, TILE)
         takes_part = tl.load(valid + column, mask=column < count, other=0) != 0
-        tile = load_keys(keys, column, count, k_n, D, BLOCK_D)
+        tile = gather_tile(keys, column, k_n, column < count, D, BLOCK_D)
         wide = tile.to(tl.float32)
         norms = tl.sum(wide * wide, 1)
         nearest = tl.full((TILE,), INF, tl.float32)
         largest = 0.0
         for first in range(0, alive, TILE):
             number = first + tl.arange(0, TILE)
-            others = load_keys(reps, number, alive, D, D, BLOCK_D)
+            others = gather_tile(reps, number, D, number < alive, D, BLOCK_D)
             distance, other_norms = expanded_distances(tile, norms, others)
             nearest = tl.minimum(nearest, tl.min(tl.where((number < alive)[None, :], distance, INF), 1))
             largest = tl.maximum(largest, tl.max(other_norms, 0))
@@ -145,7 +138,7 @@ def assign_kernel(
     head = tl.program_id(1).to(tl.int64)
     b = head // heads
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    tile = load_keys(keys_ptr + b * k_b + (head % heads) * k_h, column, count, k_n, D, BLOCK_D)
+    tile = gather_tile(keys_ptr + b * k_b + (head % heads) * k_h, column, k_n, column < count, D, BLOCK_D)
     takes_part = tl.load(valid_ptr + head * count + column, mask=column < count, other=0) != 0
     wide = tile.to(tl.float32)
     norms = tl.sum(wide * wide, 1)
@@ -154,7 +147,7 @@ def assign_kernel(
     label = tl.zeros((TILE,), tl.int32)
     for first in range(0, alive, TILE):
         number = first + tl.arange(0, TILE)
-        others = load_keys(reps_ptr + head * room * D, number, alive, D, D, BLOCK_D)
+        others = gather_tile(reps_ptr + head * room * D, number, D, number < alive, D, BLOCK_D)
         birth = tl.load(births_ptr + head * room + number, mask=number < alive, other=count)
         distance, _ = expanded_distances(tile, norms, others)
         distance = tl.where(birth[None, :] <= column[:, None], distance, INF)

@@ -37,7 +37,6 @@ def to_uniform(state):
     return ((state >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
 
 
-@triton.jit
-def gumbel(u):
-    """-log(-log u); equal to the torch version up to the rounding of the logarithm."""
-    return -tl.log(-tl.log(u))
+def signed(number: int) -> int:
+    """The same 32 bits as a signed number, so that one compiled program is used for every state."""
+    return number - 2**32 if number >= 2**31 else number
