@@ -27,6 +27,7 @@ from starlette.routing import Route
 
 from kvsketch.serve.documents import NotReady, Unknown
 from kvsketch.serve.files import text_of
+from kvsketch.serve.requests import Full
 from kvsketch.serve.schema import ApiError, Asked, ChatAsked, CompletionAsked, DocumentSent, parsed
 from kvsketch.serve.service import Answer, Service
 
@@ -252,6 +253,8 @@ class Routes:
             document = await run_in_threadpool(add, sent.text, sent.name, sent.method)
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_document", "text") from None
+        except Full as error:
+            raise ApiError(429, str(error), "queue_full", retry_after=30) from None
         return JSONResponse(document.public(), 202 if document.status != "ready" else 200)
 
     async def _uploaded(self, request: Request) -> DocumentSent:

@@ -43,10 +43,12 @@ from kvsketch.decode.asking import document_ids
 from kvsketch.methods import Method, parse_method
 from kvsketch.models.files import place, read_json, write_json
 from kvsketch.serve import held
+from kvsketch.serve.requests import Full
 from kvsketch.serve.sequential import Cancelled, WatchedCache
 
 ID = re.compile(r"doc-[0-9a-f]{24}")
 WORK = re.compile(r"\.(new|gone)-doc-[0-9a-f]{24}\.(?P<host>.+)\.(?P<process>\d+)")
+MOST_WAITING = 64  # documents
 LOOK_AGAIN = 1.0  # seconds until a document that another process reads is looked at again
 Status = Literal["waiting", "reading", "ready", "failed", "other_model"]
 log = logging.getLogger("kvsketch.serve")
@@ -143,7 +145,9 @@ class DocumentStore:
         self._loaded: OrderedDict[str, CompressedCache] = OrderedDict()
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._closed = threading.Event()
-        (folder / ".locks").mkdir(parents=True, exist_ok=True)
+        # Documents are their owner's business.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / ".locks").mkdir(exist_ok=True)
         self._remove_leftovers()
         for document in self.documents():
             if document.status == "waiting":
@@ -229,7 +233,7 @@ class DocumentStore:
 
     def add(self, text: str, name: str = "", method: str | None = None) -> Document:
         """Takes a text and starts to read it; a text that is there already costs nothing. ValueError for one that
-        cannot be read.
+        cannot be read, Full when too many wait.
         """
         # A client names a method; it does not make the server import one.
         chosen = self.method if method is None else parse_method(method, importing=False)
@@ -244,6 +248,8 @@ class DocumentStore:
         number = "doc-" + hashlib.sha256(made_of.encode()).hexdigest()[:24]
         with self._lock:
             if not self._path(number).is_dir():
+                if sum(not each.error for each in self._reading.values()) >= MOST_WAITING:
+                    raise Full(f"{MOST_WAITING} documents wait to be read")
                 document = Document(number, name, int(time.time()), self.name, str(chosen), tokens, len(text))
                 self._create(document, chosen, text)
             found = self.get(number)
