@@ -80,7 +80,7 @@ class ChunkAttention(Benchmark):
     columns = (
         "what=contender | chunk:,d | µs=median_us:,.0f | p10=p10_us:,.0f | p90=p90_us:,.0f | TFLOP/s=tflop_per_s:.0f"
     )
-    chunks: tuple[int, ...] = option("2048,4096,8192", "tokens of a chunk, by commas", least=1)
+    chunks: tuple[int, ...] = option("2048,4096,8192", "tokens of a chunk, comma-separated", least=1)
     slots: int = option(2049, "slots before the chunk", least=101)
     tune: bool = option(False, "time launch sizes at the largest chunk instead")
 

@@ -78,8 +78,8 @@ class Document(Benchmark):
     device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu; a GPU where there is one")
     dtype: str = option("", "float32, bfloat16 or float16; the one that suits the device unless given")
     model: str = option("qwen2.5-coder-0.5b", "short name, folder, .gguf file or hub name")
-    methods: str = option("full,rehearse:budget=1/2,snapkv:budget=25%", "text forms, separated by commas")
-    tokens: tuple[int, ...] = option("8192", "tokens of the document, by commas", least=64)
+    methods: str = option("full,rehearse:budget=1/2,snapkv:budget=25%", "text forms, comma-separated")
+    tokens: tuple[int, ...] = option("8192", "tokens of the document, comma-separated", least=64)
     text: str = option("", "a text file; the longest speech of kvsketch.texts unless given")
     repeats: int = option(3, "questions asked of a stored document", least=1)
 

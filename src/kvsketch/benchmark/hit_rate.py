@@ -65,8 +65,10 @@ class HitRate(Benchmark):
     prompt: int = option(8192, "tokens read before the hits are counted", least=32)
     steps: int = option(64, "tokens over which they are counted", least=2)
     share: int = option(32, "the budget is one in so many tokens of the prompt", least=2)
-    methods: str = option(METHODS, "text forms, separated by commas")
-    keep_steps: tuple[int, ...] = option("1,2", "the device keeps what so many last steps read, by commas", least=1)
+    methods: str = option(METHODS, "text forms, comma-separated")
+    keep_steps: tuple[int, ...] = option(
+        "1,2", "the device keeps what so many last steps read, comma-separated", least=1
+    )
 
     @functools.cached_property
     def loaded(self) -> tuple[Any, Tensor]:

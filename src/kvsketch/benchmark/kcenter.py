@@ -66,7 +66,7 @@ class KCenter(OfPrefill):
     )
     length: int = option(32768, "keys per head", least=1)
     centers: int = option(2048, "centers per head", least=1)
-    keys: tuple[str, ...] = option(tuple(KEYS), "kinds of keys, by commas", choices=tuple(KEYS))
+    keys: tuple[str, ...] = option(tuple(KEYS), "kinds of keys, comma-separated", choices=tuple(KEYS))
     repeats: int = option(7, "calls that are timed", least=1)
 
     def headline(self, rows: list[Row]) -> str:

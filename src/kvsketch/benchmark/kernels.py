@@ -172,8 +172,8 @@ class Kernels(Benchmark):
         "batch:d | slots:,d | cache | contender | µs=median_us:.1f | p10=p10_us:.1f | p90=p90_us:.1f | "
         "of copy bandwidth=share_of_copy_bandwidth:.0% | ours / best rival=ratio:.2f"
     )
-    batch: tuple[int, ...] = option("1,8,32", "batch sizes, by commas", least=1)
-    slots: tuple[int, ...] = option("1024,2048,32768", "slots of a table, by commas", least=1)
+    batch: tuple[int, ...] = option("1,8,32", "batch sizes, comma-separated", least=1)
+    slots: tuple[int, ...] = option("1024,2048,32768", "slots of a table, comma-separated", least=1)
     sweep: bool = option(False, "time launch plans of our kernel instead of the rivals")
 
     def headline(self, rows: list[Row]) -> str:

@@ -90,7 +90,7 @@ class Linear(Benchmark):
         "batch:d | product | µs=us:.1f | torch µs=torch_us:.1f | of copy bandwidth=of_copy_bandwidth:.0% | "
         "torch=torch_of_copy_bandwidth:.0%"
     )
-    batches: tuple[int, ...] = option("1,8,16,64", "batch sizes, by commas", least=1)
+    batches: tuple[int, ...] = option("1,8,16,64", "batch sizes, comma-separated", least=1)
     tune: bool = option(False, "time launch sizes instead")
 
     @functools.cached_property

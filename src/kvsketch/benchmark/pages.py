@@ -64,7 +64,7 @@ class Pages(Benchmark):
     )
     tokens: int = option(32768, "tokens of the prompt", least=PAGE)
     budget: int = option(2048, "tokens that a query head reads", least=PAGE)
-    batches: tuple[int, ...] = option("1,8", "batch sizes, by commas", least=1)
+    batches: tuple[int, ...] = option("1,8", "batch sizes, comma-separated", least=1)
 
     @functools.cached_property
     def bandwidth(self) -> float:

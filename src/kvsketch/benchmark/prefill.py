@@ -41,7 +41,7 @@ def problems(cache: CompressedCache, logits: Tensor, expected: Tensor) -> str | 
 class Prefill(ModelBenchmark):
     name, kind = "prefill", "prefill"
     columns = "method | ms=prefill_ms:,.0f | overhead:+.1% | cache MB=cache_bytes/1e6:,.1f | peak GB=peak_bytes/1e9:.1f"
-    methods: str = option(METHODS, "text forms, separated by commas")
+    methods: str = option(METHODS, "text forms, comma-separated")
     length: int = option(32768, "tokens of the prompt", least=1)
     repeats: int = option(2, "prefills that are timed", least=1)
 

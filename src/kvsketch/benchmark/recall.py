@@ -151,8 +151,8 @@ class Recall(OfPrefill):
     tuning_kind = "recall-sweep"
     columns = "operation | contender | shape | µs=median_us:,.1f | share:.1% | of | target=judged"
     tokens: int = option(32768, "tokens of the prompt", least=SINKS + 80)
-    budgets: tuple[int, ...] = option("1024,2048", "tokens that a query reads, by commas", least=SINKS + 1)
-    batches: tuple[int, ...] = option("1,8", "batch sizes, by commas", least=1)
+    budgets: tuple[int, ...] = option("1024,2048", "tokens that a query reads, comma-separated", least=SINKS + 1)
+    batches: tuple[int, ...] = option("1,8", "batch sizes, comma-separated", least=1)
     step_ms: float = option(7.0, "milliseconds of a decode step at batch 1 to judge by", least=0.001)
     sweep: bool = option(False, "time launch sizes of our kernels instead")
 

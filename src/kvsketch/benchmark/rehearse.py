@@ -72,7 +72,7 @@ class Rehearsal(Prefill):
         "method | ms=prefill_ms:,.0f | overhead:+.1% | score=score_ms:,.1f | choice=choice_ms:,.1f | "
         "refit=refit_ms:,.1f | encoding=encoding_ms:,.1f | cache MB=cache_bytes/1e6:,.1f | peak GB=peak_bytes/1e9:.1f"
     )
-    methods: str = option("rehearse,rehearse:refit=none,rehearse:budget=1/4", "text forms of it, separated by commas")
+    methods: str = option("rehearse,rehearse:refit=none,rehearse:budget=1/4", "text forms, comma-separated")
 
     def check_options(self) -> None:
         for text in self.texts:

@@ -3,7 +3,7 @@
     @dataclass
     class Pages(Benchmark):
         name, kind, columns = "pages", "pages", "operation | contender | µs=median_us:.1f"
-        batches: tuple[int, ...] = option("1,8", "batch sizes, by commas", least=1)
+        batches: tuple[int, ...] = option("1,8", "batch sizes, comma-separated", least=1)
         def wrong(self): ...              # what is wrong with our results, one line each
         def cells(self): ...              # the inputs: fields that their rows share, such as {"batch": 8}
         def measure(self, batch): ...     # yields a row for each contender
@@ -133,7 +133,7 @@ def run(benchmark: Benchmark) -> int:
     failed = [row[FAILED] for row in rows if row.get(FAILED)]
     said = [f"{len(rows)} records in {path}"]
     said += [f"{len(failed)} of them failed"] if failed else []
-    said += [f"{skipped} of {len(cells)} cells were measured before; --again measures them anew"] if skipped else []
+    said += [f"{skipped} of {len(cells)} cells were measured before; --again repeats them"] if skipped else []
     print(", ".join(said))
     return 1 if any(reason != OUT_OF_MEMORY for reason in failed) or (failed and len(failed) == len(rows)) else 0
 

@@ -105,7 +105,7 @@ class Serve(ShapeBenchmark):
         "p99 beside a prompt=busy_p99_ms:.0f | first token s=ttft_s:.2f | beside others=busy_ttft_s:.2f | "
         "of a document=document_ttft_s:.2f | join ms=join_ms:.2f | MB a row=row_bytes/1e6:,.0f | start s=start_s:.0f"
     )
-    methods: str = option("full,snapkv:budget=2048", "text forms, separated by commas")
+    methods: str = option("full,snapkv:budget=2048", "text forms, comma-separated")
     rows: int = option(64, "requests at a time; the full cache as many of them as fit", least=2)
     steps: int = option(150, "steps of all rows that are timed", least=2)
     chunk: int = option(2048, "tokens of a prompt that are read between two steps", least=2)

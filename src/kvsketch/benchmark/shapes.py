@@ -126,7 +126,7 @@ class ModelBenchmark(Benchmark, ABC):
     """A benchmark of methods on a whole model."""
 
     model: str = option("llama-3.1-8b", HELP)
-    methods: str = option("", "text forms, separated by commas")
+    methods: str = option("", "text forms, comma-separated")
 
     @property
     def texts(self) -> list[str]:

@@ -109,8 +109,8 @@ class SubGenLayer(OfPrefill):
         "target=judged | µs a step=step_us:.1f | bytes / formula=bytes_over_formula:.3f"
     )
     length: int = option(32768, "tokens of the prompt", least=1)
-    budgets: tuple[int, ...] = option("1024,4096", "budgets, by commas", least=1)
-    keys: tuple[str, ...] = option(tuple(KEYS), "kinds of keys, by commas", choices=tuple(KEYS))
+    budgets: tuple[int, ...] = option("1024,4096", "budgets, comma-separated", least=1)
+    keys: tuple[str, ...] = option(tuple(KEYS), "kinds of keys, comma-separated", choices=tuple(KEYS))
     repeats: int = option(7, "calls that are timed", least=1)
 
     def headline(self, rows: list[Row]) -> str:

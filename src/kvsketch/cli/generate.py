@@ -168,7 +168,7 @@ def _require_fitting(
         }  # fmt: skip
         wrong = [name for name, value in given.items() if value] + ["--raw"] * raw
         if wrong:
-            raise ValueError(f"--load goes on with {load} as it was saved; leave out {', '.join(wrong)}")
+            raise ValueError(f"--load continues {load} as it was saved; leave out {', '.join(wrong)}")
         if not load.is_file():
             raise FileNotFoundError(f"there is no file {load}; make one with --file FILE --save {load}")
     if save is not None and not file:

@@ -55,9 +55,7 @@ def pull(
 @models_app.command("rm")
 def remove(
     name: NameArgument,
-    only_gguf: Annotated[
-        bool, typer.Option("--only-gguf", help="Keep the converted copy, which serves alone.")
-    ] = False,
+    only_gguf: Annotated[bool, typer.Option("--only-gguf", help="Keep the converted copy, which works alone.")] = False,
 ) -> None:
     """Remove the files of a built-in model; using it again fetches them again."""
     from kvsketch.models import card
@@ -108,7 +106,7 @@ def _print_all(described: list[dict[str, Any]]) -> None:
         )  # fmt: skip
     console = results()
     console.print(table)
-    console.print(f"\n{FOUR_BITS} They lie in {home()}.", markup=False)
+    console.print(f"\n{FOUR_BITS} They are in {home()}.", markup=False)
     for model in described:
         if model["ready"] and model["gguf_bytes"]:
             spare = f"{model['name']}: {megabytes(model['gguf_bytes'])} on disk are the GGUF file, which"

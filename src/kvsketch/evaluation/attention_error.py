@@ -85,7 +85,7 @@ class AttentionErrorOptions(ExperimentOptions):
     queries: int | None = option(None, "how many of the last tokens are queries; by the protocol unless given", least=1)
     layers: str = option(",".join(map(str, LAYERS)), "such as 0,7,14 or 2- or all")
     rates: tuple[int, ...] = option(
-        "", "one in so many middle tokens is read, by commas; instead of --budgets", least=1, none=True
+        "", "one in so many middle tokens is read, comma-separated; instead of --budgets", least=1, none=True
     )
     texts: str = passages.texts_option(texts.LONGEST_SPEECH)
 

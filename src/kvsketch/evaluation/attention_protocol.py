@@ -107,7 +107,7 @@ def capture(model: Any, ids: Tensor, layers: Iterable[int]) -> dict[int, Capture
 
 
 def configured(text: str, total: int, context: int, protocol: Protocol = PREFIX) -> Method:
-    """The method `text`, told to read or keep `total` of `context` tokens, the sinks and the recent ones included."""
+    """The method `text`, set to read or keep `total` of `context` tokens, sinks and recent ones included."""
     method = parse_method(text)
     # Tokens that are in no cluster yet are read in addition to the budget.
     budget = total - protocol.recent if method.name == "clusterkv" and total < context else total

@@ -11,7 +11,7 @@ from kvsketch import models
 from kvsketch.evaluation import passages
 from kvsketch.evaluation.attention_protocol import Captured, capture
 
-FORMS = "numbers and ranges by commas such as 0,7,14 or 2-, or all"
+FORMS = "comma-separated numbers and ranges such as 0,7,14 or 2-, or all"
 
 
 def layer_numbers(text: str, spec: str) -> list[int]:

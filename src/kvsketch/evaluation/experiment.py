@@ -44,11 +44,11 @@ def model_option(default: str) -> Any:
 
 
 def methods_option(default: str) -> Any:
-    return option(default, "text forms by commas; all: every method")
+    return option(default, "text forms, comma-separated; all: every method")
 
 
 def budgets_option(default: str) -> Any:
-    return option(default, "tokens or shares of the prompt, by commas")
+    return option(default, "tokens or shares of the prompt, comma-separated")
 
 
 @dataclass

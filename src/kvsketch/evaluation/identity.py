@@ -15,7 +15,7 @@ from kvsketch.records import write_whole
 
 @functools.cache
 def model_sha256(spec: str) -> str:
-    """The hash of the weights behind a model's name or folder.
+    """The hash of the weights of a model, by its name or folder.
 
     For a built-in model it is the pinned hash of its file, because the converted copy may differ between releases of
     transformers. For others it is a SHA-256 over the names and hashes of config.json and the weight files. Hashes are

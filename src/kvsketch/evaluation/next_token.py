@@ -48,15 +48,15 @@ def exact_nll(model: Any, ids: Tensor) -> Tensor:  # [B, n] float32
 
 @torch.no_grad()
 def full_log_probs(model: Any, ids: Tensor, start: int) -> Tensor:  # [B, n - start, V] float32
-    """Log-probabilities of the tokens behind those from `start` on, with the model's own full cache."""
+    """Log-probabilities of the token after each one from `start` on, with the model's own full cache."""
     past = model(ids[:, :start], use_cache=True, logits_to_keep=1).past_key_values
     found: Tensor = model(ids[:, start:], past_key_values=past, use_cache=True).logits.float().log_softmax(-1)
     return found
 
 
 class Script:
-    """Stands where a sampler stands in a decode step: the next token is that of the text, and its -log p is noted, and
-    how far its distribution lies from the one `expected` [B, n - start - 1, V].
+    """Takes the place of the sampler in a decode step: the next token is that of the text. Stores its -log p, and the
+    divergence of its distribution from `expected` [B, n - start - 1, V].
     """
 
     def __init__(self, ids: Tensor, start: int, expected: Tensor | None = None) -> None:

@@ -19,7 +19,7 @@ def texts_option(default: str) -> Any:
 
 
 def names(wanted: str) -> list[str]:
-    """The speeches that `--texts` asks for: so many of the longest, or names separated by commas."""
+    """The speeches that `--texts` asks for: so many of the longest, or comma-separated names."""
     apart = wanted.startswith(HELD_OUT)
     wanted = wanted.removeprefix(HELD_OUT)
     if not wanted.strip().isdigit():

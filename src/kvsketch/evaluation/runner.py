@@ -94,7 +94,7 @@ def run(experiment: Experiment, groups: list[list[Cell]]) -> None:
                 writer.add(record)
                 bar.update()
             if lost is not None:
-                raise RuntimeError(f"{lost[0]} {lost[1]} left the GPU unusable; give the same command again to go on")
+                raise RuntimeError(f"{lost[0]} {lost[1]} left the GPU unusable; run the same command again to continue")
 
 
 def _bar(experiment: Experiment, groups: list[list[Cell]]) -> tqdm:

@@ -114,8 +114,8 @@ def cluster_hits(taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:  # [Hq], [
 
 @torch.no_grad()
 def hot_set_hits(method: Method, layer: Captured, context: int, steps: int, seed: int = 0) -> tuple[int, int] | None:
-    """(hits, reads) of the hot set of the last `steps` steps when the layer lies in host memory, without the first
-    query, which finds nothing; None where nothing is offloaded.
+    """(hits, reads) of the hot set of the last `steps` steps when the layer is in host memory, without the first query,
+    which finds nothing; None if nothing is offloaded.
     """
     offloading = changed(method, offload="host", keep_steps=steps)
     table = table_of(offloading, layer, context, seed)

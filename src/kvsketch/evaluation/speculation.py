@@ -106,7 +106,7 @@ class SpeculationOptions(ExperimentOptions):
     budget: int | None = option(None, "tokens that a query head reads; instead of --budgets", least=17)
     texts: str = passages.texts_option("1")
     tokens: int = option(2048, "tokens of the prompt", least=2)
-    steps: int = option(64, "tokens behind it, over which recall is taken", least=1)
+    steps: int = option(64, "tokens after it, over which recall is averaged", least=1)
     layers: str = option("2,6,10,14,18,22,26", "such as 2,7 or 2- or all; layer 0 has none before it")
 
 

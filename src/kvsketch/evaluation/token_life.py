@@ -151,7 +151,7 @@ def stored_tokens(table: SlotTable) -> Tensor:  # [B, H, S] int64
 
 
 def marked(words: list[str], passkey: str) -> list[int]:
-    """The tokens that spell the passkey, each time it stands in the text."""
+    """The tokens that spell the passkey, at each place in the text."""
     text, owner = "".join(words), [number for number, word in enumerate(words) for _ in word]
     starts = [at for at in range(len(text)) if text.startswith(passkey, at)]
     return sorted({owner[at + offset] for at in starts for offset in range(len(passkey))})

@@ -127,8 +127,8 @@ class Writer:
 def read(path: str | Path, remarks: list[str] | None = None) -> Iterator[Record]:
     """The records of a file in order, each with the `place` it was read from; nothing where there is no file.
 
-    A last line cut short, as a run that was stopped leaves it, is left out. Another line that is no record is an error
-    that names the file and the line; with `remarks` it is told there and left out.
+    A last line cut short, as a run that was stopped leaves it, is left out. Another line that is not a record is an
+    error that names the file and the line; with `remarks` it is reported there and left out.
     """
     path = Path(path)
     if not path.exists():

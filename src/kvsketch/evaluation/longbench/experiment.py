@@ -41,7 +41,7 @@ from kvsketch.methods import parse_method
 from kvsketch.options import option
 
 METHODS = "full,streamingllm,snapkv,pyramidkv:budget_is=mean,uniform,balancekv,kcenter,clusterkv"
-NAMES = f"by commas; names, or {', '.join(longbench_tasks.SHORTHANDS)} (e: the 13 of LongBench-E)"
+NAMES = f"comma-separated names, or {', '.join(longbench_tasks.SHORTHANDS)} (e: the 13 of LongBench-E)"
 
 
 @dataclass

@@ -119,7 +119,7 @@ def task_of(name: str) -> Task:
 
 
 def task_names(text: str) -> list[str]:
-    """Names by commas; `all` 21 tasks, `e` the 13 of LongBench-E, `english` those without Chinese text, or a group."""
+    """Comma-separated names; `all` 21 tasks, `e` the 13 of LongBench-E, `english` all but Chinese ones, or a group."""
     found: list[str] = []
     for part in (part.strip() for part in text.split(",") if part.strip()):
         if part == "all":

@@ -167,7 +167,7 @@ class Options:
             raise ValueError(f"{self.temperature} must have positive temperatures and at least one step.")
         if self.row_lse is not None and not is_plain(self.temperature, self.noise):
             raise ValueError(
-                "row_lse holds the sums of plain attention: it serves temperature 1 without noise only; pass None."
+                "row_lse holds the sums of plain attention: it needs temperature 1 and no noise; pass None."
             )
 
     def add(self, mass: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Leader clustering on a GPU, in two kernels: one opens clusters, one assigns every key.
 
 Opening is sequential, one program per head. It walks tiles of keys and compares them with all representatives by matrix
-products; only the keys that lie farther than delta are looked at one by one. It ends when a key finds no room, which
-with a bounded number of clusters happens early. Assigning takes, for each key in parallel, the nearest representative
-that was born no later than the key. Legend: see the package docstring.
+products; only the keys farther than delta are processed one by one. It ends when a key finds no room, which with a
+bounded number of clusters happens early. Assigning takes, for each key in parallel, the nearest representative that was
+born no later than the key. Legend: see the package docstring.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def assign_kernel(
         birth = tl.load(births_ptr + head * room + number, mask=number < alive, other=count)
         distance, _ = expanded_distances(tile, norms, others)
         distance = tl.where(birth[None, :] <= column[:, None], distance, INF)
-        # A key that opened a cluster belongs to it, whatever the rounding of its distance 0.
+        # A key that opened a cluster belongs to it, even if its distance 0 is rounded.
         distance = tl.where(birth[None, :] == column[:, None], -INF, distance)
         smallest, place = tl.min(distance, 1, return_indices=True)
         closer = smallest < nearest
