@@ -140,6 +140,17 @@ def indexed_attention() -> None:
     )  # fmt: skip
 
 
+def coded_indexed_attention() -> None:
+    codec = Codec(4, D)
+    codes, steps = zeros(B, H, S, D // 2, dtype=torch.uint8), zeros(B, H, S, dtype=torch.float16)
+    store = CodedSlots(codec, zeros(B, H, D), zeros(B, H, 4, D), ints(B, H, 4), codes, steps)
+    ops.indexed_attention(
+        normal(B, HQ, 1, D), store, store, ints(B, HQ, N), 0.1, spans=ints(B, 2, 2), max_span=40,
+        extra_k=zeros(B, H, 30, D), extra_v=zeros(B, H, 30, D), extra_log_weight=zeros(B, HQ, 30),
+        extra_cut=ints(B, HQ, 3),
+    )  # fmt: skip
+
+
 def mass_of_a_prompt() -> None:
     ops.attention_mass(
         normal(B, HQ, N, D), normal(B, H, S, D), 0.1,
@@ -263,7 +274,7 @@ def thin_linear(rows: int) -> None:
 
 CALLS: tuple[Callable[[], None], ...] = (
     weighted_attention, coded_attention, ragged_attention, paged_attention,
-    chunk_attention, indexed_attention, replay_scores,
+    chunk_attention, indexed_attention, coded_indexed_attention, replay_scores,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
     slot_update, coded_slot_update, page_rows, reservoir, fold_token, balance_walk, hot_rows,

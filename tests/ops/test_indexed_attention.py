@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.ops.codec import Codec, CodedSlots, encode
 from kvsketch.ops.common.device import Device
 from kvsketch.ops.indexed_attention import Arguments, Extra, Spans, reference
 from kvsketch.ops.weighted_attention import Attended
@@ -389,3 +390,37 @@ def dispatched(call: Arguments) -> Tensor:
     if call.extra is not None:
         names |= dict(zip(("extra_k", "extra_v", "extra_log_weight", "extra_cut"), call.extra, strict=True))
     return ops.indexed_attention(call.q, call.k, call.v, call.rows, call.scale, **names)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("extras", "shared", "group", "softcap", "dtype"),
+    [(9, False, 4, None, torch.bfloat16), (0, True, 7, 20.0, torch.float16), (9, True, 1, 5.0, torch.bfloat16)],
+)
+def test_rows_in_few_bits(
+    extras: int, shared: bool, group: int, softcap: float | None, dtype: torch.dtype, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from kvsketch.ops.indexed_attention import kernel
+
+    call = make_call(device, group, rows=30, size=64, value_size=128, extras=extras, shared=shared, dtype=dtype)
+    parts = []
+    for x, common in ((call.k, 9.0), (call.v, 1.0)):
+        assert isinstance(x, Tensor)
+        x = x + common
+        codec, center = Codec(4, x.shape[-1]), x.float().mean(2)
+        # Of the exact slots one is in the spans, one is listed, one is gone.
+        listed = call.rows.view(2, 2, -1)[:, :, :1].clamp_min(7)
+        at = torch.cat([torch.ones_like(listed), listed, torch.full_like(listed, -1)], 2)
+        exact = 3 * normal(2, 2, 3, x.shape[-1], seed=5).to(device)
+        parts.append(CodedSlots(codec, center, exact, at, *encode(x, center, codec)))
+    call = replace(call, k=parts[0], v=parts[1], softcap=softcap)
+    assert kernel.supported(call)
+    expected = reference.indexed_attention(call)
+    poison(monkeypatch)
+    small = kernel.Plan(
+        16, list_splits=2, span_splits=1, extra_splits=2 * (extras > 0), warps=1, stages=2, overlap=False
+    )
+    found = kernel.indexed_attention(call, small)
+    assert relative_error(found.out, expected.out) < TOLERANCE[dtype]
+    torch.testing.assert_close(found.log_sum_num, expected.log_sum_num, atol=0.02, rtol=2e-3)

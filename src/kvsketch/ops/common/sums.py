@@ -26,13 +26,13 @@ COMBINE_COLUMNS, COMBINE_SPLITS = 64, 128  # that one program reads at a time
 def combine(
     acc: Tensor, sums: Tensor, out: Tensor, state: Tensor, splits: int, sink_logits: Tensor | None,
     tied: bool, log2_clip: float | None, overlap: bool, ragged: Ragged | None = None,
-    turned: CodedSlots | None = None,
+    turned: CodedSlots | None = None, turned_splits: int | None = None,
 ) -> None:  # fmt: skip
     """Writes out [B, Hq, N, Dv] and state [2 or 3, B, Hq, N] from acc [B, Hq, N, splits, Dv] and sums [.., splits, 4].
 
     `log2_clip` bounds the denominator, None: not; `overlap` starts the programs while those of the splits still run.
     Where heads are ragged, acc and sums have the rows of a head for each piece: [P, G N, Dv] and [P, G N, 4].
-    `turned`: values in few bits, whose sums are rotated back here.
+    `turned`: values in few bits, whose sums are rotated back here; those of the first `turned_splits`, None: of all.
     """
     query_heads, queries, value_size = out.shape[1:]
     most = splits if ragged is None else ragged.most_pieces
@@ -43,8 +43,8 @@ def combine(
         acc, sums, sink_logits, None if ragged is None else ragged.first_piece,
         None if turned is None else turned.center.contiguous(),
         None if turned is None else turned.codec.signs(out.device),
-        out, state, log2_clip or 0.0, splits, queries, query_heads, query_heads // heads * queries,
-        DV=value_size, COLUMNS=columns, BLOCK_SPLITS=block, MANY=most > block,
+        out, state, log2_clip or 0.0, splits, queries, query_heads, query_heads // heads * queries, turned_splits or 0,
+        DV=value_size, COLUMNS=columns, BLOCK_SPLITS=block, MANY=most > block, MIXED=turned_splits is not None,
         TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
         RATIO=state.shape[0] == 3, RAGGED=ragged is not None, TURN=0 if turned is None else value_size.bit_length() - 1,
         num_warps=4, **({"launch_pdl": True} if overlap else {}),
@@ -130,11 +130,11 @@ def load_pieces(acc_ptr, place, column, inside, DV: tl.constexpr):
     return tl.load(acc_ptr + place[:, None] * DV + column[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["splits", "queries", "head_rows"])
+@triton.jit(do_not_specialize=["splits", "queries", "head_rows", "turned_splits"])
 def combine_kernel(
     acc_ptr, sums_ptr, sink_ptr, first_ptr, center_ptr, sign_ptr, out_ptr, state_ptr,
-    log2_clip, splits, queries, query_heads, head_rows,
-    DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, MANY: tl.constexpr,
+    log2_clip, splits, queries, query_heads, head_rows, turned_splits,
+    DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, MANY: tl.constexpr, MIXED: tl.constexpr,
     TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
     RATIO: tl.constexpr, RAGGED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
@@ -155,19 +155,31 @@ def combine_kernel(
     den_origin, den_total = num_origin, num_total
     if not TIED:
         den_origin, den_total, _ = merge_sums(sums_ptr + place * 4 + 2, inside)
-    out = tl.sum(load_pieces(acc_ptr, place, column, inside, DV) * share[:, None], 0)
+    pieces = load_pieces(acc_ptr, place, column, inside, DV) * share[:, None]
+    out, plain, weight = tl.sum(pieces, 0), 0.0, num_total
+    if MIXED:
+        rotated = inside & (split < turned_splits)
+        plain = tl.sum(tl.where(rotated[:, None], 0.0, pieces), 0)
+        weight = tl.sum(tl.load(sums_ptr + place * 4 + 1, mask=rotated, other=0.0) * share, 0)
     if MANY:
         for start in range(BLOCK_SPLITS, count, BLOCK_SPLITS):
             place, inside = base + (start + split).to(tl.int64) * apart, start + split < count
             origin, total, share = merge_sums(sums_ptr + place * 4, inside)
-            more = tl.sum(load_pieces(acc_ptr, place, column, inside, DV) * share[:, None], 0)
+            pieces = load_pieces(acc_ptr, place, column, inside, DV) * share[:, None]
             num_origin, num_total, old, new = join_sums(num_origin, num_total, origin, total)
-            out = out * old + more * new
+            out = out * old + tl.sum(pieces, 0) * new
+            if MIXED:
+                rotated = inside & (start + split < turned_splits)
+                plain = plain * old + tl.sum(tl.where(rotated[:, None], 0.0, pieces), 0) * new
+                more = tl.load(sums_ptr + place * 4 + 1, mask=rotated, other=0.0) * share
+                weight = weight * old + tl.sum(more, 0) * new
             if not TIED:
                 origin, total, share = merge_sums(sums_ptr + place * 4 + 2, inside)
                 den_origin, den_total, old, new = join_sums(den_origin, den_total, origin, total)
         if TIED:
             den_origin, den_total = num_origin, num_total
+        if not MIXED:
+            weight = num_total
     by_origin, by_total = clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip, CLIPPED)
     if SINKS:
         sink = tl.load(sink_ptr + (row // queries) % query_heads).to(tl.float32)
@@ -177,9 +189,13 @@ def combine_kernel(
     factor = normalizer(num_origin, num_total, by_origin, by_total)
     out *= factor
     if TURN:
+        if MIXED:
+            out -= plain * factor
         turned = tl.reshape(hadamard(tl.reshape(out, (1, DV)), 1, DV, TURN), (DV,)) * DV**-0.5
         center = tl.load(center_ptr + head * DV + column)
-        out = turned * tl.load(sign_ptr + column) + center * (num_total * factor)
+        out = turned * tl.load(sign_ptr + column) + center * (weight * factor)
+        if MIXED:
+            out += plain * factor
     tl.store(out_ptr + row * DV + column, out.to(out_ptr.dtype.element_ty), mask=column < DV)
     if tl.program_id(1) == 0:
         tl.store(state_ptr + row, (num_origin + tl.log2(num_total)) * LN2)

@@ -4,13 +4,14 @@ of a KV head read.
 A piece is a part of a list of rows, of the spans, or of the extra slots. A list may belong to one query head; the other
 heads of the group are then computed along with it and not stored: a tile of the matrix units has room for 16 queries,
 and the time goes into reading. Sums are kept as in weighted attention and combined by the same program
-(`common/sums.py`). Legend: see the package docstring.
+(`common/sums.py`). 4-bit rows have a program of their own, which sums values rotated around their center.
+Legend: see the package docstring.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -19,11 +20,33 @@ from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.device import Device, device_traits, on
-from kvsketch.ops.common.kernel import LOG2E, NEG_INF, dot, tanh_ratio
+from kvsketch.ops.common.kernel import LOG2E, NEG_INF, dot, nibble_offset, nibbles, tanh_ratio
+from kvsketch.ops.common.ragged import CODED_PROGRAMS
 from kvsketch.ops.common.sums import add_terms, combine
-from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size, contiguous, dense_last, readable
+from kvsketch.ops.common.tensors import (
+    KERNEL_DTYPES,
+    MAX_HEAD_SIZE,
+    block_size,
+    contiguous,
+    dense_last,
+    outer_strides,
+    readable,
+)
 from kvsketch.ops.indexed_attention import Arguments
 from kvsketch.ops.weighted_attention import Attended
+from kvsketch.ops.weighted_attention.kernel import (
+    HALVES,
+    exact_scores,
+    folded,
+    hadamard_matrix,
+    load_words,
+    offset_of_levels,
+    split_in_two,
+    store_columns,
+    turned,
+    turned_queries,
+    twice,
+)
 
 # Rows lie anywhere, so that many small programs hide the wait for them better than a few with more tiles in flight.
 TILE_BYTES = 16 * 1024
@@ -51,8 +74,6 @@ class Plan:
 
 def supported(call: Arguments) -> bool:
     """True when the kernel serves this call."""
-    if isinstance(call.k, CodedSlots) or isinstance(call.v, CodedSlots):
-        return False
     shapes = (*call.q.shape, *call.k.shape, *call.v.shape)
     something = (
         call.rows.shape[2] > 0 or call.spans is not None or (call.extra is not None and call.extra.k.shape[2] > 0)
@@ -62,7 +83,16 @@ def supported(call: Arguments) -> bool:
         and max(call.q.shape[3], call.v.shape[3]) <= MAX_HEAD_SIZE
         and min(shapes) > 0
         and something
-        and all(readable(store, call.q.device) for store in (call.k, call.v))
+        and (has_words(call) or all(isinstance(s, Tensor) and readable(s, call.q.device) for s in (call.k, call.v)))
+    )
+
+
+def has_words(call: Arguments) -> bool:
+    """Whether keys and values are codes that are read as words, and that programs rotate themselves."""
+    half = call.q.dtype in HALVES
+    return half and all(
+        isinstance(part, CodedSlots) and part.codec.bits == 4 and part.codec.block == part.codec.size >= 32
+        for part in (call.k, call.v)
     )
 
 
@@ -70,58 +100,126 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     """See `kvsketch.ops.indexed_attention`; `launch` overrides the plan."""
     q, spans, extra = call.q, call.spans, call.extra
     batch, query_heads, _, size = q.shape
-    assert isinstance(call.k, Tensor) and isinstance(call.v, Tensor)
     heads, value_size = call.k.shape[1], call.v.shape[3]
-    group, lists = query_heads // heads, call.rows.shape[1] // heads
-    q, rows = dense_last(q), call.rows.contiguous()
-    row_count, span_count = rows.shape[2], 0 if spans is None else spans.most
-    extra_count = 0 if extra is None else extra.k.shape[2]
-    edges = None if spans is None else spans.edges.contiguous()
-    extra_k, extra_v, log_weight, cut = (None, None, None, None)
-    if extra is not None:
-        extra_k, extra_v, log_weight = dense_last(extra.k), dense_last(extra.v), extra.log_weight.float().contiguous()
-        cut = contiguous(extra.cut)
-    block_d, block_dv = block_size(size), block_size(value_size)
+    lists, row_count = call.rows.shape[1] // heads, call.rows.shape[2]
+    span_count, extra_count = 0 if spans is None else spans.most, 0 if extra is None else extra.k.shape[2]
+    coded = isinstance(call.k, CodedSlots)
     if launch is None:
-        slot_bytes = (block_d + block_dv) * q.element_size()
-        launch = plan(batch * heads, lists, row_count, span_count, extra_count, slot_bytes, device_traits(q.device))
+        slot_bytes = (block_size(size) + block_size(value_size)) * q.element_size()
+        counts = (batch * heads, lists, row_count, span_count, extra_count)
+        launch = plan(*counts, slot_bytes // 4 if coded else slot_bytes, device_traits(q.device), coded)
     pieces = launch.pieces
 
     out = torch.empty((batch, query_heads, 1, value_size), dtype=q.dtype, device=q.device)
     state = torch.empty((2, batch, query_heads, 1), dtype=torch.float32, device=q.device)
     acc = torch.empty(batch * query_heads * pieces * value_size, dtype=torch.float32, device=q.device)
     sums = torch.empty(batch * query_heads * pieces * 4, dtype=torch.float32, device=q.device)
+    sinks, tail = contiguous(call.sink_logits), launch.extra_splits
+
+    def none(size: int) -> Tensor:
+        """A store that nothing is read of."""
+        return q.new_empty(1).expand(batch, heads, 1, size)
+
     with on(q.device):
-        grid = (lists * launch.list_splits + launch.span_splits + launch.extra_splits, batch * heads)
-        pieces_kernel[grid](
-            q, call.k, call.v, rows, edges, extra_k, extra_v, log_weight, cut, acc, sums,
-            call.scale, call.softcap or 0.0,
-            row_count, span_count, extra_count, launch.list_splits, launch.span_splits, launch.extra_splits,
-            heads, *q.stride()[:2], *call.k.stride()[:3], *call.v.stride()[:3], *_strides(extra_k), *_strides(extra_v),
-            GROUP=group, LISTS=lists, SPANS=0 if edges is None else edges.shape[1],
-            WEIGHTS=1 if log_weight is None else log_weight.shape[1] // heads,
-            D=size, DV=value_size, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=block_size(group),
-            BLOCK_N=launch.block_n, STAGES=launch.stages,
-            CAPPED=call.softcap is not None, EXTRA=extra is not None, CUT=cut is not None, OVERLAP=launch.overlap,
-            num_warps=launch.warps,
-        )  # fmt: skip
-        combine(acc, sums, out, state, pieces, contiguous(call.sink_logits), True, None, launch.overlap)
+        if isinstance(call.k, CodedSlots) and isinstance(call.v, CodedSlots):
+            _read_coded(call, call.k, call.v, launch, acc, sums)
+            if tail:
+                _read(
+                    replace(call, k=none(size), v=none(value_size)),
+                    launch,
+                    acc,
+                    sums,
+                    lists * launch.list_splits + launch.span_splits,
+                )
+            turned = pieces - tail if tail else None
+            combine(
+                acc, sums, out, state, pieces, sinks, True, None, launch.overlap, turned=call.v, turned_splits=turned
+            )
+        else:
+            _read(call, launch, acc, sums)
+            combine(acc, sums, out, state, pieces, sinks, True, None, launch.overlap)
     return Attended(out, state[0], state[1])
 
 
+def _read(call: Arguments, launch: Plan, acc: Tensor, sums: Tensor, skipped: int = 0) -> None:
+    """Sums of all pieces but the first `skipped` of each KV head."""
+    q, spans, extra = dense_last(call.q), call.spans, call.extra
+    batch, query_heads, _, size = q.shape
+    assert isinstance(call.k, Tensor) and isinstance(call.v, Tensor)
+    heads, value_size = call.k.shape[1], call.v.shape[3]
+    lists, rows = call.rows.shape[1] // heads, call.rows.contiguous()
+    edges = None if spans is None else spans.edges.contiguous()
+    extra_k, extra_v, log_weight, cut = (None, None, None, None)
+    if extra is not None:
+        extra_k, extra_v, log_weight = dense_last(extra.k), dense_last(extra.v), extra.log_weight.float().contiguous()
+        cut = contiguous(extra.cut)
+    grid = (lists * launch.list_splits + launch.span_splits + launch.extra_splits - skipped, batch * heads)
+    pieces_kernel[grid](
+        q, call.k, call.v, rows, edges, extra_k, extra_v, log_weight, cut, acc, sums,
+        call.scale, call.softcap or 0.0,
+        rows.shape[2], 0 if spans is None else spans.most, 0 if extra is None else extra.k.shape[2],
+        launch.list_splits, launch.span_splits, launch.extra_splits, skipped, heads,
+        *q.stride()[:2], *call.k.stride()[:3], *call.v.stride()[:3], *_strides(extra_k), *_strides(extra_v),
+        GROUP=query_heads // heads, LISTS=lists, SPANS=0 if edges is None else edges.shape[1],
+        WEIGHTS=1 if log_weight is None else log_weight.shape[1] // heads,
+        D=size, DV=value_size, BLOCK_D=block_size(size), BLOCK_DV=block_size(value_size),
+        BLOCK_M=block_size(query_heads // heads), BLOCK_N=launch.block_n, STAGES=launch.stages,
+        CAPPED=call.softcap is not None, EXTRA=extra is not None, CUT=cut is not None and not skipped,
+        OVERLAP=launch.overlap, num_warps=max(2, launch.warps),
+    )  # fmt: skip
+
+
+def _read_coded(call: Arguments, keys: CodedSlots, values: CodedSlots, launch: Plan, acc: Tensor, sums: Tensor) -> None:
+    """Sums of the pieces of lists and spans, of values in rotated coordinates around their center."""
+    q, spans, extra = dense_last(call.q), call.spans, call.extra
+    batch, query_heads, _, size = q.shape
+    heads, value_size = keys.shape[1], values.shape[3]
+    lists, rows = call.rows.shape[1] // heads, call.rows.contiguous()
+    edges = None if spans is None else spans.edges.contiguous()
+    cut = None if extra is None or extra.cut is None else extra.cut.contiguous()
+    extra_k, extra_v = (None, None) if extra is None else (dense_last(extra.k), dense_last(extra.v))
+    k_codes, v_codes = (dense_last(part.codes).view(torch.int16) for part in (keys, values))
+    k_steps, v_steps = dense_last(keys.steps), dense_last(values.steps)
+    block_d, block_dv = block_size(size // 4), block_size(value_size // 4)
+    grid = (lists * launch.list_splits + launch.span_splits, batch * heads)
+    if not grid[0]:
+        return
+    coded_pieces_kernel[grid](
+        q, k_codes, v_codes, k_steps, v_steps, rows, edges, extra_k, extra_v, cut, acc, sums,
+        keys.center.contiguous(), values.center.contiguous(),
+        keys.codec.signs(q.device), values.codec.signs(q.device),
+        hadamard_matrix(size // 4, block_d, q.dtype, q.device),
+        hadamard_matrix(value_size // 4, block_dv, q.dtype, q.device),
+        keys.exact.contiguous(), values.exact.contiguous(), keys.exact_at.contiguous(),
+        call.scale, call.softcap or 0.0, rows.shape[2], 0 if spans is None else spans.most,
+        launch.list_splits, launch.span_splits, launch.pieces, heads,
+        *q.stride()[:2], *k_codes.stride()[:3], *v_codes.stride()[:3], *outer_strides(k_steps), *outer_strides(v_steps),
+        *_strides(extra_k), *_strides(extra_v),
+        GROUP=query_heads // heads, LISTS=lists, SPANS=0 if edges is None else edges.shape[1],
+        D=size, DV=value_size, BLOCK_D=block_d, BLOCK_DV=block_dv,
+        BLOCK_M=max(8, triton.next_power_of_2(query_heads // heads)), BLOCK_N=launch.block_n, STAGES=launch.stages,
+        HALF=HALVES[q.dtype], EXACT=keys.exact_at.shape[2], CAPPED=call.softcap is not None, CUT=cut is not None,
+        OVERLAP=launch.overlap, num_warps=launch.warps,
+    )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=4096)
-def plan(heads: int, lists: int, rows: int, spans: int, extras: int, slot_bytes: int, device: Device) -> Plan:
+def plan(
+    heads: int, lists: int, rows: int, spans: int, extras: int, slot_bytes: int, device: Device, coded: bool = False
+) -> Plan:
     """Tiles and splits for `heads` KV heads, each with `lists` lists of `rows`, and slots in spans and extra slots."""
     block_n = max(16, min(128, min(TILE_BYTES, device.shared_bytes // 3) // slot_bytes))
-    block_n = 1 << (block_n.bit_length() - 1)
+    block_n = min(64 if coded else 128, 1 << (block_n.bit_length() - 1))
     parts = tuple(triton.cdiv(slots, block_n) for slots in (rows, spans, extras))
     tiles = heads * (lists * parts[0] + parts[1] + parts[2])
     # Every program has about the same number of tiles, so that all end together.
-    share = max(1, triton.cdiv(tiles, device.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR))
+    programs = CODED_PROGRAMS if coded else PROGRAMS_PER_MULTIPROCESSOR
+    share = max(1, triton.cdiv(tiles, device.multiprocessors * programs))
     while sum(triton.cdiv(part, share) for part in parts) > MAX_PIECES:
         share *= 2
     list_splits, span_splits, extra_splits = (triton.cdiv(part, share) for part in parts)
-    return Plan(block_n, list_splits, span_splits, extra_splits, warps=2, stages=2, overlap=device.overlap)
+    warps = 1 if coded else 2
+    return Plan(block_n, list_splits, span_splits, extra_splits, warps, stages=2, overlap=device.overlap)
 
 
 def _strides(tensor: Tensor | None) -> tuple[int, int, int]:
@@ -163,10 +261,20 @@ def span_slots(spans_ptr, place, limit, SPANS: tl.constexpr):
     return tl.where(place < tl.minimum(before, limit), slot, -1)
 
 
-@triton.jit(do_not_specialize=["row_count", "span_count", "extra_count", "list_splits", "span_splits", "extra_splits"])
+@triton.jit(
+    do_not_specialize=[
+        "row_count",
+        "span_count",
+        "extra_count",
+        "list_splits",
+        "span_splits",
+        "extra_splits",
+        "skipped",
+    ]
+)
 def pieces_kernel(
     q_ptr, k_ptr, v_ptr, rows_ptr, spans_ptr, extra_k_ptr, extra_v_ptr, extra_w_ptr, cut_ptr, acc_ptr, sums_ptr,
-    scale, softcap, row_count, span_count, extra_count, list_splits, span_splits, extra_splits, kv_heads,
+    scale, softcap, row_count, span_count, extra_count, list_splits, span_splits, extra_splits, skipped, kv_heads,
     q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, ek_b, ek_h, ek_n, ev_b, ev_h, ev_n,
     GROUP: tl.constexpr, LISTS: tl.constexpr, SPANS: tl.constexpr, WEIGHTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -176,7 +284,7 @@ def pieces_kernel(
     """Sums over one piece, for the query heads of one KV head that read it."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    piece = tl.program_id(0)
+    piece = tl.program_id(0) + skipped
     head = tl.program_id(1).to(tl.int64)
     b, h = head // kv_heads, head % kv_heads
     list_pieces = LISTS * list_splits
@@ -269,3 +377,216 @@ def pieces_kernel(
     tl.store(acc_ptr + at[:, None] * DV + column[None, :], acc, mask=stored)
     tl.store(sums_ptr + at * 4, origin, mask=reads)
     tl.store(sums_ptr + at * 4 + 1, total, mask=reads)
+
+
+@triton.jit
+def levels_of_rows(
+    base, step_base, slot, stride, visible, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Levels with their offset, by the channels of words, and twice the steps of gathered rows of 4-bit codes."""
+    l0, l1, l2, l3 = nibbles(load_rows(base, slot, stride, visible, SIZE // 4, BLOCK), DTYPE)
+    return l0, l1, l2, l3, tl.load(step_base + slot, mask=visible, other=0.0).to(tl.float32) * 2.0
+
+
+@triton.jit(do_not_specialize=["row_count", "span_count", "list_splits", "span_splits", "pieces"])
+def coded_pieces_kernel(
+    q_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr, rows_ptr, spans_ptr, extra_k_ptr, extra_v_ptr, cut_ptr,
+    acc_ptr, sums_ptr,
+    k_center_ptr, v_center_ptr, k_sign_ptr, v_sign_ptr, k_mix_ptr, v_mix_ptr, k_exact_ptr, v_exact_ptr, exact_ptr,
+    scale, softcap, row_count, span_count, list_splits, span_splits, pieces, kv_heads,
+    q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, k_step_b, k_step_h, v_step_b, v_step_h,
+    ek_b, ek_h, ek_n, ev_b, ev_h, ev_n,
+    GROUP: tl.constexpr, LISTS: tl.constexpr, SPANS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr, EXACT: tl.constexpr, CAPPED: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr,
+    EXACT_BLOCK: tl.constexpr = 16,
+):  # fmt: skip
+    """Sums over one piece of 4-bit rows, for the query heads of one KV head that read it (`pieces_kernel`)."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    piece = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    b, h = head // kv_heads, head % kv_heads
+    list_pieces = LISTS * list_splits
+    in_list = piece < list_pieces
+    which = piece // tl.maximum(list_splits, 1)
+    split = tl.where(in_list, piece - which * list_splits, piece - list_pieces)
+    own = tl.where(in_list, split, list_splits + split)
+    WIDE: tl.constexpr = 2 * BLOCK_M
+    query, wide = tl.arange(0, BLOCK_M), tl.arange(0, WIDE) % BLOCK_M
+    reads, wide_reads = query < GROUP, (wide < GROUP) & (tl.arange(0, WIDE) < BLOCK_M)
+    if LISTS > 1:
+        reads = reads & (query == tl.where(in_list, which, query))
+        wide_reads = wide_reads & (wide == tl.where(in_list, which, wide))
+
+    q_rows = q_ptr + b * q_b + (h * GROUP + wide) * q_h
+    q, q1, q2, q3, q_center = turned_queries(
+        q_rows, wide < GROUP, k_center_ptr + head * D, k_sign_ptr, k_mix_ptr, HALF, D, BLOCK_D
+    )
+    q_lift = offset_of_levels(q, q1, q2, q3)
+    # <q, center> is in the logit of every row alike: without a cap it joins at the end.
+    late = q_center * (scale * LOG2E)
+    k_base, v_base = k_ptr + b * k_b + h * k_h, v_ptr + b * v_b + h * v_h
+    k_step, v_step = k_step_ptr + b * k_step_b + h * k_step_h, v_step_ptr + b * v_step_b + h * v_step_h
+    origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((WIDE, BLOCK_DV), tl.float32)
+    acc1, acc2, acc3 = acc, acc, acc
+    exact_place = tl.arange(0, EXACT_BLOCK)
+    exact_at = tl.load(exact_ptr + head * EXACT + exact_place, mask=exact_place < EXACT, other=-2)
+    exact_at = tl.where(exact_at >= 0, exact_at, -2)
+    most_exact = tl.max(exact_at, 0)
+    least_exact = tl.min(tl.where(exact_at >= 0, exact_at, 2147483647), 0)
+    hits = tl.zeros((EXACT_BLOCK,), tl.float32)
+
+    count = tl.where(in_list, row_count, span_count)
+    splits = tl.where(in_list, list_splits, tl.maximum(span_splits, 1))
+    tiles = tl.cdiv(count, BLOCK_N)
+    listed = rows_ptr + (head * LISTS + which) * row_count
+    list_end = tl.where(in_list, row_count, 0)
+    begin_tile, end_tile = tiles * split // splits, tiles * (split + 1) // splits
+    for tile in tl.range(begin_tile, end_tile, num_stages=STAGES):
+        place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        slot = tl.load(listed + place, mask=place < list_end, other=-1)
+        if SPANS > 0:
+            slot = tl.where(in_list, slot, span_slots(spans_ptr + b * SPANS * 2, place, span_count, SPANS))
+        visible = slot >= 0
+        k0, k1, k2, k3, step = levels_of_rows(k_base, k_step, slot, k_n, visible, HALF, D, BLOCK_D)
+        s = dot(q, tl.trans(k0), tl.zeros((WIDE, BLOCK_N), tl.float32) + q_lift[:, None])
+        s = folded(dot(q3, tl.trans(k3), dot(q2, tl.trans(k2), dot(q1, tl.trans(k1), s))))
+        if CAPPED:
+            x = capped((s * step[None, :] + q_center[:, None]) * scale, softcap, CAPPED)
+        else:
+            x = s * (step * (scale * LOG2E))[None, :]
+        # Exact rows are read behind the loop: here they are only counted.
+        hidden = tl.where(visible, 0.0, NEG_INF)
+        if tl.max(((slot >= least_exact) & (slot <= most_exact)).to(tl.int32), 0) > 0:
+            same = slot[None, :] == exact_at[:, None]
+            hits += tl.sum(same.to(tl.float32), 1)
+            hidden = tl.where(tl.max(same.to(tl.int32), 0) > 0, NEG_INF, hidden)
+        origin, total, terms, shrink = add_terms(origin, total, x + hidden[None, :])
+        v0, v1, v2, v3, step = levels_of_rows(v_base, v_step, slot, v_n, visible, HALF, DV, BLOCK_DV)
+        parts = twice((terms * step[None, :]).to(HALF), True)
+        sum_of_parts = dot(parts, tl.full((BLOCK_N, 8), 1.0, HALF), tl.zeros((WIDE, 8), tl.float32))
+        lift = -nibble_offset(HALF) * tl.max(sum_of_parts, 1)[:, None]
+        shrink = twice(shrink, True)[:, None]
+        acc = dot(parts, v0, acc * shrink + lift)
+        acc1 = dot(parts, v1, acc1 * shrink + lift)
+        acc2 = dot(parts, v2, acc2 * shrink + lift)
+        acc3 = dot(parts, v3, acc3 * shrink + lift)
+
+    if tl.max(hits, 0) > 0.0:
+        there = hits > 0.0
+        k_exact = k_exact_ptr + head * EXACT * D
+        s = tl.zeros((WIDE, EXACT_BLOCK), tl.float32)
+        s = exact_scores(s, q, k_exact, exact_place, D, there, 0, D, BLOCK_D)
+        s = exact_scores(s, q1, k_exact, exact_place, D, there, D // 2, D, BLOCK_D)
+        s = exact_scores(s, q2, k_exact, exact_place, D, there, 1, D, BLOCK_D)
+        s = folded(exact_scores(s, q3, k_exact, exact_place, D, there, D // 2 + 1, D, BLOCK_D))
+        if CAPPED:
+            s += q_center[:, None]
+        x = capped(s * scale, softcap, CAPPED) + tl.log2(hits)[None, :]
+        origin, total, terms, shrink = add_terms(origin, total, tl.where(there[None, :], x, NEG_INF))
+        parts, shrink = twice(terms.to(HALF), True), twice(shrink, True)[:, None]
+        e0, e1, e2, e3 = exact_values(v_exact_ptr + head * EXACT * DV, there, DV, BLOCK_DV, EXACT_BLOCK)
+        acc = dot(parts, e0.to(HALF), acc * shrink)
+        acc1 = dot(parts, e1.to(HALF), acc1 * shrink)
+        acc2 = dot(parts, e2.to(HALF), acc2 * shrink)
+        acc3 = dot(parts, e3.to(HALF), acc3 * shrink)
+    if CUT:
+        # exp(s) (n mean - sum of the n rows read): centers cancel, so both are taken around the center and rotated.
+        cut = cut_ptr + (head * LISTS + tl.where(in_list, which, 0)) * 3
+        cut_slot = tl.load(cut)
+        cut_start = tl.maximum(tl.load(cut + 1), begin_tile * BLOCK_N)
+        cut_end = tl.minimum(tl.load(cut + 2), end_tile * BLOCK_N)
+        if in_list & (cut_slot >= 0) & (cut_end > cut_start):
+            d = tl.arange(0, 4 * BLOCK_D)
+            raw = tl.load(
+                q_ptr + b * q_b + (h * GROUP + query)[:, None] * q_h + d[None, :],
+                mask=(query < GROUP)[:, None] & (d < D)[None, :], other=0.0,
+            )  # fmt: skip
+            cut_k = tl.load(extra_k_ptr + b * ek_b + h * ek_h + cut_slot.to(tl.int64) * ek_n + d, mask=d < D, other=0.0)
+            cut_s = tl.sum(raw.to(tl.float32) * cut_k.to(HALF).to(tl.float32)[None, :], 1) * scale
+            cut_x = capped(cut_s, softcap, CAPPED)
+            if not CAPPED:
+                cut_x -= late
+            raised = tl.maximum(origin, cut_x)
+            lowered = tl.exp2(origin - raised)
+            mean = extra_v_ptr + b * ev_b + h * ev_h + cut_slot.to(tl.int64) * ev_n
+            m0, m1, m2, m3 = turned_mean(mean, v_center_ptr + head * DV, v_sign_ptr, v_mix_ptr, HALF, DV, BLOCK_DV)
+            members = (cut_end - cut_start).to(tl.float32)
+            m0, m1, m2, m3 = m0 * members, m1 * members, m2 * members, m3 * members
+            cut_hits = tl.zeros((EXACT_BLOCK,), tl.float32)
+            for cut_tile in range(cut_start // BLOCK_N, tl.cdiv(cut_end, BLOCK_N)):
+                cut_place = cut_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                in_cut = (cut_place >= cut_start) & (cut_place < cut_end)
+                cut_row = tl.load(listed + cut_place, mask=in_cut, other=-1)
+                c0, c1, c2, c3, step = levels_of_rows(v_base, v_step, cut_row, v_n, cut_row >= 0, HALF, DV, BLOCK_DV)
+                same = cut_row[None, :] == exact_at[:, None]
+                cut_hits += tl.sum(same.to(tl.float32), 1)
+                step = tl.where(tl.max(same.to(tl.int32), 0) > 0, 0.0, step)
+                m0 -= sum_of_levels(c0, step, HALF)
+                m1 -= sum_of_levels(c1, step, HALF)
+                m2 -= sum_of_levels(c2, step, HALF)
+                m3 -= sum_of_levels(c3, step, HALF)
+            e0, e1, e2, e3 = exact_values(v_exact_ptr + head * EXACT * DV, cut_hits > 0.0, DV, BLOCK_DV, EXACT_BLOCK)
+            m0 -= tl.sum(e0 * cut_hits[:, None], 0)
+            m1 -= tl.sum(e1 * cut_hits[:, None], 0)
+            m2 -= tl.sum(e2 * cut_hits[:, None], 0)
+            m3 -= tl.sum(e3 * cut_hits[:, None], 0)
+            factor, lowered_twice = twice(tl.exp2(cut_x - raised), True)[:, None], twice(lowered, True)[:, None]
+            acc = acc * lowered_twice + factor * m0[None, :]
+            acc1 = acc1 * lowered_twice + factor * m1[None, :]
+            acc2 = acc2 * lowered_twice + factor * m2[None, :]
+            acc3 = acc3 * lowered_twice + factor * m3[None, :]
+            total = total * lowered
+            origin = raised
+    if not CAPPED:
+        origin += late
+
+    acc_rows = acc_ptr + ((head * GROUP + wide) * pieces + own) * DV
+    store_columns(acc_rows, acc, wide_reads, 0, 2, DV // 4, BLOCK_DV)
+    store_columns(acc_rows, acc1, wide_reads, DV // 2, 2, DV // 4, BLOCK_DV)
+    store_columns(acc_rows, acc2, wide_reads, 1, 2, DV // 4, BLOCK_DV)
+    store_columns(acc_rows, acc3, wide_reads, DV // 2 + 1, 2, DV // 4, BLOCK_DV)
+    at = (head * GROUP + query) * pieces + own
+    tl.store(sums_ptr + at * 4, origin, mask=reads)
+    tl.store(sums_ptr + at * 4 + 1, total, mask=reads)
+
+
+@triton.jit
+def sum_of_levels(levels, step, DTYPE: tl.constexpr):
+    """Sum of step z over the rows of a tile of levels with their offset; `step` is twice the step."""
+    return tl.sum((levels.to(tl.float32) - nibble_offset(DTYPE)) * step[:, None], 0)
+
+
+@triton.jit
+def turned_mean(mean, center, sign_ptr, mix_ptr, HALF: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr):
+    """R (mean - center) of one vector in float32, by the channels of words."""
+    m0, m1, m2, m3 = turned(
+        both_halves(mean, center, 0, HALF, DV, BLOCK), both_halves(mean, center, DV // 2, HALF, DV, BLOCK),
+        both_halves(mean, center, 1, HALF, DV, BLOCK), both_halves(mean, center, DV // 2 + 1, HALF, DV, BLOCK),
+        sign_ptr, mix_ptr, DV, BLOCK,
+    )  # fmt: skip
+    return tl.sum(m0, 0) * 0.125, tl.sum(m1, 0) * 0.125, tl.sum(m2, 0) * 0.125, tl.sum(m3, 0) * 0.125
+
+
+@triton.jit
+def both_halves(mean, center, first, HALF: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr):
+    """mean - center of every other channel, as eight equal rows of its rounded part and eight of the rest."""
+    u = tl.arange(0, BLOCK)
+    there = u < DV // 4
+    x = tl.load(mean + first + 2 * u, mask=there, other=0.0).to(tl.float32)
+    x -= tl.load(center + first + 2 * u, mask=there, other=0.0)
+    return split_in_two(tl.broadcast_to(x[None, :], (16, BLOCK)), HALF)
+
+
+@triton.jit
+def exact_values(base, there, DV: tl.constexpr, BLOCK: tl.constexpr, EXACT_BLOCK: tl.constexpr):
+    """Exact values of one head, float32, by the channels of words; zero where they are not there."""
+    place = tl.arange(0, EXACT_BLOCK)
+    return (
+        load_words(base, place, DV, there, 0, DV, BLOCK), load_words(base, place, DV, there, DV // 2, DV, BLOCK),
+        load_words(base, place, DV, there, 1, DV, BLOCK), load_words(base, place, DV, there, DV // 2 + 1, DV, BLOCK),
+    )  # fmt: skip

@@ -445,6 +445,57 @@ def signed(q, signs, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     return (q.to(tl.float32) * tl.load(signs, mask=tl.arange(0, BLOCK) < COUNT, other=1.0)[None, :]).to(q.dtype)
 
 
+@triton.jit
+def turned(
+    x0, x1, x2, x3, sign_ptr, mix_ptr, D: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """R x in float32, for x given and returned by the channels of words: 2 u, 2 u + D / 2, 2 u + 1, 2 u + 1 + D / 2.
+
+    A Hadamard matrix of D is one of D / 4 over the words, times two of 2 over the channels of a word.
+    """
+    u = tl.arange(0, BLOCK)
+    mix = tl.load(mix_ptr + u[:, None] * BLOCK + u[None, :])
+    signs = sign_ptr + 2 * u
+    y0 = dot(signed(x0, signs, D // 4, BLOCK), mix)
+    y1 = dot(signed(x1, signs + D // 2, D // 4, BLOCK), mix)
+    y2 = dot(signed(x2, signs + 1, D // 4, BLOCK), mix)
+    y3 = dot(signed(x3, signs + D // 2 + 1, D // 4, BLOCK), mix)
+    NORM: tl.constexpr = D**-0.5
+    return (
+        (y0 + y1 + y2 + y3) * NORM, (y0 - y1 + y2 - y3) * NORM,
+        (y0 + y1 - y2 - y3) * NORM, (y0 - y1 - y2 + y3) * NORM,
+    )  # fmt: skip
+
+
+@triton.jit
+def turned_queries(
+    rows, inside, center, sign_ptr, mix_ptr, HALF: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """R q of rows that come twice, in two halves and by the channels of words, and <q, center> of each query."""
+    q0 = load_columns(rows, inside, 0, 2, D // 4, BLOCK)
+    q1 = load_columns(rows, inside, D // 2, 2, D // 4, BLOCK)
+    q2 = load_columns(rows, inside, 1, 2, D // 4, BLOCK)
+    q3 = load_columns(rows, inside, D // 2 + 1, 2, D // 4, BLOCK)
+    u = tl.arange(0, BLOCK)
+    there = u < D // 4
+    product = q0.to(tl.float32) * tl.load(center + 2 * u, mask=there, other=0.0)[None, :]
+    product += q1.to(tl.float32) * tl.load(center + 2 * u + D // 2, mask=there, other=0.0)[None, :]
+    product += q2.to(tl.float32) * tl.load(center + 2 * u + 1, mask=there, other=0.0)[None, :]
+    product += q3.to(tl.float32) * tl.load(center + 2 * u + D // 2 + 1, mask=there, other=0.0)[None, :]
+    y0, y1, y2, y3 = turned(q0, q1, q2, q3, sign_ptr, mix_ptr, D, BLOCK)
+    return (
+        split_in_two(y0, HALF), split_in_two(y1, HALF), split_in_two(y2, HALF), split_in_two(y3, HALF),
+        0.5 * folded(tl.sum(product, 1)),
+    )  # fmt: skip
+
+
+@triton.jit
+def offset_of_levels(q0, q1, q2, q3):
+    """What products with levels begin with, for levels are read with an offset."""
+    parts = q0.to(tl.float32) + q1.to(tl.float32) + q2.to(tl.float32) + q3.to(tl.float32)
+    return -nibble_offset(q0.dtype) * tl.sum(parts, 1)
+
+
 # A cache that grows by a slot per step must not compile a kernel per length.
 @triton.jit(
     do_not_specialize=[
@@ -494,36 +545,15 @@ def split_kernel(
     if KEY_BITS != 16 and not TURN:
         q_center = tl.load(center_ptr + flat_row, mask=row_inside, other=0.0)
     if KEY_WORDS:
-        # The channels of a word meet the same channels of q. Levels are read with an offset, which the sums begin with.
-        q = load_columns(q_rows, wide_inside, 0, 2, D // 4, BLOCK_D)
-        q1 = load_columns(q_rows, wide_inside, D // 2, 2, D // 4, BLOCK_D)
-        q2 = load_columns(q_rows, wide_inside, 1, 2, D // 4, BLOCK_D)
-        q3 = load_columns(q_rows, wide_inside, D // 2 + 1, 2, D // 4, BLOCK_D)
         if TURN:
-            u = tl.arange(0, BLOCK_D)
-            center = center_ptr + batch_head.to(tl.int64) * D + 2 * u
-            by_center = q.to(tl.float32) * tl.load(center, mask=u < D // 4, other=0.0)[None, :]
-            by_center += q1.to(tl.float32) * tl.load(center + D // 2, mask=u < D // 4, other=0.0)[None, :]
-            by_center += q2.to(tl.float32) * tl.load(center + 1, mask=u < D // 4, other=0.0)[None, :]
-            by_center += q3.to(tl.float32) * tl.load(center + D // 2 + 1, mask=u < D // 4, other=0.0)[None, :]
-            q_center = 0.5 * folded(tl.sum(by_center, 1))
-            # A Hadamard matrix of D is one of D / 4 over the words, times two of 2 over the channels of a word.
-            mix = tl.load(mix_ptr + u[:, None] * BLOCK_D + u[None, :])
-            signs = sign_ptr + 2 * u
-            y0 = dot(signed(q, signs, D // 4, BLOCK_D), mix)
-            y1 = dot(signed(q1, signs + D // 2, D // 4, BLOCK_D), mix)
-            y2 = dot(signed(q2, signs + 1, D // 4, BLOCK_D), mix)
-            y3 = dot(signed(q3, signs + D // 2 + 1, D // 4, BLOCK_D), mix)
-            NORM: tl.constexpr = D**-0.5
-            q = split_in_two((y0 + y1 + y2 + y3) * NORM, HALF)
-            q1 = split_in_two((y0 - y1 + y2 - y3) * NORM, HALF)
-            q2 = split_in_two((y0 + y1 - y2 - y3) * NORM, HALF)
-            q3 = split_in_two((y0 - y1 - y2 + y3) * NORM, HALF)
+            center = center_ptr + batch_head.to(tl.int64) * D
+            q, q1, q2, q3, q_center = turned_queries(q_rows, wide_inside, center, sign_ptr, mix_ptr, HALF, D, BLOCK_D)
         else:
-            q, q1 = split_in_two(q, HALF), split_in_two(q1, HALF)
-            q2, q3 = split_in_two(q2, HALF), split_in_two(q3, HALF)
-        q_sum = tl.sum(q.to(tl.float32) + q1.to(tl.float32) + q2.to(tl.float32) + q3.to(tl.float32), 1)
-        q_lift = -nibble_offset(q.dtype) * q_sum
+            q = split_in_two(load_columns(q_rows, wide_inside, 0, 2, D // 4, BLOCK_D), HALF)
+            q1 = split_in_two(load_columns(q_rows, wide_inside, D // 2, 2, D // 4, BLOCK_D), HALF)
+            q2 = split_in_two(load_columns(q_rows, wide_inside, 1, 2, D // 4, BLOCK_D), HALF)
+            q3 = split_in_two(load_columns(q_rows, wide_inside, D // 2 + 1, 2, D // 4, BLOCK_D), HALF)
+        q_lift = offset_of_levels(q, q1, q2, q3)
     else:
         q = load_columns(q_rows, wide_inside, 0, 1, D, BLOCK_D)
         q1, q2, q3, q_lift = q, q, q, scale
