@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvsketch.integrations.vllm import register
 from kvsketch.integrations.vllm.settings import SERVED, chosen_method, refuse_config, refuse_layer
 
 
@@ -54,3 +56,9 @@ def test_a_layer_with_more_than_causal_attention_is_refused() -> None:
         refuse_layer(sliding_window=4096)
     with pytest.raises(ValueError, match="kv_cache_dtype=fp8 in vLLM; leave out --kv-cache-dtype"):
         refuse_layer(kv_cache_dtype="fp8")
+
+
+def test_an_older_vllm_starts_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.26.0"))
+    with pytest.warns(UserWarning, match=r"kvsketch serves vLLM 0\.29 or newer, and this is 0\.26\.0"):
+        register()
