@@ -3,10 +3,15 @@
     pip install kvpress torch          # needs transformers below 5.3, so not beside kvsketch's own requirements
     PYTHONPATH=src python scripts/kvpress_baseline.py speed --out results/kvpress.jsonl
     PYTHONPATH=src python scripts/kvpress_baseline.py lines --model FOLDER --name NAME --out results/eval/kvpress
+    PYTHONPATH=src python scripts/kvpress_baseline.py unseen --model FOLDER --name NAME --lines 50 --questions 12 \
+        --presses KVzipPress,SnapKVPress --budgets 1/8 --device cpu --out results/eval/kvpress
 
 `speed`: prefill and eager decode step of an 8B shape with random weights, 32,768 tokens, 2,048 of them kept.
 `lines`: the questions of `kvsketch eval lines`, in its record format, one by one (kvpress cannot read left-padded
 batches), compressed after the whole prompt as there; the methods are named kvpress-SnapKVPress and so on.
+`unseen`: the questions of `kvsketch eval lines --primed --question unseen --seeds 100`: a text is compressed once, then
+asked about. A budget is a share of the tokens; what the cache really holds is measured (head-wise presses mask tokens
+and free no byte).
 """
 
 from __future__ import annotations
@@ -127,7 +132,7 @@ def lines(options: argparse.Namespace) -> None:
                     "lines": size,
                     "dtype": "bfloat16",
                     "max_new_tokens": 48,
-                    "question_as_decode": False,
+                    "question": "seen",
                     "score": float(bool(found) and int(found[-1]) == asked.expected),
                     "answer": answer,
                     "tokens_stored": stored,
@@ -139,6 +144,75 @@ def lines(options: argparse.Namespace) -> None:
                 records.append(out, records.make_record("lines", data | package_versions(), 0))
 
 
+@torch.no_grad()
+def unseen(options: argparse.Namespace) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvsketch.evaluation import line_records
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
+
+    def chat(content: str) -> list[int]:
+        turn = [{"role": "user", "content": content}]
+        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+        return found
+
+    for size, text in [(int(n), text) for n in options.lines.split(",") for text in range(options.texts)]:
+        asked = [line_records.generate(size, options.seed, text, number) for number in range(options.questions)]
+        prompts = [chat(each.text + each.question) for each in asked]
+        without = chat(asked[0].text)
+        end = next(i for i, tokens in enumerate(zip(*prompts, without, strict=False)) if len(set(tokens)) > 1)
+        context = torch.tensor([prompts[0][:end]], device=options.device)
+        for press in options.presses.split(","):
+            for budget in options.budgets.split(",") if press != "none" else [""]:
+                cache, _ = prefill(model, context, press, Fraction(budget or 1))
+                lengths = [layer.keys.shape[2] for layer in cache.layers]
+                held = cache_bytes(cache)
+                for number, (each, ids) in enumerate(zip(asked, prompts, strict=True)):
+                    opening = f"The <REGISTER_CONTENT> in line {each.name} is <"
+                    rest = ids[end:] + tokenizer(opening, add_special_tokens=False).input_ids
+                    answer = tokenizer.decode(answered(model, cache, rest, end, options.new))
+                    for layer, length in zip(cache.layers, lengths, strict=True):
+                        layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+                    found = re.findall(r"\d+", answer)
+                    data = {
+                        "method": "full" if press == "none" else f"kvpress-{press}",
+                        "budget": budget,
+                        "sample": f"lines={size} text={text} question={number}",
+                        "model": options.name,
+                        "lines": size,
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "budgets_in": "bytes",
+                        "max_new_tokens": options.new,
+                        "question": "unseen",
+                        "primed": True,
+                        "score": float(bool(found) and int(found[0]) == each.expected),
+                        "answer": answer,
+                        "tokens_stored": max(lengths),
+                        "device_bytes": held,
+                        "host_bytes": 0,
+                        "full_bytes": round(held / sum(lengths) * len(lengths) * end),
+                    }
+                    out = Path(options.out) / "lines.jsonl"
+                    records.append(out, records.make_record("lines", data | package_versions(), options.seed))
+                    print(data["method"], budget, data["sample"], data["score"], answer, flush=True)
+
+
+def answered(model: Any, cache: Any, ids: list[int], position: int, count: int) -> list[int]:
+    """Greedy tokens after new tokens that follow the compressed `position` ones."""
+    tokens: list[int] = []
+    for _ in range(count):
+        fed = torch.tensor([ids], device=model.device)
+        where = torch.arange(position, position + len(ids), device=model.device)[None]
+        logits = model(fed, past_key_values=cache, position_ids=where, logits_to_keep=1).logits[:, -1]
+        position, ids = position + len(ids), [int(logits.argmax())]
+        tokens += ids
+    return tokens
+
+
 def package_versions() -> dict[str, Any]:
     import importlib.metadata
 
@@ -147,7 +221,7 @@ def package_versions() -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "lines"])
+    parser.add_argument("what", choices=["speed", "lines", "unseen"])
     parser.add_argument("--presses", default=PRESSES)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--kept", type=int, default=2048)
@@ -156,9 +230,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lines", default="200,400")
     parser.add_argument("--questions", type=int, default=25)
     parser.add_argument("--budgets", default="1/4")
+    parser.add_argument("--texts", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=100)
+    parser.add_argument("--new", type=int, default=8, help="tokens of an answer to an unseen question")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", required=True)
     options = parser.parse_args(arguments)
-    {"speed": speed, "lines": lines}[options.what](options)
+    {"speed": speed, "lines": lines, "unseen": unseen}[options.what](options)
     return 0
 
 
