@@ -30,7 +30,6 @@ import torch
 from tqdm import tqdm
 
 from kvsketch import records
-from kvsketch.benchmark.shapes import build
 
 PRESSES = "StreamingLLMPress,SnapKVPress,PyramidKVPress,ExpectedAttentionPress"
 
@@ -71,6 +70,8 @@ def cache_bytes(cache: Any) -> int:
 
 @torch.no_grad()
 def speed(options: argparse.Namespace) -> None:
+    from kvsketch.benchmark.shapes import build
+
     model = build("llama-3.1-8b")
     ids = torch.randint(10, 10000, (1, options.tokens), device="cuda")
     for press in ["none", *options.presses.split(",")]:
