@@ -360,6 +360,23 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         ),
     ),
     (
+        "Documents",
+        "document",
+        "Seconds to the first token of an answer about a document: when it is read again, when its cache is loaded "
+        "from its file, and when that is held in memory. A real model and a real text; all three give the same token.",
+        plain(
+            ("model", "method", "tokens", "cache"),
+            ("model", "model", ""),
+            ("method", "method", ""),
+            ("tokens", "tokens", ",d"),
+            ("cache", "cache", ""),
+            ("first token, s", "seconds", ".2f"),
+            ("cache bytes", "cache_bytes", ",d"),
+            ("file bytes", "file_bytes", ",d"),
+            only=lambda d: not d.get("failed"),
+        ),
+    ),
+    (
         "Streaming prefill",
         "stream",
         "Llama-3.1-8B shape, random weights, chunks of 8,192 tokens. Memory and time only: the trained model's "
