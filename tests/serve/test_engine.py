@@ -90,6 +90,19 @@ def test_a_request_gets_the_tokens_it_would_get_alone(method: str, start: Any, m
     assert engine._shared.seen <= 120
 
 
+@pytest.mark.parametrize("family", ["gptj", "gpt2"])
+def test_other_families(family: str) -> None:
+    """Attention outside the interface, which reads masks itself; positions that are learned, and end."""
+    other, method = zoo.build(family), with_budget("h2o", 12)
+    engine = BatchedEngine(other, method, rows=2, longest=60, chunk=CHUNK)
+    tickets = [engine.submit(Request(prompt(i, 9 + 8 * i), 5)) for i in range(3)]
+    for number, ticket in enumerate(tickets):
+        ids, cache = torch.tensor([ticket.request.ids]), CompressedCache(other, method, prefill="stream", chunk=CHUNK)
+        alone = kvsketch.generate(other, ids, cache, max_new_tokens=5, do_sample=False)[0, -5:].tolist()
+        assert list(ticket) == alone, f"request {number}"
+    engine.close()
+
+
 def test_a_wrong_shift_is_noticed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: a row that joins with its tokens misnumbered gives other tokens."""
     put = table_rows.put

@@ -90,6 +90,8 @@ def _attend_with_float_mask(
     if view is None:
         return original(self, query, key, value, attention_mask)
     scale = 1.0 / float(self.scale_attn)
+    if view.layer.mask_free and not view.exact:
+        attention_mask = None
     recalled = view.recall(query.to(value.dtype), scale, None, None)
     if recalled is not None:
         output, weights = recalled, None
