@@ -191,9 +191,10 @@ class Numbers:
         return self._text(rows, "+.2f", interval=True)
 
     def perplexities(self, method: str) -> str:
-        """Deviations in every setting of every model, and which of them the interval tells from 0."""
+        """Deviations in every usual setting of every model, and which of them the interval tells from 0."""
         section = self._section("perplexity")
-        rows = [row for row in (section.rows if section else []) if row.method == method and row.mean is not None]
+        own = [row for row in (section.rows if section else []) if row.method == method and not row.variant]
+        rows = [row for row in own if row.mean is not None]
         told = []
         for row in rows:
             outside = row.low is not None and row.high is not None and not row.low <= 0 <= row.high
