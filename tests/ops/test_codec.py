@@ -109,6 +109,17 @@ def test_kernel_gives_the_same_codes_bit_for_bit(bits: int, dtype: torch.dtype, 
 
 
 @needs_triton
+@pytest.mark.parametrize("bits", BITS)
+def test_kernel_decodes_what_the_reference_decodes(bits: int, device: torch.device) -> None:
+    from kvsketch.ops.codec import kernel
+
+    x, center = vectors(64, 21)
+    slots = coded(x.to(device), center.to(device), bits, exact=3)
+    found, expected = kernel.decode(slots, torch.float32), codec_reference.decode(slots, torch.float32)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+@needs_triton
 @pytest.mark.parametrize(
     ("key_bits", "value_bits", "size", "slots", "group", "exact", "tied", "dtype"),
     [

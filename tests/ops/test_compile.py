@@ -117,6 +117,12 @@ def paged_attention() -> None:
     ops.weighted_attention(normal(B, HQ, 1, D), pool, pool, weights, weights, 0.1, pages=longs(B), return_logits=True)
 
 
+def decoded() -> None:
+    codec, codes, steps = Codec(3, D), zeros(B, H, S, 24, dtype=torch.uint8), zeros(B, H, S, dtype=torch.float16)
+    slots = CodedSlots(codec, zeros(B, H, D), zeros(B, H, 4, D), ints(B, H, 4), codes, steps)
+    slots.decoded(torch.bfloat16)
+
+
 def replay_scores() -> None:
     ops.replay_scores(
         normal(B, HQ, N, D), normal(B, HQ, N, D), normal(B, H, N, D), normal(B, H, 4, D), 0.1, hidden=longs(B)
@@ -273,7 +279,7 @@ def thin_linear(rows: int) -> None:
 
 
 CALLS: tuple[Callable[[], None], ...] = (
-    weighted_attention, coded_attention, ragged_attention, paged_attention,
+    weighted_attention, coded_attention, decoded, ragged_attention, paged_attention,
     chunk_attention, indexed_attention, coded_indexed_attention, replay_scores,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,

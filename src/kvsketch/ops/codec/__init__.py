@@ -150,7 +150,9 @@ class CodedSlots:
 
     def decoded(self, dtype: torch.dtype) -> Tensor:  # [B, H, S, D]
         """The vectors themselves."""
-        return (self.rotated() @ self.codec.rotation(self.steps.device) + self.center.unsqueeze(2)).to(dtype)
+        chosen = implementation("codec", self.steps.device, self.codec, dtype)
+        vectors: Tensor = chosen.decode(self, dtype)
+        return vectors
 
 
 def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:

@@ -1,4 +1,4 @@
-"""Encoding on a GPU: one program codes a tile of vectors of one head.
+"""Encoding and decoding on a GPU: one program takes a tile of vectors of one head.
 
 Fused multiply-adds are off and divisions are exact, so that codes and steps equal the reference's bit for bit.
 """
@@ -12,17 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.ops.codec import LARGEST_STEP, STEP_DTYPE, Codec, Coded, unit_step
+from kvsketch.ops.codec import LARGEST_STEP, STEP_DTYPE, Codec, Coded, CodedSlots, unit_step
 from kvsketch.ops.common.device import on
-from kvsketch.ops.common.kernel import hadamard, halves
-from kvsketch.ops.common.tensors import MAX_HEAD_SIZE, dense_last
+from kvsketch.ops.common.kernel import hadamard, halves, load_levels
+from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, dense_last
 
 TILE = 16  # vectors of one program
 
 
-def supported(codec: Codec) -> bool:
+def supported(codec: Codec, dtype: torch.dtype = torch.float32) -> bool:
     """True when the kernel serves this codec: its Hadamard matrix has one block."""
-    return codec.block == codec.size <= MAX_HEAD_SIZE
+    return codec.block == codec.size <= MAX_HEAD_SIZE and dtype in KERNEL_DTYPES
 
 
 def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
@@ -36,6 +36,24 @@ def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:
     """See `kvsketch.ops.codec.encode_into`."""
     _launch(coded, x, center, codec, at.contiguous())
+
+
+def decode(slots: CodedSlots, dtype: torch.dtype) -> Tensor:
+    """See `CodedSlots.decoded`."""
+    out = torch.empty((*slots.steps.shape, slots.codec.size), dtype=dtype, device=slots.steps.device)
+    if not out.numel():
+        return out
+    (batch, heads, count), codec = slots.steps.shape, slots.codec
+    codes, steps = dense_last(slots.codes), dense_last(slots.steps)
+    with on(out.device):
+        decode_kernel[(triton.cdiv(count, TILE), batch * heads)](
+            codes, steps, slots.center.contiguous(), codec.signs(out.device),
+            slots.exact.contiguous(), slots.exact_at.contiguous(), out,
+            count, heads, 1.0 / math.sqrt(codec.block), *codes.stride()[:3], *steps.stride()[:2],
+            BITS=codec.bits, D=codec.size, STAGES=codec.size.bit_length() - 1, TILE=TILE, EXACT=slots.exact.shape[2],
+            num_warps=4,
+        )  # fmt: skip
+    return out
 
 
 def _launch(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor | None) -> None:
@@ -131,3 +149,26 @@ def encode_kernel(
         slot = tl.load(at_ptr + tl.program_id(1).to(tl.int64) * count + row, mask=inside, other=0)
     tl.store(step_ptr + b * step_b + h * step_h + slot * step_n, step.to(tl.float16), mask=inside)
     store_codes(code_ptr + b * code_b + h * code_h + slot[:, None] * code_n, levels, inside, BITS, D, TILE)
+
+
+@triton.jit(do_not_specialize=["count"])
+def decode_kernel(
+    code_ptr, step_ptr, center_ptr, sign_ptr, exact_ptr, exact_at_ptr, out_ptr, count, heads, unit_norm,
+    code_b, code_h, code_n, step_b, step_h,
+    BITS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """center + R' (step z) of TILE vectors of one batch row and head, of exact ones center + R' y."""
+    head = tl.program_id(1).to(tl.int64)
+    b, h = head // heads, head % heads
+    first = tl.program_id(0) * TILE
+    row, column = first + tl.arange(0, TILE), tl.arange(0, D)
+    inside = row < count
+    y = load_levels(code_ptr + b * code_b + h * code_h, first, code_n, count, TILE, D, D, BITS)
+    y *= tl.load(step_ptr + b * step_b + h * step_h + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+    for i in tl.static_range(EXACT):
+        exact = tl.load(exact_ptr + (head * EXACT + i) * D + column)
+        y = tl.where((row == tl.load(exact_at_ptr + head * EXACT + i))[:, None], exact[None, :], y)
+    x = hadamard(y, TILE, D, STAGES) * unit_norm * tl.load(sign_ptr + column)[None, :]
+    x += tl.load(center_ptr + head * D + column)[None, :]
+    out = out_ptr + (head * count + row)[:, None] * D + column[None, :]
+    tl.store(out, x.to(out_ptr.dtype.element_ty), mask=inside[:, None])

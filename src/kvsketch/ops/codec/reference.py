@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.ops.codec import LARGEST_STEP, STEP_DTYPE, Codec, Coded, packed, rotate, unit_step
+from kvsketch.ops.codec import LARGEST_STEP, STEP_DTYPE, Codec, Coded, CodedSlots, packed, rotate, unit_step
 
 
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:
@@ -27,6 +27,11 @@ def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
     levels = torch.where(finite.unsqueeze(-1), levels, 0.0)
     steps = torch.where(finite, steps, float("nan"))
     return Coded(packed(levels.to(torch.uint8), codec), steps.to(STEP_DTYPE))
+
+
+def decode(slots: CodedSlots, dtype: torch.dtype) -> Tensor:
+    """See `CodedSlots.decoded`."""
+    return (slots.rotated() @ slots.codec.rotation(slots.steps.device) + slots.center.unsqueeze(2)).to(dtype)
 
 
 def pairwise_sum(x: Tensor) -> Tensor:
