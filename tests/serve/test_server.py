@@ -287,7 +287,7 @@ def test_requests_share_a_step_where_the_method_allows_it(loaded: tuple[Any, Any
     kvsketch.read(model, tokenizer, cache, TEXT)
     wanted = kvsketch.ask(model, tokenizer, cache, ASK[0]["content"], max_new_tokens=8)
     assert about.choices[0].message.content == wanted
-    one_at_a_time = start_service(*loaded, "tiny", "rehearse", folder=tmp_path, rows=3)
+    one_at_a_time = start_service(*loaded, "tiny", "quest", folder=tmp_path, rows=3)
     assert one_at_a_time.engine.state().rows == 1
     one_at_a_time.close()
 
