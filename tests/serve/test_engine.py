@@ -340,7 +340,20 @@ def test_what_cannot_be_served_is_refused_at_once(request_: dict[str, Any], mess
 def test_what_cannot_share_tables_says_why(family: str, method: str, reason: str) -> None:
     assert reason in shared_rows.alone(zoo.build(family), method)
     with pytest.raises(ValueError, match=reason):
-        BatchedEngine(zoo.build(family), method)
+        shared_rows.SharedRows(zoo.build(family), method, rows=2, longest=50)
+
+
+@pytest.mark.parametrize("method", [with_budget("quest", 16), "rehearse:budget=50%:sinks=2:recent=4"])
+def test_requests_that_share_no_tables_take_turns(method: str, start: Any) -> None:
+    engine = start(method, rows=2, prefill="exact")
+    assert "one request at a time" in engine.apart
+    together: list[int] = []
+    tickets = [engine.submit(Request(prompt(i, 20 + 9 * i), 8)) for i in range(3)]
+    tickets[1].on_token(lambda token: together.append(engine.state().running))
+    for number, ticket in enumerate(tickets):
+        alone = answer_alone(method, prompt(number, 20 + 9 * number), 8, CompressedCache(model(), method))
+        assert list(ticket) == alone, f"request {number}"
+    assert max(together) == 2
 
 
 def test_many_clients_at_once(start: Any) -> None:

@@ -180,6 +180,7 @@ class Serve(ShapeBenchmark):
     def _join_ms(self, engine: BatchedEngine, document: CompressedCache) -> float:
         """The engine is idle, so its tables may be used from here."""
         shared, draw = engine._shared, Draw(1, self.built.device)
+        assert shared is not None
         token: Tensor = torch.zeros(1, 1, dtype=torch.int64, device=self.built.device)
         times = []
         for _ in range(JOINS):

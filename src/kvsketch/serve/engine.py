@@ -12,8 +12,9 @@ first, so that none waits for ever, and the one with the least left, so that a s
 A prompt that is read whole (prefill="exact") lets the others take a step between its layers, after as much work.
 The tokens of a step are read while the next one runs on the device; what a row does after its end is thrown away.
 
-A request whose row cannot join yet, or not at all, takes its steps by itself: texts too short for codes, rows of a
-document that was read under other settings.
+A request whose row cannot join yet, or not at all, takes its steps by itself, in turn with the others: texts too short
+for codes, rows of a document that was read under other settings, and all requests of a method whose rows share no
+tables (`decode.shared.alone`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import secrets
 import threading
 from collections import Counter, deque
@@ -33,9 +35,9 @@ from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import read_chunks
-from kvsketch.decode.captured import turn_of
+from kvsketch.decode.captured import Step, impossible, turn_of
 from kvsketch.decode.sampling import Draw
-from kvsketch.decode.shared import SharedRows
+from kvsketch.decode.shared import LONGEST, SharedRows, alone
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.serve.requests import Closed, EngineState, FinishReason, Full, Request, Ticket
@@ -58,6 +60,7 @@ class Run:
     work: int = 0  # tokens that layers have read since the others last took a step
     token: Tensor | None = None  # [1, 1], the last one, of a request that takes its steps by itself
     row: int | None = None  # in the shared tables
+    step: Step | None = None  # captured, of a request that shares nothing
     launched: int = 0  # tokens that the device has been told to make
     delivered: int = 0
 
@@ -101,12 +104,25 @@ class Counts:
     finished: Counter[str] = field(default_factory=Counter)
 
 
+class OwnDraw:
+    """The sampler of a captured step of one request."""
+
+    def __init__(self, draw: Draw, mode: int) -> None:
+        self.draw, self.mode = draw, mode
+
+    def before_step(self) -> None:
+        pass
+
+    def choose(self, logits: Tensor) -> Tensor:
+        return self.draw.choose(logits, self.mode)
+
+
 class BatchedEngine:
     """Serves requests to one model with one method, `rows` of them at a time.
 
     `longest`: the most tokens of a prompt and its answer together. `queue`: how many requests may wait. `prefill`,
     `chunk` and `seed` are those of `CompressedCache`: a greedy request gets the tokens of `kvsketch.generate` with
-    such a cache. Raises ValueError where requests cannot share tables, and says why (`decode.shared.alone`).
+    such a cache. `apart` says why requests share no tables and take turns; empty: one step serves them all.
     """
 
     def __init__(
@@ -128,11 +144,14 @@ class BatchedEngine:
                 raise ValueError(f"{name}={value} is too small; use 1 or more")
         self.model, self.method = model, parse_method(method)
         self.queue, self.readers = queue, readers
+        self._fused = fused
         self._options: dict[str, Any] = {"seed": seed, "prefill": prefill, "chunk": chunk}
         self._shared_options: dict[str, Any] = {"rows": rows, "longest": longest, "seed": seed, "fused": fused}
+        self.apart = alone(model, self.method)
+        self.rows, self.device, self.longest = rows, torch.device(model.device), min(longest, LONGEST)
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._shared = self._new_shared()
-        self.device, self.longest = self._shared.device, self._shared.longest
-        self.bytes_per_row = self._shared.device_bytes // rows
+        self.bytes_per_row = None if self._shared is None else self._shared.device_bytes // rows
         self._waiting: deque[Ticket] = deque()
         self._reading: list[Run] = []
         self._running: list[Run] = []
@@ -166,12 +185,12 @@ class BatchedEngine:
                 min(tokens, run.ticket.tokens_stored or tokens) for tokens, run in zip(seen, self._running, strict=True)
             ]
             own = [run.cache for run in (*self._reading, *self._running) if run.row is None]
-            counts = self._counts
+            counts, shared = self._counts, 0 if self._shared is None else self._shared.device_bytes
             return EngineState(
                 running=len(self._running), reading=len(self._reading), waiting=len(self._waiting),
-                rows=self._shared.rows, queue=self.queue,
+                rows=self.rows, queue=self.queue,
                 tokens_seen=sum(seen), tokens_stored=sum(stored),
-                device_bytes=self._shared.device_bytes + sum(cache.device_bytes for cache in own),
+                device_bytes=shared + sum(cache.device_bytes for cache in own),
                 bytes_per_row=self.bytes_per_row,
                 steps=counts.steps, prompt_tokens=counts.prompt_tokens, generated_tokens=counts.generated_tokens,
                 finished=dict(counts.finished),
@@ -191,7 +210,7 @@ class BatchedEngine:
                 f"a prompt of {ticket.prompt_tokens} tokens and max_new_tokens={request.max_new_tokens} are {most} "
                 f"together; this engine takes up to {self.longest}: shorten one of them"
             )
-        size = self._shared.logits.shape[1]
+        size = self.model.get_input_embeddings().num_embeddings
         if not 0 <= min(request.ids) <= max(request.ids) < size:
             raise ValueError(f"ids must be token numbers from 0 to {size - 1}")
         document = request.document
@@ -245,7 +264,7 @@ class BatchedEngine:
             self._finish(ticket, "cancelled")
 
     def _free_rows(self) -> int:
-        return self._shared.rows - len(self._running) - len(self._reading)
+        return self.rows - len(self._running) - len(self._reading)
 
     def _admit(self) -> None:
         """Starts to read prompts while there are rows for them."""
@@ -327,10 +346,10 @@ class BatchedEngine:
 
     def _try_to_join(self, run: Run) -> None:
         """Puts a row into the shared tables if it fits."""
-        if not self._shared.ready(run.cache):
+        if self._shared is None or not self._shared.ready(run.cache):
             return
         assert run.token is not None
-        row = min({*range(self._shared.rows)} - {other.row for other in self._running})
+        row = min({*range(self.rows)} - {other.row for other in self._running})
         if self._shared.join(row, run.cache, run.token, run.draw):
             return
         run.row, run.token = row, None
@@ -348,24 +367,25 @@ class BatchedEngine:
 
     def _step(self) -> None:
         runs = [run for run in self._running if run.row is not None]
-        if not runs:
+        if not runs or self._shared is None:
             return
-        self._close_gap(runs)
+        self._close_gap(self._shared, runs)
         rows = [run.row for run in runs if run.row is not None]
         tokens = self._shared.step(max(rows) + 1, max(run.mode for run in runs))
         self._counts.steps += 1
         self._send(Tokens.of(runs, tokens, rows))
 
-    def _close_gap(self, runs: list[Run]) -> None:
+    @staticmethod
+    def _close_gap(shared: SharedRows, runs: list[Run]) -> None:
         """Moves the last row forward while fewer rows would do for a smaller batch."""
         while True:
             last = max(runs, key=lambda run: run.row or 0)
             assert last.row is not None
-            needed = next(batch.rows for batch in self._shared.batches if batch.rows >= len(runs))
+            needed = next(batch.rows for batch in shared.batches if batch.rows >= len(runs))
             if last.row < needed:
                 return
             row = min({*range(needed)} - {run.row for run in runs})
-            self._shared.move(last.row, row)
+            shared.move(last.row, row)
             last.row = row
 
     def _step_alone(self) -> None:
@@ -380,10 +400,19 @@ class BatchedEngine:
 
     def _forward_alone(self, run: Run) -> None:
         assert run.token is not None
-        position = torch.full_like(run.token, run.cache.tokens_seen)
         with turn_of(self.device):
-            out = self.model(run.token, position_ids=position, past_key_values=run.cache, use_cache=True)
-        run.token = run.draw.choose(out.logits[:, -1], run.mode)
+            if run.step is None and self.apart and impossible(self.model, run.cache, {}) is None:
+                left = run.ticket.request.max_new_tokens - run.launched
+                own: Any = OwnDraw(run.draw, run.mode)
+                run.step = Step(self.model, run.cache, own, run.token, run.cache.tokens_seen + left + 1, self._fused)
+            if run.step is not None:
+                run.step.run()
+                run.token = run.step.token
+            else:
+                position = torch.full_like(run.token, run.cache.tokens_seen)
+                options: dict[str, Any] = {"position_ids": position} if self._takes_positions else {}
+                out = self.model(run.token, past_key_values=run.cache, use_cache=True, **options)
+                run.token = run.draw.choose(out.logits[:, -1], run.mode)
         self._counts.steps += 1
         self._send(Tokens.of([run], run.token, [0]))
 
@@ -426,6 +455,7 @@ class BatchedEngine:
             run.chunks = None
             self._give_back(run)
         if run.row is not None:
+            assert self._shared is not None
             self._shared.leave(run.row)
             run.row = None
 
@@ -457,14 +487,17 @@ class BatchedEngine:
             for run in tokens.runs:
                 self._finish(run.ticket, "error", error)
         self._on_the_way.clear()
-        self._shared.release()
+        if self._shared is not None:
+            self._shared.release()
         try:
             self._shared = self._new_shared()
         except Exception:
             with self._changed:
                 self._ending = "stop"
 
-    def _new_shared(self) -> SharedRows:
+    def _new_shared(self) -> SharedRows | None:
+        if self.apart:
+            return None
         shared = SharedRows(self.model, self.method, **self._shared_options)
         shared.warm_up()
         return shared

@@ -44,8 +44,9 @@ def start_service(
     """A service around a model, with the engine that suits its method.
 
     Requests share a decode step where the method allows it and memory holds two rows or more. `rows`: how many; as many
-    as `memory` bytes hold, or a quarter of what is free. `prefill`: prompts are read as a stream between the steps of
-    the others, and whole where one request runs at a time.
+    as `memory` bytes hold, or a quarter of what is free. Requests of other methods run one after the other, or with
+    `rows` take turns token by token. `prefill`: prompts are read as a stream between the steps of the others, and whole
+    where requests share no step.
     """
     parsed = parse_method(method)
     longest = longest_context(model, parsed, memory)
@@ -53,7 +54,7 @@ def start_service(
     shared = wanted > 1 and not alone(model, parsed)
     reading: dict[str, Any] = {"prefill": prefill or ("stream" if shared else "exact"), "chunk": chunk}
     engine: Engine
-    if shared:
+    if wanted > 1:
         engine = BatchedEngine(model, parsed, rows=wanted, longest=longest, queue=queue, **reading)
     else:
         engine = SequentialEngine(model, parsed, queue=queue, **reading)
