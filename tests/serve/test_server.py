@@ -287,9 +287,11 @@ def test_requests_share_a_step_where_the_method_allows_it(loaded: tuple[Any, Any
     kvsketch.read(model, tokenizer, cache, TEXT)
     wanted = kvsketch.ask(model, tokenizer, cache, ASK[0]["content"], max_new_tokens=8)
     assert about.choices[0].message.content == wanted
-    one_at_a_time = start_service(*loaded, "tiny", "quest", folder=tmp_path, rows=3)
-    assert one_at_a_time.engine.state().rows == 1
-    one_at_a_time.close()
+    # Others run one after the other, or take turns where rows are asked for.
+    for rows, at_a_time in ((None, 1), (3, 3)):
+        apart = start_service(*loaded, "tiny", "quest", folder=tmp_path, rows=rows)
+        assert apart.engine.state().rows == at_a_time
+        apart.close()
 
 
 def test_a_stop_answers_what_was_accepted(loaded: tuple[Any, Any], slow: Slow, tmp_path: Path) -> None:
