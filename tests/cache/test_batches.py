@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-import kvsketch
 from kvsketch import CompressedCache
 from tests.helpers import zoo
-from tests.helpers.common import bounded, generate, padded, with_budget
+from tests.helpers.common import FED, bounded, generate, padded, with_budget
 
-METHODS = list(kvsketch.METHODS)
+METHODS = list(FED)
 BOUNDED = bounded()
 
 

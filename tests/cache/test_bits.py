@@ -13,9 +13,9 @@ from torch import Tensor
 import kvsketch
 from kvsketch import CompressedCache
 from tests.helpers import zoo
-from tests.helpers.common import generate, padded, read_pieces, with_budget
+from tests.helpers.common import FED, generate, padded, read_pieces, with_budget
 
-CODABLE = [name for name in kvsketch.METHODS if name != "subgen"]
+CODABLE = [name for name in FED if name != "subgen"]
 BIG = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 PIECES = [(0, 80), (80, 81), (81, 82), (82, 91), (91, 92)]
 

@@ -15,10 +15,10 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
-from tests.helpers.common import generate, held, padded, require_angles, with_budget
+from tests.helpers.common import FED, generate, held, padded, require_angles, with_budget
 
-METHODS = list(kvsketch.METHODS)
-BOUNDED = [n for n, m in kvsketch.METHODS.items() if m.family in ("evict", "summarise")]
+METHODS = list(FED)
+BOUNDED = [n for n, m in FED.items() if m.family in ("evict", "summarise")]
 SHARED = ["snapkv:share=model", "h2o:share=layer"]  # heads of different sizes
 
 
@@ -151,7 +151,7 @@ def test_a_seed_reproduces(name: str) -> None:
 
 
 RANDOM = {
-    **{name: with_budget(name, 24) for name, method in kvsketch.METHODS.items() if method.random},
+    **{name: with_budget(name, 24) for name, method in FED.items() if method.random},
     "subgen_two_sums": "subgen:budget=24:sinks=2:normalizer=clipped",
     "subgen_mixed": "subgen:budget=24:sinks=2:sampling=mixed",
     "balancekv_stream": "balancekv:budget=24:sinks=2:recent=4:form=stream",

@@ -12,12 +12,12 @@ from torch import Tensor
 import kvsketch
 from kvsketch import CompressedCache
 from tests.helpers import zoo
-from tests.helpers.common import bounded, generate, padded, require_angles, with_budget
+from tests.helpers.common import FED, bounded, generate, padded, require_angles, with_budget
 
-METHODS = list(kvsketch.METHODS)
+METHODS = list(FED)
 BOUNDED = bounded()
-RECALL = [n for n, m in kvsketch.METHODS.items() if m.family == "recall"]
-SCORED = [name for name, method in kvsketch.METHODS.items() if method.wants_logits]  # by the attention they receive
+RECALL = [n for n, m in FED.items() if m.family == "recall"]
+SCORED = [name for name, method in FED.items() if method.wants_logits]  # by the attention they receive
 REFUSED = "cannot forget its last {count} tokens.*activate_past_recording"
 
 

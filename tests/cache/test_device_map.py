@@ -19,15 +19,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.decode import captured as decoding
 from kvsketch.slots import heads as parallel
 from tests.helpers import zoo
-from tests.helpers.common import generate, padded, with_budget
+from tests.helpers.common import FED, generate, padded, with_budget
 
 # Layers that decide together meet on one device, which homes do not allow.
-ALONE = [name if name != "rehearse" else "rehearse:share=layer:refit=none" for name in kvsketch.METHODS]
+ALONE = [name if name != "rehearse" else "rehearse:share=layer:refit=none" for name in FED]
 METHODS = [*ALONE, "balancekv:form=stream", "clusterkv:offload=host"]
 
 

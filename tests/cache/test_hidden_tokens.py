@@ -9,14 +9,13 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache
 
-import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.cache import masks
 from tests.helpers import zoo
-from tests.helpers.common import generate, padded, with_budget
+from tests.helpers.common import FED, generate, padded, with_budget
 
-IGNORING = [name for name, method in kvsketch.METHODS.items() if method.ignores_hidden_tokens]
-REFUSING = [name for name in kvsketch.METHODS if name not in IGNORING]
+IGNORING = [name for name, method in FED.items() if method.ignores_hidden_tokens]
+REFUSING = [name for name in FED if name not in IGNORING]
 REASON = r"hides token 30 of batch row 1, .*{method} would .*on the left .*one at a time.*DynamicCache"
 
 
@@ -63,7 +62,7 @@ def test_methods_that_would_read_them_refuse_until_the_cache_is_reset(name: str,
     assert fed(model, cache, *padded(zoo.tokens(2, 30), [0, 9])).isfinite().all()
 
 
-@pytest.mark.parametrize("name", kvsketch.METHODS)
+@pytest.mark.parametrize("name", FED)
 def test_a_second_turn_whose_rows_are_padded_apart(name: str) -> None:
     """`generate` with questions of different lengths: the tokens of transformers' own cache, or the refusal."""
     model, first = zoo.build("llama"), zoo.tokens(2, 24)

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-import kvsketch
 from kvsketch import CompressedCache
 from tests.helpers import zoo
-from tests.helpers.common import padded, with_budget
+from tests.helpers.common import FED, padded, with_budget
 
 SINKS, BUDGET, PROMPT, STEPS = 2, 12, 30, 14
-ONE_WEIGHT = [name for name, method in kvsketch.METHODS.items() if method.family in ("evict",) or name == "uniform"]
+ONE_WEIGHT = [name for name, method in FED.items() if method.family in ("evict",) or name == "uniform"]
 
 
 def step_by_step(

@@ -18,11 +18,11 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.cache.saving import sealed_file
 from tests.helpers import zoo
-from tests.helpers.common import padded, with_budget
+from tests.helpers.common import FED, padded, with_budget
 
 # Small clusters and pages, so that a short text passes through everything several times.
 SMALL = {"clusterkv": ":recluster=8:recluster_into=2:tokens_per_cluster=4", "quest": ":page=2"}
-METHODS = [with_budget(name, 16) + SMALL.get(name, "") for name in kvsketch.METHODS]
+METHODS = [with_budget(name, 16) + SMALL.get(name, "") for name in FED]
 RECALL = [m for m in METHODS if kvsketch.METHODS[m.split(":")[0]].family == "recall"]
 VARIANTS = [
     *METHODS,

@@ -19,12 +19,12 @@ from kvsketch.cache.view import chunk_spans
 from kvsketch.slots.table import SlotTable
 from tests.cache.test_oracle import oracle
 from tests.helpers import zoo
-from tests.helpers.common import bounded, generate, padded, with_budget
+from tests.helpers.common import FED, bounded, generate, padded, with_budget
 
-METHODS = list(kvsketch.METHODS)
+METHODS = list(FED)
 BOUNDED = bounded()
-SINGLE = [n for n, m in kvsketch.METHODS.items() if not m().settles]  # no layer waits for the others
-RECALL = [n for n, m in kvsketch.METHODS.items() if m.family == "recall"]
+SINGLE = [n for n, m in FED.items() if not m().settles]  # no layer waits for the others
+RECALL = [n for n, m in FED.items() if m.family == "recall"]
 FORMS = [
     "balancekv:budget=16:form=stream",
     "balancekv:budget=16:form=paper:block=8",

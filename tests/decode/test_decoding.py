@@ -19,9 +19,9 @@ from kvsketch import CompressedCache
 from kvsketch.decode import captured as decoding
 from kvsketch.decode.sampling import Sampler
 from tests.helpers import zoo
-from tests.helpers.common import padded, with_budget
+from tests.helpers.common import FED, padded, with_budget
 
-METHODS = list(kvsketch.METHODS)
+METHODS = list(FED)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

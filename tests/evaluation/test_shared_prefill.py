@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import kvsketch
 from kvsketch import CompressedCache, models
 from kvsketch.decode import captured as decoding
 from kvsketch.evaluation.shared_prefill import memory, rows_that_fit, shared_prefill
@@ -20,7 +19,7 @@ from tests.helpers import common, zoo
 LENGTH, NEW = 60, 10
 OFFLOADED = [f"{common.with_budget(name, 16)}:offload=host" for name in ("clusterkv", "quest", "infinigen")]
 SHARES = ["snapkv:budget=1/3", "h2o:budget=1/3:recent=4", "clusterkv:budget=1/2:sinks=4:skip_layers=0"]
-METHODS = [*(common.with_budget(name, 16) for name in kvsketch.METHODS), *OFFLOADED, *SHARES]
+METHODS = [*(common.with_budget(name, 16) for name in common.FED), *OFFLOADED, *SHARES]
 
 
 @cached

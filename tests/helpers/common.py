@@ -10,6 +10,9 @@ import torch
 import kvsketch
 from kvsketch.cache import rotary
 
+# Methods for which forwards of the model are enough, without `cache.rehearse`.
+FED = {name: method for name, method in kvsketch.METHODS.items() if not method().repeats}
+
 
 def generate(model: Any, ids: torch.Tensor, cache: Any, **kwargs: Any) -> Any:
     options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}

@@ -17,13 +17,12 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-import kvsketch
 from kvsketch import CompressedCache
-from tests.helpers.common import generate, padded, with_budget
+from tests.helpers.common import FED, generate, padded, with_budget
 
 VOCABULARY = 96
 METHODS = [
-    *(with_budget(name, 24) for name in kvsketch.METHODS),
+    *(with_budget(name, 24) for name in FED),
     *(with_budget(name, 24) for name in ("snapkv:share=model", "h2o:share=layer")),
     "balancekv:budget=24:sinks=2:recent=4:form=stream",
     "balancekv:budget=40:sinks=2:recent=4:den_weight=same:block=8",

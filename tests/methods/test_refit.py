@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvsketch.methods.rehearse import refit as module
-from kvsketch.methods.rehearse.refit import refit
+from kvsketch.methods.rehearse.refit import Slots, refit
 
 
 def problem(slots: int = 60, kept: int = 20, queries: int = 400) -> tuple[torch.Tensor, ...]:
@@ -29,7 +29,7 @@ def rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 def test_new_queries_see_the_mass_and_the_output_of_all_slots_better() -> None:
     q, k, v, kept = problem()
-    found = refit(q[:, :300], k, v, kept, 0.25)
+    found = refit(q[:, :300], Slots(k, v, kept, 0.25))
     new = q[:, 300:]
     out, mass = attended(new, k, v, torch.zeros(6, 60))
     errors = []
@@ -45,7 +45,7 @@ def test_slots_with_equal_keys_merge_into_one_with_their_sum(monkeypatch: pytest
     q, k, v, _ = problem(slots=40, queries=200)
     k[:, 20:] = k[:, :20]
     kept = torch.arange(20).expand(6, 20)
-    found = refit(q, k, v, kept, 0.25, steps=(2000, 100))
+    found = refit(q, Slots(k, v, kept, 0.25), steps=(2000, 100))
     torch.testing.assert_close(found.log_weights.exp(), torch.full((6, 20), 2.0), atol=0.02, rtol=0)
     out, mass = attended(q, k, v, torch.zeros(6, 40))
     out_kept, mass_kept = attended(q, k[:, :20], found.values, found.log_weights)
@@ -73,7 +73,7 @@ def test_a_head_whose_held_back_queries_lose_keeps_its_plain_slots() -> None:
     # The queries that are fitted see other slots than those held back.
     q[:, held] = -8.0 * q[:, held]
     q[0] = q[0].abs()
-    found = refit(q, k, v, kept, 0.25)
+    found = refit(q, Slots(k, v, kept, 0.25))
     plain = ~(found.gain < 1)
     assert plain.any()
     assert (found.log_weights[plain] == 0).all()
@@ -82,9 +82,9 @@ def test_a_head_whose_held_back_queries_lose_keeps_its_plain_slots() -> None:
 
 def test_heads_that_keep_fewer_slots_are_fitted_as_if_alone() -> None:
     q, k, v, kept = problem()
-    alone = refit(q[:1], k[:1], v[:1], kept[:1, :7], 0.25)
+    alone = refit(q[:1], Slots(k[:1], v[:1], kept[:1, :7], 0.25))
     kept[0, 7:] = -1
-    together = refit(q, k, v, kept, 0.25)
+    together = refit(q, Slots(k, v, kept, 0.25))
     torch.testing.assert_close(together.values[0, :7], alone.values[0], atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(together.log_weights[0, :7], alone.log_weights[0], atol=1e-2, rtol=1e-2)
     assert (together.log_weights[0, 7:] == 0).all()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsketch import CompressedCache
+from kvsketch import CompressedCache, prefill
+from kvsketch.methods import rehearse as module
 from kvsketch.methods.rehearse import Rehearse, turned
 from kvsketch.methods.shared_budget import largest
 from kvsketch.slots.layout import Layout
@@ -158,3 +159,83 @@ def test_a_layout_packs_and_unpacks() -> None:
     assert torch.equal(back[layout.inside()], slots[layout.inside()]) and (back[~layout.inside()] == -7).all()
     slot = torch.tensor([[[2], [0]], [[1], [3]]])
     assert torch.equal(flat[layout.at(slot)], slots[[0, 0, 1, 1], [0, 1, 0, 1], slot.flatten()])
+
+
+EXACT = {"replay": "exact", **PLAIN}
+
+
+def test_a_real_repetition_leaves_nothing_behind_and_everything_is_exact_with_room(model: Any) -> None:
+    """The first prompt, a later turn and a stream; with a budget for all tokens the full cache's logits."""
+    ids = zoo.tokens(1, 300)
+    instruction = zoo.tokens(1, 5, seed=9)[0]
+    full = CompressedCache(model, "full")
+    expected = [prefill(model, ids[:, a:b], full) for a, b in ((0, 200), (200, 290), (290, 291))]
+    for way in ("exact", "stream"):
+        cache = CompressedCache(model, Rehearse(budget="100%", **EXACT), prefill=way, chunk=80)
+        for (a, b), logits in zip(((0, 200), (200, 290), (290, 291)), expected, strict=True):
+            found = prefill(model, ids[:, a:b], cache, instruction=instruction)
+            torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+        tables = [layer.table for layer in cache.slot_layers]
+        assert cache.tokens_seen == 291 and all((t.index_slots() >= 0).sum((0, 2)).eq(291).all() for t in tables)
+
+
+def test_the_choice_of_a_virtual_repetition_is_that_of_a_real_one_where_queries_ignore_the_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layers that add nothing: a token's query depends on itself and its position alone."""
+    blind = zoo.build("llama", **BIG)
+    for layer in blind.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    monkeypatch.setattr(module, "GAP", 0)
+    scores = []
+    for replay in ("virtual", "exact"):
+        cache = CompressedCache(blind, Rehearse(budget="100%", replay=replay, bits=16, chunk=64, refit="none"))
+        # One chunk: later ones say some tokens before themselves.
+        prefill(blind, zoo.tokens(1, 64), cache)
+        tables = [layer.table for layer in cache.slot_layers]
+        scores.append(torch.stack([table.layout.unpacked(table.state.score) for table in tables]))
+    torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-4)
+    assert scores[0].max() > 1.5 / 65
+
+
+def test_scores_do_not_depend_on_where_a_text_begins(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens at positions 0 and 1,000: rotary logits depend on differences alone."""
+    ids, found = zoo.tokens(1, 90), []
+    for first in (0, 1000):
+        cache = CompressedCache(model, Rehearse(refit="none", sinks=0, bits=16))
+        with torch.no_grad():
+            model(ids, past_key_values=cache, position_ids=torch.arange(first, first + 90)[None])
+        found.append(torch.cat([layer.table.index_slots().sort().values for layer in cache.slot_layers], 2))
+    assert torch.equal(*found)
+
+
+def test_a_prompt_that_was_not_repeated_is_refused_with_the_way_out(model: Any) -> None:
+    cache, ids = CompressedCache(model, "kvzip:budget=1/2"), zoo.tokens(1, 80)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"kvzip has 80 tokens.*cache.rehearse"):
+            model(ids[:, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match="the 80 tokens that the cache has read"):
+            cache.rehearse(model, ids[:, :70])
+        cache.rehearse(model, ids)
+        model(ids[:, :1], past_key_values=cache)
+    assert cache.tokens_seen == 81
+    with pytest.raises(ValueError, match="repeats nothing"):
+        CompressedCache(model, "h2o").rehearse(model, ids)
+
+
+def test_a_model_without_known_angles_repeats_and_generates() -> None:
+    model = zoo.build("gptj")
+    cache = CompressedCache(model, "kvzip:budget=1/2")
+    assert generate(model, zoo.tokens(1, 80), cache).sequences.shape == (1, 92)
+    used = torch.stack([layer.table.used_slots() for layer in cache.slot_layers]).float()
+    assert used.mean() == 40 + 11
+
+
+def test_folding_lowers_the_error_of_plain_slots(model: Any, text: Any, full: Tensor) -> None:
+    errors = {
+        how: error(read(model, CompressedCache(model, Rehearse(refit=how, **PLAIN)), *text), full)
+        for how in ("none", "fold")
+    }
+    assert errors["fold"] < 0.9 * errors["none"]

@@ -125,8 +125,9 @@ def decoded() -> None:
 
 def replay_scores() -> None:
     ops.replay_scores(
-        normal(B, HQ, N, D), normal(B, HQ, N, D), normal(B, H, N, D), normal(B, H, 4, D), 0.1, hidden=longs(B)
-    )
+        normal(B, HQ, N, D), normal(B, HQ, N, D), normal(B, H, N, D), normal(B, H, 4, D), 0.1, hidden=longs(B),
+        copies=normal(B, H, N, D),
+    )  # fmt: skip
 
 
 def chunk_attention() -> None:

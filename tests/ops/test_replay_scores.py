@@ -19,7 +19,9 @@ def inputs(
     return [torch.randn(batch, h, n, size) for h, n in shapes]
 
 
-def direct(again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, pads: list[int]) -> Tensor:
+def direct(
+    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, pads: list[int], copies: Tensor | None = None
+) -> Tensor:
     batch, query_heads, count, _ = q.shape
     group = query_heads // k.shape[1]
     scores = torch.zeros(batch, k.shape[1], count)
@@ -27,9 +29,10 @@ def direct(again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, pad
         for h in range(query_heads):
             for i in range(pads[b], count):
                 keys = k[b, h // group]
+                copied = keys if copies is None else copies[b, h // group]
                 first = scale * keys[pads[b] :] @ again[b, h, i]
                 rest = torch.cat(
-                    [scale * sinks[b, h // group] @ again[b, h, i], scale * keys[pads[b] : i + 1] @ q[b, h, i]]
+                    [scale * sinks[b, h // group] @ again[b, h, i], scale * copied[pads[b] : i + 1] @ q[b, h, i]]
                 )
                 p = torch.cat([first, rest]).softmax(0)[: count - pads[b]]
                 held = scores[b, h // group, pads[b] :]
@@ -44,6 +47,9 @@ def test_reference_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = direct(*values, 0.4, [0, 5])
     torch.testing.assert_close(replay_scores(*values, 0.4, hidden=hidden), expected, atol=1e-6, rtol=1e-5)
     assert (expected[1, :, :5] == 0).all() and expected.max() <= 1
+    copies = torch.randn_like(values[2])
+    found = replay_scores(*values, 0.4, hidden=hidden, copies=copies)
+    torch.testing.assert_close(found, direct(*values, 0.4, [0, 5], copies), atol=1e-6, rtol=1e-5)
 
 
 @needs_triton
@@ -58,9 +64,11 @@ def test_kernel_gives_the_reference(
 
     values = [x.to(device, dtype) for x in inputs(count=count, group=group, size=size, sinks=sinks)]
     hidden = torch.tensor([0, 9], device=device) if padded else None
-    found = kernel.replay_scores(*values, 0.3, hidden)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found, reference.replay_scores(*values, 0.3, hidden), atol=tolerance, rtol=tolerance)
+    for copies in (None, torch.randn_like(values[2])):
+        found = kernel.replay_scores(*values, 0.3, hidden, copies)
+        expected = reference.replay_scores(*values, 0.3, hidden, copies)
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

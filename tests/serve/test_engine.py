@@ -27,7 +27,7 @@ METHODS = [
     *(
         with_budget(name, 16)
         for name, method in kvsketch.METHODS.items()
-        if method.family != "recall" and name != "rehearse"
+        if method.family != "recall" and not method.budget_is_mean
     ),
     "snapkv:budget=40%:window=4:bits=4",
     "keyformer:budget=40%",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvsketch.cache import attention, families, rotary, saving, streaming
+from kvsketch.cache import attention, families, repetition, rotary, saving, streaming
 from kvsketch.cache import memory as memory_sizes
 from kvsketch.cache.checks import require_finite
 from kvsketch.cache.layer import SlotLayer
@@ -264,6 +264,17 @@ class CompressedCache(Cache):
             if getattr(layer, "record_past", False):
                 layer.settle() if isinstance(layer, SlotLayer) else layer.crop(0)
                 layer.record_past = False
+
+    def rehearse(self, model: nn.Module, input_ids: Tensor, instruction: Tensor | None = None) -> None:
+        """Lets the model repeat what this cache has read and its method has not compressed yet (replay=exact, kvzip).
+
+        `input_ids` [B, n] end with these tokens. `instruction`, token ids, is said before every chunk, such as those of
+        "Repeat the previous context exactly." in the model's chat template. Nothing of the repetition stays.
+        `kvsketch.prefill` and `generate` call this; it is needed after a forward of the model alone.
+        """
+        if not self.method.repeats:
+            raise ValueError(f"{self.method} repeats nothing; use rehearse:replay=exact or kvzip")
+        repetition.repeat(self, model, input_ids, instruction)
 
     @property
     def tokens_seen(self) -> int:

@@ -29,6 +29,7 @@ from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.patches import Patch
 from kvsketch.cache.read import TextRead
 from kvsketch.cache.view import Prompt, chunk_spans
+from kvsketch.methods.base import Method
 from kvsketch.slots import padding as left_padding
 
 # What generate hands to a text model; anything else is for the model itself to prepare.
@@ -51,6 +52,9 @@ class Reader(Protocol):
     @property
     def tokens_seen(self) -> int: ...
     def layer_lengths(self) -> list[int]: ...
+    @property
+    def method(self) -> Method: ...
+    def rehearse(self, model: Any, input_ids: Tensor, instruction: Tensor | None = None) -> None: ...
     def break_off(self, what: str) -> None: ...
     def end_recording(self) -> None: ...
 
@@ -63,17 +67,19 @@ def prefill(
     *,
     progress: bool = False,
     after_chunk: Callable[[int], None] | None = None,
+    instruction: Tensor | None = None,
 ) -> Tensor:  # [B, vocabulary]
     """Reads `input_ids` [B, n], tokens that `cache` has not seen yet, into it; returns the logits after the last.
 
     `attention_mask` [B, n], or with the tokens seen before [B, seen + n]: 0 for left padding. To go on, append the
     token you choose and call `model.generate(all_ids, past_key_values=cache)`. A cache made with prefill="exact" reads
     the prompt in one forward. `progress` shows a bar; `after_chunk` is called with the number of tokens read so far.
+    `instruction`: as in `CompressedCache.rehearse`, for methods that let the model repeat a text.
     """
     _require(input_ids, cache)
     bar = tqdm(total=input_ids.shape[1], unit="token", disable=not progress, desc="prefill")
     # Closed at once where an error ends the loop: the cache is then marked as broken.
-    with bar, contextlib.closing(read_chunks(model, input_ids, cache, attention_mask)) as chunks:
+    with bar, contextlib.closing(read_chunks(model, input_ids, cache, attention_mask, instruction)) as chunks:
         for end, latest in chunks:
             logits = latest
             bar.update(end - bar.n)
@@ -84,7 +90,11 @@ def prefill(
 
 @torch.no_grad()
 def read_chunks(
-    model: Any, input_ids: Tensor, cache: Reader, attention_mask: Tensor | None = None
+    model: Any,
+    input_ids: Tensor,
+    cache: Reader,
+    attention_mask: Tensor | None = None,
+    instruction: Tensor | None = None,
 ) -> Generator[tuple[int, Tensor], None, None]:
     """Reads a prompt as `prefill` does, a chunk whenever the next item is asked for: tokens read so far, and logits.
 
@@ -98,13 +108,19 @@ def read_chunks(
     feed = _Feed(model, cache, padding)
     with _whole_or_nothing(cache, new):
         if cache.prefill == "exact" or new == 1:
-            yield new, feed.forward(input_ids, feed.mask(seen + new))
+            logits = feed.forward(input_ids, feed.mask(seen + new))
+            if cache.method.repeats:
+                cache.rehearse(model, input_ids, instruction)
+            yield new, logits
         else:
             prompt = Prompt(seen + new, padding, causal=True)
             for layer in cache.slot_layers:
                 layer.prompt = prompt
             for start, end in chunk_spans(new, cache.chunk):
-                yield end, feed.forward(input_ids[:, start:end], feed.mask_of_native_layers(seen + end))
+                logits = feed.forward(input_ids[:, start:end], feed.mask_of_native_layers(seen + end))
+                if cache.method.repeats:
+                    cache.rehearse(model, input_ids[:, :end], instruction)
+                yield end, logits
     cache.read.note(input_ids, seen, attention_mask)
 
 
@@ -162,7 +178,8 @@ _PREFILL = Patch(GenerationMixin, "_prefill", _read_prompt)
 
 def _can_stream(cache: Reader, config: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether the prompt can go through `prefill`: a plain text, of which nothing but the logits is wanted."""
-    if cache.prefill == "exact" or config.prefill_chunk_size is not None or cache.slot_layers[0].record_past:
+    whole = cache.prefill == "exact" and not cache.method.repeats
+    if whole or config.prefill_chunk_size is not None or cache.slot_layers[0].record_past:
         return False
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return False

@@ -120,6 +120,8 @@ class Prefilled:
                 cache.layers[index] = copied
                 if self.chosen is not None:
                     copied.batch_select_indices(torch.tensor(self.chosen, device=self.input_ids.device))
+        if cache.method.repeats:
+            cache.rehearse(self.model, self.input_ids)
         return cache
 
     def _own(self, tensor: Tensor) -> Tensor:

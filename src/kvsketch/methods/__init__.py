@@ -22,6 +22,7 @@ from kvsketch.methods.h2o import H2O
 from kvsketch.methods.infinigen import InfiniGen
 from kvsketch.methods.kcenter import KCenter
 from kvsketch.methods.keyformer import Keyformer
+from kvsketch.methods.kvzip import KVzip
 from kvsketch.methods.pyramidkv import PyramidKV
 from kvsketch.methods.quest import Quest
 from kvsketch.methods.rehearse import Rehearse
@@ -44,6 +45,7 @@ METHODS: dict[str, type[Method]] = {
         KCenter,
         SubGen,
         BalanceKV,
+        KVzip,
         Rehearse,
         Quest,
         ClusterKV,
@@ -69,6 +71,7 @@ __all__ = [
     "Full",
     "InfiniGen",
     "KCenter",
+    "KVzip",
     "Keyformer",
     "Method",
     "PyramidKV",

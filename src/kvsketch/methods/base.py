@@ -119,6 +119,21 @@ class Method:
         """How far the logarithms of the two sums may lie apart when slots are read; None: as far as they do."""
         return None
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the model repeats a prompt for it in a second forward: `CompressedCache.rehearse`."""
+        return False
+
+    def owed(self, table: SlotTable) -> int:
+        """Newest tokens that the model has yet to repeat."""
+        return 0
+
+    def start_repetition(self, table: SlotTable) -> None:
+        """The model begins to repeat them."""
+
+    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
+        """Takes note of `tokens` tokens that the model has repeated."""
+
     def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
         """Makes `table` ready for new tokens [B, H, n, D], before they are appended."""
 

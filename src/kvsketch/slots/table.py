@@ -437,6 +437,10 @@ class SlotTable(Place):
         if self.clock is None:
             self.clock = torch.full((1,), self.seen, device=chosen.device)
 
+    def stay_open(self) -> None:
+        """Heads beside several new tokens are equal from here on, until the method gives them sizes again."""
+        self.capacity = None
+
     def note_settled(self) -> None:
         """A budget has been decided for all tokens seen."""
         self.settled = self.seen

@@ -16,10 +16,11 @@ from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_lay
 from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL, SHARES, largest
 from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.heads import of_all_heads
-from kvsketch.slots.state import Range, TableState, on_host, per_row, per_slot
+from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable
 
-REFITS = ("full", "none")
+REPLAYS = VIRTUAL, EXACT = ("virtual", "exact")
+REFITS = ("full", "fold", "none")
 GAP = 24  # positions between the text and its virtual repetition
 WAIT = 512  # new tokens behind a prompt that are kept whole at most, until they are rehearsed together
 ROOM = 64  # slots, and queries, that are added at a time for new tokens; 4 times as many for long texts
@@ -37,6 +38,7 @@ class Rehearsed(TableState):
     queries: Tensor | None = per_row()  # [B, Hq, room, D], of tokens since the last rehearsal
     # of a rehearsal under way, between the first layer's compress and settle
     again: Tensor | None = per_row()  # [B, H, P, Q, D], queries of the repetition, for the refit of each chunk
+    owed: int = number()  # tokens of a prompt that the model has yet to repeat
     chunks: Tensor | None = on_host(lambda t, s: Range((t.shape[0], s.again.shape[2]), 1, t.seen))  # [B, P], tokens
 
     @property
@@ -56,18 +58,22 @@ class Rehearse(BudgetedMethod):
 
     Chunk by chunk, when all layers have taken the tokens:
 
-        score    of token j: the most attention that any query gives it in a virtual repetition (`ops.replay_scores`)
+        score    of token j: the most attention that any query gives it when the text comes again (`ops.replay_scores`)
         choose   sinks and the last `recent` tokens stay; the others compete, with `share=model` in all layers and heads
                  together, so that the mean over heads is the budget
         refit    weights and values of what stays, so that the repeated queries see the mass and the output of the whole
-                 chunk (`refit.py`); a head that gains nothing on held-back queries stays as it is
+                 chunk (`refit.py`); a head that gains nothing on held-back queries stays as it is. With `refit=fold` a
+                 token that goes joins the kept one with the nearest key
+
+    With `replay=virtual` queries are turned to the positions of a repetition, which rotary embeddings allow, and no
+    forward is needed. With `replay=exact` the model repeats the text in a second forward (`CompressedCache.rehearse`,
+    which `kvsketch.prefill` and `generate` call), which takes about as long as the first.
 
     New tokens behind a prompt are kept whole until they are as many as a chunk, or WAIT, and are then rehearsed. The
     question is not known when the cache is compressed, and need not be.
 
-    Scores: KVzip (Kim et al., arXiv 2505.23416) repeats the text in a second forward; here queries are turned to the
-    positions of a repetition, which rotary embeddings allow, and no forward is needed. One budget for all heads as in
-    KVzip, refitting after Attention Matching (Zweiger et al., arXiv 2602.16284).
+    Scores and one budget for all heads as in KVzip (Kim et al., arXiv 2505.23416), which repeats the text in a second
+    forward; refitting after Attention Matching (Zweiger et al., arXiv 2602.16284).
     """
 
     name: ClassVar[str] = "rehearse"
@@ -80,7 +86,8 @@ class Rehearse(BudgetedMethod):
     budget: Size | int | str = "50%"
     recent: Size | int | str = 32
     share: str = option(MODEL, "who shares a budget: every head has its own, the heads of a layer, or all", SHARES)
-    refit: str = option("full", "whether weights and values of what stays are refitted", REFITS)
+    replay: str = option(VIRTUAL, "exact: the model repeats the text in a second forward", REPLAYS)
+    refit: str = option("full", "how weights and values of what stays are refitted", REFITS)
     chunk: int = option(2048, "tokens that are rehearsed together")
     bits: int = 4
 
@@ -90,7 +97,11 @@ class Rehearse(BudgetedMethod):
 
     @property
     def needs_angles(self) -> tuple[str, str] | None:
-        return "turns queries", "replay=exact"
+        return ("turns queries", "replay=exact") if self.replay == VIRTUAL else None
+
+    @property
+    def repeats(self) -> bool:
+        return self.replay == EXACT
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,9 +109,28 @@ class Rehearse(BudgetedMethod):
 
     # one layer after a forward
 
+    def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
+        if owed := self.owed(table):
+            raise ValueError(
+                f"{self.name} has {owed} tokens that the model has not repeated yet; read prompts with "
+                "kvsketch.prefill(model, input_ids, cache), or call cache.rehearse(model, input_ids) after the "
+                f"forward, or use {Rehearse.name}:replay=virtual"
+            )
+
+    def owed(self, table: SlotTable) -> int:
+        return table.state_of(Rehearsed).owed
+
+    def start_repetition(self, table: SlotTable) -> None:
+        table.state_of(Rehearsed).owed = 0
+
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         state = table.state_of(Rehearsed)
-        if self._is_due(table):
+        # Tokens that came one by one are not repeated: nobody has their ids any more.
+        whole = table.appended == self.beyond_budget(table) or not table.rotary
+        if self.repeats and table.appended > 1 and whole and self._is_due(table):
+            state.owed = self.beyond_budget(table)
+            table.stay_open()
+        elif self._is_due(table) and table.rotary:
             waiting = self.beyond_budget(table) - state.scored - queries.shape[2]
             if waiting:
                 assert state.queries is not None
@@ -118,6 +148,40 @@ class Rehearse(BudgetedMethod):
         """Whether the tokens since the last rehearsal are to be rehearsed after this forward: a first prompt is."""
         waiting = self.beyond_budget(table)
         return waiting >= min(self.chunk, WAIT) or (waiting > 1 and table.appended > 1 and self._is_first(table))
+
+    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
+        """Scores the next `tokens` tokens that the model has repeated.
+
+        Queries [B, Hq, m, D] and keys [B, H, m, D] are those of the repetition; what was said before the tokens
+        themselves stands in front.
+        """
+        state, waiting = table.state_of(Rehearsed), self.beyond_budget(table)
+        table.unpack()
+        slots = newest_slots(table, waiting)[:, :, state.scored : state.scored + tokens]
+        keys = table.tokens_at(slots)[0]
+        first = sink_keys(table, self.sinks) if table.settled + state.scored >= self.sinks else keys[:, :, :0]
+        begun, q = copies.shape[2] - tokens, queries[:, :, -tokens:].to(keys.dtype)
+        sinks = torch.cat([first, copies[:, :, :begun]], 2)
+        scores = ops.replay_scores(q, q, keys, sinks, table.scale, copies=copies[:, :, begun:])
+        none = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+        self._note(table, state, slots, scores, sampled(q, keys.shape[1], none, self._sample).unsqueeze(2), [tokens])
+
+    @property
+    def _sample(self) -> int:
+        """Queries of a chunk that are kept for its refit."""
+        return 0 if self.refit == "none" else QUERIES
+
+    def _note(
+        self, table: SlotTable, state: Rehearsed, slots: Tensor, scores: Tensor, again: Tensor, lengths: list[int]
+    ) -> None:
+        """Scores of slots [B, H, n], and the queries [B, H, P, Q, D] for the refit of the chunks that they make."""
+        if state.score is None:
+            state.score = torch.zeros(table.shape, device=scores.device)
+        state.score.scatter_(2, slots, scores)
+        chunks = torch.tensor([lengths] * len(scores))
+        if state.again is not None and state.chunks is not None:
+            again, chunks = torch.cat([state.again, again], 2), torch.cat([state.chunks, chunks], 1)
+        state.again, state.chunks = again, chunks
 
     def _is_first(self, table: SlotTable) -> bool:
         return table.settled == 0 or (table.padding is not None and int(table.padding.max()) > table.settled)
@@ -175,15 +239,9 @@ class Rehearse(BudgetedMethod):
             hidden = (pads - begin).clamp(0, q.shape[2])
             sinks = first if begin >= behind else first[:, :, :0]
             scores.append(ops.replay_scores(repeated, q.to(k.dtype), k, sinks, table.scale, hidden=hidden))
-            again.append(sampled(repeated, k.shape[1], hidden, 0 if self.refit == "none" else QUERIES))
+            again.append(sampled(repeated, k.shape[1], hidden, self._sample))
             begin += q.shape[2]
-        if state.score is None:
-            state.score = torch.zeros(table.shape, device=keys.device)
-        state.score.scatter_(2, slots, torch.cat(scores, 2))
-        before = [] if state.again is None or state.chunks is None else [(state.again, state.chunks)]
-        fresh = (torch.stack(again, 2), torch.tensor([lengths] * len(queries)))
-        parts = zip(*before, fresh, strict=True)
-        state.again, state.chunks = (torch.cat(part, dim) for part, dim in zip(parts, (2, 1), strict=True))
+        self._note(table, state, slots, torch.cat(scores, 2), torch.stack(again, 2), lengths)
 
     def held_bytes(self, shape: LayerShape) -> int:
         # New tokens and their queries wait beside the budget until they make a chunk.
@@ -233,7 +291,7 @@ class Rehearse(BudgetedMethod):
         for device in {table.device for table in tables}:
             numbers = [number for number, table in enumerate(tables) if table.device == device]
             problems = [self._problems(tables[number], keep[number]) for number in numbers]
-            found.update(zip(numbers, refit_layers(problems), strict=True))
+            found.update(zip(numbers, refit_layers(problems, self.refit == "fold"), strict=True))
         return [found[number] for number in range(len(tables))]
 
     def _problems(self, table: SlotTable, keep: Tensor) -> LayerProblems:
@@ -250,9 +308,11 @@ class Rehearse(BudgetedMethod):
             (chosen.flatten(0, 1)[:, places.clamp_min(0)] & (places >= 0))
             for chosen in (keep.gather(2, slots), is_there)
         )
+        score = self._worth(table).gather(2, slots)
         return LayerProblems(
-            state.again.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), places, stays, there, table.scale
-        )
+            state.again.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), score.flatten(0, 1), places, stays,
+            there, table.scale,
+        )  # fmt: skip
 
     def _rebuild(self, table: SlotTable, keep: Tensor, changes: Changes | None) -> None:
         state = table.state_of(Rehearsed)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsketch.methods.rehearse.refit import refit
+from kvsketch.methods.rehearse.refit import Slots, fold, refit
 
 # Logits of a batch of problems, by kind of device; a few float32 copies of them are held at once.
 MAX_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 24}
@@ -25,6 +25,7 @@ class LayerProblems(NamedTuple):
     queries: Tensor  # [B H, P, Q, D]
     keys: Tensor  # [B H, m, D]
     values: Tensor  # [B H, m, Dv]
+    worth: Tensor  # [B H, m] float32, scores of the tokens
     places: Tensor  # [P, C] int64, numbers among the m tokens; -1: none
     stays: Tensor  # [B H, P, C] bool, which of them stay
     there: Tensor  # [B H, P, C] bool, which of them are tokens of the row
@@ -40,8 +41,8 @@ class Changes(NamedTuple):
     values: Tensor  # [E, Dv]
 
 
-def refit_layers(layers: Sequence[LayerProblems]) -> list[Changes]:
-    """The changes of each layer (asks the device once)."""
+def refit_layers(layers: Sequence[LayerProblems], folds: bool = False) -> list[Changes]:
+    """The changes of each layer (asks the device once); those of folding where it `folds`."""
     found: list[list[Changes]] = [[] for _ in layers]
     kept = torch.stack([layer.stays.sum(-1) for layer in layers])  # [L, B H, P]
     sizes = torch.stack([layer.there.sum(-1) for layer in layers])
@@ -54,21 +55,24 @@ def refit_layers(layers: Sequence[LayerProblems]) -> list[Changes]:
     for batch in order.split(max(1, most)) if len(order) else ():
         # By layer, for a layer's own tensors are read and written in one go.
         batch = batch[problems[batch, 0].argsort(stable=True)]
-        for layer, changes in _fitted(layers, problems[batch], counts[batch]):
+        for layer, changes in _fitted(layers, problems[batch], counts[batch], folds):
             found[layer].append(changes)
     return [_joined(each, layer) for each, layer in zip(found, layers, strict=True)]
 
 
-def _fitted(layers: Sequence[LayerProblems], problems: Tensor, counts: Tensor) -> Iterator[tuple[int, Changes]]:
+def _fitted(
+    layers: Sequence[LayerProblems], problems: Tensor, counts: Tensor, folds: bool
+) -> Iterator[tuple[int, Changes]]:
     """The changes of one batch of problems [n, 3], of which each keeps `counts` [n] tokens; both on the host."""
     device, most = layers[0].keys.device, int(counts.max())
     numbers, of_layer = problems[:, 0].unique_consecutive(return_counts=True)
     parts = problems[:, 1:].to(device).split(of_layer.tolist())
     taken = [_taken(layers[number], *part.unbind(1)) for number, part in zip(numbers.tolist(), parts, strict=True)]
-    q, k, v, place, stays, there = (torch.cat(tensors) for tensors in zip(*taken, strict=True))
+    q, k, v, worth, place, stays, there = (torch.cat(tensors) for tensors in zip(*taken, strict=True))
     order = stays.byte().argsort(dim=-1, descending=True, stable=True)[:, :most]
     kept = torch.where(stays.gather(1, order), order, -1)
-    log_weights, values, _ = refit(q, k, v, kept, layers[0].scale, hidden=~there)
+    slots = Slots(k, v, kept, layers[0].scale, ~there)
+    log_weights, values, _ = fold(q, slots, worth) if folds else refit(q, slots)
     # The host knows how many are kept, so that nothing waits for the device.
     entries = (kept < 0).flatten().byte().argsort(stable=True)[: int(counts.sum())]
     head = problems[:, 1].to(device).repeat_interleave(most)[entries]
@@ -80,11 +84,11 @@ def _fitted(layers: Sequence[LayerProblems], problems: Tensor, counts: Tensor) -
 
 
 def _taken(layer: LayerProblems, head: Tensor, chunk: Tensor) -> tuple[Tensor, ...]:
-    """What the problems of one layer read: queries, keys, values, places, which stay, which are there."""
+    """What the problems of one layer read: queries, keys, values, scores, places, which stay, which are there."""
     place = layer.places[chunk]  # [n, C]
     at = (head.unsqueeze(-1), place.clamp_min(0))
     return (
-        layer.queries[head, chunk], layer.keys[at], layer.values[at], place,
+        layer.queries[head, chunk], layer.keys[at], layer.values[at], layer.worth[at], place,
         layer.stays[head, chunk], layer.there[head, chunk],
     )  # fmt: skip
 

@@ -31,6 +31,35 @@ NEG_INF = float("-inf")
 TINY = 1e-30
 
 
+class Slots(NamedTuple):
+    """The slots of a chunk, and which of them are kept."""
+
+    keys: Tensor  # [N, C, D]
+    values: Tensor  # [N, C, Dv]
+    kept: Tensor  # [N, K] int64, -1 for none
+    scale: float
+    hidden: Tensor | None = None  # [N, C] bool, slots that are not there (left padding)
+
+    @property
+    def taken(self) -> Tensor:  # [N, K]
+        return self.kept >= 0
+
+    def plain(self) -> Tensor:  # [N, K, Dv] float32
+        """The values of the kept slots."""
+        at = self.kept.clamp_min(0).unsqueeze(-1).expand(*self.kept.shape, self.values.shape[2])
+        return self.values.float().gather(1, at).masked_fill(~self.taken.unsqueeze(-1), 0.0)
+
+    def seen_by(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """A [N, Q, K], the attention that queries [N, Q, D] give to the kept slots, and their outputs [N, Q, Dv]."""
+        half = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
+        logits = product(q, self.keys.mT) * self.scale  # [N, Q, C]
+        if self.hidden is not None:
+            logits.masked_fill_(self.hidden.unsqueeze(1), NEG_INF)
+        p = logits.softmax(-1).to(half)
+        at = self.kept.clamp_min(0).unsqueeze(1).expand(*p.shape[:2], -1)
+        return p.gather(2, at).masked_fill(~self.taken.unsqueeze(1), 0.0), product(p, self.values.to(half))
+
+
 class Refitted(NamedTuple):
     """What kept slots become."""
 
@@ -39,36 +68,47 @@ class Refitted(NamedTuple):
     gain: Tensor  # [N] error on the held-back queries after and before the fit, as a quotient
 
 
-def refit(
-    q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float, *, hidden: Tensor | None = None,
-    steps: tuple[int, int] = (WEIGHT_STEPS, VALUE_STEPS),
-) -> Refitted:  # fmt: skip
-    """q [N, Q, D]; k [N, C, D], v [N, C, Dv]; kept [N, K] int64 slots of the chunk, -1 for none.
-
-    hidden [N, C] bool: slots that are not there (left padding).
-    """
-    taken = kept >= 0  # [N, K]
-    places = kept.clamp_min(0)
-    half = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
-    logits = product(q, k.mT) * scale  # [N, Q, C]
-    if hidden is not None:
-        logits.masked_fill_(hidden.unsqueeze(1), NEG_INF)
-    p = logits.softmax(-1).to(half)
-    target = product(p, v.to(half))  # [N, Q, Dv]
-    a = p.gather(2, places.unsqueeze(1).expand(*p.shape[:2], -1)).masked_fill(~taken.unsqueeze(1), 0.0)
-    plain = v.float().gather(1, places.unsqueeze(-1).expand(*kept.shape, v.shape[2]))  # [N, K, Dv]
-    plain = plain.masked_fill(~taken.unsqueeze(-1), 0.0)
-
+def refit(q: Tensor, slots: Slots, steps: tuple[int, int] = (WEIGHT_STEPS, VALUE_STEPS)) -> Refitted:
+    """Fitted to q [N, Q, D]."""
+    a, target = slots.seen_by(q)
+    plain = slots.plain()
     # Queries come in no order, and the held-back ones lie behind the others.
     fit = q.shape[1] - q.shape[1] // HELD_BACK
-    w = fitted_weights(a[:, :fit], steps[0]).masked_fill(~taken, 1.0)
+    w = fitted_weights(a[:, :fit], steps[0]).masked_fill(~slots.taken, 1.0)
     values = fitted_values(a[:, :fit], w, plain, target[:, :fit], steps[1])
-    before = _error(a[:, fit:], torch.ones_like(w), plain, target[:, fit:])
-    after = _error(a[:, fit:], w, values, target[:, fit:])
+    return _guarded(slots, w, values, plain, a[:, fit:], target[:, fit:])
+
+
+def fold(q: Tensor, slots: Slots, score: Tensor) -> Refitted:
+    """Each slot j that goes joins the kept slot i with the nearest key; guarded by the queries q [N, Q, D].
+
+        w_j = min(1, score_j / score_i),   v_i <- (v_i + sum_j w_j v_j) / (1 + sum_j w_j),   weight 1 + sum_j w_j
+
+    score [N, C]; sinks, whose score is more than 1, take nothing.
+    """
+    kept, taken = slots.kept.clamp_min(0), slots.taken
+    goes = torch.ones_like(score, dtype=torch.bool).scatter(1, kept, ~taken)
+    goes = goes if slots.hidden is None else goes & ~slots.hidden  # [N, C]
+    keys, own = slots.keys.float(), score.gather(1, kept)
+    near = keys.gather(1, kept.unsqueeze(-1).expand(*kept.shape, keys.shape[2]))
+    away = near.square().sum(-1).unsqueeze(1) - 2 * keys @ near.mT  # [N, C, K], but for |k_j|^2
+    takes = taken & (own <= 1)
+    to = away.masked_fill(~takes.unsqueeze(1), -NEG_INF).argmin(-1)  # [N, C]
+    joins = goes & takes.gather(1, to)
+    w = torch.where(joins, (score.clamp_min(0) / own.gather(1, to).clamp_min(TINY)).clamp_max(1.0), 0.0)
+    total = torch.ones_like(own).scatter_add(1, to, w)  # [N, K]
+    plain = slots.plain()
+    parts = w.unsqueeze(-1) * slots.values.float()
+    values = plain.scatter_add(1, to.unsqueeze(-1).expand(parts.shape), parts) / total.unsqueeze(-1)
+    return _guarded(slots, total, values, plain, *slots.seen_by(q))
+
+
+def _guarded(slots: Slots, w: Tensor, values: Tensor, plain: Tensor, a: Tensor, target: Tensor) -> Refitted:
+    """Weights and values, where they lower the error of queries that see A [N, Q, K] and want the target."""
+    before, after = _error(a, torch.ones_like(w), plain, target), _error(a, w, values, target)
     better = torch.isfinite(after) & (after < before)
-    log_w = torch.where(better.unsqueeze(-1) & taken, w.log(), 0.0)
-    values = torch.where(better[:, None, None], values, plain)
-    return Refitted(log_w, values, after / before.clamp_min(TINY))
+    log_w = torch.where(better.unsqueeze(-1) & slots.taken, w.log(), 0.0)
+    return Refitted(log_w, torch.where(better[:, None, None], values, plain), after / before.clamp_min(TINY))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

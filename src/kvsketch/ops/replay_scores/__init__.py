@@ -4,6 +4,7 @@
     B_ij = scale <q_i, k_j>    for the tokens j <= i of the copy that is being read again
     p    = softmax over [A | B],     score_j = max over i and over the query heads of the group of p_ij   (A part)
 
+With `copies`, keys that the tokens have when they really come again, B reads those in place of the first keys.
 A rotary logit depends on a difference of positions alone, so a turned query needs no second forward of the model. What
 a token's own copy already explains (B) takes weight away from A, as it does in a real repetition.
 
@@ -19,13 +20,14 @@ from kvsketch.ops.common.dispatch import implementation
 
 
 def replay_scores(
-    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, *, hidden: Tensor | None = None
-) -> Tensor:
+    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, *, hidden: Tensor | None = None,
+    copies: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Scores [B, H, C] float32, in [0, 1].
 
     again, q [B, Hq, C, D]: the turned queries and those of the first reading; k [B, H, C, D]; sinks [B, H, E, D]: keys
     before the chunk that everything looks at, E may be 0. hidden [B] int64: the first tokens of a row that are left
-    padding; they ask nothing and score 0.
+    padding; they ask nothing and score 0. copies: like k.
     """
     if again.shape != q.shape or q.dim() != 4 or k.shape[0] != q.shape[0] or k.shape[2:] != q.shape[2:]:
         raise ValueError(
@@ -34,5 +36,8 @@ def replay_scores(
         )
     if sinks.shape[:2] != k.shape[:2] or sinks.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
         raise ValueError(f"sinks {list(sinks.shape)} and q {list(q.shape)} do not fit k {list(k.shape)}.")
-    scores: Tensor = implementation("replay_scores", q.device, q, k).replay_scores(again, q, k, sinks, scale, hidden)
+    if copies is not None and copies.shape != k.shape:
+        raise ValueError(f"copies {list(copies.shape)} must have the shape of k {list(k.shape)}.")
+    made = implementation("replay_scores", q.device, q, k)
+    scores: Tensor = made.replay_scores(again, q, k, sinks, scale, hidden, copies)
     return scores

@@ -20,9 +20,12 @@ def supported(q: Tensor, k: Tensor) -> bool:
     return q.dtype in KERNEL_DTYPES and q.shape[3] <= MAX_HEAD_SIZE and q.numel() > 0 and k.numel() > 0
 
 
-def replay_scores(again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
+def replay_scores(
+    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, hidden: Tensor | None, copies: Tensor | None
+) -> Tensor:
     """See `kvsketch.ops.replay_scores`."""
-    again, q, k, sinks = (dense_last(tensor) for tensor in (again.to(k.dtype), q, k, sinks))
+    copied = k if copies is None else copies.to(k.dtype)
+    again, q, k, sinks, copied = (dense_last(tensor) for tensor in (again.to(k.dtype), q, k, sinks, copied))
     batch, query_heads, count, size = q.shape
     heads, sink_count = k.shape[1], sinks.shape[2]
     row_sums = torch.empty(batch, query_heads, count, dtype=torch.float32, device=q.device)
@@ -34,9 +37,10 @@ def replay_scores(again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: flo
     )
     with on(q.device):
         row_sums_kernel[(triton.cdiv(count, still), batch * query_heads)](
-            again, q, k, sinks, hidden, row_sums, scale * LOG2E.value, count, heads,
-            *again.stride()[:3], *q.stride()[:3], *k.stride()[:3], *sinks.stride()[:3],
-            SINKS=sink_count, BLOCK_SINKS=block_size(max(1, sink_count)), ROWS=still, COLUMNS=MOVING, **constants,
+            again, q, k, copied, sinks, hidden, row_sums, scale * LOG2E.value, count, heads,
+            *again.stride()[:3], *q.stride()[:3], *k.stride()[:3], *copied.stride()[:3],
+            *sinks.stride()[:3], COPIES=copies is not None, SINKS=sink_count,
+            BLOCK_SINKS=block_size(max(1, sink_count)), ROWS=still, COLUMNS=MOVING, **constants,
         )  # fmt: skip
         column_maxima_kernel[(triton.cdiv(count, still), batch * heads)](
             again, k, hidden, row_sums, scores, scale * LOG2E.value, count, heads,
@@ -47,10 +51,10 @@ def replay_scores(again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: flo
 
 @triton.jit(do_not_specialize=["count"])
 def row_sums_kernel(
-    again_ptr, q_ptr, k_ptr, sink_ptr, hidden_ptr, sums_ptr, scale, count, heads,
-    again_b, again_h, again_n, q_b, q_h, q_n, k_b, k_h, k_n, sink_b, sink_h, sink_n,
+    again_ptr, q_ptr, k_ptr, copy_ptr, sink_ptr, hidden_ptr, sums_ptr, scale, count, heads,
+    again_b, again_h, again_n, q_b, q_h, q_n, k_b, k_h, k_n, copy_b, copy_h, copy_n, sink_b, sink_h, sink_n,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    HIDDEN: tl.constexpr, SINKS: tl.constexpr, BLOCK_SINKS: tl.constexpr,
+    HIDDEN: tl.constexpr, COPIES: tl.constexpr, SINKS: tl.constexpr, BLOCK_SINKS: tl.constexpr,
 ):  # fmt: skip
     """log2 of the sum over [A | B] for a tile of rows of one query head; `scale` in base 2."""
     b = (tl.program_id(1) // (heads * GROUP)).to(tl.int64)
@@ -63,6 +67,7 @@ def row_sums_kernel(
     again = load_tile(again_ptr + b * again_b + query_head * again_h, first_row, again_n, count, ROWS, D, BLOCK_D, True)
     q = load_tile(q_ptr + b * q_b + query_head * q_h, first_row, q_n, count, ROWS, D, BLOCK_D, True)
     k_base = k_ptr + b * k_b + (query_head // GROUP) * k_h
+    copy_base = copy_ptr + b * copy_b + (query_head // GROUP) * copy_h
 
     origin = tl.full((ROWS,), NEG_INF, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -79,6 +84,8 @@ def row_sums_kernel(
         x = dot(again, keys, tl.zeros((ROWS, COLUMNS), tl.float32)) * scale
         origin, total, _, _ = add_terms(origin, total, tl.where(there, x, NEG_INF))
         if start <= first_row + ROWS - 1:
+            if COPIES:
+                keys = tl.trans(load_tile(copy_base, start, copy_n, count, COLUMNS, D, BLOCK_D, True))
             x = dot(q, keys, tl.zeros((ROWS, COLUMNS), tl.float32)) * scale
             x = tl.where(there & (column[None, :] <= row[:, None]), x, NEG_INF)
             origin, total, _, _ = add_terms(origin, total, x)

@@ -1,0 +1,111 @@
+"""The model repeats what a cache has read, for methods that choose by that: the exact replay of KVzip.
+
+    chunk by chunk     instruction, the last tokens before the chunk, the chunk itself
+                       one forward over the whole cache; the method learns from its queries and keys
+                       the tokens of the repetition are dropped
+
+The cache then holds the tokens that it had read, compressed. A table that is bounded already (a stream, a later turn)
+repeats its newest tokens, over what is left of the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvsketch.cache.layer import SlotLayer
+from kvsketch.cache.view import Prompt
+from kvsketch.methods.base import Method
+from kvsketch.methods.rehearse import divided, newest, newest_slots
+from kvsketch.slots.tensors import plain
+
+BEFORE = 8  # tokens before a chunk that are said again, so that the model knows where to go on
+
+
+class Repeating(Protocol):
+    """What a repetition asks of its cache (`CompressedCache`)."""
+
+    @property
+    def method(self) -> Method: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def slot_layers(self) -> list[SlotLayer]: ...
+    @property
+    def tokens_seen(self) -> int: ...
+    def activate_past_recording(self) -> None: ...
+    def end_recording(self) -> None: ...
+    def crop(self, tokens_to_remove: int) -> None: ...
+    def break_off(self, what: str) -> None: ...
+
+
+@torch.no_grad()
+def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor | None) -> None:
+    """Lets the model repeat the tokens that the method asks for, the last of `input_ids` [B, n]."""
+    method, tables = cache.method, [layer.table for layer in cache.slot_layers]
+    owed = method.owed(tables[0])
+    if not owed:
+        return
+    ids = input_ids[:, -owed:].to(model.device)
+    _require(cache, input_ids, owed)
+    for table in tables:
+        method.start_repetition(table)
+    said = ids[:, :0] if instruction is None else torch.as_tensor(instruction, device=ids.device).view(1, -1)
+    said = said.expand(len(ids), -1)
+    chunk = min(getattr(method, "chunk", owed), cache.chunk)
+    try:
+        begin = 0
+        for length in divided(owed, chunk):
+            ahead = torch.cat([said, ids[:, max(0, begin - BEFORE) : begin]], 1)
+            _say(cache, model, torch.cat([ahead, ids[:, begin : begin + length]], 1), length)
+            begin += length
+        with plain():
+            method.settle(tables)
+    except BaseException:
+        cache.break_off("a text that the model was repeating")
+        raise
+
+
+def _say(cache: Repeating, model: Any, ids: Tensor, length: int) -> None:
+    """One forward of which nothing stays; the method learns the last `length` tokens of it."""
+    layers, method, count = cache.slot_layers, cache.method, ids.shape[1]
+    cache.activate_past_recording()
+    prompts = [layer.prompt for layer in layers]
+    for layer in layers:
+        # A stream knows its padding from here and builds no mask.
+        layer.prompt = None if layer.chunk is None else Prompt(cache.tokens_seen + count, None, causal=True)
+    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    try:
+        model(ids, past_key_values=cache, use_cache=True, **options)
+        with plain():
+            heard = [(layer.pending, _keys(layer, count)) for layer in layers]
+        cache.crop(-count)
+    finally:
+        cache.end_recording()
+        for layer, prompt in zip(layers, prompts, strict=True):
+            layer.prompt = prompt
+    with plain():
+        for layer, (queries, keys) in zip(layers, heard, strict=True):
+            assert queries is not None
+            method.learn(layer.table, queries, keys, length)
+
+
+def _keys(layer: SlotLayer, count: int) -> Tensor:
+    """The keys of the newest tokens, which are about to go."""
+    return newest(layer.table, newest_slots(layer.table, count))[0].clone()
+
+
+def _require(cache: Repeating, input_ids: Tensor, owed: int) -> None:
+    if input_ids.dim() != 2 or input_ids.shape[1] < owed:
+        raise ValueError(
+            f"input_ids {list(input_ids.shape)} must hold the {owed} tokens that the cache has read and the model has "
+            "not repeated: pass the whole prompt"
+        )
+    if cache.slot_layers[0].table.padding is not None:
+        raise ValueError(
+            f"{cache.method.name} lets the model repeat the text, which rows with left padding cannot do together; "
+            "feed rows one at a time, or use rehearse:replay=virtual"
+        )
