@@ -52,6 +52,7 @@ from kvsketch.ops.weighted_attention.kernel import (
 TILE_BYTES = 16 * 1024
 PROGRAMS_PER_MULTIPROCESSOR = 4
 MAX_PIECES = 128
+PLAIN_TILE = 32  # slots of a tile that are not coded, beside tiles of codes
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,10 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Attended:
         if isinstance(call.k, CodedSlots) and isinstance(call.v, CodedSlots):
             _read_coded(call, call.k, call.v, launch, acc, sums)
             if tail:
-                _read(
-                    replace(call, k=none(size), v=none(value_size)),
-                    launch,
-                    acc,
-                    sums,
-                    lists * launch.list_splits + launch.span_splits,
-                )
+                # Extra slots are not coded: their tiles are those of plain rows.
+                plain = replace(launch, block_n=min(PLAIN_TILE, launch.block_n), warps=2)
+                before = lists * launch.list_splits + launch.span_splits
+                _read(replace(call, k=none(size), v=none(value_size)), plain, acc, sums, before)
             turned = pieces - tail if tail else None
             combine(
                 acc, sums, out, state, pieces, sinks, True, None, launch.overlap, turned=call.v, turned_splits=turned
@@ -165,7 +163,7 @@ def _read(call: Arguments, launch: Plan, acc: Tensor, sums: Tensor, skipped: int
         D=size, DV=value_size, BLOCK_D=block_size(size), BLOCK_DV=block_size(value_size),
         BLOCK_M=block_size(query_heads // heads), BLOCK_N=launch.block_n, STAGES=launch.stages,
         CAPPED=call.softcap is not None, EXTRA=extra is not None, CUT=cut is not None and not skipped,
-        OVERLAP=launch.overlap, num_warps=max(2, launch.warps),
+        OVERLAP=launch.overlap, num_warps=launch.warps,
     )  # fmt: skip
 
 
