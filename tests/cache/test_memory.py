@@ -21,7 +21,7 @@ FORMS = [
     "kcenter:key_bits=4",
     "clusterkv:bits=2",
     "clusterkv:offload=host",
-    "quest:offload=host",
+    "quest:bits=4:offload=host",
     "infinigen:offload=host",
     "balancekv:form=stream",
     "balancekv:den_weight=pow2",

@@ -260,6 +260,10 @@ def hot_rows() -> None:
     store = Store(normal(B, H, S, D), normal(B, H, S, D), ints(B))
     buffer = Buffer(normal(B, H, S, D), normal(B, H, S, D), 0, 100)
     ops.hot_rows(ints(B, HQ, 20), ints(B), new_places(B, H, S, 100, torch.device("cpu")), store, buffer)
+    codes, steps = normal(B, H, S, D // 4).view(torch.uint8), normal(B, H, S, 1)
+    store = Store(codes, codes, ints(B), (steps, steps))
+    buffer = Buffer(codes, codes, 0, 100, (steps, steps))
+    ops.hot_rows(ints(B, HQ, 20), ints(B), new_places(B, H, S, 100, torch.device("cpu")), store, buffer)
 
 
 def decoder_layer() -> None:

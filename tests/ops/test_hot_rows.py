@@ -112,6 +112,24 @@ def test_kernel_equals_reference(device: torch.device, keep: int) -> None:
             assert torch.equal(a, b)
 
 
+def test_codes_come_with_their_steps(implementation: ModuleType, device: torch.device) -> None:
+    case = Case(device, batch=1, entries=24)
+    keys, values = (normal(1, 2, 60, n).view(torch.uint8) for n in (2, 3))
+    steps = (normal(1, 2, 60, 1, seed=3, dtype=torch.float16), normal(1, 2, 60, 1, seed=4, dtype=torch.float16))
+    far = [t.pin_memory() if device.type == "cuda" else t for t in (keys, values, *steps)]
+    near = [torch.zeros(1, 2, 29, t.shape[3], dtype=t.dtype, device=device) for t in far]
+    case.store = case.store._replace(keys=far[0], values=far[1], steps=(far[2], far[3]))
+    case.buffer = case.buffer._replace(keys=near[0], values=near[1], steps=(near[2], near[3]))
+    for step in range(3):
+        rows = random_lists(case, 3, 8, step, span=20)
+        slots = case.call(implementation, rows)
+        case.assert_served(rows, slots)
+        for h in range(2):
+            for token, slot in zip(rows[0, 3 * h].tolist(), slots[0, 3 * h].tolist(), strict=True):
+                if token >= 0:
+                    assert [float(n[0, h, slot]) for n in near[2:]] == [float(f[0, h, token]) for f in far[2:]]
+
+
 def test_more_entries_than_one_block(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from kvsketch.ops.hot_rows import kernel

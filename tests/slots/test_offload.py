@@ -14,7 +14,7 @@ from kvsketch import CompressedCache
 from kvsketch.slots import host
 from tests.decode.test_decoding import DEVICE, without_gpu  # noqa: F401
 from tests.helpers import zoo
-from tests.helpers.common import generate, padded
+from tests.helpers.common import generate, padded, read_pieces
 
 # Small clusters, pages and tails, so that a short text passes through everything several times.
 NEAR = {
@@ -191,3 +191,37 @@ def test_what_cannot_be_offloaded_says_so() -> None:
         kvsketch.parse_method("quest:offload=disk")
     with pytest.raises(ValueError, match="keep_steps=0"):
         kvsketch.parse_method("clusterkv:keep_steps=0")
+
+
+@pytest.mark.parametrize("bits", ["bits=4", "key_bits=8"])
+@pytest.mark.parametrize("name", ["clusterkv", "quest", "infinigen"])
+def test_codes_move_to_the_host_and_back(name: str, bits: str, tmp_path: Path) -> None:
+    """What few bits on the device give: steps, a second prompt, a file, other rows, a stream."""
+    model = zoo.build("llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16).to(DEVICE)
+    ids, mask = padded(tokens(2, 120), [0, 74])
+    near, far, plain = (
+        CompressedCache(model, f"{NEAR[name]}:{rest}") for rest in (bits, f"{bits}:offload=host", "offload=host")
+    )
+
+    def read(cache: Any, *ends: int) -> torch.Tensor:
+        seen = cache.tokens_seen
+        return read_pieces(model, cache, ids, mask, list(zip([seen, *ends], ends, strict=False)))
+
+    steps = range(81, 92)
+    torch.testing.assert_close(
+        *(read(cache, 80, *steps, 101, *range(102, 106)) for cache in (near, far)), atol=1e-5, rtol=1e-5
+    )
+    read(plain, 80, *steps, 101, *range(102, 106))
+    assert 0 < far.host_bytes < (0.4 if bits == "bits=4" else 0.8) * plain.host_bytes
+    far.save(tmp_path / "far.kvs")
+    far = CompressedCache.load(tmp_path / "far.kvs", model)
+    for cache in (near, far):
+        cache.reorder_cache(torch.tensor([1, 1], device=DEVICE))
+    ids, mask = ids[[1, 1]], mask[[1, 1]]
+    torch.testing.assert_close(*(read(cache, *range(106, 120)) for cache in (near, far)), atol=1e-5, rtol=1e-5)
+    streams = [
+        CompressedCache(model, f"{NEAR[name]}:{rest}", prefill="stream", chunk=40)
+        for rest in (bits, f"{bits}:offload=host")
+    ]
+    torch.testing.assert_close(*(kvsketch.prefill(model, ids, cache, mask) for cache in streams), atol=1e-5, rtol=1e-5)
+    assert streams[1].host_bytes > 0

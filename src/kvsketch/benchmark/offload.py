@@ -151,7 +151,7 @@ class Offload(ShapeBenchmark):
         done = counts_of(far) - before
         table = far.cache.slot_layers[-1].table
         assert table.host is not None
-        row_bytes = (table.host.keys.shape[3] + table.host.values.shape[3]) * table.host.keys.element_size()
+        row_bytes = sum(part.shape[3] * part.element_size() for part in table.host.parts)
         row |= dict(zip(("host_ms", "host_p10_ms", "host_p90_ms"), spread(times), strict=True))
         return row | {
             "hit_rate": float(done[HITS] / done[READS]),

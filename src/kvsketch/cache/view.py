@@ -117,7 +117,7 @@ class LayerView:
         sink_logits: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        if self.layer.table.host is not None and not self.exact:
+        if self.layer.table.is_offloaded:
             raise ValueError(READS_EVERYTHING.format(model=self.layer.model_name))
         slot_bias = masks.mask_at_slots(mask, query, lambda: self.index, self.seen, self.layer.table.shape[1])
         if bias is not None:
@@ -261,7 +261,7 @@ class ChunkView(LayerView):
         table, layer = self.layer.table, self.layer
         assert self.prompt is not None
         layer.method.prepare(table, self.keys[:, :, start:end], self.values[:, :, start:end])
-        if table.host is not None and not table.exact:
+        if table.is_offloaded:
             raise ValueError(READS_EVERYTHING.format(model=layer.model_name))
         masked = bias is not None or not self.prompt.causal
         if table.exact or masked:

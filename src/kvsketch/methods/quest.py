@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvsketch import ops
@@ -103,8 +104,11 @@ class Quest(RecallingMethod):
         state.pages_cover = table.seen
         self._reserve(table)
         # A captured step finds its token by the device's own count.
-        next_slot = table.next_slot if new == 1 else None
-        keys = table.key_slots() if next_slot is not None else offloaded.newest(table, table.seen - new)[0]
+        next_slot = table.next_slot if new == 1 and not table.bits else None
+        if new == 1:
+            keys = self.newest_key(table) if next_slot is None else table.key_slots()
+        else:
+            keys = offloaded.newest(table, table.seen - new)[0]
         ops.widen_pages(
             *state.bounds(),
             keys,
@@ -123,11 +127,11 @@ class Quest(RecallingMethod):
 
     def _reserve(self, table: SlotTable) -> None:
         """Makes room for the pages of all tokens, and some more when there is too little."""
-        state, keys, needed = table.state_of(self.State), table.key_slots(), self._pages(table.seen)
+        state, keys, needed = table.state_of(self.State), table.stores()[0], self._pages(table.seen)
         if needed <= state.count:
             return
         shape = (*keys.shape[:2], needed + max(8, needed // 8), keys.shape[3])
-        longer = [keys.new_full(shape, nothing) for nothing in NOTHING]
+        longer = [torch.full(shape, nothing, dtype=keys.dtype, device=keys.device) for nothing in NOTHING]
         for bounds, present in zip(longer, state.bounds() if state.indexed else (), strict=False):
             bounds[:, :, : state.count] = present
         state.page_min, state.page_max = longer

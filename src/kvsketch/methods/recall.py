@@ -62,10 +62,6 @@ class RecallingMethod(Method, ABC):
         if budget.tokens is not None and budget.tokens <= self.sinks:
             raise ValueError(f"{self.name}: budget={budget} leaves nothing beside {self.sinks} sinks; use more")
 
-    @property
-    def uncodable(self) -> str:
-        return "offload=host moves keys and values in the dtype of the model" if self.offload == "host" else ""
-
     # what a method adds: its index, and how much of the store a query head reads
 
     @property
@@ -138,8 +134,11 @@ class RecallingMethod(Method, ABC):
         if table.new_tokens > 1:
             self._note_row_budgets(table)
         self.index(table)
-        if self.offload == "none":
+        if self.offload == "none" or (table.bits and table.seen < codes.LEAST):
             return
+        if table.bits and table.exact and (self.reads_on(table) or self.is_indexed(table)):
+            # The index has read exact keys; codes are what moves.
+            table.bound(table.seen)
         if self.reads_on(table) and table.seen > self.budget_tokens(table):
             offloaded.offload(table, table.seen, self.sinks, self.tail_tokens, 1)
             table.state_of(self.State).unfinished = 1
@@ -181,6 +180,7 @@ class RecallingMethod(Method, ABC):
             assert table.host is not None
             return table.seen + 1 - table.host.length >= self.tail_tokens
         starts = self.selects(table) and not self.is_indexed(table) and table.seen + 1 > self.budget_tokens(table)
+        starts = starts or (self.offload == "host" and self.is_indexed(table))
         return starts or Full().maintenance_due(table)
 
     def slots_of(self, table: SlotTable, rows: Tensor) -> Tensor:  # [B, L, M] int32

@@ -63,7 +63,7 @@ class LayerShape:
     def offloaded(self, sinks: int, tail: int, places: int) -> int:
         """What stays on the device: sinks, tail and hot set, and the maps of the hot set."""
         near = (sinks + tail) * (INDEX + WEIGHT) + (sinks + tail + places) * self.pair
-        maps = 4 * host_capacity(self.tokens) + 2 * 4 * places + 4 * 8
+        maps = 4 * host_capacity(self.tokens) + 2 * 4 * places + 4 * 8 + 4 * EXACT
         return self.all_heads * (near + maps) + self._once() + self.batch * 2 * 4
 
     def _once(self) -> int:

@@ -115,7 +115,9 @@ def _require_tokens_in_slots(table: SlotTable) -> None:
     """Recall methods find a token by its number: in the slot of that number, or in host memory and its tail."""
     slots = table.stores()[1].shape[2]
     held = min(table.length, slots)
-    if table.host is not None and not table.exact:
+    if table.host is not None and not table.exact and not table.bits and not table.hot.tokens:
+        raise ValueError("a table has tokens in host memory and no hot set")
+    if table.host is not None and table.is_offloaded:
         hot = table.hot
         held = table.host.length + table.length - hot.sinks
         if hot.sinks > table.length or not hot.tokens or table.length + hot.places > slots:

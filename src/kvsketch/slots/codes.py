@@ -34,6 +34,10 @@ class FewBits:
     def __bool__(self) -> bool:
         return self.keys != PLAIN or self.values != PLAIN
 
+    @property
+    def pair(self) -> tuple[int, int]:
+        return self.keys, self.values
+
 
 @dataclass
 class SlotCodes(CodedSlots):
@@ -263,6 +267,22 @@ def held(slots: Slots | None) -> list[Tensor]:
 def flat(slots: Slots | None) -> list[Tensor | None]:
     """What follows the slots of a flat store."""
     return [slots] if slots is None or isinstance(slots, Tensor) else [slots.codes, slots.steps]
+
+
+def vector_bytes(like: Tensor, bits: int) -> int:
+    """Bytes of one vector like these, [..., D], in so many bits."""
+    plain = like.shape[-1] * like.element_size()
+    return plain if bits == PLAIN else Codec(bits, like.shape[-1]).code_bytes + codecs.STEP_DTYPE.itemsize
+
+
+def row_parts(slots: Slots) -> list[Tensor]:
+    """What a slot consists of, as tensors [B, H, S, n]: the vector, or codes and step."""
+    return [slots] if isinstance(slots, Tensor) else [slots.codes, slots.steps.unsqueeze(-1)]
+
+
+def of_parts(like: Slots, parts: list[Tensor]) -> Slots:
+    """Slots of these parts, with the center and the exact vectors of `like`."""
+    return parts[0] if isinstance(like, Tensor) else replace(like, codes=parts[0], steps=parts[1].squeeze(-1))
 
 
 def require_finite(slots: Slots, what: str, layer: int) -> None:

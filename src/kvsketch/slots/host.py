@@ -10,6 +10,7 @@ import functools
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ GIB = 1 << 30
 
 
 class HostStore:
-    """Keys [R, H, capacity, D] and values [R, H, capacity, Dv], of which the first `length` tokens are written."""
+    """Tensors [R, H, capacity, n], of which the first `length` tokens are written: keys and values, or their codes and
+    steps.
+    """
 
-    def __init__(self, keys: Tensor, values: Tensor, rows: int, capacity: int) -> None:
-        """An empty store for tokens like those of keys [B, H, n, D] and values [B, H, n, Dv]."""
-        self.device, self.length, self.capacity = keys.device, 0, capacity
-        shapes = [(rows, t.shape[1], capacity, t.shape[3]) for t in (keys, values)]
-        require_host_memory(store_bytes(keys, values, rows, capacity))
-        self.keys, self.values = (self._allocate(shape, keys.dtype) for shape in shapes)
+    def __init__(self, like: Sequence[Tensor], rows: int, capacity: int) -> None:
+        """An empty store for tokens whose keys and values consist of tensors like these, [B, H, tokens, n]."""
+        self.device, self.length, self.capacity = like[0].device, 0, capacity
+        require_host_memory(store_bytes(like, rows, capacity))
+        self.parts = [self._allocate((rows, t.shape[1], capacity, t.shape[3]), t.dtype) for t in like]
         self._written: Any = None  # the event after copies that run beside the device's own work
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -50,40 +52,46 @@ class HostStore:
         weakref.finalize(self, _retire, self.device, tensor.data_ptr(), buffer)
         return tensor
 
-    def tensors(self) -> list[Tensor]:
-        return [self.keys, self.values]
+    @property
+    def rows(self) -> int:
+        """R, the texts that it holds."""
+        return self.parts[0].shape[0]
 
-    def write(self, start: int, keys: Tensor, values: Tensor, aside: bool = False) -> None:
+    def tensors(self) -> list[Tensor]:
+        return self.parts
+
+    def write(self, start: int, tokens: Sequence[Tensor], aside: bool = False) -> None:
         """Copies tokens [R, H, n, D] to places [start, start + n); `aside`: beside the work of the current stream."""
         if self.device.type != "cuda":
-            self._copy_in(start, keys, values)
+            self._copy_in(start, tokens)
         elif aside:
             stream, current = _side_stream(self.device), torch.cuda.current_stream(self.device)
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                self._copy_in(start, keys, values)
+                self._copy_in(start, tokens)
                 self._written = stream.record_event()
-            for tensor in (keys, values):
+            for tensor in tokens:
                 tensor.record_stream(stream)
         else:
             self.wait()
-            self._copy_in(start, keys, values)
-        self.length = start + keys.shape[2]
+            self._copy_in(start, tokens)
+        self.length = start + tokens[0].shape[2]
 
-    def _copy_in(self, start: int, keys: Tensor, values: Tensor) -> None:
-        for far, near in ((self.keys, keys), (self.values, values)):
+    def _copy_in(self, start: int, tokens: Sequence[Tensor]) -> None:
+        for far, near in zip(self.parts, tokens, strict=True):
             for row in range(far.shape[0]):
                 for head in range(far.shape[1]):
                     # One head at a time: only a contiguous copy needs no staging buffer.
                     place = far[row, head, start : start + near.shape[2]]
                     place.copy_(near[row, head], non_blocking=True)
 
-    def read(self, rows: list[int], keys: Tensor, values: Tensor | None = None) -> None:
-        """Copies all tokens of the named store rows to the first places of keys and values [B, H, n, D]."""
+    def read(self, rows: list[int], into: Sequence[Tensor]) -> None:
+        """Copies all tokens of the named store rows to the first places of tensors [B, H, tokens, n], the first so
+        many of its own.
+        """
         self.wait()
-        for far, near in ((self.keys, keys), (self.values, values)):
-            for to, row in enumerate(rows if near is not None else []):
-                assert near is not None
+        for far, near in zip(self.parts, into, strict=False):
+            for to, row in enumerate(rows):
                 for head in range(far.shape[1]):
                     near[to, head, : self.length].copy_(far[row, head, : self.length], non_blocking=True)
 
@@ -92,13 +100,13 @@ class HostStore:
         self.synchronize()
         other = HostStore.__new__(HostStore)
         other.device, other.length, other.capacity, other._written = self.device, self.length, capacity, None
-        require_host_memory(store_bytes(self.keys, self.values, len(rows), capacity))
-        for name in ("keys", "values"):
-            far = getattr(self, name)
+        require_host_memory(store_bytes(self.parts, len(rows), capacity))
+        other.parts = []
+        for far in self.parts:
             near = other._allocate((len(rows), far.shape[1], capacity, far.shape[3]), far.dtype)
             for to, row in enumerate(rows):
                 near[to, :, : self.length] = far[row, :, : self.length]
-            setattr(other, name, near)
+            other.parts.append(near)
         return other
 
     def wait(self) -> None:
@@ -114,12 +122,12 @@ class HostStore:
             self._written = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
-        return self.moved(list(range(self.keys.shape[0])), self.capacity)
+        return self.moved(list(range(self.rows)), self.capacity)
 
 
-def store_bytes(keys: Tensor, values: Tensor, rows: int, capacity: int) -> int:
+def store_bytes(like: Sequence[Tensor], rows: int, capacity: int) -> int:
     """Bytes of a store for tokens like these."""
-    return rows * keys.shape[1] * capacity * (keys.shape[3] + values.shape[3]) * keys.element_size()
+    return rows * capacity * sum(t.shape[1] * t.shape[3] * t.element_size() for t in like)
 
 
 def require_host_memory(needed: int) -> None:

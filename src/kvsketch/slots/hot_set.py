@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.hot_rows import HITS, READS, HotPlaces, new_places
+from kvsketch.slots.codes import EXACT
 from kvsketch.slots.state import ANY, Range, TableState, number, per_row
 
 
@@ -30,6 +31,8 @@ class HotSet(TableState):
     token_of: Tensor = per_row(lambda t, s: Range((*t.shape[:2], s.places), -1, s.tokens - 1))  # [B, H, places]
     last_read: Tensor = per_row(lambda t, s: Range((*t.shape[:2], s.places), ANY.min, ANY.max))  # [B, H, places]
     counts: Tensor | None = per_row(lambda t, s: Range((*t.shape[:2], 4), 0, ANY.max))  # [B, H, 4]
+    # [B, H, E] int32, 1: the vectors of the first tokens that codes keep exact are there
+    exact: Tensor | None = per_row(lambda t, s: Range((*t.shape[:2], EXACT), 0, 1))
     sinks: int = number()  # slots that the sinks have
 
     @property
@@ -75,7 +78,7 @@ def hit_rate(hot_sets: Iterable[HotSet]) -> float | None:
 
 
 def _host_rows(table: Any) -> int:
-    return int(table.shape[0] if table.host is None else table.host.keys.shape[0])
+    return int(table.shape[0] if table.host is None else table.host.rows)
 
 
 def _width(tensor: Tensor | None) -> int:

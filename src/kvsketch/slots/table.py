@@ -108,6 +108,11 @@ class SlotTable(Place):
         return self.index is None
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether the device holds only a part of the tokens."""
+        return self.host is not None and not self.exact and self.hot.tokens > 0
+
+    @property
     def in_place(self) -> bool:
         """True when this forward wrote one token into a bounded table: compress must then work in place."""
         return not self.exact and self.appended == 1

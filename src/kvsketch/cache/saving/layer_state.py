@@ -24,7 +24,7 @@ from kvsketch.slots.codes import PARTS, SlotCodes
 from kvsketch.slots.host import HostStore
 from kvsketch.slots.hot_set import HotSet
 from kvsketch.slots.layout import Layout
-from kvsketch.slots.offloaded import host_capacity
+from kvsketch.slots.offloaded import host_capacity, parts_of
 from kvsketch.slots.state import HOST, NUMBER, TableState
 from kvsketch.slots.table import SAVED, SlotTable
 
@@ -74,8 +74,8 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {"layout": f"{name}.capacity"}
     if isinstance(value, HostStore):
         value.synchronize()
-        for part in ("keys", "values"):
-            tensors[f"{name}.{part}"] = getattr(value, part)[:, :, : value.length]
+        for part, tensor in zip(_part_names(len(value.parts)), value.parts, strict=True):
+            tensors[f"{name}.{part}"] = tensor[:, :, : value.length]
         return {"store": name}
     if isinstance(value, dict):
         return {"dict": [[key, _encode(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
@@ -86,6 +86,11 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, torch.device):
         return {"device": "that of the layer"}
     raise ValueError(f"a cache with a {type(value).__name__} at {name} cannot be saved; use copy.deepcopy(cache)")
+
+
+def _part_names(count: int) -> list[str]:
+    """What a host store calls its tensors in a file: keys and values, or the parts of codes in their order."""
+    return ["keys", "values"] if count == 2 else [f"part{number}" for number in range(count)]
 
 
 class LayerReader:
@@ -130,18 +135,21 @@ class LayerReader:
         return state
 
     def _store(self, table: SlotTable, name: str) -> HostStore:
-        keys, values = self._tensor(f"{name}.keys"), self._tensor(f"{name}.values")
         if table.empty:
             raise ValueError("a table has tokens in host memory and counts none")
-        near = table.buffers()
-        fits = keys.dim() == 4 and values.shape[:3] == keys.shape[:3] and keys.dtype == near[0].dtype
-        if not fits or any(far.shape[1::2] != n.shape[1::2] for far, n in zip((keys, values), near, strict=True)):
+        near = parts_of(table)
+        far = [self._tensor(f"{name}.{part}") for part in _part_names(len(near))]
+        alike = all(f.dim() == 4 and f.shape[:3] == far[0].shape[:3] for f in far)
+        if not alike or any(
+            f.dtype != n.dtype or f.shape[1::2] != n.shape[1::2] for f, n in zip(far, near, strict=True)
+        ):
             raise ValueError("the keys and values in host memory do not fit those on the device")
-        capacity = table.hot.tokens or host_capacity(keys.shape[2])
-        if capacity < keys.shape[2]:
+        tokens = far[0].shape[2]
+        capacity = table.hot.tokens or host_capacity(tokens)
+        if capacity < tokens:
             raise ValueError("the hot set has no place for some tokens in host memory")
-        store = HostStore(*near, keys.shape[0], capacity)
-        store.write(0, keys, values)
+        store = HostStore(near, far[0].shape[0], capacity)
+        store.write(0, far)
         return store
 
     def _codes(self, saved: dict[str, Any]) -> SlotCodes:

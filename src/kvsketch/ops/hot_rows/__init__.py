@@ -41,11 +41,12 @@ class HotPlaces(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Keys and values in host memory; batch rows that began alike may share a row of it."""
+    """Keys and values in host memory, as they are held; batch rows that began alike may share a row of it."""
 
     keys: Tensor  # [R, H, N, D]
     values: Tensor  # [R, H, N, Dv]
     row: Tensor  # [B] int32, on the device: the row of the store that a batch row reads
+    steps: tuple[Tensor, Tensor] | None = None  # [R, H, N, 1] each, what goes along with codes
 
 
 class Buffer(NamedTuple):
@@ -55,6 +56,15 @@ class Buffer(NamedTuple):
     values: Tensor  # [B, H, S, Dv]
     first_tail: int
     first_hot: int
+    steps: tuple[Tensor, Tensor] | None = None  # [B, H, S, 1] each
+
+
+def pairs(store: Store, buffer: Buffer) -> list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
+    """What is copied together: tensors of the store, and where they go."""
+    found = [((store.keys, store.values), (buffer.keys, buffer.values))]
+    if store.steps is not None and buffer.steps is not None:
+        found.append((store.steps, buffer.steps))
+    return found
 
 
 def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> Tensor:
@@ -93,7 +103,9 @@ def _check(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buf
     for name, tensor in (("tail", tail), ("store row", store.row)):
         if tensor.shape != (batch,) or tensor.dtype != torch.int32:
             raise ValueError(f"{name} must be int32 [{batch}], got {tensor.dtype} {list(tensor.shape)}.")
-    for stored, near in ((store.keys, buffer.keys), (store.values, buffer.values)):
+    if (store.steps is None) != (buffer.steps is None):
+        raise ValueError("store and buffer must both have steps or neither; those of codes go along with them.")
+    for stored, near in (pair for both in pairs(store, buffer) for pair in zip(*both, strict=True)):
         if stored.dtype != near.dtype or stored.shape[1] != heads or stored.shape[3] != near.shape[3]:
             raise ValueError(
                 f"store {stored.dtype} {list(stored.shape)} does not fit buffer {near.dtype} {list(near.shape)}: "

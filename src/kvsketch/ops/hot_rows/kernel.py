@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.tensors import readable
-from kvsketch.ops.hot_rows import OLDEST, Buffer, HotPlaces, Store
+from kvsketch.ops.hot_rows import OLDEST, Buffer, HotPlaces, Store, pairs
 
 BLOCK = 4096
 COPY_ROWS = 16
@@ -19,7 +19,8 @@ AGE_BITS = tl.constexpr(OLDEST.bit_length())
 
 def supported(store: Store, buffer: Buffer) -> bool:
     """True when programs on the buffer's device can read the store."""
-    return all(readable(rows, buffer.keys.device) for rows in (store.keys, store.values, buffer.keys, buffer.values))
+    rows = [tensor for both in pairs(store, buffer) for side in both for tensor in side]
+    return all(readable(each, buffer.keys.device) for each in rows)
 
 
 def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> Tensor:
@@ -32,20 +33,22 @@ def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: B
     copies = torch.empty((batch * heads, 2, entries), dtype=torch.int32, device=rows.device)
     count = torch.empty(batch * heads, dtype=torch.int32, device=rows.device)
     block, hot_block = (min(BLOCK, max(64, triton.next_power_of_2(size))) for size in (entries, places))
-    size, value_size = buffer.keys.shape[3], buffer.values.shape[3]
     with on(rows.device):
         place_kernel[(batch * heads,)](
             rows, tail, *hot, slots, copies, count,
             heads, entries, places, hot.place_of.shape[2], buffer.first_tail, buffer.first_hot,
             BLOCK=block, HOT_BLOCK=hot_block, num_warps=min(16, max(4, block // 256)),
         )  # fmt: skip
-        copy_kernel[(triton.cdiv(entries, COPY_ROWS), batch * heads)](
-            copies, count, store.row, store.keys, store.values, buffer.keys, buffer.values,
-            heads, entries, buffer.first_hot, *store.keys.stride()[:3], *store.values.stride()[:3],
-            *buffer.keys.stride()[:3], *buffer.values.stride()[:3],
-            D=size, DV=value_size, BLOCK_D=triton.next_power_of_2(size), BLOCK_DV=triton.next_power_of_2(value_size),
-            ROWS=COPY_ROWS, num_warps=4,
-        )  # fmt: skip
+        for (far_k, far_v), (near_k, near_v) in pairs(store, buffer):
+            size, value_size = near_k.shape[3], near_v.shape[3]
+            copy_kernel[(triton.cdiv(entries, COPY_ROWS), batch * heads)](
+                copies, count, store.row, far_k, far_v, near_k, near_v,
+                heads, entries, buffer.first_hot, *far_k.stride()[:3], *far_v.stride()[:3],
+                *near_k.stride()[:3], *near_v.stride()[:3],
+                D=size, DV=value_size,
+                BLOCK_D=triton.next_power_of_2(size), BLOCK_DV=triton.next_power_of_2(value_size),
+                ROWS=COPY_ROWS, num_warps=4,
+            )  # fmt: skip
     return slots
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.ops.hot_rows import CALLS, COPIES, HITS, OLDEST, READS, Buffer, HotPlaces, Store
+from kvsketch.ops.hot_rows import CALLS, COPIES, HITS, OLDEST, READS, Buffer, HotPlaces, Store, pairs
 
 
 def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> Tensor:
@@ -65,7 +65,7 @@ def _fill(missing: Tensor, count: Tensor, call: Tensor, hot: HotPlaces, store: S
     hot.last_read[taken] = call.expand_as(age)[taken]
 
     where = (store.row.long()[batch].to(store.keys.device), head.to(store.keys.device), token.to(store.keys.device))
-    for near, far in ((buffer.keys, store.keys), (buffer.values, store.values)):
+    for far, near in (pair for both in pairs(store, buffer) for pair in zip(*both, strict=True)):
         near[batch, head, place + buffer.first_hot] = far[where].to(near.device)
 
 
