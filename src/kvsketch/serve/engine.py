@@ -61,6 +61,7 @@ class Run:
     token: Tensor | None = None  # [1, 1], the last one, of a request that takes its steps by itself
     row: int | None = None  # in the shared tables
     step: Step | None = None  # captured, of a request that shares nothing
+    returned: bool = False  # whether the cache serves others
     launched: int = 0  # tokens that the device has been told to make
     delivered: int = 0
 
@@ -336,13 +337,15 @@ class BatchedEngine:
         tables = [layer.table for layer in run.cache.slot_layers]
         budgets = [self.method.budget_tokens(table) for table in tables]
         ticket.tokens_stored = None if None in budgets else max(budget for budget in budgets if budget is not None)
+        ticket.device_bytes = run.cache.device_bytes
         with self._changed:
             self._reading.remove(run)
             self._running.append(run)
         self._send(Tokens.of([run], run.token, [0]))
         if run in self._running:
             self._try_to_join(run)
-            ticket.device_bytes = run.cache.device_bytes if run.row is None else self.bytes_per_row
+            if run.row is not None:
+                ticket.device_bytes = self.bytes_per_row
 
     def _try_to_join(self, run: Run) -> None:
         """Puts a row into the shared tables if it fits."""
@@ -356,12 +359,15 @@ class BatchedEngine:
         self._give_back(run)
 
     def _give_back(self, run: Run) -> None:
-        """The cache of a prompt serves another one."""
-        cache = run.cache
-        if isinstance(cache, WatchedCache) and run.ticket.request.document is None and len(self._spare) < self.readers:
-            cache.reset()
+        """Frees the cache of a request at once: it refers to itself, and the garbage collector comes late."""
+        if run.returned:
+            return
+        run.returned, cache = True, run.cache
+        cache.reset()
+        if isinstance(cache, WatchedCache):
             cache.watch = None
-            self._spare.append(cache)
+            if run.ticket.request.document is None and len(self._spare) < self.readers:
+                self._spare.append(cache)
 
     # decode steps
 
@@ -453,11 +459,12 @@ class BatchedEngine:
         if run.chunks is not None:
             run.chunks.close()
             run.chunks = None
-            self._give_back(run)
         if run.row is not None:
             assert self._shared is not None
             self._shared.leave(run.row)
             run.row = None
+        run.step = None
+        self._give_back(run)
 
     def _end(self, run: Run, reason: FinishReason, error: BaseException | None = None) -> None:
         self._leave(run)
