@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.decode.asking import chat_frame
 from kvsketch.evaluation import budgets
 from kvsketch.evaluation.experiment import Cell, Experiment, ExperimentOptions, cache_seed, failure
 from kvsketch.evaluation.shared_prefill import Prefilled, memory, rows_that_fit, shared_prefill, streamed_prefill
@@ -32,6 +33,7 @@ from kvsketch.models import encode_chat
 from kvsketch.options import option
 
 LARGEST_BATCH = 64
+REPEAT = "\n\nRepeat the previous context exactly."
 AUTO, SEEN, UNSEEN = "auto", "seen", "unseen"
 
 
@@ -158,6 +160,8 @@ class QuestionExperiment(Experiment):
             inputs = _left_padded([ids for ids, _asked in texts])
             # What a streaming prompt leaves behind differs from method to method.
             prefilled = inputs if self.options.chunk else shared_prefill(self.model, inputs)
+            if isinstance(prefilled, Prefilled):
+                prefilled.instruction = repeat_instruction(self.tokenizer)
         except torch.OutOfMemoryError:
             if len(texts) == 1:
                 raise
@@ -175,8 +179,14 @@ class QuestionExperiment(Experiment):
                 if (cell.method, cell.budget) == (method, budget)
             ]
             rows = list(dict.fromkeys(each.row for each in wanted))
-            for part in _chunks(rows, self.options.rows_per_seed if parse_method(method).random else len(rows)):
+            for part in _chunks(rows, self._texts_together(method, len(rows))):
                 yield from self._measure_rows(prefilled, part, [each for each in wanted if each.row in part], size)
+
+    def _texts_together(self, method: str, count: int) -> int:
+        """How many of `count` texts can share a cache: fewer if rows would share random numbers or a repetition."""
+        chosen = parse_method(method)
+        together = self.options.rows_per_seed if chosen.random else count
+        return 1 if getattr(chosen, "repeats", False) else together
 
     def _measure_rows(
         self, prompts: Prefilled | dict[str, Tensor], rows: list[int], asked: list[Asked], size: int
@@ -209,7 +219,7 @@ class QuestionExperiment(Experiment):
             cache, facts = self._fitted.cache(make, cell.method, cell.budget, length, unit)
             chosen = pairs[0]
         else:
-            chosen = prompts.rows(rows) if len(rows) < len(prompts.input_ids) else prompts
+            chosen = prompts.rows(rows, unpadded=True) if len(rows) < len(prompts.input_ids) else prompts
             length = chosen.input_ids.shape[1]
             cache, facts = self._fitted.cache(
                 lambda text: chosen.cache(text, seed), cell.method, cell.budget, length, unit
@@ -244,6 +254,14 @@ class QuestionExperiment(Experiment):
             **facts,
             **question.facts,
         }
+
+
+def repeat_instruction(tokenizer: Any) -> Tensor:
+    """What KVzip says before the model repeats the text, and the turn to the model."""
+    ids: Tensor = tokenizer(REPEAT + chat_frame(tokenizer).after, add_special_tokens=False, return_tensors="pt")[
+        "input_ids"
+    ]
+    return ids
 
 
 def _way(cell: Cell) -> str:

@@ -90,18 +90,18 @@ class Prefilled:
         self.model, self.input_ids, self.attention_mask = model, ids, mask
         self.read, self.queries, self.logits = read, queries, logits
         self.chosen: list[int] | None = None  # the rows of `read` that these are; None: all
+        self.start = 0  # left padding that a row alone does without
+        self.instruction: Tensor | None = None  # what a method that repeats the text lets the model hear first
 
-    def rows(self, chosen: list[int]) -> Prefilled:
-        """Some rows of the batch; what was computed for them stays where it is."""
-        found = Prefilled(
-            self.model,
-            self.input_ids[chosen],
-            self.attention_mask[chosen],
-            self.read,
-            self.queries,
-            self.logits[chosen],
-        )
+    def rows(self, chosen: list[int], unpadded: bool = False) -> Prefilled:
+        """Some rows of the batch; what was computed for them stays where it is. One row may do without its padding."""
+        ids, mask = self.input_ids[chosen], self.attention_mask[chosen]
+        alone = unpadded and len(chosen) == 1 and all(isinstance(layer, SlotLayer) for layer in self.read.layers)
+        start = int((mask == 0).sum()) if alone else 0
+        logits = self.logits[chosen]
+        found = Prefilled(self.model, ids[:, start:], mask[:, start:], self.read, self.queries, logits)
         found.chosen = chosen if self.chosen is None else [self.chosen[row] for row in chosen]
+        found.start, found.instruction = self.start + start, self.instruction
         return found
 
     @torch.no_grad()
@@ -125,7 +125,7 @@ class Prefilled:
         return cache
 
     def _own(self, tensor: Tensor) -> Tensor:
-        return tensor if self.chosen is None else tensor[self.chosen]
+        return tensor if self.chosen is None else tensor[self.chosen, :, self.start :]
 
     @torch.no_grad()
     def generate(
