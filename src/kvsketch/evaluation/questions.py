@@ -186,7 +186,7 @@ class QuestionExperiment(Experiment):
         """How many of `count` texts can share a cache: fewer if rows would share random numbers or a repetition."""
         chosen = parse_method(method)
         together = self.options.rows_per_seed if chosen.random else count
-        return 1 if getattr(chosen, "repeats", False) else together
+        return 1 if chosen.repeats else together
 
     def _measure_rows(
         self, prompts: Prefilled | dict[str, Tensor], rows: list[int], asked: list[Asked], size: int

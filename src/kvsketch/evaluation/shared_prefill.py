@@ -121,7 +121,7 @@ class Prefilled:
                 if self.chosen is not None:
                     copied.batch_select_indices(torch.tensor(self.chosen, device=self.input_ids.device))
         if cache.method.repeats:
-            cache.rehearse(self.model, self.input_ids)
+            cache.rehearse(self.model, self.input_ids, self.instruction)
         return cache
 
     def _own(self, tensor: Tensor) -> Tensor:

@@ -234,6 +234,11 @@ class Numbers:
         found = {cell.model for cell in self.at_equal_bytes if cell.budget}
         return sorted(found, key=lambda model: (model != BIG, model))
 
+    def has_byte_picture(self) -> bool:
+        """Whether a figure of them is drawn."""
+        models = self.byte_models()[:1]
+        return any(cell.model in models and cell.task in equal_bytes.DRAWN for cell in self.at_equal_bytes)
+
     def byte_tables(self, model: str = BIG) -> str:
         """A table for each share of the bytes."""
         return equal_bytes.tables(self.at_equal_bytes, model)
