@@ -88,3 +88,41 @@ def test_heads_that_keep_fewer_slots_are_fitted_as_if_alone() -> None:
     torch.testing.assert_close(together.values[0, :7], alone.values[0], atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(together.log_weights[0, :7], alone.log_weights[0], atol=1e-2, rtol=1e-2)
     assert (together.log_weights[0, 7:] == 0).all()
+
+
+def test_inputs_in_bf16_are_fine() -> None:
+    """Queries, keys, values and all products of them rounded to bf16: new queries see no more error."""
+    q, k, v, kept = problem()
+    new, plain = q[:, 300:], Slots(k, v, kept, 0.25)
+    half = Slots(k.bfloat16(), v.bfloat16(), kept, 0.25)
+    errors = []
+    for found in (refit(q[:, :300], plain), refit(q[:, :300].bfloat16(), half)):
+        out, mass = attended(new, k, v, torch.zeros(6, 60))
+        out_kept, mass_kept = attended(new, rows(k, kept), found.values, found.log_weights)
+        errors.append(((out_kept - out).square().mean() + (mass_kept - mass).square().mean()).item())
+    assert errors[1] < 1.05 * errors[0]
+
+
+def test_few_steps_fit_new_queries_as_well_as_many() -> None:
+    q, k, v, kept = problem()
+    new, errors = q[:, 300:], []
+    for steps in ((module.WEIGHT_STEPS, module.VALUE_STEPS), (300, 100)):
+        found = refit(q[:, :300], Slots(k, v, kept, 0.25), steps=steps)
+        out, mass = attended(new, k, v, torch.zeros(6, 60))
+        out_kept, mass_kept = attended(new, rows(k, kept), found.values, found.log_weights)
+        errors.append(((out_kept - out).square().mean() + (mass_kept - mass).square().mean()).item())
+    assert errors[0] < 1.1 * errors[1]
+
+
+def test_folding_adds_a_slot_to_the_one_with_its_key() -> None:
+    """Slot 2 has the key of slot 0 and half its score; a sink, slot 1, takes nothing although slot 3 is like it."""
+    torch.manual_seed(0)
+    k, v, q = torch.randn(1, 4, 8), torch.randn(1, 4, 8), torch.randn(1, 64, 8)
+    k[:, 2], k[:, 3] = k[:, 0], k[:, 1]
+    score = torch.tensor([[0.8, 2.0, 0.4, 0.8]])
+    slots = Slots(k, v, torch.tensor([[0, 1]]), 0.3)
+    found = module.fold(q, slots, score)
+    assert found.gain < 1
+    torch.testing.assert_close(found.log_weights.exp(), torch.tensor([[1 + 0.5 + 1.0, 1.0]]))
+    torch.testing.assert_close(found.values[0, 0], (v[0, 0] + 0.5 * v[0, 2] + v[0, 3]) / 2.5)
+    torch.testing.assert_close(found.values[0, 1], v[0, 1])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import CompressedCache, prefill
+from kvsketch.cache.streaming import read_chunks
 from kvsketch.methods import rehearse as module
 from kvsketch.methods.rehearse import Rehearse, turned
 from kvsketch.methods.shared_budget import largest
@@ -239,3 +240,16 @@ def test_folding_lowers_the_error_of_plain_slots(model: Any, text: Any, full: Te
         for how in ("none", "fold")
     }
     assert errors["fold"] < 0.9 * errors["none"]
+
+
+def test_a_stream_holds_the_compressed_past_and_one_chunk(model: Any) -> None:
+    """Bytes between chunks do not grow with the prompt, and something is kept of every part of it."""
+    largest_of = {}
+    for length in (256, 512):
+        cache = CompressedCache(model, Rehearse(budget=64, bits=16, recent=8, chunk=64), prefill="stream", chunk=64)
+        sizes = [cache.device_bytes for _ in read_chunks(model, zoo.tokens(1, length), cache)]
+        largest_of[length] = max(sizes)
+        index = torch.cat([layer.table.index_slots().flatten() for layer in cache.slot_layers])
+        parts = torch.histc(index[index >= 0].float(), bins=3, min=0, max=length)
+        assert (parts > 0.1 * parts.sum()).all(), parts
+    assert largest_of[512] < 1.1 * largest_of[256]
