@@ -3,12 +3,13 @@
     python scripts/compact_records.py results/eval/*.jsonl
 
 Of a measurement made several times the record that reports show stays, and what the records of a run have in common is
-written with the run. Files of benchmarks keep all their records in order, because there the last one counts. Nothing
-else changes; run it after a re-measurement.
+written with the run. Files of benchmarks keep all their records in order, because there the last one counts. A file of
+more than a megabyte becomes its archive, NAME.jsonl.gz. Nothing else changes; run it after a re-measurement.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from itertools import groupby
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch import records
-from kvsketch.records.files import OWN, PLACE
+from kvsketch.records.files import OWN, PLACE, archive_of
 from kvsketch.records.identity import OLDER
 from kvsketch.report.contents import CLUSTERABILITY, TOKEN_LIFE
 from kvsketch.report.kinds import KINDS
 
 Record = dict[str, Any]
+ARCHIVED = 1 << 20  # bytes
 
 
 def compact(path: Path) -> tuple[int, int]:
@@ -35,8 +37,16 @@ def compact(path: Path) -> tuple[int, int]:
     for _, run in groupby(kept, key=_run):
         own = list(run)
         records.append(target, *own, common=_shared(own))
-    target.replace(path)
     target.with_name(f".{target.name}.lock").unlink(missing_ok=True)
+    archive = archive_of(path)
+    if target.stat().st_size > ARCHIVED:
+        # Without the time, so that equal records give equal bytes.
+        target.write_bytes(gzip.compress(target.read_bytes(), mtime=0))
+        target.replace(archive)
+        path.unlink(missing_ok=True)
+    else:
+        target.replace(path)
+        archive.unlink(missing_ok=True)
     return len(found), len(kept)
 
 
@@ -72,7 +82,7 @@ def _same(one: Any, other: Any) -> bool:
 def main(arguments: list[str]) -> int:
     for path in map(Path, arguments):
         before, after = compact(path)
-        print(f"{path}: {before} records, {after} kept, {path.stat().st_size:,} bytes")
+        print(f"{path}: {before} records, {after} kept")
     return 0
 
 

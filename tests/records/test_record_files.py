@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import pytest
 
 from kvsketch import records
 from kvsketch.records import stamp
+from kvsketch.records.files import archive_of
 
 
 def test_a_record_carries_its_origin() -> None:
@@ -202,3 +204,14 @@ def test_records_of_older_files_are_told_apart_by_the_fields_they_had() -> None:
     assert len(records.latest([*retried, *older])) == 2
     rates = [{"kind": "attention_error", "seed": 0, "data": {"method": "a", "rate": rate}} for rate in (4, 8)]
     assert [records.budget_of(each["data"]) for each in records.latest(rates)] == ["1/4", "1/8"]
+
+
+def test_an_archive_is_read_before_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    records.append(path, records.make_record("lines", {"n": 1}))
+    archive_of(path).write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    assert [each["data"]["n"] for each in records.read_folder(tmp_path)] == [1]
+    records.append(path, records.make_record("lines", {"n": 2}))
+    assert [each["data"]["n"] for each in records.read(path)] == [1, 2]
+    assert [each["data"]["n"] for each in records.read_folder(tmp_path)] == [1, 2]

@@ -4,11 +4,12 @@
     {"of": "3f2a9c0d51", "seed": 0, "time": ..., "data": {"method": "snapkv", "budget": "1/8", "score": 1.0}}
 
 A record is its run and its own line together. A line that is a whole record by itself, as older files have it, is read
-as well.
+as well. Records that no longer change may lie in an archive beside the file, `NAME.jsonl.gz`, which is read first.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -125,16 +126,26 @@ class Writer:
 
 
 def read(path: str | Path, remarks: list[str] | None = None) -> Iterator[Record]:
-    """The records of a file in order, each with the `place` it was read from; nothing where there is no file.
+    """The records of a file and its archive in order, each with the `place` it was read from; none where there is none.
 
     A last line cut short, as a run that was stopped leaves it, is left out. Another line that is not a record is an
     error that names the file and the line; with `remarks` it is reported there and left out.
     """
     path = Path(path)
-    if not path.exists():
-        return
+    if (archive := archive_of(path)).exists():
+        yield from _read(archive, gzip.decompress(archive.read_bytes()), remarks)
+    if path.exists():
+        yield from _read(path, path.read_bytes(), remarks)
+
+
+def archive_of(path: Path) -> Path:
+    """Where the records of a file lie that no longer change."""
+    return path.with_name(f"{path.name}.gz")
+
+
+def _read(path: Path, content: bytes, remarks: list[str] | None) -> Iterator[Record]:
     runs: dict[str, Record] = {}
-    lines = path.read_bytes().split(b"\n")
+    lines = content.split(b"\n")
     for number, line in enumerate(lines, 1):
         last = number == len(lines)
         if last and not line.strip():
@@ -198,7 +209,8 @@ def read_folder(folder: Path, remarks: list[str] | None = None, below: bool = Fa
     """The records of every *.jsonl file of a folder, and with `below` of the folders in it."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; name the one that `kvsketch eval ... --out DIR` wrote to")
-    paths = sorted(folder.rglob("*.jsonl") if below else folder.glob("*.jsonl"))
+    search = folder.rglob if below else folder.glob
+    paths = sorted({*search("*.jsonl"), *(each.with_suffix("") for each in search("*.jsonl.gz"))})
     if not paths:
         raise ValueError(f"{folder} holds no record files (*.jsonl); run an experiment first: kvsketch eval --help")
     return [record | {"file": path.name} for path in paths for record in read(path, remarks)]
