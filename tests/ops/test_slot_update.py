@@ -62,7 +62,7 @@ def test_write_coded_token(
     device: torch.device, bits: int, value_bits: int, flat: bool, rows_of_one_program: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(kernel, "ROWS_OF_ONE_PROGRAM", rows_of_one_program)
+    monkeypatch.setattr(kernel, "CODED_ROWS_OF_ONE_PROGRAM", rows_of_one_program)
     start = torch.tensor([[0, 9, 12], [30, 33, 40]], device=device)
     results = []
     for module in (reference, kernel):

@@ -19,6 +19,8 @@ from kvsketch.ops.common.tensors import dense_last
 from kvsketch.ops.slot_update import Ranking, Slots, Token
 
 ROWS_OF_ONE_PROGRAM = 16
+# Encoding is work: one program for the 8 heads of a row takes 33 us longer than 8 programs and a launch that counts.
+CODED_ROWS_OF_ONE_PROGRAM = 1
 
 
 def supported(*coded: CodedSlots) -> bool:
@@ -159,7 +161,7 @@ def write_coded_token(
     index, log_den, log_num = slots
     rows, heads = token.slot.numel(), token.slot.shape[1]
     key, value, codecs = token.key, token.value, (keys.codec, values.codec)
-    alone = rows <= ROWS_OF_ONE_PROGRAM
+    alone = rows <= CODED_ROWS_OF_ONE_PROGRAM
     _write_coded_token[(1 if alone else rows,)](
         dense_last(key), dense_last(value), keys.center, values.center,
         *(codec.signs(index.device) for codec in codecs),
