@@ -243,6 +243,10 @@ class Numbers:
         """A table for each share of the bytes."""
         return equal_bytes.tables(self.at_equal_bytes, model)
 
+    def short_byte_tasks(self, model: str = BIG) -> str:
+        """The tasks of README's table."""
+        return " / ".join(equal_bytes.short_tasks(self.at_equal_bytes, model))
+
     def short_byte_table(self, model: str = BIG) -> str:
         """README's table."""
         return equal_bytes.short_table(self.at_equal_bytes, model)

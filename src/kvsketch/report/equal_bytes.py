@@ -176,8 +176,7 @@ def _title(task: str) -> str:
 
 def short_table(found: Sequence[Cell], model: str) -> str:
     """README's: right answers to unseen questions by share of the bytes, a row for each method."""
-    own = [cell for cell in found if cell.model == model and cell.question == "unseen" and cell.task in SHORT]
-    tasks = sorted({cell.task for cell in own}, key=task_order)
+    own, tasks = _short(found, model), short_tasks(found, model)
     values = {(cell.method, cell.column, cell.task): f"{cell.value.value:.2f}" for cell in own}
     methods = sorted({cell.method for cell in own if cell.method != FULL}, key=order)
     rows = [
@@ -187,6 +186,15 @@ def short_table(found: Sequence[Cell], model: str) -> str:
     reference = sorted((cell for cell in own if cell.method == FULL), key=lambda cell: task_order(cell.task))
     full = " / ".join(f"{cell.value.value:.2f}" for cell in reference)
     return blocks.table([f"full cache: {full}" if full else "method", *SHARES], rows)
+
+
+def short_tasks(found: Sequence[Cell], model: str) -> list[str]:
+    """The tasks of README's table."""
+    return sorted({cell.task for cell in _short(found, model)}, key=task_order)
+
+
+def _short(found: Sequence[Cell], model: str) -> list[Cell]:
+    return [cell for cell in found if cell.model == model and cell.question == "unseen" and cell.task in SHORT]
 
 
 def _known(values: dict[tuple[str, str, str], str], method: str, share: str, tasks: Sequence[str]) -> list[str]:
