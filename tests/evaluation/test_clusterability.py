@@ -97,7 +97,7 @@ def test_layers_by_name(folder: Path) -> None:
     assert captures.layer_numbers("1,0-1", str(folder)) == [1, 0]
     with pytest.raises(ValueError, match=r"--layers '5': \[5\] is not among the full-attention layers 0, 1"):
         captures.layer_numbers("5", str(folder))
-    with pytest.raises(ValueError, match="--layers 'first' is not a list of layers; use numbers"):
+    with pytest.raises(ValueError, match="--layers 'first' is not a list of layers; use comma-separated numbers"):
         captures.layer_numbers("first", str(folder))
 
 

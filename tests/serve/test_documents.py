@@ -155,7 +155,7 @@ for moment in range(1, 100, 3):
 
 
 def test_a_kill_leaves_no_broken_document(opened: Any, tiny: Path, tmp_path: Path) -> None:
-    """Processes are killed in front of each system call that changes files; what they leave is whole or not there."""
+    """Processes are killed in front of system calls that changes files; what they leave is whole or not there."""
     folder = tmp_path / "documents"
     done = subprocess.run([sys.executable, "-c", KILLED, str(tiny), str(folder), TEXT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
