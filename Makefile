@@ -32,7 +32,9 @@ test: $(STAMP)
 	$(BIN)/kvsketch models pull smollm2-135m
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-check: lint wheel-check test
+# Side by side: the linters use one core, and the tests take longest, so that their summary ends the output.
+check: $(STAMP)
+	$(MAKE) --no-print-directory --jobs 3 lint wheel-check test
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -49,6 +51,7 @@ wheel-check: $(STAMP)
 	rm -rf build/wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	$(BIN)/python -m scripts.wheel_environment build/wheel/kvsketch-*.whl build/wheel/env
+	$(BIN)/kvsketch models pull smollm2-135m
 	cd build/wheel && env/bin/kvsketch generate "What is the capital of France?" --max-new-tokens 12 | grep Paris
 
 # vLLM as it is, and what it asks for; the packages that are built for another torch go again.

@@ -1,4 +1,4 @@
-"""Every method under `generate` on the real SmolLM2, a grouped-query model: prompt, decoding, counts and sense."""
+"""Each kind of table under `generate` on the real SmolLM2, a grouped-query model: prompt, decoding, counts, sense."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def text_form(name: str) -> str:
     return f"{name}:budget={BUDGET}" if "budget" in fields else name
 
 
-@pytest.mark.parametrize("name", kvsketch.METHODS)
-def test_every_method_generates(name: str, smollm2: tuple[Any, Any], prompt: Any, full_answer: Any) -> None:
+@pytest.mark.parametrize("name", ["full", "streamingllm", "snapkv", "balancekv", "subgen", "clusterkv", "rehearse"])
+def test_each_kind_of_table_generates(name: str, smollm2: tuple[Any, Any], prompt: Any, full_answer: Any) -> None:
     model, tokenizer = smollm2
     cache = CompressedCache(model, text_form(name))
     out = model.generate(
