@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 import threading
@@ -115,6 +116,18 @@ def test_what_is_being_read_can_be_deleted_and_is_read_again_after_a_stop(opened
     # A stop before the end of reading leaves the text: the next process reads it.
     (store.folder / second.id / "cache.kvs").unlink()
     assert opened().wait(second.id).status == "ready"
+
+
+def test_facts_of_another_version_hide_no_document(opened: Any, tmp_path: Path) -> None:
+    store = opened()
+    document = store.wait(store.add(TEXT).id)
+    path = tmp_path / "documents" / document.id / "document.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "later": 1}))
+    assert store.get(document.id) == document
+    path.write_text('{"id": 1}')
+    assert store.documents() == []
+    with pytest.raises(Unknown, match="there is no document"):
+        store.get(document.id)
 
 
 KILLED = """

@@ -168,12 +168,12 @@ class DocumentStore:
 
     def get(self, number: str) -> Document:
         """A document as it is at this moment; Unknown where there is none."""
-        facts = read_json(self._path(number) / "document.json")
-        if not facts:
-            raise Unknown(f"there is no document {number!r}; GET /v1/documents lists them")
-        identity: Any = facts.pop("identity", {})
-        facts.pop("recipe", None)
-        document = Document(**facts)  # type: ignore[arg-type]
+        facts: dict[str, Any] = dict(read_json(self._path(number) / "document.json"))
+        try:
+            document = Document(**{key: value for key, value in facts.items() if key in Document.__dataclass_fields__})
+        except TypeError:  # no file, or one that lacks what every document has
+            raise Unknown(f"there is no document {number!r}; GET /v1/documents lists them") from None
+        identity: Any = facts.get("identity", {})
         if self._path(number).joinpath("cache.kvs").is_file():
             summary: dict[str, Any] = dict(read_json(self._path(number) / "held.json"))
             known = {key: value for key, value in summary.items() if key in Document.__dataclass_fields__}
