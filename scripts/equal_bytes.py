@@ -25,11 +25,9 @@ DEPTHS = "0,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1"
 
 def tasks() -> Iterator[str]:
     """What is asked, each with at least a hundred questions a cell."""
-    lines = "lines --lines {} --texts 10 --questions 12 --primed --max-new-tokens 8 --batch 5 --answers 16"
-    ruler = "ruler --tasks {} --lengths {} --texts 6 --questions 4 --max-new-tokens 48 --batch 6 --answers 16"
-    needle = (
-        f"needle --together --lengths {{}} --depths {DEPTHS} --repeats 10 --max-new-tokens 12 --batch 5 --answers 16"
-    )
+    lines = "lines --lines {} --texts 10 --questions 12 --primed --max-new-tokens 8 --batch 5 --answers 16 --eager"
+    ruler = "ruler --tasks {} --lengths {} --texts 6 --questions 4 --max-new-tokens 48 --batch 6 --answers 16 --eager"
+    needle = f"needle --together --lengths {{}} --depths {DEPTHS} --repeats 10 --max-new-tokens 12 --batch 5 --eager"
     yield from map(lines.format, (200, 400))
     yield from (ruler.format(names, 4000) for names in (NEEDLES, OTHERS))
     yield needle.format(4000)
