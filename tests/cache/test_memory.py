@@ -14,7 +14,7 @@ from tests.helpers.common import with_budget
 MODEL = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 3}
 CONTEXT = 500
 FORMS = [
-    *(name for name in kvsketch.METHODS if name not in ("full", "rehearse", "kvzip")),
+    *(name for name, method in kvsketch.METHODS.items() if name != "full" and not method.budget_is_mean),
     "snapkv:share=model",
     "h2o:bits=4:share=layer",
     "streamingllm:bits=8",

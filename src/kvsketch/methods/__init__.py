@@ -17,6 +17,7 @@ from __future__ import annotations
 from kvsketch.methods.balancekv import BalanceKV
 from kvsketch.methods.base import Method
 from kvsketch.methods.clusterkv import ClusterKV
+from kvsketch.methods.expected import Expected
 from kvsketch.methods.full import Full
 from kvsketch.methods.h2o import H2O
 from kvsketch.methods.infinigen import InfiniGen
@@ -45,6 +46,7 @@ METHODS: dict[str, type[Method]] = {
         KCenter,
         SubGen,
         BalanceKV,
+        Expected,
         KVzip,
         Rehearse,
         Quest,
@@ -68,6 +70,7 @@ __all__ = [
     "METHODS",
     "BalanceKV",
     "ClusterKV",
+    "Expected",
     "Full",
     "InfiniGen",
     "KCenter",

@@ -408,12 +408,16 @@ def sink_keys(table: SlotTable, sinks: int) -> Tensor:  # [B, H, sinks, D]
 
 
 def turned(q: Tensor, angles: Sequence[float], positions: Tensor) -> Tensor:
-    """Queries [B, Hq, n, D] as they would be so many positions [B] later, in float32."""
-    half = len(angles)
-    angle = positions.view(-1, 1, 1, 1) * torch.tensor(angles, dtype=torch.float64, device=q.device)
-    cos, sin = angle.cos().float(), angle.sin().float()
-    x, y, rest = q[..., :half].float(), q[..., half : 2 * half].float(), q[..., 2 * half :].float()
-    return torch.cat([x * cos - y * sin, x * sin + y * cos, rest], -1)
+    """Queries [B, Hq, n, D] as they would be so many positions, [B] or [B, n], later, in float32."""
+    angle = positions.view(len(positions), 1, -1, 1) * torch.tensor(angles, dtype=torch.float64, device=q.device)
+    return rotated(q, angle.cos().float(), angle.sin().float())
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Vectors [..., D], channels (i, i + half) turned by angles with these cosines and sines [..., half]."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :].float()
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
 
 
 def sampled(again: Tensor, heads: int, hidden: Tensor, count: int) -> Tensor:  # [B, H, count, D]
