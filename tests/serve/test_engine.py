@@ -124,7 +124,7 @@ def test_nothing_is_allocated_for_a_row_that_joins() -> None:
         before = [t.data_ptr() for table in (*shared.tables, *views) for t in table.tensors()]
         for row, length in ((0, 30), (1, 9)):
             cache = cache_for(method)
-            draw = Draw(1, shared.device)
+            draw = Draw(1, shared.device, shared.logits.shape[1])
             token = draw.choose(kvsketch.prefill(model(), zoo.tokens(1, length), cache), Draw.GREEDY)
             assert shared.join(row, cache, token, draw) == ""
             for _ in range(12):
@@ -145,7 +145,7 @@ class AsksNothing(TorchDispatchMode):
 def test_a_step_asks_the_device_for_nothing(method: str) -> None:
     shared = shared_rows.SharedRows(model(), method, rows=2, longest=60)
     with AsksNothing():
-        for mode in (Draw.GREEDY, Draw.SAMPLE, Draw.NUCLEUS):
+        for mode in (Draw.GREEDY, Draw.SAMPLE, Draw.ALL):
             shared.step(2, mode)
 
 
@@ -201,14 +201,16 @@ def test_a_seed_decides_whoever_shares_the_batch(start: Any) -> None:
 
 def test_draws_follow_the_softmax_and_the_nucleus() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4000, 4)
-    draw = Draw(4000, logits.device)
+    draw = Draw(4000, logits.device, 4)
     draw.set(slice(None), 1.0, 0.75, seed=7)
     draw.seed += torch.arange(4000).view(-1, 1)
     whole = draw.choose(logits, Draw.SAMPLE).flatten().bincount(minlength=4) / 4000
     torch.testing.assert_close(whole, logits[0].exp(), atol=0.03, rtol=0.0)
-    part = draw.choose(logits, Draw.NUCLEUS).flatten().bincount(minlength=4) / 4000
+    part = draw.choose(logits, Draw.ALL).flatten().bincount(minlength=4) / 4000
     torch.testing.assert_close(part, torch.tensor([0.625, 0.375, 0.0, 0.0]), atol=0.03, rtol=0.0)
-    assert nucleus(logits[:1], torch.tensor([[1e-9]])).isfinite().sum() == 1
+    none = torch.zeros(1, 1, dtype=torch.int64)
+    assert nucleus(logits[:1], torch.tensor([[1e-9]]), none).isfinite().sum() == 1
+    assert nucleus(logits[:1], torch.ones(1, 1), none + 3).isfinite().sum() == 3
 
 
 def test_a_long_prompt_does_not_stop_the_others(start: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kvsketch
+from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Closed, Full, Request
 from kvsketch.serve.sequential import SequentialEngine
 from tests.helpers import zoo
@@ -65,9 +66,25 @@ def test_tokens_are_those_of_generate(model: Any, engine: SequentialEngine) -> N
     assert ticket.tokens_read == 60 and ticket.tokens_stored == 24 and ticket.device_bytes
     ticket = engine.submit(Request(IDS, 9, stop_ids=frozenset({wanted[4]})))
     assert list(ticket) == wanted[: wanted.index(wanted[4])] and ticket.finish_reason == "stop"
-    torch.manual_seed(5)
-    sampled = alone(model, IDS, do_sample=True, temperature=1.5, top_p=0.8, top_k=0)
-    assert list(engine.submit(Request(IDS, 9, temperature=1.5, top_p=0.8, seed=5))) == sampled != wanted
+
+
+@pytest.mark.parametrize(
+    "taste", [{"top_p": 0.8}, {"top_k": 9, "repetition_penalty": 1.4}, {"repetition_penalty": 3.0}]
+)
+def test_a_seed_draws_the_same_tokens_in_both_engines_and_alone(
+    model: Any, engine: SequentialEngine, taste: dict[str, Any]
+) -> None:
+    temperature = 1.5 if len(taste) == 2 or "top_p" in taste else 0.0
+    options = {"do_sample": temperature > 0, "top_k": 0, **taste}
+    if temperature:
+        options["temperature"] = temperature
+    wanted = alone(model, IDS, seed=5, **options)
+    request = Request(IDS, 9, temperature=temperature, seed=5, **taste)
+    batched = BatchedEngine(model, METHOD, rows=2, longest=100, prefill="exact")
+    other = batched.submit(Request(IDS[:20], 9, temperature=0.7, seed=1))
+    assert list(engine.submit(request)) == list(batched.submit(request)) == wanted != alone(model, IDS)
+    assert len(list(other)) == 9
+    batched.close()
 
 
 def test_a_document_is_read_once_and_left_as_it_is(model: Any, engine: SequentialEngine) -> None:

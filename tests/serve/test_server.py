@@ -132,6 +132,17 @@ def test_stop_strings_and_seeds(client: Any, server: Server) -> None:
     )
 
 
+def test_settings_that_the_model_comes_with_are_applied(
+    client: Any, loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = {"model": "tiny", "prompt": "Once", "max_tokens": 24, "temperature": 0}
+    plain = client.completions.create(**options).choices[0].text
+    monkeypatch.setattr(loaded[0].generation_config, "repetition_penalty", 1.9)
+    assert client.completions.create(**options).choices[0].text == expected(loaded, "Once", 24) != plain
+    without = client.completions.create(**options, extra_body={"repetition_penalty": 1.0})
+    assert without.choices[0].text == plain
+
+
 def test_a_document_is_read_once_and_named_in_requests(client: Any, server: Server, loaded: tuple[Any, Any]) -> None:
     status, document, _ = call(server, "POST", "/v1/documents", {"text": TEXT, "name": "harbour.txt"})
     assert status in (200, 202)

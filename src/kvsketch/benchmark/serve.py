@@ -179,7 +179,7 @@ class Serve(ShapeBenchmark):
 
     def _join_ms(self, engine: BatchedEngine, document: CompressedCache) -> float:
         """The engine is idle, so its tables may be used from here."""
-        shared, draw = engine._shared, Draw(1, self.built.device)
+        shared, draw = engine._shared, Draw(1, self.built.device, self.built.config.vocab_size)
         assert shared is not None
         token: Tensor = torch.zeros(1, 1, dtype=torch.int64, device=self.built.device)
         times = []

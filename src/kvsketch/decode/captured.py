@@ -26,7 +26,7 @@ from kvsketch.cache import masks
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.decode import fused as fusion
-from kvsketch.decode.sampling import Sampler, unsupported
+from kvsketch.decode.sampling import Sampler, Seeded, unsupported
 from kvsketch.ops.common import early_start
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.heads import spread_over
@@ -34,10 +34,13 @@ from kvsketch.slots.tensors import plain
 
 WARM_UP_STEPS = 2
 NO_GRAPHS = "only CUDA has graphs"
+OWN_LOOP = "needs a loop of its own"
 _turns: dict[torch.device, threading.RLock] = {}
 
 
-def generate(model: Any, inputs: Any, cache: CompressedCache, *, fused: bool = True, **options: Any) -> Any:
+def generate(
+    model: Any, inputs: Any, cache: CompressedCache, *, fused: bool = True, seed: int | None = None, **options: Any
+) -> Any:
     """`model.generate(**inputs, past_key_values=cache, **options)` with captured decode steps; same tokens.
 
     `inputs` is a tensor of token ids or what a tokenizer returns. On a CPU the eager loop runs; where capture is
@@ -48,17 +51,24 @@ def generate(model: Any, inputs: Any, cache: CompressedCache, *, fused: bool = T
     batch sizes. `fused=False` captures the model's own modules: the tokens of `model.generate`, bit by bit, except
     where that reads an exact table with the model's own attention (method `full`, layers that recall methods read
     whole, prompts within the budget).
+
+    With a `seed`, sampling draws the same tokens on every device, alone or in a batch, and those of `kvsketch serve`;
+    without one it draws from torch's generator, as transformers does.
     """
     if not isinstance(cache, CompressedCache):
         raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
     arguments = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
     reason = impossible(model, cache, options)
-    if reason is not None:
-        if reason is not NO_GRAPHS:
-            _warn(reason)
+    if seed is not None and reason is not None and reason.endswith(OWN_LOOP):
+        raise ValueError(f"seed={seed} is for plain sampling, and {reason}; leave seed out and use torch.manual_seed")
+    if reason is not None and reason is not NO_GRAPHS:
+        _warn(reason)
+    if reason is not None and seed is None:
         return model.generate(**arguments, past_key_values=cache, **options)
     # transformers shows the streamer the prompt but does not hand it on to a custom loop.
-    loop = functools.partial(_captured_loop, streamer=options.get("streamer"), fused=fused)
+    loop = functools.partial(
+        _captured_loop, streamer=options.get("streamer"), fused=fused, seed=seed, captured=reason is None
+    )
     # A graph records what the current device does.
     with torch.cuda.device_of(next(model.parameters())):
         return model.generate(**arguments, past_key_values=cache, custom_generate=loop, **options)
@@ -79,7 +89,7 @@ def impossible(model: Any, cache: CompressedCache, options: dict[str, Any]) -> s
         given = [options[option]] if option in options else [getattr(config, option, None) for config in configs]
         value = next((v for v in given if v is not None), None)
         if value not in (None, False, 1):
-            return f"{option}={value!r} needs the eager loop"
+            return f"{option}={value!r} {OWN_LOOP}"
     if model.device.type != "cuda":
         return NO_GRAPHS
     return None
@@ -98,13 +108,18 @@ def _captured_loop(
     synced_gpus: bool = False,
     streamer: Any = None,
     fused: bool = True,
+    seed: int | None = None,
+    captured: bool = True,
     **model_kwargs: Any,
 ) -> Tensor:
     """transformers' sampling loop, with the steps after prefill captured."""
     names = unsupported(logits_processor, stopping_criteria)
     names += ["synced_gpus"] * synced_gpus + _masked(model_kwargs.get("attention_mask"))
-    if names:
+    if seed is not None and generation_config.do_sample:
+        logits_processor.append(Seeded(seed, len(input_ids), input_ids.device))
+    if names and captured:
         _warn(f"{', '.join(names)} cannot be captured")
+    if names or not captured:
         return type(model)._sample(
             model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
             generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,

@@ -20,6 +20,7 @@ STATELESS = (
     "TopPLogitsWarper",
     "MinPLogitsWarper",
     "InfNanRemoveLogitsProcessor",
+    "Seeded",
 )
 OF_HISTORY = ("RepetitionPenaltyLogitsProcessor",)
 OF_LENGTH = ("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
@@ -100,53 +101,101 @@ class Draw:
     n, token). So a row draws the same tokens whoever shares the batch, on every device and however often it is asked.
     """
 
-    GREEDY, SAMPLE, NUCLEUS = range(3)
+    GREEDY, SAMPLE, ALL = range(3)
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device, vocabulary: int) -> None:
         self.temperature = torch.zeros(rows, 1, device=device)
         self.top_p = torch.ones(rows, 1, device=device)
+        self.top_k = torch.zeros(rows, 1, dtype=torch.int64, device=device)  # 0: no limit
+        self.penalty = torch.ones(rows, 1, device=device)
+        self.said = torch.zeros(rows, vocabulary, dtype=torch.bool, device=device)  # tokens that the penalty is for
         self.seed = torch.zeros(rows, 1, dtype=torch.int64, device=device)  # hash state
         self.number = torch.zeros(rows, 1, dtype=torch.int64, device=device)  # tokens drawn so far
 
     def tensors(self) -> list[Tensor]:
-        return [self.temperature, self.top_p, self.seed, self.number]
+        return [self.temperature, self.top_p, self.top_k, self.penalty, self.said, self.seed, self.number]
 
     def first(self, rows: int) -> Draw:
         """The same for the first rows, in the same memory."""
         part = object.__new__(Draw)
-        part.temperature, part.top_p, part.seed, part.number = (tensor[:rows] for tensor in self.tensors())
+        part.temperature, part.top_p, part.top_k, part.penalty, part.said, part.seed, part.number = (
+            tensor[:rows] for tensor in self.tensors()
+        )
         return part
 
-    def set(self, row: int | slice, temperature: float, top_p: float, seed: int) -> None:
-        """The row, or rows, start anew."""
-        for tensor, value in zip(self.tensors(), (temperature, top_p, initial_state(seed), 0), strict=True):
+    def set(
+        self,
+        row: int | slice,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        top_k: int = 0,
+        penalty: float = 1.0,
+        said: Sequence[int] = (),
+    ) -> None:
+        """The row, or rows, start anew; `said`: the tokens of the prompt."""
+        values = (temperature, top_p, top_k, penalty, False, initial_state(seed), 0)
+        for tensor, value in zip(self.tensors(), values, strict=True):
             tensor[row].fill_(value)
+        if penalty != 1.0:
+            self.said[row, torch.tensor(said, dtype=torch.int64, device=self.said.device)] = True
 
     @staticmethod
-    def mode(temperature: float, top_p: float) -> int:
+    def mode(temperature: float, top_p: float, top_k: int = 0, penalty: float = 1.0) -> int:
         """The least that `choose` has to do for such a row."""
-        return Draw.GREEDY if temperature == 0 else Draw.SAMPLE if top_p == 1 else Draw.NUCLEUS
+        if penalty != 1.0 or (temperature and (top_p < 1 or top_k)):
+            return Draw.ALL
+        return Draw.SAMPLE if temperature else Draw.GREEDY
 
     def choose(self, logits: Tensor, mode: int) -> Tensor:  # [B, V] -> [B, 1]
         """The next token of each row; counts it. `mode`: the largest that any row needs."""
         scores = logits.float()
+        if mode == self.ALL:
+            scores = torch.where(
+                self.said, torch.where(scores < 0, scores * self.penalty, scores / self.penalty), scores
+            )
         token = scores.argmax(-1, keepdim=True)
         if mode > self.GREEDY:
             scores = scores / torch.where(self.temperature > 0, self.temperature, 1.0)
-            if mode == self.NUCLEUS:
-                scores = nucleus(scores, self.top_p)
-            state = hash_combine(
-                hash_combine(self.seed, self.number), torch.arange(scores.shape[1], device=scores.device)
-            )
-            drawn = (scores + gumbel(to_uniform(state))).argmax(-1, keepdim=True)
+            if mode == self.ALL:
+                scores = nucleus(scores, self.top_p, self.top_k)
+            drawn = (scores + noise(self.seed, self.number, scores)).argmax(-1, keepdim=True)
             token = torch.where(self.temperature > 0, drawn, token)
+        if mode == self.ALL:
+            self.said.scatter_(1, token, True)
         self.number += 1
         return token
 
 
-def nucleus(scores: Tensor, top_p: Tensor) -> Tensor:  # [B, V]
-    """-inf outside the fewest tokens whose probabilities sum to `top_p` [B, 1] or more; the likeliest always stays."""
+class Seeded:
+    """The last of transformers' logits processors: rules out all tokens but the one that a `Draw` of the seed takes.
+
+    Row i of a batch draws as `seed` + i does.
+    """
+
+    def __init__(self, seed: int, rows: int, device: torch.device) -> None:
+        self.seed = torch.tensor([[initial_state(seed + row)] for row in range(rows)], device=device)
+        self.number = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        token = (scores + noise(self.seed, self.number, scores)).argmax(-1, keepdim=True)
+        self.number += 1
+        return torch.full_like(scores, float("-inf")).scatter(1, token, 0.0)
+
+
+def noise(seed: Tensor, number: Tensor, scores: Tensor) -> Tensor:  # [B, V]
+    """Gumbel noise for the scores [B, V] of token `number` [B, 1] of the texts with the hash states `seed` [B, 1]."""
+    state = hash_combine(hash_combine(seed, number), torch.arange(scores.shape[1], device=scores.device))
+    return gumbel(to_uniform(state))
+
+
+def nucleus(scores: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:  # [B, V]
+    """-inf outside the `top_k` [B, 1] likeliest tokens, 0: all, and of these outside the fewest whose probabilities sum
+    to `top_p` [B, 1] or more; the likeliest always stays.
+    """
     ordered, order = scores.sort(dim=-1, descending=True)
+    least = ordered.gather(1, (top_k - 1).clamp(0, scores.shape[1] - 1))
+    ordered = torch.where((top_k > 0) & (ordered < least), float("-inf"), ordered)
     before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
     before[:, 0].zero_()
     return torch.full_like(scores, float("-inf")).scatter(1, order, torch.where(before < top_p, ordered, float("-inf")))

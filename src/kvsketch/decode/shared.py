@@ -73,7 +73,7 @@ class SharedRows:
         self.seen = self.tables[0].seen
         self.token = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
         self.position, self.live = torch.zeros_like(self.token), torch.zeros_like(self.token)
-        self.draw = Draw(rows, self.device)
+        self.draw = Draw(rows, self.device, vocabulary)
         self.logits = torch.zeros(rows, vocabulary, device=self.device)
         self.padding: dict[int, int] = {}  # of the rows in use
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
@@ -176,7 +176,7 @@ class SharedRows:
         for batch in self.batches:
             for _ in range(WARM_UP_STEPS if self.device.type == "cuda" else 0):
                 with turn_of(self.device), torch.no_grad():
-                    batch.run(self.seen, Draw.NUCLEUS, eager=True)
+                    batch.run(self.seen, Draw.ALL, eager=True)
                 self.seen += 1
             if self.device.type == "cuda":
                 with turn_of(self.device), torch.no_grad():

@@ -150,6 +150,7 @@ class BatchedEngine:
         self._shared_options: dict[str, Any] = {"rows": rows, "longest": longest, "seed": seed, "fused": fused}
         self.apart = alone(model, self.method)
         self.rows, self.device, self.longest = rows, torch.device(model.device), min(longest, LONGEST)
+        self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._shared = self._new_shared()
         self.bytes_per_row = None if self._shared is None else self._shared.device_bytes // rows
@@ -286,11 +287,12 @@ class BatchedEngine:
             cache = self._spare.pop() if self._spare else WatchedCache(self.model, self.method, **self._options)
         else:
             cache = copy.deepcopy(request.document)
-        draw = Draw(1, self.device)
+        draw = Draw(1, self.device, self._vocabulary)
         seed = secrets.randbits(63) if request.seed is None else request.seed
-        draw.set(0, request.temperature, request.top_p, seed)
+        taste = (request.top_k, request.repetition_penalty)
+        draw.set(0, request.temperature, request.top_p, seed, *taste, request.ids)
         ids = torch.tensor([request.ids], device=self.device)
-        mode = Draw.mode(request.temperature, request.top_p)
+        mode = Draw.mode(request.temperature, request.top_p, *taste)
         run = Run(ticket, cache, draw, mode, read_chunks(self.model, ids, cache))
         if isinstance(cache, WatchedCache):
             cache.watch = functools.partial(self._between_layers, run) if cache.prefill == "exact" else None

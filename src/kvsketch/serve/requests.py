@@ -32,8 +32,9 @@ class Request:
     """One text to continue.
 
     `document` is a cache of one row that has read what comes before `ids`; the engine copies it and leaves it as it is.
-    `temperature` 0 takes the most likely token. A request with a `seed` gives the same tokens whoever shares the batch;
-    without one the engine draws a seed.
+    `temperature` 0 takes the most likely token. A request with a `seed` gives the same tokens whoever shares the batch
+    and whichever engine serves it: those of `kvsketch.generate(..., seed=seed)`. Without one the engine draws a seed.
+    `top_k` 0 sets no limit; `repetition_penalty` counts `ids` and the answer.
     """
 
     ids: tuple[int, ...]
@@ -43,6 +44,8 @@ class Request:
     seed: int | None = None
     stop_ids: frozenset[int] = frozenset()
     document: CompressedCache | None = None
+    top_k: int = 0
+    repetition_penalty: float = 1.0
     id: str = field(default_factory=lambda: uuid4().hex)
 
     def __post_init__(self) -> None:
@@ -54,6 +57,10 @@ class Request:
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (no limit) or a number of tokens, not {self.top_k}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty must be a positive number, not {self.repetition_penalty}")
 
 
 @dataclass

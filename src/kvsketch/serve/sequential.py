@@ -7,6 +7,7 @@ and between the layers of a prompt, it looks whether the request was cancelled.
 from __future__ import annotations
 
 import copy
+import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -172,11 +173,11 @@ class SequentialEngine:
             "do_sample": request.temperature > 0,
             "eos_token_id": ends,
             "pad_token_id": ends[0] if ends else 0,
-            "repetition_penalty": 1.0,
+            "repetition_penalty": request.repetition_penalty,
+            "seed": secrets.randbits(63) if request.seed is None else request.seed,
         }
         if request.temperature > 0:
-            options |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
-            torch.manual_seed(torch.seed() if request.seed is None else request.seed)
+            options |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
         try:
             inputs = {"input_ids": ids, "attention_mask": mask}
             generate(self.model, inputs, cache, streamer=listener, **options)

@@ -23,6 +23,7 @@ from kvsketch.serve.text import GrowingText, Template
 BETWEEN = "@"  # model@document, for clients that cannot send a field of their own
 SOON = 2  # seconds until a document that is being read is asked about again
 LONGEST_RETRY = 60
+TASTE = ("temperature", "top_p", "top_k", "repetition_penalty")  # fields of requests and of generation settings
 
 
 @dataclass
@@ -119,15 +120,13 @@ class Service:
                 400, f"the prompt has {told}; with {limit or 1:,} new ones they exceed this server's {self.context:,}",
                 "context_length_exceeded", "messages" if isinstance(asked, ChatAsked) else "prompt",
             )  # fmt: skip
-        temperature, top_p = self._usual()
         request = Request(
             tuple(ids),
             min(room, DEFAULT_NEW_TOKENS) if limit is None else limit,
-            temperature if asked.temperature is None else asked.temperature,
-            top_p if asked.top_p is None else asked.top_p,
-            None if asked.seed is None else asked.seed % 2**63,
-            self._ends(),
-            document,
+            seed=None if asked.seed is None else asked.seed % 2**63,
+            stop_ids=self._ends(),
+            document=document,
+            **self._usual() | {name: getattr(asked, name) for name in TASTE if getattr(asked, name) is not None},
         )
         ticket = self._submit(request)
         growing = GrowingText(self.tokenizer, asked.stops)
@@ -169,11 +168,13 @@ class Service:
                 404, f"there is no model {name!r}; this server has {self.name!r}", "model_not_found", "model"
             )
 
-    def _usual(self) -> tuple[float, float]:
-        """Temperature and top_p of requests that name none: those that the model comes with."""
+    def _usual(self) -> dict[str, Any]:
+        """How requests that do not say it choose their tokens: as the model's generation settings do."""
         config = self.model.generation_config
-        temperature = config.temperature if config.do_sample and config.temperature is not None else 1.0
-        return temperature, config.top_p if config.do_sample and config.top_p else 1.0
+        usual = {name: getattr(config, name) for name in TASTE if getattr(config, name) is not None}
+        if not config.do_sample:
+            usual = {name: value for name, value in usual.items() if name == "repetition_penalty"}
+        return {"temperature": 1.0, **usual}
 
     def _ends(self) -> frozenset[int]:
         own, end = self.model.generation_config.eos_token_id, self.tokenizer.eos_token_id
