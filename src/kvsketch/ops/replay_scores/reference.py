@@ -1,42 +1,45 @@
-"""Virtual replay in torch: the truth. Rows are taken in blocks."""
+"""Virtual replay in torch: the truth, and the path used on a CPU. Rows are taken in blocks."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-MAX_LOGITS = 1 << 25  # logits held at once
+# Logits held at once: as many as fit a CPU's cache, or as fill a GPU.
+MAX_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 25}
 
 
 def replay_scores(
     again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, hidden: Tensor | None, copies: Tensor | None
 ) -> Tensor:
     """See `kvsketch.ops.replay_scores`."""
-    batch, query_heads, count = q.shape[:3]
-    heads = k.shape[1]
-    group = query_heads // heads
-    keys, sink_keys = k.float().mT, sinks.float().mT  # [B, H, D, C], [B, H, D, E]
-    copied = keys if copies is None else copies.float().mT
-    column = torch.arange(count, device=q.device)
-    pads = torch.zeros(batch, dtype=torch.int64, device=q.device) if hidden is None else hidden
-    padding = (column < pads.view(-1, 1)).view(batch, 1, 1, count)
-    scores = torch.zeros(batch, heads, count, device=q.device)
-    block = max(1, MAX_LOGITS // max(1, 2 * batch * heads * group * count))
-    for start in range(0, count, block):
-        rows = column[start : start + block]
-        turned, first = (_grouped(x[:, :, start : start + block], heads, scale) for x in (again, q))  # [B, H, G n, D]
-        a = (turned @ keys).masked_fill(padding, float("-inf"))
-        b = first @ copied
-        later = (column > rows.view(-1, 1)).repeat(group, 1)  # [G n, C]
-        b = b.masked_fill(later | padding, float("-inf"))
-        total = torch.logsumexp(torch.cat([turned @ sink_keys, a, b], -1), -1, keepdim=True)
-        p = (a - total).exp()
-        asks = (rows >= pads.view(-1, 1)).repeat(1, group)  # [B, G n]
-        p = p.masked_fill(~asks.view(batch, 1, -1, 1), 0.0)
-        scores = torch.maximum(scores, p.amax(2))
+    heads, copies = k.shape[1], k if copies is None else copies
+    scores = torch.zeros(k.shape[:3], device=k.device)
+    for row, pad in enumerate([0] * len(k) if hidden is None else hidden.tolist()):
+        asked = [x[row, :, pad:].float().unflatten(0, (heads, -1)) * scale for x in (again, q)]  # [H, G, n, D]
+        for head in range(heads):
+            first, copied = (x[row, head, pad:].float().mT.contiguous() for x in (k, copies))  # [D, n]
+            before = sinks[row, head].float().mT  # [D, E]
+            scores[row, head, pad:] = _scores(asked[0][head], asked[1][head], first, copied, before)
     return scores
 
 
-def _grouped(q: Tensor, heads: int, scale: float) -> Tensor:
-    """Queries [B, H, G n, D] float32, times the scale."""
-    return q.float().unflatten(1, (heads, -1)).flatten(2, 3) * scale
+def _scores(again: Tensor, q: Tensor, k: Tensor, copies: Tensor, sinks: Tensor) -> Tensor:  # [n]
+    """Of one KV head without padding: queries [G, n, D], keys [D, n], sinks [D, E]."""
+    group, count = q.shape[:2]
+    best = torch.zeros(count, device=q.device)
+    block = max(1, min(count, MAX_LOGITS.get(q.device.type, 1 << 18) // (group * max(1, count))))
+    later = torch.full((block, block), float("-inf"), device=q.device).triu_(1)
+    for start in range(0, count, block):
+        stop = min(start + block, count)
+        turned, first = (x[:, start:stop].flatten(0, 1) for x in (again, q))  # [G m, D]
+        a, b, c = turned @ k, first @ copies[:, :stop], turned @ sinks
+        # Tokens of the copy that are not read yet; a mask of all of them would take longer than the product.
+        b.view(group, stop - start, stop)[:, :, start:] += later[: stop - start, : stop - start]
+        top = torch.maximum(a.amax(-1, keepdim=True), b.amax(-1, keepdim=True))
+        top = torch.maximum(top, c.amax(-1, keepdim=True)) if c.shape[1] else top
+        total = torch.zeros_like(top)
+        for logits in (a, b, c):
+            total += logits.sub_(top).exp_().sum(-1, keepdim=True)
+        best = torch.maximum(best, a.div_(total).amax(0))
+    return best
