@@ -57,7 +57,7 @@ def test_what_is_fitted_is_never_worse_than_plain_slots_on_the_fitted_queries() 
     q, k, _, kept = problem()
     p = (0.25 * q @ k.mT).softmax(-1)
     a = p.gather(2, kept.unsqueeze(1).expand(6, 400, 20))
-    w = module.fitted_weights(a, module.WEIGHT_STEPS)
+    w = module.fitted_weights(module.squared(a), a, module.WEIGHT_STEPS)
     gram_ridge = module.RIDGES[0] * (a * a).sum(1).mean(-1, keepdim=True)
 
     def cost(weights: torch.Tensor) -> torch.Tensor:

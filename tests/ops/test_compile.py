@@ -130,6 +130,11 @@ def replay_scores() -> None:
     )  # fmt: skip
 
 
+def kept_attention() -> None:
+    hidden = zeros(3, S, dtype=torch.bool)
+    ops.kept_attention(normal(3, N, D), normal(3, S, D), normal(3, S, D), longs(3, 128), 0.1, hidden)
+
+
 def chunk_attention() -> None:
     past = ops.Past(normal(B, H, S, D), normal(B, H, S - 70, D), zeros(B, H, S), zeros(B, H, S))
     ops.chunk_attention(
@@ -285,7 +290,7 @@ def thin_linear(rows: int) -> None:
 
 CALLS: tuple[Callable[[], None], ...] = (
     weighted_attention, coded_attention, decoded, ragged_attention, paged_attention,
-    chunk_attention, indexed_attention, coded_indexed_attention, replay_scores,
+    chunk_attention, indexed_attention, coded_indexed_attention, kept_attention, replay_scores,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
     slot_update, coded_slot_update, page_rows, reservoir, fold_token, balance_walk, hot_rows,

@@ -6,6 +6,7 @@ reading keys and values
     indexed_attention    attention of one query to chosen rows of a store, without a copy
     attention_mass       attention that each token received: column sums of the softmax
     mass_from_logits     the same for one query, from the logits of its attention
+    kept_attention       what queries see of the slots that are kept, beside the output of all
     replay_scores        how much a text would look at its own tokens if it came again
     turn_keys            keys rotated to their positions in the cache, so that rotary distances skip dropped tokens
 choosing what a query reads
@@ -51,6 +52,7 @@ from kvsketch.ops.farthest_first import farthest_first, nearest_center
 from kvsketch.ops.fold_token import fold_token
 from kvsketch.ops.hot_rows import hot_rows
 from kvsketch.ops.indexed_attention import indexed_attention
+from kvsketch.ops.kept_attention import kept_attention
 from kvsketch.ops.kmeans import kmeans
 from kvsketch.ops.leader_clustering import leader_clustering
 from kvsketch.ops.page_rows import close_rows, open_rows
@@ -81,6 +83,7 @@ __all__ = [
     "gumbel",
     "hot_rows",
     "indexed_attention",
+    "kept_attention",
     "kernel_for",
     "kmeans",
     "leader_clustering",

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from kvsketch.methods.rehearse.refit import Slots, fold, refit
 
-# Logits of a batch of problems, by kind of device; a few float32 copies of them are held at once.
-MAX_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 24}
+# Entries of A of a batch of problems, by kind of device; a problem counts as LEAST slots or more, and on a CPU as all.
+MAX_ENTRIES = {"cuda": 1 << 29, "cpu": 1 << 24}
+LEAST = {"cuda": 512, "cpu": 1 << 30}
+STEP = 64  # kept slots of a batch are padded to a multiple of it on a GPU, whose products are slow otherwise
 
 
 class LayerProblems(NamedTuple):
@@ -44,53 +46,95 @@ class Changes(NamedTuple):
 def refit_layers(layers: Sequence[LayerProblems], folds: bool = False) -> list[Changes]:
     """The changes of each layer (asks the device once); those of folding where it `folds`."""
     found: list[list[Changes]] = [[] for _ in layers]
-    kept = torch.stack([layer.stays.sum(-1) for layer in layers])  # [L, B H, P]
-    sizes = torch.stack([layer.there.sum(-1) for layer in layers])
-    kept, sizes = torch.stack([kept, sizes]).cpu()
+    device = layers[0].keys.device
+    stays, there = (torch.stack(marks) for marks in zip(*((layer.stays, layer.there) for layer in layers), strict=True))
+    kept, sizes = torch.stack([stays.sum(-1), there.sum(-1)]).cpu()  # [L, B H, P]
     problems = ((kept > 0) & (kept < sizes)).nonzero()  # [n, 3]: layer, head, chunk
     counts = kept[tuple(problems.T)]
     order = counts.argsort(descending=True, stable=True)
-    logits = layers[0].queries.shape[2] * layers[0].places.shape[1]
-    most = MAX_LOGITS["cuda" if layers[0].keys.is_cuda else "cpu"] // logits
-    for batch in order.split(max(1, most)) if len(order) else ():
-        # By layer, for a layer's own tensors are read and written in one go.
-        batch = batch[problems[batch, 0].argsort(stable=True)]
-        for layer, changes in _fitted(layers, problems[batch], counts[batch], folds):
+    batches = [part for part in order.split(_batch_sizes(counts[order].tolist(), layers[0])) if len(part)]
+    # By layer, for a layer's own tensors are read and written in one go.
+    batches = [batch[problems[batch, 0].argsort(stable=True)] for batch in batches]
+    if not batches:
+        return [_joined([], layer) for layer in layers]
+    order = torch.cat(batches)
+    near = torch.cat([problems, counts.unsqueeze(1)], 1)[order].to(device).split([len(batch) for batch in batches])
+    full = bool((sizes == there.shape[-1]).all())
+    for batch, on_device in zip(batches, near, strict=True):
+        marks = [mark[tuple(on_device[:, :3].T)] for mark in (stays, there)]
+        parts = Batch(problems[batch, 0], counts[batch], on_device, marks[0], None if full else ~marks[1])
+        for layer, changes in _fitted(layers, parts, folds):
             found[layer].append(changes)
     return [_joined(each, layer) for each, layer in zip(found, layers, strict=True)]
 
 
-def _fitted(
-    layers: Sequence[LayerProblems], problems: Tensor, counts: Tensor, folds: bool
-) -> Iterator[tuple[int, Changes]]:
-    """The changes of one batch of problems [n, 3], of which each keeps `counts` [n] tokens; both on the host."""
-    device, most = layers[0].keys.device, int(counts.max())
-    numbers, of_layer = problems[:, 0].unique_consecutive(return_counts=True)
-    parts = problems[:, 1:].to(device).split(of_layer.tolist())
-    taken = [_taken(layers[number], *part.unbind(1)) for number, part in zip(numbers.tolist(), parts, strict=True)]
-    q, k, v, worth, place, stays, there = (torch.cat(tensors) for tensors in zip(*taken, strict=True))
-    order = stays.byte().argsort(dim=-1, descending=True, stable=True)[:, :most]
-    kept = torch.where(stays.gather(1, order), order, -1)
-    slots = Slots(k, v, kept, layers[0].scale, ~there)
+def _batch_sizes(counts: list[int], layer: LayerProblems) -> list[int]:
+    """How many problems, sorted by what they keep, the most first, are fitted together."""
+    kind, queries, slots = layer.keys.device.type, layer.queries.shape[2], layer.places.shape[1]
+    limit, least = (table.get(kind, table["cpu"]) for table in (MAX_ENTRIES, LEAST))
+    sizes, begin = [], 0
+    while begin < len(counts):
+        each = queries * max(counts[begin], min(least, slots))
+        sizes.append(min(len(counts) - begin, max(1, limit // max(1, each))))
+        begin += sizes[-1]
+    return sizes
+
+
+class Batch(NamedTuple):
+    """Problems that are fitted together, sorted by layer; the first two on the host."""
+
+    layer: Tensor  # [n]
+    counts: Tensor  # [n], slots that each keeps
+    numbers: Tensor  # [n, 4]: layer, head, chunk, count
+    stays: Tensor  # [n, C] bool
+    hidden: Tensor | None  # [n, C] bool
+
+
+def _fitted(layers: Sequence[LayerProblems], batch: Batch, folds: bool) -> Iterator[tuple[int, Changes]]:
+    """The changes of one batch of problems."""
+    device, most = layers[0].keys.device, int(batch.counts.max())
+    most += -most % STEP if device.type == "cuda" else 0
+    numbers, of_layer = batch.layer.unique_consecutive(return_counts=True)
+    _, head, chunk, count = batch.numbers.unbind(1)
+    place = layers[0].places[chunk]  # [n, C]
+    heads, chunks, places = (part.split(of_layer.tolist()) for part in (head, chunk, place))
+    each = zip((layers[number] for number in numbers.tolist()), heads, chunks, places, strict=True)
+    taken = [_taken(layer, own, chunk_of, at, folds) for layer, own, chunk_of, at in each]
+    q, k, v, worth = (torch.cat(tensors) for tensors in zip(*taken, strict=True))
+    # Slots that stay move to the front, in their order; the others to one place behind all.
+    order = torch.where(batch.stays, batch.stays.cumsum(-1) - 1, most)
+    kept = torch.full((len(order), most + 1), -1, device=device)
+    kept.scatter_(1, order, torch.arange(order.shape[1], device=device).expand_as(order))
+    slots = Slots(k, v, kept[:, :most], layers[0].scale, batch.hidden)
     log_weights, values, _ = fold(q, slots, worth) if folds else refit(q, slots)
     # The host knows how many are kept, so that nothing waits for the device.
-    entries = (kept < 0).flatten().byte().argsort(stable=True)[: int(counts.sum())]
-    head = problems[:, 1].to(device).repeat_interleave(most)[entries]
-    token = place.gather(1, order).flatten()[entries]
-    changes = (head, token, log_weights.flatten()[entries], values.flatten(0, 1)[entries].to(v.dtype))
-    of_layer = [int(part.sum()) for part in counts.split(of_layer.tolist())]
-    for number, *own in zip(numbers.tolist(), *(change.split(of_layer) for change in changes), strict=True):
-        yield number, Changes(*own)
+    total = int(batch.counts.sum())
+    problem = torch.arange(len(count), device=device).repeat_interleave(count, output_size=total)
+    number = torch.arange(total, device=device) - (count.cumsum(0) - count)[problem]  # [E], among those kept
+    token = place[problem, kept[problem, number]]
+    at = problem * most + number
+    changes = (head[problem], token, log_weights.flatten()[at], values.flatten(0, 1).index_select(0, at).to(v.dtype))
+    of_layer = [int(part.sum()) for part in batch.counts.split(of_layer.tolist())]
+    for found, *own in zip(numbers.tolist(), *(change.split(of_layer) for change in changes), strict=True):
+        yield found, Changes(*own)
 
 
-def _taken(layer: LayerProblems, head: Tensor, chunk: Tensor) -> tuple[Tensor, ...]:
-    """What the problems of one layer read: queries, keys, values, scores, places, which stay, which are there."""
-    place = layer.places[chunk]  # [n, C]
-    at = (head.unsqueeze(-1), place.clamp_min(0))
-    return (
-        layer.queries[head, chunk], layer.keys[at], layer.values[at], layer.worth[at], place,
-        layer.stays[head, chunk], layer.there[head, chunk],
-    )  # fmt: skip
+def _taken(layer: LayerProblems, head: Tensor, chunk: Tensor, place: Tensor, scored: bool) -> tuple[Tensor, ...]:
+    """What the problems of one layer read: queries, keys, values, and scores if they are wanted."""
+    at = place.clamp_min(0)
+    queries = layer.queries.flatten(0, 1).index_select(0, head * layer.queries.shape[1] + chunk)
+    worth = layer.worth[head.unsqueeze(-1), at if scored else at[:, :0]]
+    return queries, _rows(layer.keys, head, at), _rows(layer.values, head, at), worth
+
+
+def _rows(x: Tensor, head: Tensor, at: Tensor) -> Tensor:  # [n, C, D]
+    """Rows `at` [n, C] of the heads [n] of x [B H, m, D]; whole rows are copied, x is not."""
+    size = x.shape[2]
+    if x.stride(2) != 1 or x.stride(1) != size or x.stride(0) % size:
+        x = x.contiguous()
+    apart = x.stride(0) // size
+    rows = x.as_strided(((len(x) - 1) * apart + x.shape[1], size), (size, 1))
+    return rows.index_select(0, (head.unsqueeze(-1) * apart + at).flatten()).view(*at.shape, size)
 
 
 def _joined(changes: list[Changes], layer: LayerProblems) -> Changes:

@@ -1,15 +1,17 @@
 """Weights and values of kept slots, fitted so that queries see the mass and the output of all slots.
 
-For one head, queries q~_i, keys k_j, values v_j, and the kept slots j in K:
+For one head, queries q~_i, keys k_j, values v_j, and the kept slots j in K (`ops.kept_attention`):
 
     x_ij = scale <q~_i, k_j>,   p_i = softmax_j x_ij,   O_i = sum_j p_ij v_j,   A = p[:, K]
     w    = argmin_{w >= 0} |A w - 1|^2 + r |w - 1|^2,    clamped to WEIGHTS
-    X    = A diag(w) / (A w),    V' = V_K + (X'X + r' I)^-1 X' (O - X V_K)
+    V'   = argmin |A diag(w) V' - diag(A w) O|^2 + r' |V' - V_K|^2
 
-r and r' are RIDGES times the mean of the diagonal of A'A and X'X. The ridge pulls weights to 1 and values to what they
-are, and so does stopping early: weights take WEIGHT_STEPS of accelerated projected gradient, scaled by the diagonal,
-values VALUE_STEPS of conjugate gradients. On queries that were not fitted this is better than solving to the end.
-Part of the queries is held back: a head keeps its plain slots where the fit does not lower the error on those.
+Both need the same matrix A'A. A query whose mass A w is 1 wants its output; others count by their mass, which the
+weights have brought near 1. r and r' are RIDGES times the mean of the diagonal of A'A and of diag(w) A'A diag(w). The
+ridge pulls weights to 1 and values to what they are, and so does stopping early: weights take WEIGHT_STEPS of
+accelerated projected gradient, scaled by the diagonal, values VALUE_STEPS of conjugate gradients. On queries that were
+not fitted this is better than solving to the end. Part of the queries is held back: a head keeps its plain slots where
+the fit does not lower the error on those.
 
 All heads and chunks of a model are problems of the same form: N of them are fitted at once, padded to the one that
 keeps the most. Products of half-precision inputs are summed in float32 (tensor cores); the steps are float32.
@@ -23,11 +25,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch import ops
+from kvsketch.ops.common.products import product
+
 RIDGES = (1e-2, 1e-3)  # of weights, of values
 WEIGHTS = (1e-4, 1e4)
 WEIGHT_STEPS, VALUE_STEPS = 16, 8
 HELD_BACK = 8  # one query in so many is held back
-NEG_INF = float("-inf")
 TINY = 1e-30
 
 
@@ -51,13 +55,7 @@ class Slots(NamedTuple):
 
     def seen_by(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """A [N, Q, K], the attention that queries [N, Q, D] give to the kept slots, and their outputs [N, Q, Dv]."""
-        half = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
-        logits = product(q, self.keys.mT) * self.scale  # [N, Q, C]
-        if self.hidden is not None:
-            logits.masked_fill_(self.hidden.unsqueeze(1), NEG_INF)
-        p = logits.softmax(-1).to(half)
-        at = self.kept.clamp_min(0).unsqueeze(1).expand(*p.shape[:2], -1)
-        return p.gather(2, at).masked_fill(~self.taken.unsqueeze(1), 0.0), product(p, self.values.to(half))
+        return ops.kept_attention(q, self.keys, self.values, self.kept, self.scale, self.hidden)
 
 
 class Refitted(NamedTuple):
@@ -74,8 +72,9 @@ def refit(q: Tensor, slots: Slots, steps: tuple[int, int] = (WEIGHT_STEPS, VALUE
     plain = slots.plain()
     # Queries come in no order, and the held-back ones lie behind the others.
     fit = q.shape[1] - q.shape[1] // HELD_BACK
-    w = fitted_weights(a[:, :fit], steps[0]).masked_fill(~slots.taken, 1.0)
-    values = fitted_values(a[:, :fit], w, plain, target[:, :fit], steps[1])
+    gram = squared(a[:, :fit])
+    w = fitted_weights(gram, a[:, :fit], steps[0]).masked_fill(~slots.taken, 1.0)
+    values = fitted_values(gram, a[:, :fit], w, plain, target[:, :fit], steps[1])
     return _guarded(slots, w, values, plain, a[:, fit:], target[:, fit:])
 
 
@@ -93,7 +92,7 @@ def fold(q: Tensor, slots: Slots, score: Tensor) -> Refitted:
     near = keys.gather(1, kept.unsqueeze(-1).expand(*kept.shape, keys.shape[2]))
     away = near.square().sum(-1).unsqueeze(1) - 2 * keys @ near.mT  # [N, C, K], but for |k_j|^2
     takes = taken & (own <= 1)
-    to = away.masked_fill(~takes.unsqueeze(1), -NEG_INF).argmin(-1)  # [N, C]
+    to = away.masked_fill(~takes.unsqueeze(1), float("inf")).argmin(-1)  # [N, C]
     joins = goes & takes.gather(1, to)
     w = torch.where(joins, (score.clamp_min(0) / own.gather(1, to).clamp_min(TINY)).clamp_max(1.0), 0.0)
     total = torch.ones_like(own).scatter_add(1, to, w)  # [N, K]
@@ -111,49 +110,44 @@ def _guarded(slots: Slots, w: Tensor, values: Tensor, plain: Tensor, a: Tensor, 
     return Refitted(log_w, torch.where(better[:, None, None], values, plain), after / before.clamp_min(TINY))
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of [N, ., .] in float32, whatever the two are."""
-    if a.dtype == torch.float32:
-        return a @ b.float()
-    return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+def squared(a: Tensor) -> Tensor:  # [N, K, K]
+    """A'A, rounded to the dtype of A."""
+    return torch.bmm(a.mT, a) if a.is_cuda else product(a.mT, a).to(a.dtype)
 
 
-def fitted_weights(a: Tensor, steps: int) -> Tensor:  # [N, K]
+def fitted_weights(gram: Tensor, a: Tensor, steps: int) -> Tensor:  # [N, K]
     """argmin over w >= 0 of |A w - 1|^2 + r |w - 1|^2, by accelerated projected gradient in w / size."""
-    gram = product(a.mT, a)  # [N, K, K]
-    ridge = _ridge(gram, RIDGES[0])
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    diagonal = gram.diagonal(dim1=-2, dim2=-1).float()
+    ridge = _ridge(diagonal, RIDGES[0])
     size = (diagonal + ridge).rsqrt()  # [N, K]
-    wanted = (a.sum(1, dtype=torch.float32) + ridge) * size
-    diagonal += ridge
-    gram *= size.unsqueeze(-1)
-    gram *= size.unsqueeze(-2)
-    # The largest row sum bounds the largest eigenvalue; no entry is negative.
-    rate = 1.0 / gram.sum(-1).amax(-1, keepdim=True)
-    gram = gram.to(a.dtype)
-    u = size.reciprocal()
-    ahead, momentum = u, 1.0
+    wanted = a.sum(1, dtype=torch.float32) + ridge
+    # The largest row sum of the scaled matrix bounds its largest eigenvalue; no entry is negative.
+    bound = ((times(gram, size) + ridge * size) * size).amax(-1, keepdim=True)
+    rate = size.square() / bound
+    w = ahead = torch.ones_like(size)
+    momentum = 1.0
     for _ in range(steps):
-        slope = product(gram, ahead.unsqueeze(-1).to(gram.dtype)).squeeze(-1)
-        new = torch.addcmul(ahead, rate, wanted - slope).clamp_min_(0.0)
+        new = torch.addcmul(ahead, rate, wanted - times(gram, ahead) - ridge * ahead).clamp_min_(0.0)
         following = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
-        ahead = torch.lerp(u, new, 1 + (momentum - 1) / following)
-        u, momentum = new, following
-    return (u * size).clamp(*WEIGHTS)
+        ahead = torch.lerp(w, new, 1 + (momentum - 1) / following)
+        w, momentum = new, following
+    return w.clamp(*WEIGHTS)
 
 
-def fitted_values(a: Tensor, w: Tensor, plain: Tensor, target: Tensor, steps: int) -> Tensor:  # [N, K, Dv]
-    """Values that give the target with weights w, near the plain ones, by conjugate gradients for every channel."""
-    x = _shares(a, w).to(a.dtype)
-    gram = product(x.mT, x)
-    gram.diagonal(dim1=-2, dim2=-1).add_(_ridge(gram, RIDGES[1]))
-    gram = gram.to(a.dtype)
-    missing = target - product(x, plain.to(a.dtype))
-    residual = product(x.mT, missing.to(a.dtype))  # [N, K, Dv]
+def times(gram: Tensor, x: Tensor) -> Tensor:  # [N, K]
+    return product(gram, x.unsqueeze(-1).to(gram.dtype)).squeeze(-1)
+
+
+def fitted_values(gram: Tensor, a: Tensor, w: Tensor, plain: Tensor, target: Tensor, steps: int) -> Tensor:
+    """Values [N, K, Dv] that give the target with weights w, near the plain ones, by conjugate gradients by channel."""
+    weight = w.unsqueeze(-1)
+    ridge = _ridge(gram.diagonal(dim1=-2, dim2=-1) * w.square(), RIDGES[1]).unsqueeze(-1)
+    missing = target * _weighed(a, weight) - _weighed(a, weight * plain)
+    residual = weight * product(a.mT, missing.to(a.dtype))  # [N, K, Dv]
     values, direction = plain.clone(), residual
     size = residual.square().sum(1, keepdim=True)
     for _ in range(steps):
-        turned = product(gram, direction.to(gram.dtype))
+        turned = torch.addcmul(ridge * direction, weight, product(gram, (weight * direction).to(gram.dtype)))
         length = size / (direction * turned).sum(1, keepdim=True).clamp_min(TINY)
         values.addcmul_(length, direction)
         residual = torch.addcmul(residual, length, turned, value=-1)
@@ -162,21 +156,21 @@ def fitted_values(a: Tensor, w: Tensor, plain: Tensor, target: Tensor, steps: in
     return values
 
 
-def _ridge(gram: Tensor, share: float) -> Tensor:  # [N, 1]
+def _ridge(diagonal: Tensor, share: float) -> Tensor:  # [N, 1]
     """A share of the mean of the diagonal, over the slots that are there."""
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
     mean = diagonal.sum(-1, keepdim=True) / (diagonal > 0).sum(-1, keepdim=True).clamp_min(1)
     return (share * mean).clamp_min(1e-12)
 
 
-def _shares(a: Tensor, w: Tensor) -> Tensor:
-    weighted = a * w.unsqueeze(1)
-    return weighted / weighted.sum(-1, keepdim=True).clamp_min(TINY)
+def _weighed(a: Tensor, x: Tensor) -> Tensor:
+    """A x in float32."""
+    return product(a, x.to(a.dtype))
 
 
 def _error(a: Tensor, w: Tensor, values: Tensor, target: Tensor) -> Tensor:  # [N]
     """Squared error of mass and output of the kept slots."""
-    mass = (a * w.unsqueeze(1)).sum(-1, keepdim=True)
-    out = _shares(a, w) @ values - target
+    weight = w.unsqueeze(-1)
+    mass = _weighed(a, weight)
+    out = _weighed(a, weight * values) / mass.clamp_min(TINY) - target
     spread = target.square().mean((1, 2)).clamp_min(TINY)
     return (mass - 1).square().mean((1, 2)) + out.square().mean((1, 2)) / spread

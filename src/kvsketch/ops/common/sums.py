@@ -20,6 +20,7 @@ from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, hadamard
 from kvsketch.ops.common.ragged import Ragged
 
+LIMIT = tl.constexpr(2.0**100)  # of a sum with a guessed origin; beyond it the origin is a running maximum
 COMBINE_COLUMNS, COMBINE_SPLITS = 64, 128  # that one program reads at a time
 
 

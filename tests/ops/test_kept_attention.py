@@ -1,0 +1,59 @@
+"""Attention to kept slots: against the definition, and the kernel against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsketch.ops import kept_attention
+from kvsketch.ops.kept_attention import reference
+from tests.ops.formula import needs_triton
+
+
+def inputs(slots: int = 70, kept: int = 20, size: int = 16) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Three problems; the second keeps fewer slots, the last has hidden ones."""
+    torch.manual_seed(slots)
+    q, k, v = torch.randn(3, 37, size), torch.randn(3, slots, size) + 3.0, torch.randn(3, slots, 24)
+    chosen = torch.stack([torch.randperm(slots)[:kept] for _ in range(3)])
+    chosen[1, 5:] = -1
+    hidden = torch.zeros(3, slots, dtype=torch.bool)
+    hidden[2, :7] = True
+    return q, k, v, chosen, hidden
+
+
+def test_reference_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, kept, hidden = inputs()
+    for limit in (1, reference.MAX_LOGITS):
+        monkeypatch.setattr(reference, "MAX_LOGITS", limit)
+        a, out = kept_attention(q, k, v, kept, 0.3, hidden)
+        for n in range(3):
+            p = (0.3 * q[n] @ k[n].T + torch.where(hidden[n], -torch.inf, 0.0)).softmax(-1)
+            torch.testing.assert_close(out[n], p @ v[n])
+            torch.testing.assert_close(a[n], p[:, kept[n]] * (kept[n] >= 0))
+
+
+@needs_triton
+@pytest.mark.parametrize(("dtype", "jump"), [(torch.float32, 0.0), (torch.bfloat16, 0.0), (torch.float32, 300.0)])
+def test_kernel_gives_the_reference(dtype: torch.dtype, jump: float, device: torch.device) -> None:
+    """Also where later slots have logits that are larger than the first by more than a float32 can hold."""
+    from kvsketch.ops.kept_attention import kernel
+
+    q, k, v, kept, hidden = inputs()
+    q[:, :, 0] = q[:, :, 0].abs() + 1.0
+    k[:, 65:, 0] += jump
+    q, k, v = (x.to(device, dtype) for x in (q, k, v))
+    for mask in (None, hidden.to(device)):
+        found = kernel.kept_attention(q, k, v, kept.to(device), 0.3, mask)
+        expected = reference.kept_attention(q, k, v, kept.to(device), 0.3, mask)
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.float(), other.float(), atol=tolerance, rtol=tolerance)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    q, k, v, kept, hidden = inputs()
+    with pytest.raises(ValueError, match=r"q, k, v and kept must be"):
+        kept_attention(q[:, :, 1:], k, v, kept, 1.0)
+    with pytest.raises(ValueError, match=r"hidden \[2, 70\]"):
+        kept_attention(q, k, v, kept, 1.0, hidden[1:])
