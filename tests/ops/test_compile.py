@@ -94,12 +94,15 @@ def weighted_attention() -> None:
     )  # fmt: skip
 
 
+def encoded() -> None:
+    encode(normal(B, H, S, D), zeros(B, H, D), Codec(4, D))
+
+
 def coded_attention() -> None:
     parts = []
     for bits in (4, 3):
-        codec, x, center = Codec(bits, D), normal(B, H, S, D), zeros(B, H, D)
-        coded = encode(x, center, codec)
-        parts.append(CodedSlots(codec, center, zeros(B, H, 4, D), ints(B, H, 4), coded.codes, coded.steps))
+        codes, steps = zeros(B, H, S, D * bits // 8, dtype=torch.uint8), zeros(B, H, S, dtype=torch.float16)
+        parts.append(CodedSlots(Codec(bits, D), zeros(B, H, D), zeros(B, H, 4, D), ints(B, H, 4), codes, steps))
     ops.weighted_attention(normal(B, HQ, 1, D), *parts, zeros(B, H, S), zeros(B, H, S), 0.1, return_logits=True)
 
 
@@ -289,7 +292,7 @@ def thin_linear(rows: int) -> None:
 
 
 CALLS: tuple[Callable[[], None], ...] = (
-    weighted_attention, coded_attention, decoded, ragged_attention, paged_attention,
+    weighted_attention, encoded, coded_attention, decoded, ragged_attention, paged_attention,
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention, replay_scores,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,

@@ -57,12 +57,8 @@ def test_write_token(
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
-@pytest.mark.parametrize(("bits", "value_bits", "flat", "rows_of_one_program"), [(4, 3, False, 16), (8, 4, True, 0)])
-def test_write_coded_token(
-    device: torch.device, bits: int, value_bits: int, flat: bool, rows_of_one_program: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(kernel, "CODED_ROWS_OF_ONE_PROGRAM", rows_of_one_program)
+@pytest.mark.parametrize(("bits", "value_bits", "flat"), [(4, 3, False), (8, 4, True)])
+def test_write_coded_token(device: torch.device, bits: int, value_bits: int, flat: bool) -> None:
     start = torch.tensor([[0, 9, 12], [30, 33, 40]], device=device)
     results = []
     for module in (reference, kernel):

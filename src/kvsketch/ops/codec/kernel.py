@@ -1,6 +1,8 @@
 """Encoding and decoding on a GPU: one program takes a tile of vectors of one head.
 
-Fused multiply-adds are off and divisions are exact, so that codes and steps equal the reference's bit for bit.
+Codes and steps equal the reference's bit for bit: y and all sums are exact, and what rounds is one operation at a time,
+a subtraction, a square root, two divisions and products that no addition follows. So neither the order of sums nor
+fused multiply-adds matter.
 """
 
 from __future__ import annotations
@@ -12,17 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.ops.codec import LARGEST_STEP, STEP_DTYPE, Codec, Coded, CodedSlots, unit_step
+from kvsketch.ops.codec import LARGEST_STEP, LEAST_EXPONENT, NOT_FINITE, STEP_DTYPE, Codec, Coded, CodedSlots
 from kvsketch.ops.common.device import on
-from kvsketch.ops.common.kernel import hadamard, halves, load_levels
+from kvsketch.ops.common.kernel import NEARLY_IEEE, dot, hadamard, hadamard_signs, load_levels
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, dense_last
 
-TILE = 16  # vectors of one program
+TILE = 64  # vectors of one program
+LEAST = tl.constexpr(LEAST_EXPONENT)
+INFINITE = tl.constexpr(NOT_FINITE)
+TO_INTEGERS = tl.constexpr(1.5 * 2.0**23)  # a float32 of this size has no fraction
 
 
 def supported(codec: Codec, dtype: torch.dtype = torch.float32) -> bool:
-    """True when the kernel serves this codec: its Hadamard matrix has one block."""
-    return codec.block == codec.size <= MAX_HEAD_SIZE and dtype in KERNEL_DTYPES
+    """True when the kernel serves this codec: its Hadamard matrix has one block, which the tensor cores take."""
+    return 16 <= codec.block == codec.size <= MAX_HEAD_SIZE and dtype in KERNEL_DTYPES
 
 
 def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
@@ -50,7 +55,7 @@ def decode(slots: CodedSlots, dtype: torch.dtype) -> Tensor:
             codes, steps, slots.center.contiguous(), codec.signs(out.device),
             slots.exact.contiguous(), slots.exact_at.contiguous(), out,
             count, heads, 1.0 / math.sqrt(codec.block), *codes.stride()[:3], *steps.stride()[:2],
-            BITS=codec.bits, D=codec.size, STAGES=codec.size.bit_length() - 1, TILE=TILE, EXACT=slots.exact.shape[2],
+            BITS=codec.bits, D=codec.size, TILE=TILE, EXACT=slots.exact.shape[2],
             num_warps=4,
         )  # fmt: skip
     return out
@@ -61,59 +66,57 @@ def _launch(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor | 
     if not x.numel():
         return
     x, center = dense_last(x), center.contiguous()
-    tile = min(TILE, triton.next_power_of_2(count))
+    tile = max(16, min(TILE, triton.next_power_of_2(count)))
     with on(x.device):
         encode_kernel[(triton.cdiv(count, tile), batch * heads)](
             x, center, codec.signs(x.device), at, coded.codes, coded.steps,
-            count, heads, unit_step(codec), 1.0 / math.sqrt(codec.block), LARGEST_STEP,
+            count, heads, codec.unit, codec.norm, LARGEST_STEP,
             *x.stride()[:3], *coded.codes.stride()[:3], *coded.steps.stride()[:3],
-            BITS=codec.bits, D=codec.size, STAGES=codec.size.bit_length() - 1, TILE=tile, AT=at is not None,
-            num_warps=4, enable_fp_fusion=False,
+            BITS=codec.bits, D=codec.size, TILE=tile, AT=at is not None, num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit
-def pairwise_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
-    """Sum of the columns of a tile: halves are added until one column is left."""
-    for stage in tl.static_range(STAGES):
-        a, b = halves(x, ROWS, COLUMNS >> stage)
-        x = a + b
-    return tl.reshape(x, (ROWS,))
+def packed(levels, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Levels of a tile as bytes: each byte has a level of every plane."""
+    BYTES: tl.constexpr = COLUMNS * BITS // 8
+    levels = levels << (tl.arange(0, COLUMNS) // BYTES * BITS)[None, :]
+    return tl.sum(tl.reshape(levels, (ROWS, 8 // BITS, BYTES)), 1).to(tl.uint8)
 
 
 @triton.jit
-def packed(levels, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Levels of a tile as bytes: halves share a byte, then halves of those."""
-    if BITS <= 4:
-        a, b = halves(levels, ROWS, COLUMNS)
-        levels = a | (b << 4)
-    if BITS <= 2:
-        a, b = halves(levels, ROWS, COLUMNS // 2)
-        levels = a | (b << 2)
-    if BITS <= 1:
-        a, b = halves(levels, ROWS, COLUMNS // 4)
-        levels = a | (b << 1)
-    return levels.to(tl.uint8)
+def turned_integers(n, ROWS: tl.constexpr, D: tl.constexpr):
+    """Integers of up to 16 bits times a Hadamard matrix, without rounding."""
+    if ROWS < 16:
+        return hadamard(n, ROWS, D)
+    else:
+        # Multiples of 256 and the rest have 8 significant bits: both are exact in bfloat16.
+        mix = hadamard_signs(D).to(tl.bfloat16)
+        upper = (n + 256.0 * TO_INTEGERS) - 256.0 * TO_INTEGERS
+        return dot(upper.to(tl.bfloat16), mix) + dot((n - upper).to(tl.bfloat16), mix)
 
 
 @triton.jit
 def levels_and_steps(
-    x, center, signs, unit_step, unit_norm, largest_step,
-    BITS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
+    x, center, signs, unit, norm, largest_step, BITS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Levels c [TILE, D] int32 and steps of vectors, in float32; `center` may be one for all or one for each."""
-    y = hadamard((x - center) * signs[None, :], TILE, D, STAGES) * unit_norm
-    first = unit_step * tl.sqrt_rn(pairwise_sum(y * y, TILE, D, STAGES))
-    first = tl.where(first == 0.0, 1.0, first)
-    finite = (first < float("inf"))[:, None]
+    """Levels c [ROWS, D] int32 and steps of vectors, in float32; `center` may be one for all or one for each."""
+    d = x - center
+    exponent = tl.maximum(tl.max(d.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23, LEAST)
+    finite = exponent < INFINITE
+    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    n = (tl.where(finite[:, None], d, 0.0) * up[:, None] + TO_INTEGERS) - TO_INTEGERS
+    wide = n.to(tl.float64)
+    first = unit * tl.sqrt_rn(tl.sum(wide * wide, 1).to(tl.float32))
+    inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.where(first == 0.0, 1.0, first))
+    y = turned_integers(n * signs[None, :], ROWS, D)
     largest = 2.0**BITS - 1.0
-    divided = tl.div_rn(y, tl.broadcast_to(first[:, None], (TILE, D)))
-    levels = tl.minimum(tl.maximum(tl.floor(divided + 2.0 ** (BITS - 1)), 0.0), largest)
-    levels = tl.where(finite, levels, 0.0)
-    z = levels - largest / 2.0
-    step = tl.div_rn(pairwise_sum(y * z, TILE, D, STAGES), pairwise_sum(z * z, TILE, D, STAGES))
-    step = tl.where(step > largest_step, largest_step, tl.where(step < -largest_step, -largest_step, step))
-    return levels.to(tl.int32), tl.where(first < float("inf"), step, float("nan"))
+    levels = tl.minimum(tl.maximum(tl.floor(y * inverse[:, None]) + 2.0 ** (BITS - 1), 0.0), largest)
+    z = 2.0 * levels - largest
+    product = tl.sum(y.to(tl.float64) * z.to(tl.float64), 1).to(tl.float32)
+    step = tl.minimum(tl.div_rn(product, tl.sum(z * z, 1)) * (norm * down), largest_step)
+    return levels.to(tl.int32), tl.where(finite, step, float("nan"))
 
 
 @triton.jit
@@ -129,9 +132,9 @@ def store_codes(codes, levels, inside, BITS: tl.constexpr, D: tl.constexpr, TILE
 
 @triton.jit(do_not_specialize=["count"])
 def encode_kernel(
-    x_ptr, center_ptr, sign_ptr, at_ptr, code_ptr, step_ptr, count, heads, unit_step, unit_norm, largest_step,
+    x_ptr, center_ptr, sign_ptr, at_ptr, code_ptr, step_ptr, count, heads, unit, norm, largest_step,
     x_b, x_h, x_n, code_b, code_h, code_n, step_b, step_h, step_n,
-    BITS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, AT: tl.constexpr,
+    BITS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
     """Codes and steps of TILE vectors of one batch row and head."""
     b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
@@ -142,7 +145,7 @@ def encode_kernel(
     x = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32)
     center = tl.load(center_ptr + tl.program_id(1).to(tl.int64) * D + column)
     levels, step = levels_and_steps(
-        x, center[None, :], tl.load(sign_ptr + column), unit_step, unit_norm, largest_step, BITS, D, STAGES, TILE
+        x, center[None, :], tl.load(sign_ptr + column), unit, norm, largest_step, BITS, D, TILE
     )
     slot = row.to(tl.int64)
     if AT:
@@ -155,7 +158,7 @@ def encode_kernel(
 def decode_kernel(
     code_ptr, step_ptr, center_ptr, sign_ptr, exact_ptr, exact_at_ptr, out_ptr, count, heads, unit_norm,
     code_b, code_h, code_n, step_b, step_h,
-    BITS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr,
+    BITS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """center + R' (step z) of TILE vectors of one batch row and head, of exact ones center + R' y."""
     head = tl.program_id(1).to(tl.int64)
@@ -168,7 +171,7 @@ def decode_kernel(
     for i in tl.static_range(EXACT):
         exact = tl.load(exact_ptr + (head * EXACT + i) * D + column)
         y = tl.where((row == tl.load(exact_at_ptr + head * EXACT + i))[:, None], exact[None, :], y)
-    x = hadamard(y, TILE, D, STAGES) * unit_norm * tl.load(sign_ptr + column)[None, :]
+    x = dot(y, hadamard_signs(D), None, NEARLY_IEEE) * unit_norm * tl.load(sign_ptr + column)[None, :]
     x += tl.load(center_ptr + head * D + column)[None, :]
     out = out_ptr + (head * count + row)[:, None] * D + column[None, :]
     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=inside[:, None])

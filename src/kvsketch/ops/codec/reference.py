@@ -1,11 +1,20 @@
-"""Encoding in torch: the truth. Sums are taken pairwise, in the order that the kernel takes them."""
+"""Encoding in torch: the truth, which says what is rounded and when (see the package docstring)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvsketch.ops.codec import LARGEST_STEP, STEP_DTYPE, Codec, Coded, CodedSlots, packed, rotate, unit_step
+from kvsketch.ops.codec import (
+    LARGEST_STEP,
+    LEAST_EXPONENT,
+    NOT_FINITE,
+    STEP_DTYPE,
+    Codec,
+    Coded,
+    CodedSlots,
+    packed,
+)
 
 
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:
@@ -17,29 +26,22 @@ def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tenso
 
 def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
     """See `kvsketch.ops.codec.encode`."""
-    y = rotate(x.float() - center.unsqueeze(2), codec.signs(x.device), codec.block)
-    first = unit_step(codec) * pairwise_sum(y * y).sqrt()  # [B, H, n]
+    d = x.float() - center.unsqueeze(2)
+    exponent = ((d.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True) >> 23).clamp_min(LEAST_EXPONENT)
+    finite = exponent < NOT_FINITE
+    up, down = (((268 - exponent) << 23).view(torch.float32), ((exponent - 14) << 23).view(torch.float32))
+    n = (torch.where(finite, d, 0.0) * up).round().double()
+    y = n @ codec.integers(x.device).T
+    first = codec.unit * (n * n).sum(-1, keepdim=True).float().sqrt()  # [B, H, n, 1]
     first = torch.where(first > 0, first, 1.0)
-    levels = torch.floor(y / first.unsqueeze(-1) + 2.0 ** (codec.bits - 1)).clamp(0, 2**codec.bits - 1)
-    z = levels - codec.half_range
-    steps = (pairwise_sum(y * z) / pairwise_sum(z * z)).clamp(-LARGEST_STEP, LARGEST_STEP)
-    finite = torch.isfinite(first)
-    levels = torch.where(finite.unsqueeze(-1), levels, 0.0)
-    steps = torch.where(finite, steps, float("nan"))
-    return Coded(packed(levels.to(torch.uint8), codec), steps.to(STEP_DTYPE))
+    levels = (y.float() * (torch.ones_like(first) / first)).floor() + 2.0 ** (codec.bits - 1)
+    levels = levels.clamp(0, 2**codec.bits - 1)
+    z = 2.0 * levels.double() - (2**codec.bits - 1)
+    ratio = (y * z).sum(-1, keepdim=True).float() / (z * z).sum(-1, keepdim=True).float()
+    steps = torch.where(finite, (ratio * (codec.norm * down)).clamp_max(LARGEST_STEP), float("nan"))
+    return Coded(packed(levels.to(torch.uint8), codec), steps.squeeze(-1).to(STEP_DTYPE))
 
 
 def decode(slots: CodedSlots, dtype: torch.dtype) -> Tensor:
     """See `CodedSlots.decoded`."""
     return (slots.rotated() @ slots.codec.rotation(slots.steps.device) + slots.center.unsqueeze(2)).to(dtype)
-
-
-def pairwise_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension: halves are added until one number is left, what makes it odd is added to the end."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        rest = x[..., 2 * half :]
-        x = x[..., :half] + x[..., half : 2 * half]
-        if rest.shape[-1]:
-            x = torch.cat([x[..., :-1], x[..., -1:] + rest], -1)
-    return x[..., 0]

@@ -34,6 +34,8 @@ def wait(EARLY: tl.constexpr):
 
 
 IEEE = tl.constexpr("ieee")  # a default that is a plain string is no constant before Triton 3.7
+# Three products of the tensor cores in place of one in float32.
+NEARLY_IEEE = tl.constexpr("tf32x3" if torch.version.hip is None else "ieee")
 
 
 @triton.jit
@@ -170,17 +172,28 @@ def nibbles(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The first and the second half of the columns of a tile."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+def hadamard_signs(SIZE: tl.constexpr):
+    """A Hadamard matrix of ones and minus ones [SIZE, SIZE] in float32, made of nothing: SIZE is at most 256."""
+    i = tl.arange(0, SIZE)
+    both = i[:, None] & i[None, :]
+    both ^= both >> 4
+    both ^= both >> 2
+    both ^= both >> 1
+    return tl.where((both & 1) == 0, 1.0, -1.0)
 
 
 @triton.jit
-def hadamard(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
-    """Sums and differences of halves, which trade places with neighbours; after STAGES all are where they began."""
-    for _ in tl.static_range(STAGES):
-        a, b = halves(x, ROWS, COLUMNS)
-        x = tl.reshape(tl.join(a + b, a - b), (ROWS, COLUMNS))
+def hadamard(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows of a small tile times a Hadamard matrix.
+
+    A stage makes a + b, a - b of pairs a, b. Both have the sum, and the second takes its own b off twice: nothing moves
+    but what the sum takes, so that a warp that holds whole rows needs no shared memory.
+    """
+    second = tl.arange(0, 2).to(tl.float32)[None, None, :, None] * 2.0
+    for stage in tl.static_range(8):
+        if 2 << stage <= COLUMNS:
+            x = tl.reshape(x, (ROWS, COLUMNS >> (stage + 1), 2, 1 << stage))
+            x = tl.reshape(tl.expand_dims(tl.sum(x, 2), 2) - second * x, (ROWS, COLUMNS))
     return x
 
 

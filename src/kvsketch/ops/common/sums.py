@@ -47,7 +47,7 @@ def combine(
         out, state, log2_clip or 0.0, splits, queries, query_heads, query_heads // heads * queries, turned_splits or 0,
         DV=value_size, COLUMNS=columns, BLOCK_SPLITS=block, MANY=most > block, MIXED=turned_splits is not None,
         TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
-        RATIO=state.shape[0] == 3, RAGGED=ragged is not None, TURN=0 if turned is None else value_size.bit_length() - 1,
+        RATIO=state.shape[0] == 3, RAGGED=ragged is not None, TURN=turned is not None,
         num_warps=4, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
@@ -192,7 +192,7 @@ def combine_kernel(
     if TURN:
         if MIXED:
             out -= plain * factor
-        turned = tl.reshape(hadamard(tl.reshape(out, (1, DV)), 1, DV, TURN), (DV,)) * DV**-0.5
+        turned = tl.reshape(hadamard(tl.reshape(out, (1, DV)), 1, DV), (DV,)) * DV**-0.5
         center = tl.load(center_ptr + head * DV + column)
         out = turned * tl.load(sign_ptr + column) + center * (weight * factor)
         if MIXED:

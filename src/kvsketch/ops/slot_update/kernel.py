@@ -1,16 +1,14 @@
-"""Slot updates in Triton: one program per batch row and KV head, one launch per update. See reference.py for the
-formulas.
+"""Slot updates in Triton: one launch per update, of one program per batch row and KV head, or one for a few of them.
+See reference.py for the formulas.
 """
 
 from __future__ import annotations
-
-import math
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.ops.codec import LARGEST_STEP, CodedSlots, unit_step
+from kvsketch.ops.codec import LARGEST_STEP, CodedSlots
 from kvsketch.ops.codec import kernel as codec_kernel
 from kvsketch.ops.codec.kernel import levels_and_steps, store_codes
 from kvsketch.ops.common import early_start
@@ -19,13 +17,26 @@ from kvsketch.ops.common.tensors import dense_last
 from kvsketch.ops.slot_update import Ranking, Slots, Token
 
 ROWS_OF_ONE_PROGRAM = 16
-# Encoding is work: one program for the 8 heads of a row takes 33 us longer than 8 programs and a launch that counts.
-CODED_ROWS_OF_ONE_PROGRAM = 1
+ASKED = tl.constexpr(1 << 40)  # above what a clock can show
 
 
 def supported(*coded: CodedSlots) -> bool:
     """True when the kernels serve the call: codes need one Hadamard matrix for all channels."""
     return all(codec_kernel.supported(slots.codec) for slots in coded)
+
+
+@triton.jit
+def counted(clock):
+    """What the clock shows. The last program along axis 0 that asks counts the token.
+
+    Above its number the clock counts the programs that have asked, so that none asks too late. The next kernel finds
+    the number alone.
+    """
+    shown = tl.atomic_add(clock, ASKED, sem="relaxed")
+    programs = tl.num_programs(0).to(tl.int64)
+    if shown // ASKED == programs - 1:
+        tl.atomic_add(clock, 1 - programs * ASKED, sem="relaxed")
+    return shown % ASKED
 
 
 @triton.jit
@@ -35,14 +46,14 @@ def _write_token(
     key_b, key_h, key_s, value_b, value_h, value_s,
     new_key_b, new_key_h, new_value_b, new_value_h, slots,
     HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, PAGED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     b, h = (row // heads)[:, None], (row % heads)[:, None]
     s = tl.load(slot + row, mask=inside, other=0)
-    now = tl.load(clock)
+    now = counted(clock)
     page, there = b, inside[:, None]
     if PAGED:
         page = tl.load(pages + b, mask=there, other=-1)
@@ -62,9 +73,6 @@ def _write_token(
         tl.store(log_num + row * slots + s, zero, mask=inside)
     if HAS_SCORE:
         tl.store(score + row * slots + s, zero, mask=inside)
-    if COUNT:
-        tl.debug_barrier()
-        tl.store(clock, now + 1)
 
 
 def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score: Tensor | None) -> None:
@@ -73,7 +81,6 @@ def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score:
     batch, heads, count = index.shape
     size, value_size = keys.shape[3], values.shape[3]
     rows = batch * heads
-    # One program can count the token as well; of several, one would count while others still read the clock.
     alone = rows <= ROWS_OF_ONE_PROGRAM
     _write_token[(1 if alone else rows,)](
         keys, values, index, log_den, log_den if log_num is None else log_num, log_den if score is None else score,
@@ -82,76 +89,65 @@ def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score:
         *keys.stride()[:3], *values.stride()[:3], *token.key.stride()[:2], *token.value.stride()[:2], count,
         HAS_NUM=log_num is not None, HAS_SCORE=score is not None, PAGED=token.pages is not None,
         ROWS=triton.next_power_of_2(rows) if alone else 1, BLOCK=triton.next_power_of_2(size),
-        VALUE_BLOCK=triton.next_power_of_2(value_size), COUNT=alone, num_warps=1, **early_start.launch(keys.device),
+        VALUE_BLOCK=triton.next_power_of_2(value_size), num_warps=1, **early_start.launch(keys.device),
     )  # fmt: skip
-    if not alone:
-        token.clock.add_(1)
 
 
 @triton.jit
 def encode_token(
-    new, new_b, new_h, b, h, row, inside, slot, first,
-    center, signs, codes, steps, exact_at, unit_step, unit_norm, largest_step,
-    BITS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
-    EXACT_BLOCK: tl.constexpr,
+    new, row, slot, place, center, signs, codes, steps, exact_at, unit, norm, largest_step,
+    BITS: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr, EXACT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Codes one new vector of each row into its place; an exact slot that is overwritten is exact no more."""
-    d, place = tl.arange(0, D), first + slot
-    x = tl.load(new + b * new_b + h * new_h + d[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-    mean = tl.load(center + row[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
-    levels, step = levels_and_steps(
-        x, mean, tl.load(signs + d), unit_step, unit_norm, largest_step, BITS, D, STAGES, ROWS
-    )
-    tl.store(steps + place, step.to(tl.float16), mask=inside)
-    store_codes(codes + place[:, None] * (D * BITS // 8), levels, inside, BITS, D, ROWS)
+    """Codes the vector at `new` into its place; an exact slot that is overwritten is exact no more."""
+    d = tl.arange(0, D)
+    x, mean = tl.load(new + d[None, :]).to(tl.float32), tl.load(center + row * D + d[None, :])
+    levels, step = levels_and_steps(x, mean, tl.load(signs + d), unit, norm, largest_step, BITS, D, 1)
+    one = tl.zeros((1,), tl.int64)
+    tl.store(steps + place + one, step.to(tl.float16))
+    store_codes(codes + (place + one)[:, None] * (D * BITS // 8), levels, one == 0, BITS, D, 1)
     if EXACT > 0:
-        e = tl.arange(0, EXACT_BLOCK)[None, :]
-        pointers, there = exact_at + row[:, None] * EXACT + e, inside[:, None] & (e < EXACT)
-        gone = there & (tl.load(pointers, mask=there, other=-1) == slot[:, None])
-        tl.store(pointers, tl.full((ROWS, EXACT_BLOCK), -1, tl.int32), mask=gone)
+        e = tl.arange(0, EXACT_BLOCK)
+        pointers = exact_at + row * EXACT + e
+        gone = tl.load(pointers, mask=e < EXACT, other=-1) == slot
+        tl.store(pointers, tl.full((EXACT_BLOCK,), -1, tl.int32), mask=gone & (e < EXACT))
 
 
 @triton.jit
 def _write_coded_token(
     new_key, new_value, k_center, v_center, k_signs, v_signs, k_codes, v_codes, k_steps, v_steps, k_exact, v_exact,
-    index, log_den, log_num, score, slot, start, clock, rows, heads, slots, k_slots, v_slots,
-    new_key_b, new_key_h, new_value_b, new_value_h, k_unit_step, v_unit_step, k_norm, v_norm, largest_step,
+    index, log_den, log_num, score, slot, start, clock, heads, slots, k_slots, v_slots,
+    new_key_b, new_key_h, new_value_b, new_value_h, k_unit, v_unit, k_norm, v_norm, largest_step,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    STAGES: tl.constexpr, V_STAGES: tl.constexpr, EXACT: tl.constexpr, V_EXACT: tl.constexpr,
-    HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
-    EARLY: tl.constexpr, EXACT_BLOCK: tl.constexpr = 8,
+    EXACT: tl.constexpr, V_EXACT: tl.constexpr,
+    HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, FLAT: tl.constexpr, EARLY: tl.constexpr,
+    EXACT_BLOCK: tl.constexpr = 8,
 ):  # fmt: skip
+    """The key of one row and head, or, along axis 1, its value."""
     wait(EARLY)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    b, h = (row // heads)[:, None], (row % heads)[:, None]
-    s = tl.load(slot + row, mask=inside, other=0)
-    now = tl.load(clock)
+    row = tl.program_id(0).to(tl.int64)
+    b, h = row // heads, row % heads
+    s = tl.load(slot + row)
     first, k_first, v_first = row * slots, row * k_slots, row * v_slots
     if FLAT:
-        first = tl.load(start + row, mask=inside, other=0)
+        first = tl.load(start + row)
         k_first, v_first = first, first
-    place = first + s
-    encode_token(
-        new_key, new_key_b, new_key_h, b, h, row, inside, s, k_first,
-        k_center, k_signs, k_codes, k_steps, k_exact, k_unit_step, k_norm, largest_step,
-        K_BITS, D, STAGES, EXACT, ROWS, EXACT_BLOCK,
-    )  # fmt: skip
-    encode_token(
-        new_value, new_value_b, new_value_h, b, h, row, inside, s, v_first,
-        v_center, v_signs, v_codes, v_steps, v_exact, v_unit_step, v_norm, largest_step,
-        V_BITS, DV, V_STAGES, V_EXACT, ROWS, EXACT_BLOCK,
-    )  # fmt: skip
-    tl.store(index + place, tl.zeros([ROWS], tl.int32) + now.to(tl.int32), mask=inside)
-    zero = tl.zeros([ROWS], tl.float32)
-    tl.store(log_den + place, zero, mask=inside)
-    if HAS_NUM:
-        tl.store(log_num + place, zero, mask=inside)
-    if HAS_SCORE:
-        tl.store(score + place, zero, mask=inside)
-    if COUNT:
-        tl.debug_barrier()
-        tl.store(clock, now + 1)
+    if tl.program_id(1) == 0:
+        now = counted(clock)
+        encode_token(
+            new_key + b * new_key_b + h * new_key_h, row, s, k_first + s, k_center, k_signs, k_codes, k_steps, k_exact,
+            k_unit, k_norm, largest_step, K_BITS, D, EXACT, EXACT_BLOCK,
+        )  # fmt: skip
+        tl.store(index + first + s, now.to(tl.int32))
+    else:
+        encode_token(
+            new_value + b * new_value_b + h * new_value_h, row, s, v_first + s, v_center, v_signs, v_codes, v_steps,
+            v_exact, v_unit, v_norm, largest_step, V_BITS, DV, V_EXACT, EXACT_BLOCK,
+        )  # fmt: skip
+        tl.store(log_den + first + s, 0.0)
+        if HAS_NUM:
+            tl.store(log_num + first + s, 0.0)
+        if HAS_SCORE:
+            tl.store(score + first + s, 0.0)
 
 
 def write_coded_token(
@@ -159,26 +155,20 @@ def write_coded_token(
 ) -> None:
     """See `kvsketch.ops.write_coded_token`."""
     index, log_den, log_num = slots
-    rows, heads = token.slot.numel(), token.slot.shape[1]
-    key, value, codecs = token.key, token.value, (keys.codec, values.codec)
-    alone = rows <= CODED_ROWS_OF_ONE_PROGRAM
-    _write_coded_token[(1 if alone else rows,)](
-        dense_last(key), dense_last(value), keys.center, values.center,
-        *(codec.signs(index.device) for codec in codecs),
+    key, value, codecs = dense_last(token.key), dense_last(token.value), (keys.codec, values.codec)
+    # Encoding is a chain of short steps: programs of one warp never wait for other warps.
+    _write_coded_token[(token.slot.numel(), 2)](
+        key, value, keys.center, values.center, *(codec.signs(index.device) for codec in codecs),
         keys.codes, values.codes, keys.steps, values.steps, keys.exact_at, values.exact_at,
         index, log_den, log_den if log_num is None else log_num, log_den if score is None else score,
-        token.slot, token.slot if start is None else start, token.clock, rows, heads,
+        token.slot, token.slot if start is None else start, token.clock, token.slot.shape[1],
         *(part.shape[-1] for part in (index, keys.steps, values.steps)), *key.stride()[:2], *value.stride()[:2],
-        *(unit_step(codec) for codec in codecs), *(1.0 / math.sqrt(codec.block) for codec in codecs), LARGEST_STEP,
+        *(codec.unit for codec in codecs), *(codec.norm for codec in codecs), LARGEST_STEP,
         K_BITS=keys.codec.bits, V_BITS=values.codec.bits, D=keys.codec.size, DV=values.codec.size,
-        STAGES=keys.codec.size.bit_length() - 1, V_STAGES=values.codec.size.bit_length() - 1,
         EXACT=keys.exact_at.shape[2], V_EXACT=values.exact_at.shape[2],
         HAS_NUM=log_num is not None, HAS_SCORE=score is not None, FLAT=start is not None,
-        ROWS=triton.next_power_of_2(rows) if alone else 1, COUNT=alone,
-        num_warps=4 if alone else 1, enable_fp_fusion=False, **early_start.launch(index.device),
+        num_warps=1 if max(keys.codec.size, values.codec.size) <= 128 else 4, **early_start.launch(index.device),
     )  # fmt: skip
-    if not alone:
-        token.clock.add_(1)
 
 
 @triton.jit
