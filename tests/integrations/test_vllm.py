@@ -63,7 +63,7 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(3, 96, (length,), generator=generator).tolist() for length in lengths]
 
 
-def alone(folder: Path, method: str, texts: list[list[int]], **options: Any) -> list[list[int]]:
+def alone(folder: Path, method: str, texts: list[list[int]], new: int = NEW, **options: Any) -> list[list[int]]:
     """What kvsketch on transformers says after each text by itself."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
@@ -72,7 +72,7 @@ def alone(folder: Path, method: str, texts: list[list[int]], **options: Any) -> 
         ids = torch.tensor([text])
         cache = kvsketch.CompressedCache(model, method, **options)
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=NEW, do_sample=False
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False
         )
         found.append(out[0, len(text) :].tolist())
     return found
@@ -88,8 +88,8 @@ def engine(folder: Path, method: str, **options: Any) -> LLM:
     )  # fmt: skip
 
 
-def served(llm: LLM, texts: list[list[int]]) -> list[list[int]]:
-    greedy = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+def served(llm: LLM, texts: list[list[int]], new: int = NEW) -> list[list[int]]:
+    greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     answers = llm.generate([{"prompt_token_ids": text} for text in texts], greedy, use_tqdm=False)
     return [list(answer.outputs[0].token_ids) for answer in answers]
 
@@ -118,9 +118,42 @@ def test_chunked_prefill_is_a_streamed_prompt(folder: Path, method: str) -> None
     assert served(llm, texts) == alone(folder, method, texts, prefill="stream", chunk=16)
 
 
-def test_two_processes_share_the_heads(folder: Path) -> None:
-    # Noise and scores by head: a process that took its heads for the first ones would keep other tokens.
-    method, texts = "keyformer:budget=24:horizon=8", prompts(70, 41, 100)
+@pytest.mark.parametrize("share", ["model", "layer:bits=16"])
+def test_layers_that_decide_together(folder: Path, share: str) -> None:
+    # New tokens are rehearsed when they are 64; the answers are longer than that.
+    method, new = f"rehearse:budget=40:chunk=64:recent=8:share={share}", 70
+    llm = engine(folder, method, num_gpu_blocks_override=3)
+    texts = prompts(70, 41, 130, 100)
+    texts.append(texts[0])
+    wanted = alone(folder, method, texts, new)
+    assert served(llm, texts, new) == wanted
+    longer = alone(folder, method.replace("chunk=64", "chunk=128"), texts[:1], new)[0]
+    assert longer[:63] == wanted[0][:63] and longer != wanted[0], "nothing was rehearsed behind the prompt"
+
+
+def test_chunks_of_a_prompt_are_turns(folder: Path) -> None:
+    method, chunk = "rehearse:budget=40:chunk=64:recent=8", 32
+    llm = engine(folder, method, max_num_batched_tokens=4 * chunk + 4, long_prefill_token_threshold=chunk)
+    texts = prompts(70, 90, 43, 100, 64)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    wanted = []
+    for text in texts:
+        cache, new = kvsketch.CompressedCache(model, method), []
+        parts = [*torch.tensor([text]).split(chunk, 1)]
+        with torch.no_grad():
+            while len(new) < NEW:
+                logits = model(parts.pop(0), past_key_values=cache).logits[:, -1:]
+                if not parts:
+                    new.append(int(logits.argmax()))
+                    parts.append(logits.argmax(-1))
+        wanted.append(new)
+    assert served(llm, texts) == wanted
+
+
+# Noise and scores by head: a process that took its heads for the first ones would keep other tokens.
+@pytest.mark.parametrize("method", ["keyformer:budget=24:horizon=8", "rehearse:budget=40:chunk=64:recent=8:share=head"])
+def test_two_processes_share_the_heads(folder: Path, method: str) -> None:
+    texts = prompts(70, 41, 100)
     llm = engine(folder, method, tensor_parallel_size=2)
     assert served(llm, texts) == alone(folder, method, texts)
 

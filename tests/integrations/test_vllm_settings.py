@@ -21,7 +21,9 @@ def test_every_served_method_is_found() -> None:
     [
         ({}, ["CUSTOM", "--additional-config", "h2o:budget=1024"]),
         ({"kvsketch": "h3o:budget=24"}, ["h3o", "did you mean 'h2o'"]),
-        ({"kvsketch": "rehearse:budget=64"}, ["rehearse cannot be served", "snapkv"]),
+        ({"kvsketch": "subgen:budget=64"}, ["subgen cannot be served", "snapkv", "rehearse"]),
+        ({"kvsketch": "rehearse"}, ["budget=50%", "budget=1024"]),
+        ({"kvsketch": "rehearse:budget=64:replay=exact"}, ["replay=exact", "use replay=virtual"]),
         ({"kvsketch": "full"}, ["full cannot be served", "snapkv"]),
         ({"kvsketch": "keyformer"}, ["budget=60%", "budget=1024"]),
         ({"kvsketch": "h2o:budget=64:bits=4"}, ["bits=4", "use bits=16"]),

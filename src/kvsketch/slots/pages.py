@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,10 +37,26 @@ from kvsketch.slots.table import Place, SlotTable
 
 CLOCK = 1 << 24  # above the length of any text
 ALIGNED = 64  # bytes of a plane are a multiple of it: kernels then know that rows of any dtype begin at a vector
+Plane: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]  # name, shape, dtype
+
+
+class Planes:
+    """What lies in a page, one plane after the other."""
+
+    def planes(self) -> Iterator[Plane]:
+        raise NotImplementedError
+
+    def sizes(self) -> list[int]:
+        """Bytes of each plane."""
+        return [-(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED for _, shape, dtype in self.planes()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes())
 
 
 @dataclass(frozen=True)
-class PageShape:
+class PageShape(Planes):
     """What lies in a page: the table of one request in one layer."""
 
     heads: int
@@ -50,7 +67,7 @@ class PageShape:
     state: str = ""  # name of the number that a method remembers of each slot; "": none
     prompt: bool = False  # whether the length of the prompt is known later
 
-    def planes(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    def planes(self) -> Iterator[Plane]:
         each = (self.heads, self.slots)
         yield "keys", (*each, self.key_size), self.dtype
         yield "values", (*each, self.value_size), self.dtype
@@ -60,14 +77,6 @@ class PageShape:
             yield self.state, each, torch.float32
         if self.prompt:
             yield "prompt", (1,), torch.int64
-
-    def sizes(self) -> list[int]:
-        """Bytes of each plane."""
-        return [-(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED for _, shape, dtype in self.planes()]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.sizes())
 
 
 @dataclass

@@ -1,14 +1,15 @@
 """What vLLM asks of an attention backend, answered with pages that hold one request each.
 
 vLLM keeps one block per request for its whole life (`CircularBufferSpec`) and does not look into it. Batching, chunked
-prefill, scheduling, tensor and pipeline parallel stay vLLM's.
+prefill, scheduling, tensor and pipeline parallel stay vLLM's. A page holds one layer of a request or, where layers
+decide together what stays, all of them: the layers then share the cache of the first, which vLLM can do.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +29,10 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec
 
 from kvsketch.integrations.vllm.paged import PagedLayer
-from kvsketch.integrations.vllm.settings import chosen_method, refuse_config, refuse_layer
-from kvsketch.slots.pages import CLOCK, Pages, PageShape
+from kvsketch.integrations.vllm.settings import chosen_method, refuse_config, refuse_layer, rotary_angles
+from kvsketch.integrations.vllm.together import NOBODY, Together
+from kvsketch.methods.rehearse import Rehearse
+from kvsketch.slots.pages import CLOCK, Pages, Planes
 from kvsketch.slots.table import Place
 
 logger = init_logger(__name__)
@@ -40,13 +43,14 @@ class KVSketchBackend(AttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
-    page: ClassVar[PageShape | None] = None  # set in a subclass for each shape of a layer
+    page: ClassVar[Planes | None] = None  # set in a subclass for each shape of a layer
     block_size: ClassVar[int] = 0
 
     @classmethod
-    def of(cls, page: PageShape, block_size: int) -> type[KVSketchBackend]:
+    def of(cls, page: Planes, block_size: int, builder: type[AttentionMetadataBuilder[Any]]) -> type[KVSketchBackend]:
         """The backend of layers with that page; `block_size` is the same for all layers, or vLLM would divide them."""
-        return type(f"{cls.__name__}{page.slots}", (cls,), {"page": page, "block_size": block_size})
+        members = {"page": page, "block_size": block_size, "get_builder_cls": staticmethod(lambda: builder)}
+        return type(f"{cls.__name__}{page.nbytes}", (cls,), members)
 
     @staticmethod
     def get_name() -> str:
@@ -125,7 +129,56 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         return Step(pages, seen, singles, spans)
 
 
-class KVSketchImpl(AttentionImpl[Step]):
+class Request(NamedTuple):
+    """New tokens of one request."""
+
+    page: int
+    start: int  # its first token in the forward
+    end: int  # the one behind its last
+    seen: int  # tokens before them
+
+
+@dataclass
+class TogetherStep(AttentionMetadata):
+    """Which requests a forward of the model serves, where layers decide together."""
+
+    singles: list[Request]  # one token each, behind others
+    prompts: list[Request]
+    at: Tensor  # [singles] int64, their tokens
+    seen: Tensor  # [singles] int64
+
+
+class TogetherBuilder(AttentionMetadataBuilder[TogetherStep]):
+    """Makes the `TogetherStep` of a forward. The host has to know the pages, so that no such step can be captured."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> TogetherStep:
+        common, count = common_attn_metadata, common_attn_metadata.num_reqs
+        known = common.seq_lens_cpu_upper_bound
+        lengths = (common.seq_lens if known is None else known)[:count].tolist()
+        pages = common.block_table_tensor[:count, 0].tolist()
+        spans = pairwise(common.query_start_loc_cpu[: count + 1].tolist())
+        # Page 0 is vLLM's null block: no request.
+        requests = [
+            Request(page, start, end, length - (end - start))
+            for page, length, (start, end) in zip(pages, lengths, spans, strict=True)
+            if page and end > start
+        ]
+        singles = [each for each in requests if each.end - each.start == 1 and each.seen]
+        prompts = [each for each in requests if each.end - each.start > 1 or not each.seen]
+        numbers = torch.tensor([[each.start for each in singles], [each.seen for each in singles]], dtype=torch.int64)
+        return TogetherStep(singles, prompts, *numbers.to(self.device))
+
+
+class KVSketchImpl(AttentionImpl[Any]):
     """Attention of one layer."""
 
     def __init__(
@@ -165,26 +218,61 @@ class KVSketchImpl(AttentionImpl[Step]):
         self.layer: PagedLayer | None = None
         self.pages: Pages | None = None
         self.pool: Tensor | None = None
+        self.together: Together | None = None
+        self.number = 0  # of this layer among those that decide together
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Learns which layer this is, and tells vLLM its page."""
-        name, layer = next(
-            (name, layer)
+        ours = {
+            name: layer
             for name, layer in self.config.compilation_config.static_forward_context.items()
-            if getattr(layer, "impl", None) is self
-        )
+            if isinstance(getattr(layer, "impl", None), KVSketchImpl)
+        }
+        name, layer = next((name, layer) for name, layer in ours.items() if layer.impl is self)
         model, parallel = self.config.model_config, self.config.parallel_config
         heads = model.get_total_num_kv_heads() * get_tensor_model_parallel_rank() // parallel.tensor_parallel_size
         place = Place(extract_layer_index(name), model.get_total_num_hidden_layers(), first_head=heads)
-        self.layer = PagedLayer(self.method, place, self.scale)
-        shape = self.layer.page_shape(self.num_kv_heads, self.head_size, layer.head_size_v, layer.kv_cache_torch_dtype)
-        if shape.slots > model.max_model_len:
+        block_size = int(self.method.budget_size.of(CLOCK)) + 1
+        if isinstance(self.method, Rehearse):
+            place.rotary, place.bits = rotary_angles(self.method, model.hf_text_config), self.method.stored_bits
+            self._join(self.method, layer, ours, place, block_size)
+        else:
+            self.layer = PagedLayer(self.method, place, self.scale)
+            sizes = self.head_size, layer.head_size_v
+            shape = self.layer.page_shape(self.num_kv_heads, *sizes, layer.kv_cache_torch_dtype)
+            layer.attn_backend = KVSketchBackend.of(shape, block_size, StepBuilder)
+        slots = block_size if self.layer is None else self.layer.slots
+        if slots > model.max_model_len:
             logger.warning_once(
                 "kvsketch: %s keeps more than max_model_len=%d: nothing is ever dropped, and every request has a page "
-                "of %d slots; use a smaller budget.", str(self.method), model.max_model_len, shape.slots,
+                "of %d slots; use a smaller budget.", str(self.method), model.max_model_len, slots,
             )  # fmt: skip
-        logger.info_once("kvsketch: %s, at most %d slots per request, KV head and layer", str(self.method), shape.slots)
-        layer.attn_backend = KVSketchBackend.of(shape, block_size=int(self.method.budget_size.of(CLOCK)) + 1)
+        logger.info_once("kvsketch: %s, at most %d slots per request, KV head and layer", str(self.method), slots)
+
+    def _join(self, method: Rehearse, layer: Any, ours: dict[str, Any], place: Place, block_size: int) -> None:
+        """The first layer has the pages, the others share them."""
+        name, first = next(iter(ours.items()))
+        if layer is first:
+            self.together = Together(method)
+            shape = self.together.shape(
+                len(ours), self.num_kv_heads, self.num_heads, self.head_size, layer.head_size_v,
+                layer.kv_cache_torch_dtype,
+            )  # fmt: skip
+            layer.attn_backend = KVSketchBackend.of(shape, block_size, TogetherBuilder)
+            logger.info_once("kvsketch: %.1f MB per request", shape.nbytes / 1e6)
+        else:
+            self.together, layer.attn_backend = first.impl.together, first.attn_backend
+            layer.kv_sharing_target_layer_name = name
+        assert self.together is not None
+        mine, leads = (
+            (each.num_kv_heads, each.num_heads, each.head_size, each.head_size_v) for each in (layer, first)
+        )  # fmt: skip
+        if mine != leads:
+            raise ValueError(
+                f"kvsketch cannot serve {method.name} in vLLM for layers of different heads, {mine} beside {leads}; "
+                "use a method such as snapkv"
+            )
+        self.number = self.together.join(place, self.scale)
 
     def forward(
         self,
@@ -193,16 +281,29 @@ class KVSketchImpl(AttentionImpl[Step]):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Step | None,
+        attn_metadata: Step | TogetherStep | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Writes the attention of all new tokens [tokens, Hq, D] to `output` [tokens, Hq, Dv]."""
-        if attn_metadata is None:
-            return output.fill_(0)  # vLLM measures memory
+        if isinstance(attn_metadata, Step):
+            self._forward(attn_metadata, self._pages(layer, kv_cache), query, key, value, output)
+        elif attn_metadata is not None:
+            assert self.together is not None
+            if self.number == 0 and self.pool is not kv_cache:
+                self.pool = kv_cache
+                self.together.open(layer.attn_backend.page, kv_cache[:, 0, 0].view(torch.uint8))
+            self._forward_together(self.together, attn_metadata, query, key, value, output)
+        else:
+            output.fill_(0)  # vLLM measures memory
+            if self.together is not None and len(query) == self.config.scheduler_config.max_num_batched_tokens:
+                self.together.prefill(self.number, NOBODY, 0, query, key, value)
+                self._finish(self.together, [])
+        return output
+
+    def _forward(self, step: Step, pages: Pages, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         assert self.layer is not None
-        step, pages = attn_metadata, self._pages(layer, kv_cache)
         if step.singles:
             new = slice(0, step.singles)
             output[new] = self.layer.decode(
@@ -215,7 +316,21 @@ class KVSketchImpl(AttentionImpl[Step]):
                 output[new] = self.layer.decode(pages, page, step.seen[request : request + 1], *tokens)
             else:
                 output[new] = self.layer.prefill(pages, page, seen, *tokens)
-        return output
+
+    def _forward_together(
+        self, together: Together, step: TogetherStep, query: Tensor, key: Tensor, value: Tensor, output: Tensor
+    ) -> None:
+        if step.singles:
+            pages, at = [each.page for each in step.singles], step.at
+            output[at] = together.decode(self.number, pages, step.seen, query[at], key[at], value[at])
+        for page, start, end, seen in step.prompts:
+            new = slice(start, end)
+            output[new] = together.prefill(self.number, page, seen, query[new], key[new], value[new])
+        self._finish(together, step.singles)
+
+    def _finish(self, together: Together, singles: list[Request]) -> None:
+        if self.number == len(together.places) - 1:
+            together.finish((each.page, each.seen) for each in singles)
 
     def _pages(self, layer: Any, kv_cache: Tensor) -> Pages:
         """The layer's memory, as pages."""

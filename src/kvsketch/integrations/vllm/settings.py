@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvsketch.cache import rotary
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
+from kvsketch.methods.rehearse import VIRTUAL, Rehearse
 from kvsketch.slots.codes import PLAIN
 from kvsketch.slots.positions import TEXT
 
 KEY = "kvsketch"
 EXAMPLE = """--additional-config '{"kvsketch": "h2o:budget=1024"}'"""
-SERVED = ("streamingllm", "uniform", "kcenter", "h2o", "keyformer", "snapkv", "pyramidkv")
+SERVED = ("streamingllm", "uniform", "kcenter", "h2o", "keyformer", "snapkv", "pyramidkv", "rehearse")
 # A page has one size, equal heads and plain keys, which are read as they were written.
 FIXED = {"share": "head", "positions": TEXT, "bits": PLAIN, "key_bits": None, "value_bits": None, "slide": True}
+# A page of all layers holds heads that differ, in few bits; nobody repeats a prompt there.
+TOGETHER = {"replay": VIRTUAL, "positions": TEXT}
 
 
 def chosen_method(additional_config: Any) -> BudgetedMethod:
@@ -40,7 +44,7 @@ def servable(method: Method) -> BudgetedMethod:
             f"{method.name}: budget={method.budget_size} is a share of the prompt, and all pages of vLLM have one "
             "size; use a number of tokens such as budget=1024"
         )
-    for name, value in FIXED.items():
+    for name, value in (TOGETHER if isinstance(method, Rehearse) else FIXED).items():
         given = getattr(method, name, value)
         if given != value:
             wanted = str(value).lower()
@@ -48,6 +52,15 @@ def servable(method: Method) -> BudgetedMethod:
                 f"{method.name}: {name}={str(given).lower()} cannot be served by vLLM; use {name}={wanted}"
             )
     return method
+
+
+def rotary_angles(method: Rehearse, config: Any) -> tuple[float, ...]:
+    """Radians per position of the model with this config; ValueError where they are not known."""
+    angles = rotary.frequencies(config)
+    if not angles:
+        what = f"{method.name} turns queries by the rotary angles of the model"
+        raise ValueError(f"{what}, and {rotary.unknown(config, 'another method, such as snapkv')}")
+    return angles
 
 
 def refuse_config(config: Any) -> None:

@@ -103,6 +103,11 @@ class Rehearse(BudgetedMethod):
     def repeats(self) -> bool:
         return self.replay == EXACT
 
+    @property
+    def most_waiting(self) -> int:
+        """New tokens behind a prompt that are kept whole until they are rehearsed."""
+        return min(self.chunk, WAIT)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("chunk", isinstance(self.chunk, int) and self.chunk >= 64, "a whole number of tokens, 64 or more")
@@ -147,7 +152,7 @@ class Rehearse(BudgetedMethod):
     def _is_due(self, table: SlotTable) -> bool:
         """Whether the tokens since the last rehearsal are to be rehearsed after this forward: a first prompt is."""
         waiting = self.beyond_budget(table)
-        return waiting >= min(self.chunk, WAIT) or (waiting > 1 and table.appended > 1 and self._is_first(table))
+        return waiting >= self.most_waiting or (waiting > 1 and table.appended > 1 and self._is_first(table))
 
     def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
         """Scores the next `tokens` tokens that the model has repeated.
@@ -188,7 +193,7 @@ class Rehearse(BudgetedMethod):
 
     def maintenance_due(self, table: SlotTable) -> bool:
         waiting, room = self.beyond_budget(table) + 1, table.state_of(Rehearsed).room
-        return waiting >= min(self.chunk, WAIT) or waiting >= room
+        return waiting >= self.most_waiting or waiting >= room
 
     def can_forget(self, table: SlotTable, left: int) -> bool:
         # Tokens that wait for the next rehearsal have left no trace.
@@ -245,7 +250,7 @@ class Rehearse(BudgetedMethod):
 
     def held_bytes(self, shape: LayerShape) -> int:
         # New tokens and their queries wait beside the budget until they make a chunk.
-        budget, waiting = self.budget_tokens(shape.table), min(self.chunk, WAIT) + 4 * ROOM
+        budget, waiting = self.budget_tokens(shape.table), self.most_waiting + 4 * ROOM
         queries = shape.batch * shape.query_heads * waiting * shape.vector()
         return shape.bounded(budget + waiting, bytes_beside(Rehearsed)) + shape.layout(budget + waiting) + queries
 
