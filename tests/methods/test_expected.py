@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import CompressedCache
-from kvsketch.methods.expected import Expected, expected_logits, moments, turned_on_average
-from kvsketch.methods.rehearse import turned
+from kvsketch.methods.expected import Expected, expected_logits, moments, turned, turned_on_average
 from tests.helpers import zoo
 from tests.helpers.common import padded, read_pieces
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsketch import CompressedCache, prefill
+from kvsketch import CompressedCache, ops, prefill
 from kvsketch.cache.streaming import read_chunks
 from kvsketch.methods import rehearse as module
-from kvsketch.methods.rehearse import Rehearse, turned
+from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.shared_budget import largest
+from kvsketch.ops.turn_keys import whole_turns
 from kvsketch.slots.layout import Layout
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, read_pieces
@@ -142,7 +143,9 @@ def test_turning_a_query_is_what_the_model_does_at_a_later_position(model: Any) 
     for first in (0, 137):
         cos, sin = rotary(plain, torch.arange(first, first + 5)[None])
         turned_at[first] = apply_rotary_pos_emb(plain, plain, cos, sin)[0]
-    torch.testing.assert_close(turned(turned_at[0], angles, torch.tensor([137])), turned_at[137], atol=1e-4, rtol=1e-4)
+    turns = whole_turns(tuple(angles), plain.device)
+    found = ops.turn_queries(turned_at[0], torch.tensor([[137]]), turns)
+    torch.testing.assert_close(found, turned_at[137], atol=1e-4, rtol=1e-4)
 
 
 def test_the_largest_are_as_many_as_asked_for_also_with_ties() -> None:

@@ -129,8 +129,12 @@ def decoded() -> None:
 def replay_scores() -> None:
     ops.replay_scores(
         normal(B, HQ, N, D), normal(B, HQ, N, D), normal(B, H, N, D), normal(B, H, 4, D), 0.1, hidden=longs(B),
-        copies=normal(B, H, N, D),
+        copies=normal(B, H, N, D), chunks=2,
     )  # fmt: skip
+
+
+def turn_queries() -> None:
+    ops.turn_queries(normal(B, HQ, N, D), longs(B, 2), longs(D // 4))
 
 
 def kept_attention() -> None:
@@ -294,7 +298,7 @@ def thin_linear(rows: int) -> None:
 CALLS: tuple[Callable[[], None], ...] = (
     weighted_attention, encoded, coded_attention, decoded, ragged_attention, paged_attention,
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention, replay_scores,
-    mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys,
+    mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
     slot_update, coded_slot_update, page_rows, reservoir, fold_token, balance_walk, hot_rows,
     decoder_layer, lambda: thin_linear(1), lambda: thin_linear(4),

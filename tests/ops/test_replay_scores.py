@@ -52,22 +52,40 @@ def test_reference_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, direct(*values, 0.4, [0, 5], copies), atol=1e-6, rtol=1e-5)
 
 
+def test_chunks_know_nothing_of_each_other() -> None:
+    """Two chunks of one call; the second row's padding reaches into the second, and the first looks at no sinks."""
+    again, q, k, sinks = inputs(count=46)
+    found = replay_scores(again, q, k, sinks, 0.4, chunks=2, bare=1, hidden=torch.tensor([5, 30]))
+    for number, pads in enumerate(([5, 23], [0, 7])):
+        own = slice(23 * number, 23 * number + 23)
+        expected = direct(again[:, :, own], q[:, :, own], k[:, :, own], sinks[:, :, : 4 * number], 0.4, pads)
+        torch.testing.assert_close(found[:, :, own], expected, atol=1e-6, rtol=1e-5)
+
+
 @needs_triton
 @pytest.mark.parametrize(
-    ("count", "group", "size", "sinks", "dtype", "padded"),
-    [(70, 3, 16, 4, torch.float32, True), (1, 1, 64, 0, torch.float32, False), (130, 2, 80, 4, torch.bfloat16, False)],
+    ("count", "group", "size", "sinks", "dtype", "hidden", "chunks", "jump"),
+    [
+        (140, 3, 16, 4, torch.float32, [0, 75], 2, 0.0),
+        (1, 1, 64, 0, torch.float32, None, 1, 0.0),
+        (130, 2, 80, 4, torch.bfloat16, None, 1, 0.0),
+        (140, 1, 16, 4, torch.float32, [0, 3], 1, 400.0),
+    ],
 )
 def test_kernel_gives_the_reference(
-    count: int, group: int, size: int, sinks: int, dtype: torch.dtype, padded: bool, device: torch.device
-) -> None:
+    count: int, group: int, size: int, sinks: int, dtype: torch.dtype, hidden: list[int] | None, chunks: int,
+    jump: float, device: torch.device,
+) -> None:  # fmt: skip
+    """Also where some tokens have logits that are larger than others by more than a float32 can hold (`jump`)."""
     from kvsketch.ops.replay_scores import kernel
 
     values = [x.to(device, dtype) for x in inputs(count=count, group=group, size=size, sinks=sinks)]
-    hidden = torch.tensor([0, 9], device=device) if padded else None
+    values[2][:, :, -3:, 0] += jump
+    pads = None if hidden is None else torch.tensor(hidden, device=device)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for copies in (None, torch.randn_like(values[2])):
-        found = kernel.replay_scores(*values, 0.3, hidden, copies)
-        expected = reference.replay_scores(*values, 0.3, hidden, copies)
+        found = kernel.replay_scores(*values, 0.3, chunks, chunks - 1, pads, copies)
+        expected = reference.replay_scores(*values, 0.3, chunks, chunks - 1, pads, copies)
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
@@ -75,3 +93,5 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     again, q, k, sinks = inputs()
     with pytest.raises(ValueError, match="again, q and k must be"):
         replay_scores(again[:, :, 1:], q, k, sinks, 1.0)
+    with pytest.raises(ValueError, match="70 tokens do not make 3 equal chunks"):
+        replay_scores(again, q, k, sinks, 1.0, chunks=3)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsketch.methods.base import option
 from kvsketch.methods.budget import Size, row_prompts
-from kvsketch.methods.rehearse import VIRTUAL, Rehearse, Rehearsed, newest, newest_slots, rotated, turned
+from kvsketch.methods.rehearse import VIRTUAL, Rehearse, Rehearsed, newest, newest_slots
 from kvsketch.methods.shared_budget import HEAD
 from kvsketch.slots.table import SlotTable
 
@@ -118,6 +118,19 @@ def turned_on_average(
     angle = places.unsqueeze(-1) * torch.tensor(angles, dtype=torch.float64, device=mean.device)  # [B, T, D/2]
     cos, sin = (each.mean(1)[:, None, None].float() for each in (angle.cos(), angle.sin()))
     return rotated(mean.unsqueeze(2), cos, sin).squeeze(2), rotated(rotated(covariance, cos, sin).mT, cos, sin)
+
+
+def turned(q: Tensor, angles: tuple[float, ...], positions: Tensor) -> Tensor:
+    """Queries [B, Hq, n, D] as they would be so many positions, [B] or [B, n], later, in float32."""
+    angle = positions.view(len(positions), 1, -1, 1) * torch.tensor(angles, dtype=torch.float64, device=q.device)
+    return rotated(q, angle.cos().float(), angle.sin().float())
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Vectors [..., D], channels (i, i + half) turned by angles with these cosines and sines [..., half]."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :].float()
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
 
 
 def expected_logits(keys: Tensor, mean: Tensor, covariance: Tensor, scale: float) -> Tensor:  # [B, H, G, n]

@@ -9,6 +9,7 @@ reading keys and values
     kept_attention       what queries see of the slots that are kept, beside the output of all
     replay_scores        how much a text would look at its own tokens if it came again
     turn_keys            keys rotated to their positions in the cache, so that rotary distances skip dropped tokens
+    turn_queries         queries rotated to later positions
 choosing what a query reads
     cluster_scores       inner products of a query with centroids
     select_clusters      the tokens of the best clusters, as many as the budget
@@ -63,6 +64,7 @@ from kvsketch.ops.select_clusters import cluster_scores, select_clusters
 from kvsketch.ops.select_pages import select_pages, widen_pages
 from kvsketch.ops.slot_update import free_lowest, write_coded_token, write_token
 from kvsketch.ops.turn_keys import turn_keys
+from kvsketch.ops.turn_queries import turn_queries
 from kvsketch.ops.weighted_attention import weighted_attention
 
 __all__ = [
@@ -95,6 +97,7 @@ __all__ = [
     "select_clusters",
     "select_pages",
     "turn_keys",
+    "turn_queries",
     "uniform",
     "weighted_attention",
     "widen_pages",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from kvsketch.methods.base import BudgetedMethod, option
 from kvsketch.methods.budget import Size, row_prompts
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
 from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL, SHARES, largest
+from kvsketch.ops.turn_keys import whole_turns
 from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.heads import of_all_heads
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
@@ -24,6 +26,7 @@ REFITS = ("full", "fold", "none")
 GAP = 24  # positions between the text and its virtual repetition
 WAIT = 512  # new tokens behind a prompt that are kept whole at most, until they are rehearsed together
 ROOM = 64  # slots, and queries, that are added at a time for new tokens; 4 times as many for long texts
+MAX_TURNED = {"cuda": 1 << 27}  # entries of turned queries held at once, of more than one chunk; elsewhere one chunk
 QUERIES = 2048  # of a chunk and KV head that a refit takes
 NEG_INF = float("-inf")
 ALWAYS = 2.0  # the score of tokens that stay; replay scores are at most 1
@@ -168,8 +171,7 @@ class Rehearse(BudgetedMethod):
         begun, q = copies.shape[2] - tokens, queries[:, :, -tokens:].to(keys.dtype)
         sinks = torch.cat([first, copies[:, :, :begun]], 2)
         scores = ops.replay_scores(q, q, keys, sinks, table.scale, copies=copies[:, :, begun:])
-        none = torch.zeros(len(q), dtype=torch.int64, device=q.device)
-        self._note(table, state, slots, scores, sampled(q, keys.shape[1], none, self._sample).unsqueeze(2), [tokens])
+        self._note(table, state, slots, scores, sampled(q, keys.shape[1], 1, None, self._sample), [tokens])
 
     @property
     def _sample(self) -> int:
@@ -234,19 +236,26 @@ class Rehearse(BudgetedMethod):
         new = queries.shape[2]
         slots = newest_slots(table, new)  # [B, H, n]
         keys = newest(table, slots)[0]
-        pads = torch.zeros_like(table.real_tokens()[:, 0, 0]) if table.padding is None else table.padding
+        queries, pads = queries.to(keys.dtype), table.padding
         first = sink_keys(table, self.sinks) if table.seen > self.sinks else keys[:, :, :0]
-        behind = self.sinks + (0 if table.padding is None else int(pads.max()))
-        scores, again, begin = [], [], table.seen - new
-        lengths = divided(new, self.chunk)
-        for q, k in zip(queries.split(lengths, 2), keys.split(lengths, 2), strict=True):
-            repeated = turned(q, table.rotary, GAP + table.seen - pads.clamp_min(begin)).to(k.dtype)
-            hidden = (pads - begin).clamp(0, q.shape[2])
-            sinks = first if begin >= behind else first[:, :, :0]
-            scores.append(ops.replay_scores(repeated, q.to(k.dtype), k, sinks, table.scale, hidden=hidden))
-            again.append(sampled(repeated, k.shape[1], hidden, self._sample))
-            begin += q.shape[2]
-        self._note(table, state, slots, torch.cat(scores, 2), torch.stack(again, 2), lengths)
+        behind = self.sinks + (0 if pads is None else int(pads.max()))
+        turns = whole_turns(tuple(table.rotary), queries.device)
+        lengths, done = divided(new, self.chunk), 0
+        most = MAX_TURNED.get(keys.device.type, 1) // queries[:, :, : lengths[0]].numel()
+        scores, again = [], []
+        for length, count in runs(lengths, max(1, most)):
+            begin, end = table.seen - new + done, done + count * length
+            q, k = queries[:, :, done:end], keys[:, :, done:end]
+            begins = (begin + length * torch.arange(count, device=k.device)).expand(len(k), -1)  # [B, P]
+            asked_from = begins if pads is None else torch.maximum(begins, pads.view(-1, 1))
+            repeated = ops.turn_queries(q, GAP + table.seen - asked_from, turns)
+            hidden = None if pads is None else (pads - begin).clamp_min(0)
+            bare = min(count, max(0, -(-(behind - begin) // length)))
+            found = ops.replay_scores(repeated, q, k, first, table.scale, chunks=count, bare=bare, hidden=hidden)
+            scores.append(found)
+            again.append(sampled(repeated, k.shape[1], count, hidden, self._sample))
+            done = end
+        self._note(table, state, slots, torch.cat(scores, 2), torch.cat(again, 2), lengths)
 
     def held_bytes(self, shape: LayerShape) -> int:
         # New tokens and their queries wait beside the budget until they make a chunk.
@@ -412,26 +421,30 @@ def sink_keys(table: SlotTable, sinks: int) -> Tensor:  # [B, H, sinks, D]
     return table.tokens_at(found.int().argmax(2))[0]
 
 
-def turned(q: Tensor, angles: Sequence[float], positions: Tensor) -> Tensor:
-    """Queries [B, Hq, n, D] as they would be so many positions, [B] or [B, n], later, in float32."""
-    angle = positions.view(len(positions), 1, -1, 1) * torch.tensor(angles, dtype=torch.float64, device=q.device)
-    return rotated(q, angle.cos().float(), angle.sin().float())
+def runs(lengths: list[int], most: int) -> Iterator[tuple[int, int]]:
+    """Chunks of equal lengths that follow each other, as (length, count); at most `most` at a time."""
+    for length, equal in itertools.groupby(lengths):
+        count = len(list(equal))
+        for start in range(0, count, most):
+            yield length, min(most, count - start)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Vectors [..., D], channels (i, i + half) turned by angles with these cosines and sines [..., half]."""
-    half = cos.shape[-1]
-    a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :].float()
-    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
+def sampled(again: Tensor, heads: int, chunks: int, hidden: Tensor | None, count: int) -> Tensor:
+    """So many queries [B, H, P, count, D] of each KV head and chunk, of queries [B, Hq, P C, D].
 
-
-def sampled(again: Tensor, heads: int, hidden: Tensor, count: int) -> Tensor:  # [B, H, count, D]
-    """So many queries of each KV head, from all heads of its group and all tokens behind the `hidden` [B] ones.
-
-    In no order: any part of them is spread over all tokens.
+    From all heads of the group and all tokens behind the first `hidden` [B] ones. In no order: any part of them is
+    spread over all tokens.
     """
-    grouped = again.unflatten(1, (heads, -1)).transpose(2, 3).flatten(2, 3)  # [B, H, n G, D]
-    first = hidden.clamp_max(again.shape[2] - 1).view(-1, 1) * (again.shape[1] // heads)
+    batch, query_heads, tokens, size = again.shape
+    group, length = query_heads // heads, tokens // chunks
+    begins = torch.arange(0, tokens, length, device=again.device)  # [P]
+    asked = torch.zeros_like(begins).expand(batch, -1)
+    if hidden is not None:
+        asked = (hidden.view(-1, 1) - begins).clamp(0, length - 1)
+    first = (asked * group).unsqueeze(-1)  # [B, P, 1], of the queries of a chunk, token by token
     spread = (torch.arange(count, dtype=torch.float64, device=again.device) * GOLDEN).frac()
-    at = first + (spread * (grouped.shape[2] - first)).long()  # [B, count]
-    return grouped.gather(2, at.view(len(at), 1, -1, 1).expand(-1, heads, -1, grouped.shape[3]))
+    at = first + (spread * (length * group - first)).long()  # [B, P, count]
+    token, member = (begins.unsqueeze(-1) + at // group).unsqueeze(1), (at % group).unsqueeze(1)
+    head = torch.arange(batch * heads, device=again.device).view(batch, heads, 1, 1)
+    rows = (head * group + member) * tokens + token  # [B, H, P, count]
+    return again.reshape(-1, size).index_select(0, rows.flatten()).view(*rows.shape, size)

@@ -9,7 +9,7 @@ A rotary logit depends on a difference of positions alone, so a turned query nee
 a token's own copy already explains (B) takes weight away from A, as it does in a real repetition.
 
 Two passes, so that no matrix of tokens by tokens is held: the rows' sums first, then the columns' maxima.
-Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H, C tokens of the chunk, E sinks, D head size.
+Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H, P chunks of C tokens, E sinks, D head size.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from kvsketch.ops.common.dispatch import implementation
 
 
 def replay_scores(
-    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, *, hidden: Tensor | None = None,
-    copies: Tensor | None = None,
+    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, *, chunks: int = 1, bare: int = 0,
+    hidden: Tensor | None = None, copies: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Scores [B, H, C] float32, in [0, 1].
+    """Scores [B, H, P C] float32, in [0, 1], of tokens in P = `chunks` chunks that know nothing of each other.
 
-    again, q [B, Hq, C, D]: the turned queries and those of the first reading; k [B, H, C, D]; sinks [B, H, E, D]: keys
-    before the chunk that everything looks at, E may be 0. hidden [B] int64: the first tokens of a row that are left
-    padding; they ask nothing and score 0. copies: like k.
+    again, q [B, Hq, P C, D]: the turned queries and those of the first reading; k [B, H, P C, D]; sinks [B, H, E, D]:
+    keys before the chunks that everything looks at, E may be 0; the first `bare` chunks do not. hidden [B] int64: the
+    first tokens of a row that are left padding; they ask nothing and score 0. copies: like k.
     """
     if again.shape != q.shape or q.dim() != 4 or k.shape[0] != q.shape[0] or k.shape[2:] != q.shape[2:]:
         raise ValueError(
-            f"again, q and k must be [B, Hq, C, D], [B, Hq, C, D] and [B, H, C, D], got {list(again.shape)}, "
+            f"again, q and k must be [B, Hq, n, D], [B, Hq, n, D] and [B, H, n, D], got {list(again.shape)}, "
             f"{list(q.shape)} and {list(k.shape)}."
         )
     if sinks.shape[:2] != k.shape[:2] or sinks.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
         raise ValueError(f"sinks {list(sinks.shape)} and q {list(q.shape)} do not fit k {list(k.shape)}.")
     if copies is not None and copies.shape != k.shape:
         raise ValueError(f"copies {list(copies.shape)} must have the shape of k {list(k.shape)}.")
+    if chunks < 1 or q.shape[2] % chunks:
+        raise ValueError(f"{q.shape[2]} tokens do not make {chunks} equal chunks.")
     made = implementation("replay_scores", q.device, q, k)
-    scores: Tensor = made.replay_scores(again, q, k, sinks, scale, hidden, copies)
+    scores: Tensor = made.replay_scores(again, q, k, sinks, scale, chunks, bare, hidden, copies)
     return scores

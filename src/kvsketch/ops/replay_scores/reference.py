@@ -10,9 +10,22 @@ MAX_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 25}
 
 
 def replay_scores(
+    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, chunks: int, bare: int, hidden: Tensor | None,
+    copies: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """See `kvsketch.ops.replay_scores`."""
+    count, found = q.shape[2] // chunks, []
+    for number in range(chunks):
+        own = slice(number * count, (number + 1) * count)
+        pads = None if hidden is None else (hidden - own.start).clamp(0, count)
+        parts = (again[:, :, own], q[:, :, own], k[:, :, own], sinks if number >= bare else sinks[:, :, :0])
+        found.append(_one_chunk(*parts, scale, pads, None if copies is None else copies[:, :, own]))
+    return found[0] if chunks == 1 else torch.cat(found, 2)
+
+
+def _one_chunk(
     again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, hidden: Tensor | None, copies: Tensor | None
 ) -> Tensor:
-    """See `kvsketch.ops.replay_scores`."""
     heads, copies = k.shape[1], k if copies is None else copies
     scores = torch.zeros(k.shape[:3], device=k.device)
     for row, pad in enumerate([0] * len(k) if hidden is None else hidden.tolist()):

@@ -1,0 +1,40 @@
+"""Queries as they would be at later positions: what a virtual repetition of a text asks.
+
+    q_i' = q_i rotated by the positions of its chunk:   q[c] + i q[c + half]  times  exp(i positions angle_c),  c < half
+
+Channels from 2 half on are not rotary and stay. Angles are whole numbers of turns, as in `turn_keys`.
+Legend: B batch rows, Hq query heads, P chunks of C tokens, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops.common.dispatch import implementation
+from kvsketch.ops.turn_keys import TURN
+
+
+def turn_queries(q: Tensor, positions: Tensor, turns: Tensor) -> Tensor:
+    """Queries [B, Hq, P C, D], those of a chunk so many positions [B, P] int64 later, rounded once to their dtype.
+
+    turns [half] int64: the angle of one position in channels c and c + half (`turn_keys.whole_turns`).
+    """
+    if positions.dim() != 2 or len(positions) != len(q) or q.shape[2] % positions.shape[1]:
+        raise ValueError(
+            f"positions must be [B, P] for P equal chunks of q [B, Hq, n, D], got {list(positions.shape)} for "
+            f"{list(q.shape)}."
+        )
+    if turns.dim() != 1 or turns.dtype != torch.int64 or 2 * turns.shape[0] > q.shape[3]:
+        raise ValueError(
+            f"turns must be int64 [half] with half at most {q.shape[3] // 2} for queries of size {q.shape[3]}, "
+            f"got {turns.dtype} {list(turns.shape)}; see turn_keys.whole_turns."
+        )
+    phase = positions.unsqueeze(-1) * turns  # [B, P, half]
+    phase = ((phase + TURN // 2) & (TURN - 1)) - TURN // 2
+    angle = phase.to(torch.promote_types(q.dtype, torch.float32)) * (2 * math.pi / TURN)
+    made = implementation("turn_queries", q.device, q)
+    turned: Tensor = made.turn_queries(q, angle.cos(), angle.sin())
+    return turned

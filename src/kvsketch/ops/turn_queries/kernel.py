@@ -1,0 +1,57 @@
+"""Turned queries in Triton: a program turns a tile of tokens of one query head."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvsketch.ops.common.device import on
+from kvsketch.ops.common.tensors import KERNEL_DTYPES
+
+TOKENS = 64  # of one program
+
+
+@triton.jit(do_not_specialize=["count", "chunk"])
+def _turn_queries(
+    q, cos, sin, out, count, chunk, heads, chunks, half, size, q_b, q_h, q_n,
+    TOKENS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    c = tl.arange(0, HALF)
+    inside = (token < count)[:, None] & (c < half)[None, :]
+    at = (row // heads * chunks + token // chunk)[:, None] * half + c[None, :]
+    cosine, sine = tl.load(cos + at, mask=inside, other=0.0), tl.load(sin + at, mask=inside, other=0.0)
+    source = q + row // heads * q_b + row % heads * q_h + token[:, None].to(tl.int64) * q_n
+    target = out + (row * count + token[:, None]) * size
+    first = tl.load(source + c[None, :], mask=inside, other=0.0)
+    dtype = first.dtype
+    first = first.to(tl.float32)
+    second = tl.load(source + half + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(target + c[None, :], (first * cosine - second * sine).to(dtype), mask=inside)
+    tl.store(target + half + c[None, :], (second * cosine + first * sine).to(dtype), mask=inside)
+    if REST > 0:
+        c = 2 * half + tl.arange(0, REST)
+        inside = (token < count)[:, None] & (c < size)[None, :]
+        tl.store(target + c[None, :], tl.load(source + c[None, :], mask=inside), mask=inside)
+
+
+def supported(q: Tensor) -> bool:
+    """Whether the kernel supports these queries."""
+    return q.dtype in KERNEL_DTYPES and q.stride(3) == 1
+
+
+def turn_queries(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See reference.turn_queries."""
+    batch, heads, count, size = q.shape
+    chunks, half = cos.shape[1:]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    with on(q.device):
+        _turn_queries[(triton.cdiv(count, TOKENS), batch * heads)](
+            q, cos.contiguous(), sin.contiguous(), out, count, count // chunks, heads, chunks, half, size,
+            *q.stride()[:3], TOKENS=TOKENS, HALF=triton.next_power_of_2(half),
+            REST=triton.next_power_of_2(size - 2 * half) if size > 2 * half else 0, num_warps=8,
+        )  # fmt: skip
+    return out
