@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.ops import refit_steps as steps
 from kvsketch.ops.codec import Codec, CodedSlots, encode
 from kvsketch.ops.fold_token import Layout as Folded
 from kvsketch.ops.fold_token import State
@@ -131,6 +132,12 @@ def replay_scores() -> None:
         normal(B, HQ, N, D), normal(B, HQ, N, D), normal(B, H, N, D), normal(B, H, 4, D), 0.1, hidden=longs(B),
         copies=normal(B, H, N, D), chunks=2,
     )  # fmt: skip
+
+
+def refit_steps() -> None:
+    gram, w, ridge, values = normal(3, S, S), zeros(3, S), zeros(3, 1), zeros(3, S, D)
+    steps.weight_step(steps.Descent(gram, w, w, ridge, w, w), 0.5)
+    steps.value_step(steps.Conjugate(w, ridge, values, values, values, normal(3, S, D), zeros(3, 1, D)), values)
 
 
 def turn_queries() -> None:
@@ -298,7 +305,7 @@ def thin_linear(rows: int) -> None:
 CALLS: tuple[Callable[[], None], ...] = (
     weighted_attention, encoded, coded_attention, decoded, ragged_attention, paged_attention,
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention, replay_scores,
-    mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries,
+    mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries, refit_steps,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
     slot_update, coded_slot_update, page_rows, reservoir, fold_token, balance_walk, hot_rows,
     decoder_layer, lambda: thin_linear(1), lambda: thin_linear(4),

@@ -28,6 +28,8 @@ writing slots
     fold_token           one token into SubGen's clusters and samples
     balance_walk         signs that split a block into halves with almost equal attention sums
     hot_rows             rows of a store in host memory, copied to places on the device
+fitting slots
+    refit_steps          steps of many small least-squares problems at once
 few bits
     codec                vectors in 8, 4, 3 or 2 bits, which weighted_attention reads as they are
 random numbers

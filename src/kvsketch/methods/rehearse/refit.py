@@ -27,12 +27,12 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.common.products import product
+from kvsketch.ops.refit_steps import TINY, Conjugate, Descent, value_step, weight_step
 
 RIDGES = (1e-2, 1e-3)  # of weights, of values
 WEIGHTS = (1e-4, 1e4)
 WEIGHT_STEPS, VALUE_STEPS = 16, 8
 HELD_BACK = 8  # one query in so many is held back
-TINY = 1e-30
 
 
 class Slots(NamedTuple):
@@ -50,8 +50,9 @@ class Slots(NamedTuple):
 
     def plain(self) -> Tensor:  # [N, K, Dv] float32
         """The values of the kept slots."""
-        at = self.kept.clamp_min(0).unsqueeze(-1).expand(*self.kept.shape, self.values.shape[2])
-        return self.values.float().gather(1, at).masked_fill(~self.taken.unsqueeze(-1), 0.0)
+        first = torch.arange(len(self.kept), device=self.kept.device).unsqueeze(1) * self.values.shape[1]
+        rows = self.values.flatten(0, 1).index_select(0, (first + self.kept.clamp_min(0)).flatten())
+        return rows.float().view(*self.kept.shape, -1).masked_fill_(~self.taken.unsqueeze(-1), 0.0)
 
     def seen_by(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """A [N, Q, K], the attention that queries [N, Q, D] give to the kept slots, and their outputs [N, Q, Dv]."""
@@ -123,15 +124,13 @@ def fitted_weights(gram: Tensor, a: Tensor, steps: int) -> Tensor:  # [N, K]
     wanted = a.sum(1, dtype=torch.float32) + ridge
     # The largest row sum of the scaled matrix bounds its largest eigenvalue; no entry is negative.
     bound = ((times(gram, size) + ridge * size) * size).amax(-1, keepdim=True)
-    rate = size.square() / bound
-    w = ahead = torch.ones_like(size)
-    momentum = 1.0
+    w, ahead, momentum = torch.ones_like(size), torch.ones_like(size), 1.0
+    descent = Descent(gram, wanted, size.square() / bound, ridge, w, ahead)
     for _ in range(steps):
-        new = torch.addcmul(ahead, rate, wanted - times(gram, ahead) - ridge * ahead).clamp_min_(0.0)
         following = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
-        ahead = torch.lerp(w, new, 1 + (momentum - 1) / following)
-        w, momentum = new, following
-    return w.clamp(*WEIGHTS)
+        weight_step(descent, (momentum - 1) / following)
+        momentum = following
+    return w.clamp_(*WEIGHTS)
 
 
 def times(gram: Tensor, x: Tensor) -> Tensor:  # [N, K]
@@ -141,19 +140,15 @@ def times(gram: Tensor, x: Tensor) -> Tensor:  # [N, K]
 def fitted_values(gram: Tensor, a: Tensor, w: Tensor, plain: Tensor, target: Tensor, steps: int) -> Tensor:
     """Values [N, K, Dv] that give the target with weights w, near the plain ones, by conjugate gradients by channel."""
     weight = w.unsqueeze(-1)
-    ridge = _ridge(gram.diagonal(dim1=-2, dim2=-1) * w.square(), RIDGES[1]).unsqueeze(-1)
+    ridge = _ridge(gram.diagonal(dim1=-2, dim2=-1) * w.square(), RIDGES[1])
     missing = target * _weighed(a, weight) - _weighed(a, weight * plain)
-    residual = weight * product(a.mT, missing.to(a.dtype))  # [N, K, Dv]
-    values, direction = plain.clone(), residual
+    residual = product(a.mT, missing.to(a.dtype)).mul_(weight)  # [N, K, Dv]
     size = residual.square().sum(1, keepdim=True)
+    scaled = (weight * residual).to(gram.dtype)
+    state = Conjugate(w, ridge, plain.clone(), residual, residual.clone(), scaled, size)
     for _ in range(steps):
-        turned = torch.addcmul(ridge * direction, weight, product(gram, (weight * direction).to(gram.dtype)))
-        length = size / (direction * turned).sum(1, keepdim=True).clamp_min(TINY)
-        values.addcmul_(length, direction)
-        residual = torch.addcmul(residual, length, turned, value=-1)
-        before, size = size, residual.square().sum(1, keepdim=True)
-        direction = torch.addcmul(residual, size / before.clamp_min(TINY), direction)
-    return values
+        value_step(state, product(gram, scaled))
+    return state.values
 
 
 def _ridge(diagonal: Tensor, share: float) -> Tensor:  # [N, 1]
