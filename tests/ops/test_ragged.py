@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.codec import Codec, CodedSlots, encode
-from kvsketch.ops.common.ragged import UNIT, work_list
+from kvsketch.ops.common.ragged import UNIT, fixed_work_list, most_of_list, work_list
 from kvsketch.ops.weighted_attention import Arguments, Attended
 from kvsketch.ops.weighted_attention import reference as attention_reference
 from kvsketch.slots.layout import Layout
@@ -96,6 +96,36 @@ def test_kernel_reads_a_work_list(
     assert (found.out[0, group : 2 * group] == 0).all()
     for ours, theirs in zip(found[1:], expected[1:], strict=True):
         torch.testing.assert_close(ours, theirs, atol=20 * tolerance, rtol=tolerance)
+
+
+@needs_triton
+def test_kernel_reads_a_list_of_fixed_length(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries behind the last piece read and change nothing, and a head may be much smaller than heads may be."""
+    from kvsketch.ops.weighted_attention import kernel
+
+    call = flat_call(torch.bfloat16, 4, 128, True, 4, device)._replace(bias=None, return_logits=False)
+    expected = attention_reference.weighted_attention(call)
+    layout = call.ragged
+    assert layout is not None
+    work, first = fixed_work_list(layout.capacity.view(1, -1), most=1000, resident=3)
+    assert len(work[0]) == most_of_list(6, 3) > int(first[0, -1])
+    fixed = Layout(layout.start, layout.capacity, 1000, layout.total, work[0], first[0], most_pieces=8)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+    found: Attended = kernel.weighted_attention(call._replace(ragged=fixed))
+    assert relative_error(found.out, expected.out) < 1e-2
+
+
+def test_a_list_of_fixed_length_covers_every_slot_once() -> None:
+    capacity = torch.tensor([[36, 6067, 0, 512], [128, 1, 129, 5000], [0, 0, 1, 0], [9999, 9999, 9999, 9999]])
+    for resident in (1, 8, 1000):
+        for layer, (work, first) in enumerate(zip(*fixed_work_list(capacity, 10_000, resident), strict=True)):
+            heads, begin, end, number = work.long().unbind(1)
+            there = end > begin
+            assert torch.equal(torch.zeros(4, dtype=torch.long).index_add_(0, heads, end - begin), capacity[layer])
+            assert torch.equal(number.sort().values, torch.arange(most_of_list(4, resident)))
+            assert torch.equal(there, number < first[-1])
+            assert ((number >= first[heads]) & (number < first[heads + 1]))[there].all() and (begin % UNIT == 0).all()
 
 
 @pytest.mark.parametrize("resident", [1, 8, 1000])

@@ -33,6 +33,8 @@ METHODS = [
     "keyformer:budget=40%",
     "pyramidkv:budget=12:window=4:budget_is=mean",
     "subgen:budget=20:sinks=2:recent=4:normalizer=clipped",
+    "rehearse:budget=50%:sinks=2:recent=4",
+    "kvzip:budget=50%:sinks=2",
 ]
 CHUNK = 10
 LENGTHS = [(26, 8), (5, 13), (18, 3), (45, 5), (1, 4), (12, 1)]  # tokens of the prompt and of the answer
@@ -105,20 +107,20 @@ def test_other_families(family: str) -> None:
 
 def test_a_wrong_shift_is_noticed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: a row that joins with its tokens misnumbered gives other tokens."""
-    put = table_rows.put
+    put = table_rows.Rows.put
 
-    def misnumbered(tables: Any, row: int, *args: Any) -> None:
-        put(tables, row, *args)
-        tables[0].padding[row] += 7
+    def misnumbered(self: Any, row: int, *args: Any) -> None:
+        put(self, row, *args)
+        self.padding[row] += 7
 
-    monkeypatch.setattr(table_rows, "put", misnumbered)
+    monkeypatch.setattr(table_rows.Rows, "put", misnumbered)
     method = with_budget("uniform", 16)
     assert list(start(method).submit(Request(prompt(0, 37), 20))) != answer_alone(method, prompt(0, 37), 20)
 
 
 def test_nothing_is_allocated_for_a_row_that_joins() -> None:
     """No address changes, so a recorded step goes on."""
-    for method in (with_budget("subgen", 16), with_budget("balancekv", 16)):
+    for method in (with_budget("subgen", 16), with_budget("balancekv", 16), "rehearse:sinks=2:recent=4"):
         shared = shared_rows.SharedRows(model(), method, rows=2, longest=60)
         views = [table for batch in shared.batches for table in batch.tables]
         before = [t.data_ptr() for table in (*shared.tables, *views) for t in table.tensors()]
@@ -141,9 +143,10 @@ class AsksNothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("method", ["snapkv:budget=40%:window=4", "pyramidkv:budget=12:window=4", "h2o:budget=25%"])
+@pytest.mark.parametrize("method", ["snapkv:budget=40%:window=4", "pyramidkv:budget=12", "h2o:budget=25%", "rehearse"])
 def test_a_step_asks_the_device_for_nothing(method: str) -> None:
     shared = shared_rows.SharedRows(model(), method, rows=2, longest=60)
+    shared.step(2, Draw.GREEDY)
     with AsksNothing():
         for mode in (Draw.GREEDY, Draw.SAMPLE, Draw.ALL):
             shared.step(2, mode)
@@ -330,7 +333,7 @@ def test_what_cannot_be_served_is_refused_at_once(request_: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("family", "method", "reason"),
     [
-        ("llama", "rehearse", "rehearse is served one request at a time"),
+        ("gpt2", "kvzip", "without the rotary angles of gpt2"),
         ("llama", "quest:budget=16", "quest is served one request at a time"),
         ("llama", "kcenter:slide=false", "grow with what is generated"),
         ("llama", "balancekv:form=paper", "grow with the text"),
@@ -345,8 +348,8 @@ def test_what_cannot_share_tables_says_why(family: str, method: str, reason: str
         shared_rows.SharedRows(zoo.build(family), method, rows=2, longest=50)
 
 
-@pytest.mark.parametrize("method", [with_budget("quest", 16), "rehearse:budget=50%:sinks=2:recent=4"])
-def test_requests_that_share_no_tables_take_turns(method: str, start: Any) -> None:
+def test_requests_that_share_no_tables_take_turns(start: Any) -> None:
+    method = with_budget("quest", 16)
     engine = start(method, rows=2, prefill="exact")
     assert "one request at a time" in engine.apart
     together: list[int] = []
@@ -356,6 +359,18 @@ def test_requests_that_share_no_tables_take_turns(method: str, start: Any) -> No
         alone = answer_alone(method, prompt(number, 20 + 9 * number), 8, CompressedCache(model(), method))
         assert list(ticket) == alone, f"request {number}"
     assert max(together) == 2
+
+
+@pytest.mark.parametrize("method", ["rehearse:budget=50%:sinks=2:recent=4:chunk=64", "kvzip:chunk=64"])
+def test_rows_of_heads_that_differ_are_rehearsed_among_others(method: str, start: Any) -> None:
+    """Answers long enough for a rehearsal of their row, beside short ones that come and go."""
+    engine = start(method, rows=3, longest=300, prefill="exact")
+    lengths = [(40, 70), (17, 9), (50, 12), (5, 3)]
+    tickets = [engine.submit(Request(prompt(i, n), count)) for i, (n, count) in enumerate(lengths)]
+    for number, (ticket, (length, count)) in enumerate(zip(tickets, lengths, strict=True)):
+        cache = CompressedCache(model(), method, chunk=CHUNK)
+        assert list(ticket) == answer_alone(method, prompt(number, length), count, cache), f"request {number}"
+    assert not engine._shared.store.rows, "every row has given its slots back"
 
 
 def test_many_clients_at_once(start: Any) -> None:

@@ -28,6 +28,7 @@ from kvsketch.methods.base import Method
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import LEAST
 from kvsketch.slots.heads import spread_over
+from kvsketch.slots.ragged_rows import RaggedRows
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
@@ -42,6 +43,10 @@ def alone(model: Any, method: str | Method) -> str:
     if method.alone:
         return f"{method.name} is served one request at a time: {method.alone}"
     cache = CompressedCache(model, method)
+    if method.ragged and not cache.slot_layers[0].table.rotary:
+        return f"new tokens are not rehearsed without the rotary angles of {cache.model_name}, and rows grow"
+    if method.ragged and isinstance(getattr(model.config, "num_key_value_heads", 1), list):
+        return f"the layers of {cache.model_name} differ in their heads"
     if len(cache.slot_layers) < len(cache.layers):
         return f"{cache.model_name} has sliding-window or linear layers, whose native caches have no rows to join"
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -69,7 +74,7 @@ class SharedRows:
         self.device: torch.device = model.device
         self.fused = fused and self.device.type == "cuda"
         with torch.no_grad():
-            self.tables, vocabulary = self._tables(rows)
+            self.store, vocabulary = self._rows_of_one(rows)
         self.seen = self.tables[0].seen
         self.token = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
         self.position, self.live = torch.zeros_like(self.token), torch.zeros_like(self.token)
@@ -85,30 +90,40 @@ class SharedRows:
         return len(self.token)
 
     @property
+    def tables(self) -> list[SlotTable]:
+        return self.store.tables
+
+    @property
     def device_bytes(self) -> int:
         """Bytes of the tables."""
         tensors = {t.data_ptr(): t for table in self.tables for t in table.tensors() if t.device == self.device}
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
-    def _tables(self, rows: int) -> tuple[list[SlotTable], int]:
-        """Tables like those of one token that are bounded for the longest prompt; and the size of the vocabulary."""
+    def _rows_of_one(self, rows: int) -> tuple[table_rows.Rows, int]:
+        """Shared tables like those of a short text, and the size of the vocabulary."""
         cache = CompressedCache(self.model, self.method, seed=self.seed)
-        logits = prefill(self.model, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache)
+        # Heads get their sizes after a prompt, and what waits for the next time comes token by token.
+        for count in (2, 1) if self.method.ragged else (1,):
+            logits = prefill(self.model, torch.zeros(1, count, dtype=torch.int64, device=self.device), cache)
         singles = [layer.table for layer in cache.slot_layers]
-        slots = [self.method.most_slots(table, self.longest) for table in singles]
+        slots, clock = [self.method.most_slots(table, self.longest) for table in singles], self.longest + 1
+        if self.method.ragged:
+            store = rows * sum(singles[0].shape[1] * each for each in slots)
+            most = self.longest + max(slots)
+            ragged = RaggedRows(singles, rows, store, clock, most, self.method.row_needs)
+            return ragged, logits.shape[1]
         for table in singles:
             table.set_prompt(self.longest)
             self.method.bound(table, self.longest)
             table.set_prompt(1)
-        tables = table_rows.share(singles, rows, slots, clock=self.longest + 1)
-        for row in range(rows):
-            table_rows.retire(tables, row)
-        return tables, logits.shape[1]
+        return table_rows.Rows(singles, rows, slots, clock), logits.shape[1]
 
     def ready(self, cache: CompressedCache) -> bool:
-        """Whether the row of a cache can join as it is: codes need some tokens to find their center."""
+        """Whether the row of a cache can join as it is: codes need some tokens to find their center, and heads that
+        differ a prompt.
+        """
         table = cache.slot_layers[0].table
-        return not (table.exact and table.bits and table.seen < LEAST)
+        return not table.exact or not (self.method.ragged or (table.bits and table.seen < LEAST))
 
     def join(self, row: int, cache: CompressedCache, token: Tensor, draw: Draw) -> str:
         """Copies the only row of `cache` into `row`, to go on with `token` [1, 1] as `draw` says.
@@ -120,10 +135,10 @@ class SharedRows:
             for table in tables:
                 if table.exact:
                     self.method.bound(table, table.seen + 1)
-            table_rows.count_to(self.tables, self.seen)
-            if reason := table_rows.misfit(self.tables, tables):
+            self.store.count_to(self.seen)
+            if reason := self.store.misfit(tables):
                 return reason
-            table_rows.put(self.tables, row, tables)
+            self.store.put(row, tables)
             self.padding[row] = self.seen - tables[0].seen
             self.token[row].copy_(token[0])
             self.position[row].fill_(tables[0].seen)
@@ -134,19 +149,19 @@ class SharedRows:
 
     def leave(self, row: int) -> None:
         """Nobody reads the row any more."""
-        table_rows.retire(self.tables, row)
+        self.store.retire(row)
         self.live[row].fill_(0)
         del self.padding[row]
 
     def move(self, source: int, row: int) -> None:
         """Row `source` goes on as row `row`, which is free."""
-        table_rows.count_to(self.tables, self.seen)
+        self.store.count_to(self.seen)
         with torch.no_grad():
-            table_rows.put(self.tables, row, self.tables, source)
+            self.store.move(source, row)
             for tensor in (self.token, self.position, self.live, *self.draw.tensors()):
                 tensor[row].copy_(tensor[source])
-        self.padding[row] = self.padding[source]
-        self.leave(source)
+            self.live[source].fill_(0)
+        self.padding[row] = self.padding.pop(source)
 
     def step(self, used: int, mode: int) -> Tensor:  # [used, 1]
         """One token for each of the first `used` rows; `mode`: see `Draw.choose`. Overwritten by the next step."""
@@ -154,22 +169,34 @@ class SharedRows:
         if self.seen >= table_rows.LATEST:
             self.rewind()
         with turn_of(self.device), torch.no_grad():
+            self._catch_up()
             batch.run(self.seen, mode)
         self.seen += 1
         return self.token[:used]
 
+    def _catch_up(self) -> None:
+        """Rows whose method has periodic work to do are taken out for it, one by one, and put back."""
+        for row in self.store.due():
+            assert isinstance(self.store, RaggedRows)
+            self.store.count_to(self.seen)
+            with plain():
+                tables = self.store.take(row, self.seen - self.padding[row])
+                self.method.catch_up(tables)
+                self.store.put(row, tables)
+
     def rewind(self) -> None:
         """Turns the clock back as far as the rows in use allow, and the longest that may still join."""
         count = min([*self.padding.values(), self.seen - self.longest - 1])
-        table_rows.count_to(self.tables, self.seen)
+        self.store.count_to(self.seen)
         with torch.no_grad():
-            table_rows.rewind(self.tables, count)
+            self.store.rewind(count)
         self.seen -= count
         self.padding = {row: padding - count for row, padding in self.padding.items()}
 
     def release(self) -> None:
         """Gives the memory of the tables back; no step can follow."""
-        self.tables, self.batches = [], []
+        self.store.release()
+        self.batches = []
 
     def warm_up(self) -> None:
         """Compiles and records the step of every batch, so that no request has to wait for it. No row is in use."""
@@ -189,8 +216,8 @@ class Batch:
     def __init__(self, shared: SharedRows, rows: int) -> None:
         self.shared, self.rows = shared, rows
         self.cache = CompressedCache(shared.model, shared.method, seed=shared.seed)
-        for layer, table in zip(self.cache.slot_layers, shared.tables, strict=True):
-            layer.table, layer.is_initialized = table_rows.first(table, rows), True
+        for layer, table in zip(self.cache.slot_layers, shared.store.first(rows), strict=True):
+            layer.table, layer.is_initialized = table, True
         self.tables = [layer.table for layer in self.cache.slot_layers]
         whole = (shared.token, shared.position, shared.live, shared.logits)
         self.token, self.position, self.live, self.logits = (tensor[:rows] for tensor in whole)
@@ -200,6 +227,7 @@ class Batch:
 
     def run(self, seen: int, mode: int, eager: bool = False) -> None:
         table_rows.count_to(self.tables, seen)
+        self.shared.store.before_step(self.tables)
         if self.graph is None or eager or any(self.shared.method.maintenance_due(table) for table in self.tables):
             self._forward()
         else:

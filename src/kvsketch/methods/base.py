@@ -24,6 +24,7 @@ from kvsketch.ops.slot_update.reference import rank, sort_keys
 from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.codes import BITS, PLAIN, FewBits
 from kvsketch.slots.positions import CACHE, POSITIONS, TEXT
+from kvsketch.slots.ragged_rows import RowNeeds
 from kvsketch.slots.state import TableState
 from kvsketch.slots.table import SlotTable
 
@@ -177,6 +178,18 @@ class Method:
     def most_slots(self, table: SlotTable, longest: int) -> int:
         """The most slots that a row may need once it is bounded, for any prompt of up to `longest` tokens."""
         return longest
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the heads of its bounded tables hold different numbers of slots."""
+        return False
+
+    def row_needs(self, table: SlotTable) -> RowNeeds:
+        """What a row of a table whose heads differ needs to go on among rows that come and go."""
+        return RowNeeds()
+
+    def catch_up(self, tables: Sequence[SlotTable]) -> None:
+        """The periodic work of one row, after the tokens that it has taken among others (`row_needs`)."""
 
     def maintenance_due(self, table: SlotTable) -> bool:
         """Whether the compress after the next single token does periodic work that cannot be captured as a graph.

@@ -45,14 +45,15 @@ def start_service(
 
     Requests share a decode step where the method allows it and memory holds two rows or more. `rows`: how many; as many
     as `memory` bytes hold, or a quarter of what is free. Requests of other methods run one after the other, or with
-    `rows` take turns token by token. `prefill`: prompts are read as a stream between the steps of the others, and whole
-    where requests share no step.
+    `rows` take turns token by token. `prefill`: prompts are read as a stream between the steps of the others; whole
+    where requests share no step, and by methods whose heads share a budget, so that all of it is divided at once.
     """
     parsed = parse_method(method)
     longest = longest_context(model, parsed, memory)
     wanted = rows or _rows_that_fit(model, parsed, longest, memory)
     shared = wanted > 1 and not alone(model, parsed)
-    reading: dict[str, Any] = {"prefill": prefill or ("stream" if shared else "exact"), "chunk": chunk}
+    usual = "stream" if shared and not parsed.ragged else "exact"
+    reading: dict[str, Any] = {"prefill": prefill or usual, "chunk": chunk}
     engine: Engine
     if wanted > 1:
         engine = BatchedEngine(model, parsed, rows=wanted, longest=longest, queue=queue, **reading)

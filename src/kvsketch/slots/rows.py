@@ -37,27 +37,151 @@ class Span(NamedTuple):
     size: int
 
 
-def share(singles: Sequence[SlotTable], rows: int, slots: Sequence[int], clock: int) -> list[SlotTable]:
+class Rows:
     """Tables of `rows` rows like the bounded tables `singles` of one row, of at least `slots` slots by layer.
 
     Every row holds what the single one does and is to be overwritten. `clock`: what it shows at first, not less than
     the longest row that will join.
     """
-    device = singles[0].device
-    padding = torch.full((rows,), clock - singles[0].seen, device=device)
-    prompts = torch.full((rows,), clock, device=device)
-    tables = []
-    for single, least in zip(singles, slots, strict=True):
-        table = replace(single, positions=replace(single.positions, trained=None), previous=None)
-        table.select_rows(torch.zeros(rows, dtype=torch.int64, device=device))
-        _widen(table, max(0, least - table.length))
-        table.clock = torch.full((1,), clock, device=device)
-        table.padding, table.prompts, table.seen = padding, prompts, clock
-        table.state.shift_rows(slice(None), clock - single.seen)
-        assert table.index is not None
-        table.index.copy_(_shifted(table.index, clock - single.seen))
-        tables.append(table)
-    return tables
+
+    def __init__(self, singles: Sequence[SlotTable], rows: int, slots: Sequence[int], clock: int) -> None:
+        device = singles[0].device
+        self.padding = torch.full((rows,), clock - singles[0].seen, device=device)
+        self.prompts = torch.full((rows,), clock, device=device)
+        self.tables: list[SlotTable] = []
+        for single, least in zip(singles, slots, strict=True):
+            table = replace(single, positions=replace(single.positions, trained=None), previous=None)
+            table.select_rows(torch.zeros(rows, dtype=torch.int64, device=device))
+            _widen(table, max(0, least - table.length))
+            table.clock = torch.full((1,), clock, device=device)
+            table.padding, table.prompts, table.seen = self.padding, self.prompts, clock
+            table.state.shift_rows(slice(None), clock - single.seen)
+            assert table.index is not None
+            table.index.copy_(_shifted(table.index, clock - single.seen))
+            self.tables.append(table)
+        for row in range(rows):
+            self.retire(row)
+
+    def first(self, rows: int) -> list[SlotTable]:
+        """Tables that share the tensors of the first rows: what is written into one is in the other."""
+        return [_first(table, rows) for table in self.tables]
+
+    def misfit(self, singles: Sequence[SlotTable]) -> str:
+        """Why rows of `singles` cannot be put into the tables; empty: they can. Asks nothing of the device."""
+        for table, single in zip(self.tables, singles, strict=True):
+            if single.exact or single.layout is not None or single.host is not None:
+                return f"layer {single.layer_idx} has no fixed shape"
+            if reason := differs(table, single):
+                return reason
+            if any(have > room for have, room in zip(*(t.state.sections(t) for t in (single, table)), strict=True)):
+                return (
+                    f"layer {single.layer_idx} has {single.length} slots, more than the {table.length} of the shared "
+                    "table"
+                )
+        return ""
+
+    def put(self, row: int, singles: Sequence[SlotTable], source: int = 0) -> None:
+        """Copies row `source` of `singles`, which may be the tables themselves, over row `row`, in place."""
+        # By dtype: one launch copies many tensors of one.
+        copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        shift = self.tables[0].seen - singles[0].seen
+        for table, single in zip(self.tables, singles, strict=True):
+            assert table.index is not None and table.log_den is not None
+            spans = _spans(single, table)
+            if sum(span.size for span in spans) < table.length:
+                table.index[row].fill_(CLOSED)
+                for weights in (table.log_den, table.log_num):
+                    if weights is not None:
+                        weights[row].fill_(NEG_INF)
+            for held, new in _slot_pairs(table, single):
+                for span in spans:
+                    if span.start < held.shape[2]:
+                        targets, values = copies[held.dtype]
+                        targets.append(held[row, :, span.start : span.start + span.size])
+                        values.append(new[source, :, span.source : span.source + span.size])
+            for held, new in _row_pairs(table, single, spans):
+                targets, values = copies[held.dtype]
+                targets.append(held[row])
+                values.append(new[source])
+            table.state.put_row(row, single.state, source)
+            table.state.shift_rows(slice(row, row + 1), shift)
+        for targets, values in copies.values():
+            torch._foreach_copy_(targets, values)
+        if shift:
+            indices = [table.index[row] for table in self.tables if table.index is not None]
+            # 1 where there is a token, else 0.
+            there = torch._foreach_clamp_min(indices, -1)
+            torch._foreach_add_(there, 1)
+            torch._foreach_clamp_max_(there, 1)
+            torch._foreach_mul_(there, shift)
+            torch._foreach_add_(indices, there)
+        self.place(row, singles[0], source)
+
+    def place(self, row: int, single: SlotTable, source: int) -> None:
+        """Where the row begins and where its prompt ends, on the clock."""
+        shift = self.tables[0].seen - single.seen
+        if single.prompts is None:
+            self.prompts[row].fill_(single.prompt_tokens + shift)
+        else:
+            self.prompts[row].copy_(single.prompts[source]).add_(shift)
+        if single.padding is None:
+            self.padding[row].fill_(shift)
+        else:
+            self.padding[row].copy_(single.padding[source]).add_(shift)
+
+    def move(self, source: int, row: int) -> None:
+        """Row `source` goes on as row `row`, which is free."""
+        self.put(row, self.tables, source)
+        self.retire(source)
+
+    def retire(self, row: int) -> None:
+        """Nobody reads this row any more."""
+        for table in self.tables:
+            table.state.retire_row(row)
+
+    def rewind(self, count: int) -> None:
+        """Turns the clock back by `count` tokens, not more than the padding of any row that is read."""
+        for index in {id(table.index): table.index for table in self.tables}.values():
+            assert index is not None
+            index.copy_(torch.where(index >= count, index - count, index.clamp_max(0)))
+        for table in self.tables:
+            assert table.clock is not None
+            table.clock -= count
+            table.seen -= count
+            table.state.shift_rows(slice(None), -count)
+        for numbers in (self.padding, self.prompts):
+            numbers.sub_(count).clamp_min_(0)
+
+    def count_to(self, seen: int) -> None:
+        """Sets the host's count of tokens, after steps of tables that share the tensors."""
+        count_to(self.tables, seen)
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        self.tables = []
+
+    # rows with periodic work of their own (`ragged_rows`)
+
+    def due(self) -> list[int]:
+        """Rows that must be taken out for their method's periodic work before the next step."""
+        return []
+
+    def before_step(self, tables: Sequence[SlotTable]) -> None:
+        """What `first` has made is about to take a token."""
+
+
+def count_to(tables: Sequence[SlotTable], seen: int) -> None:
+    for table in tables:
+        table.seen = seen
+
+
+def differs(table: SlotTable, single: SlotTable) -> str:
+    """Why a row of `single` cannot lie in a shared table, whatever the numbers of slots; empty: it can."""
+    if single.seen > table.seen:
+        return f"it has read {single.seen} tokens, more than the {table.seen} on the clock of the shared table"
+    if _kinds(table) != _kinds(single):
+        return f"layer {single.layer_idx} holds other tensors than the shared table"
+    return ""
 
 
 def _widen(table: SlotTable, count: int) -> None:
@@ -73,29 +197,13 @@ def _widen(table: SlotTable, count: int) -> None:
     table.length += count
 
 
-def first(table: SlotTable, rows: int) -> SlotTable:
+def _first(table: SlotTable, rows: int) -> SlotTable:
     """A table that shares the tensors of the first rows: what is written into one is in the other."""
     named = {name: getattr(table, name) for name in ("index", "log_num", "log_den", "next_slot", "padding", "prompts")}
     parts: dict[str, Any] = {name: None if tensor is None else tensor[:rows] for name, tensor in named.items()}
     assert table.keys is not None and table.values is not None
     keys, values = codes.first_rows(table.keys, rows), codes.first_rows(table.values, rows)
     return replace(table, keys=keys, values=values, state=table.state.first_rows(rows), **parts)
-
-
-def misfit(tables: Sequence[SlotTable], singles: Sequence[SlotTable]) -> str:
-    """Why rows of `singles` cannot be put into `tables`; empty: they can. Asks nothing of the device."""
-    for table, single in zip(tables, singles, strict=True):
-        if single.exact or single.layout is not None or single.host is not None:
-            return f"layer {single.layer_idx} has no fixed shape"
-        if single.seen > table.seen:
-            return f"it has read {single.seen} tokens, more than the {table.seen} on the clock of the shared table"
-        if _kinds(table) != _kinds(single):
-            return f"layer {single.layer_idx} holds other tensors than the shared table"
-        if any(have > room for have, room in zip(*(t.state.sections(t) for t in (single, table)), strict=True)):
-            return (
-                f"layer {single.layer_idx} has {single.length} slots, more than the {table.length} of the shared table"
-            )
-    return ""
 
 
 def _kinds(table: SlotTable) -> list[object]:
@@ -107,78 +215,6 @@ def _kinds(table: SlotTable) -> list[object]:
         skip = 3 if role == "slot" else 1
         own += [(name, tensor.dtype, tensor.shape[skip:]) for name, tensor in table.state.named(role)]
     return own
-
-
-def put(tables: Sequence[SlotTable], row: int, singles: Sequence[SlotTable], source: int = 0) -> None:
-    """Copies row `source` of `singles`, which may be the tables themselves, over row `row` of `tables`, in place."""
-    # By dtype: one launch copies many tensors of one.
-    copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-    shift = tables[0].seen - singles[0].seen
-    for table, single in zip(tables, singles, strict=True):
-        assert table.index is not None and table.log_den is not None
-        spans = _spans(single, table)
-        if sum(span.size for span in spans) < table.length:
-            table.index[row].fill_(CLOSED)
-            for weights in (table.log_den, table.log_num):
-                if weights is not None:
-                    weights[row].fill_(NEG_INF)
-        for held, new in _slot_pairs(table, single):
-            for span in spans:
-                if span.start < held.shape[2]:
-                    targets, values = copies[held.dtype]
-                    targets.append(held[row, :, span.start : span.start + span.size])
-                    values.append(new[source, :, span.source : span.source + span.size])
-        for held, new in _row_pairs(table, single, spans):
-            targets, values = copies[held.dtype]
-            targets.append(held[row])
-            values.append(new[source])
-        table.state.put_row(row, single.state, source)
-        table.state.shift_rows(slice(row, row + 1), shift)
-    for targets, values in copies.values():
-        torch._foreach_copy_(targets, values)
-    if shift:
-        indices = [table.index[row] for table in tables if table.index is not None]
-        # 1 where there is a token, else 0.
-        there = torch._foreach_clamp_min(indices, -1)
-        torch._foreach_add_(there, 1)
-        torch._foreach_clamp_max_(there, 1)
-        torch._foreach_mul_(there, shift)
-        torch._foreach_add_(indices, there)
-    padding, prompts = tables[0].padding, tables[0].prompts
-    assert padding is not None and prompts is not None
-    if singles[0].prompts is None:
-        prompts[row].fill_(singles[0].prompt_tokens + shift)
-    else:
-        prompts[row].copy_(singles[0].prompts[source]).add_(shift)
-    if singles[0].padding is None:
-        padding[row].fill_(shift)
-    else:
-        padding[row].copy_(singles[0].padding[source]).add_(shift)
-
-
-def retire(tables: Sequence[SlotTable], row: int) -> None:
-    """Nobody reads this row any more."""
-    for table in tables:
-        table.state.retire_row(row)
-
-
-def rewind(tables: Sequence[SlotTable], count: int) -> None:
-    """Turns the clock back by `count` tokens, not more than the padding of any row that is read."""
-    for table in tables:
-        assert table.index is not None and table.clock is not None
-        table.index.copy_(torch.where(table.index >= count, table.index - count, table.index.clamp_max(0)))
-        table.clock -= count
-        table.seen -= count
-        table.state.shift_rows(slice(None), -count)
-    for numbers in (tables[0].padding, tables[0].prompts):
-        assert numbers is not None
-        numbers.sub_(count).clamp_min_(0)
-
-
-def count_to(tables: Sequence[SlotTable], seen: int) -> None:
-    """Sets the host's count of tokens, after steps of tables that share the tensors."""
-    for table in tables:
-        table.seen = seen
 
 
 def _spans(single: SlotTable, table: SlotTable) -> list[Span]:

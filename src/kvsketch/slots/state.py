@@ -115,6 +115,14 @@ class TableState:
         """A state that shares the tensors of the first rows."""
         return replace(self, **{name: tensor[:count] for name, tensor in self.named()})
 
+    def for_rows(self, rows: int, room: int) -> Self:
+        """A state of so many rows like this one's, which take up to `room` tokens between two `of_row`."""
+        return replace(self, **{name: t.new_zeros(rows, *t.shape[1:]) for name, t in self.named(ROW, HOST)})
+
+    def of_row(self, row: int, waiting: int) -> Self:
+        """A copy of one row, which has taken `waiting` tokens; what follows the slots is not moved here."""
+        return replace(self, **{name: tensor[row : row + 1].clone() for name, tensor in self.named(ROW, HOST)})
+
     @property
     def indexed(self) -> bool:
         """Whether tokens are found by their numbers, so that all of them must be there, in order."""

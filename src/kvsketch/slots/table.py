@@ -80,6 +80,7 @@ class SlotTable(Place):
     clock: Tensor | None = None  # [1] int64, tokens seen, on the device; None while exact
     padding: Tensor | None = None  # [B] int64, left-padding tokens of each row; None: no row has any
     prompts: Tensor | None = None  # [B] int64, prompt_tokens of each row where rows come and go (`rows`)
+    settled_at: Tensor | None = None  # [B] int64, settled of each row where rows with heads that differ come and go
     layout: Layout | None = None  # where the slots of each head lie when they differ; None: equal heads
     capacity: Tensor | None = None  # [B, H] int64, slots of heads that differ, while several new tokens are beside them
     state: TableState = field(default_factory=TableState)  # what the method remembers (`state_of`)
@@ -268,7 +269,7 @@ class SlotTable(Place):
     def tensors(self) -> list[Tensor]:
         """Every tensor held on the device, so that bytes can be measured."""
         slots_own = (self.index, self.log_num, self.log_den, self.next_slot)
-        own = (*slots_own, self.clock, self.padding, self.prompts, self.capacity)
+        own = (*slots_own, self.clock, self.padding, self.prompts, self.settled_at, self.capacity)
         slots = codes.held(self.keys) + codes.held(self.values) + ([] if self.layout is None else self.layout.tensors())
         return slots + [t for t in own if t is not None] + self.state.tensors() + self.hot.tensors()
 
@@ -547,7 +548,11 @@ class SlotTable(Place):
     def advance(self) -> None:
         """The next token is written behind the last; a row that nobody reads any more may stay at the end."""
         assert self.next_slot is not None
-        self.next_slot.add_(1).clamp_(max=self.length - 1) if self.shared else self.next_slot.add_(1)
+        self.next_slot.add_(1)
+        if self.shared and self.layout is not None:
+            self.next_slot.clamp_(max=self.layout.capacity.unsqueeze(-1) - 1)
+        elif self.shared:
+            self.next_slot.clamp_(max=self.length - 1)
 
     def free(self, victim: Tensor) -> None:
         """Empties the slots `victim` [B, H, 1] in place; the next token is written there."""

@@ -18,6 +18,7 @@ from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL, SHARES, largest
 from kvsketch.ops.turn_keys import whole_turns
 from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.heads import of_all_heads
+from kvsketch.slots.ragged_rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable
 
@@ -48,6 +49,21 @@ class Rehearsed(TableState):
     def room(self) -> int:
         """Tokens since the last rehearsal that there is room for."""
         return 0 if self.queries is None else self.queries.shape[2]
+
+    def for_rows(self, rows: int, room: int) -> Rehearsed:
+        assert self.queries is not None
+        heads, size = self.queries.shape[1], self.queries.shape[3]
+        return Rehearsed(self.score, self.queries.new_zeros(rows, heads, room, size))
+
+    def put_row(self, row: int, other: TableState, source: int) -> None:
+        assert isinstance(other, Rehearsed) and self.queries is not None
+        if other.queries is not None:
+            room = min(self.room, other.room)
+            self.queries[row, :, :room] = other.queries[source, :, :room]
+
+    def of_row(self, row: int, waiting: int) -> Rehearsed:
+        assert self.queries is not None
+        return Rehearsed(self.score, self.queries[row : row + 1, :, :waiting].clone())
 
     @property
     def scored(self) -> int:
@@ -133,6 +149,9 @@ class Rehearse(BudgetedMethod):
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         state = table.state_of(Rehearsed)
+        if table.settled_at is not None:
+            self._take_among_others(table, state, queries, table.settled_at)
+            return
         # Tokens that came one by one are not repeated: nobody has their ids any more.
         whole = table.appended == self.beyond_budget(table) or not table.rotary
         if self.repeats and table.appended > 1 and whole and self._is_due(table):
@@ -194,8 +213,43 @@ class Rehearse(BudgetedMethod):
         return table.settled == 0 or (table.padding is not None and int(table.padding.max()) > table.settled)
 
     def maintenance_due(self, table: SlotTable) -> bool:
+        if table.settled_at is not None:
+            return False
         waiting, room = self.beyond_budget(table) + 1, table.state_of(Rehearsed).room
         return waiting >= self.most_waiting or waiting >= room
+
+    # rows that come and go
+
+    @property
+    def alone(self) -> str:
+        return ""
+
+    @property
+    def ragged(self) -> bool:
+        return True
+
+    def most_slots(self, table: SlotTable, longest: int) -> int:
+        budget = super().most_slots(table, longest)
+        return max(budget, self.sinks + self.recent_size.of(budget)) + self.most_waiting + 4 * ROOM
+
+    def row_needs(self, table: SlotTable) -> RowNeeds:
+        waiting = self.beyond_budget(table)
+        tokens, room = self.most_waiting - waiting, (table.state_of(Rehearsed).room or self._step(table)) - waiting
+        return RowNeeds(tokens, max(0, tokens - room), self.most_waiting)
+
+    def _take_among_others(self, table: SlotTable, state: Rehearsed, queries: Tensor, settled: Tensor) -> None:
+        """Keeps a token of each row, and its query, in place."""
+        assert state.queries is not None
+        at = (table.seen_on_device() - (1 + settled)).clamp(0, state.room - 1).view(-1, 1, 1, 1)
+        state.queries.scatter_(2, at.expand(queries.shape), queries.to(state.queries.dtype))
+        table.advance()
+
+    def catch_up(self, tables: Sequence[SlotTable]) -> None:
+        for table in tables:
+            state = table.state_of(Rehearsed)
+            assert state.queries is not None
+            self._score(table, state, state.queries)
+        self.settle(tables)
 
     def can_forget(self, table: SlotTable, left: int) -> bool:
         # Tokens that wait for the next rehearsal have left no trace.

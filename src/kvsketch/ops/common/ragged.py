@@ -2,13 +2,16 @@
 
 Head (b, h) has `capacity` slots from `start` on. A program of a kernel takes one piece of one head: up to as many slots
 as all other pieces, so that a head of 36 slots beside one of 6,067 costs neither time nor bytes. Pieces follow from the
-capacities alone: a captured step goes on while tokens come and go.
+capacities alone: a captured step goes on while tokens come and go. Where rows come and go too, the list has a fixed
+length and is written anew in place.
 
 Legend: B batch rows, H KV heads, S the largest capacity, N the sum of all, P pieces.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -69,3 +72,42 @@ def piece_size(slots: Tensor, resident: int) -> int:
     pieces = (-(-slots // (tried.view(-1, 1) * UNIT))).sum(1)
     time = -(-pieces // resident) * (2 * tried + 1)
     return UNIT * int(tried[time <= 1.04 * time.min()].max())
+
+
+def most_of_list(heads: int, resident: int) -> int:
+    """Pieces of a list of fixed length for so many heads: enough to cut them up as `resident` programs like it."""
+    return heads + 4 * resident
+
+
+def fixed_work_list(capacity: Tensor, most: int, resident: int) -> tuple[Tensor, Tensor]:
+    """`work` [L, P, 4] and `first_piece` [L, A + 1] for capacities [L, A] of L layers, without asking the device.
+
+    P is `most_of_list`; entries behind the last piece read nothing. `most`: the largest capacity there may be.
+    """
+    layers, heads = capacity.shape
+    length = most_of_list(heads, resident)
+    number = torch.arange(length, device=capacity.device).expand(layers, -1)
+    size = _piece_sizes(capacity, -(-most // UNIT), length, resident)  # [L, 1]
+    first = torch.nn.functional.pad((-(-capacity // size)).cumsum(1), (1, 0))
+    head = (torch.searchsorted(first, number.contiguous(), right=True) - 1).clamp_max(heads - 1)
+    begin = (number - first.gather(1, head)) * size
+    end = torch.minimum(begin + size, capacity.gather(1, head))
+    there = number < first[:, -1:]
+    work = torch.stack([head, torch.where(there, begin, 0), torch.where(there, end, 0), number], 2)
+    longest_first = (work[:, :, 1] - work[:, :, 2]).argsort(dim=1, stable=True).unsqueeze(-1).expand(-1, -1, 4)
+    return work.gather(1, longest_first).int(), first.int()
+
+
+def _piece_sizes(capacity: Tensor, units: int, length: int, resident: int) -> Tensor:  # [L, 1]
+    """`piece_size` of each layer, and large enough for a list of that length."""
+    tried = _tried(units, capacity.device)
+    pieces = (-(-capacity.unsqueeze(-1) // (tried * UNIT))).sum(1)  # [L, T]
+    time = -(-pieces // resident) * (2 * tried + 1)
+    good = time <= 1.04 * time.amin(1, keepdim=True)
+    least = -(-capacity.sum(1, keepdim=True) // (UNIT * (length - capacity.shape[1])))
+    return UNIT * torch.maximum(torch.where(good, tried, 0).amax(1, keepdim=True), least)
+
+
+@functools.cache
+def _tried(units: int, device: torch.device) -> Tensor:
+    return torch.logspace(0, math.log2(max(2, units)), 48, base=2).long().unique().to(device)
