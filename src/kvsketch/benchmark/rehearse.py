@@ -61,8 +61,8 @@ class Timed(Rehearse):
     def _refitted(self, tables: Sequence[SlotTable], keep: Sequence[Tensor]) -> Any:
         return self._timed("refit", lambda: Rehearse._refitted(self, tables, keep))
 
-    def _rebuild(self, table: SlotTable, keep: Tensor, changes: Changes | None) -> None:
-        self._timed("encoding", lambda: Rehearse._rebuild(self, table, keep, changes))
+    def _rebuild(self, table: SlotTable, keep: Tensor, counts: Tensor, changes: Changes | None) -> None:
+        self._timed("encoding", lambda: Rehearse._rebuild(self, table, keep, counts, changes))
 
 
 @dataclass

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvsketch.ops.common.device import device_traits
 from kvsketch.ops.common.ragged import CODED_PROGRAMS, PLAIN_PROGRAMS, Ragged, work_list
+from kvsketch.slots.tensors import uploaded
 
 
 @dataclass
@@ -23,15 +24,18 @@ class Layout(Ragged):
     """Where the slots of each head lie."""
 
     @classmethod
-    def of(cls, capacity: Tensor, coded: bool = True) -> Layout:
-        """One head after the other (asks the device); `coded`: for keys and values in few bits."""
-        host = capacity.cpu()
+    def of(cls, capacity: Tensor, coded: bool = True, device: torch.device | None = None) -> Layout:
+        """One head after the other; `coded`: for keys and values in few bits.
+
+        Slots are on the device, else on that of the capacity. Asks it unless the capacity lies on the host.
+        """
+        host, device = capacity.cpu(), capacity.device if device is None else device
         ends = host.flatten().cumsum(0)
         start = (ends - host.flatten()).view(host.shape)
         programs = CODED_PROGRAMS if coded else PLAIN_PROGRAMS
-        work, first = work_list(host, programs * device_traits(capacity.device).multiprocessors)
+        work, first = work_list(host, programs * device_traits(device).multiprocessors)
         most_pieces = int(first.diff().max())
-        start, work, first = (part.to(capacity.device) for part in (start, work, first))
+        start, capacity, work, first = (uploaded(part, device) for part in (start, capacity, work, first))
         return cls(start, capacity, int(host.max()), int(ends[-1]), work, first, most_pieces)
 
     def at(self, slots: Tensor) -> Tensor:  # [B H n]

@@ -456,11 +456,27 @@ class SlotTable(Place):
         assert self.values is not None and self.layout is None
         self.values = codes.with_vectors(self.values, slots, values)
 
+    def replace_at(self, head: Tensor, slot: Tensor, values: Tensor) -> bool:
+        """Gives slots [E] of the heads [E], counted over rows and heads, the values [E, Dv]; none twice.
+
+        False, and nothing changes, where values are held in few bits.
+        """
+        if not isinstance(self.values, Tensor) or self.layout is not None:
+            return False
+        # A copy: a model may read the values of this forward yet.
+        self.values = self.values.clone(memory_format=torch.contiguous_format)
+        rows = self.values.view(-1, self.values.shape[3])
+        rows.index_copy_(0, head * self.values.shape[2] + slot, values.to(rows.dtype))
+        return True
+
     def pack(self, capacity: Tensor) -> None:
-        """Gives each head of a bounded table its own number of slots, [B, H]; those behind are empty and go."""
+        """Gives each head of a bounded table its own number of slots, [B, H]; those behind are empty and go.
+
+        The device is not asked where `capacity` lies on the host.
+        """
         assert self.layout is None and self.index is not None and self.log_den is not None
         assert self.keys is not None and self.values is not None
-        layout = Layout.of(capacity, coded=bool(self.bits))
+        layout = Layout.of(capacity, bool(self.bits), self.device)
         self.keys, self.values = codes.packed(self.keys, layout), codes.packed(self.values, layout)
         self.index, self.log_den = layout.packed(self.index), layout.packed(self.log_den)
         self.log_num = None if self.log_num is None else layout.packed(self.log_num)

@@ -57,6 +57,26 @@ def gather_slots(tensor: Tensor, slots: Tensor) -> Tensor:
     return tensor.gather(2, slots)
 
 
+def rows_of(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """x [B, H, S, D] as rows [R, D] of the same memory, and how far apart those of neighbours in B, H and S are.
+
+    Tensors of a model have their heads between the tokens; a copy is made only where numbers of a row are not together.
+    """
+    size, sizes = x.shape[3], x.shape[:3]
+    if x.stride(3) != 1 or any(stride % size for stride in x.stride()[:3]):
+        x = x.contiguous()
+    row, head, slot = (stride // size for stride in x.stride()[:3])
+    count = 1 + (sizes[0] - 1) * row + (sizes[1] - 1) * head + (sizes[2] - 1) * slot
+    return x.as_strided((count, size), (size, 1)), (row, head, slot)
+
+
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; from the host without waiting for what the device has to do yet."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def is_score(state: Tensor) -> bool:
     """Whether it holds one number per slot that an operation can write beside the token."""
     return state.dim() == 3 and state.dtype == torch.float32 and state.is_contiguous()

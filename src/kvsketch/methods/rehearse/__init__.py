@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -278,7 +279,8 @@ class Rehearse(BudgetedMethod):
         state.queries = lengthened(state.queries, queries, waiting + self._step(table))
         state.queries[:, :, waiting - queries.shape[2] : waiting] = queries
         if not table.exact:
-            self._repack(table, table.index_slots() >= 0, None)
+            stays = table.index_slots() >= 0
+            self._repack(table, stays, None, counted([stays])[0])
 
     @staticmethod
     def _step(table: SlotTable) -> int:
@@ -323,9 +325,10 @@ class Rehearse(BudgetedMethod):
         if tables[0].state_of(Rehearsed).again is None:
             return
         keep = self._chosen(tables)
+        counts = counted(keep)
         changes = self._refitted(tables, keep)
-        for table, stays, change in zip(tables, keep, changes, strict=True):
-            self._rebuild(table, stays, change)
+        for table, stays, count, change in zip(tables, keep, counts, changes, strict=True):
+            self._rebuild(table, stays, count, change)
 
     def _chosen(self, tables: Sequence[SlotTable]) -> list[Tensor]:
         """Which slots of each table stay, [B, H, S] bool."""
@@ -366,49 +369,65 @@ class Rehearse(BudgetedMethod):
         state = table.state_of(Rehearsed)
         assert state.again is not None and state.chunks is not None
         slots = newest_slots(table, state.scored)
-        lengths = state.chunks[0]
-        places = torch.arange(int(lengths.max())).expand(len(lengths), -1)
-        places = torch.where(places < lengths[:, None], places + (lengths.cumsum(0) - lengths)[:, None], -1)
-        places = places.to(slots.device)  # [P, C]
+        places = places_of(tuple(state.chunks[0].tolist()), slots.device)  # [P, C]
         keys, values = newest(table, slots)
         is_there = table.position_slots().gather(2, slots) >= 0
         stays, there = (
             (chosen.flatten(0, 1)[:, places.clamp_min(0)] & (places >= 0))
             for chosen in (keep.gather(2, slots), is_there)
         )
-        score = self._worth(table).gather(2, slots)
+        score = self._worth(table).gather(2, slots) if self.refit == "fold" else slots[:, :, :0].float()
         return LayerProblems(
-            state.again.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), score.flatten(0, 1), places, stays,
-            there, table.scale,
+            state.again.flatten(0, 1), keys, values, score.flatten(0, 1), places, stays, there, table.scale
         )  # fmt: skip
 
-    def _rebuild(self, table: SlotTable, keep: Tensor, changes: Changes | None) -> None:
+    def _rebuild(self, table: SlotTable, keep: Tensor, counts: Tensor, changes: Changes | None) -> None:
         state = table.state_of(Rehearsed)
         weights = table.log_weights()[1]
         if changes is not None and len(changes.head):
-            slots = newest_slots(table, state.scored).flatten(0, 1)  # [B H, m]
-            values = newest(table, slots.view(*keep.shape[:2], -1))[1].flatten(0, 1).clone()
-            values[changes.head, changes.token] = changes.values
+            slots = newest_slots(table, state.scored)
+            at = slots.flatten(0, 1)[changes.head, changes.token]
             weights = torch.zeros(table.shape, device=table.device) if weights is None else weights.clone()
-            at = slots[changes.head, changes.token]
             weights.flatten(0, 1)[changes.head, at] = changes.log_weights
-            changed = torch.full_like(slots, -1)
-            changed[changes.head, changes.token] = at
-            table.replace_values(changed.view(*keep.shape[:2], -1), values.view(*keep.shape[:2], *values.shape[1:]))
-        self._repack(table, keep, weights)
+            if not table.replace_at(changes.head, at, changes.values):
+                values, changed = (
+                    newest(table, slots)[1].flatten(0, 1).clone(),
+                    torch.full_like(slots.flatten(0, 1), -1),
+                )
+                values[changes.head, changes.token], changed[changes.head, changes.token] = changes.values, at
+                table.replace_values(changed.view(slots.shape), values.view(*slots.shape, -1))
+        self._repack(table, keep, weights, counts)
         table.note_settled()
         state.again = state.chunks = state.queries = None
 
-    def _repack(self, table: SlotTable, keep: Tensor, weights: Tensor | None) -> None:
-        """Keeps these slots, [B, H, S] bool, in the order of the text, and room for new tokens in every head."""
-        counts = keep.sum(-1)  # [B, H]
+    def _repack(self, table: SlotTable, keep: Tensor, weights: Tensor | None, counts: Tensor) -> None:
+        """Keeps these slots, [B, H, S] bool, in the order of the text, and room for new tokens in every head.
+
+        counts [B, H], how many they are, on the host.
+        """
+        taken = keep.sum(-1, keepdim=True)  # [B, H, 1]
         order = torch.where(keep, table.index_slots(), table.seen).argsort(dim=-1, stable=True)
         chosen = order[:, :, : int(counts.max())]
-        chosen = torch.where(torch.arange(chosen.shape[2], device=chosen.device) < counts.unsqueeze(-1), chosen, -1)
+        chosen = torch.where(torch.arange(chosen.shape[2], device=chosen.device) < taken, chosen, -1)
         log_den = None if weights is None else weights.gather(2, chosen.clamp_min(0))
         room = self._step(table)
-        table.rebuild(chosen, chosen.shape[2] + room, log_den=log_den, next_slot=counts.unsqueeze(-1))
+        table.rebuild(chosen, chosen.shape[2] + room, log_den=log_den, next_slot=taken)
         table.pack(counts + room + 1)
+
+
+def counted(keep: Sequence[Tensor]) -> list[Tensor]:
+    """How many slots [B, H, S] of each table stay, [B, H] each on the host (asks the device once)."""
+    here = keep[0].device
+    found = torch.cat([stays.sum(-1).to(here).flatten() for stays in keep]).cpu()
+    parts = found.split([stays.shape[0] * stays.shape[1] for stays in keep])
+    return [part.view(stays.shape[:2]) for part, stays in zip(parts, keep, strict=True)]
+
+
+@functools.lru_cache(maxsize=16)
+def places_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:  # [P, C]
+    """The numbers of the tokens of chunks of these lengths, one chunk after the other; -1: none."""
+    parts = torch.arange(sum(lengths)).split(list(lengths))
+    return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True, padding_value=-1).to(device)
 
 
 def past_tokens(table: SlotTable) -> Tensor:  # [B, 1, 1]

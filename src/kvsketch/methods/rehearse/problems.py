@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.rehearse.refit import Slots, fold, refit
+from kvsketch.slots.tensors import rows_of
 
 # Entries of A of a batch of problems, by kind of device; a problem counts as LEAST slots or more, and on a CPU as all.
 MAX_ENTRIES = {"cuda": 1 << 29, "cpu": 1 << 24}
@@ -25,8 +26,8 @@ class LayerProblems(NamedTuple):
     """The chunks of one layer."""
 
     queries: Tensor  # [B H, P, Q, D]
-    keys: Tensor  # [B H, m, D]
-    values: Tensor  # [B H, m, Dv]
+    keys: Tensor  # [B, H, m, D]
+    values: Tensor  # [B, H, m, Dv]
     worth: Tensor  # [B H, m] float32, scores of the tokens
     places: Tensor  # [P, C] int64, numbers among the m tokens; -1: none
     stays: Tensor  # [B H, P, C] bool, which of them stay
@@ -128,17 +129,15 @@ def _taken(layer: LayerProblems, head: Tensor, chunk: Tensor, place: Tensor, sco
 
 
 def _rows(x: Tensor, head: Tensor, at: Tensor) -> Tensor:  # [n, C, D]
-    """Rows `at` [n, C] of the heads [n] of x [B H, m, D]; whole rows are copied, x is not."""
-    size = x.shape[2]
-    if x.stride(2) != 1 or x.stride(1) != size or x.stride(0) % size:
-        x = x.contiguous()
-    apart = x.stride(0) // size
-    rows = x.as_strided(((len(x) - 1) * apart + x.shape[1], size), (size, 1))
-    return rows.index_select(0, (head.unsqueeze(-1) * apart + at).flatten()).view(*at.shape, size)
+    """Rows `at` [n, C] of the heads [n], counted over batch rows and heads, of x [B, H, m, D]."""
+    rows, (row, own, apart) = rows_of(x)
+    heads = x.shape[1]
+    first = (head // heads * row + head % heads * own).unsqueeze(-1)
+    return rows.index_select(0, (first + at * apart).flatten()).view(*at.shape, -1)
 
 
 def _joined(changes: list[Changes], layer: LayerProblems) -> Changes:
     if changes:
         return Changes(*(torch.cat(parts) for parts in zip(*changes, strict=True)))
     none = layer.places.new_empty(0)
-    return Changes(none, none, none.float(), layer.values.new_empty(0, layer.values.shape[2]))
+    return Changes(none, none, none.float(), layer.values.new_empty(0, layer.values.shape[3]))

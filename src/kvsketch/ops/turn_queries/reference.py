@@ -10,7 +10,7 @@ def turn_queries(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries [B, Hq, P C, D] turned by the angles of their chunk, given as cosine and sine [B, P, half]."""
     half = cos.shape[2]
     cos, sin = (part[:, None, :, None] for part in (cos, sin))
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     source, target = (x.unflatten(2, (cos.shape[2], -1)) for x in (q, out))
     first, second = source[..., :half].to(cos.dtype), source[..., half : 2 * half].to(cos.dtype)
     target[..., :half] = first * cos - second * sin
