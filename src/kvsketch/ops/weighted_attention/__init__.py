@@ -1,7 +1,7 @@
 """Attention over weighted slots: what every compressed cache is read with.
 
-Three files: the operation and its checks here, the definition in torch in `reference.py`, the Triton programs and their
-launches in `kernel.py`.
+The operation is here, the checks of a call in `call.py`, the definition in torch in `reference.py`, the Triton programs
+and their launches in `kernel.py`.
 
 Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H query heads per KV head, N queries, S slots, Sv slots that
 carry a value (the last S - Sv carry a key only), D key size, Dv value size.
@@ -9,16 +9,16 @@ carry a value (the last S - Sv carry a key only), D key size, Dv value size.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.dispatch import implementation
 from kvsketch.ops.common.ragged import Ragged
-from kvsketch.ops.common.tensors import DTYPES
+from kvsketch.ops.weighted_attention.call import Arguments
+
+__all__ = ["Arguments", "Attended", "weighted_attention"]
 
 
 def weighted_attention(
@@ -85,136 +85,3 @@ class Attended(NamedTuple):
         if logits:
             extras.append(self.logits)
         return (self.out, *extras) if extras else self.out
-
-
-class Sizes(NamedTuple):
-    """H, S, Sv and Dv."""
-
-    kv_heads: int
-    slots: int
-    value_slots: int
-    value_size: int
-
-
-class Arguments(NamedTuple):
-    """One call, as `weighted_attention` describes it."""
-
-    q: Tensor
-    k: Tensor | CodedSlots
-    v: Tensor | CodedSlots
-    log_num: Tensor | None
-    log_den: Tensor | None
-    scale: float
-    bias: Tensor | None = None
-    softcap: float | None = None
-    sink_logits: Tensor | None = None
-    lengths: Tensor | None = None
-    clip: float | None = None
-    return_logits: bool = False
-    ragged: Ragged | None = None
-    pages: Tensor | None = None
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes of what is read."""
-        keys, values = self._shapes()
-        return Sizes(keys[1], keys[2], *values[2:])
-
-    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of keys and values, [B, H, S, D]; S is the largest head of ragged ones."""
-        ragged = self.ragged
-        if self.pages is not None:
-            return (len(self.pages), *self.k.shape[1:]), (len(self.pages), *self.v.shape[1:])
-        if ragged is None:
-            return tuple(self.k.shape), tuple(self.v.shape)
-        sizes = (part.shape[1] if isinstance(part, Tensor) else part.codec.size for part in (self.k, self.v))
-        keys, values = ((*ragged.start.shape, ragged.most, size) for size in sizes)
-        return keys, values
-
-    @property
-    def tied(self) -> bool:
-        """Whether one sum serves as numerator's and denominator's."""
-        return self.log_num is self.log_den and self.sizes.value_slots == self.sizes.slots
-
-    def by_row(self) -> Arguments:
-        """The same call with keys and values row by row, and equal heads, whose lengths are those of the heads."""
-        ragged = self.ragged
-        if self.pages is not None:
-            assert isinstance(self.k, Tensor) and isinstance(self.v, Tensor)
-            at = self.pages.clamp_min(0)
-            return self._replace(k=self.k[at], v=self.v[at], pages=None)
-        if ragged is None:
-            return self
-        k, v = (
-            ragged.unpacked(part) if isinstance(part, Tensor) else
-            replace(part, codes=ragged.unpacked(part.codes), steps=ragged.unpacked(part.steps))
-            for part in (self.k, self.v)
-        )  # fmt: skip
-        log_num = None if self.log_num is None else ragged.unpacked(self.log_num, float("-inf"))
-        log_den = log_num
-        if self.log_den is not self.log_num:
-            log_den = None if self.log_den is None else ragged.unpacked(self.log_den, float("-inf"))
-        return self._replace(k=k, v=v, log_num=log_num, log_den=log_den, lengths=ragged.capacity, ragged=None)
-
-    def check(self) -> None:
-        """Raise ValueError when a shape or dtype does not fit the others."""
-        q, k, v = self.q, self.k, self.v
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if isinstance(tensor, CodedSlots):
-                continue
-            if self.ragged is not None and name != "q":
-                if tensor.dim() != 2 or tensor.shape[0] != self.ragged.total:
-                    raise ValueError(f"{name} must be [{self.ragged.total}, size], a flat store, got {_shape(tensor)}.")
-            elif tensor.dim() != 4:
-                raise ValueError(f"{name} must have 4 dimensions [batch, heads, length, size], got {_shape(tensor)}.")
-            if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
-                raise ValueError(
-                    f"q, k and v must share one dtype of float32, bfloat16, float16, float64; "
-                    f"got q {q.dtype}, {name} {tensor.dtype}. Cast them first."
-                )
-        batch, query_heads, _, size = q.shape
-        keys, values = self._shapes()
-        kv_heads, slots = keys[1:3]
-        if keys[0] != batch or keys[3] != size:
-            raise ValueError(f"k must be [{batch}, heads, slots, {size}] to match q {_shape(q)}, got {list(keys)}.")
-        if kv_heads == 0 or query_heads % kv_heads:
-            raise ValueError(f"q has {query_heads} heads, which is not a multiple of the {kv_heads} heads of k.")
-        if values[:2] != keys[:2] or values[2] > slots:
-            raise ValueError(f"v must be [{batch}, {kv_heads}, at most {slots}, size], got {list(values)}.")
-        each = [batch, kv_heads, slots] if self.ragged is None else [self.ragged.total]
-        for name, weights in (("log_num", self.log_num), ("log_den", self.log_den)):
-            if weights is not None and list(weights.shape) != each:
-                raise ValueError(f"{name} must be {each}, one per slot, got {_shape(weights)}.")
-        paged = self.pages is not None
-        if paged and (self.ragged is not None or isinstance(k, CodedSlots) or isinstance(v, CodedSlots)):
-            raise ValueError("pages hold keys and values in the dtype of q, with heads of one size.")
-        if self.ragged is not None and self.lengths is not None:
-            raise ValueError("lengths belong to heads of one size; a ragged head has its capacity.")
-        if self.lengths is not None and tuple(self.lengths.shape) != (batch, kv_heads):
-            raise ValueError(f"lengths must be [{batch}, {kv_heads}], one per KV head, got {_shape(self.lengths)}.")
-        sinks = self.sink_logits
-        if sinks is not None and tuple(sinks.shape) != (query_heads,):
-            raise ValueError(f"sink_logits must be [{query_heads}], one per query head, got {_shape(sinks)}.")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap must be positive, got {self.softcap}; pass None for no cap.")
-        if self.clip is not None and not self.clip >= 0:
-            raise ValueError(f"clip must be 0 or more, got {self.clip}; pass None to take the sums as they are.")
-        self._check_bias()
-
-    def _check_bias(self) -> None:
-        bias = self.bias
-        if bias is None:
-            return
-        batch, query_heads, queries, _ = self.q.shape
-        kv_heads, slots = self.sizes[:2]
-        fits = bias.dim() == 4 and bias.shape[3] == slots
-        fits = fits and bias.shape[0] in (1, batch) and bias.shape[2] in (1, queries)
-        if not fits or bias.shape[1] not in (1, kv_heads, query_heads):
-            valid = f"[1 or {batch}, 1 or {kv_heads} or {query_heads}, 1 or {queries}, {slots}]"
-            raise ValueError(f"bias must be {valid}, got {_shape(bias)}.")
-        if bias.dtype != torch.bool and not bias.is_floating_point():
-            raise ValueError(f"bias must be boolean (True: visible) or floating point (added), got {bias.dtype}.")
-
-
-def _shape(tensor: Tensor | CodedSlots) -> list[int]:
-    return list(tensor.shape)
