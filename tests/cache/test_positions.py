@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, D
 import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.cache import rotary
-from kvsketch.cache.view import chunk_spans
+from kvsketch.cache.chunks import chunk_spans
 from kvsketch.methods import H2O
 from kvsketch.ops.turn_keys import reference
 from kvsketch.slots.table import SlotTable
@@ -375,12 +375,10 @@ def test_tokens_rolled_back_leave_no_hole(name: str) -> None:
     with torch.no_grad():
         for each in (cache, other):
             model(ids, past_key_values=each)
-        for layer in cache.slot_layers:
-            layer.activate_past_recording()
+        cache.activate_past_recording()
         drafts = torch.cat([ids[:, :2], zoo.tokens(1, 3, seed=9)], 1)
         model(drafts, past_key_values=cache)
-        for layer in cache.slot_layers:
-            layer.crop(-3)
+        cache.crop(-3)
         model(drafts[:, :2], past_key_values=other)
         after = [model(ids[:, 5:8], past_key_values=each).logits for each in (cache, other)]
     torch.testing.assert_close(*after, atol=1e-4, rtol=1e-4)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvsketch
 from kvsketch import CompressedCache, ops
-from kvsketch.cache.view import LayerView
+from kvsketch.cache.layer import LayerView
 from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, with_budget

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.cache import attention, masks
+from kvsketch.cache.chunks import chunk_spans
 from kvsketch.cache.layer import SlotLayer
-from kvsketch.cache.view import chunk_spans
 from kvsketch.slots.table import SlotTable
 from tests.cache.test_oracle import oracle
 from tests.helpers import zoo
@@ -164,10 +164,10 @@ def test_memory_does_not_grow_with_the_prompt(method: str, way: str, monkeypatch
     largest = {}
     compress = SlotLayer.compress
 
-    def watched(layer: SlotLayer, queries: Tensor, scale: float) -> None:
+    def watched(layer: SlotLayer, queries: Tensor) -> None:
         bytes_held = sum(t.numel() * t.element_size() for t in layer.table.tensors())
         largest[length] = max(largest.get(length, 0), bytes_held)
-        compress(layer, queries, scale)
+        compress(layer, queries)
 
     monkeypatch.setattr(SlotLayer, "compress", watched)
     for length in (60, 180):

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvsketch
 from kvsketch import CompressedCache
-from kvsketch.cache.view import chunk_spans
+from kvsketch.cache.chunks import chunk_spans
 from tests.cache.test_oracle import BUDGET, SINKS, oracle, streaming_visible
 from tests.helpers import zoo
 from tests.helpers.common import padded, with_budget

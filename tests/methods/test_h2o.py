@@ -9,7 +9,7 @@ import torch
 
 import kvsketch
 from kvsketch import CompressedCache
-from kvsketch.cache import attention
+from kvsketch.cache.row_sums import RowSums
 from kvsketch.methods.h2o import H2O
 from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
@@ -162,7 +162,7 @@ def test_wrong_row_sums_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> Non
     model, ids = zoo.build("llama", num_hidden_layers=1), zoo.tokens(1, 50)
     scores = []
     for factor in (1.0, 1.4427):
-        dispatch = attention._RowSums.__torch_dispatch__
+        dispatch = RowSums.__torch_dispatch__
 
         def scaled(self: Any, *args: Any, _of: Any = dispatch, _by: float = factor, **options: Any) -> Any:
             result = _of(self, *args, **options)
@@ -170,7 +170,7 @@ def test_wrong_row_sums_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> Non
             return result
 
         with monkeypatch.context() as patch, torch.no_grad():
-            patch.setattr(attention._RowSums, "__torch_dispatch__", scaled)
+            patch.setattr(RowSums, "__torch_dispatch__", scaled)
             cache = CompressedCache(model, "h2o:budget=100")
             model(ids, past_key_values=cache)
         scores.append(cache.slot_layers[0].table.state.score)

@@ -1,17 +1,26 @@
 """The life of a token: both seams into transformers in one room. Read in this order:
 
 compressed.py   seam 1, the cache that transformers sees; `update` is where a key arrives
-layer.py        one layer of it: a slot table and the method that rewrites it
-view.py         what a forward reads of a layer; travels on the key tensor
+layer.py        one layer of it: a slot table, the method that rewrites it, and what a forward reads
 attention.py    seam 2, the function that models call to attend
+chunks.py       several new tokens for a bounded table, and prompts that are streamed
+
+Beside this path:
+
 masks.py        what a query may see
+row_sums.py     sums that the model's own attention computes anyway
+checks.py       what is refused: attention that a table cannot serve, nan and inf
+interrupted.py  forwards that were broken off
+rollback.py     taking tokens back
 families.py     adapters for families that bypass seam 2
 rotary.py       angles of a model's rotary embedding
 streaming.py    how a prompt gets in: whole or chunk by chunk, by itself or under generate
+repetition.py   the model repeats a text, for methods that choose by that
 read.py         what was read, as a checksum
 sessions.py     `use`, for callers that cannot pass a cache
-checks.py       nan and inf by layer and head
+memory.py       a budget from bytes
 saving/         caches as checked files
+patches.py      wrappers around functions of other libraries, and how they go
 """
 
 from kvsketch.cache.compressed import CompressedCache

@@ -1,13 +1,55 @@
-"""Checks that cost time and are done on request: `CompressedCache(model, method, check=True)`."""
+"""What a compressed cache refuses: attention that a slot table cannot serve, and numbers that are none."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from kvsketch.cache.layer import LayerView
+
+
+def require_supported(module: nn.Module, view: LayerView, query: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
+    """Raises for attention that a slot table cannot serve, naming the model's attention class."""
+    if kwargs.get("use_cache") is False and view.layer.table.rank == 0 and _comes_again(view, query, kwargs):
+        raise ValueError(
+            "use_cache=False feeds the whole text at every step into the cache, which has read it already; leave it "
+            "out or drop the cache, and call cache.reset() to use it again"
+        )
+    for name in ("position_bias", "indices", "block_indices"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} passes {name!r} to its attention, which kvsketch cannot "
+                f"compress; use DynamicCache"
+            )
+    if value is not view.values and value.shape != view.handed_shape:
+        raise ValueError(
+            f"{type(module).__name__} changes keys or values between the cache and its attention, "
+            "which kvsketch cannot compress; use DynamicCache"
+        )
+
+
+def _comes_again(view: LayerView, query: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether the new tokens start at position 0 again, although the cache has read tokens before.
+
+    `use_cache=False` alone proves nothing: some models always pass the default of their layers to attention. Where a
+    model passes no positions: whether the previous forward brought all tokens and this one brings one more.
+    """
+    new, positions = query.shape[2], kwargs.get("position_ids")
+    before = view.seen - new
+    if new == 1 or before == 0:
+        return False
+    if positions is None:
+        return new == before + 1 == view.layer.read_before + 1
+    return bool((positions.amin(-1) == 0).all() & (positions[..., -1] < new).all())
 
 
 def require_finite(keys: Tensor, values: Tensor, layer: int, seen: int, model_name: str) -> None:
-    """Raises ValueError when a new token's key or value [B, H, n, D] is nan or inf; asks the device."""
+    """Raises ValueError when a new token's key or value [B, H, n, D] is nan or inf; asks the device.
+
+    Done on request: `CompressedCache(model, method, check=True)`.
+    """
     for name, tensor in (("key", keys), ("value", values)):
         wrong = ~tensor.isfinite()
         if bool(wrong.any()):

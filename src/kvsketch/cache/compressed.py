@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
-from kvsketch.cache import attention, families, repetition, rotary, saving, streaming
+from kvsketch.cache import attention, families, interrupted, repetition, rollback, rotary, saving, streaming
 from kvsketch.cache import memory as memory_sizes
 from kvsketch.cache.checks import require_finite
+from kvsketch.cache.chunks import require_stream
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.read import TextRead
 from kvsketch.cache.saving.model_identity import ModelIdentity, layer_devices
-from kvsketch.cache.view import require_stream
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import Codec
@@ -33,11 +33,6 @@ from kvsketch.slots.codes import PLAIN, FewBits
 from kvsketch.slots.heads import head_share, require_one_device
 from kvsketch.slots.hot_set import hit_rate
 from kvsketch.slots.table import SlotTable
-
-BROKEN_OFF = (
-    "what was last read into this cache was broken off: {what}. Call cache.reset() and feed the whole text again, or "
-    "go on with a copy (copy.deepcopy, cache.save) made before"
-)
 
 
 class CompressedCache(Cache):
@@ -156,28 +151,26 @@ class CompressedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        layer, before = self.layers[layer_idx], self.layers[layer_idx - 1] if layer_idx > 0 else None
+        layer = self.layers[layer_idx]
         if layer_idx <= self._last_updated:
-            self._require_whole()
+            interrupted.require_whole(self.layers, self._broken_off)
             if self.method.settles:
                 # What layers decide together is decided before the first of them goes on.
                 for each in self.slot_layers:
                     each.end_draft()
-        elif isinstance(before, SlotLayer):
-            before.require_claimed()
+        elif layer_idx > 0:
+            interrupted.require_read(self.layers[layer_idx - 1])
         if self.check:
             require_finite(key_states, value_states, layer_idx, self.get_seq_length(layer_idx), self.model_name)
-        if self.head_share is not None and isinstance(layer, SlotLayer):
-            self.head_share.place(layer.table, key_states.shape[1])
         self._last_updated = layer_idx
         if isinstance(layer, SlotLayer):
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            if self.head_share is not None:
+                self.head_share.place(layer.table, key_states.shape[1])
+            return layer.update(key_states, value_states, *args, **kwargs)
         self.break_off(f"layer {layer_idx} has taken some of its tokens")
         updated = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._broken_off = ""
         return updated
-
-    # forwards that were broken off: out of memory, an error in the model, Ctrl-C
 
     def break_off(self, what: str) -> None:
         """From here on every forward is refused until `reset`."""
@@ -185,28 +178,11 @@ class CompressedCache(Cache):
 
     def broken_off(self) -> str:
         """What an interrupted forward has left behind, in words; empty when all layers have read the same tokens."""
-        if self._broken_off:
-            return self._broken_off
-        for layer in self.slot_layers:
-            if layer.waiting is not None or not layer.whole:
-                return f"layer {layer.table.layer_idx} stopped in the middle of its work"
-        seen = self.layer_lengths()
-        # A layer that the model never reads stays empty; the last layer is always read.
-        if len({*seen} - {0}) > 1 or (any(seen) and not seen[-1]):
-            return f"its layers have read {' or '.join(map(str, sorted(set(seen))))} tokens"
-        return ""
+        return self._broken_off or interrupted.left_behind(self.layers)
 
     def layer_lengths(self) -> list[int]:
         """Tokens that each layer of attention has read."""
-        return [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
-
-    def _require_whole(self) -> None:
-        for layer in self.slot_layers:
-            if layer.refused or (layer.waiting is not None and not layer.is_read):
-                layer.require_claimed()
-        what = self.broken_off()
-        if what:
-            raise RuntimeError(BROKEN_OFF.format(what=what))
+        return interrupted.lengths(self.layers)
 
     def reset(self) -> None:
         """Forgets everything; the cache is empty again."""
@@ -223,25 +199,7 @@ class CompressedCache(Cache):
         After `activate_past_recording()` this works for the tokens of the last forward. Without it, it works while the
         method has not dropped, summarised or scored any of them. Otherwise RuntimeError, and nothing changes.
         """
-        count = -int(tokens_to_remove)
-        if count < 0:
-            raise ValueError(f"crop takes a negative number of tokens to remove, such as -{-count}, not {-count}")
-        if count:
-            self._require_whole()
-        if count > self.tokens_seen:
-            raise ValueError(f"crop({-count}) takes more than the {self.tokens_seen} tokens that the cache has seen")
-        layers: list[Any] = self.layers
-        for number, layer in enumerate(layers if count else ()):
-            reason = layer.refuses_crop(count) if isinstance(layer, SlotLayer) else _native_refuses(layer, count)
-            if reason:
-                raise RuntimeError(
-                    f"the cache cannot forget its last {count} tokens: layer {number}, {reason}. Call "
-                    "cache.activate_past_recording() before the forward that may be taken back and crop right after "
-                    "it, or go back to a copy.deepcopy(cache) made before"
-                )
-        for layer in layers:
-            if count or isinstance(layer, SlotLayer) or getattr(layer, "record_past", False):
-                layer.crop(-count)
+        rollback.crop(self.layers, self.tokens_seen, -int(tokens_to_remove), self._broken_off)
         if self.tokens_seen < self.read.tokens:
             self.read.forget()
 
@@ -259,11 +217,7 @@ class CompressedCache(Cache):
 
     def end_recording(self) -> None:
         """Compresses what could still be rolled back. From here on every forward is compressed at once."""
-        layers: list[Any] = self.layers
-        for layer in layers:
-            if getattr(layer, "record_past", False):
-                layer.settle() if isinstance(layer, SlotLayer) else layer.crop(0)
-                layer.record_past = False
+        rollback.end_recording(self.layers)
 
     def rehearse(self, model: nn.Module, input_ids: Tensor, instruction: Tensor | None = None) -> None:
         """Lets the model repeat what this cache has read and its method has not compressed yet (replay=exact, kvzip).
@@ -357,20 +311,6 @@ def _require_codable(bits: FewBits, config: PretrainedConfig) -> None:
     size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, text.num_attention_heads)
     for count in {bits.keys, bits.values} - {PLAIN}:
         Codec(count, size)
-
-
-def _native_refuses(layer: Any, count: int) -> str:
-    """Why a layer of transformers' own cannot forget its last `count` tokens; empty: it can."""
-    if not getattr(layer, "is_croppable", True) or (hasattr(layer, "conv_states") and not layer.record_past):
-        return f"{type(layer).__name__} keeps no past states"
-    window = getattr(layer, "sliding_window", None)
-    if (
-        window is None
-        or layer.keys is None
-        or layer.keys.shape[-2] - count >= min(layer.get_seq_length() - count, window - 1)
-    ):
-        return ""
-    return f"a sliding window of {window} has dropped what lies before them"
 
 
 def _layer_tensors(layer: Any) -> list[Tensor]:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from kvsketch.cache.attention import attend
+from kvsketch.cache.layer import TAG
 from kvsketch.cache.patches import Patch
-from kvsketch.cache.view import TAG
 
 _patches: dict[str, Patch] = {}  # family -> its adapter, once it was needed
 
@@ -89,18 +90,14 @@ def _attend_with_float_mask(
     view = getattr(key, TAG, None)
     if view is None:
         return original(self, query, key, value, attention_mask)
-    scale = 1.0 / float(self.scale_attn)
-    if view.layer.mask_free and not view.exact:
-        attention_mask = None
-    recalled = view.recall(query.to(value.dtype), scale, None, None)
-    if recalled is not None:
-        output, weights = recalled, None
-    elif view.exact:
+
+    def own() -> tuple[Tensor, Tensor | None]:
         output, weights = original(self, query, key, value, attention_mask)
-    else:
-        output, weights = view.attend(query.to(value.dtype), scale, attention_mask), None
-    view.finish(self, query.to(value.dtype), scale, attention_mask)
-    return output, weights
+        return output.transpose(1, 2), weights
+
+    scale = 1.0 / float(self.scale_attn)
+    output, weights = attend(view, self, query.to(value.dtype), scale, attention_mask, own)
+    return output.transpose(1, 2), weights
 
 
 def _mpt_forward(
@@ -127,22 +124,16 @@ def _mpt_forward(
     bias = position_bias[None, :, :, -view.seen :]
     scale = float(self.softmax_scale)
     visible = None if attention_mask is None else ~attention_mask
-    if view.exact:
-        output, weights = _eager_with_bias(query, key, value, scale, bias, visible)
-    else:
-        output, weights = view.attend(query, scale, visible, bias=bias), None
-    view.finish(self, query, scale, visible)
-    return self.out_proj(output.transpose(1, 2).reshape(batch, new, -1)), weights
 
+    def own() -> tuple[Tensor, Tensor]:
+        logits = query @ key.transpose(-1, -2) * scale + bias
+        if visible is not None:
+            logits = logits.masked_fill(~visible, torch.finfo(query.dtype).min)
+        weights = logits.float().softmax(-1).to(value.dtype)
+        return (weights @ value).transpose(1, 2), weights
 
-def _eager_with_bias(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor, visible: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    logits = query @ key.transpose(-1, -2) * scale + bias
-    if visible is not None:
-        logits = logits.masked_fill(~visible, torch.finfo(query.dtype).min)
-    weights = logits.float().softmax(-1).to(value.dtype)
-    return weights @ value, weights
+    output, weights = attend(view, self, query, scale, visible, own, bias=bias)
+    return self.out_proj(output.reshape(batch, new, -1)), weights
 
 
 def _keep_cache_at_rope_switch(

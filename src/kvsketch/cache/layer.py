@@ -1,38 +1,36 @@
-"""One layer of the cache transformers sees: a slot table, the method that rewrites it, and the way to attention.
+"""One layer of the cache that transformers sees: a slot table, the method that rewrites it, and what a forward reads.
 
-The life of a token: `update` appends its key and value to the table and returns key and value tensors, the key tensor
-carrying a view of the layer (view.py); the attention function (attention.py) finds the view, attends, and calls
-`finish`, which lets the method compress the table. Several tokens at once for a bounded table, and all tokens of a
-prompt that is read as a stream, are appended by their view instead, chunk by chunk.
+The life of a token: `update` appends its key and value to the table and returns keys and values for the model. The key
+tensor carries a `LayerView`. The attention function (attention.py) finds the view, attends and calls `finish`, and the
+method compresses the table. Several tokens at once for a bounded table, and a prompt that is read as a stream, are
+appended chunk by chunk while they attend (chunks.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvsketch import ops
-from kvsketch.cache import families, masks
-from kvsketch.cache.view import TAG, ChunkView, LayerView, Prompt, chunk_spans
+from kvsketch.cache import masks
 from kvsketch.methods.base import Method
-from kvsketch.slots import padding as left_padding
+from kvsketch.ops.codec import CodedSlots
 from kvsketch.slots.codes import LEAST
+from kvsketch.slots.layout import Layout
+from kvsketch.slots.offloaded import require_on_device
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
-HIDES_INSIDE = (
-    "attention_mask hides token {token} of batch row {row}, between or after tokens that it shows (without a mask, "
-    "transformers hides every pad token); {method} would still let it decide what is kept or read. Pad on the left of "
-    "the whole text only, feed rows one at a time, or use DynamicCache; call cache.reset() to use this cache again"
-)
-
-# What is known of forwards that may be rolled back. transformers turns recording on before assisted decoding, calls
-# `crop` after each of its forwards, and never says that it is over.
+TAG = "_kvsketch_view"  # on a key tensor: its view
+# What is known of forwards that may be rolled back (rollback.py). transformers turns recording on before assisted
+# decoding, calls `crop` after each of its forwards, and never says that it is over.
 OFF = "off"  # a forward is compressed at once
 ON = "on"  # it waits for `crop` or the next forward; several tokens are a prompt, maybe with drafts behind it
 DRAFTS = "drafts"  # a forward was cropped: several tokens are a draft if they are cropped too, else a prompt
@@ -45,28 +43,18 @@ class SlotLayer(CacheLayerMixin):
     # What a file holds of a layer, beside its table.
     SAVED = ("pending", "recording", "seen_before", "prompt_before", "read_before", "is_initialized")
 
-    is_sliding = False
-    is_compileable = False
-    is_croppable = True
+    is_sliding, is_compileable, is_croppable = False, False, True
 
     def __init__(
-        self,
-        table: SlotTable,
-        method: Method,
-        model_name: str,
-        keys_are_shared: bool = False,
-        chunk: int | None = None,
+        self, table: SlotTable, method: Method, model_name: str, keys_are_shared: bool = False, chunk: int | None = None
     ) -> None:
-        self.table = table
-        self.method = method
-        self.model_name = model_name
-        self.keys_are_shared = keys_are_shared
+        self.table, self.method, self.model_name, self.keys_are_shared = table, method, model_name, keys_are_shared
         self.chunk = chunk  # tokens of a prompt that are read at once; None: all of them
         self.together: list[SlotLayer] = []  # all compressed layers, for the last of them
         self.before: SlotLayer | None = None  # the layer right before, where that is compressed too
         self.mask_free = False  # single tokens without a mask: a bounded table holds no padding
         self.short_mask = False  # all tables are bounded, and single tokens come without a mask
-        self.prompt: Prompt | None = None  # one that comes in several forwards; tells the padding in place of masks
+        self.prompt: masks.Prompt | None = None  # one that comes in several forwards; tells the padding without masks
         self.aside: Any = None  # side stream to compress on (decode.captured.Aside); None: the current one
         self.waiting: LayerView | None = None  # the view given to the model and not read yet
         self.refused = ""  # why the last forward was refused
@@ -94,21 +82,9 @@ class SlotLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length
 
-    @property
-    def keys(self) -> Tensor | None:
-        return None if self.table.empty else self.table.key_slots()
-
-    @keys.setter
-    def keys(self, value: Tensor | None) -> None:
-        """transformers assigns None when it builds a layer; the table holds the keys."""
-
-    @property
-    def values(self) -> Tensor | None:
-        return None if self.table.empty else self.table.value_slots()
-
-    @values.setter
-    def values(self, value: Tensor | None) -> None:
-        """transformers assigns None when it builds a layer; the table holds the values."""
+    # transformers assigns None to both when it builds a layer.
+    keys: Any = property(lambda self: None if self.table.empty else self.table.key_slots(), lambda self, none: None)
+    values: Any = property(lambda self: None if self.table.empty else self.table.value_slots(), lambda self, none: None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -116,14 +92,13 @@ class SlotLayer(CacheLayerMixin):
     # the life of a token
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.require_claimed()
         self.is_initialized = True
         self.end_draft()
         self.read_before = self.table.seen - self.seen_before
         self.seen_before, self.prompt_before = self.table.seen, self.table.prompt_tokens
         self.table.note_previous(None if self.before is None else self.before.table)
         with plain():
-            view = self._in_chunks(key_states, value_states) or self._at_once(key_states, value_states)
+            view = self._append(key_states, value_states)
         if key_states.requires_grad and view.exact and self.seen_before == 0:
             # The table holds no gradient. A prompt that the model's own kernel reads whole keeps its gradients.
             view.keys, view.values = key_states.view_as(key_states), value_states.view_as(value_states)
@@ -136,40 +111,35 @@ class SlotLayer(CacheLayerMixin):
         setattr(keys, TAG, view)
         return keys, values
 
-    def end_draft(self) -> None:
-        """The last forward was not rolled back: what waited for that is compressed."""
-        if self.pending is not None and self.recording == DRAFTS:
-            self.recording = OVER
-        self.settle()
-
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """Marks a change of the table; if an error ends the block, the layer stays marked as incomplete."""
-        self.whole = False
-        yield
-        self.whole = True
-
-    def _at_once(self, keys: Tensor, values: Tensor) -> LayerView:
+    def _append(self, keys: Tensor, values: Tensor) -> LayerView:
+        several = keys.shape[2] > 1
+        if not several or self.chunk is None:
+            self.method.prepare(self.table, keys, values)
+        if several and (self.chunk is not None or not self.table.exact):
+            seen = self.table.seen + keys.shape[2]
+            return LayerView(self, keys.view_as(keys), values.view_as(values), exact=False, seen=seen, appended=False)
         self.whole = False
         self.table.append(keys, values)
         view = LayerView.of(self)
         return view.kept() if self.keys_are_shared else view
 
-    def _in_chunks(self, keys: Tensor, values: Tensor) -> ChunkView | None:
-        """A view that appends the tokens by itself; None where they are appended at once."""
-        several = keys.shape[2] > 1
-        if not (several and self.chunk is not None):
-            self.method.prepare(self.table, keys, values)
-            if not several or self.table.exact:
-                return None
-        spans = chunk_spans(keys.shape[2], self.chunk, keep_last=self.record_past)
-        return ChunkView(self, keys.view_as(keys), values.view_as(values), spans)
+    def note_padding(self, mask: Any) -> None:
+        """Learns each row's left padding from what the newest query may see."""
+        table = self.table
+        self.require_visible(mask, table.seen, table.new_tokens)
+        if table.padding is not None or table.new_tokens == table.seen:
+            table.note_padding(masks.padding_after(mask, table.padding, table.seen, table.new_tokens))
+
+    def require_visible(self, mask: Any, end: int, new: int) -> None:
+        """Refuses a mask that hides tokens inside a row from a method that would take them for visible."""
+        # A decode step must not wait for the device: a token hidden there is found when several tokens come next.
+        if new > 1 and not self.method.ignores_hidden_tokens:
+            self.refused = masks.refusal(mask, end, self.method.name)
+            if self.refused:
+                raise ValueError(self.refused)
 
     def finish(self, query: Tensor, scale: float, row_logits: ops.RowLogits | None = None) -> None:
-        """Attention over this layer is done: compress, or wait for a roll back.
-
-        `row_logits`, the logits of a single query, are valid for this forward only: rows may change while we wait.
-        """
+        """Attention over this layer is done: compress, or wait for a roll back, for which `row_logits` do not last."""
         self.waiting = None
         self.table.note_scale(scale)
         self.pending = query.detach()
@@ -179,21 +149,21 @@ class SlotLayer(CacheLayerMixin):
 
     def settle(self, row_logits: ops.RowLogits | None = None) -> None:
         """Compresses what the last forward appended."""
-        if self.pending is not None:
-            queries, self.pending = self.pending, None
-            if self.table.new_tokens > 0:
-                self.table.note_attention(self.table.row_lse, row_logits)
-                aside = contextlib.nullcontext() if self.aside is None else self.aside.after(queries, row_logits)
-                with plain(), self.changing(), aside:
-                    self.compress(queries[:, :, : self.table.new_tokens], self.table.scale)
-                    if self.together and self.method.settles:
-                        self.method.settle([layer.table for layer in self.together])
-            else:
-                self.table.note_attention()
+        if self.pending is None:
+            return
+        queries, self.pending = self.pending[:, :, : self.table.new_tokens], None
+        if self.table.new_tokens == 0:
+            self.table.note_attention()
+            return
+        self.table.note_attention(self.table.row_lse, row_logits)
+        aside = contextlib.nullcontext() if self.aside is None else self.aside.after(queries, row_logits)
+        with plain(), self.changing(), aside:
+            self.compress(queries)
+            if self.together and self.method.settles:
+                self.method.settle([layer.table for layer in self.together])
 
-    def compress(self, queries: Tensor, scale: float) -> None:
+    def compress(self, queries: Tensor) -> None:
         """Calls the method on what was appended last."""
-        self.table.note_scale(scale)
         try:
             self.method.compress(self.table, queries)
             if self.table.bits and self.table.exact and self.table.seen >= LEAST:
@@ -202,45 +172,12 @@ class SlotLayer(CacheLayerMixin):
         finally:
             self.table.note_attention()
 
-    def note_padding(self, mask: Any) -> None:
-        """Learns each row's left padding from what the newest query may see."""
-        table = self.table
-        self.require_visible(mask, table.seen, table.new_tokens)
-        first = table.new_tokens == table.seen
-        if mask is None or not (first or table.padding is not None):
-            return
-        visible = masks.last_row_visible(mask, table.seen)  # [B, L]
-        if visible is not None:
-            new = visible[:, -table.new_tokens :]
-            table.note_padding(left_padding.learned(table.padding, new, table.seen - table.new_tokens))
-
-    def describe_prompt(self, mask: Any, new: int) -> Prompt:
-        """What a mask says of `new` tokens that are not appended yet."""
-        table, end = self.table, self.table.seen + new
-        self.require_visible(mask, end, new)
-        padding = table.padding
-        visible = None if mask is None else masks.last_row_visible(mask, end)  # [B, L]
-        if visible is not None:
-            padding = left_padding.learned(padding, visible[:, -new:], table.seen)
-        return Prompt(end, padding, masks.is_causal(mask, end, new, padding))
-
-    def require_visible(self, mask: Any, end: int, new: int) -> None:
-        """Raises ValueError when a mask hides tokens inside a row from a method that would take them for visible.
-
-        Checks only when several tokens come, because a decode step must not wait for the device. A token that was
-        hidden when it came alone is found when several tokens come next.
-        """
-        hidden = None if new == 1 or self.method.ignores_hidden_tokens else masks.hidden_inside(mask, end)
-        if hidden is not None:
-            self.refused = HIDES_INSIDE.format(row=hidden[0], token=hidden[1], method=self.method.name)
-            raise ValueError(self.refused)
-
-    def require_claimed(self) -> None:
-        if self.refused:
-            raise ValueError(self.refused)
-        if self.waiting is not None:
-            keys, values = self.waiting.keys, self.waiting.values
-            raise families.unread(self.model_name, self.table.layer_idx, keys.shape, values.shape)
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Marks a change of the table; if an error ends the block, the layer stays marked as incomplete."""
+        self.whole = False
+        yield
+        self.whole = True
 
     # roll back, rows
 
@@ -253,49 +190,14 @@ class SlotLayer(CacheLayerMixin):
     def record_past(self, value: bool) -> None:
         self.recording = ON if value else OFF
 
-    @property
-    def has_drafted(self) -> bool:
-        """Whether recording is on since a forward that was cropped: assisted decoding may have left it on."""
-        return self.recording in (DRAFTS, OVER)
-
     def activate_past_recording(self) -> None:
         self.record_past = True
 
-    def refuses_crop(self, count: int) -> str:
-        """Why the last `count` tokens cannot be forgotten as if they had never come; empty: they can."""
-        left = self.table.seen - count
-        if left == 0 or self._is_draft(count) or self.method.can_forget(self.table, left):
-            return ""
-        return f"{self.method.name} has compressed them already"
-
-    def _is_draft(self, count: int) -> bool:
-        """Whether the last `count` tokens are not compressed yet."""
-        return self.pending is not None and count <= self.table.new_tokens
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """`crop(-k)` forgets the newest k tokens, where `refuses_crop` allows it."""
-        count = -int(tokens_to_remove)
-        if count > 0 and count == self.table.seen:
-            self.table, self.pending = self.table.cleared(), None
-        elif count > 0 or self.pending is not None:
-            with plain(), self.changing():
-                self.table.set_prompt(self._prompt_without(count))
-                if self._is_draft(count):
-                    self.table.drop_newest(count)
-                else:
-                    self.pending = None
-                    self.method.forget(self.table, count)
-        if self.record_past:
-            self.recording = DRAFTS
+    def end_draft(self) -> None:
+        """The last forward was not rolled back: what waited for that is compressed."""
+        if self.pending is not None and self.recording == DRAFTS:
+            self.recording = OVER
         self.settle()
-
-    def _prompt_without(self, count: int) -> int:
-        """The prompt length that a share budget counts from, once the last `count` tokens are gone."""
-        table, left = self.table, self.table.seen - count
-        if table.appended == 1 or left < self.seen_before:
-            return min(table.prompt_tokens if table.appended == 1 else self.prompt_before, left)
-        several = left - self.seen_before > 1 and not self.has_drafted
-        return left if several or self.prompt_before == 0 else self.prompt_before
 
     def reset(self) -> None:
         self.table = self.table.cleared()
@@ -305,23 +207,88 @@ class SlotLayer(CacheLayerMixin):
         self.seen_before = self.prompt_before = self.read_before = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select_rows(beam_idx)
+        if not self.table.empty:
+            self.settle()
+            with plain(), self.changing():
+                self.table.select_rows(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._select_rows(indices)
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if not self.table.empty:
             rows = torch.arange(self.table.shape[0], device=self.table.device)
-            self._select_rows(rows.repeat_interleave(repeats))
-
-    def _select_rows(self, rows: Tensor) -> None:
-        if not self.table.empty:
-            self.settle()
-            with plain(), self.changing():
-                self.table.select_rows(rows)
+            self.reorder_cache(rows.repeat_interleave(repeats))
 
     def offload(self) -> None:
         raise ValueError(
             "a compressed cache is not offloaded by transformers; choose a recall method with offload instead"
         )
+
+
+@dataclass
+class LayerView:
+    """What one forward reads of a layer."""
+
+    layer: SlotLayer
+    keys: Tensor | CodedSlots
+    values: Tensor | CodedSlots
+    exact: bool
+    seen: int
+    log_num: Tensor | None = None
+    log_den: Tensor | None = None
+    layout: Layout | None = None  # where the slots of heads that differ lie; None: equal heads
+    kept_index: Tensor | None = None
+    appended: bool = True  # False: the keys and values are new ones that the table does not hold yet (chunks.py)
+    reading: Any = None  # what the last chunk of these read
+    handed_shape: tuple[int, ...] = ()  # of the values that the model carries to attention
+    row_logits: ops.RowLogits | None = None  # of the last attention by a single query, for methods that want them
+
+    @classmethod
+    def of(cls, layer: SlotLayer) -> LayerView:
+        """The table of a layer as it is."""
+        table = layer.table
+        return cls(layer, *table.read_slots(), table.exact, table.seen, *table.read_weights(), table.read_layout)
+
+    @property
+    def index(self) -> Tensor:  # [B, H, S] int64
+        """Logical index of each slot; only looked at when a mask or bias has to be read at the slots."""
+        return self.layer.table.index_slots() if self.kept_index is None else self.kept_index
+
+    def kept(self) -> LayerView:
+        """A copy for layers that read these keys later in this forward, so that compress cannot change it in place."""
+        if not self.exact:
+            read: list[Any] = [self.keys, self.values, self.log_num, self.log_den, self.index]
+            self.keys, self.values, self.log_num, self.log_den, self.kept_index = copy.deepcopy(read)
+        return self
+
+    def attend(self, query: Tensor, scale: float, mask: Any, bias: Tensor | None = None, **options: Any) -> Tensor:
+        """Attention of [B, Hq, n, D] queries over the slots, without gradients; `bias` is logical like the mask."""
+        table, method = self.layer.table, self.layer.method
+        require_on_device(table, self.layer.model_name)
+        wanted = method.wants_logits and not self.exact and query.shape[2] == 1 and options.get("softcap") is None
+        with plain():
+            slot_bias = masks.mask_at_slots(mask, query, lambda: self.index, self.seen, table.shape[1])
+            if bias is not None:
+                slot_bias = masks.add_bias(slot_bias, masks.at_slots(bias, self.index, query.shape[1]))
+            attended = ops.weighted_attention(
+                query, self.keys, self.values, self.log_num, self.log_den, scale, bias=slot_bias,
+                clip=method.clip, ragged=self.layout, return_state=wanted, return_logits=wanted, **options,
+            )  # fmt: skip
+        if not wanted:
+            return attended
+        out, (row_lse, _), logits = attended
+        # The numerator's sum contains the bias, which the logits do not, and leaves out a sink logit.
+        self.row_logits = ops.RowLogits(logits[:, :, 0], row_lse[:, :, 0] if slot_bias is None else None)
+        return out
+
+    def finish(self, module: nn.Module, query: Tensor, scale: float, mask: Any) -> None:
+        """Called when attention is done. Layers that share this layer's keys only read; the owner compresses."""
+        # Key tensor and view refer to each other. Free the logits here, without waiting for the garbage collector.
+        row_logits, self.row_logits = self.row_logits, None
+        if self.is_owner(module):
+            with plain():
+                self.layer.note_padding(mask)
+                self.layer.finish(query, scale, row_logits)
+
+    def is_owner(self, module: nn.Module) -> bool:
+        return getattr(module, "layer_idx", self.layer.table.layer_idx) == self.layer.table.layer_idx

@@ -3,16 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsketch.slots.padding import hides
+from kvsketch.slots.padding import hides, learned
 
+HIDES_INSIDE = (
+    "attention_mask hides token {token} of batch row {row}, between or after tokens that it shows (without a mask, "
+    "transformers hides every pad token); {method} would still let it decide what is kept or read. Pad on the left of "
+    "the whole text only, feed rows one at a time, or use DynamicCache; call cache.reset() to use this cache again"
+)
 CAUSAL = "_kvsketch_causal"  # on a mask: whether it is causal
 HIDDEN = "_kvsketch_hidden"  # on a mask: what it hides inside a row
 MASK_BLOCK = 1 << 24  # numbers of a mask looked at at once
+
+
+@dataclass
+class Prompt:
+    """What is known of several new tokens before the first of their chunks is read."""
+
+    end: int  # tokens seen once all of them are there
+    padding: Tensor | None  # [B] int64, left padding of each row by then; None: no row has any
+    causal: bool  # whether the mask is causal, but for left padding
+
+    def __post_init__(self) -> None:
+        self.most_padding = 0 if self.padding is None else int(self.padding.max())
+
+    def on(self, device: torch.device) -> Prompt:
+        """The same for a layer on that device."""
+        if self.padding is None or self.padding.device == device:
+            return self
+        return Prompt(self.end, self.padding.to(device), self.causal)
+
+    def padding_at(self, seen: int) -> Tensor | None:
+        """Left padding among the first `seen` tokens."""
+        return None if self.padding is None else self.padding.clamp_max(seen)
+
+    def hidden_from(self, start: int) -> Tensor | None:  # [B]
+        """How many tokens from number `start` on are left padding."""
+        if self.padding is None or self.most_padding <= start:
+            return None
+        return (self.padding - start).clamp_min(0)
 
 
 def mask_at_slots(mask: Any, query: Tensor, index: Callable[[], Tensor], seen: int, kv_heads: int) -> Tensor | None:
@@ -64,6 +98,18 @@ def last_row_visible(mask: Any, seen: int) -> Tensor | None:  # [B, L] bool
         last = torch.full_like(columns, seen - 1 - _first_query(mask))
         return mask.mask_mod(*torch.broadcast_tensors(rows, torch.zeros_like(rows), last, columns))
     return None
+
+
+def padding_after(mask: Any, padding: Tensor | None, seen: int, new: int) -> Tensor | None:  # [B]
+    """Left padding of each row among `seen` tokens; `padding`: that before the last `new` of them."""
+    visible = None if mask is None else last_row_visible(mask, seen)  # [B, L]
+    return padding if visible is None else learned(padding, visible[:, -new:], seen - new)
+
+
+def refusal(mask: Any, seen: int, method: str) -> str:
+    """Why a mask that hides tokens inside a row is refused; empty: it hides none."""
+    hidden = hidden_inside(mask, seen)
+    return "" if hidden is None else HIDES_INSIDE.format(row=hidden[0], token=hidden[1], method=method)
 
 
 def hidden_inside(mask: Any, seen: int) -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.layer import SlotLayer
-from kvsketch.cache.view import Prompt
+from kvsketch.cache.masks import Prompt
 from kvsketch.methods.base import Method
 from kvsketch.methods.rehearse import divided, newest, newest_slots
 from kvsketch.slots.tensors import plain

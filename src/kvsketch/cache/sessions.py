@@ -11,9 +11,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from kvsketch.cache.chunks import require_stream
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.patches import Patch
-from kvsketch.cache.view import require_stream
 from kvsketch.methods import Method, parse_method
 
 _lock = threading.Lock()

@@ -3,7 +3,7 @@
     cache = CompressedCache(model, "streamingllm:budget=2048", prefill="stream", chunk=2048)
     logits = prefill(model, input_ids, cache)
 
-The same chunks as within one forward (view.py) and the same state afterwards; memory is that of one chunk. No mask is
+The same chunks as within one forward (chunks.py) and the same state afterwards; memory is that of one chunk. No mask is
 built: a mask of a chunk by everything before it would grow with the prompt.
 
 `model.generate` reads its prompt in one method, `_prefill`, which is wrapped at the first use of a compressed cache.
@@ -24,11 +24,11 @@ from tqdm.auto import tqdm
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvsketch.cache import masks
+from kvsketch.cache import masks, rollback
+from kvsketch.cache.chunks import chunk_spans
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.patches import Patch
 from kvsketch.cache.read import TextRead
-from kvsketch.cache.view import Prompt, chunk_spans
 from kvsketch.methods.base import Method
 from kvsketch.slots import padding as left_padding
 
@@ -101,7 +101,7 @@ def read_chunks(
     Other work may go on between two chunks. A prompt that is given up in the middle leaves a broken cache.
     """
     _require(input_ids, cache)
-    if cache.slot_layers[0].has_drafted:
+    if rollback.has_drafted(cache.slot_layers[0]):
         cache.end_recording()
     padding = _left_padding(input_ids, cache, attention_mask)
     seen, new = cache.tokens_seen, input_ids.shape[1]
@@ -113,7 +113,7 @@ def read_chunks(
                 cache.rehearse(model, input_ids, instruction)
             yield new, logits
         else:
-            prompt = Prompt(seen + new, padding, causal=True)
+            prompt = masks.Prompt(seen + new, padding, causal=True)
             for layer in cache.slot_layers:
                 layer.prompt = prompt
             for start, end in chunk_spans(new, cache.chunk):
@@ -137,11 +137,6 @@ def _whole_or_nothing(cache: Reader, new: int) -> Iterator[None]:
     finally:
         for layer in cache.slot_layers:
             layer.prompt = None
-
-
-def install() -> None:
-    """Wraps the method in which `model.generate` reads a prompt; does nothing the second time."""
-    _PREFILL.install()
 
 
 def _read_prompt(
@@ -174,6 +169,7 @@ def _read_prompt(
 
 
 _PREFILL = Patch(GenerationMixin, "_prefill", _read_prompt)
+install = _PREFILL.install
 
 
 def _can_stream(cache: Reader, config: Any, model_kwargs: dict[str, Any]) -> bool:

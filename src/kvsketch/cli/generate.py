@@ -121,7 +121,7 @@ def generate(
 
     import kvsketch
     from kvsketch import models
-    from kvsketch.cache.view import require_stream
+    from kvsketch.cache.chunks import require_stream
     from kvsketch.cli.watching import quick_dtype
 
     parsed = kvsketch.parse_method(method or DEFAULT_METHOD)

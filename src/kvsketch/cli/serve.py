@@ -68,7 +68,7 @@ def serve(
     except ImportError as error:
         raise ImportError(f"{NEEDS} ({error})") from None
     from kvsketch import models
-    from kvsketch.cache.view import require_stream
+    from kvsketch.cache.chunks import require_stream
     from kvsketch.cli.watching import quick_dtype
     from kvsketch.methods import parse_method
 

@@ -30,6 +30,13 @@ def is_offloaded(table: SlotTable) -> bool:
     return table.is_offloaded
 
 
+def require_on_device(table: SlotTable, model_name: str) -> None:
+    """Raises ValueError where attention reads every token, and the device holds only a part of them."""
+    if table.is_offloaded:
+        where = "which offload=host keeps in host memory; use offload=none"
+        raise ValueError(f"the attention of {model_name} reads every token, {where}")
+
+
 def host_capacity(tokens: int) -> int:
     """Tokens that a store has room for when it must hold `tokens`: more, so that it seldom grows."""
     return tokens + max(512, tokens // 8)
