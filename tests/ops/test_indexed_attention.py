@@ -287,11 +287,12 @@ def test_every_plan_gives_the_same(device: torch.device, splits: tuple[int, int,
 def test_plans_are_launchable(batch: int, rows: int, spans: int, extras: int) -> None:
     from kvsketch.ops.indexed_attention.kernel import plan
 
-    chosen = plan(8 * batch, 4, rows, spans, extras, 512, Device(132, 227 * 1024, True))
-    assert chosen.block_n in (16, 32, 64, 128)
-    assert 1 <= chosen.pieces <= 128
-    for slots, splits in ((rows, chosen.list_splits), (spans, chosen.span_splits), (extras, chosen.extra_splits)):
-        assert (splits > 0) == (slots > 0)
+    for coded, slot_bytes in ((False, 512), (True, 128)):
+        chosen = plan(8 * batch, 4, rows, spans, extras, slot_bytes, Device(132, 227 * 1024, True), coded)
+        assert chosen.block_n in (16, 32, 64, 128)
+        assert 1 <= chosen.pieces <= 128
+        for slots, splits in ((rows, chosen.list_splits), (spans, chosen.span_splits), (extras, chosen.extra_splits)):
+            assert (splits > 0) == (slots > 0)
 
 
 def test_what_is_returned(device: torch.device) -> None:

@@ -51,7 +51,7 @@ from kvsketch.ops.weighted_attention.kernel import (
 # Rows lie anywhere, so that many small programs hide the wait for them better than a few with more tiles in flight.
 TILE_BYTES = 16 * 1024
 PROGRAMS_PER_MULTIPROCESSOR = 4
-MAX_PIECES = 128
+MAX_PIECES = 96  # of one query: a third each for its list, the spans and the extra slots
 PLAIN_TILE = 32  # slots of a tile that are not coded, beside tiles of codes
 
 
@@ -66,6 +66,7 @@ class Plan:
     warps: int
     stages: int
     overlap: bool  # start the combining program while the pieces still run
+    registers: int | None = None  # the most of a thread that reads codes: fewer let more programs run at a time
 
     @property
     def pieces(self) -> int:
@@ -140,7 +141,8 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Attended:
 
 
 def _read(call: Arguments, launch: Plan, acc: Tensor, sums: Tensor, skipped: int = 0) -> None:
-    """Sums of all pieces but the first `skipped` of each KV head."""
+    """Sums of all pieces but the first `skipped` of each KV head, which the kernel before reads."""
+    beside = launch.overlap and skipped > 0
     q, spans, extra = dense_last(call.q), call.spans, call.extra
     batch, query_heads, _, size = q.shape
     assert isinstance(call.k, Tensor) and isinstance(call.v, Tensor)
@@ -163,7 +165,7 @@ def _read(call: Arguments, launch: Plan, acc: Tensor, sums: Tensor, skipped: int
         D=size, DV=value_size, BLOCK_D=block_size(size), BLOCK_DV=block_size(value_size),
         BLOCK_M=block_size(query_heads // heads), BLOCK_N=launch.block_n, STAGES=launch.stages,
         CAPPED=call.softcap is not None, EXTRA=extra is not None, CUT=cut is not None and not skipped,
-        OVERLAP=launch.overlap, num_warps=launch.warps,
+        OVERLAP=launch.overlap, BESIDE=beside, num_warps=launch.warps, **({"launch_pdl": True} if beside else {}),
     )  # fmt: skip
 
 
@@ -197,7 +199,7 @@ def _read_coded(call: Arguments, keys: CodedSlots, values: CodedSlots, launch: P
         D=size, DV=value_size, BLOCK_D=block_d, BLOCK_DV=block_dv,
         BLOCK_M=max(8, triton.next_power_of_2(query_heads // heads)), BLOCK_N=launch.block_n, STAGES=launch.stages,
         HALF=HALVES[q.dtype], EXACT=keys.exact_at.shape[2], CAPPED=call.softcap is not None, CUT=cut is not None,
-        OVERLAP=launch.overlap, num_warps=launch.warps,
+        OVERLAP=launch.overlap, num_warps=launch.warps, maxnreg=launch.registers,
     )  # fmt: skip
 
 
@@ -208,16 +210,38 @@ def plan(
     """Tiles and splits for `heads` KV heads, each with `lists` lists of `rows`, and slots in spans and extra slots."""
     block_n = max(16, min(128, min(TILE_BYTES, device.shared_bytes // 3) // slot_bytes))
     block_n = min(64 if coded else 128, 1 << (block_n.bit_length() - 1))
-    parts = tuple(triton.cdiv(slots, block_n) for slots in (rows, spans, extras))
-    tiles = heads * (lists * parts[0] + parts[1] + parts[2])
-    # Every program has about the same number of tiles, so that all end together.
-    programs = CODED_PROGRAMS if coded else PROGRAMS_PER_MULTIPROCESSOR
-    share = max(1, triton.cdiv(tiles, device.multiprocessors * programs))
-    while sum(triton.cdiv(part, share) for part in parts) > MAX_PIECES:
-        share *= 2
-    list_splits, span_splits, extra_splits = (triton.cdiv(part, share) for part in parts)
-    warps = 1 if coded else 2
-    return Plan(block_n, list_splits, span_splits, extra_splits, warps, stages=2, overlap=device.overlap)
+    lists_and_spans = [(heads * lists, triton.cdiv(rows, block_n)), (heads, triton.cdiv(spans, block_n))]
+    unread = (heads, triton.cdiv(extras, min(PLAIN_TILE, block_n)))
+    plain = device.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
+    if coded:
+        # Extra slots are not coded: their programs run by themselves.
+        share = best_share(lists_and_spans, device.multiprocessors * CODED_PROGRAMS)
+        shares = [share, share, best_share([unread], plain)]
+    else:
+        shares = [best_share([*lists_and_spans, unread], plain)] * 3
+    listed, spanned, extra = (
+        triton.cdiv(tiles, share) for (_, tiles), share in zip([*lists_and_spans, unread], shares, strict=True)
+    )
+    return Plan(block_n, listed, spanned, extra, 1 if coded else 2, stages=2, overlap=device.overlap)
+
+
+def best_share(parts: list[tuple[int, int]], resident: int) -> int:
+    """Tiles of one program, for `parts` that come so often and have so many: the most within 4% of the least time.
+
+    Of more programs than are `resident`, those that are left over fill the gaps, but for half of the last one. To start
+    a program costs about one tile.
+    """
+
+    def time(share: int) -> float:
+        programs = sum(count * triton.cdiv(tiles, share) for count, tiles in parts)
+        if programs <= resident:
+            return share + 1.0
+        return (programs + sum(count * tiles for count, tiles in parts)) / resident + (share + 1.0) / 2
+
+    longest = max(tiles for _, tiles in parts)
+    choices = range(max(1, triton.cdiv(longest, MAX_PIECES // 3)), max(1, longest) + 1)
+    enough = 1.04 * min(map(time, choices))
+    return max(share for share in choices if time(share) <= enough)
 
 
 def _strides(tensor: Tensor | None) -> tuple[int, int, int]:
@@ -277,9 +301,13 @@ def pieces_kernel(
     GROUP: tl.constexpr, LISTS: tl.constexpr, SPANS: tl.constexpr, WEIGHTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    CAPPED: tl.constexpr, EXTRA: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr,
+    CAPPED: tl.constexpr, EXTRA: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sums over one piece, for the query heads of one KV head that read it."""
+    """Sums over one piece, for the query heads of one KV head that read it.
+
+    BESIDE: starts while the kernel before still runs, for both need the same and write in different places; it ends
+    after that one, so that who waits for the second has waited for both.
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     piece = tl.program_id(0) + skipped
@@ -375,6 +403,8 @@ def pieces_kernel(
     tl.store(acc_ptr + at[:, None] * DV + column[None, :], acc, mask=stored)
     tl.store(sums_ptr + at * 4, origin, mask=reads)
     tl.store(sums_ptr + at * 4 + 1, total, mask=reads)
+    if BESIDE:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
