@@ -87,7 +87,7 @@ def slot_logits(
     return x
 
 
-@triton.jit(do_not_specialize=["queries", "slots", "count", "kept_n"])
+@triton.jit(do_not_specialize=["queries", "slots", "kept_n"])
 def kept_kernel(
     q_rows, k_rows, v_rows, chosen_rows, kept_ptr, hidden_ptr, a_ptr, out_ptr, scale, queries, slots, count,
     kept_n, kept_s, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
