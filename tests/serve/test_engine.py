@@ -170,8 +170,8 @@ def test_recorded_steps_serve_whoever_joins(method: str, start: Any) -> None:
     assert graphs == [batch.graph for batch in engine._shared.batches]
 
 
-def test_a_document_is_read_once_and_stays_as_it_is(start: Any) -> None:
-    method = with_budget("snapkv", 16)
+@pytest.mark.parametrize("method", [with_budget("snapkv", 16), "rehearse:budget=50%:sinks=2:recent=4"])
+def test_a_document_is_read_once_and_stays_as_it_is(method: str, start: Any) -> None:
     document = cache_for(method)
     kvsketch.prefill(model(), zoo.tokens(1, 40, seed=9), document)
     tensors = [t.clone() for layer in document.slot_layers for t in layer.table.tensors()]

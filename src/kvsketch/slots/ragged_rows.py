@@ -84,6 +84,7 @@ class RaggedRows(Rows):
         self.tables = [
             self._table(number, rows, each.state.for_rows(rows, room), clock) for number, each in enumerate(singles)
         ]
+        self.kinds = [_kinds(table) for table in self.tables]
         for row in range(rows):
             self.retire(row)
 
@@ -155,12 +156,12 @@ class RaggedRows(Rows):
     # rows
 
     def misfit(self, singles: Sequence[SlotTable]) -> str:
-        for table, single in zip(self.tables, singles, strict=True):
+        for table, single, kinds in zip(self.tables, singles, self.kinds, strict=True):
             if single.exact or single.layout is None or single.log_num is not None:
                 return f"layer {single.layer_idx} has no heads of their own sizes"
             if single.seen > table.seen:
                 return f"it has read {single.seen} tokens, more than the {table.seen} on the clock of the shared table"
-            if _kinds(table) != _kinds(single):
+            if kinds != _kinds(single):
                 return f"layer {single.layer_idx} holds other tensors than the shared table"
         free = self.slots - sum(stretch.size for stretch in self.rows.values())
         if self._size(singles) > free:

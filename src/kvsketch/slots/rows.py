@@ -13,7 +13,7 @@ holds, and nobody reads it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.slots import codes
 from kvsketch.slots.codes import Slots
+from kvsketch.slots.state import HOST, ROW, SLOT
 from kvsketch.slots.table import NEG_INF, SlotTable
 from kvsketch.slots.tensors import filled
 
@@ -49,6 +50,7 @@ class Rows:
         self.padding = torch.full((rows,), clock - singles[0].seen, device=device)
         self.prompts = torch.full((rows,), clock, device=device)
         self.tables: list[SlotTable] = []
+        self.views: dict[int, tuple[dict[torch.dtype, list[Tensor]], list[Tensor]]] = {}
         for single, least in zip(singles, slots, strict=True):
             table = replace(single, positions=replace(single.positions, trained=None), previous=None)
             table.select_rows(torch.zeros(rows, dtype=torch.int64, device=device))
@@ -59,6 +61,7 @@ class Rows:
             assert table.index is not None
             table.index.copy_(_shifted(table.index, clock - single.seen))
             self.tables.append(table)
+        self.kinds = [_kinds(table) for table in self.tables]
         for row in range(rows):
             self.retire(row)
 
@@ -68,11 +71,13 @@ class Rows:
 
     def misfit(self, singles: Sequence[SlotTable]) -> str:
         """Why rows of `singles` cannot be put into the tables; empty: they can. Asks nothing of the device."""
-        for table, single in zip(self.tables, singles, strict=True):
+        for table, single, kinds in zip(self.tables, singles, self.kinds, strict=True):
             if single.exact or single.layout is not None or single.host is not None:
                 return f"layer {single.layer_idx} has no fixed shape"
-            if reason := differs(table, single):
-                return reason
+            if single.seen > table.seen:
+                return f"it has read {single.seen} tokens, more than the {table.seen} on the clock of the shared table"
+            if kinds != _kinds(single):
+                return f"layer {single.layer_idx} holds other tensors than the shared table"
             if any(have > room for have, room in zip(*(t.state.sections(t) for t in (single, table)), strict=True)):
                 return (
                     f"layer {single.layer_idx} has {single.length} slots, more than the {table.length} of the shared "
@@ -82,33 +87,19 @@ class Rows:
 
     def put(self, row: int, singles: Sequence[SlotTable], source: int = 0) -> None:
         """Copies row `source` of `singles`, which may be the tables themselves, over row `row`, in place."""
-        # By dtype: one launch copies many tensors of one.
-        copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         shift = self.tables[0].seen - singles[0].seen
+        spans = [_spans(single, table) for table, single in zip(self.tables, singles, strict=True)]
+        views, indices = self._views(row)
+        if singles[0].shape[0] == 1 and all(map(_is_whole, spans, self.tables)):
+            new = _by_dtype(tensor for single in singles for tensor in _held(single))
+            for dtype, targets in views.items():
+                torch._foreach_copy_(targets, new[dtype])
+        else:
+            self._put_spans(row, singles, source, spans)
         for table, single in zip(self.tables, singles, strict=True):
-            assert table.index is not None and table.log_den is not None
-            spans = _spans(single, table)
-            if sum(span.size for span in spans) < table.length:
-                table.index[row].fill_(CLOSED)
-                for weights in (table.log_den, table.log_num):
-                    if weights is not None:
-                        weights[row].fill_(NEG_INF)
-            for held, new in _slot_pairs(table, single):
-                for span in spans:
-                    if span.start < held.shape[2]:
-                        targets, values = copies[held.dtype]
-                        targets.append(held[row, :, span.start : span.start + span.size])
-                        values.append(new[source, :, span.source : span.source + span.size])
-            for held, new in _row_pairs(table, single, spans):
-                targets, values = copies[held.dtype]
-                targets.append(held[row])
-                values.append(new[source])
             table.state.put_row(row, single.state, source)
             table.state.shift_rows(slice(row, row + 1), shift)
-        for targets, values in copies.values():
-            torch._foreach_copy_(targets, values)
         if shift:
-            indices = [table.index[row] for table in self.tables if table.index is not None]
             # 1 where there is a token, else 0.
             there = torch._foreach_clamp_min(indices, -1)
             torch._foreach_add_(there, 1)
@@ -116,6 +107,36 @@ class Rows:
             torch._foreach_mul_(there, shift)
             torch._foreach_add_(indices, there)
         self.place(row, singles[0], source)
+
+    def _views(self, row: int) -> tuple[dict[torch.dtype, list[Tensor]], list[Tensor]]:
+        """The tensors of one row, [1, ...], and each index; made once, for they take longer to make than to write."""
+        if row not in self.views:
+            held = _by_dtype(tensor[row : row + 1] for table in self.tables for tensor in _held(table))
+            self.views[row] = held, [table.index[row] for table in self.tables if table.index is not None]
+        return self.views[row]
+
+    def _put_spans(self, row: int, singles: Sequence[SlotTable], source: int, spans: list[list[Span]]) -> None:
+        """The same where a row has fewer slots than the tables."""
+        copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        for table, single, own in zip(self.tables, singles, spans, strict=True):
+            assert table.index is not None and table.log_den is not None
+            if sum(span.size for span in own) < table.length:
+                table.index[row].fill_(CLOSED)
+                for weights in (table.log_den, table.log_num):
+                    if weights is not None:
+                        weights[row].fill_(NEG_INF)
+            for held, new in _slot_pairs(table, single):
+                for span in own:
+                    if span.start < held.shape[2]:
+                        targets, values = copies[held.dtype]
+                        targets.append(held[row, :, span.start : span.start + span.size])
+                        values.append(new[source, :, span.source : span.source + span.size])
+            for held, new in _row_pairs(table, single, own):
+                targets, values = copies[held.dtype]
+                targets.append(held[row])
+                values.append(new[source])
+        for targets, values in copies.values():
+            torch._foreach_copy_(targets, values)
 
     def place(self, row: int, single: SlotTable, source: int) -> None:
         """Where the row begins and where its prompt ends, on the clock."""
@@ -158,7 +179,7 @@ class Rows:
 
     def release(self) -> None:
         """Gives the memory back."""
-        self.tables = []
+        self.tables, self.views = [], {}
 
     # rows with periodic work of their own (`ragged_rows`)
 
@@ -173,15 +194,6 @@ class Rows:
 def count_to(tables: Sequence[SlotTable], seen: int) -> None:
     for table in tables:
         table.seen = seen
-
-
-def differs(table: SlotTable, single: SlotTable) -> str:
-    """Why a row of `single` cannot lie in a shared table, whatever the numbers of slots; empty: it can."""
-    if single.seen > table.seen:
-        return f"it has read {single.seen} tokens, more than the {table.seen} on the clock of the shared table"
-    if _kinds(table) != _kinds(single):
-        return f"layer {single.layer_idx} holds other tensors than the shared table"
-    return ""
 
 
 def _widen(table: SlotTable, count: int) -> None:
@@ -211,10 +223,8 @@ def _kinds(table: SlotTable) -> list[object]:
     own: list[object] = [(table.log_num is None, table.shape[1])]
     for slots in (table.keys, table.values):
         own += [(slots.shape[3], slots.dtype, type(slots))] if slots is not None else [None]
-    for role in ("slot", "row", "host"):
-        skip = 3 if role == "slot" else 1
-        own += [(name, tensor.dtype, tensor.shape[skip:]) for name, tensor in table.state.named(role)]
-    return own
+    own += [(name, tensor.dtype, tensor.shape[3:]) for name, tensor in table.state.named(SLOT)]
+    return own + [(name, tensor.dtype, tensor.shape[1:]) for name, tensor in table.state.named(ROW, HOST)]
 
 
 def _spans(single: SlotTable, table: SlotTable) -> list[Span]:
@@ -224,6 +234,24 @@ def _spans(single: SlotTable, table: SlotTable) -> list[Span]:
             spans.append(Span(source, start, have))
         source, start = source + have, start + room
     return spans
+
+
+def _is_whole(spans: list[Span], table: SlotTable) -> bool:
+    return all(span.source == span.start for span in spans) and sum(span.size for span in spans) == table.length
+
+
+def _held(table: SlotTable) -> list[Tensor]:
+    """What a table holds of its rows, [B, ...], beside what its state has by rows."""
+    own = (table.index, table.log_den, table.log_num, table.next_slot, *table.state.slot_tensors())
+    return [*codes.held(table.keys), *codes.held(table.values), *(tensor for tensor in own if tensor is not None)]
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """One launch copies many tensors of one dtype."""
+    found: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        found[tensor.dtype].append(tensor)
+    return found
 
 
 def _slot_pairs(table: SlotTable, single: SlotTable) -> list[tuple[Tensor, Tensor]]:
