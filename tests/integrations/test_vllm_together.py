@@ -110,7 +110,7 @@ class Served:
 
 @pytest.mark.parametrize("text", ["rehearse", "rehearse:share=layer:bits=16", "rehearse:share=head:value_bits=8"])
 def test_requests_in_pages_are_requests_alone(text: str) -> None:
-    served = Served(f"{text}:budget=40:chunk=64:recent=8")
+    served = Served(f"{text}:budget=40:wait=64:recent=8")
     served.forward([], {4: 90, 2: 30})
     for _ in range(3):
         served.forward([2, 4], {})
@@ -130,7 +130,7 @@ def test_requests_in_pages_are_requests_alone(text: str) -> None:
 
 def test_heads_and_layers_share_a_page() -> None:
     """With share=model a layer may hold more than its part; the page has room for the sum."""
-    served = Served("rehearse:budget=24:chunk=64:recent=8:refit=none")
+    served = Served("rehearse:budget=24:wait=64:recent=8:refit=none")
     news = served.tokens(100)
     news[1][0] *= 8  # sharper attention, larger scores
     for layer in range(LAYERS):
@@ -143,7 +143,7 @@ def test_heads_and_layers_share_a_page() -> None:
 
 
 def test_a_prompt_of_one_token_is_one_that_waits() -> None:
-    served = Served("rehearse:budget=40:chunk=64:bits=16")
+    served = Served("rehearse:budget=40:wait=64:bits=16")
     served.forward([], {1: 1})
     for _ in range(3):
         served.forward([1], {})
@@ -164,7 +164,7 @@ def test_memory_is_measured_without_a_page() -> None:
 @needs_triton
 def test_the_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operation of a step by its kernel, in Triton's interpreter where there is no GPU."""
-    text = "rehearse:budget=16:chunk=64:recent=4:refit=none"
+    text = "rehearse:budget=16:wait=64:recent=4:refit=none"
     by_torch, by_kernel = Served(text), Served(text)
     for served in (by_torch, by_kernel):
         served.forward([], {3: 40, 1: 20})

@@ -26,7 +26,6 @@ from kvsketch.slots.table import SlotTable
 REPLAYS = VIRTUAL, EXACT = ("virtual", "exact")
 REFITS = ("full", "fold", "none")
 GAP = 24  # positions between the text and its virtual repetition
-WAIT = 512  # new tokens behind a prompt that are kept whole at most, until they are rehearsed together
 ROOM = 64  # slots, and queries, that are added at a time for new tokens; 4 times as many for long texts
 MAX_TURNED = {"cuda": 1 << 27}  # entries of turned queries held at once, of more than one chunk; elsewhere one chunk
 QUERIES = 2048  # of a chunk and KV head that a refit takes
@@ -89,7 +88,7 @@ class Rehearse(BudgetedMethod):
     forward is needed. With `replay=exact` the model repeats the text in a second forward (`CompressedCache.rehearse`,
     which `kvsketch.prefill` and `generate` call), which takes about as long as the first.
 
-    New tokens behind a prompt are kept whole until they are as many as a chunk, or WAIT, and are then rehearsed. The
+    New tokens behind a prompt are kept whole until they are as many as a chunk, or `wait`, and are then rehearsed. The
     question is not known when the cache is compressed, and need not be.
 
     Scores and one budget for all heads as in KVzip (Kim et al., arXiv 2505.23416), which repeats the text in a second
@@ -109,6 +108,7 @@ class Rehearse(BudgetedMethod):
     replay: str = option(VIRTUAL, "exact: the model repeats the text in a second forward", REPLAYS)
     refit: str = option("full", "how weights and values of what stays are refitted", REFITS)
     chunk: int = option(2048, "tokens that are rehearsed together")
+    wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are rehearsed")
     bits: int = 4
 
     @property
@@ -126,11 +126,13 @@ class Rehearse(BudgetedMethod):
     @property
     def most_waiting(self) -> int:
         """New tokens behind a prompt that are kept whole until they are rehearsed."""
-        return min(self.chunk, WAIT)
+        return min(self.chunk, self.wait)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("chunk", isinstance(self.chunk, int) and self.chunk >= 64, "a whole number of tokens, 64 or more")
+        for name in ("chunk", "wait"):
+            tokens = getattr(self, name)
+            self._require(name, isinstance(tokens, int) and tokens >= 64, "a whole number of tokens, 64 or more")
 
     # one layer after a forward
 
