@@ -63,8 +63,15 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(3, 96, (length,), generator=generator).tolist() for length in lengths]
 
 
-def alone(folder: Path, method: str, texts: list[list[int]], new: int = NEW, **options: Any) -> list[list[int]]:
+def alone(folder: Path, method: str, texts: list[list[int]], **options: Any) -> list[list[int]]:
     """What kvsketch on transformers says after each text by itself."""
+    return [tokens for tokens, _ in answers(folder, method, texts, NEW, **options)]
+
+
+def answers(
+    folder: Path, method: str, texts: list[list[int]], new: int, **options: Any
+) -> list[tuple[list[int], torch.Tensor]]:
+    """The same, and the logits [new, vocabulary] behind it."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     found = []
@@ -72,10 +79,23 @@ def alone(folder: Path, method: str, texts: list[list[int]], new: int = NEW, **o
         ids = torch.tensor([text])
         cache = kvsketch.CompressedCache(model, method, **options)
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False
-        )
-        found.append(out[0, len(text) :].tolist())
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        found.append((out.sequences[0, len(text) :].tolist(), torch.cat(out.logits)))
     return found
+
+
+def require_same(found: list[list[int]], wanted: list[tuple[list[int], torch.Tensor]], tie: float) -> None:
+    """The tokens are those wanted, up to a tie: vLLM adds in another order, and codes and choices round."""
+    compared = 0
+    for tokens, (best, logits) in zip(found, wanted, strict=True):
+        first = next((i for i, pair in enumerate(zip(tokens, best, strict=True)) if pair[0] != pair[1]), len(best))
+        compared += first
+        if first < len(best):
+            apart = float(logits[first, best[first]] - logits[first, tokens[first]])
+            assert apart < tie, f"token {first} is {tokens[first]}, {apart} below {best[first]}"
+    assert compared > 0.6 * sum(map(len, found))
 
 
 def engine(folder: Path, method: str, **options: Any) -> LLM:
@@ -118,45 +138,46 @@ def test_chunked_prefill_is_a_streamed_prompt(folder: Path, method: str) -> None
     assert served(llm, texts) == alone(folder, method, texts, prefill="stream", chunk=16)
 
 
-@pytest.mark.parametrize("share", ["model", "layer:bits=16"])
-def test_layers_that_decide_together(folder: Path, share: str) -> None:
+# A code of 4 bits that rounding flips moves a logit of this model by up to 0.3.
+@pytest.mark.parametrize(("options", "tie"), [("bits=4", 0.5), ("bits=16:share=layer", 0.002)])
+def test_layers_that_decide_together(folder: Path, options: str, tie: float) -> None:
     # New tokens are rehearsed when they are 64; the answers are longer than that.
-    method, new = f"rehearse:budget=40:wait=64:recent=8:share={share}", 70
+    method, new = f"rehearse:budget=40:wait=64:recent=8:{options}", 70
     llm = engine(folder, method, num_gpu_blocks_override=3)
     # In few bits a prompt of one token is held in other ones than on transformers.
     texts = prompts(70, 41, 130, 1 if "bits=16" in method else 100)
     texts.append(texts[0])
-    wanted = alone(folder, method, texts, new)
-    assert served(llm, texts, new) == wanted
-    longer = alone(folder, method.replace("wait=64", "wait=128"), texts[:1], new)[0]
-    assert longer[:63] == wanted[0][:63] and longer != wanted[0], "nothing was rehearsed behind the prompt"
+    wanted = answers(folder, method, texts, new)
+    require_same(served(llm, texts, new), wanted, tie)
+    later, _ = answers(folder, method.replace("wait=64", "wait=128"), texts[:1], new)[0]
+    assert later[:63] == wanted[0][0][:63] and later != wanted[0][0], "nothing was rehearsed behind the prompt"
 
 
 def test_chunks_of_a_prompt_are_turns(folder: Path) -> None:
-    method, chunk = "rehearse:budget=40:wait=64:recent=8", 32
+    method, chunk = "rehearse:budget=40:wait=64:recent=8:bits=16", 32
     llm = engine(folder, method, max_num_batched_tokens=4 * chunk + 4, long_prefill_token_threshold=chunk)
     texts = prompts(70, 90, 43, 100, 64)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     wanted = []
     for text in texts:
-        cache, new = kvsketch.CompressedCache(model, method), []
+        cache, logits = kvsketch.CompressedCache(model, method), []
         parts = [*torch.tensor([text]).split(chunk, 1)]
         with torch.no_grad():
-            while len(new) < NEW:
-                logits = model(parts.pop(0), past_key_values=cache).logits[:, -1:]
+            while len(logits) < NEW:
+                last = model(parts.pop(0), past_key_values=cache).logits[:, -1]
                 if not parts:
-                    new.append(int(logits.argmax()))
-                    parts.append(logits.argmax(-1))
-        wanted.append(new)
-    assert served(llm, texts) == wanted
+                    logits.append(last)
+                    parts.append(last.argmax(-1, keepdim=True))
+        wanted.append((torch.cat(logits).argmax(-1).tolist(), torch.cat(logits)))
+    require_same(served(llm, texts), wanted, tie=0.002)
 
 
 # Noise and scores by head: a process that took its heads for the first ones would keep other tokens.
-@pytest.mark.parametrize("method", ["keyformer:budget=24:horizon=8", "rehearse:budget=40:wait=64:recent=8:share=head"])
+@pytest.mark.parametrize("method", ["keyformer:budget=24:horizon=8", "rehearse:budget=40:share=head:bits=16"])
 def test_two_processes_share_the_heads(folder: Path, method: str) -> None:
     texts = prompts(70, 41, 100)
     llm = engine(folder, method, tensor_parallel_size=2)
-    assert served(llm, texts) == alone(folder, method, texts)
+    require_same(served(llm, texts), answers(folder, method, texts, NEW), tie=0.002)
 
 
 def test_a_wrong_method_ends_the_start(folder: Path) -> None:
