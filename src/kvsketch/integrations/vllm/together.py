@@ -105,9 +105,6 @@ class Together:
         """A request whose room is full: the newest of its tokens came alone."""
         tables = [pages.table(layer, page, seen) for layer in range(len(self.places))]
         for table, scale in zip(tables, self.scales, strict=True):
-            queries = table.state_of(Rehearsed).queries
-            assert queries is not None
             table.note_scale(scale)
-            self.method.compress(table, queries[:, :, -1:])
-        self.method.settle(tables)
+        self.method.catch_up(tables)
         pages.put(page, tables)
