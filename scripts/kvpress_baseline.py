@@ -3,15 +3,22 @@
     pip install kvpress torch          # needs transformers below 5.3, so not beside kvsketch's own requirements
     PYTHONPATH=src python scripts/kvpress_baseline.py speed --out results/kvpress.jsonl
     PYTHONPATH=src python scripts/kvpress_baseline.py lines --model FOLDER --name NAME --out results/eval/kvpress
-    PYTHONPATH=src python scripts/kvpress_baseline.py unseen --model FOLDER --name NAME --lines 50 --questions 12 \
-        --presses KVzipPress,SnapKVPress --budgets 1/8 --device cpu --out results/eval/kvpress
+    PYTHONPATH=src python scripts/kvpress_baseline.py unseen --model FOLDER --name NAME --lines 50 --questions 24 \
+        --presses none,KVzipPress,SnapKVPress,ExpectedAttentionPress --device cpu --out results/eval/kvpress
+    PYTHONPATH=src python scripts/kvpress_baseline.py kept --model FOLDER --lines 50 --device cpu \
+        --presses KVzipPress,SnapKVPress,ExpectedAttentionPress --out kept.pt
+    python scripts/kvpress_baseline.py agree --model FOLDER --name NAME --device cpu --kept-file kept.pt \
+        --out results/eval/kvpress          # in kvsketch's environment
 
 `speed`: prefill and eager decode step of an 8B shape with random weights, 32,768 tokens, 2,048 of them kept.
 `lines`: the questions of `kvsketch eval lines`, in its record format, one by one (kvpress cannot read left-padded
 batches), compressed after the whole prompt as there; the methods are named kvpress-SnapKVPress and so on.
 `unseen`: the questions of `kvsketch eval lines --primed --question unseen --seeds 100`: a text is compressed once, then
-asked about. A budget is a share of the tokens; what the cache really holds is measured (head-wise presses mask tokens
-and free no byte).
+asked about. A budget is a share of the tokens, over all layers and heads where they differ; at 16 bits the same share
+of the bytes, if bytes were freed. What the cache really holds is measured: a press whose heads differ, such as
+KVzipPress, masks tokens and frees no byte, so its rows say 100%.
+`kept` and `agree`: which tokens a press keeps of the first of these texts, and how many of them our method keeps at the
+same number of tokens.
 """
 
 from __future__ import annotations
@@ -145,27 +152,37 @@ def lines(options: argparse.Namespace) -> None:
                 records.append(out, records.make_record("lines", data | package_versions(), 0))
 
 
-@torch.no_grad()
-def unseen(options: argparse.Namespace) -> None:
+def loaded(options: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from kvsketch.evaluation import line_records
-
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
+    return model, AutoTokenizer.from_pretrained(options.model)
+
+
+def asked_of(tokenizer: Any, size: int, seed: int, text: int, count: int) -> tuple[list[Any], list[list[int]], int]:
+    """Questions about one text, their prompts, and where those begin to differ: the end of what is compressed."""
+    from kvsketch.evaluation import line_records
 
     def chat(content: str) -> list[int]:
         turn = [{"role": "user", "content": content}]
-        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+        rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        found: list[int] = tokenizer(rendered, add_special_tokens=False).input_ids
         return found
 
+    asked = [line_records.generate(size, seed, text, number) for number in range(count)]
+    prompts = [chat(each.text + each.question) for each in asked]
+    beside = zip(*prompts, chat(asked[0].text), strict=False)
+    return asked, prompts, next(i for i, tokens in enumerate(beside) if len(set(tokens)) > 1)
+
+
+@torch.no_grad()
+def unseen(options: argparse.Namespace) -> None:
+    model, tokenizer = loaded(options)
+    dtype = model.dtype
+
     for size, text in [(int(n), text) for n in options.lines.split(",") for text in range(options.texts)]:
-        asked = [line_records.generate(size, options.seed, text, number) for number in range(options.questions)]
-        prompts = [chat(each.text + each.question) for each in asked]
-        without = chat(asked[0].text)
-        end = next(i for i, tokens in enumerate(zip(*prompts, without, strict=False)) if len(set(tokens)) > 1)
+        asked, prompts, end = asked_of(tokenizer, size, options.seed, text, options.questions)
         context = torch.tensor([prompts[0][:end]], device=options.device)
         for press in options.presses.split(","):
             for budget in options.budgets.split(",") if press != "none" else [""]:
@@ -193,6 +210,7 @@ def unseen(options: argparse.Namespace) -> None:
                         "score": float(bool(found) and int(found[0]) == each.expected),
                         "answer": answer,
                         "tokens_stored": max(lengths),
+                        "prompt_tokens": end,
                         "device_bytes": held,
                         "host_bytes": 0,
                         "full_bytes": round(held / sum(lengths) * len(lengths) * end),
@@ -214,15 +232,85 @@ def answered(model: Any, cache: Any, ids: list[int], position: int, count: int) 
     return tokens
 
 
+@torch.no_grad()
+def kept(options: argparse.Namespace) -> None:
+    """Which tokens [layers, heads, n] presses keep of a text, in a file for `agree`."""
+    model, tokenizer = loaded(options)
+    _, prompts, end = asked_of(tokenizer, int(options.lines), options.seed, 0, 2)
+    context = torch.tensor([prompts[0][:end]], device=options.device)
+    full, _ = prefill(model, context, "none", Fraction(1))
+    found = {}
+    for press in options.presses.split(","):
+        for budget in options.budgets.split(","):
+            cache, _ = prefill(model, context, press, Fraction(budget))
+            masks = []
+            for layer, whole, module in zip(cache.layers, full.layers, model.model.layers, strict=True):
+                # A kept key is bit by bit the key of its token; a press whose heads differ names what it masks.
+                mask = (
+                    torch.cdist(whole.keys[0], layer.keys[0], compute_mode="donot_use_mm_for_euclid_dist") == 0
+                ).any(-1)
+                if (hidden := getattr(module.self_attn, "masked_key_indices", None)) is not None:
+                    mask[hidden[1], hidden[2]] = False
+                masks.append(mask)
+            found[press, budget] = torch.stack(masks).cpu()
+            print(press, budget, f"{found[press, budget].float().mean():.4f} of the tokens", flush=True)
+    data = {"context": prompts[0][:end], "lines": int(options.lines), "seed": options.seed, "kept": found}
+    torch.save(data | package_versions(), options.out)
+
+
+# Ours with the settings of kvpress's defaults.
+OURS = {"KVzipPress": "kvzip", "SnapKVPress": "snapkv:window=64", "ExpectedAttentionPress": "expected"}
+
+
+@torch.no_grad()
+def agree(options: argparse.Namespace) -> None:
+    """How many of the tokens that presses keep our methods keep, at the same number of tokens."""
+    from kvsketch import CompressedCache, prefill
+    from kvsketch.evaluation.questions import repeat_instruction
+
+    model, tokenizer = loaded(options)
+    theirs = torch.load(options.kept_file, weights_only=True)
+    ids = torch.tensor([theirs["context"]], device=options.device)
+    for (press, budget), mask in theirs["kept"].items():
+        if budget not in options.budgets.split(","):
+            continue
+        cache = CompressedCache(model, f"{OURS[press]}:budget={budget}")
+        prefill(model, ids, cache, instruction=repeat_instruction(tokenizer))
+        ours = torch.zeros_like(mask)
+        for number, layer in enumerate(cache.slot_layers):
+            index = layer.table.index_slots()[0].cpu()
+            for head, slots in enumerate(index):
+                ours[number, head, slots[slots >= 0]] = True
+        both = (ours & mask).sum((1, 2)) / mask.sum((1, 2))  # [layers]
+        data = {
+            "method": OURS[press],
+            "press": press,
+            "budget": budget,
+            "model": options.name,
+            "lines": theirs["lines"],
+            "prompt_tokens": mask.shape[2],
+            "share_kept": float(mask.float().mean()),
+            "share_ours": float(ours.float().mean()),
+            "kept_by_both": float((ours & mask).sum() / mask.sum()),
+            "by_layer": [round(float(share), 4) for share in both],
+            "kvpress": theirs["kvpress"],
+        }
+        print(data, flush=True)
+        records.append(Path(options.out) / "kept.jsonl", records.make_record("kept", data, theirs["seed"]))
+
+
 def package_versions() -> dict[str, Any]:
     import importlib.metadata
 
     return {"kvpress": importlib.metadata.version("kvpress")}
 
 
+COMMANDS = {"speed": speed, "lines": lines, "unseen": unseen, "kept": kept, "agree": agree}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "lines", "unseen"])
+    parser.add_argument("what", choices=list(COMMANDS))
     parser.add_argument("--presses", default=PRESSES)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--kept", type=int, default=2048)
@@ -235,9 +323,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--new", type=int, default=8, help="tokens of an answer to an unseen question")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--kept-file", default="kept.pt")
     parser.add_argument("--out", required=True)
     options = parser.parse_args(arguments)
-    {"speed": speed, "lines": lines, "unseen": unseen}[options.what](options)
+    COMMANDS[options.what](options)
     return 0
 
 
