@@ -15,7 +15,7 @@ from kvsketch import CompressedCache
 from tests.helpers import zoo
 from tests.helpers.common import FED, generate, padded, read_pieces, with_budget
 
-CODABLE = [name for name in FED if name != "subgen"]
+CODABLE = [*FED, "balancekv:form=stream", "subgen:normalizer=clipped"]
 BIG = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 PIECES = [(0, 80), (80, 81), (81, 82), (82, 91), (91, 92)]
 
@@ -35,10 +35,13 @@ def test_fewer_bits_are_fewer_bytes_and_many_bits_the_same_answers(name: str) ->
     found = {bits: CompressedCache(model, method_of(name, bits)) for bits in (16, 8, 4, 2)}
     logits = {bits: read(model, cache, ids, mask) for bits, cache in found.items()}
     errors = {bits: float((logits[bits] - logits[16]).norm() / logits[16].norm()) for bits in (8, 4, 2)}
-    assert errors[8] < 0.05 and errors[8] < errors[2], errors
+    # What is drawn depends a little on what is held.
+    drawn = name.startswith(("subgen", "balancekv:"))
+    assert errors[8] < (0.15 if drawn else 0.05) and errors[8] < errors[2], errors
     sizes = {bits: cache.device_bytes for bits, cache in found.items()}
     assert sizes[2] < sizes[4] < sizes[8] < sizes[16]
-    assert len({cache.tokens_stored for cache in found.values()}) == 1
+    stored = [cache.tokens_stored for cache in found.values()]
+    assert max(stored) - min(stored) <= drawn
     # Of the bytes of keys and values alone 16 channels at 4 bits take 8, and 2 for the step; sinks lie beside.
     keys = found[4].slot_layers[-1].table.stores()[0]
     assert keys.codes.shape[-1] == 8 and keys.steps.element_size() == 2
@@ -85,6 +88,26 @@ def test_a_draft_that_is_taken_back_leaves_no_trace(name: str) -> None:
     expected = read(model, plain, ids, mask, [(81, 82), (82, 91), (91, 92)])
     found = read(model, drafted, ids, mask, [(81, 82), (82, 91), (91, 92)])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["subgen:normalizer=clipped", "balancekv:form=stream", "balancekv:form=paper:block=8"])
+def test_tokens_that_move_between_slots_are_rounded_once(name: str) -> None:
+    """After a prompt, steps, a second turn and steps each slot holds the code that a cache of all tokens has."""
+    model = zoo.build("llama", **BIG, num_hidden_layers=1)
+    ids, mask = zoo.tokens(1, 130), torch.ones(1, 130, dtype=torch.int64)
+    pieces = [(0, 80), *((at, at + 1) for at in range(80, 100)), (100, 109), *((at, at + 1) for at in range(109, 130))]
+    caches = [CompressedCache(model, text) for text in ("full:bits=4", f"{name}:budget=32:sinks=4:recent=4:bits=4")]
+    for cache in caches:
+        read(model, cache, ids, mask, pieces)
+    full, own = (cache.slot_layers[0].table for cache in caches)
+    index = own.index_slots()
+    there = index >= 0
+    assert int(there.sum(-1).min()) > 12
+    for what in ("key_slots", "value_slots"):
+        held = getattr(own, what)()
+        valid, tokens = there[:, :, : held.shape[2]], index[:, :, : held.shape[2]].clamp_min(0)
+        expected = getattr(full, what)().gather(2, tokens.unsqueeze(-1).expand(*tokens.shape, held.shape[3]))
+        torch.testing.assert_close(held[valid], expected[valid], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["full", "snapkv", "clusterkv"])
@@ -139,8 +162,6 @@ def test_what_cannot_be_coded_is_refused() -> None:
     model = zoo.build("llama", **BIG)
     with pytest.raises(ValueError, match="full: bits=5 is not valid; use 2, 3, 4, 8, or 16"):
         CompressedCache(model, "full:bits=5")
-    with pytest.raises(ValueError, match="subgen: bits=4 is refused, for a step copies"):
-        CompressedCache(model, "subgen:bits=4")
     with pytest.raises(ValueError, match="heads of size 12, only multiples of 8; use bits=16"):
         CompressedCache(zoo.build("llama", **{**BIG, "head_dim": 12}), "full:bits=4")
     for layer in model.model.layers[-1:]:

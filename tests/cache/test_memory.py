@@ -23,9 +23,9 @@ FORMS = [
     "clusterkv:offload=host",
     "quest:bits=4:offload=host",
     "infinigen:offload=host",
-    "balancekv:form=stream",
+    "balancekv:form=stream:bits=4",
     "balancekv:den_weight=pow2",
-    "subgen:normalizer=clipped",
+    "subgen:normalizer=clipped:bits=4",
     "pyramidkv:budget_is=mean",
 ]
 

@@ -126,7 +126,7 @@ def _advice(method: Method, memory: int, count: Callable[[Method], int | None]) 
     """Fewer bits that would fit, else what would."""
     own = max(method.stored_bits.keys, method.stored_bits.values)
     for bits in sorted((bits for bits in BITS if bits < own), reverse=True):
-        fewer = None if method.uncodable else _with_bits(method, bits)
+        fewer = _with_bits(method, bits)
         held = None if fewer is None else count(fewer)
         if held is not None and held <= memory:
             return f"use bits={bits}, which take {text_of(held)}, or more memory"

@@ -85,19 +85,12 @@ class Method:
         for name in ("bits", "key_bits", "value_bits"):
             value = getattr(self, name)
             self._require(name, value in (*BITS, PLAIN) or (value is None and name != "bits"), BIT_CHOICES)
-        if self.stored_bits and self.uncodable:
-            raise ValueError(f"{self.name}: bits={self.bits} is refused, {self.uncodable}; use bits={PLAIN}")
 
     @property
     def stored_bits(self) -> FewBits:
         """Bits of a stored key and of a stored value."""
         keys, values = (self.bits if own is None else own for own in (self.key_bits, self.value_bits))
         return FewBits(keys, values)
-
-    @property
-    def uncodable(self) -> str:
-        """Why its slots cannot be held in few bits; empty: they can."""
-        return ""
 
     @property
     def needs_angles(self) -> tuple[str, str] | None:

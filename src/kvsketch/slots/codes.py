@@ -41,10 +41,16 @@ class FewBits:
 
 @dataclass
 class SlotCodes(CodedSlots):
-    """The keys or values of a table, coded; behind them new ones that are not coded yet."""
+    """The keys or values of a table, coded; behind those that carry both, new ones that are not coded yet."""
 
     dtype: torch.dtype = torch.float32  # of what they stand for
     fresh: Tensor | None = None  # [B, H, n, D]
+    tail: int = 0  # slots behind the new ones: those of a table that carry a key only
+
+    @property
+    def coded(self) -> int:
+        """Slots before the new ones."""
+        return self.steps.shape[2] - self.tail
 
     @property
     def device(self) -> torch.device:
@@ -76,6 +82,8 @@ class SlotCodes(CodedSlots):
                 return f"{name} is {part.dtype} {list(part.shape)} in place of {dtype} {list(shape)}"
         if self.fresh is not None and (self.fresh.dim() != 4 or self.fresh.shape[:2] != rows):
             return f"fresh is {list(self.fresh.shape)} beside {list(rows)} rows and heads"
+        if not 0 <= self.tail <= slots[-1]:
+            return f"tail={self.tail} beside {slots[-1]} slots"
         if len(slots) not in (1, 3) or (len(slots) == 3 and slots[:2] != rows):
             return f"steps of the shape {list(slots)} beside {list(rows)} rows and heads"
         if count and not -1 <= int(self.exact_at.min()) <= int(self.exact_at.max()) < slots[-1]:
@@ -85,7 +93,7 @@ class SlotCodes(CodedSlots):
     def plain(self) -> Tensor:  # [B, H, S, D]
         """All vectors, decoded, and the new ones as they are."""
         decoded = self.decoded(self.dtype)
-        return decoded if self.fresh is None else torch.cat([decoded, self.fresh], 2)
+        return decoded if self.fresh is None else tensors.inserted(decoded, self.coded, self.fresh)
 
 
 PARTS = ("center", "exact", "exact_at", "codes", "steps", "fresh")
@@ -123,8 +131,11 @@ def _all_coded(slots: SlotCodes) -> SlotCodes:
     if slots.fresh is None:
         return slots
     new = codecs.encode(slots.fresh, slots.center, slots.codec)
-    codes, steps = torch.cat([slots.codes, new.codes], 2), torch.cat([slots.steps, new.steps], 2)
-    return replace(slots, codes=codes, steps=steps, fresh=None)
+    codes, steps = (
+        tensors.inserted(held, slots.coded, added)
+        for held, added in ((slots.codes, new.codes), (slots.steps, new.steps))
+    )
+    return replace(slots, codes=codes, steps=steps, fresh=None, tail=0)
 
 
 def part(slots: Slots, start: int, end: int) -> Tensor:  # [B, H, end - start, D]
@@ -143,10 +154,11 @@ def plain_at(slots: Slots, at: Tensor) -> Tensor:  # [B, H, m, D]
         return tensors.gather_slots(slots, at)
     if slots.fresh is None:
         return slots.decoded_at(at, slots.dtype)
-    coded = slots.steps.shape[2]
-    decoded = slots.decoded_at(at.clamp_max(coded - 1), slots.dtype)
-    fresh = tensors.gather_slots(slots.fresh, (at - coded).clamp_min(0))
-    return torch.where((at < coded).unsqueeze(-1), decoded, fresh)
+    new = slots.fresh.shape[2]
+    is_fresh = (at >= slots.coded) & (at < slots.coded + new)
+    decoded = slots.decoded_at(torch.where(is_fresh, 0, torch.where(at < slots.coded, at, at - new)), slots.dtype)
+    fresh = tensors.gather_slots(slots.fresh, (at - slots.coded).clamp(0, new - 1))
+    return torch.where(is_fresh.unsqueeze(-1), fresh, decoded)
 
 
 def gathered(slots: Slots, source: Tensor) -> Slots:
@@ -168,21 +180,38 @@ def filled(slots: Slots, count: int) -> Slots:
 
 
 def inserted(slots: Slots, at: int, new: Tensor) -> Slots:
-    """With new vectors [B, H, n, D] from slot `at` on; behind all codes where they are coded."""
+    """With new vectors [B, H, n, D] from slot `at` on."""
     if isinstance(slots, Tensor):
         return tensors.inserted(slots, at, new)
-    assert at == slots.shape[2]
-    return replace(slots, fresh=new if slots.fresh is None else torch.cat([slots.fresh, new], 2))
+    fresh = new if slots.fresh is None else torch.cat([slots.fresh, new], 2)
+    return replace(slots, fresh=fresh, tail=slots.shape[2] - at)
 
 
 def removed(slots: Slots, start: int, end: int) -> Slots:
     """Without the slots [start, end); of coded ones those that are not coded yet."""
     if isinstance(slots, Tensor):
         return tensors.removed(slots, start, end)
-    first = slots.steps.shape[2]
-    assert slots.fresh is not None and start >= first
-    left = tensors.removed(slots.fresh, start - first, end - first)
-    return replace(slots, fresh=left if left.shape[2] else None)
+    assert slots.fresh is not None and start >= slots.coded
+    left = tensors.removed(slots.fresh, start - slots.coded, end - slots.coded)
+    return replace(slots, fresh=left) if left.shape[2] else replace(slots, fresh=None, tail=0)
+
+
+def exact_before(slots: Slots, end: int) -> Slots:
+    """The same with exact vectors before slot `end` alone: kernels know one list of them for keys and values."""
+    if isinstance(slots, Tensor):
+        return slots
+    return replace(slots, exact_at=slots.exact_at.masked_fill(slots.exact_at >= end, -1))
+
+
+def copied(slots: Slots, new: Slots) -> Slots:
+    """`slots` with the content of `new`, at the same addresses if it has as many slots; else `new`."""
+    if slots.shape != new.shape:
+        return new
+    if isinstance(slots, Tensor) or isinstance(new, Tensor):
+        return slots.copy_(new) if isinstance(slots, Tensor) and isinstance(new, Tensor) else new
+    for name in ("codes", "steps", "exact_at"):
+        getattr(slots, name).copy_(getattr(new, name))
+    return slots
 
 
 def write(slots: Slots, at: Tensor, x: Tensor) -> None:

@@ -528,36 +528,42 @@ class SlotTable(Place):
 
     def write_layout(
         self,
-        keys: Tensor,
-        values: Tensor,
+        chosen: Tensor,
+        valued: int,
         index: Tensor,
         log_num: Tensor | None,
         log_den: Tensor,
         next_slot: Tensor,
-        chosen: Tensor | None = None,
     ) -> None:
-        """Becomes a bounded table of these slots; in place if it has their shape already.
+        """Becomes a bounded table of the slots `chosen` [B, H, S], -1: empty; in place if it has their shape already.
 
-        `chosen` [B, H, S]: the slots that state which follows the slots is taken from, -1: none.
+        The first `valued` slots have values; a slot may be chosen several times.
         """
-        new = {
-            "keys": keys, "values": values, "index": index.int(), "log_num": log_num, "log_den": log_den,
-            "next_slot": next_slot,
-        }  # fmt: skip
+        source, position = chosen.clamp_min(0), self.position_slots() if self.bits else self.index_slots()
+        keys = codes.exact_before(codes.gathered(self._storable("keys", position), source), valued)
+        values = codes.gathered(self._storable("values", position), source[:, :, :valued])
+        assert self.keys is not None and self.values is not None
+        self.keys = keys if self.exact else codes.copied(self.keys, keys)
+        self.values = values if self.exact else codes.copied(self.values, values)
+        new = {"index": index.int(), "log_num": log_num, "log_den": log_den, "next_slot": next_slot}
         old = {name: getattr(self, name) for name in new}
         fits = not self.exact and all(_shape(old[name]) == _shape(tensor) for name, tensor in new.items())
         for name, tensor in new.items():
             old[name].copy_(tensor) if fits and tensor is not None else setattr(self, name, tensor)
 
         def moved(state: Tensor) -> Tensor:
-            assert chosen is not None
-            taken = gather_slots(state, chosen.clamp_min(0)).masked_fill(chosen < 0, 0)
+            taken = gather_slots(state, source).masked_fill(chosen < 0, 0)
             return state.copy_(taken) if fits else taken
 
         self.state.move_slots(moved)
         self.length = index.shape[2]
         if self.clock is None:
-            self.clock = torch.full((1,), self.seen, device=keys.device)
+            self.clock = torch.full((1,), self.seen, device=chosen.device)
+
+    def code(self) -> None:
+        """Holds all slots in as many bits as they are to have, so that a method sees what will be read."""
+        position = self.position_slots()
+        self.keys, self.values = self._storable("keys", position), self._storable("values", position)
 
     # in place, in a bounded table
 

@@ -68,6 +68,7 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         tensors.update({f"{name}.{part}": tensor for part, tensor in value.parts().items() if tensor is not None})
         codec = {"bits": value.codec.bits, "size": value.codec.size, "seed": value.codec.seed}
         kind = {"fresh": value.fresh is not None, "dtype": _encode(value.dtype, name, tensors)}
+        kind |= {"tail": value.tail} if value.tail else {}
         return {"codes": {"name": name, **kind, **codec}}
     if isinstance(value, Layout):
         tensors[f"{name}.capacity"] = value.capacity
@@ -157,7 +158,7 @@ class LayerReader:
         names = [part for part in PARTS if part != "fresh" or saved["fresh"]]
         parts = {part: self._tensor(f"{saved['name']}.{part}").to(self._device) for part in names}
         codec = Codec(saved["bits"], saved["size"], saved["seed"])
-        slots = SlotCodes(codec, dtype=self._decode(saved["dtype"]), **parts)
+        slots = SlotCodes(codec, dtype=self._decode(saved["dtype"]), tail=saved.get("tail", 0), **parts)
         if misfit := slots.misfit():
             raise ValueError(f"keys or values in {codec.bits} bits do not fit together: {misfit}")
         return slots

@@ -111,10 +111,6 @@ class BalanceKV(BudgetedMethod):
         self._require("rho", self.rho is None or self.rho >= 1, "none or a number of 1 or more")
 
     @property
-    def uncodable(self) -> str:
-        return "" if self.form == "block" else f"for form={self.form} writes all slots anew with each block"
-
-    @property
     def placeless(self) -> str:
         if self.form == "block":
             return ""

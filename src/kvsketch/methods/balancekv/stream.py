@@ -244,10 +244,5 @@ def _write(table: SlotTable, num: Tensor, den: Tensor, room: int, keys_room: int
     log_num, log_den = (torch.where(level < 0, NEG_INF, level * LN2) for level in (num, den))
     log_num[..., room + 1 :] = NEG_INF
     table.write_layout(
-        _gather(table.key_slots(), source), _gather(values, source[..., : room + 1]), index,
-        log_num.float(), log_den.float(), (with_value >= 0).sum(-1, keepdim=True), chosen,
-    )  # fmt: skip
-
-
-def _gather(tensor: Tensor, slots: Tensor) -> Tensor:
-    return tensor.gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, tensor.shape[-1]))
+        chosen, room + 1, index, log_num.float(), log_den.float(), (with_value >= 0).sum(-1, keepdim=True)
+    )

@@ -93,10 +93,6 @@ class SubGen(BudgetedMethod):
             self._require_room(self.budget_size.tokens)
 
     @property
-    def uncodable(self) -> str:
-        return "for a step copies tokens between slots and compares their exact keys with those of clusters"
-
-    @property
     def placeless(self) -> str:
         return "for it holds a token in several slots, whose weights estimate sums over the whole text"
 

@@ -94,6 +94,9 @@ def rewrite(
 ) -> None:
     """Folds what has to leave the exact slots of a table in any state, and writes the table anew."""
     layout = None if table.exact else layout_of(table)
+    if table.bits:
+        # Draws and weights are those of the vectors that will be read: the sums stay unbiased.
+        table.code()
     tokens = exact_tokens(table, layout)
     batch, heads = tokens.keys.shape[:2]
     device = tokens.keys.device
@@ -164,7 +167,7 @@ def state_of(table: SlotTable) -> State:
     assert table.next_slot is not None and table.clock is not None
     state = table.state_of(Structure)
     return State(
-        *table.buffers(), table.index, table.log_num, table.log_den, table.next_slot, table.clock,
+        *table.stores(), table.index, table.log_num, table.log_den, table.next_slot, table.clock,
         table.padding, state.plan, state.representatives, state.counts, state.delta, state.mu, state.shares,
         state.streams, state.squares, state.folded,
     )  # fmt: skip
@@ -268,7 +271,6 @@ def write(
     real = table.real_tokens()[:, 0]  # [B, 1]
     columns, kept = columns_of(tokens, _wanted_positions(real, plan, layout))
     heads = tokens.keys.shape[1]
-    at = columns[:, None].expand(-1, heads, -1)
     held = torch.where(kept, tokens.index.gather(1, columns), -1)[:, None].expand(-1, heads, -1)
     exact_weight = torch.where(held >= 0, 0.0, NEG_INF)
     shares = numerator_shares(sketch.values, sketch.index, coalesce, mixed=sketch.folded is not None)
@@ -281,14 +283,9 @@ def write(
         den = denominator_weights(sketch.counts, sketch.den_index, plan, coalesce).flatten(2)
         log_den = torch.cat([exact_weight, torch.full_like(num, NEG_INF), den], 2)
         log_num = torch.cat([exact_weight, num, torch.full_like(den, NEG_INF)], 2)
-    table.write_layout(
-        keys=torch.cat([gather_slots(tokens.keys, at), sketch.keys, sketch.den_keys.flatten(2, 3)], 2),
-        values=torch.cat([gather_slots(tokens.values, at), sketch.values], 2),
-        index=torch.cat([held, sketch.index, sketch.den_index.flatten(2)], 2),
-        log_num=log_num,
-        log_den=log_den,
-        next_slot=slot_of(real[:, 0], plan, layout).view(-1, 1, 1).expand(-1, heads, 1).contiguous(),
-    )
+    index = torch.cat([held, sketch.index, sketch.den_index.flatten(2)], 2)
+    next_slot = slot_of(real[:, 0], plan, layout).view(-1, 1, 1).expand(-1, heads, 1).contiguous()
+    table.write_layout(_sources(table, index, layout.valued), layout.valued, index, log_num, log_den, next_slot)
     _remember(
         table.state_of(Structure),
         table.shared,
@@ -304,6 +301,19 @@ def write(
         squares=squares,
         folded=sketch.folded,
     )
+
+
+def _sources(table: SlotTable, wanted: Tensor, valued: int) -> Tensor:  # [B, H, K]
+    """Slots of a table that hold the tokens `wanted` [B, H, K], the first `valued` of them with a value; -1: none."""
+    index = table.index_slots()
+    held = index[:, :, : table.value_slots().shape[2]]
+    return torch.cat([_places(held, wanted[:, :, :valued]), _places(index, wanted[:, :, valued:])], 2)
+
+
+def _places(held: Tensor, wanted: Tensor) -> Tensor:  # [B, H, k]
+    ordered, order = held.sort(dim=-1, stable=True)
+    at = torch.searchsorted(ordered.contiguous(), wanted.contiguous()).clamp_max(held.shape[2] - 1)
+    return torch.where(wanted >= 0, order.gather(2, at), -1)
 
 
 def _remember(state: Structure, in_place: bool, **tensors: Tensor | None) -> None:

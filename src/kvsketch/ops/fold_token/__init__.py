@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.dispatch import implementation
 
 NUMERATOR, DENOMINATOR, MERGE = 0, 1, 2  # streams of random draws
@@ -69,8 +70,8 @@ class Plan(NamedTuple):
 class State:
     """Everything a step reads and writes."""
 
-    keys: Tensor  # [B, H, K, D]
-    values: Tensor  # [B, H, V, Dv]
+    keys: Tensor | CodedSlots  # [B, H, K, D]
+    values: Tensor | CodedSlots  # [B, H, V, Dv]
     index: Tensor  # [B, H, K] int32, -1 empty
     log_num: Tensor | None  # [B, H, K] fp32; None: the numerator's weights serve both sums and lie in log_den
     log_den: Tensor  # [B, H, K] fp32
@@ -95,5 +96,7 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
     The numerator's samples take it with probability |v|^2 / mu each; it opens a cluster or joins the nearest, whose
     slots take it with probability 1 / n each; the weights of all samples follow. With `coalesce` the first of several
     copies of a token carries the weight of all. Draws depend only on (streams, position, slot).
+
+    Of keys and values in few bits codes are copied, and norms and distances are those of the decoded vectors.
     """
-    implementation("fold_token", state.keys.device, state).fold_token(state, layout, coalesce)
+    implementation("fold_token", state.index.device, state).fold_token(state, layout, coalesce)

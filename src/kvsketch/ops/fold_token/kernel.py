@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.device import on
@@ -25,6 +26,8 @@ CERTAIN = tl.constexpr(4294967296.0)
 
 def supported(state: State) -> bool:
     """True when the kernel supports this table."""
+    if not isinstance(state.keys, Tensor) or not isinstance(state.values, Tensor):
+        return False
     sizes = max(state.keys.shape[3], state.values.shape[3]) <= MAX_HEAD_SIZE
     per_cluster = (state.keys.shape[2] - state.values.shape[2]) // max(1, state.counts.shape[2])
     return sizes and per_cluster <= MAX_PER_CLUSTER and state.keys.dtype in KERNEL_DTYPES
@@ -32,6 +35,7 @@ def supported(state: State) -> bool:
 
 def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
     """See `kvsketch.ops.fold_token`; all tensors are contiguous, the last dimension of keys and values at least."""
+    assert isinstance(state.keys, Tensor) and isinstance(state.values, Tensor)
     batch, heads, slots, size = state.keys.shape
     value_size = state.values.shape[3]
     with on(state.keys.device):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.tensors import wide
 from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR, Layout, State
 from kvsketch.ops.reservoir.reference import draws, thresholds
@@ -22,11 +23,11 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
     slot = slot_of(real, state.plan, layout).view(-1, 1, 1).expand(state.next_slot.shape)
     index = state.index.gather(2, slot)  # [B, H, 1]
     position = index.long() if state.padding is None else index - state.padding.view(-1, 1, 1)
-    sinks, samples = state.plan[:, 0].view(-1, 1, 1), state.plan[:, 3].view(-1, 1, 1)
-    folds = (index >= 0) & (position >= sinks) & (samples > 0)  # [B, H, 1]
-    key, value = (_at(tensor, slot) for tensor in (state.keys, state.values))
-    _fold_numerator(state, layout, key, value, index, position, folds)
-    values, index_of_samples = state.values[:, :, layout.exact :], state.index[:, :, layout.exact : layout.valued]
+    sinks, used = state.plan[:, 0].view(-1, 1, 1), state.plan[:, 3].view(-1, 1, 1)
+    folds = (index >= 0) & (position >= sinks) & (used > 0)  # [B, H, 1]
+    _fold_numerator(state, layout, slot, index, position, folds)
+    samples = torch.arange(layout.exact, layout.valued, device=slot.device).expand(*slot.shape[:2], -1)
+    values, index_of_samples = _at(state, state.values, samples), state.index[:, :, layout.exact : layout.valued]
     state.shares.copy_(numerator_shares(values, index_of_samples, coalesce, mixed=state.folded is not None))
     if state.squares is not None:
         state.squares.copy_(norms(values).square())
@@ -35,7 +36,7 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
         state.mu, state.shares, state.plan, state.squares, state.folded
     )
     if layout.clusters:
-        _fold_denominator(state, layout, key, index, position, folds)
+        _fold_denominator(state, layout, slot, index, position, folds)
         samples_index = state.index[:, :, layout.valued :].unflatten(2, (layout.clusters, layout.per_cluster))
         log_den = denominator_weights(state.counts, samples_index, state.plan, coalesce)
         state.log_den[:, :, layout.valued :] = log_den.flatten(2)
@@ -108,11 +109,9 @@ def norms(values: Tensor) -> Tensor:
     return torch.linalg.vector_norm(values, dim=-1, dtype=torch.promote_types(values.dtype, torch.float32))
 
 
-def _fold_numerator(
-    state: State, layout: Layout, key: Tensor, value: Tensor, index: Tensor, position: Tensor, folds: Tensor
-) -> None:
+def _fold_numerator(state: State, layout: Layout, slot: Tensor, index: Tensor, position: Tensor, folds: Tensor) -> None:
     """Every sample becomes the token with probability |v|^2 / (mu + |v|^2), or the odd ones with 1 / n."""
-    weight = torch.where(folds, norms(value).double().square(), 0.0)  # [B, H, 1]
+    weight = torch.where(folds, norms(_at(state, state.values, slot)).double().square(), 0.0)  # [B, H, 1]
     state.mu.add_(weight[..., 0])
     threshold = thresholds(weight, state.mu[..., None])
     if state.folded is not None:
@@ -122,15 +121,17 @@ def _fold_numerator(
     used = torch.arange(layout.samples, device=drawn.device) < state.plan[:, 3].view(-1, 1, 1)
     fired = (drawn < threshold) & used
     stretch = slice(layout.exact, layout.valued)
-    _write(state.keys[:, :, stretch], fired, key)
-    _write(state.values[:, :, stretch], fired, value)
+    target = torch.arange(layout.exact, layout.valued, device=drawn.device).expand(fired.shape)
+    _copy(state.keys, slot, target, fired)
+    _copy(state.values, slot, target, fired)
     state.index[:, :, stretch].copy_(torch.where(fired, index, state.index[:, :, stretch]))
 
 
 def _fold_denominator(
-    state: State, layout: Layout, key: Tensor, index: Tensor, position: Tensor, folds: Tensor
+    state: State, layout: Layout, slot: Tensor, index: Tensor, position: Tensor, folds: Tensor
 ) -> None:
     """The token opens a cluster or joins the nearest, whose slots it takes with probability 1 / n each."""
+    key = _at(state, state.keys, slot)
     distance = (wide(state.representatives) - wide(key)).square().sum(-1)  # [B, H, m]
     alive = (state.counts > 0).sum(-1, keepdim=True)
     number = torch.arange(layout.clusters, device=key.device)
@@ -149,14 +150,24 @@ def _fold_denominator(
     fired = draws(state.streams[..., DENOMINATOR], position[:, 0], layout.per_cluster)[:, :, 0] < threshold  # [B, H, t]
     fired = fired & (slots < state.plan[:, 5].view(-1, 1, 1))
     target = layout.valued + label * layout.per_cluster + slots
-    at = target[..., None].expand(-1, -1, -1, key.shape[3])
-    state.keys.scatter_(2, at, torch.where(fired[..., None], key, state.keys.gather(2, at)))
+    _copy(state.keys, slot, target, fired)
     state.index.scatter_(2, target, torch.where(fired, index, state.index.gather(2, target)))
 
 
-def _write(stretch: Tensor, fired: Tensor, content: Tensor) -> None:
-    stretch.copy_(torch.where(fired[..., None], content, stretch))
+def _copy(part: Tensor | CodedSlots, slot: Tensor, target: Tensor, fired: Tensor) -> None:
+    """Copies what `slot` [B, H, 1] holds into the slots `target` [B, H, n] where they have `fired`, as it is held."""
+    for held in (part,) if isinstance(part, Tensor) else (part.codes, part.steps.unsqueeze(-1)):
+        at = target[..., None].expand(-1, -1, -1, held.shape[3])
+        held.scatter_(2, at, torch.where(fired[..., None], _gathered(held, slot), held.gather(2, at)))
+    if not isinstance(part, Tensor):
+        gone = (part.exact_at.unsqueeze(-1) == target.unsqueeze(2)) & fired.unsqueeze(2)  # [B, H, E, n]
+        part.exact_at.masked_fill_(gone.any(-1), -1)
 
 
-def _at(tensor: Tensor, slot: Tensor) -> Tensor:
-    return tensor.gather(2, slot[..., None].expand(-1, -1, -1, tensor.shape[3]))
+def _at(state: State, part: Tensor | CodedSlots, slots: Tensor) -> Tensor:  # [B, H, n, D]
+    """The vectors of the slots [B, H, n]."""
+    return _gathered(part, slots) if isinstance(part, Tensor) else part.decoded_at(slots, state.representatives.dtype)
+
+
+def _gathered(held: Tensor, slots: Tensor) -> Tensor:
+    return held.gather(2, slots[..., None].expand(-1, -1, -1, held.shape[3]))
