@@ -26,16 +26,16 @@ def test_a_row_that_ends_early_leaves_the_others_alone(name: str) -> None:
     model = zoo.build("llama")
     ids, mask = padded(zoo.tokens(3, 40), [0, 12, 5])
     method = with_budget(name, 16)
-    free = generate(model, ids, CompressedCache(model, method), attention_mask=mask).sequences[:, 40:]
+    free = generate(model, ids, CompressedCache(model, method), attention_mask=mask, max_new_tokens=8).sequences[:, 40:]
     end = int(free[1, 3])
     stopped = model.generate(
-        ids, attention_mask=mask, past_key_values=CompressedCache(model, method), max_new_tokens=12, do_sample=False,
+        ids, attention_mask=mask, past_key_values=CompressedCache(model, method), max_new_tokens=8, do_sample=False,
         eos_token_id=end, pad_token_id=0,
     )[:, 40:]  # fmt: skip
     for row in range(3):
         kept = free[row].tolist()
         kept = kept[: kept.index(end) + 1] if end in kept else kept
-        assert stopped[row].tolist() == (kept + [0] * 12)[: stopped.shape[1]]
+        assert stopped[row].tolist() == (kept + [0] * 8)[: stopped.shape[1]]
     assert stopped[1, 4:].eq(0).all() and stopped.shape[1] > 5
 
 
@@ -45,16 +45,16 @@ def test_each_of_several_samples_is_what_it_would_be_alone(name: str) -> None:
     model, ids = zoo.build("llama"), zoo.tokens(2, 40)
     torch.manual_seed(0)
     method = with_budget(name, 16)
-    out = generate(model, ids, CompressedCache(model, method), do_sample=True, num_return_sequences=3, max_new_tokens=8)
+    out = generate(model, ids, CompressedCache(model, method), do_sample=True, num_return_sequences=3, max_new_tokens=6)
     assert len({tuple(row) for row in out.sequences.tolist()}) > 2
-    for row in (1, 3, 5):
+    for row in (1, 5):
         text = out.sequences[row : row + 1]
         pieces = [text[:, :40], *text[:, 40:-1].split(1, 1)]
         alone = fed(model, CompressedCache(model, method), pieces)[39:]
         torch.testing.assert_close(torch.stack([step[row] for step in out.logits]), alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["full", "h2o", "subgen", "quest"])  # one of each kind of table
 def test_a_model_that_drafts_changes_no_token_while_all_is_kept(name: str) -> None:
     model, ids = zoo.build("llama"), zoo.tokens(1, 20)
     draft = zoo.build("llama", num_hidden_layers=1)
@@ -64,8 +64,9 @@ def test_a_model_that_drafts_changes_no_token_while_all_is_kept(name: str) -> No
     assert cache.tokens_seen == 31
 
 
-@pytest.mark.parametrize("source", ["assistant", "lookup"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "source"), [*((name, "lookup") for name in METHODS), ("h2o", "assistant"), ("quest", "assistant")]
+)
 def test_drafted_tokens_are_those_of_the_pieces_that_were_read(name: str, source: str) -> None:
     """Under a budget, the pieces that were read give the same tokens again, whatever else was drafted and rejected."""
     model, ids = zoo.build("llama"), zoo.tokens(1, 6).repeat(1, 6)

@@ -75,7 +75,7 @@ def test_saved_copied_and_reordered_caches_go_on_as_before(name: str, tmp_path: 
     assert cache.device_bytes == loaded.device_bytes
 
 
-@pytest.mark.parametrize("name", CODABLE)
+@pytest.mark.parametrize("name", ["full", "h2o", "balancekv", "quest", "clusterkv"])
 def test_a_draft_that_is_taken_back_leaves_no_trace(name: str) -> None:
     model = zoo.build("llama", **BIG)
     ids, mask = zoo.tokens(1, 92), torch.ones(1, 92, dtype=torch.int64)

@@ -65,8 +65,7 @@ def assert_refused(model: Any, cache: CompressedCache, ids: torch.Tensor) -> Non
     assert_usable_after_reset(model, cache, ids)
 
 
-@pytest.mark.parametrize("prefill", ["exact", "stream"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "prefill"), [*((name, "exact") for name in METHODS), ("h2o", "stream")])
 def test_a_forward_broken_off_anywhere(name: str, prefill: str) -> None:
     model, ids = zoo.build("llama"), zoo.tokens(1, 60)
     base = CompressedCache(model, with_budget(name, 16), prefill=prefill, chunk=8)
@@ -95,9 +94,9 @@ def test_a_forward_broken_off_anywhere(name: str, prefill: str) -> None:
     assert_usable_after_reset(model, cache, ids)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("first", [True, False], ids=["prompt", "later"])
-@pytest.mark.parametrize("piece", [1, 9])
+@pytest.mark.parametrize(
+    ("family", "first", "piece"), [("llama", True, 9), ("llama", False, 1), ("gemma3", True, 1), ("gemma3", False, 9)]
+)
 def test_between_two_layers(monkeypatch: pytest.MonkeyPatch, family: str, first: bool, piece: int) -> None:
     model, ids = zoo.build(family), zoo.tokens(1, 60)
     cache = CompressedCache(model, "h2o:budget=16:recent=4")

@@ -36,8 +36,10 @@ def assert_within_budget(cache: CompressedCache, budget: int) -> None:
         assert most is not None and layer.table.stored() <= most <= budget
 
 
-@pytest.mark.parametrize("name", BOUNDED)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gptj"])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [*((name, "llama") for name in BOUNDED), ("h2o", "gemma3"), ("pyramidkv", "gemma3"), ("h2o", "gptj")],
+)
 def test_budget_and_bytes_hold_at_every_step(name: str, family: str) -> None:
     model, ids = zoo.build(family), zoo.tokens(2, 120)
     require_angles(name, model)
@@ -85,14 +87,14 @@ def test_sinks_and_recent_tokens_stay(name: str) -> None:
 @pytest.mark.parametrize("budget", ["16", "25%"])
 def test_a_row_alone_equals_that_row_in_a_left_padded_batch(name: str, budget: str) -> None:
     model = zoo.build("qwen2")
-    lengths = [40, 29, 33, 6]  # a quarter of 6 tokens is less than the sinks
+    lengths = [40, 29, 6]  # a quarter of 6 tokens is less than the sinks
     rows = [zoo.tokens(1, n, seed=n) for n in lengths]
     batch = torch.cat([torch.nn.functional.pad(r, (40 - r.shape[1], 0)) for r in rows])
     batch, mask = padded(batch, [40 - n for n in lengths])
     method = with_budget(name, 16).replace("budget=16", f"budget={budget}")
-    together = generate(model, batch, CompressedCache(model, method), attention_mask=mask)
+    together = generate(model, batch, CompressedCache(model, method), attention_mask=mask, max_new_tokens=7)
     for i, row in enumerate(rows):
-        alone = generate(model, row, CompressedCache(model, method))
+        alone = generate(model, row, CompressedCache(model, method), max_new_tokens=7)
         assert together.sequences[i, 40:].tolist() == alone.sequences[0, row.shape[1] :].tolist()
         for a, b in zip(together.logits, alone.logits, strict=True):
             torch.testing.assert_close(a[i], b[0], atol=1e-4, rtol=1e-4)
@@ -104,13 +106,13 @@ def test_a_row_alone_equals_that_row_in_a_left_padded_batch(name: str, budget: s
 def test_a_row_that_outgrows_its_budget_beside_a_longer_one(method: str) -> None:
     """Rows that fit the budget when they begin, and one that does not, each as it is alone at every step."""
     model, (name, *options) = zoo.build("qwen2"), method.split(":")
-    lengths = [45, 3, 11, 16, 19]
+    lengths = [45, 3, 9]
     rows = [zoo.tokens(1, n, seed=n) for n in lengths]
     batch = torch.cat([torch.nn.functional.pad(r, (45 - r.shape[1], 0)) for r in rows])
     batch, mask = padded(batch, [45 - n for n in lengths])
-    method = ":".join([with_budget(name, 18), *options])
+    method = ":".join([with_budget(name, 12), *options])
     # The query of token 0, whose embedding is zero, likes all keys alike: what it reads would be chance.
-    options = {"max_new_tokens": 20, "suppress_tokens": [0]}
+    options = {"max_new_tokens": 14, "suppress_tokens": [0]}
     together = generate(model, batch, CompressedCache(model, method), attention_mask=mask, **options)
     for i, row in enumerate(rows):
         alone = generate(model, row, CompressedCache(model, method), **options)
@@ -126,9 +128,10 @@ def test_beams_reorder_everything(name: str) -> None:
         model,
         ids,
         CompressedCache(model, with_budget(name, 16)),
-        num_beams=4,
-        num_return_sequences=4,
+        num_beams=3,
+        num_return_sequences=3,
         output_scores=True,
+        max_new_tokens=8,
     )
     for sequence, score in zip(out.sequences, out.sequences_scores, strict=True):
         cache = CompressedCache(model, with_budget(name, 16))
@@ -143,7 +146,8 @@ def test_beams_reorder_everything(name: str) -> None:
 @pytest.mark.parametrize("name", BOUNDED)
 def test_a_seed_reproduces(name: str) -> None:
     model, ids = zoo.build("llama"), zoo.tokens(1, 60)
-    runs = [generate(model, ids, CompressedCache(model, with_budget(name, 16), seed=s)).logits[-1] for s in (3, 3, 4)]
+    caches = [CompressedCache(model, with_budget(name, 16), seed=seed) for seed in (3, 3, 4)]
+    runs = [generate(model, ids, cache, max_new_tokens=4).logits[-1] for cache in caches]
     assert torch.equal(runs[0], runs[1])
     fields = {f.name for f in dataclasses.fields(kvsketch.METHODS[name])}
     if "seed" in fields and getattr(kvsketch.METHODS[name], "random", False):
@@ -168,10 +172,10 @@ def drawn(model: torch.nn.Module, text: str, seed: int) -> list[torch.Tensor]:
     heads, size = model.config.num_key_value_heads, model.config.head_dim
     for layer in cache.slot_layers:
         generator = torch.Generator().manual_seed(5)
-        keys, values, queries = (torch.randn(2, n * heads, 90, size, generator=generator) for n in (1, 1, 2))
+        keys, values, queries = (torch.randn(2, n * heads, 85, size, generator=generator) for n in (1, 1, 2))
         table = layer.table
         table.scale = size**-0.5
-        for part in (slice(0, 80), *(slice(i, i + 1) for i in range(80, 90))):
+        for part in (slice(0, 80), *(slice(i, i + 1) for i in range(80, 85))):
             layer.method.prepare(table, keys[:, :, part], values[:, :, part])
             table.append(keys[:, :, part], values[:, :, part])
             layer.method.compress(table, queries[:, :, part])
@@ -184,7 +188,7 @@ def drawn(model: torch.nn.Module, text: str, seed: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", RANDOM)
 def test_the_seed_of_a_cache_changes_the_draws_of_every_layer(name: str) -> None:
     """Experiments give each sample a seed of its own, so that intervals hold the error of the draws too."""
-    model = zoo.build("llama", num_hidden_layers=3)
+    model = zoo.build("llama")
     runs = [drawn(model, RANDOM[name], seed) for seed in (1, 1, 2)]
     for same, again, other in zip(*runs, strict=True):
         assert torch.equal(same, again)

@@ -48,8 +48,7 @@ def test_another_hidden_token_changes_nothing(name: str, prefill: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSING)
-@pytest.mark.parametrize("budget", [16, 96], ids=["bounded", "with room for everything"])
-@pytest.mark.parametrize("prefill", ["exact", "stream"])
+@pytest.mark.parametrize(("budget", "prefill"), [(16, "exact"), (96, "stream")])
 def test_methods_that_would_read_them_refuse_until_the_cache_is_reset(name: str, budget: int, prefill: str) -> None:
     model = zoo.build("llama")
     cache = CompressedCache(model, with_budget(name, budget), prefill=prefill, chunk=7)

@@ -45,8 +45,7 @@ def tensors(cache: CompressedCache) -> list[Tensor]:
     return [t for layer in cache.slot_layers for t in (*layer.table.tensors(), *layer.table.host_tensors())]
 
 
-@pytest.mark.parametrize("prefill", ["exact", "stream"])
-@pytest.mark.parametrize("budget", [16, 96])
+@pytest.mark.parametrize(("budget", "prefill"), [(16, "exact"), (96, "stream")])
 @pytest.mark.parametrize("name", [*METHODS, *OFFLOADED])
 def test_gradients_may_be_on(name: str, budget: int, prefill: str) -> None:
     model = zoo.build("llama")
@@ -75,7 +74,7 @@ def test_gradients_of_a_prompt_are_those_of_the_model(name: str, recording: bool
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("inside", [[0], [1], [0, 3], [2, 3], [0, 1, 2, 3, 4]], ids=str)
+@pytest.mark.parametrize("inside", [[1], [0, 3], [0, 1, 2, 3, 4]], ids=str)
 @pytest.mark.parametrize("name", [*METHODS, *OFFLOADED])
 def test_inference_mode_may_come_and_go(name: str, inside: list[int]) -> None:
     model = zoo.build("llama")

@@ -13,7 +13,7 @@ from kvsketch.models import texts
 from tests.helpers.common import bounded
 
 pytestmark = pytest.mark.real_model
-BUDGET = 96
+BUDGET = 64
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def smollm2() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def prompt(smollm2: tuple[Any, Any]) -> Any:
-    return texts.passkey_document(smollm2[1], tokens=320, depth=0.5, seed=3)
+    return texts.passkey_document(smollm2[1], tokens=192, depth=0.5, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def text_form(name: str) -> str:
     return f"{name}:budget={BUDGET}" if "budget" in fields else name
 
 
-@pytest.mark.parametrize("name", ["full", "streamingllm", "snapkv", "balancekv", "subgen", "clusterkv", "rehearse"])
+@pytest.mark.parametrize("name", ["full", "snapkv", "balancekv", "subgen", "clusterkv", "rehearse"])
 def test_each_kind_of_table_generates(name: str, smollm2: tuple[Any, Any], prompt: Any, full_answer: Any) -> None:
     model, tokenizer = smollm2
     cache = CompressedCache(model, text_form(name))
@@ -60,11 +60,5 @@ def test_each_kind_of_table_generates(name: str, smollm2: tuple[Any, Any], promp
     answer = tokenizer.decode(out.sequences[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)
     if cache.method.family in ("full", "recall"):
         assert str(prompt.passkey) in answer
-
-
-def test_the_full_cache_gives_the_models_own_tokens(smollm2: tuple[Any, Any], prompt: Any, full_answer: Any) -> None:
-    model, _ = smollm2
-    out = model.generate(
-        prompt.input_ids, past_key_values=CompressedCache(model, "full"), max_new_tokens=12, do_sample=False
-    )
-    assert out.tolist() == full_answer.sequences.tolist()
+    if name == "full":
+        assert out.sequences.tolist() == full_answer.sequences.tolist()

@@ -88,7 +88,7 @@ def test_a_chunk_that_holds_the_prompt_is_exact_prefill(name: str) -> None:
     # A refit makes more of what attention kernels round differently.
     method = with_budget(name, 16) + ":refit=none" * (name == "rehearse")
     exact, streamed = CompressedCache(model, method), stream(model, method, chunk=40)
-    runs = [generate(model, ids, cache, attention_mask=mask) for cache in (exact, streamed)]
+    runs = [generate(model, ids, cache, attention_mask=mask, max_new_tokens=5) for cache in (exact, streamed)]
     assert runs[0].sequences.tolist() == runs[1].sequences.tolist()
     assert_same_state(exact, streamed)
 
@@ -97,8 +97,8 @@ def test_a_chunk_that_holds_the_prompt_is_exact_prefill(name: str) -> None:
 def test_nothing_to_compress_is_the_full_cache(name: str) -> None:
     model = zoo.build("llama")
     ids, mask = padded(zoo.tokens(2, 40), [0, 13])
-    full = generate(model, ids, DynamicCache(config=model.config), attention_mask=mask)
-    ours = generate(model, ids, stream(model, with_budget(name, 80)), attention_mask=mask)
+    caches = stream(model, with_budget(name, 80)), DynamicCache(config=model.config)
+    ours, full = (generate(model, ids, cache, attention_mask=mask, max_new_tokens=6) for cache in caches)
     assert ours.sequences.tolist() == full.sequences.tolist()
     for a, b in zip(ours.logits, full.logits, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
@@ -115,7 +115,7 @@ def test_a_row_alone_equals_that_row_behind_whole_chunks_of_padding(name: str) -
     torch.testing.assert_close(together[1:], alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("padding", [1, 7, 2 * CHUNK, LENGTH - 5])
+@pytest.mark.parametrize("padding", [7, LENGTH - 5])
 @pytest.mark.parametrize(
     "method", [*(with_budget(name, 16) for name in RECALL), "clusterkv:budget=25%:sinks=2:skip_layers=0"]
 )
@@ -125,7 +125,7 @@ def test_a_row_of_a_recall_method_is_what_it_is_alone_whatever_its_padding(metho
     row = zoo.tokens(1, LENGTH - padding)
     batch = torch.cat([zoo.tokens(1, LENGTH, seed=5), torch.nn.functional.pad(row, (padding, 0))])
     batch, mask = padded(batch, [0, padding])
-    options = {"max_new_tokens": 8, "suppress_tokens": [0]}
+    options = {"max_new_tokens": 6, "suppress_tokens": [0]}
     together = generate(model, batch, stream(model, method), attention_mask=mask, **options)
     for alone in (stream(model, method), CompressedCache(model, method)):
         for a, b in zip(together.logits, generate(model, row, alone, **options).logits, strict=True):
@@ -232,8 +232,10 @@ def test_transformers_own_chunks_are_the_same_chunks() -> None:
     assert ours.sequences.tolist() == theirs.sequences.tolist()
 
 
-@pytest.mark.parametrize("prefill", ["exact", "stream"])
-@pytest.mark.parametrize(("length", "shares"), [(4 * CHUNK, [12, 24, 36, 48]), (4 * CHUNK + 1, [12, 24, 36, 48, 48])])
+@pytest.mark.parametrize(
+    ("length", "shares", "prefill"),
+    [(4 * CHUNK, [12, 24, 36, 48], "exact"), (4 * CHUNK + 1, [12, 24, 36, 48, 48], "stream")],
+)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_transformers_own_chunks_know_of_no_prompt(name: str, length: int, shares: list[int], prefill: str) -> None:
     """A share is of what has come so far; a last chunk of one token counts as a generated one."""

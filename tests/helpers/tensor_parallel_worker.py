@@ -37,11 +37,11 @@ def converse(model: Any, method: str) -> dict[str, Any]:
     """Some turns of a padded batch: tokens, what the cache counts, and which tokens each head of each layer holds."""
     cache = CompressedCache(model, method, seed=3)
     generator = torch.Generator().manual_seed(1)
-    tokens, mask = padded(torch.randint(3, VOCABULARY, (2, 70), generator=generator), [0, 9])
-    for turn in (0, 11, 3, 2):
+    tokens, mask = padded(torch.randint(3, VOCABULARY, (2, 60), generator=generator), [0, 9])
+    for turn in (0, 11, 2):
         tokens = torch.cat([tokens, torch.randint(3, VOCABULARY, (2, turn), generator=generator)], 1)
         mask = torch.nn.functional.pad(mask, (0, tokens.shape[1] - mask.shape[1]), value=1)
-        tokens = generate(model, tokens, cache, attention_mask=mask, max_new_tokens=5).sequences
+        tokens = generate(model, tokens, cache, attention_mask=mask, max_new_tokens=3).sequences
     tables = [layer.table for layer in cache.slot_layers]
     return {
         "tokens": tokens.tolist(),

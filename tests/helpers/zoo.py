@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -73,8 +74,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+_BUILT: dict[str, PreTrainedModel] = {}
+
+
 def build(family: str, **changes: Any) -> PreTrainedModel:
-    """A small random model of `family`, in fp32, the same at every call."""
+    """A small random model of `family`, in fp32, the same at every call; the caller may change it."""
+    if changes:
+        return _new(family, **changes)
+    if family not in _BUILT:
+        _BUILT[family] = _new(family)
+    torch.manual_seed(0)
+    return copy.deepcopy(_BUILT[family])  # half the time of a new one
+
+
+def _new(family: str, **changes: Any) -> PreTrainedModel:
     model_type, settings = {**FAMILIES, **REFUSED}[family]
     config = AutoConfig.for_model(model_type, **{**settings, **changes})
     torch.manual_seed(0)
