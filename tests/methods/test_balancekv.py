@@ -110,8 +110,7 @@ def test_neither_the_older_nor_the_newer_of_a_pair_is_favoured() -> None:
 # prefill
 
 
-@pytest.mark.parametrize("count", [65, 90, 129, 500, 777, 1000])
-@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize(("count", "rounds"), [(65, 1), (129, 2), (500, 1), (777, 3)])
 @pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"den_weight": "pow2"}], ids=str)
 def test_published_rounds_keep_iterated_halves(count: int, rounds: int, options: dict[str, Any]) -> None:
     method = BalanceKV(budget=count - 1, sinks=20, recent=30, block=64, rounds=rounds, **options)
@@ -137,7 +136,7 @@ def test_published_rounds_keep_iterated_halves(count: int, rounds: int, options:
         assert rounds > 1 or (steps - steps.round()).abs().max() < 1e-5, "one halving doubles a token or does not"
 
 
-@pytest.mark.parametrize("count", [101, 150, 333, 1000, 2047])
+@pytest.mark.parametrize("count", [101, 333, 1000])
 @pytest.mark.parametrize(
     "options", [{}, {"den_weight": "pow2"}, {"select": "strict"}, {"walk": "random", "c": 0.5}], ids=str
 )
@@ -239,7 +238,7 @@ def test_decoding_in_place(options: dict[str, Any], monkeypatch: pytest.MonkeyPa
     method = BalanceKV(budget=120, sinks=4, recent=16, block=64, **options)
     table = filled(method, 400)
     addresses = [tensor.data_ptr() for tensor in table.tensors()]
-    for _ in range(150):
+    for _ in range(100):
         stored, announced = table.stored(), method.maintenance_due(table)
         generator = torch.Generator().manual_seed(table.seen)
         table.append(*(torch.randn(2, 2, 1, 16, generator=generator) for _ in range(2)))
@@ -256,23 +255,23 @@ def test_decoding_in_place(options: dict[str, Any], monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"den_weight": "pow2"}], ids=str)
-def test_no_mass_is_lost_in_1500_steps(options: dict[str, Any]) -> None:
+def test_no_mass_is_lost_in_500_steps(options: dict[str, Any]) -> None:
     """bf16 keys with a large common part and values of one sign or the other, so that the sign classes differ in size.
 
     Doubling one class without conserving the sum loses half of the numerator's mass on the way.
     """
     method = BalanceKV(budget=48, sinks=2, recent=6, block=16, **options)
     generator = torch.Generator().manual_seed(0)
-    keys = (torch.randn(1, 2, 1700, 8, generator=generator) + 8 * torch.randn(8, generator=generator)).bfloat16()
-    values = torch.randn(1, 2, 1700, 8, generator=generator).bfloat16()
+    keys = (torch.randn(1, 2, 700, 8, generator=generator) + 8 * torch.randn(8, generator=generator)).bfloat16()
+    values = torch.randn(1, 2, 700, 8, generator=generator).bfloat16()
     table = SlotTable(0, 1)
     table.scale = SCALE
-    for start, end in [(0, 200), *((i, i + 1) for i in range(200, 1700))]:
+    for start, end in [(0, 200), *((i, i + 1) for i in range(200, 700))]:
         table.append(keys[:, :, start:end], values[:, :, start:end])
         method.compress(table, keys[:, :, start:end])
         if end % 100 == 0:
             assert_mass(table)
-    assert table.seen == 1700 and table.stored() <= 48
+    assert table.seen == 700 and table.stored() <= 48
 
 
 def test_the_reading_check_rejects_a_read() -> None:
@@ -333,8 +332,10 @@ def error(method: Any, seed: int) -> float:
     return float(((out - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"den_weight": "pow2"}, {"temp": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    ("rounds", "options"),
+    [(1, {}), (3, {}), (2, {"select": "strict"}), (2, {"den_weight": "pow2"}), (2, {"temp": 0.1})],
+)
 def test_errors_are_below_those_of_a_sample_of_the_same_size(rounds: int, options: dict[str, Any]) -> None:
     """At least a fifth lower on clustered keys, means of three seeds; the walk with its signs thrown away is not."""
     budget = 64 + (4096 - 64) // 2**rounds

@@ -127,8 +127,9 @@ def test_both_sums_are_close_to_the_exact_ones() -> None:
     assert table.stored() < 2500
 
 
-@pytest.mark.parametrize("form", ["stream:budget=300", "paper:block=64"])
-@pytest.mark.parametrize("steps", [0, 200])
+@pytest.mark.parametrize(
+    ("form", "steps"), [("stream:budget=300", 0), ("stream:budget=300", 100), ("paper:block=64", 100)]
+)
 def test_both_sums_represent_every_token(form: str, steps: int) -> None:
     """The sum of the weights and, over 4 heads and 4 seeds, the means of both sums: a few percent below the exact ones.
 
@@ -222,8 +223,7 @@ def test_rho_bounds_the_quotient_of_the_two_sums(form: str) -> None:
 # promises
 
 
-@pytest.mark.parametrize("budget", [16, 60, 200])
-@pytest.mark.parametrize("walk", ["auto", "greedy"])
+@pytest.mark.parametrize(("budget", "walk"), [(16, "auto"), (60, "greedy"), (200, "auto")])
 def test_the_budget_holds_at_every_token_in_place(budget: int, walk: str) -> None:
     method = BalanceKV(form="stream", budget=budget, sinks=2, recent=4, walk=walk)
     table = stream(method, 500)
@@ -232,7 +232,7 @@ def test_the_budget_holds_at_every_token_in_place(budget: int, walk: str) -> Non
     assert values + keys_only == budget and first_batch(row) <= values
     assert table.length == budget + 1 and table.value_slots().shape[2] == values + 1
     addresses = [tensor.data_ptr() for tensor in table.tensors()]
-    for step in range(60):
+    for step in range(40):
         announced = method.maintenance_due(table)
         stored = table.stored()
         keys, new_values, queries = tokens(1, seed=step + 1)
@@ -250,7 +250,7 @@ def test_the_budget_holds_at_every_token_in_place(budget: int, walk: str) -> Non
     [
         TEXT,
         TEXT.replace("budget=16", "budget=40%"),
-        *(f"balancekv:form=paper:block={b}:sinks=2:recent=4" for b in (4, 8)),
+        "balancekv:form=paper:block=8:sinks=2:recent=4",
     ],
 )
 def test_a_row_alone_equals_that_row_in_a_left_padded_batch(method: str) -> None:
@@ -260,7 +260,7 @@ def test_a_row_alone_equals_that_row_in_a_left_padded_batch(method: str) -> None
     rows = [zoo.tokens(1, n, seed=n) for n in lengths]
     batch = torch.cat([torch.nn.functional.pad(r, (40 - r.shape[1], 0)) for r in rows])
     batch, mask = padded(batch, [40 - n for n in lengths])
-    steps = {"max_new_tokens": 24}
+    steps = {"max_new_tokens": 14}
     together = generate(model, batch, CompressedCache(model, method), attention_mask=mask, **steps)
     for i, row in enumerate(rows):
         alone = generate(model, row, CompressedCache(model, method), **steps)
@@ -273,7 +273,7 @@ def test_a_row_alone_equals_that_row_in_a_left_padded_batch(method: str) -> None
 def test_beams_and_copies(form: str) -> None:
     model, ids = zoo.build("llama"), zoo.tokens(1, 40)
     text = TEXT.replace("form=stream", f"form={form}")
-    out = generate(model, ids, CompressedCache(model, text), num_beams=3, num_return_sequences=3, output_scores=True)
+    out = generate(model, ids, CompressedCache(model, text), num_beams=2, num_return_sequences=2, output_scores=True)
     for sequence, score in zip(out.sequences, out.sequences_scores, strict=True):
         cache = CompressedCache(model, text)
         with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvsketch
@@ -30,7 +30,11 @@ def test_shares_round_trip_and_never_round_to_nothing(a: int, b: int, whole: int
     assert size.of(whole * high) == whole * low
 
 
-@given(st.sampled_from(BOUNDED), st.integers(1, 100), st.lists(st.integers(1, 9000), min_size=1), st.integers(0, 7))
+@settings(max_examples=50)
+@given(
+    st.sampled_from(BOUNDED), st.integers(1, 100), st.lists(st.integers(1, 9000), min_size=1, max_size=4),
+    st.integers(0, 7),
+)  # fmt: skip
 def test_rows_of_a_batch_get_what_they_get_alone(name: str, percent: int, prompts: list[int], layer: int) -> None:
     """The device computes the budgets of left-padded rows, the host that of a row alone."""
     method, table = kvsketch.parse_method(f"{name}:budget={percent}%"), SlotTable(layer, 8)
@@ -71,24 +75,3 @@ def test_bad_methods_name_the_choices(text: str, words: list[str]) -> None:
     with pytest.raises(ValueError, match=r"\w") as error:
         kvsketch.parse_method(text)
     assert all(word in str(error.value) for word in words), str(error.value)
-
-
-@given(st.text(max_size=40))
-def test_any_text_is_a_method_or_a_value_error(text: str) -> None:
-    try:
-        method = kvsketch.parse_method(text)
-    except ValueError:
-        return
-    assert kvsketch.parse_method(str(method)) == method
-
-
-@given(
-    st.sampled_from(sorted(kvsketch.METHODS)),
-    st.lists(st.tuples(st.sampled_from(["budget", "sinks", "recent", "seed"]), st.text(max_size=6)), max_size=3),
-)
-def test_any_setting_is_a_method_or_a_value_error(name: str, settings: list[tuple[str, str]]) -> None:
-    try:
-        method = kvsketch.parse_method(":".join([name, *(f"{k}={v}" for k, v in settings)]))
-    except ValueError:
-        return
-    assert kvsketch.parse_method(str(method)) == method

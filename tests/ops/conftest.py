@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.ops.formula import Attend, by_kernel, by_reference, needs_triton
+from tests.ops.formula import Attend, by_kernel, by_reference, needs_triton, poison
 
 
 @pytest.fixture(scope="session")
@@ -19,11 +19,12 @@ def device() -> torch.device:
 @pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
 def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Attend:
     """Weighted attention by one implementation, whose new buffers hold NaN until they are written."""
-    allocate = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        buffer = allocate(*args, **kwargs)
-        return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison(monkeypatch)
     return by_reference if request.param == "reference" else by_kernel
+
+
+@pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """One implementation of the operation that a test file is named after; new buffers hold NaN until written."""
+    poison(monkeypatch)
+    return importlib.import_module(f"kvsketch.ops.{request.module.__name__.rpartition('.test_')[2]}.{request.param}")

@@ -17,6 +17,17 @@ Attend = Callable[..., Attended]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
+def poison(monkeypatch: pytest.MonkeyPatch, integer: int = 3) -> None:
+    """New buffers hold NaN, or an unlikely integer, until they are written."""
+    allocate = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        buffer = allocate(*args, **kwargs)
+        return buffer.fill_(float("nan") if buffer.is_floating_point() else integer)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
 @dataclass
 class Inputs:
     q: Tensor

@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
-
-
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New buffers hold NaN, or an unlikely number, until they are written."""
-    allocate = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        buffer = allocate(*args, **kwargs)
-        return buffer.fill_(float("nan") if buffer.is_floating_point() else 3)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

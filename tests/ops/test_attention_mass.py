@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvsketch import ops
 from kvsketch.ops.attention_mass import Noise, Options, Temperature, reference, stream
 from kvsketch.ops.common import dispatch
-from tests.ops.formula import needs_triton, relative_error
+from tests.ops.formula import needs_triton, poison, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 NOISE = Noise(seed=5, layer=3)
@@ -68,18 +68,12 @@ def dense(
 @pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
 def measure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Measure:
     """The operation by one implementation, whose new buffers hold NaN until they are written."""
-    allocate = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        buffer = allocate(*args, **kwargs)
-        return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer.fill_(-7)
-
     if request.param == "reference":
         monkeypatch.setenv("KVSKETCH_KERNELS", "reference")
     else:
         from kvsketch.ops.attention_mass import kernel
 
-        monkeypatch.setattr(torch, "empty", poisoned)
+        poison(monkeypatch, -7)
         monkeypatch.setattr(dispatch, "kernel_for", lambda operation, device: kernel)
     return ops.attention_mass
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.ops.balance_walk import Arguments, Walked, reference
 from kvsketch.ops.random import hash_combine, to_uniform
-from tests.ops.formula import needs_triton
+from tests.ops.formula import needs_triton, poison
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 Walk = Callable[..., Walked]
@@ -26,13 +26,7 @@ Walk = Callable[..., Walked]
 @pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
 def walk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Walk:
     """The walk by one implementation, whose new buffers hold NaN until they are written."""
-    allocate = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        buffer = allocate(*args, **kwargs)
-        return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison(monkeypatch)
     module = importlib.import_module(f"kvsketch.ops.balance_walk.{request.param}")
 
     def run(k: Tensor, v: Tensor | None, slots: Tensor, scale: float, temp: float = 1.0, **options: Any) -> Walked:

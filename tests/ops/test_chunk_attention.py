@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.chunk_attention import Arguments, Attended, Past, reference
-from tests.ops.formula import needs_triton, relative_error
+from tests.ops.formula import needs_triton, poison, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 NEG_INF = float("-inf")
@@ -22,13 +22,7 @@ Attend = Callable[[Arguments], Attended]
 @pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
 def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Attend:
     """Chunk attention by one implementation, whose new buffers hold NaN until they are written."""
-    allocate = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        buffer = allocate(*args, **kwargs)
-        return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison(monkeypatch)
     if request.param == "reference":
         return reference.chunk_attention
     from kvsketch.ops.chunk_attention import kernel
@@ -124,8 +118,10 @@ SHAPES = [  # queries, tokens before them, slots, group, size, dtype
 ]
 
 
-@pytest.mark.parametrize(("queries", "before", "slots", "group", "size", "dtype"), SHAPES)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("queries", "before", "slots", "group", "size", "dtype", "tied"),
+    [*((*shape, number % 2 == 0) for number, shape in enumerate(SHAPES)), (*SHAPES[1], True)],
+)
 def test_matches_the_formula(
     attend: Attend,
     device: torch.device,

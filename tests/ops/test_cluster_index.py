@@ -10,18 +10,8 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.cluster_index import ClusterIndex, reference
-from tests.ops.formula import needs_triton
-from tests.ops.recall_inputs import normal, poison
-
-
-@pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    poison(monkeypatch)
-    if request.param == "reference":
-        return reference
-    from kvsketch.ops.cluster_index import kernel
-
-    return kernel
+from tests.ops.formula import needs_triton, poison
+from tests.ops.recall_inputs import normal
 
 
 def random_labels(slots: int, clusters: int, device: torch.device, batch: int = 2, heads: int = 2) -> Tensor:

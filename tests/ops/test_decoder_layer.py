@@ -18,8 +18,7 @@ def close(ours: torch.Tensor, exact: torch.Tensor) -> None:
     torch.testing.assert_close(ours, exact, atol=TOLERANCE[ours.dtype], rtol=TOLERANCE[ours.dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [63, 576, 4096])
+@pytest.mark.parametrize(("dtype", "size"), list(zip(DTYPES, [63, 576, 4096], strict=True)))
 def test_rms_norm(device: torch.device, dtype: torch.dtype, size: int) -> None:
     x = torch.randn(3, 1, size, device=device).to(dtype)
     weight = torch.rand(size, device=device).to(dtype)
@@ -36,8 +35,7 @@ def test_add_rms_norm(device: torch.device, dtype: torch.dtype) -> None:
     close(normal, exact_normal)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [64, 80, 128])
+@pytest.mark.parametrize(("dtype", "size"), list(zip(DTYPES, [64, 80, 128], strict=True)))
 @pytest.mark.parametrize("rows", [1, 3])
 def test_rotate_both(device: torch.device, dtype: torch.dtype, size: int, rows: int) -> None:
     q = torch.randn(3, 1, 8, size, device=device).to(dtype).transpose(1, 2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.farthest_first import SLACK, Centers, Tiles, reference, widest_tile
-from tests.ops.formula import needs_triton
+from tests.ops.formula import needs_triton, poison
 
 Choose = Callable[..., Centers]
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
@@ -20,12 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:
 @pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
 def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Choose:
     """Farthest-first by one implementation, whose new buffers hold NaN until they are written."""
-    allocate = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        buffer = allocate(*args, **kwargs)
-        return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer.fill_(-(2**30))
-
     implementation: Any = reference
     if request.param == "kernel":
         from kvsketch.ops.farthest_first import kernel as implementation
@@ -35,7 +29,7 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     def chosen(keys: Tensor, count: int, valid: Tensor | None = None, given: int = 1, form: str = "exact") -> Centers:
         valid = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device) if valid is None else valid
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", poisoned)
+            poison(patch, -(2**30))
             return implementation.farthest_first(keys, count, valid, given, form)
 
     return chosen

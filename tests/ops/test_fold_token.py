@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ import kvsketch
 from kvsketch.methods.subgen.slots import layout_of, state_of
 from kvsketch.ops.fold_token import reference
 from kvsketch.slots.table import SlotTable
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+from tests.ops.formula import needs_triton
 
 CASES = {
     "small": "subgen:budget=40:sinks=2:recent=6:normalizer=clipped",

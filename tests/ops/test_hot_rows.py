@@ -11,17 +11,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.ops.hot_rows import CALLS, COPIES, HITS, OLDEST, READS, Buffer, HotPlaces, Store, new_places, reference
 from tests.ops.formula import needs_triton
-from tests.ops.recall_inputs import normal, poison
-
-
-@pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    poison(monkeypatch)
-    if request.param == "reference":
-        return reference
-    from kvsketch.ops.hot_rows import kernel
-
-    return kernel
+from tests.ops.recall_inputs import normal
 
 
 class Case:
@@ -86,8 +76,9 @@ def random_lists(case: Case, lists: int, entries: int, step: int, span: int | No
     return rows.int().to(case.tail.device)
 
 
-@pytest.mark.parametrize(("lists", "entries"), [(1, 1), (4, 9), (2, 63)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("lists", "entries", "dtype"), [(1, 1, torch.float32), (4, 9, torch.bfloat16), (2, 63, torch.float32)]
+)
 def test_every_row_is_served(
     implementation: ModuleType, device: torch.device, lists: int, entries: int, dtype: torch.dtype
 ) -> None:

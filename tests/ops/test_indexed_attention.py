@@ -16,8 +16,8 @@ from kvsketch.ops.codec import Codec, CodedSlots, encode
 from kvsketch.ops.common.device import Device
 from kvsketch.ops.indexed_attention import Arguments, Extra, Spans, reference
 from kvsketch.ops.weighted_attention import Attended
-from tests.ops.formula import needs_triton, relative_error
-from tests.ops.recall_inputs import normal, poison
+from tests.ops.formula import needs_triton, poison, relative_error
+from tests.ops.recall_inputs import normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
 Attend = Callable[..., Attended]
@@ -134,15 +134,14 @@ def check(attend: Attend, call: Arguments) -> None:
         torch.testing.assert_close(log_sum.double(), exact, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
-    ("group", "rows", "size", "extras", "dtype"),
+    ("group", "rows", "size", "extras", "dtype", "shared"),
     [
-        (1, 1, 64, 0, torch.float32),
-        (2, 37, 80, 33, torch.float32),
-        (4, 50, 64, 5, torch.bfloat16),
-        (7, 40, 32, 20, torch.float32),
-        (8, 33, 128, 17, torch.float16),
+        (1, 1, 64, 0, torch.float32, False),
+        (2, 37, 80, 33, torch.float32, False),
+        (4, 50, 64, 5, torch.bfloat16, True),
+        (7, 40, 32, 20, torch.float32, True),
+        (8, 33, 128, 17, torch.float16, False),
     ],
 )
 def test_matches_the_formula(

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.kmeans import Clusters, Stream, reference
-from tests.ops.formula import needs_triton
-from tests.ops.recall_inputs import cones, cosine_scores, normal, poison, with_common_part
+from tests.ops.formula import needs_triton, poison
+from tests.ops.recall_inputs import cones, cosine_scores, normal, with_common_part
 
 Cluster = Callable[..., Clusters]
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}

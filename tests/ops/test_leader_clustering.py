@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,22 +12,16 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.leader_clustering import Clustering
+from tests.ops.formula import needs_triton, poison
 
 Cluster = Callable[..., Clustering]
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """Leader clustering by one implementation, whose new buffers hold nonsense until they are written."""
     module = importlib.import_module(f"kvsketch.ops.leader_clustering.{request.param}")
-    allocate = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        buffer = allocate(*args, **kwargs)
-        return buffer.fill_(float("nan") if buffer.is_floating_point() else -(2**31))
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison(monkeypatch, -(2**31))
     return module.leader_clustering
 
 

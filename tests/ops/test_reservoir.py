@@ -13,8 +13,7 @@ from torch import Tensor
 from kvsketch.ops.random import hash_combine, initial_state
 from kvsketch.ops.reservoir import CERTAIN
 from kvsketch.ops.reservoir.reference import draws, thresholds
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+from tests.ops.formula import needs_triton
 
 
 @pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])

@@ -13,19 +13,9 @@ from kvsketch import ops
 from kvsketch.ops.cluster_index import ClusterIndex
 from kvsketch.ops.select_clusters import Selection, reference
 from tests.ops.formula import needs_triton
-from tests.ops.recall_inputs import normal, poison
+from tests.ops.recall_inputs import normal
 
 NEG_INF = float("-inf")
-
-
-@pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    poison(monkeypatch)
-    if request.param == "reference":
-        return reference
-    from kvsketch.ops.select_clusters import kernel
-
-    return kernel
 
 
 def make_index(slots: int, clusters: int, device: torch.device, batch: int = 1, heads: int = 2) -> ClusterIndex:

@@ -11,20 +11,10 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.select_pages import Bounds, Limits, Text, reference
-from tests.ops.formula import needs_triton
-from tests.ops.recall_inputs import normal, poison
+from tests.ops.formula import needs_triton, poison
+from tests.ops.recall_inputs import normal
 
 INF = float("inf")
-
-
-@pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    poison(monkeypatch)
-    if request.param == "reference":
-        return reference
-    from kvsketch.ops.select_pages import kernel
-
-    return kernel
 
 
 def make_text(seen: int, page: int, device: torch.device, padding: list[int] | None = None) -> Text:

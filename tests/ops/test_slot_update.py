@@ -30,8 +30,7 @@ def make_table(device: torch.device, slots: int, dtype: torch.dtype, key_only: i
     return {name: tensor.to(device) for name, tensor in table.items()}
 
 
-@pytest.mark.parametrize("slots", [1, 63, 100, 1000, 2500])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("slots", "dtype"), [(1, torch.float32), (100, torch.bfloat16), (2500, torch.float32)])
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("rows_of_one_program", [0, 16])
 def test_write_token(
@@ -107,9 +106,8 @@ def test_a_token_goes_to_the_page_of_its_row(device: torch.device) -> None:
     assert torch.equal(mine[:4], pool[:4]) and (mine[4] != pool[4]).sum() == 3 * 64
 
 
-@pytest.mark.parametrize("slots", [1, 63, 100, 1000, 2500])
-@pytest.mark.parametrize("scored", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("slots", [1, 100, 2500])
+@pytest.mark.parametrize(("scored", "padded"), [(False, False), (True, False), (True, True)])
 def test_free_lowest(device: torch.device, slots: int, scored: bool, padded: bool) -> None:
     for full in (False, True):
         results = []
@@ -133,7 +131,7 @@ def test_sinks_outrank_recent_tokens_outrank_scores() -> None:
     assert order[:2] in ([0, 1], [1, 0]) and order[2:] == [4, 3, 2, 5]
 
 
-@pytest.mark.parametrize("slots", [63, 100, 2500])
+@pytest.mark.parametrize("slots", [100, 2500])
 @pytest.mark.parametrize("padded", [False, True])
 def test_of_equal_scores_the_oldest_goes_first(device: torch.device, slots: int, padded: bool) -> None:
     """Whatever slot it lies in: the order of slots differs between a row alone and that row in a batch."""

@@ -35,8 +35,7 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
-@pytest.mark.parametrize("width", [360, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
 def test_the_page_fits_and_fetches_nothing(browser: Any, address: str, width: int, scheme: str) -> None:
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     complaints: list[str] = []

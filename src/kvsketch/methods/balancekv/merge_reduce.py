@@ -1,4 +1,4 @@
-"""SoftmaxBalance and MergeAndReduce: the streaming structures of BalanceKV's theorems, on plain keys and values.
+"""SoftmaxBalance and MergeAndReduce: the streaming structures of BalanceKV's theorems.
 
 SoftmaxBalance halves a batch: of the two sign classes of the balancing walk it keeps the smaller one, with weight 2.
 MergeAndReduce halves a stream over and over: C^0 collects t tokens and is halved into C^1, which is halved into C^2
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,59 +133,6 @@ def _reduce(
     old = level.gather(2, tokens.slots)
     new = torch.where(tokens.valid, torch.where(kept, number + 1, -1), old)
     return level.scatter(2, tokens.slots, new)
-
-
-class MergeAndReduce:
-    """MergeAndReduce over one stream of keys [n, D] and values [n, Dv] or, for the softmax denominator, keys alone."""
-
-    def __init__(
-        self,
-        batch: int,
-        scale: float,
-        *,
-        top: int | None = None,
-        c: float = 1.0,
-        walk: str = "random",
-        center: bool = False,
-        on_fail: str = "clip",
-        seed: int = 0,
-    ) -> None:
-        self.batch, self.scale, self.top, self.arrived = batch, scale, top, 0
-        self.options: dict[str, Any] = {"c": c, "walk": walk, "center": center, "on_fail": on_fail}
-        self.options["state"] = initial_state(seed)
-        self.keys = self.values = torch.empty(1, 1, 0, 0)
-        self.rank = self.level = torch.empty(1, 1, 0, dtype=torch.int64)
-
-    def extend(self, k: Tensor, v: Tensor | None = None) -> None:
-        """Takes the next tokens of the stream and halves every batch they complete."""
-        first = self.arrived == 0
-        new_rank = torch.arange(self.arrived, self.arrived + k.shape[0], device=k.device)[None, None]
-        self.arrived += k.shape[0]
-        values = k[:, :0] if v is None else v
-        self.keys = k[None, None] if first else torch.cat([self.keys, k[None, None]], 2)
-        self.values = values[None, None] if first else torch.cat([self.values, values[None, None]], 2)
-        self.rank = new_rank if first else torch.cat([self.rank, new_rank], 2)
-        self.level = torch.zeros_like(new_rank) if first else torch.cat([self.level, torch.zeros_like(new_rank)], 2)
-        level = merge_and_reduce(
-            self.keys, None if v is None else self.values, self.level, self.rank,
-            torch.full((1, 1, 1), self.arrived, device=k.device), torch.full((1, 1, 1), self.batch, device=k.device),
-            self._balance, top=self.top,
-        )  # fmt: skip
-        alive = level[0, 0] >= 0
-        self.keys, self.values = self.keys[:, :, alive], self.values[:, :, alive]
-        self.rank, self.level = self.rank[..., alive], level[..., alive]
-
-    def _balance(self, k: Tensor, v: Tensor | None, slots: Tensor, ids: Tensor) -> Tensor:
-        return softmax_balance(k, v, slots, self.scale, ids=ids, **self.options)
-
-    def sizes(self) -> list[int]:
-        """|C^0|, |C^1|, ..."""
-        return torch.bincount(self.level[0, 0]).tolist()
-
-    def estimate(self, q: Tensor) -> Tensor:
-        """sum_l 2^l sum_{C^l} exp(scale <q, k>) v for queries [m, D]: [m, Dv], or [m] without values."""
-        terms = (self.scale * q @ self.keys[0, 0].T).exp() * 2.0 ** self.level[0, 0]
-        return terms @ self.values[0, 0] if self.values.shape[-1] else terms.sum(-1)
 
 
 @functools.lru_cache(maxsize=4096)
