@@ -15,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.codec import LARGEST_STEP, LEAST_EXPONENT, NOT_FINITE, STEP_DTYPE, Codec, Coded, CodedSlots
-from kvsketch.ops.common.device import on
-from kvsketch.ops.common.kernel import NEARLY_IEEE, dot, hadamard, hadamard_signs, load_levels
+from kvsketch.ops.common.device import device_traits, on
+from kvsketch.ops.common.kernel import dot, hadamard, hadamard_signs, load_levels
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, dense_last
 
 TILE = 64  # vectors of one program
+SMALL_TILE = 8  # where shared memory has no room for a Hadamard matrix
 LEAST = tl.constexpr(LEAST_EXPONENT)
 INFINITE = tl.constexpr(NOT_FINITE)
 TO_INTEGERS = tl.constexpr(1.5 * 2.0**23)  # a float32 of this size has no fraction
@@ -50,15 +51,20 @@ def decode(slots: CodedSlots, dtype: torch.dtype) -> Tensor:
         return out
     (batch, heads, count), codec = slots.steps.shape, slots.codec
     codes, steps = dense_last(slots.codes), dense_last(slots.steps)
+    tile = _tile(codec, out.device)
     with on(out.device):
-        decode_kernel[(triton.cdiv(count, TILE), batch * heads)](
+        decode_kernel[(triton.cdiv(count, tile), batch * heads)](
             codes, steps, slots.center.contiguous(), codec.signs(out.device),
             slots.exact.contiguous(), slots.exact_at.contiguous(), out,
             count, heads, 1.0 / math.sqrt(codec.block), *codes.stride()[:3], *steps.stride()[:2],
-            BITS=codec.bits, D=codec.size, TILE=TILE, EXACT=slots.exact.shape[2],
-            num_warps=4,
+            BITS=codec.bits, D=codec.size, TILE=tile, EXACT=slots.exact.shape[2],
+            num_warps=4 if codec.size <= 128 else 8,
         )  # fmt: skip
     return out
+
+
+def _tile(codec: Codec, device: torch.device) -> int:
+    return TILE if 3 * codec.size**2 < device_traits(device).shared_bytes else SMALL_TILE
 
 
 def _launch(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor | None) -> None:
@@ -66,13 +72,13 @@ def _launch(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor | 
     if not x.numel():
         return
     x, center = dense_last(x), center.contiguous()
-    tile = max(16, min(TILE, triton.next_power_of_2(count)))
+    tile = _tile(codec, x.device)
     with on(x.device):
         encode_kernel[(triton.cdiv(count, tile), batch * heads)](
             x, center, codec.signs(x.device), at, coded.codes, coded.steps,
             count, heads, codec.unit, codec.norm, LARGEST_STEP,
             *x.stride()[:3], *coded.codes.stride()[:3], *coded.steps.stride()[:3],
-            BITS=codec.bits, D=codec.size, TILE=tile, AT=at is not None, num_warps=4,
+            BITS=codec.bits, D=codec.size, TILE=tile, AT=at is not None, num_warps=4 if codec.size <= 128 else 8,
         )  # fmt: skip
 
 
@@ -85,15 +91,18 @@ def packed(levels, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 
 
 @triton.jit
-def turned_integers(n, ROWS: tl.constexpr, D: tl.constexpr):
-    """Integers of up to 16 bits times a Hadamard matrix, without rounding."""
+def turned_integers(n, ROWS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
+    """Integers of up to so many bits and a sign, 8 or 16, times a Hadamard matrix, without rounding."""
     if ROWS < 16:
         return hadamard(n, ROWS, D)
     else:
-        # Multiples of 256 and the rest have 8 significant bits: both are exact in bfloat16.
         mix = hadamard_signs(D).to(tl.bfloat16)
-        upper = (n + 256.0 * TO_INTEGERS) - 256.0 * TO_INTEGERS
-        return dot(upper.to(tl.bfloat16), mix) + dot((n - upper).to(tl.bfloat16), mix)
+        if BITS <= 8:
+            return dot(n.to(tl.bfloat16), mix)
+        else:
+            # Multiples of 256 and the rest have 8 significant bits: both are exact in bfloat16.
+            upper = (n + 256.0 * TO_INTEGERS) - 256.0 * TO_INTEGERS
+            return dot(upper.to(tl.bfloat16), mix) + dot((n - upper).to(tl.bfloat16), mix)
 
 
 @triton.jit
@@ -110,7 +119,7 @@ def levels_and_steps(
     wide = n.to(tl.float64)
     first = unit * tl.sqrt_rn(tl.sum(wide * wide, 1).to(tl.float32))
     inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.where(first == 0.0, 1.0, first))
-    y = turned_integers(n * signs[None, :], ROWS, D)
+    y = turned_integers(n * signs[None, :], ROWS, D, 16)
     largest = 2.0**BITS - 1.0
     levels = tl.minimum(tl.maximum(tl.floor(y * inverse[:, None]) + 2.0 ** (BITS - 1), 0.0), largest)
     z = 2.0 * levels - largest
@@ -166,12 +175,14 @@ def decode_kernel(
     first = tl.program_id(0) * TILE
     row, column = first + tl.arange(0, TILE), tl.arange(0, D)
     inside = row < count
-    y = load_levels(code_ptr + b * code_b + h * code_h, first, code_n, count, TILE, D, D, BITS)
-    y *= tl.load(step_ptr + b * step_b + h * step_h + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+    z = load_levels(code_ptr + b * code_b + h * code_h, first, code_n, count, TILE, D, D, BITS)
+    step = tl.load(step_ptr + b * step_b + h * step_h + row, mask=inside, other=0.0).to(tl.float32)
+    x = turned_integers(2.0 * z, TILE, D, 8) * (0.5 * unit_norm * step)[:, None]
     for i in tl.static_range(EXACT):
-        exact = tl.load(exact_ptr + (head * EXACT + i) * D + column)
-        y = tl.where((row == tl.load(exact_at_ptr + head * EXACT + i))[:, None], exact[None, :], y)
-    x = dot(y, hadamard_signs(D), None, NEARLY_IEEE) * unit_norm * tl.load(sign_ptr + column)[None, :]
-    x += tl.load(center_ptr + head * D + column)[None, :]
+        at = tl.load(exact_at_ptr + head * EXACT + i)
+        if (at >= first) & (at < first + TILE):
+            exact = hadamard(tl.load(exact_ptr + (head * EXACT + i) * D + column)[None, :], 1, D) * unit_norm
+            x = tl.where((row == at)[:, None], exact, x)
+    x = x * tl.load(sign_ptr + column)[None, :] + tl.load(center_ptr + head * D + column)[None, :]
     out = out_ptr + (head * count + row)[:, None] * D + column[None, :]
     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=inside[:, None])

@@ -34,8 +34,6 @@ def wait(EARLY: tl.constexpr):
 
 
 IEEE = tl.constexpr("ieee")  # a default that is a plain string is no constant before Triton 3.7
-# Three products of the tensor cores in place of one in float32.
-NEARLY_IEEE = tl.constexpr("tf32x3" if torch.version.hip is None else "ieee")
 
 
 @triton.jit
