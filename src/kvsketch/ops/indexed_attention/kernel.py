@@ -408,12 +408,15 @@ def pieces_kernel(
 
 
 @triton.jit
-def levels_of_rows(
-    base, step_base, slot, stride, visible, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Levels with their offset, by the channels of words, and twice the steps of gathered rows of 4-bit codes."""
-    l0, l1, l2, l3 = nibbles(load_rows(base, slot, stride, visible, SIZE // 4, BLOCK), DTYPE)
-    return l0, l1, l2, l3, tl.load(step_base + slot, mask=visible, other=0.0).to(tl.float32) * 2.0
+def levels_of_rows(base, slot, stride, visible, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Levels with their offset of gathered rows of 4-bit codes, by the channels of words."""
+    return nibbles(load_rows(base, slot, stride, visible, SIZE // 4, BLOCK), DTYPE)
+
+
+@triton.jit
+def steps_of_rows(base, slot, visible):
+    """Twice the steps of gathered rows."""
+    return tl.load(base + slot, mask=visible, other=0.0).to(tl.float32) * 2.0
 
 
 @triton.jit(do_not_specialize=["row_count", "span_count", "list_splits", "span_splits", "pieces"])
@@ -480,13 +483,15 @@ def coded_pieces_kernel(
         if SPANS > 0:
             slot = tl.where(in_list, slot, span_slots(spans_ptr + b * SPANS * 2, place, span_count, SPANS))
         visible = slot >= 0
-        k0, k1, k2, k3, step = levels_of_rows(k_base, k_step, slot, k_n, visible, HALF, D, BLOCK_D)
+        # Steps are too small for asynchronous copies: they are asked for before the products, and needed behind them.
+        key_step, value_step = steps_of_rows(k_step, slot, visible), steps_of_rows(v_step, slot, visible)
+        k0, k1, k2, k3 = levels_of_rows(k_base, slot, k_n, visible, HALF, D, BLOCK_D)
         s = dot(q, tl.trans(k0), tl.zeros((WIDE, BLOCK_N), tl.float32) + q_lift[:, None])
         s = folded(dot(q3, tl.trans(k3), dot(q2, tl.trans(k2), dot(q1, tl.trans(k1), s))))
         if CAPPED:
-            x = capped((s * step[None, :] + q_center[:, None]) * scale, softcap, CAPPED)
+            x = capped((s * key_step[None, :] + q_center[:, None]) * scale, softcap, CAPPED)
         else:
-            x = s * (step * (scale * LOG2E))[None, :]
+            x = s * (key_step * (scale * LOG2E))[None, :]
         # Exact rows are read behind the loop: here they are only counted.
         hidden = tl.where(visible, 0.0, NEG_INF)
         if tl.max(((slot >= least_exact) & (slot <= most_exact)).to(tl.int32), 0) > 0:
@@ -494,8 +499,8 @@ def coded_pieces_kernel(
             hits += tl.sum(same.to(tl.float32), 1)
             hidden = tl.where(tl.max(same.to(tl.int32), 0) > 0, NEG_INF, hidden)
         origin, total, terms, shrink = add_terms(origin, total, x + hidden[None, :])
-        v0, v1, v2, v3, step = levels_of_rows(v_base, v_step, slot, v_n, visible, HALF, DV, BLOCK_DV)
-        parts = twice((terms * step[None, :]).to(HALF), True)
+        v0, v1, v2, v3 = levels_of_rows(v_base, slot, v_n, visible, HALF, DV, BLOCK_DV)
+        parts = twice((terms * value_step[None, :]).to(HALF), True)
         sum_of_parts = dot(parts, tl.full((BLOCK_N, 8), 1.0, HALF), tl.zeros((WIDE, 8), tl.float32))
         lift = -nibble_offset(HALF) * tl.max(sum_of_parts, 1)[:, None]
         shrink = twice(shrink, True)[:, None]
@@ -550,7 +555,8 @@ def coded_pieces_kernel(
                 cut_place = cut_tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 in_cut = (cut_place >= cut_start) & (cut_place < cut_end)
                 cut_row = tl.load(listed + cut_place, mask=in_cut, other=-1)
-                c0, c1, c2, c3, step = levels_of_rows(v_base, v_step, cut_row, v_n, cut_row >= 0, HALF, DV, BLOCK_DV)
+                step = steps_of_rows(v_step, cut_row, cut_row >= 0)
+                c0, c1, c2, c3 = levels_of_rows(v_base, cut_row, v_n, cut_row >= 0, HALF, DV, BLOCK_DV)
                 same = cut_row[None, :] == exact_at[:, None]
                 cut_hits += tl.sum(same.to(tl.float32), 1)
                 step = tl.where(tl.max(same.to(tl.int32), 0) > 0, 0.0, step)

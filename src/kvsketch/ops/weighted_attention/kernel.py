@@ -59,6 +59,7 @@ MAX_SPLITS = 128
 # Programs that start early are dealt unevenly over the multiprocessors, which costs more than a launch when they are
 # long.
 EARLY_BYTES = 16 << 20
+CODED_BYTES = 132  # of a key and a value of size 128 at 4 bits
 HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -262,7 +263,8 @@ def coded_plan(heads: int, slots: int, rows: int, device: Device) -> Plan:
     block_n = 64
     resident = device.multiprocessors * CODED_PROGRAMS
     splits = best_splits(heads, _ceil_div(slots, block_n), resident)
-    return Plan(block_n, splits, warps=1 if rows == 8 else 4, stages=2, overlap=device.overlap)
+    early = device.overlap and heads * slots * CODED_BYTES <= EARLY_BYTES
+    return Plan(block_n, splits, warps=1 if rows == 8 else 4, stages=2, overlap=device.overlap, early=early)
 
 
 def best_splits(heads: int, tiles: int, resident: int) -> int:
@@ -335,18 +337,19 @@ def score_tile(
 
     WORDS: 4-bit codes are read two bytes at a time, and D and BLOCK_D count these words.
     """
+    if BITS != 16:
+        # Steps are asked for before the products, and needed behind them.
+        step = tl.load(k_step + slots, mask=slots < limit, other=0.0).to(tl.float32) * (2.0 if WORDS else 1.0)
     if WORDS:
         k0, k1, k2, k3 = nibbles(load_tile(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, MASKED), q.dtype)
         s = dot(q, tl.trans(k0), tl.zeros((q.shape[0], BLOCK_N), tl.float32) + q_lift[:, None])
         s = folded(dot(q3, tl.trans(k3), dot(q2, tl.trans(k2), dot(q1, tl.trans(k1), s))))
-        step = tl.load(k_step + slots, mask=slots < limit, other=0.0).to(tl.float32) * 2.0
     elif BITS == 16:
         k_tile = load_tile(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, MASKED)
         s = dot(q, tl.trans(k_tile), tl.zeros((q.shape[0], BLOCK_N), tl.float32)) * scale
     else:
         k_tile = load_levels(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, BITS).to(q.dtype)
         s = dot(q, tl.trans(k_tile), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
-        step = tl.load(k_step + slots, mask=slots < limit, other=0.0).to(tl.float32)
     if BITS == 16:
         return finish_scores(
             s, slots, there, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
@@ -629,6 +632,9 @@ def split_kernel(
         there = slots < limit
         if LOGITS:
             there = without_exact(there, False, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
+        value_step = scale
+        if VALUE_BITS != 16:
+            value_step = tl.load(v_step + slots, mask=slots < value_limit, other=0.0).to(tl.float32)
         x = score_tile(
             q, q1, q2, q3, q_lift, q_center, k_base, k_s, k_step, start, slots, there, limit, scale, softcap,
             logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
@@ -642,8 +648,7 @@ def split_kernel(
         if VALUE_WORDS:
             words = load_tile(v_base, start, v_s, value_limit, BLOCK_N, DV // 4, BLOCK_DV, MASKED)
             v0, v1, v2, v3 = nibbles(words, q.dtype)
-            step = tl.load(v_step + slots, mask=slots < value_limit, other=0.0).to(tl.float32) * 2.0
-            parts = twice((terms * step[None, :]).to(q.dtype), KEY_WORDS)
+            parts = twice((terms * (2.0 * value_step)[None, :]).to(q.dtype), KEY_WORDS)
             # The sum of the rounded parts, which the offset of the levels is taken off with.
             total = dot(parts, tl.full((BLOCK_N, 8), 1.0, q.dtype), tl.zeros((WIDE, 8), tl.float32))
             lift = -nibble_offset(q.dtype) * tl.max(total, 1)[:, None]
@@ -656,8 +661,7 @@ def split_kernel(
             acc = dot(twice(terms.to(v_tile.dtype), KEY_WORDS), v_tile, acc * shrink)
         else:
             z_tile = load_levels(v_base, start, v_s, value_limit, BLOCK_N, DV, BLOCK_DV, VALUE_BITS).to(q.dtype)
-            step = tl.load(v_step + slots, mask=slots < value_limit, other=0.0).to(tl.float32)
-            acc = dot(twice((terms * step[None, :]).to(q.dtype), KEY_WORDS), z_tile, acc * shrink)
+            acc = dot(twice((terms * value_step[None, :]).to(q.dtype), KEY_WORDS), z_tile, acc * shrink)
         if not TIED:
             weights = load_weights(den_base, slots, limit, DEN, MASKED)
             weights = without_exact(weights, NEG_INF, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
