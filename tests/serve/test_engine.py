@@ -373,6 +373,55 @@ def test_rows_of_heads_that_differ_are_rehearsed_among_others(method: str, start
     assert not engine._shared.store.rows, "every row has given its slots back"
 
 
+def test_rows_move_together_where_no_stretch_is_long_enough() -> None:
+    method = "kvzip:sinks=2"
+    shared = shared_rows.SharedRows(model(), method, rows=4, longest=200)
+    said: dict[int, list[int]] = {}
+
+    def join(row: int, length: int) -> None:
+        cache, draw = CompressedCache(model(), method), Draw(1, shared.device, shared.logits.shape[1])
+        token = draw.choose(kvsketch.prefill(model(), torch.tensor([prompt(length, length)]), cache), Draw.GREEDY)
+        said[length] = [int(token)]
+        assert shared.join(row, cache, token, draw) == ""
+
+    def step(*rows: tuple[int, int]) -> None:
+        for _ in range(6):
+            tokens = shared.step(4, Draw.GREEDY).flatten().tolist()
+            for row, length in rows:
+                said[length].append(tokens[row])
+
+    for row, length in enumerate((30, 60, 20, 50)):
+        join(row, length)
+    step((0, 30), (1, 60), (2, 20), (3, 50))
+    shared.leave(0)
+    shared.leave(2)
+    store: Any = shared.store
+    store.slots = store.rows[3].start + store.rows[3].size
+    places = store.rows[1].start, store.rows[3].start
+    join(2, 40)
+    assert store.rows[1].start == 0 < places[0] and store.rows[3].start < places[1]
+    step((1, 60), (2, 40), (3, 50))
+    for length, tokens in said.items():
+        cache = CompressedCache(model(), method)
+        assert tokens == answer_alone(method, prompt(length, length), len(tokens), cache), f"prompt of {length}"
+
+
+@pytest.mark.filterwarnings("ignore:tokens_seen")
+def test_a_store_for_few_long_rows_takes_more_short_ones(start: Any) -> None:
+    method = "rehearse:budget=100%:sinks=2:recent=4:chunk=64"
+    engine = start(method, rows=4, longest=2000, prefill="exact", memory=1)
+    long, short = (engine._shared.slots_for(tokens) for tokens in (1999, 40))
+    assert long <= engine._shared.slots < 2 * long and 3 * short < engine._shared.slots
+    together: list[int] = []
+    tickets = [engine.submit(Request(prompt(i, 40), 12)) for i in range(3)]
+    late = engine.submit(Request(prompt(9, 1900), 2))
+    tickets[2].on_token(lambda token: together.append(engine.state().running))
+    for ticket in (*tickets, late):
+        ids, count = ticket.request.ids, ticket.request.max_new_tokens
+        assert list(ticket) == answer_alone(method, ids, count, CompressedCache(model(), method, chunk=CHUNK))
+    assert max(together) == 3 and late.timings.first_token > tickets[0].timings.last_token
+
+
 def test_many_clients_at_once(start: Any) -> None:
     """200 requests of mixed lengths from 32 threads: some cancel, some read slowly, and every answer is right."""
     method = "streamingllm:budget=8:sinks=2"

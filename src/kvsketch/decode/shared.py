@@ -28,7 +28,7 @@ from kvsketch.methods.base import Method
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import LEAST
 from kvsketch.slots.heads import spread_over
-from kvsketch.slots.ragged_rows import RaggedRows
+from kvsketch.slots.ragged_rows import RaggedRows, slots_within
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
@@ -64,13 +64,27 @@ class SharedRows:
     """Tables of `rows` rows, and the decode step over the first of them."""
 
     def __init__(
-        self, model: Any, method: str | Method, rows: int, longest: int, *, seed: int = 0, fused: bool = True
+        self,
+        model: Any,
+        method: str | Method,
+        rows: int,
+        longest: int,
+        *,
+        memory: int | None = None,
+        seed: int = 0,
+        fused: bool = True,
     ) -> None:
-        """`longest`: the most tokens that a row will ever have seen; shares of a prompt get room for that."""
+        """`longest`: the most tokens that a row will ever have seen; shares of a prompt get room for that.
+
+        `memory`: bytes of the tables where rows differ in size. Then all rows may be in use only while some are short;
+        at least one of the longest fits in any case.
+        """
         if reason := alone(model, method):
             raise ValueError(reason)
         self.model, self.method, self.seed = model, parse_method(method), seed
         self.longest = min(longest, LONGEST)
+        self.memory = memory
+        self._slots_for: dict[int, int] = {}
         self.device: torch.device = model.device
         self.fused = fused and self.device.type == "cuda"
         with torch.no_grad():
@@ -99,6 +113,12 @@ class SharedRows:
         tensors = {t.data_ptr(): t for table in self.tables for t in table.tensors() if t.device == self.device}
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
+    @property
+    def bytes_beside(self) -> int:
+        """Bytes of the tables that a row has for itself, beside its part of the store where rows differ in size."""
+        store = sum(tensor.nbytes for tensor in self.store.flat) if isinstance(self.store, RaggedRows) else 0
+        return (self.device_bytes - store) // self.rows
+
     def _rows_of_one(self, rows: int) -> tuple[table_rows.Rows, int]:
         """Shared tables like those of a short text, and the size of the vocabulary."""
         cache = CompressedCache(self.model, self.method, seed=self.seed)
@@ -108,15 +128,31 @@ class SharedRows:
         singles = [layer.table for layer in cache.slot_layers]
         slots, clock = [self.method.most_slots(table, self.longest) for table in singles], self.longest + 1
         if self.method.ragged:
-            store = rows * sum(singles[0].shape[1] * each for each in slots)
-            most = self.longest + max(slots)
-            ragged = RaggedRows(singles, rows, store, clock, most, self.method.row_needs)
-            return ragged, logits.shape[1]
+            needs = self.method.row_needs
+            one = sum(singles[0].shape[1] * each for each in slots)
+            room = rows * one
+            if self.memory is not None:
+                room = min(room, max(one, slots_within(singles, rows, needs(singles[0]).room, self.memory)))
+            return RaggedRows(singles, rows, room, clock, self.longest + max(slots), needs), logits.shape[1]
         for table in singles:
             table.set_prompt(self.longest)
             self.method.bound(table, self.longest)
             table.set_prompt(1)
         return table_rows.Rows(singles, rows, slots, clock), logits.shape[1]
+
+    def slots_for(self, prompt: int) -> int:
+        """The most slots of the store that a row with a prompt of so many tokens takes; 0 where rows are equal."""
+        if not isinstance(self.store, RaggedRows):
+            return 0
+        if prompt not in self._slots_for:
+            each = [self.method.most_slots(table, prompt) for table in self.tables]
+            self._slots_for[prompt] = self.tables[0].shape[1] * sum(each)
+        return self._slots_for[prompt]
+
+    @property
+    def slots(self) -> int:
+        """What the rows in use divide among them."""
+        return self.store.slots if isinstance(self.store, RaggedRows) else 0
 
     def ready(self, cache: CompressedCache) -> bool:
         """Whether the row of a cache can join as it is: codes need some tokens to find their center, and heads that

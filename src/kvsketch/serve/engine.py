@@ -56,6 +56,7 @@ class Run:
     cache: CompressedCache
     draw: Draw
     mode: int
+    slots: int  # of the shared store that it may need
     chunks: Generator[tuple[int, Tensor], None, None] | None = None  # of a prompt that is being read
     work: int = 0  # tokens that layers have read since the others last took a step
     token: Tensor | None = None  # [1, 1], the last one, of a request that takes its steps by itself
@@ -121,7 +122,8 @@ class OwnDraw:
 class BatchedEngine:
     """Serves requests to one model with one method, `rows` of them at a time.
 
-    `longest`: the most tokens of a prompt and its answer together. `queue`: how many requests may wait. `prefill`,
+    `longest`: the most tokens of a prompt and its answer together. `queue`: how many requests may wait. `memory`: bytes
+    of the tables where rows differ in size, so that fewer long requests run at a time, and more short ones. `prefill`,
     `chunk` and `seed` are those of `CompressedCache`: a greedy request gets the tokens of `kvsketch.generate` with
     such a cache. `apart` says why requests share no tables and take turns; empty: one step serves them all.
     """
@@ -137,6 +139,7 @@ class BatchedEngine:
         prefill: str = "stream",
         chunk: int = 2048,
         readers: int = 4,
+        memory: int | None = None,
         seed: int = 0,
         fused: bool = True,
     ) -> None:
@@ -147,7 +150,9 @@ class BatchedEngine:
         self.queue, self.readers = queue, readers
         self._fused = fused
         self._options: dict[str, Any] = {"seed": seed, "prefill": prefill, "chunk": chunk}
-        self._shared_options: dict[str, Any] = {"rows": rows, "longest": longest, "seed": seed, "fused": fused}
+        self._shared_options: dict[str, Any] = {
+            "rows": rows, "longest": longest, "memory": memory, "seed": seed, "fused": fused,
+        }  # fmt: skip
         self.apart = alone(model, self.method)
         self.rows, self.device, self.longest = rows, torch.device(model.device), min(longest, LONGEST)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -272,15 +277,24 @@ class BatchedEngine:
         """Starts to read prompts while there are rows for them."""
         while self._free_rows() and len(self._reading) < self.readers:
             with self._changed:
-                if not self._waiting:
+                slots = self._slots_for(self._waiting[0]) if self._waiting else None
+                if slots is None:
                     return
                 ticket = self._waiting.popleft()
             try:
-                self._start(ticket)
+                self._start(ticket, slots)
             except Exception as error:
                 self._finish(ticket, "error", error)
 
-    def _start(self, ticket: Ticket) -> None:
+    def _slots_for(self, ticket: Ticket) -> int | None:
+        """Slots of the shared store that a request may need; None while the others leave too few."""
+        if self._shared is None:
+            return 0
+        slots = self._shared.slots_for(ticket.prompt_tokens)
+        taken = sum(run.slots for run in (*self._reading, *self._running))
+        return None if taken + slots > self._shared.slots else slots
+
+    def _start(self, ticket: Ticket, slots: int) -> None:
         request = ticket.request
         cache: CompressedCache
         if request.document is None:
@@ -293,7 +307,7 @@ class BatchedEngine:
         draw.set(0, request.temperature, request.top_p, seed, *taste, request.ids)
         ids = torch.tensor([request.ids], device=self.device)
         mode = Draw.mode(request.temperature, request.top_p, *taste)
-        run = Run(ticket, cache, draw, mode, read_chunks(self.model, ids, cache))
+        run = Run(ticket, cache, draw, mode, slots, read_chunks(self.model, ids, cache))
         if isinstance(cache, WatchedCache):
             cache.watch = functools.partial(self._between_layers, run) if cache.prefill == "exact" else None
         with self._changed:

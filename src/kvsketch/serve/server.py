@@ -50,13 +50,16 @@ def start_service(
     """
     parsed = parse_method(method)
     longest = longest_context(model, parsed, memory)
-    wanted = rows or _rows_that_fit(model, parsed, longest, memory)
+    fitting, held = rows, None
+    if rows is None or (rows > 1 and parsed.ragged and memory is not None):
+        fitting, held = _rows_that_fit(model, parsed, longest, memory)
+    wanted = rows or fitting or 1
     shared = wanted > 1 and not alone(model, parsed)
     usual = "stream" if shared and not parsed.ragged else "exact"
     reading: dict[str, Any] = {"prefill": prefill or usual, "chunk": chunk}
     engine: Engine
     if wanted > 1:
-        engine = BatchedEngine(model, parsed, rows=wanted, longest=longest, queue=queue, **reading)
+        engine = BatchedEngine(model, parsed, rows=wanted, longest=longest, queue=queue, memory=held, **reading)
     else:
         engine = SequentialEngine(model, parsed, queue=queue, **reading)
     return Service(
@@ -83,20 +86,29 @@ def application(
     return create_app(start_service(loaded, tokenizer, name or model, method, **options), api_key=api_key)
 
 
-def _rows_that_fit(model: Any, method: Method, longest: int, memory: int | None) -> int:
-    """Rows of the longest prompt and answer, measured on one; 1 where requests cannot share tables."""
+def _rows_that_fit(model: Any, method: Method, longest: int, memory: int | None) -> tuple[int, int | None]:
+    """Rows, and the bytes of all of them; 1 where requests cannot share tables.
+
+    Equal rows have room for the longest prompt and answer, measured on one. Rows that differ in size share the bytes:
+    there are more of them, as long as what each has for itself leaves three quarters to the store.
+    """
     if alone(model, method):
-        return 1
+        return 1, None
     on_gpu = model.device.type == "cuda"
     if memory is None:
         free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else psutil.virtual_memory().available
         memory = free // 4
     if longest * full_cache_bytes(model, 1) > memory:
         # Not even one prompt would fit: its row is not worth a measurement.
-        return 1
-    one = SharedRows(model, method, 1, longest).device_bytes
+        return 1, None
+    shared, most = SharedRows(model, method, 1, longest), MOST_ROWS_GPU if on_gpu else MOST_ROWS_CPU
+    one = shared.device_bytes
     # One row's worth stays free for the prompt that is being read.
-    return max(1, min(MOST_ROWS_GPU if on_gpu else MOST_ROWS_CPU, memory // one - 1))
+    held = memory - one
+    fitting = held // one
+    if method.ragged and fitting:
+        fitting = max(fitting, held // 4 // shared.bytes_beside)
+    return max(1, min(most, fitting)), held
 
 
 class Server:

@@ -291,6 +291,14 @@ class RaggedRows(Rows):
         return end
 
 
+def slots_within(singles: Sequence[SlotTable], rows: int, room: int, memory: int) -> int:
+    """Slots of a store that takes `memory` bytes together with what `rows` rows have beside it."""
+    slot = sum(tensor[:1].nbytes for tensor in _flat(singles[0]))
+    beside = sum(t[:1].nbytes for single in singles for t in _of_rows(single))
+    beside += sum(t.nbytes for single in singles for _, t in single.state.for_rows(1, room).named(ROW))
+    return (memory - rows * beside) // slot
+
+
 def _flat(table: SlotTable) -> list[Tensor]:
     """What follows the slots of a packed table, [slots, ...]."""
     parts = [*codes.flat(table.keys), *codes.flat(table.values), table.index, table.log_den]
