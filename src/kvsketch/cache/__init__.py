@@ -7,6 +7,7 @@ chunks.py       several new tokens for a bounded table, and prompts that are str
 
 Beside this path:
 
+making.py       which layers of a model are compressed, and with what
 masks.py        what a query may see
 row_sums.py     sums that the model's own attention computes anyway
 checks.py       what is refused: attention that a table cannot serve, nan and inf
@@ -18,7 +19,7 @@ streaming.py    how a prompt gets in: whole or chunk by chunk, by itself or unde
 repetition.py   the model repeats a text, for methods that choose by that
 read.py         what was read, as a checksum
 sessions.py     `use`, for callers that cannot pass a cache
-memory.py       a budget from bytes
+memory.py       bytes that a cache takes, and a budget from bytes
 saving/         caches as checked files
 patches.py      wrappers around functions of other libraries, and how they go
 """

@@ -1,4 +1,4 @@
-"""A budget from bytes: `CompressedCache(model, "snapkv", memory="2GB", context=32000)`.
+"""What a cache takes, and a budget from bytes: `CompressedCache(model, "snapkv", memory="2GB", context=32000)`.
 
 The largest budget is taken with which the cache, after a prompt of `context` tokens, takes no more bytes on the device.
 What it takes is computed from the shapes of the model and the method's own account (`Method.held_bytes`).
@@ -7,25 +7,89 @@ What it takes is computed from the shapes of the model and the method's own acco
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PretrainedConfig
 
+from kvsketch.cache.layer import SlotLayer
+from kvsketch.cache.making import is_compressible
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import BITS
 from kvsketch.slots.bytes import LayerShape
+from kvsketch.slots.codes import FewBits
+from kvsketch.slots.heads import HeadShare
 from kvsketch.slots.table import SlotTable
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 FORMS = "a number of bytes, or one with kB, MB, GB, KiB, MiB or GiB, such as 2GB"
 
 
+def held_bytes(layers: Iterable[Any]) -> int:
+    """Bytes of every tensor that layers hold on their devices."""
+    return sum(tensor.nbytes for layer in layers for tensor in _tensors(layer))
+
+
+def _tensors(layer: Any) -> list[Tensor]:
+    if isinstance(layer, SlotLayer):
+        return layer.table.tensors()
+    return [t for t in (getattr(layer, "keys", None), getattr(layer, "values", None)) if isinstance(t, Tensor)]
+
+
+def description(layers: Iterable[SlotLayer]) -> str:
+    """A line for each layer: slots of its smallest and largest head, bits, bytes (asks the device)."""
+    lines = ["layer  slots of a head   bits k/v         bytes"]
+    for layer in layers:
+        table, used = layer.table, layer.table.used_slots()
+        least, most = int(used.min()), int(used.max())
+        bits = FewBits() if table.exact else table.bits
+        slots = f"{least}" if least == most else f"{least} to {most}"
+        lines.append(f"{table.layer_idx:5}  {slots:16}  {f'{bits.keys}/{bits.values}':8} {held_bytes([layer]):13,}")
+    return "\n".join(lines)
+
+
+def fitted_to(
+    memory: int | str | None,
+    context: int | None,
+    batch: int,
+    method: Method,
+    model: Any,
+    native: Sequence[Any],
+    head_share: HeadShare | None,
+) -> Method:
+    """The method with the largest budget with which `batch` prompts of `context` tokens take no more than `memory`.
+
+    memory: None leaves the method as it is; native: the layers of the model's own cache.
+    """
+    if memory is None:
+        if context is not None or batch != 1:
+            raise ValueError("context and batch say what memory is to hold; give memory, such as memory='2GB', too")
+        return method
+    size, config = parsed(memory), model if isinstance(model, PretrainedConfig) else model.config
+    text = config.get_text_config(decoder=True)
+    context = context or getattr(text, "max_position_embeddings", None)
+    if not isinstance(context, int) or context < 1 or batch < 1:
+        raise ValueError(f"context={context!r} and batch={batch!r} must be numbers of 1 or more; give context=32000")
+    dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.get_default_dtype()
+    query_heads, parts = text.num_attention_heads, 1 if head_share is None else head_share.parts
+    heads = (getattr(text, "num_key_value_heads", None) or query_heads) // parts
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // query_heads
+    windows = [getattr(layer, "sliding_window", None) for layer in native if not is_compressible(layer)]
+    held = sum(min(window, context) for window in windows if window)
+    others = 2 * batch * heads * head_size * dtype.itemsize * held
+    sizes = Sizes(batch, heads, query_heads // parts, head_size, dtype.itemsize, others)
+    compressed = [i for i, layer in enumerate(native) if is_compressible(layer)]
+    places = [SlotTable(i, len(native), 0, rank, len(compressed)) for rank, i in enumerate(compressed)]
+    return fitted(method, size, context, lambda m: sizes.bytes(m, places, context))
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """The shape of a model's cache, as its config and the layers of its own cache tell."""
+    """The shape of a model's cache."""
 
     batch: int
     heads: int
@@ -33,18 +97,6 @@ class Sizes:
     size: int
     itemsize: int
     native: int  # bytes of layers that are not compressed
-
-    @classmethod
-    def of(cls, config: Any, dtype: torch.dtype, layers: Sequence[Any], parts: int, batch: int, context: int) -> Sizes:
-        """`layers` of transformers' own cache, `parts` processes that divide the heads."""
-        text = config.get_text_config(decoder=True)
-        query_heads = text.num_attention_heads
-        heads = getattr(text, "num_key_value_heads", None) or query_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // query_heads
-        windows = [getattr(layer, "sliding_window", None) for layer in layers]
-        held = sum(min(window, context) for window in windows if window)
-        native = 2 * batch * (heads // parts) * size * dtype.itemsize * held
-        return cls(batch, heads // parts, query_heads // parts, size, dtype.itemsize, native)
 
     def bytes(self, method: Method, places: Sequence[SlotTable], context: int) -> int | None:
         """Bytes on the device after a prompt of `context` tokens; None where the method promises nothing."""
@@ -164,4 +216,4 @@ def text_of(size: int) -> str:
     return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size} B"
 
 
-__all__ = ["Sizes", "fitted", "parsed", "text_of", "with_budget"]
+__all__ = ["description", "fitted", "fitted_to", "held_bytes", "parsed", "text_of", "with_budget"]

@@ -46,6 +46,8 @@ class Repeating(Protocol):
 def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor | None) -> None:
     """Lets the model repeat the tokens that the method asks for, the last of `input_ids` [B, n]."""
     method, tables = cache.method, [layer.table for layer in cache.slot_layers]
+    if not method.repeats:
+        raise ValueError(f"{method} repeats nothing; use rehearse:replay=exact or kvzip")
     owed = method.owed(tables[0])
     if not owed:
         return

@@ -18,15 +18,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import kvsketch
+from kvsketch.cache.interrupted import left_behind
+from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.saving import format1, sealed_file
 from kvsketch.cache.saving.layer_state import LayerReader, encode_layer
+from kvsketch.cache.saving.model_identity import ModelIdentity, layer_devices
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
+from kvsketch.slots.heads import HeadShare
 from kvsketch.slots.tensors import plain
 
 KIND = "kvsketch-cache"
@@ -61,6 +64,17 @@ def save(
     sealed_file.write(Path(path), tensors, text)
 
 
+def require_complete(layers: Sequence[Any], broken_off: str) -> None:
+    """Raises ValueError in the middle of a prompt, and after a forward that was broken off."""
+    if any(getattr(layer, "prompt", None) is not None for layer in layers):
+        raise ValueError("this cache is in the middle of a prompt; save it when the whole prompt has been read")
+    if broken_off:
+        raise ValueError(
+            f"what was last read into this cache was broken off: {broken_off}; start again with cache.reset(), or load "
+            "the file that was saved before"
+        )
+
+
 def about(path: str | os.PathLike[str]) -> dict[str, str]:
     """What `save` was told about a cache, with the dtype of its model; ValueError for a file that is no saved cache."""
     with opened(path) as saved:
@@ -77,15 +91,19 @@ class SavedCache:
         self.about: dict[str, str] = content.get("about", {})
         self._layers = [format1.upgraded(layer) if version == "1" else layer for layer in content["layers"]]
 
-    def fill(self, layers: Sequence[Any], devices: Sequence[torch.device], differences: Sequence[str]) -> None:
-        """Gives new layers on `devices` the saved state; ValueError where the model shows `differences`."""
-        if differences:
+    def fill(self, layers: Sequence[Any], model: Any, identity: ModelIdentity, head_share: HeadShare | None) -> None:
+        """Gives the layers of a new cache the saved state, on the devices of the model; ValueError for another one."""
+        if differences := identity.differences(self.model, head_share):
             words = "; ".join(differences)
             raise ValueError(f"{self._file} belongs to another model: {words}. Load it with its own model")
         if len(self._layers) != len(layers):
             raise ValueError(f"{self._file} holds {len(self._layers)} layers; this model caches {len(layers)}")
+        devices = layer_devices(model, len(layers))
         for layer, saved, device in zip(layers, self._layers, devices, strict=True):
             LayerReader(self._copied, device).fill(layer, saved)
+            if head_share is not None and isinstance(layer, SlotLayer) and not layer.table.empty:
+                head_share.place(layer.table, layer.table.shape[1])
+        require_complete(layers, left_behind(layers))
 
     def _copied(self, name: str) -> Tensor:
         tensor: Tensor = self._tensors.get_tensor(name)
