@@ -202,7 +202,10 @@ class Aside:
 
 @contextlib.contextmanager
 def aside(layers: Sequence[SlotLayer]) -> Iterator[None]:
-    """Inside the block the layers compress aside; the branches meet again at its end."""
+    """Inside the block the layers compress aside; the branches meet again at its end. On a CPU nothing changes."""
+    if layers[0].table.device.type != "cuda":
+        yield
+        return
     branch = Aside()
     for layer in layers:
         layer.aside = branch
@@ -270,7 +273,9 @@ class Step:
             if self.addresses != self._addresses():
                 self.graph = None
         elif self.steps < WARM_UP_STEPS or not bounded:
-            self._forward(bounded)
+            # As it will be recorded: a program that is first loaded during a capture may break it.
+            with aside(self.layers) if bounded else contextlib.nullcontext():
+                self._forward(bounded)
         else:
             if self.graph is None or self.regime != regime:
                 # The old recording goes first: what it holds must not be torn down under the new one.

@@ -265,7 +265,8 @@ class Batch:
         table_rows.count_to(self.tables, seen)
         self.shared.store.before_step(self.tables)
         if self.graph is None or eager or any(self.shared.method.maintenance_due(table) for table in self.tables):
-            self._forward()
+            with aside(self.cache.slot_layers) if eager else contextlib.nullcontext():
+                self._forward()
         else:
             self.graph.replay()
         if self.choosing and not eager:
