@@ -39,7 +39,7 @@ from kvsketch.ops.weighted_attention.kernel import (
     exact_scores,
     folded,
     hadamard_matrix,
-    load_words,
+    load_by_words,
     offset_of_levels,
     split_in_two,
     store_columns,
@@ -513,16 +513,14 @@ def coded_pieces_kernel(
         there = hits > 0.0
         k_exact = k_exact_ptr + head * EXACT * D
         s = tl.zeros((WIDE, EXACT_BLOCK), tl.float32)
-        s = exact_scores(s, q, k_exact, exact_place, D, there, 0, D, BLOCK_D)
-        s = exact_scores(s, q1, k_exact, exact_place, D, there, D // 2, D, BLOCK_D)
-        s = exact_scores(s, q2, k_exact, exact_place, D, there, 1, D, BLOCK_D)
-        s = folded(exact_scores(s, q3, k_exact, exact_place, D, there, D // 2 + 1, D, BLOCK_D))
+        k0, k1, k2, k3 = load_by_words(k_exact, exact_place, D, there, D, BLOCK_D)
+        s = folded(exact_scores(exact_scores(exact_scores(exact_scores(s, q, k0), q1, k1), q2, k2), q3, k3))
         if CAPPED:
             s += q_center[:, None]
         x = capped(s * scale, softcap, CAPPED) + tl.log2(hits)[None, :]
         origin, total, terms, shrink = add_terms(origin, total, tl.where(there[None, :], x, NEG_INF))
         parts, shrink = twice(terms.to(HALF), True), twice(shrink, True)[:, None]
-        e0, e1, e2, e3 = exact_values(v_exact_ptr + head * EXACT * DV, there, DV, BLOCK_DV, EXACT_BLOCK)
+        e0, e1, e2, e3 = load_by_words(v_exact_ptr + head * EXACT * DV, exact_place, DV, there, DV, BLOCK_DV)
         acc = dot(parts, e0.to(HALF), acc * shrink)
         acc1 = dot(parts, e1.to(HALF), acc1 * shrink)
         acc2 = dot(parts, e2.to(HALF), acc2 * shrink)
@@ -564,7 +562,9 @@ def coded_pieces_kernel(
                 m1 -= sum_of_levels(c1, step, HALF)
                 m2 -= sum_of_levels(c2, step, HALF)
                 m3 -= sum_of_levels(c3, step, HALF)
-            e0, e1, e2, e3 = exact_values(v_exact_ptr + head * EXACT * DV, cut_hits > 0.0, DV, BLOCK_DV, EXACT_BLOCK)
+            e0, e1, e2, e3 = load_by_words(
+                v_exact_ptr + head * EXACT * DV, exact_place, DV, cut_hits > 0.0, DV, BLOCK_DV
+            )
             m0 -= tl.sum(e0 * cut_hits[:, None], 0)
             m1 -= tl.sum(e1 * cut_hits[:, None], 0)
             m2 -= tl.sum(e2 * cut_hits[:, None], 0)
@@ -614,13 +614,3 @@ def both_halves(mean, center, first, HALF: tl.constexpr, DV: tl.constexpr, BLOCK
     x = tl.load(mean + first + 2 * u, mask=there, other=0.0).to(tl.float32)
     x -= tl.load(center + first + 2 * u, mask=there, other=0.0)
     return split_in_two(tl.broadcast_to(x[None, :], (16, BLOCK)), HALF)
-
-
-@triton.jit
-def exact_values(base, there, DV: tl.constexpr, BLOCK: tl.constexpr, EXACT_BLOCK: tl.constexpr):
-    """Exact values of one head, float32, by the channels of words; zero where they are not there."""
-    place = tl.arange(0, EXACT_BLOCK)
-    return (
-        load_words(base, place, DV, there, 0, DV, BLOCK), load_words(base, place, DV, there, DV // 2, DV, BLOCK),
-        load_words(base, place, DV, there, 1, DV, BLOCK), load_words(base, place, DV, there, DV // 2 + 1, DV, BLOCK),
-    )  # fmt: skip

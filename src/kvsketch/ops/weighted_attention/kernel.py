@@ -60,6 +60,7 @@ MAX_SPLITS = 128
 # long.
 EARLY_BYTES = 16 << 20
 CODED_BYTES = 132  # of a key and a value of size 128 at 4 bits
+MANY_SLOTS = 1 << 21
 HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -259,7 +260,14 @@ def plan(heads: int, slots: int, slot_bytes: int, device: Device) -> Plan:
 
 @functools.lru_cache(maxsize=4096)
 def coded_plan(heads: int, slots: int, rows: int, device: Device) -> Plan:
-    """The same for 4-bit codes. One warp holds a tile of up to 8 queries: its programs never wait for other warps."""
+    """The same for 4-bit codes. One warp holds a tile of up to 8 queries: its programs never wait for other warps.
+
+    Where there is much to read, larger tiles take fewer instructions a slot. Their program needs many registers to
+    begin, but few in its loop: with a bound on them six run at a time.
+    """
+    if rows == 8 and heads * slots >= MANY_SLOTS:
+        splits = best_splits(heads, _ceil_div(slots, 128), device.multiprocessors * 6)
+        return Plan(128, splits, warps=2, stages=2, overlap=device.overlap, registers=168)
     block_n = 64
     resident = device.multiprocessors * CODED_PROGRAMS
     splits = best_splits(heads, _ceil_div(slots, block_n), resident)
@@ -434,11 +442,20 @@ def load_words(
 
 
 @triton.jit
-def exact_scores(
-    s, q, base, places, stride, inside, first, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """s with the products of these channels of exact keys added; the keys are taken in two halves as well."""
-    k = load_words(base, places, stride, inside, first, SIZE, BLOCK).to(tl.float32)
+def load_by_words(base, places, stride, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """All channels of the rows `places`, by the channels of words."""
+    return (
+        load_words(base, places, stride, inside, 0, SIZE, BLOCK),
+        load_words(base, places, stride, inside, SIZE // 2, SIZE, BLOCK),
+        load_words(base, places, stride, inside, 1, SIZE, BLOCK),
+        load_words(base, places, stride, inside, SIZE // 2 + 1, SIZE, BLOCK),
+    )
+
+
+@triton.jit
+def exact_scores(s, q, k):
+    """s with the products of some channels of exact keys added; the keys are taken in two halves as well."""
+    k = k.to(tl.float32)
     rounded = k.to(q.dtype)
     return dot(q, tl.trans((k - rounded.to(tl.float32)).to(q.dtype)), dot(q, tl.trans(rounded), s))
 
@@ -608,8 +625,10 @@ def split_kernel(
         leads = first == 0
     else:
         leads = split == 0
-        first = tiles * split // splits
-        last = tiles * (split + 1) // splits
+        # The first split reads exact slots as well, which takes as long as a tile or two.
+        WORTH: tl.constexpr = 128 // BLOCK_N if EXACT > 0 else 0
+        first = tl.maximum((tiles + WORTH) * split // splits - WORTH, 0)
+        last = tl.maximum((tiles + WORTH) * (split + 1) // splits - WORTH, 0)
     least_exact, most_exact = 0, 0
     if EXACT > 0:
         exact_at += batch_head.to(tl.int64) * EXACT
@@ -694,10 +713,9 @@ def split_kernel(
                 k_exact, k_places, k_row = k_exact_ptr + batch_head.to(tl.int64) * EXACT * D, place, D
             s = tl.zeros((WIDE, EXACT_BLOCK), tl.float32)
             if KEY_WORDS:
-                s = exact_scores(s, q, k_exact, k_places, k_row, there, 0, D, BLOCK_D)
-                s = exact_scores(s, q1, k_exact, k_places, k_row, there, D // 2, D, BLOCK_D)
-                s = exact_scores(s, q2, k_exact, k_places, k_row, there, 1, D, BLOCK_D)
-                s = folded(exact_scores(s, q3, k_exact, k_places, k_row, there, D // 2 + 1, D, BLOCK_D))
+                k0, k1, k2, k3 = load_by_words(k_exact, k_places, k_row, there, D, BLOCK_D)
+                s = exact_scores(exact_scores(exact_scores(exact_scores(s, q, k0), q1, k1), q2, k2), q3, k3)
+                s = folded(s)
             else:
                 s = dot(q, tl.trans(gather_tile(k_exact, k_places, k_row, there, D, BLOCK_D).to(q.dtype)), s)
             if KEY_BITS != 16 and (CAPPED or LOGITS):
@@ -716,14 +734,11 @@ def split_kernel(
                 v_exact, v_places, v_row = v_exact_ptr + batch_head.to(tl.int64) * EXACT * DV, place, DV
             parts, shrink = twice(terms.to(q.dtype), KEY_WORDS), twice(shrink, KEY_WORDS)[:, None]
             if VALUE_WORDS:
-                v0 = load_words(v_exact, v_places, v_row, valued, 0, DV, BLOCK_DV).to(q.dtype)
-                v1 = load_words(v_exact, v_places, v_row, valued, DV // 2, DV, BLOCK_DV).to(q.dtype)
-                v2 = load_words(v_exact, v_places, v_row, valued, 1, DV, BLOCK_DV).to(q.dtype)
-                v3 = load_words(v_exact, v_places, v_row, valued, DV // 2 + 1, DV, BLOCK_DV).to(q.dtype)
-                acc = dot(parts, v0, acc * shrink)
-                acc1 = dot(parts, v1, acc1 * shrink)
-                acc2 = dot(parts, v2, acc2 * shrink)
-                acc3 = dot(parts, v3, acc3 * shrink)
+                v0, v1, v2, v3 = load_by_words(v_exact, v_places, v_row, valued, DV, BLOCK_DV)
+                acc = dot(parts, v0.to(q.dtype), acc * shrink)
+                acc1 = dot(parts, v1.to(q.dtype), acc1 * shrink)
+                acc2 = dot(parts, v2.to(q.dtype), acc2 * shrink)
+                acc3 = dot(parts, v3.to(q.dtype), acc3 * shrink)
             else:
                 v_tile = gather_tile(v_exact, v_places, v_row, valued, DV, BLOCK_DV).to(q.dtype)
                 acc = dot(parts, v_tile, acc * shrink)
