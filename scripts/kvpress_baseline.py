@@ -8,7 +8,7 @@
     PYTHONPATH=src python scripts/kvpress_baseline.py kept --model FOLDER --lines 50 --device cpu \
         --presses KVzipPress,SnapKVPress,ExpectedAttentionPress --out kept.pt
     python scripts/kvpress_baseline.py agree --model FOLDER --name NAME --device cpu --kept-file kept.pt \
-        --out results/eval/kvpress          # in kvsketch's environment
+        --presses KVzipPress,SnapKVPress,ExpectedAttentionPress --out results/eval/kvpress   # kvsketch's environment
 
 `speed`: prefill and eager decode step of an 8B shape with random weights, 32,768 tokens, 2,048 of them kept.
 `lines`: the questions of `kvsketch eval lines`, in its record format, one by one (kvpress cannot read left-padded
@@ -271,8 +271,10 @@ def agree(options: argparse.Namespace) -> None:
     model, tokenizer = loaded(options)
     theirs = torch.load(options.kept_file, weights_only=True)
     ids = torch.tensor([theirs["context"]], device=options.device)
+    shown = tokenizer.apply_chat_template([{"role": "user", "content": "#text#"}], tokenize=False)
+    before = len(tokenizer(shown.partition("#text#")[0], add_special_tokens=False).input_ids)
     for (press, budget), mask in theirs["kept"].items():
-        if budget not in options.budgets.split(","):
+        if press not in options.presses.split(",") or budget not in options.budgets.split(","):
             continue
         cache = CompressedCache(model, f"{OURS[press]}:budget={budget}")
         prefill(model, ids, cache, instruction=repeat_instruction(tokenizer))
@@ -282,6 +284,7 @@ def agree(options: argparse.Namespace) -> None:
             for head, slots in enumerate(index):
                 ours[number, head, slots[slots >= 0]] = True
         both = (ours & mask).sum((1, 2)) / mask.sum((1, 2))  # [layers]
+        alone = ours & ~mask
         data = {
             "method": OURS[press],
             "press": press,
@@ -292,6 +295,8 @@ def agree(options: argparse.Namespace) -> None:
             "share_kept": float(mask.float().mean()),
             "share_ours": float(ours.float().mean()),
             "kept_by_both": float((ours & mask).sum() / mask.sum()),
+            # KVzipPress does not repeat what a chat template says before the text, and so drops it; ours does.
+            "ours_alone_before_text": float(alone[:, :, :before].sum() / alone.sum().clamp_min(1)),
             "by_layer": [round(float(share), 4) for share in both],
             "kvpress": theirs["kvpress"],
         }

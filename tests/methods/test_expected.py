@@ -102,7 +102,7 @@ def test_a_text_in_parts_keeps_about_what_the_whole_does() -> None:
     """Each part has its part of the sum: four pieces of a random text share a budget almost evenly."""
     model = zoo.build("llama", **BIG)
     ids, mask = padded(zoo.tokens(2, 256), [0, 5])
-    cache = CompressedCache(model, Expected(budget=64, chunk=64))
+    cache = CompressedCache(model, Expected(budget=64, wait=64))
     read_pieces(model, cache, ids, mask, [(0, 64), (64, 128), (128, 192), (192, 256)])
     for layer in cache.slot_layers:
         index = layer.table.index_slots()

@@ -29,7 +29,7 @@ class Expected(Rehearse):
         score(j) = (mean over the query heads of the group of z_j / sum z + epsilon) |v_j|
 
     The sinks stay and take no part in the sum. The question need not be known. Tokens behind the prompt, of a new turn
-    or generated, are kept until they are `chunk` (512 at most), then scored by the distribution of their own queries.
+    or generated, are kept until they are `wait`, then scored by the distribution of their own queries.
 
     Paper: Devoto, Jeblick and Jegou, Expected Attention: KV Cache Compression by Estimating Attention from Future
     Queries Distribution (arXiv 2510.00636). Differs from the authors' code, whose heads all take the same bytes: heads
@@ -44,11 +44,12 @@ class Expected(Rehearse):
 
     recent: Size | int | str = 0
     share: str = HEAD
-    chunk: int = option(512, "new tokens behind a prompt that are kept whole until they are scored, 512 at most")
     future: int = option(512, "positions over which the rotation of queries to come is averaged")
     epsilon: float = option(0.0, "added to the expected attention before the value's norm weighs it")
     replay: str = field(default=VIRTUAL, init=False, repr=False)
     refit: str = field(default="none", init=False, repr=False)
+    chunk: int = field(default=PIECE, init=False, repr=False)
+    wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are scored")
     bits: int = 16
 
     @property
