@@ -14,7 +14,6 @@ This module prints nothing and does not depend on the command line.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import difflib
 import statistics
 import time
@@ -26,12 +25,12 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.evaluation.budgets import Fitted, split
+from kvsketch.evaluation.budgets import sized, split
 from kvsketch.evaluation.shared_prefill import shared_prefill
-from kvsketch.methods import METHODS, Full, Method, parse_method
+from kvsketch.methods import Method
 
 OPENING = "The pass key is"
-MAX_ANSWER_TOKENS = 16
+MAX_ANSWER_TOKENS = 10
 
 
 @dataclass(frozen=True)
@@ -50,18 +49,6 @@ class Row:
     divergence: float
     seconds: float = 0.0  # to compress the prompt and to answer
     agreement: float = 1.0  # share of the words that the answer and the full cache's have in common, in their order
-
-
-def choose_methods(names: Sequence[str], budgets: Sequence[str]) -> list[Method]:
-    """The full cache first, then every named method that takes a budget, at each budget; no names: all of them."""
-    budgeted = [name for name, cls in METHODS.items() if any(f.name == "budget" for f in dataclasses.fields(cls))]
-    for name in names:
-        if name not in budgeted:
-            raise ValueError(
-                f"the demo cannot compare {name!r}; choose from {', '.join(budgeted)}; full is always there"
-            )
-    chosen = [name for name in budgeted if not names or name in names]
-    return [Full(), *(parse_method(f"{name}:budget={budget}") for budget in budgets for name in chosen)]
 
 
 def compare(
@@ -87,7 +74,6 @@ def answers(
     is a share of the full cache's bytes, and a row names the tokens that it came to.
     """
     prefilled = shared_prefill(model, ids[:, :-1])
-    fitted = Fitted()
     reference: list[int] = []
     expected: Tensor | None = None
     expected_text = ""
@@ -95,7 +81,7 @@ def answers(
         start = time.perf_counter()
         try:
             text, budget = split(str(method))[0], str(getattr(method, "budget", ""))
-            cache, _ = fitted.cache(prefilled.cache, text, budget, ids.shape[1] - 1, unit)
+            cache = prefilled.cache(sized(model, text, budget, ids.shape[1] - 1, unit)[0])
         except ValueError as error:
             if refused is None or expected is None:
                 raise

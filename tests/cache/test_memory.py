@@ -7,7 +7,7 @@ import torch
 
 import kvsketch
 from kvsketch import CompressedCache, prefill
-from kvsketch.cache.memory import parsed
+from kvsketch.cache.memory import parsed, sizes_of
 from tests.helpers import zoo
 from tests.helpers.common import with_budget
 
@@ -54,6 +54,15 @@ def test_what_is_measured_is_below_what_was_promised_and_near_it(form: str, fami
     assert held <= whole + whole // 8
     if kvsketch.METHODS[name].family != "recall" or "offload" in form:
         assert held > 0.75 * (whole + whole // 8), (str(cache.method), held, whole)
+
+
+@pytest.mark.parametrize("form", ["rehearse", "rehearse:bits=16:share=head", "kvzip", "h2o", "snapkv:bits=4:share=model"])
+def test_what_a_prompt_leaves_is_computed(form: str) -> None:
+    model, ids = zoo.build("llama", **MODEL), zoo.tokens(1, CONTEXT)
+    cache = CompressedCache(model, f"{form}:budget=1/2")
+    prefill(model, ids, cache)
+    expected = sizes_of(model, CONTEXT).bytes(cache.method, more=0)
+    assert expected is not None and 0.97 * expected < cache.device_bytes <= expected
 
 
 @pytest.mark.parametrize("text", ["full", "full:bits=4", "quest", "clusterkv"])

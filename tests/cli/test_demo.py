@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -17,10 +16,10 @@ from kvsketch import demo, models
 from kvsketch.cli import app
 from kvsketch.cli.demo import summary
 from kvsketch.cli.picture import draw, spread
+from kvsketch.evaluation import budgets
 from kvsketch.evaluation.shared_prefill import shared_prefill
 from tests.helpers.tiny import save_tiny_model
 
-BUDGETED = [name for name, cls in kvsketch.METHODS.items() if "budget" in {f.name for f in dataclasses.fields(cls)}]
 TOKENS = 160
 
 
@@ -34,22 +33,13 @@ def prompt() -> torch.Tensor:
     return torch.randint(1, 256, (1, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-def test_every_method_with_a_budget_takes_part() -> None:
-    chosen = [str(method) for method in demo.choose_methods([], ["1/4", "1/8"])]
-    assert chosen[0] == "full"
-    assert len(chosen) == 1 + 2 * len(BUDGETED)
-    for name in BUDGETED:
-        assert f"{name}:budget=25%" in chosen
-        assert f"{name}:budget=1/8" in chosen
-
-
-def test_named_methods_only() -> None:
-    assert [str(method) for method in demo.choose_methods(["uniform"], ["128"])] == ["full", "uniform:budget=128"]
-
-
-def test_a_method_that_cannot_take_part_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'nothing'.*streamingllm"):
-        demo.choose_methods(["nothing"], ["1/4"])
+def test_every_method_takes_part_and_the_full_cache_is_the_first() -> None:
+    chosen = [str(method) for method in budgets.compared("all", "1/8")]
+    assert chosen[0] == "full" and {text.partition(":")[0] for text in chosen} == set(kvsketch.METHODS)
+    named = [str(method) for method in budgets.compared("uniform,full,full:bits=4", "128")]
+    assert named == ["full", "uniform:budget=128", "full:bits=4"]
+    with pytest.raises(ValueError, match="--budgets is empty"):
+        budgets.compared("uniform", "")
 
 
 def test_the_greedy_answer_is_the_one_of_generate(tiny: tuple[Any, Any], prompt: torch.Tensor) -> None:
@@ -79,7 +69,7 @@ def test_rows_measure_memory_and_divergence(tiny: tuple[Any, Any], prompt: torch
 
 
 def test_budgets_can_be_shares_of_the_bytes(tiny: tuple[Any, Any], prompt: torch.Tensor) -> None:
-    chosen = demo.choose_methods(["streamingllm", "snapkv", "quest"], ["1/2"])
+    chosen = budgets.compared("streamingllm,snapkv,quest", "1/2")
     refused: list[str] = []
     full, *rows = demo.compare(*tiny, prompt, "60494", chosen, unit="bytes", refused=refused)
     assert [row.method.partition(":")[0] for row in rows] == ["streamingllm", "snapkv"]

@@ -64,7 +64,7 @@ class CompressedCache(Cache):
         self.identity, self.head_share = ModelIdentity(model, config), head_share(model)
         self.model_name = str(config.model_type)
         native = making.native_layers(config)
-        self.method = memory_sizes.fitted_to(memory, context, batch, self.method, model, native, self.head_share)
+        self.method = memory_sizes.fitted_to(memory, context, batch, self.method, model)
         at_once = chunk if prefill == "stream" else None
         super().__init__(layers=making.compressed_layers(native, model, config, self.method, seed, at_once))
         attention.install()

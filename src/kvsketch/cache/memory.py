@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvsketch.cache.layer import SlotLayer
-from kvsketch.cache.making import is_compressible
+from kvsketch.cache.making import is_compressible, native_layers
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import BITS
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.codes import FewBits
-from kvsketch.slots.heads import HeadShare
+from kvsketch.slots.heads import head_share
 from kvsketch.slots.table import SlotTable
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -52,63 +52,67 @@ def description(layers: Iterable[SlotLayer]) -> str:
     return "\n".join(lines)
 
 
-def fitted_to(
-    memory: int | str | None,
-    context: int | None,
-    batch: int,
-    method: Method,
-    model: Any,
-    native: Sequence[Any],
-    head_share: HeadShare | None,
-) -> Method:
-    """The method with the largest budget with which `batch` prompts of `context` tokens take no more than `memory`.
-
-    memory: None leaves the method as it is; native: the layers of the model's own cache.
-    """
-    if memory is None:
-        if context is not None or batch != 1:
-            raise ValueError("context and batch say what memory is to hold; give memory, such as memory='2GB', too")
-        return method
-    size, config = parsed(memory), model if isinstance(model, PretrainedConfig) else model.config
-    text = config.get_text_config(decoder=True)
-    context = context or getattr(text, "max_position_embeddings", None)
-    if not isinstance(context, int) or context < 1 or batch < 1:
-        raise ValueError(f"context={context!r} and batch={batch!r} must be numbers of 1 or more; give context=32000")
-    dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.get_default_dtype()
-    query_heads, parts = text.num_attention_heads, 1 if head_share is None else head_share.parts
-    heads = (getattr(text, "num_key_value_heads", None) or query_heads) // parts
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // query_heads
-    windows = [getattr(layer, "sliding_window", None) for layer in native if not is_compressible(layer)]
-    held = sum(min(window, context) for window in windows if window)
-    others = 2 * batch * heads * head_size * dtype.itemsize * held
-    sizes = Sizes(batch, heads, query_heads // parts, head_size, dtype.itemsize, others)
-    compressed = [i for i, layer in enumerate(native) if is_compressible(layer)]
-    places = [SlotTable(i, len(native), 0, rank, len(compressed)) for rank, i in enumerate(compressed)]
-    return fitted(method, size, context, lambda m: sizes.bytes(m, places, context))
-
-
 @dataclass(frozen=True)
 class Sizes:
-    """The shape of a model's cache."""
+    """The shape of a model's cache after prompts of so many tokens."""
 
+    context: int
     batch: int
     heads: int
     query_heads: int
     size: int
     itemsize: int
     native: int  # bytes of layers that are not compressed
+    places: Sequence[SlotTable]  # empty tables of those that are
 
-    def bytes(self, method: Method, places: Sequence[SlotTable], context: int) -> int | None:
-        """Bytes on the device after a prompt of `context` tokens; None where the method promises nothing."""
+    @property
+    def full(self) -> int:
+        """Bytes of all keys and values as the model computes them."""
+        return self.native + 2 * self.batch * self.heads * self.size * self.itemsize * self.context * len(self.places)
+
+    def bytes(self, method: Method, more: int | None = None) -> int | None:
+        """Bytes on the device after the prompts and `more` tokens (None: any number); None: nothing is promised."""
         total = self.native
-        for place in places:
-            table = replace(place, bits=method.stored_bits, prompt_tokens=context)
-            shape = LayerShape(table, self.batch, self.heads, self.query_heads, self.size, self.itemsize)
+        for place in self.places:
+            table = replace(place, bits=method.stored_bits, prompt_tokens=self.context)
+            shape = LayerShape(table, self.batch, self.heads, self.query_heads, self.size, self.itemsize, more)
             held = method.held_bytes(shape)
             if held is None:
                 return None
             total += held
         return total
+
+
+def sizes_of(model: Any, context: int | None, batch: int = 1) -> Sizes:
+    """The shape of a model's cache after `batch` prompts of `context` tokens, its positions unless given."""
+    config = model if isinstance(model, PretrainedConfig) else model.config
+    text = config.get_text_config(decoder=True)
+    context = context or getattr(text, "max_position_embeddings", None)
+    if not isinstance(context, int) or context < 1 or batch < 1:
+        raise ValueError(f"context={context!r} and batch={batch!r} must be numbers of 1 or more; give context=32000")
+    native, share = native_layers(config), head_share(model)
+    dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.get_default_dtype()
+    query_heads, parts = text.num_attention_heads, 1 if share is None else share.parts
+    heads = (getattr(text, "num_key_value_heads", None) or query_heads) // parts
+    size = getattr(text, "head_dim", None) or text.hidden_size // query_heads
+    windows = [getattr(layer, "sliding_window", None) for layer in native if not is_compressible(layer)]
+    others = 2 * batch * heads * size * dtype.itemsize * sum(min(window, context) for window in windows if window)
+    compressed = [i for i, layer in enumerate(native) if is_compressible(layer)]
+    places = [SlotTable(i, len(native), 0, rank, len(compressed)) for rank, i in enumerate(compressed)]
+    return Sizes(context, batch, heads, query_heads // parts, size, dtype.itemsize, others, places)
+
+
+def fitted_to(memory: int | str | None, context: int | None, batch: int, method: Method, model: Any) -> Method:
+    """The method with the largest budget with which `batch` prompts of `context` tokens take no more than `memory`.
+
+    memory: None leaves the method as it is.
+    """
+    if memory is None:
+        if context is not None or batch != 1:
+            raise ValueError("context and batch say what memory is to hold; give memory, such as memory='2GB', too")
+        return method
+    size, sizes = parsed(memory), sizes_of(model, context, batch)
+    return fitted(method, size, sizes.context, sizes.bytes)
 
 
 def fitted(method: Method, memory: int, context: int, count: Callable[[Method], int | None]) -> Method:

@@ -43,17 +43,15 @@ def compare(
         raise ValueError("--question is empty; ask something about the file")
 
     from kvsketch import demo, models
-    from kvsketch.evaluation.budgets import contenders, with_budget
-    from kvsketch.methods import Full, parse_method
+    from kvsketch.evaluation.budgets import compared
 
-    compared = [parse_method(with_budget(*each)) for each in contenders(methods, budgets)]
-    chosen = [Full(), *(method for method in compared if method.family != "full")]
+    chosen = compared(methods, budgets)
     loaded, tokenizer = models.load(model, dtype=dtype, device=device)
     ids = models.encode_chat(tokenizer, f"{text}\n\n{question}")["input_ids"].to(loaded.device)
     _note_beyond_context(loaded, ids.shape[1] + max_new_tokens)
     refused: list[str] = []
     if memory is not None:
-        chosen = [Full(), *_fitting(loaded, methods, memory, ids.shape[1] + max_new_tokens, refused)]
+        chosen = [chosen[0], *_fitting(loaded, methods, memory, ids.shape[1] + max_new_tokens, refused)]
     rows = with_progress(demo.answers(loaded, tokenizer, ids, chosen, most=max_new_tokens, refused=refused), chosen)
     record = {
         "model": model,

@@ -23,7 +23,7 @@ def demo(
     model: ModelOption = DEFAULT_MODEL,
     tokens: Annotated[int, typer.Option(min=200, help="Length of the prompt.")] = 2000,
     depth: Annotated[float, typer.Option(min=0.0, max=1.0, help="Where the passkey hides: 0 start, 1 end.")] = 0.5,
-    budgets: Annotated[str, typer.Option(help="Budgets, comma-separated: 1/4, 25% or 512.")] = "1/4,1/8",
+    budgets: Annotated[str, typer.Option(help="Budgets, comma-separated: 1/4, 25% or 512.")] = "1/8",
     budgets_in: Annotated[str, typer.Option(help="What a budget is a share of: bytes or tokens.")] = "bytes",
     methods: Annotated[str, typer.Option(help="Methods, comma-separated, or all.")] = "all",
     seed: Annotated[int, typer.Option(help="Chooses the document and the passkey.")] = 1,
@@ -33,16 +33,15 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Hide a passkey in a long document and see which caches still find it."""
-    names = [] if methods == "all" else _split(methods, "--methods", "streamingllm,uniform or all")
-    sizes = _split(budgets, "--budgets", "1/4,1/8")
     if budgets_in not in ("bytes", "tokens"):
         raise ValueError(f"--budgets-in {budgets_in} is not possible; use bytes or tokens")
 
     from kvsketch import demo as comparison
     from kvsketch import models
+    from kvsketch.evaluation.budgets import compared
     from kvsketch.models import texts
 
-    chosen = comparison.choose_methods(names, sizes)
+    chosen = compared(methods, budgets)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     loaded, tokenizer = models.load(model, dtype=dtype, device=device)
@@ -94,10 +93,3 @@ def summary(rows: Sequence[Row]) -> list[str]:
     if found:
         lines.append(f"smallest cache that finds it: {smallest(found, full)}")
     return [*lines, "one document, one passkey: an illustration, not a benchmark"]
-
-
-def _split(text: str, option: str, example: str) -> list[str]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts:
-        raise ValueError(f"{option} is empty; use for instance {example}")
-    return parts

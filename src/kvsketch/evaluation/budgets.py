@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from kvsketch.cache import memory
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.layer import SlotLayer
-from kvsketch.methods import METHODS, parse_method
+from kvsketch.methods import METHODS, Full, Method, parse_method
 from kvsketch.methods.budget import Size
 
 UNITS = ("tokens", "bytes")
-ROUNDS = 7  # caches that are made at most to find a budget in bytes
-CLOSE, AIM = 0.95, 0.99  # of the bytes asked for: what is near enough, and what the next cache is meant to take
 # Every method, as it is compared at equal budgets.
 ALL = tuple(":".join(filter(None, (name, method.compared_with))) for name, method in METHODS.items())
 
@@ -42,12 +41,20 @@ def contenders(methods: str, budgets: str) -> list[tuple[str, str]]:
         if own:
             found.append((method, own))
         elif takes_budget(method):
+            if not sizes:
+                raise ValueError(f"--budgets is empty, and {method} has one; use for instance 1/4,1/8")
             found += [(method, size) for size in sizes]
         else:
             found.append((method, ""))
     for method, budget in found:
         parse_method(with_budget(method, budget))
     return list(dict.fromkeys(found))
+
+
+def compared(methods: str, budgets: str) -> list[Method]:
+    """The full cache, to compare with, and the methods at their budgets."""
+    chosen = [parse_method(with_budget(*each)) for each in contenders(methods, budgets)]
+    return [Full(), *(method for method in chosen if method != Full())]
 
 
 def _names(methods: str) -> Sequence[str]:
@@ -63,7 +70,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def in_bytes(method: str) -> str:
-    """The text form that budgets in bytes are measured and run with: a recall method keeps its tokens on the host.
+    """The text form that budgets in bytes are computed and run with: a recall method keeps its tokens on the host.
 
     Otherwise it holds everything on the device with any budget; the answers are the same.
     """
@@ -71,58 +78,31 @@ def in_bytes(method: str) -> str:
     return f"{method}:offload=host" if recalls and ":offload=" not in method else method
 
 
-class Fitted:
-    """Makes caches whose budgets are equal in bytes, and remembers which budgets these were.
+def sized(model: Any, method: str, budget: str, prompt: int, unit: str) -> tuple[str, dict[str, Any]]:
+    """The text form that a prompt of so many tokens is read with, and what a record says of its budget.
 
-    A cache is made, its bytes are measured, weights, index and state included, and it is made again with another number
-    of tokens until it takes the share of a full cache's bytes that was asked for, or little less. The next prompt
-    begins with the same share of its tokens.
+    A budget in bytes is a share of those of a full cache. The most tokens are taken that fit after the prompt, with
+    weights, index and state, as computed from the tensors that a cache will have (`cache.memory`).
     """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, str], float] = {}
-
-    def cache(
-        self, make: Callable[[str], CompressedCache], method: str, budget: str, prompt: int, unit: str
-    ) -> tuple[CompressedCache, dict[str, Any]]:
-        """The cache that `make` makes of a text form, and what the record says of its budget."""
-        if unit == "tokens" or not budget:
-            return make(with_budget(method, budget)), {}
-        method = in_bytes(method)
-        limit = min(1.0, Size.parse(budget).of(prompt) / prompt)
-        tried: dict[int, float] = {}
-        best: tuple[int, CompressedCache] | None = None
-        # Few bits leave room for more tokens.
-        bits = parse_method(method).stored_bits
-        tokens = round(prompt * self._kept.get((method, budget), 0.93 * limit * 32 / (bits.keys + bits.values)))
-        while len(tried) < ROUNDS:
-            tokens = max(least_tokens(method), min(tokens, prompt))
-            if tokens in tried:
-                break
-            cache = make(with_budget(method, tokens))
-            share = tried[tokens] = cache.device_bytes / full_bytes(cache)
-            fits = share <= limit or limit == 1
-            if fits and (best is None or tokens > best[0]):
-                best = tokens, cache
-            if fits and (share > CLOSE * limit or tokens == prompt):
-                break
-            tokens = _next(tried, AIM * limit)
-        if best is None:
-            fewest = min(tried)
+    if unit == "tokens" or not budget:
+        return with_budget(method, budget), {}
+    method = in_bytes(method)
+    limit, sizes = min(1.0, Size.parse(budget).of(prompt) / prompt), memory.sizes_of(model, prompt)
+    fewest = min(prompt, least_tokens(method))
+    taken = sizes.bytes(parse_method(with_budget(method, fewest)), more=0)
+    if taken is None:
+        raise ValueError(f"{method}: the bytes that it takes are not known beforehand; use --budgets-in tokens")
+    tokens = prompt
+    if limit < 1:
+        if taken > limit * sizes.full:
             raise ValueError(
                 f"{method}: no budget fits into {budget} of the bytes of a full cache of {prompt} tokens, {fewest} "
-                f"tokens take {tried[fewest]:.1%}; use a share of more than that, or --budgets-in tokens"
+                f"tokens take {taken / sizes.full:.1%}; use a share of more than that, or --budgets-in tokens"
             )
-        self._kept[method, budget] = best[0] / prompt
-        return best[1], {"budget_tokens": best[0], "measured_as": method}
-
-
-def _next(tried: dict[int, float], aim: float) -> int:
-    """The number of tokens that should take `aim` of the bytes, which grow nearly in proportion."""
-    nearest = sorted(tried.items(), key=lambda each: abs(each[1] - aim))[:2]
-    (first, low), (second, high) = nearest if len(nearest) == 2 else (nearest[0], (0, 0.0))
-    slope = (high - low) / (second - first)
-    return int(first + (aim - low) / slope) if slope > 0 else min(tried) // 2
+        most = int(limit * sizes.full)
+        found: Any = memory.fitted(parse_method(method), most, prompt, functools.partial(sizes.bytes, more=0))
+        tokens = int(found.budget.of(prompt))
+    return with_budget(method, tokens), {"budget_tokens": tokens, "measured_as": method}
 
 
 @functools.cache

@@ -22,7 +22,6 @@ steps as the others; its deviation is rounding noise.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.evaluation import experiment, passages, runner
-from kvsketch.evaluation.budgets import Fitted, with_budget
+from kvsketch.evaluation.budgets import sized, with_budget
 from kvsketch.evaluation.experiment import Cell, ExperimentOptions, budgets_option
 from kvsketch.evaluation.next_token import Reading, exact_nll, full_log_probs
 from kvsketch.evaluation.shared_prefill import Prefilled, memory, shared_prefill, streamed_prefill
@@ -96,7 +95,6 @@ class Perplexity(experiment.Experiment):
                 f"{options.tokens}; use smaller ones"
             )
         self._read: dict[str, tuple[Tensor, Tensor]] = {}
-        self._fitted = Fitted()
 
     def check(self) -> None:
         passages.require(self.tokenizer, self.names, self.options.tokens)
@@ -171,7 +169,7 @@ class Perplexity(experiment.Experiment):
         method, budget = cell.method, str(Size.parse(cell.budget).of(tokens)) if cell.budget else ""
         if self.options.budgets_in == "bytes" and cell.budget:
             prefix = self.options.prefix
-            _, facts = self._fitted.cache(read.cache, cell.method, cell.budget, prefix, "bytes")
+            _, facts = sized(self.model, cell.method, cell.budget, prefix, "bytes")
             method, budget = facts["measured_as"], str(facts["budget_tokens"] * tokens // prefix)
             facts["budget_tokens"] = int(budget)
         return read.cache(with_budget(method, budget), cell.cache_seed), facts
@@ -187,11 +185,10 @@ class Perplexity(experiment.Experiment):
             # The rows of a cache draw the same numbers, so a method that draws any reads one text at a time.
             rows = [names.index(asked[0].sample)] if _drawn(asked[0]) else list(range(len(names)))
             own = {name: tensor[rows] for name, tensor in read.items()}
-            make = functools.partial(self._behind, prefilled, own, rows, seed)
+            method, budget = asked[0].method, asked[0].budget
             try:
-                cache, facts = self._fitted.cache(
-                    make, asked[0].method, asked[0].budget, position, self.options.budgets_in
-                )
+                text, facts = sized(self.model, method, budget, position, self.options.budgets_in)
+                cache = self._behind(prefilled, own, rows, seed, text)
                 reading = Reading(self.model, cache, ids[rows, : scored.stop], position, expected[rows])
                 reading.to(scored.stop)
                 held = memory(cache) | facts

@@ -85,10 +85,6 @@ class QuestionExperiment(Experiment):
 
     options: QuestionOptions
 
-    def __init__(self, options: Any) -> None:
-        super().__init__(options)
-        self._fitted = budgets.Fitted()
-
     @abstractmethod
     def ask(self, cell: Cell) -> Question:
         """The question of a cell; the same for every method and budget."""
@@ -208,22 +204,12 @@ class QuestionExperiment(Experiment):
         cell, unit = asked[0].cells[0], self.options.budgets_in
         if isinstance(prompts, dict):
             own = {name: tensor[rows] for name, tensor in prompts.items()}
-            length, chunk = own["input_ids"].shape[1], self.options.chunk
-            pairs: list[Prefilled] = []
-
-            def make(text: str) -> CompressedCache:
-                prefilled, cache = streamed_prefill(self.model, own, text, seed, chunk)
-                pairs[:] = [prefilled]
-                return cache
-
-            cache, facts = self._fitted.cache(make, cell.method, cell.budget, length, unit)
-            chosen = pairs[0]
+            text, facts = budgets.sized(self.model, cell.method, cell.budget, own["input_ids"].shape[1], unit)
+            chosen, cache = streamed_prefill(self.model, own, text, seed, self.options.chunk)
         else:
             chosen = prompts.rows(rows, unpadded=True) if len(rows) < len(prompts.input_ids) else prompts
-            length = chosen.input_ids.shape[1]
-            cache, facts = self._fitted.cache(
-                lambda text: chosen.cache(text, seed), cell.method, cell.budget, length, unit
-            )
+            text, facts = budgets.sized(self.model, cell.method, cell.budget, chosen.input_ids.shape[1], unit)
+            cache = chosen.cache(text, seed)
         facts |= memory(cache)
         found: dict[int, str] = {}
         parts = list(_of_equal_length(asked, size))

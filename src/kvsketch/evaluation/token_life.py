@@ -28,9 +28,9 @@ from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.evaluation import runner
-from kvsketch.evaluation.budgets import Fitted, with_budget
+from kvsketch.evaluation.budgets import sized, with_budget
 from kvsketch.evaluation.experiment import Cell, Experiment, ExperimentOptions, budgets_option
-from kvsketch.evaluation.shared_prefill import memory, shared_prefill
+from kvsketch.evaluation.shared_prefill import memory
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size
@@ -82,9 +82,7 @@ class TokenLife(Experiment):
         in_tokens = cell if options.budgets_in == "bytes" else dataclasses.replace(cell, budget=share)
         text, facts = with_budget(in_tokens.method, in_tokens.budget), dict[str, Any]()
         if options.budgets_in == "bytes":
-            make = shared_prefill(self.model, ids).cache
-            cache, facts = Fitted().cache(make, cell.method, cell.budget, ids.shape[1], "bytes")
-            text = str(cache.method)
+            text, facts = sized(self.model, cell.method, cell.budget, ids.shape[1], "bytes")
         reads: Reads = {}
         method = noting_reads(parse_method(text), reads)
         cache = CompressedCache(self.model, method, seed=cell.cache_seed)

@@ -27,6 +27,7 @@ class LayerShape:
     query_heads: int
     size: int  # D
     itemsize: int
+    more: int | None = None  # tokens that come after the prompt; None: any number
 
     @property
     def tokens(self) -> int:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from rich.table import Table
 
 from kvsketch.evaluation import runner
-from kvsketch.evaluation.budgets import Fitted
+from kvsketch.evaluation.budgets import sized
 from kvsketch.evaluation.experiment import (
     Cell,
     Experiment,
@@ -66,7 +66,6 @@ class LongBench(Experiment):
 
     def __init__(self, options: LongBenchOptions) -> None:
         super().__init__(options)
-        self._fitted = Fitted()
         if not options.data:
             raise ValueError("--data is missing; name a folder of <task>.jsonl files, LongBench's data.zip, or hub")
         self.task_names = longbench_tasks.task_names(options.tasks)
@@ -148,10 +147,8 @@ class LongBench(Experiment):
         return self.prompts.lengths[task.name]
 
     def _outcome(self, cell: Cell, task: Task, row: Row, encoded: Encoded, prefilled: Prefilled) -> dict[str, Any]:
-        read = encoded.ids.shape[1]
-        cache, facts = self._fitted.cache(
-            lambda text: prefilled.cache(text, cell.cache_seed), cell.method, cell.budget, read, self.options.budgets_in
-        )
+        text, facts = sized(self.model, cell.method, cell.budget, encoded.ids.shape[1], self.options.budgets_in)
+        cache = prefilled.cache(text, cell.cache_seed)
         facts |= memory(cache)
         tokens = prefilled.generate(cache, self._new_tokens(task), encoded.question)
         answer = self.tokenizer.decode(tokens[0], skip_special_tokens=True)

@@ -317,9 +317,10 @@ class Rehearse(BudgetedMethod):
 
     def held_bytes(self, shape: LayerShape) -> int:
         # New tokens and their queries wait beside the budget until they make a chunk.
-        budget, waiting = self.budget_tokens(shape.table), self.most_waiting + 4 * ROOM
+        waiting = 0 if shape.more == 0 else min(self.most_waiting, shape.more or WAIT) + 4 * ROOM
         queries = shape.batch * shape.query_heads * waiting * shape.vector()
-        return shape.bounded(budget + waiting, bytes_beside(Rehearsed)) + shape.layout(budget + waiting) + queries
+        slots = self.budget_tokens(shape.table) + max(waiting, ROOM) + 1
+        return shape.bounded(slots, bytes_beside(Rehearsed)) + shape.layout(slots) + queries
 
     # all layers together
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.ops.attention_mass import HIDDEN, Noise, Options, Temperature, stream
+from kvsketch.ops.attention_mass import HIDDEN, Noise, Options, Temperature, is_plain, stream
 from kvsketch.ops.random import gumbel, hash_combine, to_uniform
 
 NEG_INF = float("-inf")
@@ -30,6 +30,8 @@ def attention_mass(q: Tensor, k: Tensor, scale: float, options: Options) -> Tens
     places = column_places(places, padding)[:, :, None, None]  # [B, H, 1, 1, S]
     pad = torch.zeros(1, dtype=torch.int64, device=q.device) if padding is None else padding
     pad = pad.view(-1, 1, 1, 1, 1)
+    whole = index is None and padding is None  # every column is a token that later queries see
+    plain = is_plain(options.temperature, None)
     tau = temperature_at(options.temperature, seen, q.device, 5).to(dtype)
     row_places = (torch.arange(queries, device=q.device) + (seen - queries)).view(1, 1, 1, -1, 1)
     heads = torch.arange(query_heads, device=q.device).view(1, kv_heads, group, 1, 1)
@@ -47,13 +49,20 @@ def attention_mass(q: Tensor, k: Tensor, scale: float, options: Options) -> Tens
         x = (block_q @ keys[:, :, :end].mT).view(batch, kv_heads, group, -1, end)
         if noise is not None:
             x = x + gumbel(pair_uniform(noise, heads, at - pad, places[..., :end] - pad)).to(dtype)
-        x = (x / tau).masked_fill(places[..., :end] > at, NEG_INF)
+        x = x if plain else x.div_(tau)
+        if whole:
+            # Masks of all columns would take longer than the product.
+            own = rows.stop - start
+            x[..., end - own :] += torch.full((own, own), NEG_INF, dtype=dtype, device=x.device).triu_(1)
+        else:
+            x = x.masked_fill(places[..., :end] > at, NEG_INF)
         if options.row_lse is None:
             shares = x.softmax(-1)
         else:
             shares = (x - options.row_lse.unflatten(1, (kv_heads, group))[..., rows, None].to(dtype)).exp()
-        sees_nothing = (x == NEG_INF).all(-1, keepdim=True) | (at < pad)
-        mass[..., :end] += shares.masked_fill(sees_nothing, 0.0).sum(3)
+        if not whole:
+            shares = shares.masked_fill((x == NEG_INF).all(-1, keepdim=True) | (at < pad), 0.0)
+        mass[..., :end] += shares.sum(3)
     return options.add(mass.flatten(1, 2))
 
 
