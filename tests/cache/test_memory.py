@@ -56,7 +56,7 @@ def test_what_is_measured_is_below_what_was_promised_and_near_it(form: str, fami
         assert held > 0.75 * (whole + whole // 8), (str(cache.method), held, whole)
 
 
-@pytest.mark.parametrize("form", ["rehearse", "rehearse:bits=16:share=head", "kvzip", "h2o", "snapkv:bits=4:share=model"])
+@pytest.mark.parametrize("form", ["rehearse", "rehearse:bits=16:share=head", "kvzip", "snapkv:bits=4:share=model"])
 def test_what_a_prompt_leaves_is_computed(form: str) -> None:
     model, ids = zoo.build("llama", **MODEL), zoo.tokens(1, CONTEXT)
     cache = CompressedCache(model, f"{form}:budget=1/2")

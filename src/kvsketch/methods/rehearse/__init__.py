@@ -317,7 +317,8 @@ class Rehearse(BudgetedMethod):
 
     def held_bytes(self, shape: LayerShape) -> int:
         # New tokens and their queries wait beside the budget until they make a chunk.
-        waiting = 0 if shape.more == 0 else min(self.most_waiting, shape.more or WAIT) + 4 * ROOM
+        waiting = self.most_waiting if shape.more is None else min(self.most_waiting, shape.more)
+        waiting += 4 * ROOM if waiting else 0
         queries = shape.batch * shape.query_heads * waiting * shape.vector()
         slots = self.budget_tokens(shape.table) + max(waiting, ROOM) + 1
         return shape.bounded(slots, bytes_beside(Rehearsed)) + shape.layout(slots) + queries
