@@ -220,4 +220,4 @@ def text_of(size: int) -> str:
     return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size} B"
 
 
-__all__ = ["description", "fitted", "fitted_to", "held_bytes", "parsed", "text_of", "with_budget"]
+__all__ = ["description", "fitted", "fitted_to", "held_bytes", "parsed", "sizes_of", "text_of", "with_budget"]
