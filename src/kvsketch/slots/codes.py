@@ -8,6 +8,7 @@ Legend: as in `table`; E tokens that stay exact.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -234,12 +235,12 @@ def write_packed(slots: Slots, slot: Tensor, at: Tensor, x: Tensor) -> None:
     slots.exact_at.masked_fill_(slots.exact_at == slot, -1)
 
 
-def packed(slots: Slots, layout: Layout) -> Slots:
-    """Slots of equal heads in a flat store."""
+def packed(slots: Slots, pack: Callable[[Tensor], Tensor]) -> Slots:
+    """Slots of equal heads in a flat store, into which `pack` brings tensors."""
     if isinstance(slots, Tensor):
-        return layout.packed(slots)
+        return pack(slots)
     slots = _all_coded(slots)
-    return replace(slots, codes=layout.packed(slots.codes), steps=layout.packed(slots.steps))
+    return replace(slots, codes=pack(slots.codes), steps=pack(slots.steps))
 
 
 def unpacked(slots: Slots, layout: Layout) -> Slots:

@@ -44,11 +44,14 @@ class Layout(Ragged):
 
     def packed(self, slots: Tensor) -> Tensor:  # [N, ...]
         """Slots [B, H, at least S, ...] of equal heads in the flat store; the device is not asked."""
-        batch, heads, length = slots.shape[:3]
+        return slots.flatten(0, 2).index_select(0, self.places(slots.shape[2]))
+
+    def places(self, length: int) -> Tensor:  # [N]
+        """The slots of the flat store among those of equal heads of this length."""
         # Head i begins at slot i * length of all slots and at start[i] of the flat store.
-        shift = torch.arange(batch * heads, device=slots.device) * length - self.start.flatten()
+        shift = torch.arange(self.start.numel(), device=self.start.device) * length - self.start.flatten()
         place = shift.repeat_interleave(self.capacity.flatten(), output_size=self.total)
-        return slots.flatten(0, 2)[place + torch.arange(self.total, device=slots.device)]
+        return place + torch.arange(self.total, device=self.start.device)
 
     def tensors(self) -> list[Tensor]:
         return [self.start, self.capacity, self.work, self.first_piece]

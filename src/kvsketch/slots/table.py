@@ -18,6 +18,7 @@ Legend: B batch rows, H KV heads, S slots, D head size. This module knows neithe
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
@@ -477,10 +478,15 @@ class SlotTable(Place):
         assert self.layout is None and self.index is not None and self.log_den is not None
         assert self.keys is not None and self.values is not None
         layout = Layout.of(capacity, bool(self.bits), self.device)
-        self.keys, self.values = codes.packed(self.keys, layout), codes.packed(self.values, layout)
-        self.index, self.log_den = layout.packed(self.index), layout.packed(self.log_den)
-        self.log_num = None if self.log_num is None else layout.packed(self.log_num)
-        self.state.move_slots(layout.packed)
+        places = functools.cache(layout.places)
+
+        def packed(slots: Tensor) -> Tensor:
+            return slots.flatten(0, 2).index_select(0, places(slots.shape[2]))
+
+        self.keys, self.values = codes.packed(self.keys, packed), codes.packed(self.values, packed)
+        self.index, self.log_den = packed(self.index), packed(self.log_den)
+        self.log_num = None if self.log_num is None else packed(self.log_num)
+        self.state.move_slots(packed)
         self.layout, self.length, self.capacity = layout, layout.most, None
 
     def lengthen(self, count: int) -> None:
