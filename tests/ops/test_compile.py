@@ -137,7 +137,11 @@ def replay_scores() -> None:
 def refit_steps() -> None:
     gram, w, ridge, values = normal(3, S, S), zeros(3, S), zeros(3, 1), zeros(3, S, D)
     steps.weight_step(steps.Descent(gram, w, w, ridge, w, w), 0.5)
-    steps.value_step(steps.Conjugate(w, ridge, values, values, values, normal(3, S, D), zeros(3, 1, D)), values)
+    steps.value_step(steps.Conjugate(w, ridge, values, values, normal(3, S, D)), values)
+
+
+def take_rows() -> None:
+    ops.take_rows(normal(N, D), longs(S))
 
 
 def turn_queries() -> None:
@@ -305,9 +309,9 @@ def thin_linear(rows: int) -> None:
 CALLS: tuple[Callable[[], None], ...] = (
     weighted_attention, encoded, coded_attention, decoded, ragged_attention, paged_attention,
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention, replay_scores,
-    mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries, refit_steps,
+    mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
-    slot_update, coded_slot_update, page_rows, reservoir, fold_token, balance_walk, hot_rows,
+    refit_steps, take_rows, slot_update, coded_slot_update, page_rows, reservoir, fold_token, balance_walk, hot_rows,
     decoder_layer, lambda: thin_linear(1), lambda: thin_linear(4),
 )  # fmt: skip
 

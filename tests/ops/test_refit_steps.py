@@ -28,9 +28,8 @@ def conjugate(gram: Tensor, columns: int) -> Conjugate:
     shape = (2, gram.shape[1], columns)
     w, residual = torch.rand(shape[:2], device=gram.device) + 0.5, torch.randn(shape, device=gram.device)
     scaled = (w.unsqueeze(-1) * residual).to(gram.dtype)
-    size = residual.square().sum(1, keepdim=True)
     ridge = torch.full((2, 1), 0.1, device=gram.device)
-    return Conjugate(w, ridge, torch.zeros(shape, device=gram.device), residual, residual.clone(), scaled, size)
+    return Conjugate(w, ridge, torch.zeros(shape, device=gram.device), residual, scaled)
 
 
 def test_weight_steps_end_where_no_gradient_points_inside() -> None:

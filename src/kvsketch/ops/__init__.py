@@ -28,6 +28,7 @@ writing slots
     fold_token           one token into SubGen's clusters and samples
     balance_walk         signs that split a block into halves with almost equal attention sums
     hot_rows             rows of a store in host memory, copied to places on the device
+    take_rows            rows of a matrix, copied into another one
 fitting slots
     refit_steps          steps of many small least-squares problems at once
 few bits
@@ -66,6 +67,7 @@ from kvsketch.ops.reservoir import reservoir
 from kvsketch.ops.select_clusters import cluster_scores, select_clusters
 from kvsketch.ops.select_pages import select_pages, widen_pages
 from kvsketch.ops.slot_update import free_lowest, write_coded_token, write_token
+from kvsketch.ops.take_rows import take_rows
 from kvsketch.ops.turn_keys import turn_keys
 from kvsketch.ops.turn_queries import turn_queries
 from kvsketch.ops.weighted_attention import weighted_attention
@@ -99,6 +101,7 @@ __all__ = [
     "reservoir",
     "select_clusters",
     "select_pages",
+    "take_rows",
     "turn_keys",
     "turn_queries",
     "uniform",

@@ -8,9 +8,9 @@ Legend: as in `table`; E tokens that stay exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -315,14 +315,24 @@ def of_parts(like: Slots, parts: list[Tensor]) -> Slots:
     return parts[0] if isinstance(like, Tensor) else replace(like, codes=parts[0], steps=parts[1].squeeze(-1))
 
 
-def require_finite(slots: Slots, what: str, layer: int) -> None:
-    """Raises ValueError that names the first vector that cannot be coded (asks the device)."""
-    if isinstance(slots, Tensor) or not bool(slots.steps.isnan().any()):
+class Doubt(NamedTuple):
+    """Vectors of a layer that were coded, and may not be finite."""
+
+    steps: Tensor  # [B, H, S], nan where one is not
+    bits: int
+    what: str
+    layer: int
+
+
+def require_finite(doubts: Sequence[Doubt]) -> None:
+    """Raises ValueError that names the first vector that could not be coded (asks the device once)."""
+    if not doubts or not bool(torch.stack([d.steps.isnan().any().to(doubts[0].steps.device) for d in doubts]).any()):
         return
-    row, head, slot = slots.steps.isnan().nonzero()[0].tolist()
+    steps, bits, what, layer = next(doubt for doubt in doubts if bool(doubt.steps.isnan().any()))
+    row, head, slot = steps.isnan().nonzero()[0].tolist()
     raise ValueError(
         f"the {what} of slot {slot} in layer {layer}, batch row {row}, head {head} are not finite and cannot be stored "
-        f"in {slots.codec.bits} bits; look for an overflow in the model (float16?), or use bits={PLAIN}"
+        f"in {bits} bits; look for an overflow in the model (float16?), or use bits={PLAIN}"
     )
 
 

@@ -413,12 +413,13 @@ class SlotTable(Place):
         log_den: Tensor | None = None,
         log_num: Tensor | None = None,
         next_slot: int | Tensor | None = None,
+        doubts: list[codes.Doubt] | None = None,
     ) -> None:
         """Becomes a bounded table of `room` slots plus one for the next token, filled with the chosen slots.
 
         `chosen` [B, H, m] holds slot numbers, -1 for none; `log_den` [B, H, m] their weights, else as now; `log_num`
         those in the numerator, where they differ. `next_slot`: the slot of the next token, one or [B, H, 1],
-        else the last.
+        else the last. Vectors that are not finite are refused, or join the `doubts` if these are given.
         """
         self.unpack()
         batch, heads, m = chosen.shape
@@ -432,8 +433,8 @@ class SlotTable(Place):
         fill = room + 1 - m
         position = self.position_slots() if self.bits else index
         # One after the other: the old keys are freed before the values are copied.
-        self.keys = codes.filled(codes.gathered(self._storable("keys", position), source), fill)
-        self.values = codes.filled(codes.gathered(self._storable("values", position), source), fill)
+        self.keys = codes.filled(codes.gathered(self._storable("keys", position, doubts), source), fill)
+        self.values = codes.filled(codes.gathered(self._storable("values", position, doubts), source), fill)
         self.state.move_slots(lambda state: filled(gather_slots(state, source), fill))
         self.index = filled(torch.where(taken, index, -1).to(torch.int32), fill, -1)
         self.log_den = filled(torch.where(taken, log_den, NEG_INF), fill, NEG_INF)
@@ -513,14 +514,15 @@ class SlotTable(Place):
         self.state.move_slots(layout.unpacked)
         self.layout = None
 
-    def _storable(self, what: str, position: Tensor) -> Slots:
+    def _storable(self, what: str, position: Tensor, doubts: list[codes.Doubt] | None = None) -> Slots:
         """Keys or values of all slots in as many bits as they are to have."""
         slots: Slots = getattr(self, what)
         if isinstance(slots, Tensor):
             slots = slots[:, :, : self.length]
         slots = codes.coded(slots, getattr(self.bits, what), position)
-        if self.appended > 1:
-            codes.require_finite(slots, what, self.layer_idx)
+        if self.appended > 1 and not isinstance(slots, Tensor):
+            doubt = codes.Doubt(slots.steps, slots.codec.bits, what, self.layer_idx)
+            codes.require_finite([doubt]) if doubts is None else doubts.append(doubt)
         return slots
 
     def bound(self, capacity: int, two_sums: bool = False) -> None:

@@ -18,6 +18,7 @@ from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_lay
 from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL, SHARES, largest
 from kvsketch.ops.turn_keys import whole_turns
 from kvsketch.slots.bytes import LayerShape, bytes_beside
+from kvsketch.slots.codes import Doubt, require_finite
 from kvsketch.slots.heads import of_all_heads
 from kvsketch.slots.ragged_rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
@@ -331,8 +332,11 @@ class Rehearse(BudgetedMethod):
         keep = self._chosen(tables)
         counts = counted(keep)
         changes = self._refitted(tables, keep)
+        doubts: list[Doubt] = []
         for table, stays, count, change in zip(tables, keep, counts, changes, strict=True):
-            self._rebuild(table, stays, count, change)
+            self._rebuild(table, stays, count, change, doubts)
+        # Last, so that all of it is on its way while the device still refits.
+        require_finite(doubts)
 
     def _chosen(self, tables: Sequence[SlotTable]) -> list[Tensor]:
         """Which slots of each table stay, [B, H, S] bool."""
@@ -385,7 +389,9 @@ class Rehearse(BudgetedMethod):
             state.again.flatten(0, 1), keys, values, score.flatten(0, 1), places, stays, there, table.scale
         )  # fmt: skip
 
-    def _rebuild(self, table: SlotTable, keep: Tensor, counts: Tensor, changes: Changes | None) -> None:
+    def _rebuild(
+        self, table: SlotTable, keep: Tensor, counts: Tensor, changes: Changes | None, doubts: list[Doubt]
+    ) -> None:
         state = table.state_of(Rehearsed)
         weights = table.log_weights()[1]
         if changes is not None and len(changes.head):
@@ -400,11 +406,13 @@ class Rehearse(BudgetedMethod):
                 )
                 values[changes.head, changes.token], changed[changes.head, changes.token] = changes.values, at
                 table.replace_values(changed.view(slots.shape), values.view(*slots.shape, -1))
-        self._repack(table, keep, weights, counts)
+        self._repack(table, keep, weights, counts, doubts)
         table.note_settled()
         state.again = state.chunks = state.queries = None
 
-    def _repack(self, table: SlotTable, keep: Tensor, weights: Tensor | None, counts: Tensor) -> None:
+    def _repack(
+        self, table: SlotTable, keep: Tensor, weights: Tensor | None, counts: Tensor, doubts: list[Doubt] | None = None
+    ) -> None:
         """Keeps these slots, [B, H, S] bool, in the order of the text, and room for new tokens in every head.
 
         counts [B, H], how many they are, on the host.
@@ -415,7 +423,7 @@ class Rehearse(BudgetedMethod):
         chosen = torch.where(torch.arange(chosen.shape[2], device=chosen.device) < taken, chosen, -1)
         log_den = None if weights is None else weights.gather(2, chosen.clamp_min(0))
         room = self._step(table)
-        table.rebuild(chosen, chosen.shape[2] + room, log_den=log_den, next_slot=taken)
+        table.rebuild(chosen, chosen.shape[2] + room, log_den=log_den, next_slot=taken, doubts=doubts)
         table.pack(counts + room + 1)
 
 
@@ -524,4 +532,4 @@ def sampled(again: Tensor, heads: int, chunks: int, hidden: Tensor | None, count
     token, member = (begins.unsqueeze(-1) + at // group).unsqueeze(1), (at % group).unsqueeze(1)
     head = torch.arange(batch * heads, device=again.device).view(batch, heads, 1, 1)
     rows = (head * group + member) * tokens + token  # [B, H, P, count]
-    return again.reshape(-1, size).index_select(0, rows.flatten()).view(*rows.shape, size)
+    return ops.take_rows(again.reshape(-1, size), rows.flatten()).view(*rows.shape, size)

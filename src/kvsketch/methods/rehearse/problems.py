@@ -7,17 +7,19 @@ Legend: as in `refit`; B batch rows, H KV heads, m tokens of the rehearsal, P ch
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvsketch import ops
 from kvsketch.methods.rehearse.refit import Slots, fold, refit
 from kvsketch.slots.tensors import rows_of
 
 # Entries of A of a batch of problems, by kind of device; a problem counts as LEAST slots or more, and on a CPU as all.
-MAX_ENTRIES = {"cuda": 1 << 29, "cpu": 1 << 24}
+MAX_ENTRIES = {"cuda": 1 << 28, "cpu": 1 << 24}
 LEAST = {"cuda": 512, "cpu": 1 << 30}
 STEP = 64  # kept slots of a batch are padded to a multiple of it on a GPU, whose products are slow otherwise
 
@@ -98,10 +100,7 @@ def _fitted(layers: Sequence[LayerProblems], batch: Batch, folds: bool) -> Itera
     numbers, of_layer = batch.layer.unique_consecutive(return_counts=True)
     _, head, chunk, count = batch.numbers.unbind(1)
     place = layers[0].places[chunk]  # [n, C]
-    heads, chunks, places = (part.split(of_layer.tolist()) for part in (head, chunk, place))
-    each = zip((layers[number] for number in numbers.tolist()), heads, chunks, places, strict=True)
-    taken = [_taken(layer, own, chunk_of, at, folds) for layer, own, chunk_of, at in each]
-    q, k, v, worth = (torch.cat(tensors) for tensors in zip(*taken, strict=True))
+    q, k, v, worth = _taken(layers, numbers.tolist(), of_layer.tolist(), head, chunk, place.clamp_min(0), folds)
     # Slots that stay move to the front, in their order; the others to one place behind all.
     order = torch.where(batch.stays, batch.stays.cumsum(-1) - 1, most)
     kept = torch.full((len(order), most + 1), -1, device=device)
@@ -114,26 +113,40 @@ def _fitted(layers: Sequence[LayerProblems], batch: Batch, folds: bool) -> Itera
     number = torch.arange(total, device=device) - (count.cumsum(0) - count)[problem]  # [E], among those kept
     token = place[problem, kept[problem, number]]
     at = problem * most + number
-    changes = (head[problem], token, log_weights.flatten()[at], values.flatten(0, 1).index_select(0, at).to(v.dtype))
+    found = ops.take_rows(values.flatten(0, 1).to(v.dtype), at)
+    changes = (head[problem], token, log_weights.flatten()[at], found)
     of_layer = [int(part.sum()) for part in batch.counts.split(of_layer.tolist())]
-    for found, *own in zip(numbers.tolist(), *(change.split(of_layer) for change in changes), strict=True):
-        yield found, Changes(*own)
+    for layer, *own in zip(numbers.tolist(), *(change.split(of_layer) for change in changes), strict=True):
+        yield layer, Changes(*own)
 
 
-def _taken(layer: LayerProblems, head: Tensor, chunk: Tensor, place: Tensor, scored: bool) -> tuple[Tensor, ...]:
-    """What the problems of one layer read: queries, keys, values, and scores if they are wanted."""
-    at = place.clamp_min(0)
-    queries = layer.queries.flatten(0, 1).index_select(0, head * layer.queries.shape[1] + chunk)
-    worth = layer.worth[head.unsqueeze(-1), at if scored else at[:, :0]]
-    return queries, _rows(layer.keys, head, at), _rows(layer.values, head, at), worth
+def _taken(
+    layers: Sequence[LayerProblems], numbers: list[int], counts: list[int], head: Tensor, chunk: Tensor, place: Tensor,
+    scored: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What problems read: queries, keys, values, and scores if they are wanted; `counts` of the layers `numbers`."""
+    first, (count, slots) = layers[0], place.shape
+    q = first.queries.new_empty(count, *first.queries.shape[2:])
+    k, v = (x.new_empty(count, slots, x.shape[3]) for x in (first.keys, first.values))
+    worth = first.worth.new_empty(count, slots if scored else 0)
+    in_queries, heads = head * first.queries.shape[1] + chunk, first.keys.shape[1]
 
+    @functools.cache
+    def rows_at(row: int, own: int, apart: int) -> Tensor:  # [n, C]
+        # Layers mostly lie in memory alike, and what they read is computed once.
+        return (head // heads * row + head % heads * own).unsqueeze(-1) + place * apart
 
-def _rows(x: Tensor, head: Tensor, at: Tensor) -> Tensor:  # [n, C, D]
-    """Rows `at` [n, C] of the heads [n], counted over batch rows and heads, of x [B, H, m, D]."""
-    rows, (row, own, apart) = rows_of(x)
-    heads = x.shape[1]
-    first = (head // heads * row + head % heads * own).unsqueeze(-1)
-    return rows.index_select(0, (first + at * apart).flatten()).view(*at.shape, -1)
+    begin = 0
+    for number, own in zip(numbers, counts, strict=True):
+        layer, here = layers[number], slice(begin, begin + own)
+        torch.index_select(layer.queries.flatten(0, 1), 0, in_queries[here], out=q[here])
+        for source, target in ((layer.keys, k), (layer.values, v)):
+            rows, strides = rows_of(source)
+            ops.take_rows(rows, rows_at(*strides)[here].flatten(), target[here].flatten(0, 1))
+        if scored:
+            torch.gather(layer.worth.index_select(0, head[here]), 1, place[here], out=worth[here])
+        begin += own
+    return q, k, v, worth
 
 
 def _joined(changes: list[Changes], layer: LayerProblems) -> Changes:

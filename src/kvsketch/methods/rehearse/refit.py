@@ -51,7 +51,7 @@ class Slots(NamedTuple):
     def plain(self) -> Tensor:  # [N, K, Dv] float32
         """The values of the kept slots."""
         first = torch.arange(len(self.kept), device=self.kept.device).unsqueeze(1) * self.values.shape[1]
-        rows = self.values.flatten(0, 1).index_select(0, (first + self.kept.clamp_min(0)).flatten())
+        rows = ops.take_rows(self.values.flatten(0, 1), (first + self.kept.clamp_min(0)).flatten())
         return rows.float().view(*self.kept.shape, -1).masked_fill_(~self.taken.unsqueeze(-1), 0.0)
 
     def seen_by(self, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,8 +67,9 @@ class Refitted(NamedTuple):
     gain: Tensor  # [N] error on the held-back queries after and before the fit, as a quotient
 
 
-def refit(q: Tensor, slots: Slots, steps: tuple[int, int] = (WEIGHT_STEPS, VALUE_STEPS)) -> Refitted:
-    """Fitted to q [N, Q, D]."""
+def refit(q: Tensor, slots: Slots, steps: tuple[int, int] | None = None) -> Refitted:
+    """Fitted to q [N, Q, D]; in other numbers of steps if told."""
+    steps = steps or (WEIGHT_STEPS, VALUE_STEPS)
     a, target = slots.seen_by(q)
     plain = slots.plain()
     # Queries come in no order, and the held-back ones lie behind the others.
@@ -143,9 +144,8 @@ def fitted_values(gram: Tensor, a: Tensor, w: Tensor, plain: Tensor, target: Ten
     ridge = _ridge(gram.diagonal(dim1=-2, dim2=-1) * w.square(), RIDGES[1])
     missing = target * _weighed(a, weight) - _weighed(a, weight * plain)
     residual = product(a.mT, missing.to(a.dtype)).mul_(weight)  # [N, K, Dv]
-    size = residual.square().sum(1, keepdim=True)
     scaled = (weight * residual).to(gram.dtype)
-    state = Conjugate(w, ridge, plain.clone(), residual, residual.clone(), scaled, size)
+    state = Conjugate(w, ridge, plain.clone(), residual, scaled)
     for _ in range(steps):
         value_step(state, product(gram, scaled))
     return state.values

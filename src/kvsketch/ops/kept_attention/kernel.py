@@ -18,6 +18,7 @@ from kvsketch.ops.common.device import device_traits, on
 from kvsketch.ops.common.kernel import LOG2E, NEG_INF, described_rows, dot, load_rows
 from kvsketch.ops.common.sums import LIMIT, add_terms, finite_or_zero
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, aligned, block_size
+from kvsketch.ops.take_rows import take_rows
 
 
 class Launch(NamedTuple):
@@ -41,7 +42,7 @@ def launch_for(q: Tensor, v: Tensor) -> Launch:
     roomy = device_traits(q.device).shared_bytes > 170 * 1024
     if q.dtype == torch.float32 or not roomy:
         return Launch(64, 32, 4 if small else 8, 2 if small or roomy else 1)
-    return Launch(128, 64, 8, 3) if small else Launch(64, 64, 8, 2)
+    return Launch(64, 64, 4, 3) if small else Launch(64, 64, 8, 2)
 
 
 def kept_attention(
@@ -56,7 +57,7 @@ def kept_attention(
     if hidden is not None:
         kept = torch.where(hidden.gather(1, kept.clamp_min(0)), -1, kept)
     rows = kept.clamp_min(0) + torch.arange(count, device=q.device).unsqueeze(1) * slots
-    chosen = k.flatten(0, 1).index_select(0, rows.flatten()).view(*kept.shape, size)
+    chosen = take_rows(k.flatten(0, 1), rows.flatten()).view(*kept.shape, size)
     launch = launch or launch_for(q, v)
     tiles = [(q, launch.queries), (k, launch.slots), (v.to(half), launch.slots), (chosen, launch.slots)]
     with on(q.device):

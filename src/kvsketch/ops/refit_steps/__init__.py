@@ -3,7 +3,8 @@
     weight_step   accelerated projected gradient for |A w - 1|^2 + r |w - 1|^2 over w >= 0, G = A'A:
                       w' = max(0, x + rate (wanted - G x - r x)),    x' = w' + speed (w' - w),    wanted = A'1 + r
     value_step    conjugate gradients for (W G W + r I) V = b, every column on its own, W = diag(w), T = G W D:
-                      M = W T + r D,    l = |R|^2 / <D, M>,    V += l D,    R -= l M,    D = R' + (|R'|^2 / |R|^2) D
+                      M = W T + r D,    l = <R, D> / <D, M>,    V += l D,    R -= l M,    D = R - <R, M> / <D, M> D
+                  The new <R, M> follows from the old one: all sums are known before anything is written.
 
 Both write over what they are given. Legend: N problems, K unknowns, Dv columns.
 """
@@ -31,15 +32,16 @@ class Descent(NamedTuple):
 
 
 class Conjugate(NamedTuple):
-    """Conjugate gradients under way; all float32 but `scaled`, which has the dtype of the matrix, and contiguous."""
+    """Conjugate gradients under way; all float32 but `scaled`, which has the dtype of the matrix, and contiguous.
 
-    w: Tensor  # [N, K]
+    The direction D is what `scaled` says, its rounding included.
+    """
+
+    w: Tensor  # [N, K], positive
     ridge: Tensor  # [N, 1]
     values: Tensor  # [N, K, Dv], changes, as all that follow
     residual: Tensor  # [N, K, Dv]
-    direction: Tensor  # [N, K, Dv]
     scaled: Tensor  # [N, K, Dv], w times the direction
-    size: Tensor  # [N, 1, Dv], squares of the residual's columns
 
 
 def weight_step(descent: Descent, speed: float) -> None:

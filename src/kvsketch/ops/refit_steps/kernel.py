@@ -13,13 +13,12 @@ from kvsketch.ops.refit_steps import Conjugate, Descent
 
 TINY = tl.constexpr(LEAST)
 ROWS, COLUMNS = 32, 256  # of the tile of the matrix that a weight step reads at once
-ENTRIES = 1 << 14  # of each tensor that a program of a value step holds
-MOST = 1 << 13  # unknowns that it holds
+SLOTS, CHANNELS = 64, 32  # of the tile that a value step takes at once
 
 
 def supported(state: Descent | Conjugate) -> bool:
     """True when the kernels serve this call."""
-    return state[0].dtype in KERNEL_DTYPES and 0 < state[0].shape[1] <= MOST
+    return state[0].dtype in KERNEL_DTYPES and state[0].numel() > 0
 
 
 def weight_step(descent: Descent, speed: float) -> None:
@@ -38,12 +37,11 @@ def weight_step(descent: Descent, speed: float) -> None:
 def value_step(state: Conjugate, turned: Tensor) -> None:
     """See `kvsketch.ops.refit_steps`."""
     count, unknowns, size = state.values.shape
-    block = max(16, triton.next_power_of_2(unknowns))
-    columns = min(triton.next_power_of_2(size), max(1, ENTRIES // block))
+    columns = min(CHANNELS, triton.next_power_of_2(size))
     with on(turned.device):
         value_kernel[(triton.cdiv(size, columns), count)](
-            *state, turned, unknowns, size, BLOCK=block, COLUMNS=columns, num_warps=16 if block * columns > 8192 else 8,
-        )  # fmt: skip
+            *state, turned, unknowns, size, ROWS=SLOTS, COLUMNS=columns, num_warps=4
+        )
 
 
 @triton.jit(do_not_specialize=["speed"])
@@ -71,29 +69,51 @@ def weight_kernel(
 
 
 @triton.jit
+def step_tile(
+    w_ptr, scaled_ptr, turned_ptr, residual_ptr, start, ridge, column, unknowns, size, ROWS: tl.constexpr
+):  # fmt: skip
+    """W, D, M and R of a tile, their places, and which are there; 1 and 0 elsewhere."""
+    row = start + tl.arange(0, ROWS)
+    inside = (row < unknowns)[:, None] & (column < size)[None, :]
+    at = row[:, None] * size + column[None, :]
+    w = tl.load(w_ptr + row, mask=row < unknowns, other=1.0)[:, None]
+    direction = tl.load(scaled_ptr + at, mask=inside, other=0.0).to(tl.float32) / w
+    turned = w * tl.load(turned_ptr + at, mask=inside, other=0.0) + ridge * direction
+    return w, direction, turned, tl.load(residual_ptr + at, mask=inside, other=0.0), at, inside
+
+
+@triton.jit
 def value_kernel(
-    w_ptr, ridge_ptr, values_ptr, residual_ptr, direction_ptr, scaled_ptr, size_ptr, turned_ptr, unknowns, size,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    w_ptr, ridge_ptr, values_ptr, residual_ptr, scaled_ptr, turned_ptr, unknowns, size,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One step for a tile of columns of one problem."""
     n = tl.program_id(1).to(tl.int64)
-    row, column = tl.arange(0, BLOCK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < unknowns)[:, None] & (column < size)[None, :]
-    # Numbers inside a problem, which fit 32 bits: pointers of 64 would take the registers of the numbers.
-    at, first = row[:, None] * size + column[None, :], n * unknowns * size
-    values_ptr, residual_ptr, direction_ptr = values_ptr + first, residual_ptr + first, direction_ptr + first
-    scaled_ptr, turned_ptr = scaled_ptr + first, turned_ptr + first
-    w = tl.load(w_ptr + n * unknowns + row, mask=row < unknowns, other=0.0)[:, None]
-    direction = tl.load(direction_ptr + at, mask=inside, other=0.0)
-    turned = w * tl.load(turned_ptr + at, mask=inside, other=0.0) + tl.load(ridge_ptr + n) * direction
-    before = tl.load(size_ptr + n * size + column, mask=column < size, other=0.0)
-    length = (before / tl.maximum(tl.sum(direction * turned, 0), TINY))[None, :]
-    values = tl.load(values_ptr + at, mask=inside, other=0.0) + length * direction
-    tl.store(values_ptr + at, values, mask=inside)
-    residual = tl.load(residual_ptr + at, mask=inside, other=0.0) - length * turned
-    tl.store(residual_ptr + at, residual, mask=inside)
-    new = tl.sum(residual * residual, 0)
-    direction = residual + (new / tl.maximum(before, TINY))[None, :] * direction
-    tl.store(direction_ptr + at, direction, mask=inside)
-    tl.store(scaled_ptr + at, (w * direction).to(scaled_ptr.dtype.element_ty), mask=inside)
-    tl.store(size_ptr + n * size + column, new, mask=column < size)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # Numbers inside a problem fit 32 bits.
+    first = n * unknowns * size
+    w_ptr, values_ptr, residual_ptr = w_ptr + n * unknowns, values_ptr + first, residual_ptr + first
+    scaled_ptr, turned_ptr, ridge = scaled_ptr + first, turned_ptr + first, tl.load(ridge_ptr + n)
+    asked = tl.zeros((ROWS, COLUMNS), tl.float32)
+    curved, along, square = asked, asked, asked
+    for start in range(0, unknowns, ROWS):
+        _, direction, turned, residual, _, _ = step_tile(
+            w_ptr, scaled_ptr, turned_ptr, residual_ptr, start, ridge, column, unknowns, size, ROWS
+        )
+        asked += residual * direction
+        curved += direction * turned
+        along += residual * turned
+        square += turned * turned
+    bend = tl.maximum(tl.sum(curved, 0), TINY)
+    length = tl.sum(asked, 0) / bend
+    left = ((tl.sum(along, 0) - length * tl.sum(square, 0)) / bend)[None, :]
+    length = length[None, :]
+    for start in range(0, unknowns, ROWS):
+        w, direction, turned, residual, at, inside = step_tile(
+            w_ptr, scaled_ptr, turned_ptr, residual_ptr, start, ridge, column, unknowns, size, ROWS
+        )
+        values = tl.load(values_ptr + at, mask=inside, other=0.0)
+        tl.store(values_ptr + at, values + length * direction, mask=inside)
+        residual -= length * turned
+        tl.store(residual_ptr + at, residual, mask=inside)
+        tl.store(scaled_ptr + at, (w * (residual - left * direction)).to(scaled_ptr.dtype.element_ty), mask=inside)

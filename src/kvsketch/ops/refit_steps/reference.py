@@ -20,13 +20,18 @@ def weight_step(descent: Descent, speed: float) -> None:
 
 def value_step(state: Conjugate, turned: Tensor) -> None:
     """See `kvsketch.ops.refit_steps`."""
-    w, ridge, values, residual, direction, scaled, size = state
+    w, ridge, values, residual, scaled = state
     w, ridge = w.unsqueeze(-1), ridge.unsqueeze(-1)
+    direction = scaled / w
     turned = turned.mul_(w).addcmul_(direction, ridge)
-    length = size / (direction * turned).sum(1, keepdim=True).clamp_min_(TINY)
+    curved, along = _columns(direction, turned).clamp_min_(TINY), _columns(residual, turned)
+    length = _columns(residual, direction) / curved
+    left = (along - length * _columns(turned, turned)) / curved
     values.addcmul_(length, direction)
     residual.addcmul_(length, turned, value=-1)
-    new = torch.linalg.vector_norm(residual, dim=1, keepdim=True).square_()
-    torch.addcmul(residual, new / size.clamp_min(TINY), direction, out=direction)
-    scaled.copy_(torch.mul(direction, w, out=turned))
-    size.copy_(new)
+    scaled.copy_(torch.addcmul(residual, left, direction, value=-1).mul_(w))
+
+
+def _columns(a: Tensor, b: Tensor) -> Tensor:  # [N, 1, Dv]
+    """Inner products of columns."""
+    return (a * b).sum(1, keepdim=True)

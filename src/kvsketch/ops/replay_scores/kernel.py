@@ -39,7 +39,7 @@ def launches_for(k: Tensor, count: int) -> tuple[Launch, Launch]:
     if block_size(k.shape[3]) * k.element_size() > 256 or count <= 64:
         return Launch(64, 32, 4, 2), Launch(64, 32, 4, 2)
     if device_traits(k.device).shared_bytes > 170 * 1024:
-        return Launch(128, 64, 8, 3), Launch(128, 64, 8, 3)
+        return Launch(128, 64, 4, 3), Launch(128, 128, 8, 2)
     return Launch(64, 64, 4, 2), Launch(64, 64, 4, 2)
 
 
