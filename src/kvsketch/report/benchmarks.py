@@ -5,6 +5,7 @@ For each measurement the last record counts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -126,16 +127,19 @@ def faults(data: list[Data]) -> str:
     return _table(("what was killed", "kills", "problems"), rows)
 
 
-Column = tuple[str, str, str]  # heading, field, format
+def plain(keys: str, columns: str, only: Callable[[Data], bool] = lambda d: True) -> Make:
+    """A table of chosen fields of the records that `only` lets through, the last for each of `keys`.
 
-
-def plain(keys: tuple[str, ...], *columns: Column, only: Callable[[Data], bool] = lambda d: True) -> Make:
-    """A table of chosen fields of the records that `only` lets through."""
+    A column is `heading = field:format`, or the field alone where it is the heading.
+    """
+    cells = [re.fullmatch(r"(?:(.+) = )?(\w+)(?::(.+))?", column) for column in columns.split(" | ")]
+    assert all(cells), columns
+    parts = [(cell[1] or cell[2], cell[2], cell[3] or "") for cell in cells if cell]
 
     def table(data: list[Data]) -> str:
-        chosen = last([d for d in data if only(d)], *keys)
-        rows = [["" if d.get(f) is None else format(d[f], spec) for _, f, spec in columns] for d in chosen]
-        return _table([heading for heading, _, _ in columns], rows)
+        chosen = last([d for d in data if only(d)], *keys.split())
+        rows = [["" if d.get(field) is None else format(d[field], form) for _, field, form in parts] for d in chosen]
+        return _table([heading for heading, _, _ in parts], rows)
 
     return table
 
@@ -181,13 +185,9 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "One layer of Llama-3.1-8B and its head, bf16, weights read from memory: µs inside a CUDA graph, beside "
         "torch's products and additions, and the share of the copy bandwidth at which the weights are read.",
         plain(
-            ("batch", "product"),
-            ("batch", "batch", ""),
-            ("product", "product", ""),
-            ("µs", "us", ".1f"),
-            ("torch µs", "torch_us", ".1f"),
-            ("of copy bandwidth", "of_copy_bandwidth", ".0%"),
-            ("torch", "torch_of_copy_bandwidth", ".0%"),
+            "batch product",
+            "batch | product | µs = us:.1f | torch µs = torch_us:.1f | "
+            "of copy bandwidth = of_copy_bandwidth:.0% | torch = torch_of_copy_bandwidth:.0%",
         ),
     ),
     (
@@ -196,12 +196,8 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "The same shape and prompt with kvpress 0.5.5 and transformers 5.2. Its decoding is eager, so a step is "
         "limited by the host and varies with it.",
         plain(
-            ("press",),
-            ("press", "press", ""),
-            ("kept", "kept", ",d"),
-            ("prefill ms", "prefill_ms", ",.0f"),
-            ("ms per step", "step_ms", ".1f"),
-            ("cache bytes", "cache_bytes", ",d"),
+            "press",
+            "press | kept:,d | prefill ms = prefill_ms:,.0f | ms per step = step_ms:.1f | cache bytes = cache_bytes:,d",
         ),
     ),
     (
@@ -211,14 +207,10 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "memory. With random weights successive queries differ much, so the hit rate is low; `locality` blends each "
         "step's cluster scores with the previous ones, as successive queries of real models are similar.",
         plain(
-            ("method",),
-            ("method", "method", ""),
-            ("on device ms", "device_ms", ".2f"),
-            ("in host memory ms", "host_ms", ".2f"),
-            ("ratio", "ratio", ".2f"),
-            ("hit rate", "hit_rate", ".0%"),
-            ("device bytes", "offloaded_device_bytes", ",d"),
-            ("host bytes", "offloaded_host_bytes", ",d"),
+            "method",
+            "method | on device ms = device_ms:.2f | in host memory ms = host_ms:.2f | ratio:.2f | "
+            "hit rate = hit_rate:.0% | device bytes = offloaded_device_bytes:,d | "
+            "host bytes = offloaded_host_bytes:,d",
         ),
     ),
     (
@@ -226,24 +218,16 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "hit_rate",
         "Qwen2.5-Coder-0.5B, 8,192 tokens of real text, then decoding with a budget of 256: share of the rows read by "
         "a query head that are already on the device, and share of all reads that are copied from host memory.",
-        plain(
-            ("method",),
-            ("method", "method", ""),
-            ("hit rate", "hit_rate", ".1%"),
-            ("copied", "copied", ".1%"),
-        ),
+        plain("method", "method | hit rate = hit_rate:.1% | copied:.1%"),
     ),
     (
         "Column sums of attention (h2o, keyformer)",
         "attention-mass",
         "One layer; the share is of a prefill of 1,400 ms, all 32 layers.",
         plain(
-            ("contender",),
-            ("what", "contender", ""),
-            ("tokens", "tokens", ",d"),
-            ("µs", "median_us", ",.0f"),
-            ("of prefill", "share_of_prefill", ".1%"),
-            ("target", "limit", ".0%"),
+            "contender",
+            "what = contender | tokens:,d | µs = median_us:,.0f | of prefill = share_of_prefill:.1% | "
+            "target = limit:.0%",
         ),
     ),
     (
@@ -252,13 +236,9 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "One layer, 32,768 keys, 2,048 centers per KV head. The last column is the radius of `coarse` over the exact "
         "one.",
         plain(
-            ("keys", "form"),
-            ("keys", "keys", ""),
-            ("form", "form", ""),
-            ("ms", "layer_ms", ".2f"),
-            ("of prefill", "share_of_prefill", ".1%"),
-            ("target", "target", ".0%"),
-            ("radius / exact", "radius_over_exact", ".3f"),
+            "keys form",
+            "keys | form | ms = layer_ms:.2f | of prefill = share_of_prefill:.1% | target:.0% | "
+            "radius / exact = radius_over_exact:.3f",
         ),
     ),
     (
@@ -266,12 +246,9 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "balance",
         "One layer; `making room` is the periodic halving while decoding.",
         plain(
-            ("contender",),
-            ("what", "contender", ""),
-            ("tokens", "tokens", ",d"),
-            ("ms", "median_ms", ".3f"),
-            ("of prefill", "share_of_prefill", ".1%"),
-            ("ms per token, all layers", "ms_per_token_all_layers", ".3f"),
+            "contender",
+            "what = contender | tokens:,d | ms = median_ms:.3f | of prefill = share_of_prefill:.1% | "
+            "ms per token, all layers = ms_per_token_all_layers:.3f",
         ),
     ),
     (
@@ -279,15 +256,8 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "recall",
         "One layer, 32,768 tokens, batch 1. Shares are of a prefill (clustering) or a decode step of 7 ms (selection).",
         plain(
-            ("operation", "contender", "clusters", "rounds", "budget", "batch"),
-            ("operation", "operation", ""),
-            ("by", "contender", ""),
-            ("clusters", "clusters", ",d"),
-            ("rounds", "rounds", ""),
-            ("budget", "budget", ""),
-            ("µs", "median_us", ",.1f"),
-            ("share", "share", ".1%"),
-            ("target", "target", ".0%"),
+            "operation contender clusters rounds budget batch",
+            "operation | by = contender | clusters:,d | rounds | budget | µs = median_us:,.1f | share:.1% | target:.0%",
             only=lambda d: d["operation"] in ("kmeans", "index", "selection") and d.get("batch", 1) == 1,
         ),
     ),
@@ -296,14 +266,8 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "recall",
         "One layer, batch 1, rows selected per query head or shared by a group, with or without completion slots.",
         plain(
-            ("operation", "contender", "budget", "batch", "shared", "completion", "store"),
-            ("operation", "operation", ""),
-            ("by", "contender", ""),
-            ("budget", "budget", ""),
-            ("shared", "shared", ""),
-            ("completion", "completion", ""),
-            ("store", "store", ""),
-            ("µs", "median_us", ",.1f"),
+            "operation contender budget batch shared completion store",
+            "operation | by = contender | budget | shared | completion | store | µs = median_us:,.1f",
             only=lambda d: d["operation"] in ("indexed_attention", "full attention") and d.get("batch") == 1,
         ),
     ),
@@ -313,13 +277,9 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "One layer, 32,768 tokens in pages of 16, of which each query head reads 128. The floor is the time to read "
         "the pages' bounds once.",
         plain(
-            ("operation", "contender", "batch"),
-            ("operation", "operation", ""),
-            ("by", "contender", ""),
-            ("batch", "batch", ""),
-            ("µs", "median_us", ",.1f"),
-            ("floor µs", "floor_us", ",.1f"),
-            ("ms, all layers", "all_layers_ms", ".2f"),
+            "operation contender batch",
+            "operation | by = contender | batch | µs = median_us:,.1f | floor µs = floor_us:,.1f | "
+            "ms, all layers = all_layers_ms:.2f",
         ),
     ),
     (
@@ -328,12 +288,9 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "One layer, budget 1,024: folding a prompt of 32,768 tokens, host included, and one decode step in a graph. "
         "98% or more of the slots are those of the reference.",
         plain(
-            ("keys", "method"),
-            ("keys", "keys", ""),
-            ("prompt, ms", "layer_ms", ".2f"),
-            ("of prefill", "share_of_prefill", ".1%"),
-            ("step, µs", "step_us", ".1f"),
-            ("bytes / formula", "bytes_over_formula", ".3f"),
+            "keys method",
+            "keys | prompt, ms = layer_ms:.2f | of prefill = share_of_prefill:.1% | step, µs = step_us:.1f | "
+            "bytes / formula = bytes_over_formula:.3f",
         ),
     ),
     (
@@ -343,19 +300,12 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "run, their steps are timed; then a whole prompt is read beside them. The requests continue copies of one "
         "prompt's cache, as those that name a document do. The full cache has as many rows as fit.",
         plain(
-            ("method",),
-            ("method", "method", ""),
-            ("prompt", "prompt", ",d"),
-            ("rows", "rows", "d"),
-            ("tokens/s", "tokens_per_s", ",.0f"),
-            ("between tokens, ms: median", "p50_ms", ".1f"),
-            ("p99", "p99_ms", ".1f"),
-            ("p99 beside a prompt", "busy_p99_ms", ".0f"),
-            ("first token, s", "ttft_s", ".2f"),
-            ("beside others", "busy_ttft_s", ".2f"),
-            ("of a document", "document_ttft_s", ".2f"),
-            ("join, ms", "join_ms", ".2f"),
-            ("bytes a row", "row_bytes", ",d"),
+            "method",
+            "method | prompt:,d | rows | tokens/s = tokens_per_s:,.0f | "
+            "between tokens, ms: median = p50_ms:.1f | p99 = p99_ms:.1f | "
+            "p99 beside a prompt = busy_p99_ms:.0f | first token, s = ttft_s:.2f | "
+            "beside others = busy_ttft_s:.2f | of a document = document_ttft_s:.2f | join, ms = join_ms:.2f | "
+            "bytes a row = row_bytes:,d",
             only=lambda d: not d.get("failed"),
         ),
     ),
@@ -365,14 +315,9 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "Seconds to the first token of an answer about a document: when it is read again, when its cache is loaded "
         "from its file, and when that is held in memory. A real model and a real text; all three give the same token.",
         plain(
-            ("model", "method", "tokens", "cache"),
-            ("model", "model", ""),
-            ("method", "method", ""),
-            ("tokens", "tokens", ",d"),
-            ("cache", "cache", ""),
-            ("first token, s", "seconds", ".2f"),
-            ("cache bytes", "cache_bytes", ",d"),
-            ("file bytes", "file_bytes", ",d"),
+            "model method tokens cache",
+            "model | method | tokens:,d | cache | first token, s = seconds:.2f | cache bytes = cache_bytes:,d | "
+            "file bytes = file_bytes:,d",
             only=lambda d: not d.get("failed"),
         ),
     ),
@@ -383,15 +328,10 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "positions end at 131,072, see long_contexts.md. Tenths: time per token of the slowest over the fastest tenth "
         "of the prompt, without the first tenth. Peak: device memory, model included.",
         plain(
-            ("method", "tokens"),
-            ("method", "method", ""),
-            ("tokens", "tokens", ",d"),
-            ("seconds", "prefill_s", ".1f"),
-            ("tenths", "slowest_over_fastest_tenth", ".2f"),
-            ("cache bytes", "cache_bytes", ",d"),
-            ("full cache", "full_bytes", ",d"),
-            ("peak bytes", "peak_bytes", ",d"),
-            ("peak / shortest", "peak_over_shortest", ".3f"),
+            "method tokens",
+            "method | tokens:,d | seconds = prefill_s:.1f | tenths = slowest_over_fastest_tenth:.2f | "
+            "cache bytes = cache_bytes:,d | full cache = full_bytes:,d | peak bytes = peak_bytes:,d | "
+            "peak / shortest = peak_over_shortest:.3f",
         ),
     ),
     (
