@@ -41,8 +41,9 @@ def state(cache: CompressedCache) -> list[torch.Tensor]:
     return near + [tensor[:, :, : store.length] for store in stores for tensor in store.tensors()]
 
 
-@pytest.mark.parametrize("pads", [(0,), (0, 7, 25)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "pads"), [*((method, (0, 7, 25)) for method in METHODS), (SHARES[0], (0,)), (OFFLOADED[0], (0,))]
+)
 def test_the_cache_and_the_tokens_are_those_of_generate(method: str, pads: tuple[int, ...]) -> None:
     model, inputs = batch(pads)
     prefilled = shared_prefill(model, inputs)

@@ -346,7 +346,7 @@ def test_errors_are_below_those_of_a_sample_of_the_same_size(rounds: int, option
 
 @pytest.mark.parametrize("options", [{}, {"select": "strict"}, {"den_weight": "pow2"}], ids=str)
 def test_both_sums_are_right_in_the_mean(options: dict[str, Any]) -> None:
-    """Means over 16 seeds of the two sums, at an eighth of the tokens, lie within a few percent of the exact ones.
+    """Means over 10 seeds of the two sums, at an eighth of the tokens, lie within a few percent of the exact ones.
 
     Without weights they would be an eighth of them. The numerator's weighted mean is compared along the exact vector.
     """
@@ -354,15 +354,15 @@ def test_both_sums_are_right_in_the_mean(options: dict[str, Any]) -> None:
     k, v, q = k[:, :, :2048], v[:, :, :2048] + 1.0, q[:, :, :16]
     exact = (q @ k.mT / 8).exp()
     num = den = torch.zeros(())
-    for seed in range(16):
+    for seed in range(10):
         table = SlotTable(0, 1, seed)
         table.scale = 1 / 8
         table.append(k, v)
         BalanceKV(budget=64 + (2048 - 64) // 8, **options).compress(table, q)
         assert table.log_den is not None
         terms, log_num = (q @ table.key_slots().mT / 8).exp(), table.log_den if table.log_num is None else table.log_num
-        num = num + (terms * log_num[:, :, None].exp()) @ table.value_slots() / 16
-        den = den + (terms * table.log_den[:, :, None].exp()).sum(-1) / 16
+        num = num + (terms * log_num[:, :, None].exp()) @ table.value_slots() / 10
+        den = den + (terms * table.log_den[:, :, None].exp()).sum(-1) / 10
     ratio = (num * (exact @ v)).sum(-1) / (exact @ v).square().sum(-1)
     assert abs(float(ratio.mean()) - 1) < 0.05 and (ratio - 1).abs().max() < 0.15
     ratio = den / exact.sum(-1)
