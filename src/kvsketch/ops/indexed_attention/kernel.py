@@ -211,7 +211,7 @@ def plan(
     block_n = max(16, min(128, min(TILE_BYTES, device.shared_bytes // 3) // slot_bytes))
     block_n = min(64 if coded else 128, 1 << (block_n.bit_length() - 1))
     lists_and_spans = [(heads * lists, triton.cdiv(rows, block_n)), (heads, triton.cdiv(spans, block_n))]
-    unread = (heads, triton.cdiv(extras, min(PLAIN_TILE, block_n)))
+    unread = (heads, triton.cdiv(extras, min(PLAIN_TILE, block_n) if coded else block_n))
     plain = device.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
     if coded:
         # Extra slots are not coded: their programs run by themselves.
@@ -222,7 +222,9 @@ def plan(
     listed, spanned, extra = (
         triton.cdiv(tiles, share) for (_, tiles), share in zip([*lists_and_spans, unread], shares, strict=True)
     )
-    return Plan(block_n, listed, spanned, extra, 1 if coded else 2, stages=2, overlap=device.overlap)
+    # A third stage reads the list a tile ahead of its rows.
+    warps, stages = (1, 3) if coded else (2, 2)
+    return Plan(block_n, listed, spanned, extra, warps, stages, overlap=device.overlap)
 
 
 def best_share(parts: list[tuple[int, int]], resident: int) -> int:
