@@ -195,8 +195,6 @@ class Run:
         self.options, self.seed, self.show = options, seed, show
 
     def answer(self, request: Request, save: Path | None, raw: bool) -> Generation:
-        import torch
-
         from kvsketch.cli.watching import PeakMemory
         from kvsketch.serve.held import full_cache_bytes
 
@@ -205,7 +203,6 @@ class Run:
         require_positions(self.name, self.model, self.cache.method, before + inputs["input_ids"].shape[1])
         peak, start, reading, writing = PeakMemory(self.model.device), time.perf_counter(), 0.0, 0.0
         new: Any = []
-        torch.manual_seed(self.seed)
         if save is not None:
             reading = self._read(inputs["input_ids"])
             self.cache.read.open = True
@@ -272,7 +269,8 @@ class Run:
         with reading_bar(self.cache, prompt_tokens) as bar:
             listener = Listener(bar, self.tokenizer, self.show)
             inputs = inputs.to(self.model.device)
-            output = kvsketch.generate(self.model, inputs, self.cache, streamer=listener, **self.options)
+            seed = self.seed if self.options.get("do_sample") else None
+            output = kvsketch.generate(self.model, inputs, self.cache, streamer=listener, seed=seed, **self.options)
         end = time.perf_counter()
         began = listener.began or end
         return output[0, prompt_tokens:], began - start, end - began

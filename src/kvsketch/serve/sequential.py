@@ -174,10 +174,11 @@ class SequentialEngine:
             "eos_token_id": ends,
             "pad_token_id": ends[0] if ends else 0,
             "repetition_penalty": request.repetition_penalty,
-            "seed": secrets.randbits(63) if request.seed is None else request.seed,
+            "num_beams": 1,
         }
         if request.temperature > 0:
             options |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
+            options["seed"] = secrets.randbits(63) if request.seed is None else request.seed
         try:
             inputs = {"input_ids": ids, "attention_mask": mask}
             generate(self.model, inputs, cache, streamer=listener, **options)
