@@ -430,6 +430,8 @@ class Rehearse(BudgetedMethod):
 def counted(keep: Sequence[Tensor]) -> list[Tensor]:
     """How many slots [B, H, S] of each table stay, [B, H] each on the host (asks the device once)."""
     here = keep[0].device
+    if here.type == "cpu":
+        return [stays.sum(-1) for stays in keep]
     found = torch.cat([stays.sum(-1).to(here).flatten() for stays in keep]).cpu()
     parts = found.split([stays.shape[0] * stays.shape[1] for stays in keep])
     return [part.view(stays.shape[:2]) for part, stays in zip(parts, keep, strict=True)]
