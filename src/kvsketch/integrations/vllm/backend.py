@@ -35,7 +35,7 @@ from kvsketch.methods.rehearse import Rehearse
 from kvsketch.slots.pages import CLOCK, Pages, Planes
 from kvsketch.slots.table import Place
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's own logger, whose level and form it takes
 
 
 class KVSketchBackend(AttentionBackend):
