@@ -32,7 +32,7 @@ class Longest(EvictingMethod):
     """Keeps the tokens with the longest keys."""
 
     name: ClassVar[str] = "longest"
-    look: ClassVar[tuple[str, ...]] = ("#123456", "#abcdef", "P")
+    look: ClassVar[tuple[str, ...]] = ("#123456", "P")
     power: float = option(2.0, "exponent of the norm")
 
     def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
@@ -70,4 +70,4 @@ def test_pages_and_colours_come_from_the_class(longest: type[methods.Method]) ->
     assert "\n| longest | evict | bounded | Keeps the tokens with the longest keys. |  |" in numbers.words(
         "method_index"
     )
-    assert '"longest": ["evict", "#123456", "#abcdef", "P"]' in palette.look_file(described)
+    assert '"longest": ["evict", "#123456", "P"]' in palette.look_file(described)

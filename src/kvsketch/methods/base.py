@@ -56,7 +56,7 @@ class Method:
     name: ClassVar[str]
     family: ClassVar[str]
     paper: ClassVar[str] = ""
-    # In figures: colour on a light and on a dark ground, and marker. A method without them gets spare ones.
+    # In figures: colour and marker. A method without them gets spare ones.
     look: ClassVar[tuple[str, ...]] = ()
     # Settings with which equal budgets are equal bytes; `--methods all` uses them.
     compared_with: ClassVar[str] = ""

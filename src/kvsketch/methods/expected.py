@@ -40,7 +40,7 @@ class Expected(Rehearse):
     name: ClassVar[str] = "expected"
     family: ClassVar[str] = "evict"
     paper: ClassVar[str] = "arXiv 2510.00636"
-    look: ClassVar[tuple[str, ...]] = ("#4a6b00", "#b4d860", "P")
+    look: ClassVar[tuple[str, ...]] = ("#4a6b00", "P")
 
     recent: Size | int | str = 0
     share: str = HEAD

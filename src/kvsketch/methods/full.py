@@ -19,7 +19,7 @@ class Full(Method):
 
     name: ClassVar[str] = "full"
     family: ClassVar[str] = "full"
-    look: ClassVar[tuple[str, ...]] = ("#444444", "#bdbdbd", "o")
+    look: ClassVar[tuple[str, ...]] = ("#444444", "o")
     ignores_hidden_tokens: ClassVar[bool] = True
 
     @property

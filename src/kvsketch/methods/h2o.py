@@ -40,7 +40,7 @@ class H2O(AttentionScored):
 
     name: ClassVar[str] = "h2o"
     paper: ClassVar[str] = "arXiv 2306.14048"
-    look: ClassVar[tuple[str, ...]] = ("#007a87", "#4dc3cf", "D")
+    look: ClassVar[tuple[str, ...]] = ("#007a87", "D")
     sinks: int = 0
     recent: Size | int | str = "50%"
     gqa_reduce: str = option("sum", "how the scores of the query heads of one KV head become one", REDUCTIONS)

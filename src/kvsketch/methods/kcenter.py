@@ -65,7 +65,7 @@ class KCenter(BudgetedMethod):
     name: ClassVar[str] = "kcenter"
     family: ClassVar[str] = "evict"
     paper: ClassVar[str] = "arXiv 2402.06082"
-    look: ClassVar[tuple[str, ...]] = ("#b0307a", "#f08cc0", "D")
+    look: ClassVar[tuple[str, ...]] = ("#b0307a", "D")
     lacks: ClassVar[Mapping[str, str]] = {
         "share": "its scores are distances between keys, which have another scale in every head"
     }

@@ -42,7 +42,7 @@ class Keyformer(H2O):
 
     name: ClassVar[str] = "keyformer"
     paper: ClassVar[str] = "arXiv 2403.09054"
-    look: ClassVar[tuple[str, ...]] = ("#5e4fc0", "#a79cf2", "v")
+    look: ClassVar[tuple[str, ...]] = ("#5e4fc0", "v")
     random: ClassVar[bool] = True
     wants_row_lse: ClassVar[bool] = False
     budget: Size | int | str = "60%"

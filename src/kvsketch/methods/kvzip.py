@@ -28,7 +28,7 @@ class KVzip(Rehearse):
     name: ClassVar[str] = "kvzip"
     family: ClassVar[str] = "evict"
     paper: ClassVar[str] = "arXiv 2505.23416"
-    look: ClassVar[tuple[str, ...]] = ("#7a5200", "#e0b060", "X")
+    look: ClassVar[tuple[str, ...]] = ("#7a5200", "X")
 
     recent: Size | int | str = 0
     replay: str = field(default=EXACT, init=False, repr=False)

@@ -36,7 +36,7 @@ class PyramidKV(SnapKV):
 
     name: ClassVar[str] = "pyramidkv"
     paper: ClassVar[str] = "arXiv 2406.02069"
-    look: ClassVar[tuple[str, ...]] = ("#8e44ad", "#cf95e6", "s")
+    look: ClassVar[tuple[str, ...]] = ("#8e44ad", "s")
     # The ceiling of a pyramid is twice its mean, so that it stores half of what other methods do.
     compared_with: ClassVar[str] = "budget_is=mean"
     beta: int = option(20, "how pointed: the top layer keeps base // beta tokens beside the window; 1 is snapkv")

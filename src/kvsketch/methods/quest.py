@@ -56,7 +56,7 @@ class Quest(RecallingMethod):
 
     name: ClassVar[str] = "quest"
     paper: ClassVar[str] = "arXiv 2406.10774"
-    look: ClassVar[tuple[str, ...]] = ("#728200", "#c5d14a", "s")
+    look: ClassVar[tuple[str, ...]] = ("#728200", "s")
     State: ClassVar[type[Pages]] = Pages
     sinks: int = field(default=0, init=False)
     page: int = option(16, "tokens of a page")

@@ -41,7 +41,7 @@ class SnapKV(AttentionScored):
 
     name: ClassVar[str] = "snapkv"
     paper: ClassVar[str] = "arXiv 2404.14469"
-    look: ClassVar[tuple[str, ...]] = ("#2f4fd0", "#8ea6ff", "^")
+    look: ClassVar[tuple[str, ...]] = ("#2f4fd0", "^")
     sinks: int = 0
     recent: Size | int | str = field(default=0, init=False, repr=False)
     window: int = option(32, "queries that vote, and last tokens that always stay (at most half of the budget)")

@@ -23,6 +23,6 @@ class StreamingLLM(EvictingMethod):
 
     name: ClassVar[str] = "streamingllm"
     paper: ClassVar[str] = "arXiv 2309.17453"
-    look: ClassVar[tuple[str, ...]] = ("#1b6ca8", "#6db3e8", "o")
+    look: ClassVar[tuple[str, ...]] = ("#1b6ca8", "o")
     ignores_hidden_tokens: ClassVar[bool] = True
     recent: Size | int | str = field(default=0, init=False, repr=False)

@@ -49,7 +49,7 @@ class Uniform(BudgetedMethod):
     name: ClassVar[str] = "uniform"
     family: ClassVar[str] = "summarise"
     paper: ClassVar[str] = "baseline of arXiv 2502.07861"
-    look: ClassVar[tuple[str, ...]] = ("#667085", "#a6afbf", "s")
+    look: ClassVar[tuple[str, ...]] = ("#667085", "s")
     random: ClassVar[bool] = True
     ignores_hidden_tokens: ClassVar[bool] = True
     State: ClassVar[type[Strata]] = Strata

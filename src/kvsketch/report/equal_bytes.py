@@ -251,8 +251,8 @@ def _panel(axes: Any, own: Sequence[Cell], shown: dict[str, Any]) -> None:
         members = sorted(curves[name], key=lambda cell: cell.bytes)
         look = shown[members[0].method]
         if name == FULL:
-            axes.axhline(members[0].value.value, color=look.light, linestyle="--", linewidth=1.4, label="full cache")
-            axes.plot([members[0].bytes], [members[0].value.value], marker="s", color=look.light, markersize=6)
+            axes.axhline(members[0].value.value, color=look.colour, linestyle="--", linewidth=1.4, label="full cache")
+            axes.plot([members[0].bytes], [members[0].value.value], marker="s", color=look.colour, markersize=6)
             continue
         ours = name.partition(":")[0] == OURS
         means = [cell.value.value for cell in members]
@@ -262,7 +262,7 @@ def _panel(axes: Any, own: Sequence[Cell], shown: dict[str, Any]) -> None:
             [cell.bytes for cell in members],
             means,
             yerr=[lows, highs],
-            color=look.light,
+            color=look.colour,
             linestyle=line_style(look),
             marker=look.marker,
             markersize=9 if ours else 4.5,

@@ -75,10 +75,10 @@ def positions(entries: Sequence[Data], shown: dict[str, Look]) -> Iterator[tuple
 
 
 def _position_line(axes: Any, each: Data, look: Look) -> None:
-    style = {"color": look.light, "linestyle": line_style(look), "linewidth": 1.4}
+    style = {"color": look.colour, "linestyle": line_style(look), "linewidth": 1.4}
     axes.plot(each["x"], each["mean"], marker="." if len(each["x"]) < 40 else "", label=each["method"], **style)
     if None not in each["low"]:
-        axes.fill_between(each["x"], each["low"], each["high"], color=look.light, alpha=0.12, linewidth=0)
+        axes.fill_between(each["x"], each["low"], each["high"], color=look.colour, alpha=0.12, linewidth=0)
 
 
 def clusters(models: Sequence[Data]) -> Iterator[tuple[str, Any]]:

@@ -103,7 +103,7 @@ def _panel(axes: Any, kind: Kind, rows: Sequence[Row], shown: dict[str, Look]) -
             _line(axes, method, bounded, [of(row) for row in bounded], shown[method])
         for row in own:
             if not row.budget:
-                axes.axhline(row.mean, color=shown[method].light, linestyle="--", linewidth=1.2, label=method)
+                axes.axhline(row.mean, color=shown[method].colour, linestyle="--", linewidth=1.2, label=method)
     _dress(axes, kind, name, rows, of)
 
 
@@ -114,7 +114,7 @@ def _line(axes: Any, method: str, rows: Sequence[Row], places: Sequence[float | 
         places,
         means,
         yerr=edges,
-        color=look.light,
+        color=look.colour,
         linestyle=line_style(look),
         marker="+" if look.marker == "*" else look.marker,
         markersize=4.5,

@@ -1,4 +1,4 @@
-"""How methods look in figures: one colour and marker for each, in a light and a dark scheme.
+"""How methods look in figures: one colour and marker for each.
 
 A method's class defines its colours. A report is made without torch, so without these classes: `kvsketch report --docs`
 writes the colours to looks.json, and a test compares the two.
@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 
 
 class Look(NamedTuple):
-    """Family, colour on a light and on a dark ground, marker, dash pattern of lines."""
+    """Family, colour on a light ground, marker, dash pattern of lines."""
 
     family: str
-    light: str
-    dark: str
+    colour: str
     marker: str = "o"
     dash: str = ""
 
 
-SPARE = (("#6d4c41", "#c9a899"), ("#ad1457", "#f48fb1"), ("#33691e", "#aed581"), ("#283593", "#9fa8da"))
+SPARE = ("#6d4c41", "#ad1457", "#33691e", "#283593")
 DASHES = ("5 3", "2 2", "8 3 2 3", "3 5")
 FILE = "looks.json"
 
@@ -36,10 +35,9 @@ def look_file(methods: Iterable[Mapping[str, Any]]) -> str:
 def _base(text: str) -> dict[str, Look]:
     found: dict[str, Look] = {}
     for name, (family, *own) in json.loads(text).items():
-        look = Look(family, *(own or SPARE[len(found) % len(SPARE)]))
-        found[name] = look
+        found[name] = Look(family, *(own or [SPARE[len(found) % len(SPARE)]]))
     # Two references: `full` reads everything, `oracle` the tokens with the largest inner products.
-    oracle = Look("oracle", "#222222", "#dddddd", "*", "2 3")
+    oracle = Look("oracle", "#222222", "*", "2 3")
     return {"full": found["full"]._replace(dash="6 4"), "oracle": oracle} | {
         n: x for n, x in found.items() if n != "full"
     }
@@ -56,7 +54,7 @@ def looks(methods: Iterable[str]) -> dict[str, Look]:
     for method in sorted(set(methods), key=order):
         name = name_of(method)
         if name not in BASE and name not in unknown:
-            unknown[name] = Look("other", *SPARE[len(unknown) % len(SPARE)])
+            unknown[name] = Look("other", SPARE[len(unknown) % len(SPARE)])
         look = BASE.get(name) or unknown[name]
         if name != method:
             look = look._replace(dash=DASHES[variants.get(name, 0) % len(DASHES)])

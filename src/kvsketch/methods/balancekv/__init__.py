@@ -56,7 +56,7 @@ class BalanceKV(BudgetedMethod):
     name: ClassVar[str] = "balancekv"
     family: ClassVar[str] = "summarise"
     paper: ClassVar[str] = "arXiv 2502.07861"
-    look: ClassVar[tuple[str, ...]] = ("#a86200", "#e8b04e", "^")
+    look: ClassVar[tuple[str, ...]] = ("#a86200", "^")
     random: ClassVar[bool] = True
     State: ClassVar[type[Balanced]] = Balanced
     sinks: int = option(DEFAULT_WINDOW, "first tokens that stay exact; left at 32, at most an eighth of the budget")

@@ -43,7 +43,7 @@ class ClusterKV(RecallingMethod):
 
     name: ClassVar[str] = "clusterkv"
     paper: ClassVar[str] = "arXiv 2412.03213"
-    look: ClassVar[tuple[str, ...]] = ("#1b7f45", "#5fd18f", "o")
+    look: ClassVar[tuple[str, ...]] = ("#1b7f45", "o")
     random: ClassVar[bool] = True
     State: ClassVar[type[Clusters]] = Clusters
     tokens_per_cluster: int = option(20, "mean size of a cluster; smaller ones find tokens better and take more memory")

@@ -54,7 +54,7 @@ class InfiniGen(RecallingMethod):
 
     name: ClassVar[str] = "infinigen"
     paper: ClassVar[str] = "arXiv 2406.19707"
-    look: ClassVar[tuple[str, ...]] = ("#7a5230", "#cfa27a", "v")
+    look: ClassVar[tuple[str, ...]] = ("#7a5230", "v")
     State: ClassVar[type[Learned]] = Learned
     sinks: int = field(default=0, init=False)
     ratio: float = option(0.2, "share of the channels that score")

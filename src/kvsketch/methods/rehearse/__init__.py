@@ -99,7 +99,7 @@ class Rehearse(BudgetedMethod):
     name: ClassVar[str] = "rehearse"
     family: ClassVar[str] = "summarise"
     paper: ClassVar[str] = "arXiv 2505.23416"
-    look: ClassVar[tuple[str, ...]] = ("#b3123d", "#ff6b8f", "*")
+    look: ClassVar[tuple[str, ...]] = ("#b3123d", "*")
     State: ClassVar[type[TableState]] = Rehearsed
     budget_is_mean: ClassVar[bool] = True
 

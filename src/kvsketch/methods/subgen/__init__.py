@@ -56,7 +56,7 @@ class SubGen(BudgetedMethod):
     name: ClassVar[str] = "subgen"
     family: ClassVar[str] = "summarise"
     paper: ClassVar[str] = "arXiv 2402.06082"
-    look: ClassVar[tuple[str, ...]] = ("#c0432b", "#f2917b", "o")
+    look: ClassVar[tuple[str, ...]] = ("#c0432b", "o")
     random: ClassVar[bool] = True
     earlier_defaults: ClassVar[dict[str, str]] = {"normalizer": "clipped", "rho": "4.0"}
     State: ClassVar[type[slots.Structure]] = slots.Structure
