@@ -60,7 +60,7 @@ def test_a_method_in_the_index_is_everywhere(longest: type[methods.Method]) -> N
     assert any(line.split() == ["power", "2.0", "exponent", "of", "the", "norm"] for line in explained)
     test_contract.test_budget_and_bytes_hold_at_every_step("longest", "llama")
     test_contract.test_sinks_and_recent_tokens_stay("longest")
-    test_contract.test_a_row_alone_equals_that_row_in_a_left_padded_batch("longest", "25%")
+    test_contract.test_a_row_alone_equals_that_row_in_a_left_padded_batch("longest")
 
 
 def test_pages_and_colours_come_from_the_class(longest: type[methods.Method]) -> None:
