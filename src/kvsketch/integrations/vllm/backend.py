@@ -247,7 +247,8 @@ class KVSketchImpl(AttentionImpl[Any]):
                 "kvsketch: %s keeps more than max_model_len=%d: nothing is ever dropped, and every request has a page "
                 "of %d slots; use a smaller budget.", str(self.method), model.max_model_len, slots,
             )  # fmt: skip
-        logger.info_once("kvsketch: %s, at most %d slots per request, KV head and layer", str(self.method), slots)
+        if self.layer is not None:
+            logger.info_once("kvsketch: %s, at most %d slots per request, KV head and layer", str(self.method), slots)
 
     def _join(self, method: Rehearse, layer: Any, ours: dict[str, Any], place: Place, block_size: int) -> None:
         """The first layer has the pages, the others share them."""
@@ -259,7 +260,8 @@ class KVSketchImpl(AttentionImpl[Any]):
                 layer.kv_cache_torch_dtype,
             )  # fmt: skip
             layer.attn_backend = KVSketchBackend.of(shape, block_size, TogetherBuilder)
-            logger.info_once("kvsketch: %.1f MB per request", shape.nbytes / 1e6)
+            size = shape.nbytes / 1e6
+            logger.info_once("kvsketch: %s, %.1f MB per request, new tokens that wait included", str(method), size)
         else:
             self.together, layer.attn_backend = first.impl.together, first.attn_backend
             layer.kv_sharing_target_layer_name = name
