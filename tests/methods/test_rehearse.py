@@ -79,7 +79,7 @@ def test_heads_take_the_bytes_that_they_use(model: Any, text: Any) -> None:
     read(model, cache, *text, PIECES[:1])
     for layer in cache.slot_layers:
         used, layout = layer.table.used_slots(), layer.table.layout
-        assert layout is not None and torch.equal(layout.capacity, used + 65)
+        assert layout is not None and torch.equal(layout.capacity, used + module.ROOM + 1)
         assert layer.table.keys.shape == (layout.total, 16)
     assert "to" in cache.describe()
 
@@ -256,3 +256,24 @@ def test_a_stream_holds_the_compressed_past_and_one_chunk(model: Any) -> None:
         parts = torch.histc(index[index >= 0].float(), bins=3, min=0, max=length)
         assert (parts > 0.1 * parts.sum()).all(), parts
     assert largest_of[512] < 1.1 * largest_of[256]
+
+
+def test_there_is_a_slot_for_every_token_that_waits(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room grows with the text and with what waits; slots and queries must agree on it."""
+    monkeypatch.setattr(module, "ROOM", 2)
+    ids, mask = zoo.tokens(1, 300), torch.ones(1, 300, dtype=torch.long)
+    pieces = [(0, 256), *((i, i + 1) for i in range(256, 280)), (280, 283), *((i, i + 1) for i in range(283, 300))]
+    found, full = (
+        read(model, CompressedCache(model, method), ids, mask, pieces)
+        for method in (Rehearse(budget=1000, bits=16), "full")
+    )
+    torch.testing.assert_close(found, full, atol=1e-4, rtol=1e-4)
+
+
+def test_a_short_turn_adds_little_to_a_document(model: Any) -> None:
+    cache, ids = CompressedCache(model, "rehearse:budget=1/2"), zoo.tokens(1, 520)
+    with torch.no_grad():
+        model(ids[:, :500], past_key_values=cache)
+        document = cache.device_bytes
+        model(ids[:, 500:], past_key_values=cache)
+    assert cache.device_bytes < 1.5 * document * (1 + 20 / 250)

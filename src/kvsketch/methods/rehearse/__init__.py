@@ -27,7 +27,7 @@ from kvsketch.slots.table import SlotTable
 REPLAYS = VIRTUAL, EXACT = ("virtual", "exact")
 REFITS = ("full", "fold", "none")
 GAP = 24  # positions between the text and its virtual repetition
-ROOM = 64  # slots, and queries, that are added at a time for new tokens; 4 times as many for long texts
+ROOM, MOST_ROOM = 32, 256  # slots, and queries, that are added at a time for new tokens
 MAX_TURNED = {"cuda": 1 << 27}  # entries of turned queries held at once, of more than one chunk; elsewhere one chunk
 QUERIES = 2048  # of a chunk and KV head that a refit takes
 NEG_INF = float("-inf")
@@ -234,11 +234,11 @@ class Rehearse(BudgetedMethod):
 
     def most_slots(self, table: SlotTable, longest: int) -> int:
         budget = super().most_slots(table, longest)
-        return max(budget, self.sinks + self.recent_size.of(budget)) + self.most_waiting + 4 * ROOM
+        return max(budget, self.sinks + self.recent_size.of(budget)) + self.most_waiting + MOST_ROOM
 
     def row_needs(self, table: SlotTable) -> RowNeeds:
         waiting = self.beyond_budget(table)
-        tokens, room = self.most_waiting - waiting, (table.state_of(Rehearsed).room or self._step(table)) - waiting
+        tokens, room = self.most_waiting - waiting, (table.state_of(Rehearsed).room or room_for(table.settled)) - waiting
         return RowNeeds(tokens, max(0, tokens - room), self.most_waiting)
 
     def _take_among_others(self, table: SlotTable, state: Rehearsed, queries: Tensor, settled: Tensor) -> None:
@@ -266,28 +266,27 @@ class Rehearse(BudgetedMethod):
         """Keeps a token and its query, in place; makes room for more where the last is taken."""
         waiting = self.beyond_budget(table)
         if state.room < waiting:
-            state.queries = lengthened(state.queries, queries, waiting - 1 + self._step(table))
+            room = waiting - 1 + room_for(table.settled, waiting - 1)
+            state.queries = lengthened(state.queries, queries, room)
         assert state.queries is not None
         at = table.seen_on_device() - (1 + table.settled)
         state.queries.index_copy_(2, at, queries.to(state.queries.dtype))
         if table.in_place:
             table.advance()
             if waiting == state.room:
-                table.lengthen(self._step(table))
-                state.queries = lengthened(state.queries, queries, state.room + self._step(table))
+                more = room_for(table.settled, waiting)
+                table.lengthen(more)
+                state.queries = lengthened(state.queries, queries, state.room + more)
 
     def _take_several(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
         """Keeps tokens that do not make a chunk yet, and their queries."""
         waiting = self.beyond_budget(table)
-        state.queries = lengthened(state.queries, queries, waiting + self._step(table))
+        room = room_for(table.settled, waiting)
+        state.queries = lengthened(state.queries, queries, waiting + room)
         state.queries[:, :, waiting - queries.shape[2] : waiting] = queries
         if not table.exact:
             stays = table.index_slots() >= 0
-            self._repack(table, stays, None, counted([stays])[0])
-
-    @staticmethod
-    def _step(table: SlotTable) -> int:
-        return ROOM if table.settled < 1024 else 4 * ROOM
+            self._repack(table, stays, None, counted([stays])[0], room)
 
     def _score(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
         """Scores the tokens of these queries, the newest, and keeps some of their queries for the refit."""
@@ -319,9 +318,9 @@ class Rehearse(BudgetedMethod):
     def held_bytes(self, shape: LayerShape) -> int:
         # New tokens and their queries wait beside the budget until they make a chunk.
         waiting = self.most_waiting if shape.more is None else min(self.most_waiting, shape.more)
-        waiting += 4 * ROOM if waiting else 0
-        queries = shape.batch * shape.query_heads * waiting * shape.vector()
-        slots = self.budget_tokens(shape.table) + max(waiting, ROOM) + 1
+        waiting += MOST_ROOM if waiting else 0
+        queries = shape.batch * shape.query_heads * waiting * shape.size * min(shape.itemsize, 2)
+        slots = self.budget_tokens(shape.table) + (waiting or room_for(shape.tokens)) + 1
         return shape.bounded(slots, bytes_beside(Rehearsed)) + shape.layout(slots) + queries
 
     # all layers together
@@ -406,14 +405,15 @@ class Rehearse(BudgetedMethod):
                 )
                 values[changes.head, changes.token], changed[changes.head, changes.token] = changes.values, at
                 table.replace_values(changed.view(slots.shape), values.view(*slots.shape, -1))
-        self._repack(table, keep, weights, counts, doubts)
+        self._repack(table, keep, weights, counts, room_for(table.seen), doubts)
         table.note_settled()
         state.again = state.chunks = state.queries = None
 
     def _repack(
-        self, table: SlotTable, keep: Tensor, weights: Tensor | None, counts: Tensor, doubts: list[Doubt] | None = None
-    ) -> None:
-        """Keeps these slots, [B, H, S] bool, in the order of the text, and room for new tokens in every head.
+        self, table: SlotTable, keep: Tensor, weights: Tensor | None, counts: Tensor, room: int,
+        doubts: list[Doubt] | None = None,
+    ) -> None:  # fmt: skip
+        """Keeps these slots, [B, H, S] bool, in the order of the text, and `room` for new tokens in every head.
 
         counts [B, H], how many they are, on the host.
         """
@@ -422,7 +422,6 @@ class Rehearse(BudgetedMethod):
         chosen = order[:, :, : int(counts.max())]
         chosen = torch.where(torch.arange(chosen.shape[2], device=chosen.device) < taken, chosen, -1)
         log_den = None if weights is None else weights.gather(2, chosen.clamp_min(0))
-        room = self._step(table)
         table.rebuild(chosen, chosen.shape[2] + room, log_den=log_den, next_slot=taken, doubts=doubts)
         table.pack(counts + room + 1)
 
@@ -478,9 +477,17 @@ def divided(tokens: int, chunk: int) -> list[int]:
     return [tokens // count + (number < tokens % count) for number in range(count)]
 
 
+def room_for(settled: int, waiting: int = 0) -> int:
+    """New tokens that room is made for at a time: few behind a short text, for which it would be large, and more as
+    more wait, so that room is seldom made.
+    """
+    return min(MOST_ROOM, max(ROOM, settled // 64, waiting))
+
+
 def lengthened(kept: Tensor | None, queries: Tensor, room: int) -> Tensor:  # [B, Hq, room, D]
-    """The queries that wait, with room for so many."""
-    grown = queries.new_zeros(*queries.shape[:2], room, queries.shape[3])
+    """The queries that wait, in half precision, with room for so many."""
+    dtype = torch.bfloat16 if queries.dtype == torch.float32 else queries.dtype
+    grown = queries.new_zeros(*queries.shape[:2], room, queries.shape[3], dtype=dtype)
     if kept is not None:
         grown[:, :, : kept.shape[2]] = kept[:, :, :room]
     return grown
