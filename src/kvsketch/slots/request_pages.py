@@ -30,6 +30,7 @@ from kvsketch.slots.layout import Layout
 from kvsketch.slots.pages import ALIGNED, Plane, Planes
 from kvsketch.slots.state import TableState
 from kvsketch.slots.table import NEG_INF, Place, SlotTable
+from kvsketch.slots.tensors import half_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class RequestShape(Planes):
         yield "index", (self.rows,), torch.int32
         yield "log_den", (self.rows,), torch.float32
         yield "score", (self.rows,), torch.float32
-        yield "queries", (self.layers, self.query_heads, self.room, self.key_size), self.dtype
+        yield "queries", (self.layers, self.query_heads, self.room, self.key_size), half_of(self.dtype)
 
 
 class Batch(NamedTuple):
@@ -201,7 +202,7 @@ class RequestPages:
         # The clock of a table is one for all rows; requests count their own tokens.
         tokens = seen.int().repeat_interleave(k.shape[1])
         table.index.index_copy_(0, table.layout.at(table.next_slot), tokens)
-        self.planes["queries"][:, layer][batch.pages, :, waiting] = q
+        self.planes["queries"][:, layer][batch.pages, :, waiting] = q.to(half_of(self.shape.dtype))
         return table
 
     @property

@@ -23,6 +23,7 @@ from kvsketch.slots.heads import of_all_heads
 from kvsketch.slots.ragged_rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable
+from kvsketch.slots.tensors import half_of
 
 REPLAYS = VIRTUAL, EXACT = ("virtual", "exact")
 REFITS = ("full", "fold", "none")
@@ -165,7 +166,8 @@ class Rehearse(BudgetedMethod):
             waiting = self.beyond_budget(table) - state.scored - queries.shape[2]
             if waiting:
                 assert state.queries is not None
-                queries = torch.cat([state.queries[:, :, :waiting].to(queries.dtype), queries], 2)
+                # All that wait are rounded alike, wherever the last of them is.
+                queries = torch.cat([state.queries[:, :, :waiting], queries.to(state.queries.dtype)], 2)
             self._score(table, state, queries)
         elif table.appended == 1:
             self._take_one(table, state, queries)
@@ -238,7 +240,10 @@ class Rehearse(BudgetedMethod):
 
     def row_needs(self, table: SlotTable) -> RowNeeds:
         waiting = self.beyond_budget(table)
-        tokens, room = self.most_waiting - waiting, (table.state_of(Rehearsed).room or room_for(table.settled)) - waiting
+        tokens, room = (
+            self.most_waiting - waiting,
+            (table.state_of(Rehearsed).room or room_for(table.settled)) - waiting,
+        )
         return RowNeeds(tokens, max(0, tokens - room), self.most_waiting)
 
     def _take_among_others(self, table: SlotTable, state: Rehearsed, queries: Tensor, settled: Tensor) -> None:
@@ -486,8 +491,7 @@ def room_for(settled: int, waiting: int = 0) -> int:
 
 def lengthened(kept: Tensor | None, queries: Tensor, room: int) -> Tensor:  # [B, Hq, room, D]
     """The queries that wait, in half precision, with room for so many."""
-    dtype = torch.bfloat16 if queries.dtype == torch.float32 else queries.dtype
-    grown = queries.new_zeros(*queries.shape[:2], room, queries.shape[3], dtype=dtype)
+    grown = queries.new_zeros(*queries.shape[:2], room, queries.shape[3], dtype=half_of(queries.dtype))
     if kept is not None:
         grown[:, :, : kept.shape[2]] = kept[:, :, :room]
     return grown
