@@ -33,6 +33,8 @@ METHODS = [
     "keyformer:budget=40%",
     "pyramidkv:budget=12:window=4:budget_is=mean",
     "subgen:budget=20:sinks=2:recent=4:normalizer=clipped",
+    "snapkv:budget=16:window=4:share=model",
+    "keyformer:budget=40%:sinks=2:recent=4:share=layer",
     "rehearse:budget=50%:sinks=2:recent=4",
     "kvzip:budget=50%:sinks=2",
 ]
@@ -143,7 +145,7 @@ class AsksNothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("method", ["snapkv:budget=40%:window=4", "pyramidkv:budget=12", "h2o:budget=25%", "rehearse"])
+@pytest.mark.parametrize("method", ["snapkv:budget=40%:window=4", "pyramidkv:budget=12", "h2o:share=layer", "rehearse"])
 def test_a_step_asks_the_device_for_nothing(method: str) -> None:
     shared = shared_rows.SharedRows(model(), method, rows=2, longest=60)
     shared.step(2, Draw.GREEDY)
@@ -338,7 +340,6 @@ def test_what_cannot_be_served_is_refused_at_once(request_: dict[str, Any], mess
         ("llama", "kcenter:slide=false", "grow with what is generated"),
         ("llama", "balancekv:form=paper", "grow with the text"),
         ("llama", "subgen:budget=25%", "use budget=1024"),
-        ("llama", "snapkv:share=model", "different numbers of slots"),
         ("gemma3", "snapkv", "sliding-window"),
     ],
 )

@@ -33,6 +33,8 @@ from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
 LONGEST = 1 << 28  # tokens of a row: the clock starts there and has as many again before it is turned back
+# The largest head of a row that joins, in equal parts, where heads share a budget: kernels write a number per slot.
+MOST_OF_EQUAL = 4
 # Rotary embeddings whose angles depend on the longest row of a batch.
 OF_THE_BATCH = ("dynamic", "longrope")
 
@@ -43,7 +45,7 @@ def alone(model: Any, method: str | Method) -> str:
     if method.alone:
         return f"{method.name} is served one request at a time: {method.alone}"
     cache = CompressedCache(model, method)
-    if method.ragged and not cache.slot_layers[0].table.rotary:
+    if method.row_needs(cache.slot_layers[0].table).room and not cache.slot_layers[0].table.rotary:
         return f"new tokens are not rehearsed without the rotary angles of {cache.model_name}, and rows grow"
     if method.ragged and isinstance(getattr(model.config, "num_key_value_heads", 1), list):
         return f"the layers of {cache.model_name} differ in their heads"
@@ -128,12 +130,15 @@ class SharedRows:
         singles = [layer.table for layer in cache.slot_layers]
         slots, clock = [self.method.most_slots(table, self.longest) for table in singles], self.longest + 1
         if self.method.ragged:
+            for table in singles:
+                self._with_heads_of_their_own(table)
             needs = self.method.row_needs
             one = sum(singles[0].shape[1] * each for each in slots)
             room = rows * one
             if self.memory is not None:
                 room = min(room, max(one, slots_within(singles, rows, needs(singles[0]).room, self.memory)))
-            return RaggedRows(singles, rows, room, clock, self.longest + max(slots), needs), logits.shape[1]
+            most = self.longest + max(slots) if needs(singles[0]).room else MOST_OF_EQUAL * max(slots)
+            return RaggedRows(singles, rows, room, clock, most, needs), logits.shape[1]
         for table in singles:
             table.set_prompt(self.longest)
             self.method.bound(table, self.longest)
@@ -154,12 +159,17 @@ class SharedRows:
         """What the rows in use divide among them."""
         return self.store.slots if isinstance(self.store, RaggedRows) else 0
 
+    def _with_heads_of_their_own(self, table: SlotTable) -> None:
+        """A text within its budget has equal heads; they lie in a flat store like others."""
+        if table.exact:
+            self.method.bound(table, table.seen + 1)
+        if not table.exact and table.layout is None:
+            table.pack(torch.full(table.shape[:2], table.length, device=table.device))
+
     def ready(self, cache: CompressedCache) -> bool:
-        """Whether the row of a cache can join as it is: codes need some tokens to find their center, and heads that
-        differ a prompt.
-        """
+        """Whether the row of a cache can join as it is: codes need some tokens to find their center."""
         table = cache.slot_layers[0].table
-        return not table.exact or not (self.method.ragged or (table.bits and table.seen < LEAST))
+        return not (table.exact and table.bits and table.seen < LEAST)
 
     def join(self, row: int, cache: CompressedCache, token: Tensor, draw: Draw) -> str:
         """Copies the only row of `cache` into `row`, to go on with `token` [1, 1] as `draw` says.
@@ -169,7 +179,9 @@ class SharedRows:
         tables = [layer.table for layer in cache.slot_layers]
         with torch.no_grad(), plain():
             for table in tables:
-                if table.exact:
+                if self.method.ragged:
+                    self._with_heads_of_their_own(table)
+                elif table.exact:
                     self.method.bound(table, table.seen + 1)
             self.store.count_to(self.seen)
             if reason := self.store.misfit(tables):

@@ -57,10 +57,8 @@ class AttentionScored(EvictingMethod):
         self._require("floor", floor.share is not None or floor.tokens == 0, "a share such as 20%, or 0")
 
     @property
-    def alone(self) -> str:
-        return (
-            "" if self.share == HEAD else f"with share={self.share} heads hold different numbers of slots in each row"
-        )
+    def ragged(self) -> bool:
+        return self.share != HEAD
 
     def worth(self, table: SlotTable) -> Tensor:  # [B, H, S]
         """The scores of all slots."""
@@ -129,7 +127,7 @@ def add_attention(
     """
     if table.layout is not None:
         equal = _add(table, queries, table.layout.unpacked(into), reduce, fade, temperature, noise, row_lse)
-        return into.copy_(table.layout.packed(equal))
+        return table.layout.write(into, equal) if table.shared else into.copy_(table.layout.packed(equal))
     return _add(table, queries, into, reduce, fade, temperature, noise, row_lse)
 
 

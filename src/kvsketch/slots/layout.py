@@ -53,5 +53,12 @@ class Layout(Ragged):
         place = shift.repeat_interleave(self.capacity.flatten(), output_size=self.total)
         return place + torch.arange(self.total, device=self.start.device)
 
+    def write(self, flat: Tensor, slots: Tensor) -> Tensor:
+        """Slots [B, H, S] of equal heads over those of these, which have some, in a store [N] that others share."""
+        slot = torch.arange(slots.shape[2], device=flat.device)
+        # What lies behind a head is its last slot once more.
+        slot = torch.minimum(slot, self.capacity.unsqueeze(-1) - 1)
+        return flat.index_copy_(0, self.at(slot), slots.gather(2, slot).flatten())
+
     def tensors(self) -> list[Tensor]:
         return [self.start, self.capacity, self.work, self.first_piece]

@@ -161,6 +161,8 @@ class RaggedRows(Rows):
                 return f"layer {single.layer_idx} has no heads of their own sizes"
             if single.seen > table.seen:
                 return f"it has read {single.seen} tokens, more than the {table.seen} on the clock of the shared table"
+            if single.layout.most + self.needs(single).slots > self.most:
+                return f"a head of layer {single.layer_idx} has {single.layout.most} slots, more than {self.most}"
             if kinds != _kinds(single):
                 return f"layer {single.layer_idx} holds other tensors than the shared table"
         free = self.slots - sum(stretch.size for stretch in self.rows.values())
