@@ -8,7 +8,7 @@
     PYTHONPATH=src python scripts/kvpress_baseline.py kept --model FOLDER --lines 50 --device cpu \
         --presses KVzipPress,SnapKVPress,ExpectedAttentionPress --out kept.pt
     python scripts/kvpress_baseline.py agree --model FOLDER --name NAME --device cpu --kept-file kept.pt \
-        --presses KVzipPress,SnapKVPress,ExpectedAttentionPress --out results/eval/kvpress   # kvsketch's environment
+        --presses KVzipPress,SnapKVPress,ExpectedAttentionPress --out results/kvpress        # kvsketch's environment
 
 `speed`: prefill and eager decode step of an 8B shape with random weights, 32,768 tokens, 2,048 of them kept.
 `lines`: the questions of `kvsketch eval lines`, in its record format, one by one (kvpress cannot read left-padded
