@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,8 @@ class Fragile(Experiment):
             for method, budget in self.contenders
         ]
 
-    def groups(self) -> Iterable[list[Cell]]:
-        found: dict[str, list[Cell]] = {}
-        for cell in self.cells():
-            found.setdefault(cell.sample, []).append(cell)
-        return found.values()
+    def alike(self, cell: Cell) -> Hashable:
+        return cell.sample
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
         for cell in cells:

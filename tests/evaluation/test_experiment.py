@@ -8,7 +8,7 @@ import multiprocessing
 import pickle
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,8 @@ class Toy(Experiment):
             for method, budget in self.contenders
         ]
 
-    def groups(self) -> Iterable[list[Cell]]:
-        found: dict[tuple[str, int], list[Cell]] = {}
-        for cell in self.cells():
-            found.setdefault((cell.sample, cell.seed), []).append(cell)
-        return found.values()
+    def alike(self, cell: Cell) -> Hashable:
+        return cell.sample, cell.seed
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
         for cell in cells:

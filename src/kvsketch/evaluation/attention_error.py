@@ -12,7 +12,7 @@ random draws are measured with the first seed only. Runs on any device.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,12 +136,9 @@ class AttentionError(Experiment):
                 f"--tokens {tokens} leaves too few beside {kept} kept and {self.queries} queries; use more"
             )
 
-    def groups(self) -> Iterable[list[Cell]]:
+    def alike(self, cell: Cell) -> Hashable:
         """The cells of one text and method; successive groups of one text share its forward."""
-        found: dict[tuple[str, str], list[Cell]] = {}
-        for cell in self.cells():
-            found.setdefault((cell.sample, cell.method), []).append(cell)
-        return found.values()
+        return cell.sample, cell.method
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
         layers = self._texts.of(self.model, self.tokenizer, cells[0].sample)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,12 +95,9 @@ class Bits(Experiment):
             for text in stores
         ]
 
-    def groups(self) -> Iterable[list[Cell]]:
+    def alike(self, cell: Cell) -> Hashable:
         """The stores of one text share what the full cache says."""
-        found: dict[str, list[Cell]] = {}
-        for cell in self.cells():
-            found.setdefault(cell.sample, []).append(cell)
-        return found.values()
+        return cell.sample
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, Data]]:
         first = passages.names(self.options.texts)[0]

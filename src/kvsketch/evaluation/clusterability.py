@@ -18,7 +18,7 @@ If keys cluster better than values, their radius falls faster and they open fewe
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -160,11 +160,8 @@ class Clusterability(experiment.Experiment):
             for layer in self.layers
         ]
 
-    def groups(self) -> Iterable[list[Cell]]:
-        found: dict[tuple[str, int], list[Cell]] = {}
-        for cell in self.cells():
-            found.setdefault((cell.sample, cell.seed), []).append(cell)
-        return found.values()
+    def alike(self, cell: Cell) -> Hashable:
+        return cell.sample, cell.seed
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
         layers = self._texts.of(self.model, self.tokenizer, cells[0].sample)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
@@ -152,9 +152,16 @@ class Experiment(ABC):
     def check(self) -> None:  # noqa: B027
         """Raises ValueError for options that do not fit the model or its tokenizer; called once it is open."""
 
+    def alike(self, cell: Cell) -> Hashable:
+        """Cells of which this is the same are measured together, such as those that share a prefill."""
+        return cell.key
+
     def groups(self) -> Iterable[list[Cell]]:
-        """Cells that are measured together, such as a batch of questions or a shared prefill."""
-        return ([cell] for cell in self.cells())
+        """Cells that are measured together."""
+        found: dict[Hashable, list[Cell]] = {}
+        for cell in self.cells():
+            found.setdefault(self.alike(cell), []).append(cell)
+        return found.values()
 
     def table(self, data: list[dict[str, Any]]) -> Table:
         """A summary: a row for each method and budget, the mean of `metric` with its 95% interval."""

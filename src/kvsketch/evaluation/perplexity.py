@@ -23,7 +23,7 @@ steps as the others; its deviation is rounding noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -126,13 +126,9 @@ class Perplexity(experiment.Experiment):
             for position in self.positions
         ]
 
-    def groups(self) -> Iterable[list[Cell]]:
+    def alike(self, cell: Cell) -> Hashable:
         """A stream is one group; so are all methods behind one prefill."""
-        found: dict[Any, list[Cell]] = {}
-        for cell in self.cells():
-            one = _through_one_cache(cell) if self.options.protocol == STREAM else _position(cell)
-            found.setdefault(one, []).append(cell)
-        return found.values()
+        return _through_one_cache(cell) if self.options.protocol == STREAM else _position(cell)
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, Data]]:
         names = [name for name in self.names if any(cell.sample == name for cell in cells)]

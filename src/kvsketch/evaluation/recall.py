@@ -19,7 +19,7 @@ the only distance `ops.kmeans` has. One record for each method, budget and text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -155,12 +155,9 @@ class Recall(experiment.Experiment):
             for method, budget in self.contenders
         ]
 
-    def groups(self) -> Iterable[list[Cell]]:
+    def alike(self, cell: Cell) -> Hashable:
         """The budgets of one method share its index, the methods the forward of the text."""
-        found: dict[tuple[str, int, str], list[Cell]] = {}
-        for cell in self.cells():
-            found.setdefault((cell.sample, cell.seed, cell.method), []).append(cell)
-        return found.values()
+        return cell.sample, cell.seed, cell.method
 
     @torch.no_grad()
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:

@@ -14,7 +14,7 @@ map was learned from shuffled tokens, so that it only gives the mean query of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -143,11 +143,8 @@ class Speculation(experiment.Experiment):
             for query in QUERIES
         ]
 
-    def groups(self) -> Iterable[list[Cell]]:
-        found: dict[str, list[Cell]] = {}
-        for cell in self.cells():
-            found.setdefault(cell.sample, []).append(cell)
-        return found.values()
+    def alike(self, cell: Cell) -> Hashable:
+        return cell.sample
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
         captured = self._texts.of(self.model, self.tokenizer, cells[0].sample)
