@@ -60,7 +60,6 @@ MAX_SPLITS = 128
 # long.
 EARLY_BYTES = 16 << 20
 CODED_BYTES = 132  # of a key and a value of size 128 at 4 bits
-MANY_SLOTS = 1 << 21
 HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -260,14 +259,7 @@ def plan(heads: int, slots: int, slot_bytes: int, device: Device) -> Plan:
 
 @functools.lru_cache(maxsize=4096)
 def coded_plan(heads: int, slots: int, rows: int, device: Device) -> Plan:
-    """The same for 4-bit codes. One warp holds a tile of up to 8 queries: its programs never wait for other warps.
-
-    Where there is much to read, larger tiles take fewer instructions a slot. Their program needs many registers to
-    begin, but few in its loop: with a bound on them six run at a time.
-    """
-    if rows == 8 and heads * slots >= MANY_SLOTS:
-        splits = best_splits(heads, _ceil_div(slots, 128), device.multiprocessors * 6)
-        return Plan(128, splits, warps=2, stages=2, overlap=device.overlap, registers=168)
+    """The same for 4-bit codes. One warp holds a tile of up to 8 queries: its programs never wait for other warps."""
     block_n = 64
     resident = device.multiprocessors * CODED_PROGRAMS
     splits = best_splits(heads, _ceil_div(slots, block_n), resident)
