@@ -43,13 +43,13 @@ class Timed(Rehearse):
     """The method, with the milliseconds of its parts."""
 
     spent: dict[str, float] = field(default_factory=dict, compare=False, kw_only=True)
-    wait: Any = field(default=lambda: None, compare=False, kw_only=True)  # for the device
+    ready: Any = field(default=lambda: None, compare=False, kw_only=True)  # waits for the device
 
     def _timed(self, part: str, call: Any) -> Any:
-        self.wait()
+        self.ready()
         began = time.perf_counter()
         result = call()
-        self.wait()
+        self.ready()
         self.spent[part] = self.spent.get(part, 0.0) + 1e3 * (time.perf_counter() - began)
         return result
 
@@ -85,7 +85,7 @@ class Rehearsal(Prefill):
     def _measured(self, times: list[float], baseline: float, cache: Any) -> Row:
         row = super()._measured(times, baseline, cache)
         settings = {name: getattr(cache.method, name) for name in asdict(cache.method)}
-        timed = Timed(**settings, wait=self.on.synchronize)
+        timed = Timed(**settings, ready=self.on.synchronize)
         prefill_times(self.built, timed, self.length, 0, self.on)
         return row | {f"{part}_ms": timed.spent.get(part, 0.0) for part in PARTS}
 
