@@ -31,6 +31,7 @@ SMALL = {
     "pages": "--tokens 64 --budget 32 --batches 1",
     "recall": "--tokens 160 --budgets 32 --batches 1 --prefill-ms 100",
     "prefill": "--model tiny --methods streamingllm:budget=16 --length 32 --repeats 1",
+    "rehearse": "--model tiny --methods rehearse:bits=16 --length 80 --repeats 1",
     "decode": "--shape tiny --methods streamingllm:budget=16 --prompt 32 --batches 1,2 --steps 2 --check-tokens 2",
     "step-profile": "--shape tiny --layers 1 --prompt 32 --methods streamingllm:budget=16 --batches 1",
     "offload": "--shape tiny --layers 3 --prompt 64 --methods quest:budget=32 --locality 0 --steps 15 --check-tokens 2",

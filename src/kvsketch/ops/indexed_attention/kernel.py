@@ -66,7 +66,6 @@ class Plan:
     warps: int
     stages: int
     overlap: bool  # start the combining program while the pieces still run
-    registers: int | None = None  # the most of a thread that reads codes: fewer let more programs run at a time
 
     @property
     def pieces(self) -> int:
@@ -199,7 +198,7 @@ def _read_coded(call: Arguments, keys: CodedSlots, values: CodedSlots, launch: P
         D=size, DV=value_size, BLOCK_D=block_d, BLOCK_DV=block_dv,
         BLOCK_M=max(8, triton.next_power_of_2(query_heads // heads)), BLOCK_N=launch.block_n, STAGES=launch.stages,
         HALF=HALVES[q.dtype], EXACT=keys.exact_at.shape[2], CAPPED=call.softcap is not None, CUT=cut is not None,
-        OVERLAP=launch.overlap, num_warps=launch.warps, maxnreg=launch.registers,
+        OVERLAP=launch.overlap, num_warps=launch.warps,
     )  # fmt: skip
 
 

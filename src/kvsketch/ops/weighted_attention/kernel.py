@@ -73,7 +73,6 @@ class Plan:
     stages: int  # tiles in flight per program, the one being worked on included
     overlap: bool  # start the combining program while the splits still run
     early: bool = False  # start the splits while the kernel before still runs
-    registers: int | None = None  # the most of a thread: fewer let more programs run at a time
 
 
 def supported(call: Arguments) -> bool:
@@ -156,7 +155,7 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
             RAGGED=ragged is not None, PAGED=call.pages is not None, KEY_BITS=key.bits, VALUE_BITS=value.bits,
             KEY_WORDS=key.words, VALUE_WORDS=value.words, HALF=HALVES.get(call.q.dtype), TURN=turn,
             EXACT=0 if exact_at is None else exact_at.shape[2],
-            OVERLAP=launch.overlap, EARLY=launch.early, num_warps=launch.warps, maxnreg=launch.registers,
+            OVERLAP=launch.overlap, EARLY=launch.early, num_warps=launch.warps,
             **({"launch_pdl": True} if launch.early else {}),
         )  # fmt: skip
         if not direct:
