@@ -77,7 +77,7 @@ def test_a_forward_broken_off_anywhere(name: str, prefill: str) -> None:
             right = logits_after(model, whole, ids[:, start:end])
         after = logits_after(model, whole, ids[:, end : end + 1])
         refused = 0
-        for at in range(1, counter.calls, max(1, counter.calls // 8)):
+        for at in range(1, counter.calls, max(1, counter.calls // 6)):
             cache = copy.deepcopy(begun)
             with pytest.raises(KeyboardInterrupt), BreakOff(at):
                 logits_after(model, cache, ids[:, start:end])

@@ -37,10 +37,16 @@ def require_read(layer: Any) -> None:
         raise families.unread(layer.model_name, layer.table.layer_idx, *shapes)
 
 
+def stopped_at(layers: Sequence[Any], number: int) -> bool:
+    """Whether a first forward went as far as this layer: the model has read those before, and none after has a token."""
+    before, after = layers[:number], layers[number + 1 :]
+    return any(isinstance(each, SlotLayer) and each.is_read for each in before) and not any(lengths(after))
+
+
 def require_whole(layers: Sequence[Any], broken_off: str) -> None:
     """Raises unless the last forward is complete in all layers."""
-    for layer in layers:
-        if isinstance(layer, SlotLayer) and (layer.refused or not layer.is_read):
+    for number, layer in enumerate(layers):
+        if isinstance(layer, SlotLayer) and (layer.refused or not (layer.is_read or stopped_at(layers, number))):
             require_read(layer)
     what = broken_off or left_behind(layers)
     if what:
