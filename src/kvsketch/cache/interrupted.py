@@ -38,7 +38,7 @@ def require_read(layer: Any) -> None:
 
 
 def stopped_at(layers: Sequence[Any], number: int) -> bool:
-    """Whether a first forward went as far as this layer: the model has read those before, and none after has a token."""
+    """Whether a first forward went as far as this layer: those before are read, and none after has a token."""
     before, after = layers[:number], layers[number + 1 :]
     return any(isinstance(each, SlotLayer) and each.is_read for each in before) and not any(lengths(after))
 
