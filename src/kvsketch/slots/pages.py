@@ -20,6 +20,7 @@ Legend: P pages, B rows, H KV heads, S slots, D key size, Dv value size.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -40,11 +41,12 @@ ALIGNED = 64  # bytes of a plane are a multiple of it: kernels then know that ro
 Plane: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]  # name, shape, dtype
 
 
-class Planes:
+class Planes(ABC):
     """What lies in a page, one plane after the other."""
 
+    @abstractmethod
     def planes(self) -> Iterator[Plane]:
-        raise NotImplementedError
+        """Name, shape and dtype of each."""
 
     def sizes(self) -> list[int]:
         """Bytes of each plane."""

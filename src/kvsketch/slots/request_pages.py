@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,12 @@ from kvsketch.slots.pages import ALIGNED, Plane, Planes
 from kvsketch.slots.state import TableState
 from kvsketch.slots.table import NEG_INF, Place, SlotTable
 from kvsketch.slots.tensors import half_of
+
+
+class Waits(Protocol):
+    """The state of a method whose new tokens wait for a decision."""
+
+    queries: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ class RequestPages:
         table.seen = table.prompt_tokens = seen
         table.settled = self.settled[page]
         table.appended = table.new_tokens = 1
-        table.state.queries = self.planes["queries"][page : page + 1, layer]  # type: ignore[attr-defined]
+        cast(Waits, table.state).queries = self.planes["queries"][page : page + 1, layer]
         return table
 
     def put(self, page: int, tables: Sequence[SlotTable]) -> None:

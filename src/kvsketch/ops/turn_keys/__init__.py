@@ -43,6 +43,15 @@ def whole_turns(angles: tuple[float, ...], device: torch.device) -> Tensor:  # [
     return torch.tensor([round(angle / (2 * math.pi) * TURN) for angle in angles], dtype=torch.int64, device=device)
 
 
+def check_turns(turns: Tensor, size: int) -> None:
+    """Raise ValueError unless the turns fit heads of a size."""
+    if turns.dim() != 1 or turns.dtype != torch.int64 or 2 * turns.shape[0] > size:
+        raise ValueError(
+            f"turns must be int64 [half] with half at most {size // 2} for heads of size {size}, "
+            f"got {turns.dtype} {list(turns.shape)}; see turn_keys.whole_turns."
+        )
+
+
 def check_arguments(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> None:
     """Raise ValueError when a shape or dtype does not fit the others."""
     if keys.dim() != 4 or index.shape != keys.shape[:3] or index.is_floating_point():
@@ -50,10 +59,6 @@ def check_arguments(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) ->
             f"index must hold a whole number for each slot of keys [B, H, S, D], got {index.dtype} "
             f"{list(index.shape)} for {list(keys.shape)}."
         )
-    if turns.dim() != 1 or turns.dtype != torch.int64 or 2 * turns.shape[0] > keys.shape[3]:
-        raise ValueError(
-            f"turns must be int64 [half] with half at most {keys.shape[3] // 2} for keys of size {keys.shape[3]}, "
-            f"got {turns.dtype} {list(turns.shape)}; see turn_keys.whole_turns."
-        )
+    check_turns(turns, keys.shape[3])
     if seen.numel() != 1 or seen.is_floating_point():
         raise ValueError(f"seen must be one whole number, the tokens seen, got {seen.dtype} {list(seen.shape)}.")

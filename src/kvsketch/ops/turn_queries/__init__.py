@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.common.dispatch import implementation
-from kvsketch.ops.turn_keys import TURN
+from kvsketch.ops.turn_keys import TURN, check_turns
 
 
 def turn_queries(q: Tensor, positions: Tensor, turns: Tensor) -> Tensor:
@@ -27,11 +27,7 @@ def turn_queries(q: Tensor, positions: Tensor, turns: Tensor) -> Tensor:
             f"positions must be [B, P] for P equal chunks of q [B, Hq, n, D], got {list(positions.shape)} for "
             f"{list(q.shape)}."
         )
-    if turns.dim() != 1 or turns.dtype != torch.int64 or 2 * turns.shape[0] > q.shape[3]:
-        raise ValueError(
-            f"turns must be int64 [half] with half at most {q.shape[3] // 2} for queries of size {q.shape[3]}, "
-            f"got {turns.dtype} {list(turns.shape)}; see turn_keys.whole_turns."
-        )
+    check_turns(turns, q.shape[3])
     phase = positions.unsqueeze(-1) * turns  # [B, P, half]
     phase = ((phase + TURN // 2) & (TURN - 1)) - TURN // 2
     angle = phase.to(torch.promote_types(q.dtype, torch.float32)) * (2 * math.pi / TURN)
