@@ -11,7 +11,7 @@ import torch
 
 import kvsketch
 from kvsketch.serve.engine import BatchedEngine
-from kvsketch.serve.requests import Closed, Full, Request
+from kvsketch.serve.requests import Closed, Full, Request, unused_settings
 from kvsketch.serve.sequential import SequentialEngine
 from tests.helpers import zoo
 
@@ -69,12 +69,12 @@ def test_tokens_are_those_of_generate(model: Any, engine: SequentialEngine) -> N
 
 
 @pytest.mark.parametrize(
-    "taste", [{"top_p": 0.8}, {"top_k": 9, "repetition_penalty": 1.4}, {"repetition_penalty": 3.0}]
+    "taste", [{"top_p": 0.8}, {"min_p": 0.5}, {"top_k": 9, "repetition_penalty": 1.4}, {"repetition_penalty": 3.0}]
 )
 def test_a_seed_draws_the_same_tokens_in_both_engines_and_alone(
     model: Any, engine: SequentialEngine, taste: dict[str, Any]
 ) -> None:
-    temperature = 1.5 if len(taste) == 2 or "top_p" in taste else 0.0
+    temperature = 0.0 if [*taste] == ["repetition_penalty"] else 1.5
     options = {"do_sample": temperature > 0, "top_k": 0, **taste}
     if temperature:
         options["temperature"] = temperature
@@ -85,6 +85,17 @@ def test_a_seed_draws_the_same_tokens_in_both_engines_and_alone(
     assert list(engine.submit(request)) == list(batched.submit(request)) == wanted != alone(model, IDS)
     assert len(list(other)) == 9
     batched.close()
+
+
+def test_settings_of_the_model_that_no_request_has_change_no_answer(
+    model: Any, engine: SequentialEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(IDS, 9, temperature=1.5, seed=5)
+    wanted = list(engine.submit(request))
+    for name, value in {"min_p": 0.9, "typical_p": 0.1, "suppress_tokens": wanted, "stop_strings": ["a"]}.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+    assert list(engine.submit(request)) == wanted
+    assert [*unused_settings(model)] == ["stop_strings", "suppress_tokens", "typical_p"]
 
 
 def test_a_document_is_read_once_and_left_as_it_is(model: Any, engine: SequentialEngine) -> None:

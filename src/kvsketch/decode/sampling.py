@@ -1,7 +1,7 @@
 """Sampling the next token inside a captured step: what transformers' generate does, with counters on the device.
 
-The warpers (temperature, top-k, top-p) and the repetition penalty are transformers' own objects. Only rules that depend
-on the length of the text are rewritten, because tensors in a captured graph cannot grow.
+The warpers (temperature, top-k, top-p, min-p) and the repetition penalty are transformers' own objects. Only rules that
+depend on the length of the text are rewritten, because tensors in a captured graph cannot grow.
 """
 
 from __future__ import annotations
@@ -107,20 +107,19 @@ class Draw:
         self.temperature = torch.zeros(rows, 1, device=device)
         self.top_p = torch.ones(rows, 1, device=device)
         self.top_k = torch.zeros(rows, 1, dtype=torch.int64, device=device)  # 0: no limit
+        self.min_p = torch.zeros(rows, 1, device=device)  # of the likeliest token's probability
         self.penalty = torch.ones(rows, 1, device=device)
         self.said = torch.zeros(rows, vocabulary, dtype=torch.bool, device=device)  # tokens that the penalty is for
         self.seed = torch.zeros(rows, 1, dtype=torch.int64, device=device)  # hash state
         self.number = torch.zeros(rows, 1, dtype=torch.int64, device=device)  # tokens drawn so far
 
     def tensors(self) -> list[Tensor]:
-        return [self.temperature, self.top_p, self.top_k, self.penalty, self.said, self.seed, self.number]
+        return list(vars(self).values())
 
     def first(self, rows: int) -> Draw:
         """The same for the first rows, in the same memory."""
         part = object.__new__(Draw)
-        part.temperature, part.top_p, part.top_k, part.penalty, part.said, part.seed, part.number = (
-            tensor[:rows] for tensor in self.tensors()
-        )
+        vars(part).update({name: tensor[:rows] for name, tensor in vars(self).items()})
         return part
 
     def set(
@@ -130,20 +129,21 @@ class Draw:
         top_p: float,
         seed: int,
         top_k: int = 0,
+        min_p: float = 0.0,
         penalty: float = 1.0,
         said: Sequence[int] = (),
     ) -> None:
         """The row, or rows, start anew; `said`: the tokens of the prompt."""
-        values = (temperature, top_p, top_k, penalty, False, initial_state(seed), 0)
+        values = (temperature, top_p, top_k, min_p, penalty, False, initial_state(seed), 0)
         for tensor, value in zip(self.tensors(), values, strict=True):
             tensor[row].fill_(value)
         if penalty != 1.0:
             self.said[row, torch.tensor(said, dtype=torch.int64, device=self.said.device)] = True
 
     @staticmethod
-    def mode(temperature: float, top_p: float, top_k: int = 0, penalty: float = 1.0) -> int:
+    def mode(temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0, penalty: float = 1.0) -> int:
         """The least that `choose` has to do for such a row."""
-        if penalty != 1.0 or (temperature and (top_p < 1 or top_k)):
+        if penalty != 1.0 or (temperature and (top_p < 1 or top_k or min_p)):
             return Draw.ALL
         return Draw.SAMPLE if temperature else Draw.GREEDY
 
@@ -159,6 +159,8 @@ class Draw:
             scores = scores / torch.where(self.temperature > 0, self.temperature, 1.0)
             if mode == self.ALL:
                 scores = nucleus(scores, self.top_p, self.top_k)
+                least = scores.amax(-1, keepdim=True) + self.min_p.log()
+                scores = torch.where(scores < least, float("-inf"), scores)
             drawn = (scores + noise(self.seed, self.number, scores)).argmax(-1, keepdim=True)
             token = torch.where(self.temperature > 0, drawn, token)
         if mode == self.ALL:

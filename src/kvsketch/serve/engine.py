@@ -303,7 +303,7 @@ class BatchedEngine:
             cache = copy.deepcopy(request.document)
         draw = Draw(1, self.device, self._vocabulary)
         seed = secrets.randbits(63) if request.seed is None else request.seed
-        taste = (request.top_k, request.repetition_penalty)
+        taste = (request.top_k, request.min_p, request.repetition_penalty)
         draw.set(0, request.temperature, request.top_p, seed, *taste, request.ids)
         ids = torch.tensor([request.ids], device=self.device)
         mode = Draw.mode(request.temperature, request.top_p, *taste)

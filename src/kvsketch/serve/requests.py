@@ -10,13 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 from uuid import uuid4
 
 if TYPE_CHECKING:
     from kvsketch.cache.compressed import CompressedCache
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+# Generation settings that choose tokens and that no request has, with the values at which they do nothing.
+WITHOUT: dict[str, Any] = {
+    "bad_words_ids": None, "begin_suppress_tokens": None, "dola_layers": None, "epsilon_cutoff": 0, "eta_cutoff": 0,
+    "exponential_decay_length_penalty": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "guidance_scale": 1, "max_time": None, "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0,
+    "penalty_alpha": 0, "prompt_lookup_num_tokens": None, "sequence_bias": None, "stop_strings": None,
+    "suppress_tokens": None, "top_h": None, "typical_p": 1, "watermarking_config": None,
+}  # fmt: skip
 
 
 class Full(RuntimeError):
@@ -27,6 +35,12 @@ class Closed(RuntimeError):
     """The engine takes no requests any more."""
 
 
+def unused_settings(model: Any) -> dict[str, Any]:
+    """Generation settings of a model that would change answers, and that no engine follows."""
+    found = {name: getattr(model.generation_config, name, None) for name in WITHOUT}
+    return {name: value for name, value in found.items() if value is not None and value != WITHOUT[name]}
+
+
 @dataclass(frozen=True)
 class Request:
     """One text to continue.
@@ -34,7 +48,8 @@ class Request:
     `document` is a cache of one row that has read what comes before `ids`; the engine copies it and leaves it as it is.
     `temperature` 0 takes the most likely token. A request with a `seed` gives the same tokens whoever shares the batch
     and whichever engine serves it: those of `kvsketch.generate(..., seed=seed)`. Without one the engine draws a seed.
-    `top_k` 0 sets no limit; `repetition_penalty` counts `ids` and the answer.
+    `top_k` 0 sets no limit; `min_p` rules out tokens that are less than so many times as likely as the likeliest, after
+    `top_k` and `top_p`; `repetition_penalty` counts `ids` and the answer.
     """
 
     ids: tuple[int, ...]
@@ -45,6 +60,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     document: CompressedCache | None = None
     top_k: int = 0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     id: str = field(default_factory=lambda: uuid4().hex)
 
@@ -59,6 +75,8 @@ class Request:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (no limit) or a number of tokens, not {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be from 0 (no limit) to 1, not {self.min_p}")
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty must be a positive number, not {self.repetition_penalty}")
 

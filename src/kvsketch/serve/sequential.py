@@ -19,7 +19,7 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode.captured import generate
 from kvsketch.methods import Method, parse_method
-from kvsketch.serve.requests import Closed, EngineState, FinishReason, Full, Request, Ticket
+from kvsketch.serve.requests import Closed, EngineState, FinishReason, Full, Request, Ticket, unused_settings
 
 NO_TOKEN = -1
 
@@ -175,9 +175,10 @@ class SequentialEngine:
             "pad_token_id": ends[0] if ends else 0,
             "repetition_penalty": request.repetition_penalty,
             "num_beams": 1,
+            **dict.fromkeys(unused_settings(self.model)),
         }
         if request.temperature > 0:
-            options |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
+            options |= {name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "min_p")}
             options["seed"] = secrets.randbits(63) if request.seed is None else request.seed
         try:
             inputs = {"input_ids": ids, "attention_mask": mask}

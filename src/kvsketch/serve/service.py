@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from kvsketch.models import files
 from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.metrics import Metrics
-from kvsketch.serve.requests import Closed, Engine, Full, Request, Ticket
+from kvsketch.serve.requests import Closed, Engine, Full, Request, Ticket, unused_settings
 from kvsketch.serve.schema import DEFAULT_NEW_TOKENS, ApiError, Asked, ChatAsked, CompletionAsked
 from kvsketch.serve.sequential import SequentialEngine
 from kvsketch.serve.text import GrowingText, Template
@@ -23,7 +24,8 @@ from kvsketch.serve.text import GrowingText, Template
 BETWEEN = "@"  # model@document, for clients that cannot send a field of their own
 SOON = 2  # seconds until a document that is being read is asked about again
 LONGEST_RETRY = 60
-TASTE = ("temperature", "top_p", "top_k", "repetition_penalty")  # fields of requests and of generation settings
+TASTE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of requests and of generation settings
+log = logging.getLogger("kvsketch.serve")
 
 
 @dataclass
@@ -66,6 +68,8 @@ class Service:
         self.context = longest_context(model, self.method, memory)
         self.created = int(time.time())
         self._queue = queue
+        if unused := unused_settings(model):
+            log.warning("generation settings of %s that are not applied: %s", name, unused)
         reading: dict[str, Any] = {"prefill": prefill, "chunk": chunk}
         held: dict[str, Any] = {} if memory is None else {"most_bytes": memory}
         self.documents = DocumentStore(
