@@ -162,11 +162,13 @@ def plain_at(slots: Slots, at: Tensor) -> Tensor:  # [B, H, m, D]
     return torch.where(is_fresh.unsqueeze(-1), fresh, decoded)
 
 
-def gathered(slots: Slots, source: Tensor) -> Slots:
-    """The slots `source` [B, H, m], in this order; no slot twice."""
+def gathered(slots: Slots, source: Tensor | None) -> Slots:
+    """The slots `source` [B, H, m], in this order; no slot twice. None: all of them."""
     if isinstance(slots, Tensor):
-        return tensors.gather_slots(slots, source)
+        return slots if source is None else tensors.gather_slots(slots, source)
     slots = _all_coded(slots)
+    if source is None:
+        return slots
     moved = source.unsqueeze(-1) == slots.exact_at.unsqueeze(2)  # [B, H, m, E]
     at = torch.where(moved.any(2) & (slots.exact_at >= 0), moved.int().argmax(2), -1).int()
     codes, steps = tensors.gather_slots(slots.codes, source), tensors.gather_slots(slots.steps, source)

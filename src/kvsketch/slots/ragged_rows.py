@@ -190,7 +190,7 @@ class RaggedRows(Rows):
         at += torch.arange(count, device=at.device)
         self._clear(start, size)
         for held, parts in zip(self.flat, zip(*map(_flat, singles), strict=True), strict=True):
-            held.index_copy_(0, at, torch.cat(parts))
+            _wide(held).index_copy_(0, at, _wide(torch.cat(parts)))
         index = self.flat[self._index][start : start + size]
         index += shift * (index >= 0)
         for whole, parts in zip(self.own, zip(*map(_of_rows, singles), strict=True), strict=True):
@@ -291,6 +291,12 @@ class RaggedRows(Rows):
                 stretch.start = end
             end += stretch.size
         return end
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The same memory in numbers of 8 bytes where a slot has several: kernels copy numbers, not bytes."""
+    wide = tensor.dim() == 2 and tensor.shape[1] * tensor.element_size() % 8 == 0
+    return tensor.view(torch.int64) if wide else tensor
 
 
 def slots_within(singles: Sequence[SlotTable], rows: int, room: int, memory: int) -> int:

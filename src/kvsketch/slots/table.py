@@ -408,7 +408,7 @@ class SlotTable(Place):
 
     def rebuild(
         self,
-        chosen: Tensor,
+        chosen: Tensor | None,
         room: int,
         log_den: Tensor | None = None,
         log_num: Tensor | None = None,
@@ -417,33 +417,35 @@ class SlotTable(Place):
     ) -> None:
         """Becomes a bounded table of `room` slots plus one for the next token, filled with the chosen slots.
 
-        `chosen` [B, H, m] holds slot numbers, -1 for none; `log_den` [B, H, m] their weights, else as now; `log_num`
-        those in the numerator, where they differ. `next_slot`: the slot of the next token, one or [B, H, 1],
-        else the last. Vectors that are not finite are refused, or join the `doubts` if these are given.
+        `chosen` [B, H, m] holds slot numbers, -1 for none; None: all slots as they are. `log_den` [B, H, m] their
+        weights, else as now; `log_num` those in the numerator, where they differ. `next_slot`: the slot of the next
+        token, one or [B, H, 1], else the last. Vectors that are not finite are refused, or join the `doubts` if these
+        are given.
         """
         self.unpack()
-        batch, heads, m = chosen.shape
-        taken, source = chosen >= 0, chosen.clamp_min(0)
-        if log_den is None:
-            log_den = torch.zeros_like(source, dtype=torch.float32)
-            if self.log_den is not None:
-                log_den = self.log_den.gather(2, source)
-        index = self.index_slots().gather(2, source)
-        taken = taken & (index >= 0)
-        fill = room + 1 - m
+        index, source = self.index_slots(), None
+        if chosen is not None:
+            source = chosen.clamp_min(0)
+            index = torch.where(chosen >= 0, index.gather(2, source), -1)
+        if log_den is None and self.log_den is not None:
+            log_den = self.log_den if source is None else self.log_den.gather(2, source)
+        elif log_den is None:
+            log_den = torch.zeros(index.shape, device=index.device)
+        batch, heads, m = index.shape
+        taken, fill = index >= 0, room + 1 - m
         position = self.position_slots() if self.bits else index
         # One after the other: the old keys are freed before the values are copied.
         self.keys = codes.filled(codes.gathered(self._storable("keys", position, doubts), source), fill)
         self.values = codes.filled(codes.gathered(self._storable("values", position, doubts), source), fill)
-        self.state.move_slots(lambda state: filled(gather_slots(state, source), fill))
+        self.state.move_slots(lambda state: filled(state if source is None else gather_slots(state, source), fill))
         self.index = filled(torch.where(taken, index, -1).to(torch.int32), fill, -1)
         self.log_den = filled(torch.where(taken, log_den, NEG_INF), fill, NEG_INF)
         self.log_num = None if log_num is None else filled(torch.where(taken, log_num, NEG_INF), fill, NEG_INF)
         self.length, self.capacity = room + 1, None
         slot = room if next_slot is None else next_slot
-        self.next_slot = torch.zeros((batch, heads, 1), dtype=torch.int64, device=chosen.device) + slot
+        self.next_slot = torch.zeros((batch, heads, 1), dtype=torch.int64, device=index.device) + slot
         if self.clock is None:
-            self.clock = torch.full((1,), self.seen, device=chosen.device)
+            self.clock = torch.full((1,), self.seen, device=index.device)
 
     def stay_open(self) -> None:
         """Heads beside several new tokens are equal from here on, until the method gives them sizes again."""
@@ -530,9 +532,8 @@ class SlotTable(Place):
 
         `two_sums`: numerator and denominator have weights of their own.
         """
-        slots = torch.arange(self.length, device=self.device).expand(self.shape)
         weights = torch.zeros(self.shape, device=self.device) if two_sums else None
-        self.rebuild(slots, max(capacity, self.length), log_num=weights, next_slot=self.length)
+        self.rebuild(None, max(capacity, self.length), log_num=weights, next_slot=self.length)
 
     def write_layout(
         self,
