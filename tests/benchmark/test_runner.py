@@ -13,11 +13,12 @@ import torch
 from typer.testing import CliRunner
 
 from kvsketch import records
-from kvsketch.benchmark import runner
+from kvsketch.benchmark import runner, serve
 from kvsketch.benchmark.runner import Benchmark, Row, Trial
 from kvsketch.cli import app
 from kvsketch.cli.bench import BENCHMARKS
 from kvsketch.options import option
+from kvsketch.serve.requests import Request
 from tests.helpers.tiny import save_tiny_model
 
 SMALL = {
@@ -51,6 +52,24 @@ def test_every_benchmark_runs_on_a_cpu_with_small_shapes(name: str, tmp_path: Pa
     assert done.exit_code == 0, done.output
     found = list(records.read(out))
     assert found and not any(record["data"].get("failed") for record in found)
+
+
+def test_a_method_that_cannot_be_served_says_so_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def served(_: Any, method: Any) -> Row:
+        ticket = serve.Ticket(Request((1,), 1))
+        ticket.finish(*(("error", MemoryError("no room")) if method.name == "h2o" else ("length",)))
+        serve.wait_for("an answer", lambda: ticket.finish_reason == "length", [ticket])
+        return {"tokens_per_s": 1.0}
+
+    monkeypatch.setattr(serve, "check_tokens", lambda *_: None)
+    monkeypatch.setattr(serve.Serve, "_serve", served)
+    out = tmp_path / "records.jsonl"
+    options = f"--shape tiny --layers 1 --methods h2o:budget=16,snapkv:budget=16 --device cpu --out {out}"
+    assert bench("serve", *options.split()).exit_code == 1
+    rows = [record["data"] for record in records.read(out)]
+    assert [row["failed"] for row in rows] == ["MemoryError: no room", None]
 
 
 def test_a_stored_document_gives_the_first_token_of_one_read_again(tmp_path: Path) -> None:

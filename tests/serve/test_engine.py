@@ -73,7 +73,8 @@ def start() -> Iterator[Any]:
     engines: list[BatchedEngine] = []
 
     def engine(method: str, **options: Any) -> BatchedEngine:
-        options = {"model": model(), "method": method, "rows": 3, "longest": 100, "chunk": CHUNK, **options}
+        usual = {"model": model(), "method": method, "rows": 3, "longest": 100, "prefill": "stream", "chunk": CHUNK}
+        options = {**usual, **options}
         engines.append(BatchedEngine(**options))
         return engines[-1]
 

@@ -44,6 +44,13 @@ from kvsketch.serve.requests import Closed, EngineState, FinishReason, Full, Req
 from kvsketch.serve.sequential import WatchedCache
 
 
+def usual_prefill(model: Any, method: str | Method) -> str:
+    """How prompts are read: as a stream between the steps of the others; whole where requests share no step, and by
+    methods whose heads share a budget, so that all of it is divided at once.
+    """
+    return "exact" if parse_method(method).ragged or alone(model, method) else "stream"
+
+
 class GivenUp(Exception):
     """Ends the forward of a prompt that nobody waits for any more."""
 
@@ -124,8 +131,9 @@ class BatchedEngine:
 
     `longest`: the most tokens of a prompt and its answer together. `queue`: how many requests may wait. `memory`: bytes
     of the tables where rows differ in size, so that fewer long requests run at a time, and more short ones. `prefill`,
-    `chunk` and `seed` are those of `CompressedCache`: a greedy request gets the tokens of `kvsketch.generate` with
-    such a cache. `apart` says why requests share no tables and take turns; empty: one step serves them all.
+    that of `usual_prefill` unless given, `chunk` and `seed` are those of `CompressedCache`: a greedy request gets the
+    tokens of `kvsketch.generate` with such a cache. `apart` says why requests share no tables and take turns; empty:
+    one step serves them all.
     """
 
     def __init__(
@@ -136,7 +144,7 @@ class BatchedEngine:
         rows: int = 8,
         longest: int = 32768,
         queue: int = 64,
-        prefill: str = "stream",
+        prefill: str | None = None,
         chunk: int = 2048,
         readers: int = 4,
         memory: int | None = None,
@@ -148,8 +156,8 @@ class BatchedEngine:
                 raise ValueError(f"{name}={value} is too small; use 1 or more")
         self.model, self.method = model, parse_method(method)
         self.queue, self.readers = queue, readers
-        self._fused = fused
-        self._options: dict[str, Any] = {"seed": seed, "prefill": prefill, "chunk": chunk}
+        self._fused, self.prefill = fused, prefill or usual_prefill(model, self.method)
+        self._options: dict[str, Any] = {"seed": seed, "prefill": self.prefill, "chunk": chunk}
         self._shared_options: dict[str, Any] = {
             "rows": rows, "longest": longest, "memory": memory, "seed": seed, "fused": fused,
         }  # fmt: skip

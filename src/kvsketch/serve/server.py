@@ -18,7 +18,7 @@ from kvsketch import models
 from kvsketch.decode.shared import SharedRows, alone
 from kvsketch.methods import Method, parse_method
 from kvsketch.serve.app import LARGEST_BODY, create_app
-from kvsketch.serve.engine import BatchedEngine
+from kvsketch.serve.engine import BatchedEngine, usual_prefill
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.requests import Engine
 from kvsketch.serve.sequential import SequentialEngine
@@ -45,8 +45,7 @@ def start_service(
 
     Requests share a decode step where the method allows it and memory holds two rows or more. `rows`: how many; as many
     as `memory` bytes hold, or a quarter of what is free. Requests of other methods run one after the other, or with
-    `rows` take turns token by token. `prefill`: prompts are read as a stream between the steps of the others; whole
-    where requests share no step, and by methods whose heads share a budget, so that all of it is divided at once.
+    `rows` take turns token by token. `prefill`: that of `usual_prefill`, and whole for one request at a time.
     """
     parsed = parse_method(method)
     longest = longest_context(model, parsed, memory)
@@ -54,8 +53,7 @@ def start_service(
     if rows is None or (rows > 1 and parsed.ragged and memory is not None):
         fitting, held = _rows_that_fit(model, parsed, longest, memory)
     wanted = rows or fitting or 1
-    shared = wanted > 1 and not alone(model, parsed)
-    usual = "stream" if shared and not parsed.ragged else "exact"
+    usual = usual_prefill(model, parsed) if wanted > 1 else "exact"
     reading: dict[str, Any] = {"prefill": prefill or usual, "chunk": chunk}
     engine: Engine
     if wanted > 1:
