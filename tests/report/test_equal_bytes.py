@@ -50,6 +50,11 @@ def root(tmp_path: Path) -> Path:
     records.append(tmp_path / "results" / "eval" / "lines.jsonl", *made())
     speed = {"method": "rehearse:budget=2048", "batch": 1, "prompt": 32768, "step_ms": 4.5, "shape": "llama-3.1-8b"}
     records.append(tmp_path / "results" / "decode.jsonl", record("decode", speed))
+    # Nothing to recommend from: bytes without tokens, another dtype, another library.
+    wide = answer("full", "", 2.0, 0, 1.0, dtype="float32", full_bytes=99)
+    other = answer("press", "1/8", 0.12, 0, 1.0, kvpress="0.5.5")
+    bits = record("bits", {"model": MODEL, "method": "full", "full_bytes": 100})
+    records.append(tmp_path / "results" / "a.jsonl", bits, wide, other)
     return tmp_path
 
 

@@ -31,8 +31,14 @@ def recommend(
     from kvsketch.report import recommend as advice
 
     room = parsed(memory)
+    if not records.is_dir():
+        raise ValueError(
+            f"--records {records} is no folder; run this in a clone of the repository, which has its records in "
+            "results, or name a folder that `kvsketch eval --out` wrote to"
+        )
     found = read_folder(records, below=True)
-    each = advice.token_bytes(found, model)
+    own = advice.records_of(found, model)
+    each = advice.token_bytes(own)
     if each is None:
         known = ", ".join(advice.known_models(found)) or "no model yet"
         raise ValueError(
@@ -46,7 +52,10 @@ def recommend(
         print_json({"model": model, "context": context, "full_bytes": each * context, "share": share, "fits": options})
         return
     say = results().print
-    say(f"{model}: {context:,} tokens take {each * context / 1e9:,.2f} GB in full; {memory} is {share:.0%} of it")
+    dtype = own[0]["data"].get("dtype")
+    say(
+        f"{model} ({dtype}): {context:,} tokens take {each * context / 1e9:,.2f} GB in full; {memory} is {share:.0%} of it"
+    )
     if share >= 1:
         say("the full cache fits: use full, it loses nothing")
     if not fits:
@@ -68,7 +77,8 @@ def recommend(
         table.add_row(option.method, f"{option.bytes:.1%}", f"{size:.2f}", f"{option.loss:+.2f}", worst,
                       f"{option.questions:,}", step)  # fmt: skip
     say(table)
-    lengths = "records are of texts of 3,000 to 16,000 tokens: beyond that they are a guess"
+    read = [record["data"]["prompt_tokens"] for record in own if "prompt_tokens" in record["data"]]
+    lengths = f"records are of texts of {min(read):,} to {max(read):,} tokens: beyond that they are a guess"
     say(f"loss: right answers fewer than the full cache's, mean over {fits[0].tasks} tasks; {lengths}", markup=False)
     steps = {option.step_of for option in fits[:SHOWN] if option.step_of}
     if steps:

@@ -50,7 +50,7 @@ class Cell:
 def cells(records: Iterable[Record]) -> list[Cell]:
     """Everything that was measured at equal bytes on held-out questions."""
     groups: dict[tuple[str, ...], list[Record]] = {}
-    for record in latest(record for record in records if _counts(record)):
+    for record in latest(record for record in records if counts(record)):
         data = record["data"]
         if FAILED in data or not data.get("full_bytes"):
             continue
@@ -61,7 +61,8 @@ def cells(records: Iterable[Record]) -> list[Cell]:
     return [_cell(key, members) for key, members in sorted(groups.items())]
 
 
-def _counts(record: Record) -> bool:
+def counts(record: Record) -> bool:
+    """Whether a record was measured at equal bytes, on what no default was chosen by."""
     data, kind = record["data"], record["kind"]
     if kind not in ("lines", "needle", "ruler", "perplexity") or data.get("budgets_in") != "bytes":
         return False

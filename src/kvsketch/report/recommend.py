@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsketch.records import Record, mean
-from kvsketch.report.equal_bytes import FULL, LOSSES, Cell, cells
+from kvsketch.report.equal_bytes import FULL, LOSSES, Cell, cells, counts
 
 CLOSE = 0.01  # losses that count as equal; the smaller cache is named first
 
@@ -32,18 +32,24 @@ def known_models(records: Iterable[Record]) -> list[str]:
     return sorted({cell.model.partition(" ")[0] for cell in cells(records)})
 
 
-def token_bytes(records: Iterable[Record], model: str) -> int | None:
-    """Bytes of a token's keys and values in the model's full cache; None where no record tells."""
-    for record in records:
-        data = record["data"]
-        if data.get("model") == model and data.get("method") == FULL and data.get("full_bytes"):
+def records_of(records: Iterable[Record], model: str) -> list[Record]:
+    """The records of our methods at equal bytes on a model, in one dtype: its bytes are what shares are shares of."""
+    own = [r for r in records if counts(r) and r["data"].get("model") == model and "kvpress" not in r["data"]]
+    dtype = min((str(record["data"].get("dtype")) for record in own), default="")
+    return [record for record in own if str(record["data"].get("dtype")) == dtype]
+
+
+def token_bytes(own: Iterable[Record]) -> int | None:
+    """Bytes of a token's keys and values in the full cache; None where no record tells."""
+    for data in (record["data"] for record in own):
+        if data.get("method") == FULL and data.get("full_bytes"):
             return round(data["full_bytes"] / data["tokens_stored"])
     return None
 
 
 def advise(records: Sequence[Record], model: str, share: float, question: str) -> list[Advice]:
     """What fits into a share of the full cache's bytes, from the smallest loss on; empty: no record speaks."""
-    own = [cell for cell in cells(records) if cell.model.partition(" ")[0] == model and not _is_loss(cell.task)]
+    own = [cell for cell in cells(records_of(records, model)) if not _is_loss(cell.task)]
     full = {cell.task: cell.value.value for cell in own if cell.method == FULL}
     groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in own:
