@@ -181,6 +181,7 @@ def test_compare_asks_every_method_about_a_file(tmp_path: Path) -> None:
         ({"--question": " "}, "--question is empty"),
         ({"--methods": "snapvk"}, "did you mean 'snapkv'"),
         ({"--budgets": "1/0"}, "1/8"),
+        ({"--memory": "2XB"}, "XB is no unit"),
     ],
 )
 def test_compare_names_a_mistake_in_one_line(change: dict[str, str], told: str, tmp_path: Path) -> None:

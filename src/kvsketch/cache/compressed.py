@@ -171,6 +171,12 @@ class CompressedCache(Cache):
         return max(layer.table.stored() for layer in self.slot_layers)
 
     @property
+    def tokens_per_head(self) -> int:
+        """The mean of the slots that KV heads of compressed layers hold (asks the device)."""
+        means = [layer.table.used_slots().double().mean().item() for layer in self.slot_layers]
+        return round(sum(means) / len(means))
+
+    @property
     def device_bytes(self) -> int:
         """Bytes of every tensor on the model's device: keys, values, weights, index, state, native layers included."""
         return memory_sizes.held_bytes(self.layers)

@@ -10,6 +10,7 @@ KVSKETCH_TRACEBACK=1 shows where an error came from.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from typing import Any
@@ -18,16 +19,27 @@ import typer
 from typer.core import TyperGroup
 
 EXPECTED = (ValueError, OSError, ImportError)
+# typer brings its own click, or uses the one that is installed; its BadParameter comes from the right one.
+UsageError: Any = typer.BadParameter.__base__
 
 
 class OneLineErrors(TyperGroup):
     """A command group that reports expected errors on one line."""
 
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        try:
+            return super().make_context(info_name, list(args), parent, **extra)
+        except UsageError as error:
+            raise _refused(error, args) from None
+
     def invoke(self, ctx: Any) -> Any:
+        args = [*ctx._protected_args, *ctx.args]
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
+        except UsageError as error:
+            raise _refused(error, args) from None
         except KeyboardInterrupt:
             print("\ninterrupted", file=sys.stderr)
             raise typer.Exit(130) from None
@@ -47,6 +59,21 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _refused(error: Any, args: list[str]) -> Exception:
+    """Prints what typer cannot parse, with the value that was typed; a bare group shows its help instead."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return error
+    names = getattr(getattr(error, "param", None), "opts", [])
+    typed = [value for name, value in itertools.pairwise(args) if name in names]
+    typed += [word.partition("=")[2] for word in args if word.partition("=")[0] in names and "=" in word]
+    said = " ".join(error.format_message().split()).rstrip(".") + (f", not {typed[-1]!r}" if typed else "")
+    if said.startswith("No such command"):
+        said += f"; choose one of: {', '.join(error.ctx.command.list_commands(error.ctx))}"
+    command = error.ctx.command_path if error.ctx else "kvsketch"
+    print(f"error: {said}; see `{command} --help`", file=sys.stderr)
+    return typer.Exit(2)
 
 
 def new_app(help_text: str, **options: Any) -> typer.Typer:

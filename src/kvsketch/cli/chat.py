@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvsketch.cli.generate import DTYPE_HELP, read_request
+from kvsketch.cli.generate import DTYPE_HELP, read_request, require_writable
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, ModelOption
 from kvsketch.cli.output import megabytes, remarks
 from kvsketch.cli.serve import DEFAULT_METHOD
@@ -41,9 +41,8 @@ def read(
     """
     if out is None:
         out = Path("document" if str(files[0]) == "-" else files[0].name).with_suffix(SAVED)
+    require_writable(out, "--out")
     document = read_request(None, files).prompt
-    if not out.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {out.parent} for --out; create it first")
     talk = Talk.of_text(str(document), model, method, device, dtype, {"prefill": prefill, "chunk": chunk})
     talk.cache.save(out, {"model": model, "files": ", ".join(map(str, files))})
     talk.tell(f"read in {talk.seconds:.1f} s; saved {out}, {megabytes(out.stat().st_size)}")
@@ -84,6 +83,8 @@ def chat(
         text = str(read_request(None, [path]).prompt)
         talk = Talk.of_text(text, model or DEFAULT_MODEL, method or DEFAULT_METHOD, device, dtype, {})
     else:
+        if path.suffix.lower() in (".txt", ".md", ".pdf"):
+            raise FileNotFoundError(f"there is no file {target}; name a document, or a model (`kvsketch models`)")
         if model is not None:
             raise ValueError(f"{target!r} is taken for a model, and --model names another; there is no such file")
         talk = Talk.of_model(target, method or "full", device, dtype)

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from kvsketch.cli.comparing import cache_size, shortened, show, smallest, with_progress
-from kvsketch.cli.generate import file_text
+from kvsketch.cli.generate import file_text, require_positions
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelOption
 from kvsketch.cli.output import remarks
 
@@ -43,15 +43,20 @@ def compare(
         raise ValueError("--question is empty; ask something about the file")
 
     from kvsketch import demo, models
+    from kvsketch.cache.memory import parsed
     from kvsketch.evaluation.budgets import compared
 
+    room = None if memory is None else parsed(memory)
     chosen = compared(methods, budgets)
     loaded, tokenizer = models.load(model, dtype=dtype, device=device)
     ids = models.encode_chat(tokenizer, f"{text}\n\n{question}")["input_ids"].to(loaded.device)
-    _note_beyond_context(loaded, ids.shape[1] + max_new_tokens)
+    require_positions(model, loaded, None, ids.shape[1] + max_new_tokens)
+    out.mkdir(parents=True, exist_ok=True)
     refused: list[str] = []
-    if memory is not None:
-        chosen = [chosen[0], *_fitting(loaded, methods, memory, ids.shape[1] + max_new_tokens, refused)]
+    if room is not None:
+        chosen = [chosen[0], *_fitting(loaded, methods, room, ids.shape[1] + max_new_tokens, refused)]
+        if len(chosen) == 1:
+            raise ValueError(f"no method fits into --memory {memory}. {refused[-1]}")
     rows = with_progress(demo.answers(loaded, tokenizer, ids, chosen, most=max_new_tokens, refused=refused), chosen)
     record = {
         "model": model,
@@ -74,16 +79,15 @@ def compare(
     show("compare", title, record, rows, columns, summary(rows), out, as_json, marks=MARKS)
 
 
-def _fitting(model: Any, methods: str, memory: str, tokens: int, refused: list[str]) -> list[Method]:
-    """The methods with the budgets that fit into `memory`; what does not fit goes to `refused`, in words."""
+def _fitting(model: Any, methods: str, room: int, tokens: int, refused: list[str]) -> list[Method]:
+    """The methods with the budgets that fit into `room` bytes; what does not fit goes to `refused`, in words."""
     from kvsketch import CompressedCache
-    from kvsketch.cache.memory import parsed
     from kvsketch.evaluation.budgets import contenders
 
-    size, found = parsed(memory), []
+    found = []
     for name in dict.fromkeys(method for method, _ in contenders(methods, "1/2")):
         try:
-            found.append(CompressedCache(model, name, memory=size, context=tokens).method)
+            found.append(CompressedCache(model, name, memory=room, context=tokens).method)
         except ValueError as error:
             refused.append(str(error))
     return found
@@ -101,10 +105,3 @@ def summary(rows: Sequence[Row]) -> list[str]:
     if same:
         lines.append(f"smallest cache that gives it: {smallest(same, full)}")
     return [*lines, "the full cache's answer may be wrong itself; one question is an illustration, not a benchmark"]
-
-
-def _note_beyond_context(model: Any, tokens: int) -> None:
-    config = model.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None)
-    if context and tokens > context:
-        remarks().print(f"note: {tokens:,} tokens go beyond the {context:,} that this model was trained for")

@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from kvsketch.cli.comparing import cache_size, shortened, show, smallest, with_progress
+from kvsketch.cli.generate import require_positions
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelOption
 from kvsketch.cli.output import remarks
 
@@ -42,9 +43,10 @@ def demo(
     from kvsketch.models import texts
 
     chosen = compared(methods, budgets)
+    loaded, tokenizer = models.load(model, dtype=dtype, device=device)
+    require_positions(model, loaded, None, tokens)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    loaded, tokenizer = models.load(model, dtype=dtype, device=device)
     document = texts.passkey_document(tokenizer, tokens=tokens, depth=depth, seed=seed)
     prompt = document.input_ids.to(loaded.device)
     refused: list[str] = []

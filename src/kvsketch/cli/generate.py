@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ class Generation:
     peak_bytes: int | None
     peak_bytes_above_model: int | None
     tokens_seen: int
-    tokens_stored: int
+    tokens_stored: int  # by the fullest head
+    tokens_per_head: int  # mean over heads and layers
     device_bytes: int
     host_bytes: int
     full_bytes: int
@@ -51,8 +53,9 @@ class Generation:
         host = f" + {megabytes(self.host_bytes)} in host memory" if self.host_bytes else ""
         full = "" if self.method == DEFAULT_METHOD else f", full cache {megabytes(self.full_bytes)}"
         kept = "all kept"
-        if self.tokens_stored < self.tokens_seen:
-            kept = f"{self.tokens_stored:,} kept, and what was dropped cannot be asked about"
+        if self.tokens_per_head < self.tokens_seen:
+            mean = "" if self.tokens_per_head == self.tokens_stored else " by a head on average"
+            kept = f"{self.tokens_per_head:,} kept{mean}, and what was dropped cannot be asked about"
         speeds = [f"read {self.prompt_tokens:,} tokens{_rate(self.prefill_tokens_per_second)}"]
         if self.new_tokens:
             speeds.append(f"wrote {self.new_tokens}{_rate(self.decode_tokens_per_second)}")
@@ -175,6 +178,8 @@ def _require_fitting(
         raise ValueError("--save keeps what was read of files; name one with --file, or --file - for standard input")
     if save is not None and raw:
         raise ValueError("--save keeps a text in the chat template, to be asked about; leave out --raw")
+    if save is not None:
+        require_writable(save, "--save")
     if chunk is not None and prefill != "stream":
         raise ValueError(f"--chunk {chunk} says how a stream is read; add --prefill stream, or leave it out")
 
@@ -228,6 +233,7 @@ class Run:
             peak_bytes_above_model=peak.growth(),
             tokens_seen=self.cache.tokens_seen,
             tokens_stored=self.cache.tokens_stored,
+            tokens_per_head=self.cache.tokens_per_head,
             device_bytes=self.cache.device_bytes,
             host_bytes=self.cache.host_bytes,
             full_bytes=full_cache_bytes(self.model, self.cache.tokens_seen),
@@ -319,6 +325,16 @@ def _standard_input() -> str:
     if "\0" in text:
         raise ValueError("standard input is not UTF-8 text; convert it first")
     return text
+
+
+def require_writable(path: Path, option: str) -> None:
+    """Raises OSError for a place that cannot hold a file: better than after a long text has been read."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{option} {path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} for {option}; create it first")
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(f"{option} {path}: the folder {path.parent} cannot be written; choose another")
 
 
 def require_positions(name: str, model: Any, method: Any, tokens: int) -> None:

@@ -53,9 +53,8 @@ def recommend(
         return
     say = results().print
     dtype = own[0]["data"].get("dtype")
-    say(
-        f"{model} ({dtype}): {context:,} tokens take {each * context / 1e9:,.2f} GB in full; {memory} is {share:.0%} of it"
-    )
+    full = f"{context:,} tokens take {each * context / 1e9:,.2f} GB in full"
+    say(f"{model} ({dtype}): {full}; {memory} is {share:.0%} of it")
     if share >= 1:
         say("the full cache fits: use full, it loses nothing")
     if not fits:

@@ -131,7 +131,7 @@ class PeakMemory:
     def growth(self) -> int | None:
         """Bytes at the peak above those at the beginning."""
         peak = self.bytes()
-        return None if peak is None or self.before is None else peak - self.before
+        return None if peak is None or self.before is None else max(0, peak - self.before)
 
 
 def quick_dtype(device: str | None) -> str | None:

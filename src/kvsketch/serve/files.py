@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 
 PDF = b"%PDF-"
 
@@ -30,6 +31,7 @@ def _pdf_text(data: bytes, name: str) -> str:
         import pypdf
     except ImportError:
         raise ImportError(f"{name} is a PDF, and reading one needs pypdf: pip install 'kvsketch[pdf]'") from None
+    logging.getLogger("pypdf").setLevel(logging.ERROR + 1)  # what matters of its remarks is in the error below
     try:
         pages = [page.extract_text() for page in pypdf.PdfReader(io.BytesIO(data)).pages]
     except Exception as error:  # a damaged or locked file fails in many ways

@@ -50,9 +50,10 @@ def write(target: Path, tensors: dict[str, Tensor], text: dict[str, str]) -> Non
         (work / "new").chmod(work.stat().st_mode & 0o666)
         place(work / "new", target)
     except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise OSError(
             getattr(error, "errno", None) or _number(error),
-            f"{error}; {target} is as it was before. Free some space, or save to another disk or folder",
+            f"{reason}; {target} is as it was before. Free some space, or save to another disk or folder",
         ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
