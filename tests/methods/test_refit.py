@@ -57,7 +57,7 @@ def test_what_is_fitted_is_never_worse_than_plain_slots_on_the_fitted_queries() 
     q, k, _, kept = problem()
     p = (0.25 * q @ k.mT).softmax(-1)
     a = p.gather(2, kept.unsqueeze(1).expand(6, 400, 20))
-    w = module.fitted_weights(module.squared(a), a, module.WEIGHT_STEPS)
+    w = module.fitted_weights(module.squared(a), a, torch.ones(6, 400), module.WEIGHT_STEPS)
     gram_ridge = module.RIDGES[0] * (a * a).sum(1).mean(-1, keepdim=True)
 
     def cost(weights: torch.Tensor) -> torch.Tensor:
@@ -65,6 +65,30 @@ def test_what_is_fitted_is_never_worse_than_plain_slots_on_the_fitted_queries() 
         return missing.square().sum(-1) + (gram_ridge * (weights - 1).square()).sum(-1)
 
     assert (cost(w) <= cost(torch.ones_like(w))).all() and (w >= module.WEIGHTS[0]).all()
+
+
+def test_what_rounding_does_to_keys_is_fitted_away() -> None:
+    q, k, v, kept = problem(kept=54)
+    rough = (k * 2).round() / 2
+    out, mass = attended(q, k, v, torch.zeros(6, 60))
+    errors = []
+    for held in (None, rough):
+        found = refit(q, Slots(k, v, kept, 0.25, held=held))
+        out_kept, mass_kept = attended(q, rows(rough, kept), found.values, found.log_weights)
+        errors.append((out_kept - out).square().mean().item() + (mass_kept - mass).square().mean().item())
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_queries_that_look_elsewhere_do_not_count() -> None:
+    q, k, v, kept = problem()
+    away = torch.arange(400) % 2 == 0
+    elsewhere = torch.where(away, 60.0, -torch.inf).expand(6, -1)
+    all_of_them, near = (
+        refit(q, Slots(k, v, kept, 0.25, elsewhere=elsewhere)),
+        refit(q[:, ~away], Slots(k, v, kept, 0.25)),
+    )
+    torch.testing.assert_close(all_of_them.log_weights, near.log_weights, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(all_of_them.values, near.values, atol=2e-3, rtol=2e-3)
 
 
 def test_a_head_whose_held_back_queries_lose_keeps_its_plain_slots() -> None:

@@ -150,7 +150,8 @@ def turn_queries() -> None:
 
 def kept_attention() -> None:
     hidden = zeros(3, S, dtype=torch.bool)
-    ops.kept_attention(normal(3, N, D), normal(3, S, D), normal(3, S, D), longs(3, 128), 0.1, hidden)
+    q, k, v = normal(3, N, D), normal(3, S, D), normal(3, S, D)
+    ops.kept_attention(q, k, v, longs(3, 128), 0.1, hidden, k, zeros(3, N))
 
 
 def chunk_attention() -> None:

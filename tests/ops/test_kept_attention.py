@@ -26,11 +26,26 @@ def test_reference_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, kept, hidden = inputs()
     for limit in ({"cpu": 1}, reference.MAX_LOGITS):
         monkeypatch.setattr(reference, "MAX_LOGITS", limit)
-        a, out = kept_attention(q, k, v, kept, 0.3, hidden)
+        a, out, share = kept_attention(q, k, v, kept, 0.3, hidden)
         for n in range(3):
             p = (0.3 * q[n] @ k[n].T + torch.where(hidden[n], -torch.inf, 0.0)).softmax(-1)
             torch.testing.assert_close(out[n], p @ v[n])
             torch.testing.assert_close(a[n], p[:, kept[n]] * (kept[n] >= 0))
+        assert (share == 1).all()
+
+
+def test_keys_as_they_are_held_and_mass_elsewhere() -> None:
+    q, k, v, kept, hidden = inputs()
+    held, sinks = k + 0.1 * torch.randn_like(k), torch.randn(3, 4, 16)
+    elsewhere = (0.3 * q @ sinks.mT).logsumexp(-1)
+    a, out, share = kept_attention(q, k, v, kept, 0.3, hidden, held, elsewhere)
+    for n in range(3):
+        terms = (0.3 * q[n] @ k[n].T).exp() * ~hidden[n]
+        mass, beside = terms.sum(-1, keepdim=True), (0.3 * q[n] @ sinks[n].T).exp().sum(-1, keepdim=True)
+        torch.testing.assert_close(out[n], terms @ v[n] / mass)
+        torch.testing.assert_close(share[n], (mass / (mass + beside)).squeeze(-1))
+        seen = (0.3 * q[n] @ held[n, kept[n]].T).exp() / (mass + beside)
+        torch.testing.assert_close(a[n], seen * (kept[n] >= 0))
 
 
 @needs_triton
@@ -43,9 +58,10 @@ def test_kernel_gives_the_reference(dtype: torch.dtype, jump: float, device: tor
     q[:, :, 0] = q[:, :, 0].abs() + 1.0
     k[:, 65:, 0] += jump
     q, k, v = (x.to(device, dtype) for x in (q, k, v))
-    for mask in (None, hidden.to(device)):
-        found = kernel.kept_attention(q, k, v, kept.to(device), 0.3, mask)
-        expected = reference.kept_attention(q, k, v, kept.to(device), 0.3, mask)
+    held, elsewhere = k + 0.05, torch.full((3, 37), 20.0, device=device)
+    for others in ((None, None, None), (hidden.to(device), held, elsewhere)):
+        found = kernel.kept_attention(q, k, v, kept.to(device), 0.3, *others)
+        expected = reference.kept_attention(q, k, v, kept.to(device), 0.3, *others)
         tolerance = 1e-4 if dtype == torch.float32 else 2e-2
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one.float(), other.float(), atol=tolerance, rtol=tolerance)
@@ -57,3 +73,5 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         kept_attention(q[:, :, 1:], k, v, kept, 1.0)
     with pytest.raises(ValueError, match=r"hidden \[2, 70\]"):
         kept_attention(q, k, v, kept, 1.0, hidden[1:])
+    with pytest.raises(ValueError, match=r"elsewhere \[2\] must be \[3, 37\]"):
+        kept_attention(q, k, v, kept, 1.0, elsewhere=torch.zeros(2))

@@ -192,6 +192,15 @@ class SlotTable(Place):
         keys, values = self.stores()
         return codes.plain_at(keys, slots), codes.plain_at(values, slots)
 
+    def keys_as_held(self, slots: Tensor) -> Tensor | None:  # [B, H, m, D]
+        """The keys of the slots [B, H, m] as they are once they are coded; None: as they are now."""
+        if self.bits.keys == codes.PLAIN:
+            return None
+        keys = self.stores()[0]
+        keys = keys[:, :, : self.length] if isinstance(keys, Tensor) else keys
+        coded = codes.coded(keys, self.bits.keys, self.position_slots())
+        return codes.plain(coded).gather(2, slots.unsqueeze(-1).expand(*slots.shape, coded.shape[3]))
+
     def _equal(self, slots: Slots | None) -> Slots:
         """Keys or values as those of equal heads."""
         assert slots is not None

@@ -30,7 +30,7 @@ REFITS = ("full", "fold", "none")
 GAP = 24  # positions between the text and its virtual repetition
 ROOM, MOST_ROOM = 32, 256  # slots, and queries, that are added at a time for new tokens
 MAX_TURNED = {"cuda": 1 << 27}  # entries of turned queries held at once, of more than one chunk; elsewhere one chunk
-QUERIES = 2048  # of a chunk and KV head that a refit takes
+QUERIES = 1024  # of a chunk and KV head that a refit takes
 NEG_INF = float("-inf")
 ALWAYS = 2.0  # the score of tokens that stay; replay scores are at most 1
 GOLDEN = (5**0.5 - 1) / 2
@@ -389,8 +389,12 @@ class Rehearse(BudgetedMethod):
             for chosen in (keep.gather(2, slots), is_there)
         )
         score = self._worth(table).gather(2, slots) if self.refit == "fold" else slots[:, :, :0].float()
+        begins = table.seen - state.scored + state.chunks[0].cumsum(0) - state.chunks[0]
+        behind = self.sinks + (0 if table.padding is None else int(table.padding.max()))
+        sinks = sink_keys(table, self.sinks).flatten(0, 1) if self.sinks else None
         return LayerProblems(
-            state.again.flatten(0, 1), keys, values, score.flatten(0, 1), places, stays, there, table.scale
+            state.again.flatten(0, 1), keys, table.keys_as_held(slots), values, score.flatten(0, 1), places, stays,
+            there, table.scale, sinks, int((begins < behind).sum()),
         )  # fmt: skip
 
     def _rebuild(

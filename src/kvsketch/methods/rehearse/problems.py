@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.rehearse.refit import Slots, fold, refit
+from kvsketch.ops.common.products import product
 from kvsketch.slots.tensors import rows_of
 
 # Entries of A of a batch of problems, by kind of device; a problem counts as LEAST slots or more, and on a CPU as all.
@@ -29,12 +30,15 @@ class LayerProblems(NamedTuple):
 
     queries: Tensor  # [B H, P, Q, D]
     keys: Tensor  # [B, H, m, D]
+    held: Tensor | None  # [B, H, m, D], keys as they will be held, in few bits; None: as they are
     values: Tensor  # [B, H, m, Dv]
     worth: Tensor  # [B H, m] float32, scores of the tokens
     places: Tensor  # [P, C] int64, numbers among the m tokens; -1: none
     stays: Tensor  # [B H, P, C] bool, which of them stay
     there: Tensor  # [B H, P, C] bool, which of them are tokens of the row
     scale: float
+    sinks: Tensor | None  # [B H, E, D], keys of the first tokens, which all queries see
+    bare: int  # chunks that have these tokens among their own
 
 
 class Changes(NamedTuple):
@@ -63,9 +67,12 @@ def refit_layers(layers: Sequence[LayerProblems], folds: bool = False) -> list[C
     order = torch.cat(batches)
     near = torch.cat([problems, counts.unsqueeze(1)], 1)[order].to(device).split([len(batch) for batch in batches])
     full = bool((sizes == there.shape[-1]).all())
+    first = [layer.sinks for layer in layers if layer.sinks is not None]
+    sinks = torch.stack(first).to(layers[0].queries.dtype) if first else None  # [L, B H, E, D]
     for batch, on_device in zip(batches, near, strict=True):
         marks = [mark[tuple(on_device[:, :3].T)] for mark in (stays, there)]
-        parts = Batch(problems[batch, 0], counts[batch], on_device, marks[0], None if full else ~marks[1])
+        own = None if sinks is None else sinks[tuple(on_device[:, :2].T)]
+        parts = Batch(problems[batch, 0], counts[batch], on_device, marks[0], None if full else ~marks[1], own)
         for layer, changes in _fitted(layers, parts, folds):
             found[layer].append(changes)
     return [_joined(each, layer) for each, layer in zip(found, layers, strict=True)]
@@ -91,6 +98,7 @@ class Batch(NamedTuple):
     numbers: Tensor  # [n, 4]: layer, head, chunk, count
     stays: Tensor  # [n, C] bool
     hidden: Tensor | None  # [n, C] bool
+    sinks: Tensor | None  # [n, E, D]
 
 
 def _fitted(layers: Sequence[LayerProblems], batch: Batch, folds: bool) -> Iterator[tuple[int, Changes]]:
@@ -100,12 +108,16 @@ def _fitted(layers: Sequence[LayerProblems], batch: Batch, folds: bool) -> Itera
     numbers, of_layer = batch.layer.unique_consecutive(return_counts=True)
     _, head, chunk, count = batch.numbers.unbind(1)
     place = layers[0].places[chunk]  # [n, C]
-    q, k, v, worth = _taken(layers, numbers.tolist(), of_layer.tolist(), head, chunk, place.clamp_min(0), folds)
+    q, k, held, v, worth = _taken(layers, numbers.tolist(), of_layer.tolist(), head, chunk, place.clamp_min(0), folds)
     # Slots that stay move to the front, in their order; the others to one place behind all.
     order = torch.where(batch.stays, batch.stays.cumsum(-1) - 1, most)
     kept = torch.full((len(order), most + 1), -1, device=device)
     kept.scatter_(1, order, torch.arange(order.shape[1], device=device).expand_as(order))
-    slots = Slots(k, v, kept[:, :most], layers[0].scale, batch.hidden)
+    elsewhere = None
+    if batch.sinks is not None:
+        elsewhere = product(q, batch.sinks.mT).mul_(layers[0].scale).logsumexp(-1)
+        elsewhere.masked_fill_((chunk < layers[0].bare).unsqueeze(1), float("-inf"))
+    slots = Slots(k, v, kept[:, :most], layers[0].scale, batch.hidden, held, elsewhere)
     log_weights, values, _ = fold(q, slots, worth) if folds else refit(q, slots)
     # The host knows how many are kept, so that nothing waits for the device.
     total = int(batch.counts.sum())
@@ -123,11 +135,15 @@ def _fitted(layers: Sequence[LayerProblems], batch: Batch, folds: bool) -> Itera
 def _taken(
     layers: Sequence[LayerProblems], numbers: list[int], counts: list[int], head: Tensor, chunk: Tensor, place: Tensor,
     scored: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What problems read: queries, keys, values, and scores if they are wanted; `counts` of the layers `numbers`."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """What problems read: queries, keys, keys as they will be held, values, and scores if they are wanted.
+
+    `counts` of the layers `numbers`.
+    """
     first, (count, slots) = layers[0], place.shape
     q = first.queries.new_empty(count, *first.queries.shape[2:])
     k, v = (x.new_empty(count, slots, x.shape[3]) for x in (first.keys, first.values))
+    held = None if first.held is None else torch.empty_like(k)
     worth = first.worth.new_empty(count, slots if scored else 0)
     in_queries, heads = head * first.queries.shape[1] + chunk, first.keys.shape[1]
 
@@ -140,13 +156,15 @@ def _taken(
     for number, own in zip(numbers, counts, strict=True):
         layer, here = layers[number], slice(begin, begin + own)
         torch.index_select(layer.queries.flatten(0, 1), 0, in_queries[here], out=q[here])
-        for source, target in ((layer.keys, k), (layer.values, v)):
+        for source, target in ((layer.keys, k), (layer.held, held), (layer.values, v)):
+            if source is None or target is None:
+                continue
             rows, strides = rows_of(source)
             ops.take_rows(rows, rows_at(*strides)[here].flatten(), target[here].flatten(0, 1))
         if scored:
             torch.gather(layer.worth.index_select(0, head[here]), 1, place[here], out=worth[here])
         begin += own
-    return q, k, v, worth
+    return q, k, held, v, worth
 
 
 def _joined(changes: list[Changes], layer: LayerProblems) -> Changes:

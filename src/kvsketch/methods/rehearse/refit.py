@@ -2,16 +2,19 @@
 
 For one head, queries q~_i, keys k_j, values v_j, and the kept slots j in K (`ops.kept_attention`):
 
-    x_ij = scale <q~_i, k_j>,   p_i = softmax_j x_ij,   O_i = sum_j p_ij v_j,   A = p[:, K]
-    w    = argmin_{w >= 0} |A w - 1|^2 + r |w - 1|^2,    clamped to WEIGHTS
+    m_i  = sum_j exp(scale <q~_i, k_j>),   s_i = the same sum over the sinks, where they are not in the chunk
+    O_i  = sum_j exp(scale <q~_i, k_j>) v_j / m_i,   c_i = m_i / (m_i + s_i)
+    A_ij = exp(scale <q~_i, k'_j>) / (m_i + s_i) for j in K, k' the keys as they will be held, in few bits
+    w    = argmin_{w >= 0} |A w - c|^2 + r |w - 1|^2,    clamped to WEIGHTS
     V'   = argmin |A diag(w) V' - diag(A w) O|^2 + r' |V' - V_K|^2
 
-Both need the same matrix A'A. A query whose mass A w is 1 wants its output; others count by their mass, which the
-weights have brought near 1. r and r' are RIDGES times the mean of the diagonal of A'A and of diag(w) A'A diag(w). The
-ridge pulls weights to 1 and values to what they are, and so does stopping early: weights take WEIGHT_STEPS of
-accelerated projected gradient, scaled by the diagonal, values VALUE_STEPS of conjugate gradients. On queries that were
-not fitted this is better than solving to the end. Part of the queries is held back: a head keeps its plain slots where
-the fit does not lower the error on those.
+So what rounding does to a key is fitted away with the rest, and a query counts by the share c of its attention that the
+chunk has. Both fits need the same matrix A'A; the second takes the mass A w, which the weights have brought near c. r
+and r' are RIDGES times the mean of the diagonal of A'A and of diag(w) A'A diag(w). The ridge pulls weights to 1 and
+values to what they are, and so does stopping early: weights take WEIGHT_STEPS of accelerated projected gradient, scaled
+by the diagonal, values VALUE_STEPS of conjugate gradients. On queries that were not fitted this is better than solving
+to the end. Part of the queries is held back: a head keeps its plain slots where the fit does not lower the error on
+those.
 
 All heads and chunks of a model are problems of the same form: N of them are fitted at once, padded to the one that
 keeps the most. Products of half-precision inputs are summed in float32 (tensor cores); the steps are float32.
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.common.products import product
+from kvsketch.ops.kept_attention import Kept
 from kvsketch.ops.refit_steps import TINY, Conjugate, Descent, value_step, weight_step
 
 RIDGES = (1e-2, 1e-3)  # of weights, of values
@@ -43,6 +47,8 @@ class Slots(NamedTuple):
     kept: Tensor  # [N, K] int64, -1 for none
     scale: float
     hidden: Tensor | None = None  # [N, C] bool, slots that are not there (left padding)
+    held: Tensor | None = None  # [N, C, D], keys as they will be held, in few bits; None: as they are
+    elsewhere: Tensor | None = None  # [N, Q] float32, logarithm of the mass that queries see outside the chunk
 
     @property
     def taken(self) -> Tensor:  # [N, K]
@@ -54,9 +60,11 @@ class Slots(NamedTuple):
         rows = ops.take_rows(self.values.flatten(0, 1), (first + self.kept.clamp_min(0)).flatten())
         return rows.float().view(*self.kept.shape, -1).masked_fill_(~self.taken.unsqueeze(-1), 0.0)
 
-    def seen_by(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """A [N, Q, K], the attention that queries [N, Q, D] give to the kept slots, and their outputs [N, Q, Dv]."""
-        return ops.kept_attention(q, self.keys, self.values, self.kept, self.scale, self.hidden)
+    def seen_by(self, q: Tensor) -> Kept:
+        """What queries [N, Q, D] see of the kept slots, and of all."""
+        return ops.kept_attention(
+            q, self.keys, self.values, self.kept, self.scale, self.hidden, self.held, self.elsewhere
+        )  # fmt: skip
 
 
 class Refitted(NamedTuple):
@@ -70,14 +78,14 @@ class Refitted(NamedTuple):
 def refit(q: Tensor, slots: Slots, steps: tuple[int, int] | None = None) -> Refitted:
     """Fitted to q [N, Q, D]; in other numbers of steps if told."""
     steps = steps or (WEIGHT_STEPS, VALUE_STEPS)
-    a, target = slots.seen_by(q)
+    a, target, share = slots.seen_by(q)
     plain = slots.plain()
     # Queries come in no order, and the held-back ones lie behind the others.
     fit = q.shape[1] - q.shape[1] // HELD_BACK
     gram = squared(a[:, :fit])
-    w = fitted_weights(gram, a[:, :fit], steps[0]).masked_fill(~slots.taken, 1.0)
+    w = fitted_weights(gram, a[:, :fit], share[:, :fit], steps[0]).masked_fill(~slots.taken, 1.0)
     values = fitted_values(gram, a[:, :fit], w, plain, target[:, :fit], steps[1])
-    return _guarded(slots, w, values, plain, a[:, fit:], target[:, fit:])
+    return _guarded(slots, w, values, plain, Kept(a[:, fit:], target[:, fit:], share[:, fit:]))
 
 
 def fold(q: Tensor, slots: Slots, score: Tensor) -> Refitted:
@@ -101,12 +109,12 @@ def fold(q: Tensor, slots: Slots, score: Tensor) -> Refitted:
     plain = slots.plain()
     parts = w.unsqueeze(-1) * slots.values.float()
     values = plain.scatter_add(1, to.unsqueeze(-1).expand(parts.shape), parts) / total.unsqueeze(-1)
-    return _guarded(slots, total, values, plain, *slots.seen_by(q))
+    return _guarded(slots, total, values, plain, slots.seen_by(q))
 
 
-def _guarded(slots: Slots, w: Tensor, values: Tensor, plain: Tensor, a: Tensor, target: Tensor) -> Refitted:
-    """Weights and values, where they lower the error of queries that see A [N, Q, K] and want the target."""
-    before, after = _error(a, torch.ones_like(w), plain, target), _error(a, w, values, target)
+def _guarded(slots: Slots, w: Tensor, values: Tensor, plain: Tensor, seen: Kept) -> Refitted:
+    """Weights and values, where they lower the error of queries that see this."""
+    before, after = _error(seen, torch.ones_like(w), plain), _error(seen, w, values)
     better = torch.isfinite(after) & (after < before)
     log_w = torch.where(better.unsqueeze(-1) & slots.taken, w.log(), 0.0)
     return Refitted(log_w, torch.where(better[:, None, None], values, plain), after / before.clamp_min(TINY))
@@ -127,12 +135,12 @@ def squared(a: Tensor) -> Tensor:  # [N, K, K]
     return gram
 
 
-def fitted_weights(gram: Tensor, a: Tensor, steps: int) -> Tensor:  # [N, K]
-    """argmin over w >= 0 of |A w - 1|^2 + r |w - 1|^2, by accelerated projected gradient in w / size."""
+def fitted_weights(gram: Tensor, a: Tensor, share: Tensor, steps: int) -> Tensor:  # [N, K]
+    """argmin over w >= 0 of |A w - share|^2 + r |w - 1|^2, by accelerated projected gradient in w / size."""
     diagonal = gram.diagonal(dim1=-2, dim2=-1).float()
     ridge = _ridge(diagonal, RIDGES[0])
     size = (diagonal + ridge).rsqrt()  # [N, K]
-    wanted = a.sum(1, dtype=torch.float32) + ridge
+    wanted = product(a.mT, share.unsqueeze(-1).to(a.dtype)).squeeze(-1) + ridge
     # The largest row sum of the scaled matrix bounds its largest eigenvalue; no entry is negative.
     bound = ((times(gram, size) + ridge * size) * size).amax(-1, keepdim=True)
     w, ahead, momentum = torch.ones_like(size), torch.ones_like(size), 1.0
@@ -172,10 +180,11 @@ def _weighed(a: Tensor, x: Tensor) -> Tensor:
     return product(a, x.to(a.dtype))
 
 
-def _error(a: Tensor, w: Tensor, values: Tensor, target: Tensor) -> Tensor:  # [N]
-    """Squared error of mass and output of the kept slots."""
-    weight = w.unsqueeze(-1)
+def _error(seen: Kept, w: Tensor, values: Tensor) -> Tensor:  # [N]
+    """Squared error of mass and output of the kept slots; an output counts by the share that it has."""
+    a, target = seen.attention, seen.outputs
+    share, weight = seen.share.unsqueeze(-1), w.unsqueeze(-1)
     mass = _weighed(a, weight)
-    out = _weighed(a, weight * values) / mass.clamp_min(TINY) - target
-    spread = target.square().mean((1, 2)).clamp_min(TINY)
-    return (mass - 1).square().mean((1, 2)) + out.square().mean((1, 2)) / spread
+    out = (_weighed(a, weight * values) / mass.clamp_min(TINY) - target).mul_(share)
+    spread = (target * share).square().mean((1, 2)).clamp_min(TINY)
+    return (mass - share).square().mean((1, 2)) + out.square().mean((1, 2)) / spread

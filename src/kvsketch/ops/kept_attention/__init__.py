@@ -1,25 +1,38 @@
 """What queries see of the slots that are kept, beside what they see of all.
 
-    x_ij = scale <q_i, k_j>,   p_i = softmax over all slots j of x_ij,   O_i = sum_j p_ij v_j,   A = p[:, kept]
+    m_i = sum over all slots j of exp(scale <q_i, k_j>),   O_i = sum_j exp(scale <q_i, k_j>) v_j / m_i
+    A_ij = exp(scale <q_i, k'_j>) / (m_i + s_i) for the kept slots j,   share_i = m_i / (m_i + s_i)
 
-Many small problems of the same size at once, as `methods.rehearse` fits them. No [Q, C] matrix is held on a GPU.
+k' are the keys as they are held, s the mass of slots elsewhere, such as sinks. Many small problems of the same size at
+once, as `methods.rehearse` fits them. No [Q, C] matrix is held on a GPU.
 Legend: N problems, Q queries, C slots, K the most that any problem keeps, D, Dv sizes.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from torch import Tensor
 
 from kvsketch.ops.common.dispatch import implementation
 
 
-def kept_attention(
-    q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float, hidden: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """A [N, Q, K] in bfloat16, or float32 for such queries, and O [N, Q, Dv] float32.
+class Kept(NamedTuple):
+    """What queries see."""
 
-    q [N, Q, D], k [N, C, D], v [N, C, Dv]. kept [N, K] int64: numbers of slots, -1 for none, where A is 0. hidden
-    [N, C] bool: slots that are not there.
+    attention: Tensor  # A [N, Q, K] in bfloat16, or float32 for such queries
+    outputs: Tensor  # O [N, Q, Dv] float32
+    share: Tensor  # [N, Q] float32
+
+
+def kept_attention(
+    q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float, hidden: Tensor | None = None,
+    held: Tensor | None = None, elsewhere: Tensor | None = None,
+) -> Kept:  # fmt: skip
+    """q [N, Q, D], k [N, C, D], v [N, C, Dv].
+
+    kept [N, K] int64: numbers of slots, -1 for none, where A is 0. hidden [N, C] bool: slots that are not there. held
+    [N, C, D]: k', else k. elsewhere [N, Q] float32: log s, else no mass.
     """
     count, _, size = q.shape
     if k.shape[::2] != (count, size) or v.shape[:2] != k.shape[:2] or kept.shape[:1] != (count,):
@@ -27,7 +40,11 @@ def kept_attention(
             f"q, k, v and kept must be [N, Q, D], [N, C, D], [N, C, Dv] and [N, K], got {list(q.shape)}, "
             f"{list(k.shape)}, {list(v.shape)} and {list(kept.shape)}."
         )
-    if hidden is not None and hidden.shape != k.shape[:2]:
-        raise ValueError(f"hidden {list(hidden.shape)} must be [N, C], with k {list(k.shape)}.")
-    a, out = implementation("kept_attention", q.device, q, v).kept_attention(q, k, v, kept, scale, hidden)
-    return a, out
+    for name, given, shape in (
+        ("hidden", hidden, k.shape[:2]), ("held", held, k.shape), ("elsewhere", elsewhere, q.shape[:2])
+    ):  # fmt: skip
+        if given is not None and given.shape != shape:
+            raise ValueError(f"{name} {list(given.shape)} must be {list(shape)}, with q {list(q.shape)}.")
+    chosen = implementation("kept_attention", q.device, q, v)
+    found: Kept = chosen.kept_attention(q, k, v, kept, scale, hidden, held, elsewhere)
+    return found

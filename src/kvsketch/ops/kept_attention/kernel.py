@@ -17,7 +17,8 @@ from torch import Tensor
 from kvsketch.ops.common.device import device_traits, on
 from kvsketch.ops.common.kernel import LOG2E, NEG_INF, described_rows, dot, load_rows
 from kvsketch.ops.common.sums import LIMIT, add_terms, finite_or_zero
-from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, aligned, block_size
+from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, aligned, block_size, contiguous
+from kvsketch.ops.kept_attention import Kept
 from kvsketch.ops.take_rows import take_rows
 
 
@@ -46,29 +47,32 @@ def launch_for(q: Tensor, v: Tensor) -> Launch:
 
 
 def kept_attention(
-    q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float, hidden: Tensor | None, launch: Launch | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float, hidden: Tensor | None, held: Tensor | None,
+    elsewhere: Tensor | None, launch: Launch | None = None,
+) -> Kept:  # fmt: skip
     """See `kvsketch.ops.kept_attention`; `launch` overrides the launch sizes."""
     count, queries, size = q.shape
     slots, value_size = v.shape[1:]
     half = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
     a = torch.empty((count, queries, kept.shape[1]), dtype=half, device=q.device)
     out = torch.empty((count, queries, value_size), dtype=torch.float32, device=q.device)
+    share = torch.empty((count, queries), dtype=torch.float32, device=q.device)
     if hidden is not None:
         kept = torch.where(hidden.gather(1, kept.clamp_min(0)), -1, kept)
     rows = kept.clamp_min(0) + torch.arange(count, device=q.device).unsqueeze(1) * slots
-    chosen = take_rows(k.flatten(0, 1), rows.flatten()).view(*kept.shape, size)
+    chosen = take_rows((k if held is None else held).flatten(0, 1), rows.flatten()).view(*kept.shape, size)
     launch = launch or launch_for(q, v)
     tiles = [(q, launch.queries), (k, launch.slots), (v.to(half), launch.slots), (chosen, launch.slots)]
     with on(q.device):
         kept_kernel[(triton.cdiv(queries, launch.queries), count)](
             *(described_rows(aligned(tensor.unsqueeze(1)), tile) for tensor, tile in tiles), kept,
-            hidden if hidden is None else hidden.contiguous(), a, out, scale * LOG2E.value, queries, slots,
+            contiguous(hidden), contiguous(elsewhere), a, out, share, scale * LOG2E.value, queries, slots,
             kept.shape[1], *kept.stride(), DV=value_size, BLOCK_D=block_size(size), BLOCK_DV=block_size(value_size),
-            BLOCK_M=launch.queries, BLOCK_N=launch.slots, HIDDEN=hidden is not None, EVEN=slots % launch.slots == 0,
+            BLOCK_M=launch.queries, BLOCK_N=launch.slots, HIDDEN=hidden is not None, ELSEWHERE=elsewhere is not None,
+            EVEN=slots % launch.slots == 0,
             PRECISION="ieee" if torch.version.hip else "tf32x3", num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
-    return a, out
+    return Kept(a, out, share)
 
 
 @triton.jit
@@ -90,11 +94,12 @@ def slot_logits(
 
 @triton.jit(do_not_specialize=["queries", "slots", "kept_n"])
 def kept_kernel(
-    q_rows, k_rows, v_rows, chosen_rows, kept_ptr, hidden_ptr, a_ptr, out_ptr, scale, queries, slots, count,
+    q_rows, k_rows, v_rows, chosen_rows, kept_ptr, hidden_ptr, elsewhere_ptr, a_ptr, out_ptr, share_ptr,
+    scale, queries, slots, count,
     kept_n, kept_s, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HIDDEN: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, HIDDEN: tl.constexpr, ELSEWHERE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes a [N, Q, K] and out [N, Q, Dv]; `scale` in base 2."""
+    """Writes a [N, Q, K], out [N, Q, Dv] and share [N, Q]; `scale` in base 2."""
     start, n = tl.program_id(0) * BLOCK_M, tl.program_id(1)
     row = start + tl.arange(0, BLOCK_M)
     q = load_rows(q_rows, n, 0, start, BLOCK_M, BLOCK_D)
@@ -122,6 +127,12 @@ def kept_kernel(
     inside = (row < queries)[:, None]
     tl.store(out_ptr + place * DV + column[None, :], acc / total[:, None], mask=inside & (column < DV)[None, :])
     log_total = origin + tl.log2(total)
+    share = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if ELSEWHERE:
+        beside = tl.load(elsewhere_ptr + n.to(tl.int64) * queries + row, mask=row < queries, other=0.0) * LOG2E
+        share = 1.0 / (1.0 + tl.exp2(beside - log_total))
+        log_total = tl.maximum(log_total, beside) + tl.log2(1.0 + tl.exp2(-tl.abs(log_total - beside)))
+    tl.store(share_ptr + n.to(tl.int64) * queries + row, share, mask=row < queries)
     for first in range(0, count, BLOCK_N):
         slot = first + tl.arange(0, BLOCK_N)
         taken = tl.load(kept_ptr + n.to(tl.int64) * kept_n + slot * kept_s, mask=slot < count, other=-1) >= 0
