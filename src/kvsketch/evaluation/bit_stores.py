@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.methods import parse_method
 from kvsketch.ops.codec import BITS, Codec, rotate, unit_step
 from kvsketch.slots import codes
 
@@ -56,6 +57,10 @@ class Store:
 
 class Ours(Store):
     """A method of kvsketch that keeps every token."""
+
+    def __init__(self, text: str, config: Any) -> None:
+        super().__init__(text, config)
+        parse_method(text)
 
     def new(self, model: Any) -> Any:
         return CompressedCache(model, self.text)

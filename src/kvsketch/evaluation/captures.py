@@ -30,7 +30,8 @@ def layer_numbers(text: str, spec: str) -> list[int]:
     absent = sorted(set(found) - set(known))
     if absent or not found:
         have = ", ".join(map(str, known))
-        raise ValueError(f"--layers {text!r}: {absent or 'nothing'} is not among the full-attention layers {have}")
+        wrong = f"{absent} is not" if absent else "none is"
+        raise ValueError(f"--layers {text!r}: {wrong} among the full-attention layers {have}")
     return list(dict.fromkeys(found))
 
 

@@ -16,6 +16,7 @@ The cells of one group are measured together, in one process, which needs only `
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -73,6 +74,9 @@ class ExperimentOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bytes is not None:
+            default = next(field.default for field in dataclasses.fields(self) if field.name == "budgets")
+            if self.budgets not in (default, self.bytes):
+                raise ValueError(f"--bytes {self.bytes} and --budgets {self.budgets} both say how much; leave one out")
             self.budgets, self.budgets_in = self.bytes, "bytes"
 
 
