@@ -19,6 +19,19 @@ TEXT, QUESTION = "The cat sat on the mat, and the dog sat on the cat. " * 3, "Wh
 
 
 @pytest.mark.parametrize("prefill", ["exact", "stream"])
+def test_a_cache_of_another_model_is_refused(prefill: str) -> None:
+    prompt, larger = zoo.tokens(1, 20), zoo.build("llama", num_hidden_layers=3)
+    cache = CompressedCache(zoo.build("llama"), "full", prefill=prefill)
+    with pytest.raises(ValueError, match="made for another model: model_type is llama there and qwen2 here"):
+        zoo.build("qwen2").generate(prompt, past_key_values=cache, **OPTIONS)
+    with pytest.raises(ValueError, match="num_hidden_layers is 2 there and 3 here"):
+        kvsketch.prefill(larger, prompt, cache)
+    assert cache.tokens_seen == 0
+    with pytest.raises(ValueError, match="layer 2 was written to a cache that was made for a llama of 2 layers"):
+        larger(prompt, past_key_values=cache)
+
+
+@pytest.mark.parametrize("prefill", ["exact", "stream"])
 def test_a_wrong_continuation_is_told(prefill: str, tmp_path: Path) -> None:
     model, prompt = zoo.build("llama"), zoo.tokens(1, 40)
     cache = CompressedCache(model, "snapkv:budget=16:sinks=2:window=4", prefill=prefill, chunk=12)

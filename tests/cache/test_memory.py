@@ -87,6 +87,8 @@ def test_what_would_fit_is_named() -> None:
         CompressedCache(config, "snapkv:budget=64", memory="1MB")
     with pytest.raises(ValueError, match="grows beyond any budget"):
         CompressedCache(config, "balancekv:form=paper", memory="1MB")
+    with pytest.raises(ValueError, match="context=0 and batch=1 must be"):
+        CompressedCache(config, "snapkv", memory="1MB", context=0)
     with pytest.raises(ValueError, match="give memory"):
         CompressedCache(config, "snapkv", context=CONTEXT)
 
@@ -99,6 +101,7 @@ def test_tokens_that_wait_are_part_of_what_rehearse_promises() -> None:
 
 def test_sizes_of_memory() -> None:
     assert (parsed("2GB"), parsed("1.5 GiB"), parsed("500kb"), parsed(1024)) == (2 * 10**9, 3 << 29, 500_000, 1024)
-    for wrong in ("much", "2 potatoes", "0", True, "-1GB"):
+    assert parsed(2e9) == 2 * 10**9
+    for wrong in ("much", "2 potatoes", "0", True, "-1GB", 0.5, float("nan")):
         with pytest.raises(ValueError, match="such as 2GB"):
             parsed(wrong)

@@ -72,7 +72,9 @@ def test_records_say_what_few_bits_cost(
     assert "### tiny" in page and "| `full:bits=2` |" in page and page.count("| 2 |") == 2
 
 
-@pytest.mark.parametrize("text", ["snapkv", "full:bits=5", "quanto:bits=3", "codec:bits=5", "codec:bits=4:hadamard=no", "fp8:bits=8"])
+@pytest.mark.parametrize(
+    "text", ["snapkv", "full:bits=5", "quanto:bits=3", "codec:bits=5", "codec:bits=4:hadamard=no", "fp8:bits=8"]
+)
 def test_a_store_that_is_none_is_named(text: str) -> None:
     with pytest.raises(ValueError, match="use "):
         bit_stores.store(text, None)

@@ -53,7 +53,7 @@ class CompressedCache(Cache):
         check: bool = False,
         prefill: str = "exact",
         chunk: int = 2048,
-        memory: int | str | None = None,
+        memory: float | str | None = None,
         context: int | None = None,
         batch: int = 1,
     ) -> None:
@@ -83,6 +83,11 @@ class CompressedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"layer {layer_idx} was written to a cache that was made for a {self.model_name} of {len(self.layers)} "
+                "layers; make a new one with CompressedCache(model, method)"
+            )
         layer = self.layers[layer_idx]
         if layer_idx <= self._last_updated:
             interrupted.require_whole(self.layers, self._broken_off)

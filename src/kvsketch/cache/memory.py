@@ -87,7 +87,7 @@ def sizes_of(model: Any, context: int | None, batch: int = 1) -> Sizes:
     """The shape of a model's cache after `batch` prompts of `context` tokens, its positions unless given."""
     config = model if isinstance(model, PretrainedConfig) else model.config
     text = config.get_text_config(decoder=True)
-    context = context or getattr(text, "max_position_embeddings", None)
+    context = getattr(text, "max_position_embeddings", None) if context is None else context
     if not isinstance(context, int) or context < 1 or batch < 1:
         raise ValueError(f"context={context!r} and batch={batch!r} must be numbers of 1 or more; give context=32000")
     native, share = native_layers(config), head_share(model)
@@ -102,7 +102,7 @@ def sizes_of(model: Any, context: int | None, batch: int = 1) -> Sizes:
     return Sizes(context, batch, heads, query_heads // parts, size, dtype.itemsize, others, places)
 
 
-def fitted_to(memory: int | str | None, context: int | None, batch: int, method: Method, model: Any) -> Method:
+def fitted_to(memory: float | str | None, context: int | None, batch: int, method: Method, model: Any) -> Method:
     """The method with the largest budget with which `batch` prompts of `context` tokens take no more than `memory`.
 
     memory: None leaves the method as it is.
@@ -201,8 +201,10 @@ def _with_bits(method: Method, bits: int) -> Method | None:
         return None
 
 
-def parsed(memory: int | str) -> int:
-    """Bytes of `2GB`, `1.5 GiB` or a number of bytes."""
+def parsed(memory: float | str) -> int:
+    """Bytes of `2GB`, `1.5 GiB` or a number of bytes, also as 2e9."""
+    if isinstance(memory, float) and memory.is_integer():
+        memory = int(memory)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
     if isinstance(memory, bool) or not isinstance(memory, (int, str)) or found is None:
         raise ValueError(f"memory={memory!r} is not a size; use {FORMS}")

@@ -29,6 +29,7 @@ from kvsketch.cache.chunks import chunk_spans
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.patches import Patch
 from kvsketch.cache.read import TextRead
+from kvsketch.cache.saving.model_identity import ModelIdentity
 from kvsketch.methods.base import Method
 from kvsketch.slots import padding as left_padding
 
@@ -45,6 +46,8 @@ class Reader(Protocol):
     def chunk(self) -> int: ...
     @property
     def read(self) -> TextRead: ...
+    @property
+    def identity(self) -> ModelIdentity: ...
     @property
     def layers(self) -> list[Any]: ...
     @property
@@ -101,6 +104,7 @@ def read_chunks(
     Other work may go on between two chunks. A prompt that is given up in the middle leaves a broken cache.
     """
     _require(input_ids, cache)
+    cache.identity.require(model.config)
     if rollback.has_drafted(cache.slot_layers[0]):
         cache.end_recording()
     padding = _left_padding(input_ids, cache, attention_mask)
@@ -152,6 +156,7 @@ def _read_prompt(
     cache: Any = model_kwargs.get("past_key_values")
     if not _is_compressed(cache) or model_kwargs.get("inputs_embeds") is not None or input_ids.dim() != 2:
         return original(model, input_ids, generation_config, model_kwargs, *args, **options)
+    cache.identity.require(model.config)
     mask, seen = model_kwargs.get("attention_mask"), cache.tokens_seen
     length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[-1]
     # The ids are the whole text, or new ones alone under a mask for all.

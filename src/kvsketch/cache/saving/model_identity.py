@@ -45,6 +45,17 @@ class ModelIdentity:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_model": None}
 
+    def require(self, config: Any) -> None:
+        """Raises ValueError for a model of another family or shape; another model's weights are not noticed."""
+        own, other = self._config.get_text_config(decoder=True), config.get_text_config(decoder=True)
+        for name in () if own is other else ("model_type", *SETTINGS):
+            made, here = getattr(own, name, None), getattr(other, name, None)
+            if made != here:
+                raise ValueError(
+                    f"this cache was made for another model: {name} is {made} there and {here} here; make a new one "
+                    "with CompressedCache(model, method)"
+                )
+
     def describe(self, head_share: Any = None) -> dict[str, Any]:
         """The identity as JSON; None for what cannot be known."""
         model = None if self._model is None else self._model()
