@@ -145,7 +145,7 @@ def test_layers_that_decide_together(folder: Path, options: str, tie: float) -> 
     method, new = f"rehearse:budget=40:wait=64:recent=8:{options}", 70
     llm = engine(folder, method, num_gpu_blocks_override=3)
     # In few bits a prompt of one token is held in other ones than on transformers.
-    texts = prompts(70, 41, 130, 1 if "bits=16" in method else 100)
+    texts = prompts(70, *((41, 130, 1) if "bits=16" in method else (64, 130, 100)))
     texts.append(texts[0])
     wanted = answers(folder, method, texts, new)
     require_same(served(llm, texts, new), wanted, tie)

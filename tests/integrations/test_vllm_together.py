@@ -111,7 +111,7 @@ class Served:
 @pytest.mark.parametrize("text", ["rehearse", "rehearse:share=layer:bits=16", "rehearse:share=head:value_bits=8"])
 def test_requests_in_pages_are_requests_alone(text: str) -> None:
     served = Served(f"{text}:budget=40:wait=64:recent=8")
-    served.forward([], {4: 90, 2: 30})
+    served.forward([], {4: 90, 2: 70})
     for _ in range(3):
         served.forward([2, 4], {})
     served.forward([4], {3: 70, 2: 20})  # behind a prompt, tokens wait
@@ -120,11 +120,11 @@ def test_requests_in_pages_are_requests_alone(text: str) -> None:
     for _ in range(6):  # of which the last may come alone
         served.forward([4, 3], {})
     assert served.together.pages is not None
-    assert served.together.pages.settled == [0, 0, 30 + 3 + 20 + 45, 70, 90 + 64]
+    assert served.together.pages.settled == [0, 0, 70 + 3 + 20 + 45, 70, 90 + 64]
     for page, request in served.alone.items():
         assert served.kept(page) == request.kept()
     del served.seen[3]  # the next request in that page
-    served.forward([4], {3: 50})
+    served.forward([4], {3: 64})
     served.forward([3, 2], {})
 
 

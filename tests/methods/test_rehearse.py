@@ -97,6 +97,18 @@ def test_generation_is_rehearsed_chunk_by_chunk_and_stays_bounded(model: Any) ->
     assert cache.tokens_seen == 440
 
 
+def test_nothing_of_a_short_text_is_coded_or_dropped(model: Any) -> None:
+    """The center of a few tokens is far from the next ones."""
+    ids, caches = zoo.tokens(1, 45), [CompressedCache(model, method) for method in ("rehearse", "full")]
+    answers = [generate(model, ids, cache, max_new_tokens=19).sequences for cache in caches]
+    assert torch.equal(*answers) and caches[0].tokens_seen == caches[0].tokens_stored == 63
+    assert caches[0].slot_layers[0].table.exact
+    model(ids[:, :1], past_key_values=caches[0])
+    assert not caches[0].slot_layers[0].table.exact and caches[0].slot_layers[0].table.settled == 0
+    model(ids[:, :2], past_key_values=caches[0])
+    assert caches[0].slot_layers[0].table.settled == 66
+
+
 def test_a_padded_row_is_the_row_alone(model: Any, text: Any) -> None:
     ids, mask = text
     method = Rehearse(refit="none", bits=16, recent=8)

@@ -124,10 +124,10 @@ def test_a_wrong_shift_is_noticed(start: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_is_allocated_for_a_row_that_joins() -> None:
     """No address changes, so a recorded step goes on."""
     for method in (with_budget("subgen", 16), with_budget("balancekv", 16), "rehearse:sinks=2:recent=4"):
-        shared = shared_rows.SharedRows(model(), method, rows=2, longest=60)
+        shared = shared_rows.SharedRows(model(), method, rows=2, longest=100)
         views = [table for batch in shared.batches for table in batch.tables]
         before = [t.data_ptr() for table in (*shared.tables, *views) for t in table.tensors()]
-        for row, length in ((0, 30), (1, 9)):
+        for row, length in ((0, 85), (1, 64)):
             cache = cache_for(method)
             draw = Draw(1, shared.device, shared.logits.shape[1])
             token = draw.choose(kvsketch.prefill(model(), zoo.tokens(1, length), cache), Draw.GREEDY)

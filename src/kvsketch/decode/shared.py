@@ -125,7 +125,7 @@ class SharedRows:
         """Shared tables like those of a short text, and the size of the vocabulary."""
         cache = CompressedCache(self.model, self.method, seed=self.seed)
         # Heads get their sizes after a prompt, and what waits for the next time comes token by token.
-        for count in (2, 1) if self.method.ragged else (1,):
+        for count in (LEAST, 1) if self.method.ragged else (1,):
             logits = prefill(self.model, torch.zeros(1, count, dtype=torch.int64, device=self.device), cache)
         singles = [layer.table for layer in cache.slot_layers]
         slots, clock = [self.method.most_slots(table, self.longest) for table in singles], self.longest + 1

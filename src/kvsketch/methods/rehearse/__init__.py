@@ -18,7 +18,7 @@ from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_lay
 from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL, SHARES, largest
 from kvsketch.ops.turn_keys import whole_turns
 from kvsketch.slots.bytes import LayerShape, bytes_beside
-from kvsketch.slots.codes import Doubt, require_finite
+from kvsketch.slots.codes import LEAST, Doubt, require_finite
 from kvsketch.slots.heads import of_all_heads
 from kvsketch.slots.ragged_rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
@@ -178,9 +178,11 @@ class Rehearse(BudgetedMethod):
         return table.seen - table.settled
 
     def _is_due(self, table: SlotTable) -> bool:
-        """Whether the tokens since the last rehearsal are to be rehearsed after this forward: a first prompt is."""
-        waiting = self.beyond_budget(table)
-        return waiting >= self.most_waiting or (waiting > 1 and table.appended > 1 and self._is_first(table))
+        """Whether the tokens since the last rehearsal are to be rehearsed after this forward: a first prompt is, unless
+        it is too short for codes.
+        """
+        waiting, least = self.beyond_budget(table), LEAST if table.bits else 2
+        return waiting >= self.most_waiting or (waiting >= least and table.appended > 1 and self._is_first(table))
 
     def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
         """Scores the next `tokens` tokens that the model has repeated.
@@ -292,6 +294,18 @@ class Rehearse(BudgetedMethod):
         if not table.exact:
             stays = table.index_slots() >= 0
             self._repack(table, stays, None, counted([stays])[0], room)
+
+    def bound(self, table: SlotTable, max_length: int) -> None:
+        """A text that was too short for a rehearsal takes its fixed shape when it is long enough for codes."""
+        state, waiting = table.state_of(Rehearsed), self.beyond_budget(table)
+        under_way = state.again is not None or state.owed > 0
+        if under_way or state.queries is None or (table.bits and waiting < LEAST):
+            return
+        room = room_for(table.settled, waiting)
+        state.queries = lengthened(state.queries, state.queries, waiting + room)
+        state.score = torch.zeros(table.shape, device=table.device)
+        every = torch.ones(table.shape, dtype=torch.bool, device=table.device)
+        self._repack(table, every, None, torch.full(table.shape[:2], table.length), room)
 
     def _score(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
         """Scores the tokens of these queries, the newest, and keeps some of their queries for the refit."""
