@@ -97,6 +97,20 @@ def test_generation_is_rehearsed_chunk_by_chunk_and_stays_bounded(model: Any) ->
     assert cache.tokens_seen == 440
 
 
+def test_a_share_counts_an_answer_that_is_rehearsed(model: Any) -> None:
+    """A short question has a budget of a few tokens; a long answer must not be cut to that."""
+    cache = CompressedCache(model, Rehearse(budget="50%", bits=16, chunk=64, recent=8))
+    read(
+        model,
+        cache,
+        zoo.tokens(1, 168),
+        torch.ones(1, 168, dtype=torch.int64),
+        [(0, 40), *((i, i + 1) for i in range(40, 168))],
+    )
+    stored = torch.stack([layer.table.used_slots() for layer in cache.slot_layers]).float().mean().item()
+    assert stored == 168 // 2
+
+
 def test_nothing_of_a_short_text_is_coded_or_dropped(model: Any) -> None:
     """The center of a few tokens is far from the next ones."""
     ids, caches = zoo.tokens(1, 45), [CompressedCache(model, method) for method in ("rehearse", "full")]

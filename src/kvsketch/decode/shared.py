@@ -145,14 +145,14 @@ class SharedRows:
             table.set_prompt(1)
         return table_rows.Rows(singles, rows, slots, clock), logits.shape[1]
 
-    def slots_for(self, prompt: int) -> int:
-        """The most slots of the store that a row with a prompt of so many tokens takes; 0 where rows are equal."""
+    def slots_for(self, tokens: int) -> int:
+        """The most slots of the store that a row takes until it has seen so many tokens; 0 where rows are equal."""
         if not isinstance(self.store, RaggedRows):
             return 0
-        if prompt not in self._slots_for:
-            each = [self.method.most_slots(table, prompt) for table in self.tables]
-            self._slots_for[prompt] = self.tables[0].shape[1] * sum(each)
-        return self._slots_for[prompt]
+        if tokens not in self._slots_for:
+            each = [self.method.most_slots(table, tokens) for table in self.tables]
+            self._slots_for[tokens] = self.tables[0].shape[1] * sum(each)
+        return self._slots_for[tokens]
 
     @property
     def slots(self) -> int:

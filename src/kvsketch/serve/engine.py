@@ -298,7 +298,7 @@ class BatchedEngine:
         """Slots of the shared store that a request may need; None while the others leave too few."""
         if self._shared is None:
             return 0
-        slots = self._shared.slots_for(ticket.prompt_tokens)
+        slots = self._shared.slots_for(ticket.prompt_tokens + ticket.request.max_new_tokens)
         taken = sum(run.slots for run in (*self._reading, *self._running))
         return None if taken + slots > self._shared.slots else slots
 

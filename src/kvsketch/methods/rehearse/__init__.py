@@ -347,6 +347,9 @@ class Rehearse(BudgetedMethod):
     def settle(self, tables: Sequence[SlotTable]) -> None:
         if tables[0].state_of(Rehearsed).again is None:
             return
+        for table in tables:
+            # An answer that is rehearsed belongs to the text of which a share is kept: a short question is no measure.
+            table.set_prompt(max(table.prompt_tokens, table.seen))
         keep = self._chosen(tables)
         counts = counted(keep)
         changes = self._refitted(tables, keep)
