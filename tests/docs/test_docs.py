@@ -6,6 +6,7 @@ import importlib
 import re
 import shlex
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,6 +67,20 @@ def test_new_method_word_by_word(outside: Path) -> None:
     assert kvsketch.CompressedCache.load("prompt.kvs", model).tokens_seen == cache.tokens_seen
     assert str(kvsketch.parse_method("keynorm:budget=128")) == "keynorm:KeyNorm:budget=128"
     assert "\nkeynorm " in CliRunner().invoke(app, ["methods"]).stdout
+
+
+@pytest.mark.parametrize("name", ["quickstart", "few_bits", "rehearse", "shared_heads"])
+def test_the_code_of_a_page_runs(name: str, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    indented = [textwrap.dedent(block) for block in re.findall(r"(?:^    .*\n)+", page, re.MULTILINE)]
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL) + [each for each in indented if "(model, " in each]
+    model, tokenizer = kvsketch.models.load(str(save_tiny_model(outside / "tiny")))
+    monkeypatch.setattr(kvsketch.models, "load", lambda name: (model, tokenizer))
+    (outside / "report.txt").write_text("The director is Dr. Miriam Okafor. " * 4, encoding="utf-8")
+    names: dict[str, Any] = {"kvsketch": kvsketch, "CompressedCache": kvsketch.CompressedCache, "model": model}
+    for each in code:
+        exec(each, names | {"tokenizer": tokenizer, "input_ids": zoo.tokens(1, 160)})
+    assert code
 
 
 @pytest.mark.parametrize(
