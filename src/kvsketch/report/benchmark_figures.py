@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvsketch.records import Record
-from kvsketch.report.canvas import WIDEST, new_figure
+from kvsketch.report.canvas import WIDEST, line_style, new_figure
+from kvsketch.report.palette import looks, without_budget
 
 Data = dict[str, Any]
 FULL = "full"
-COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#7b4fa3", "#b08900", "#00838f", "#d81b60", "#6d4c41", "#78909c", "#ff8f00")
-MARKERS = "sDv^<>Ph*X"
+COLOURS = ("#1b6ca8", "#c8553d")
 RIVALS = ("sdpa flash", "sdpa cudnn")
 
 
@@ -36,10 +36,10 @@ def _decode(data: list[Data]) -> Any:
         if d["prompt"] == longest:
             methods.setdefault(d["method"], []).append(d)
     figure, (left, right) = new_figure(WIDEST, 5.2, 1, 2)
-    colours = iter(COLOURS * len(methods))
-    for number, (method, line) in enumerate(methods.items()):
-        colour = "#222222" if method == FULL else next(colours)
-        style = {"color": colour, "marker": "o" if method == FULL else MARKERS[number % len(MARKERS)], "markersize": 5}
+    shown = looks(without_budget(method) for method in methods)
+    for method, line in methods.items():
+        look = shown[without_budget(method)]._replace(**({"dash": ""} if method == FULL else {}))
+        style = {"color": look.colour, "marker": look.marker, "linestyle": line_style(look), "markersize": 5}
         batches, times = [d["batch"] for d in line], [d["step_ms"] for d in line]
         left.plot(batches, times, label=method, linewidth=2.2 if method == FULL else 1.3, **style)
         right.plot(batches, [1e3 * b / t for b, t in zip(batches, times, strict=True)], label=method, **style)
@@ -91,7 +91,7 @@ def _kernels(data: list[Data]) -> Any:
     for place, contender in enumerate(("unweighted", "separate weights", *RIVALS)):
         times = [by[contender]["median_us"] if contender in by else float("nan") for by in complete.values()]
         at = [number + (place - 1.5) * 0.2 for number in range(len(names))]
-        left.bar(at, times, 0.19, label=contender, color=(*COLOURS[:2], "#9aa5ad", "#c9d1d6")[place])
+        left.bar(at, times, 0.19, label=contender, color=(*COLOURS, "#9aa5ad", "#c9d1d6")[place])
     left.set(yscale="log", ylabel="µs, one layer", xlabel="batch x slots")
     left.legend(frameon=False, fontsize=9)
     left.set_title("Decode attention", loc="left", fontsize=11)

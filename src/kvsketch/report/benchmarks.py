@@ -38,7 +38,8 @@ def kernels(data: list[Data]) -> str:
         rivals = [t for t in times[3:] if t is not None]
         ratio = f"{times[0] / min(rivals):.2f}" if rivals and times[0] else ""
         share = f"{by_name['unweighted']['share_of_copy_bandwidth']:.0%}" if "unweighted" in by_name else ""
-        rows.append((batch, f"{slots:,}", cache, *(f"{t:.1f}" if t else "" for t in times), ratio, share))
+        if any(times):
+            rows.append((batch, f"{slots:,}", cache, *(f"{t:.1f}" if t else "" for t in times), ratio, share))
     return _table(("batch", "slots", "L2", *names, "ours / better rival", "of copy bandwidth"), rows)
 
 
@@ -354,11 +355,13 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
 
 def page(found: Sequence[Record]) -> str:
     """The whole page from the records of benchmarks."""
-    parts = [_machines([record for record in found if any(record["kind"] == kind for _, kind, _, _ in SECTIONS)])]
+    parts: list[str] = []
     for title, kind, text, make in SECTIONS:
         data = [record["data"] for record in found if record["kind"] == kind]
         if data:
             parts += [f"## {title}", text, make(data)]
+    known = {kind for _, kind, _, _ in SECTIONS}
+    parts += ["## Where the numbers come from", _machines([record for record in found if record["kind"] in known])]
     return "\n\n".join(parts)
 
 

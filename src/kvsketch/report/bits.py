@@ -37,10 +37,11 @@ def tables(records: Iterable[Record]) -> str:
 def _of_model(name: str, data: Sequence[dict[str, Any]]) -> str:
     means = _means(data)
     texts, tokens = len({each["sample"] for each in data}), data[0]["tokens"]
+    own = _told(means, "full", "full_again_nll", ".3f")
+    full = f"; -log p of the passage with the full cache is {own}" if _measured(own) else ""
     parts = [
         f"### {name}",
-        f"Means over {texts} texts of {tokens:,} tokens; the passage's own -log p with the full cache is "
-        f"{means['full']['full_again_nll']:.3f}." if "full" in means else "",
+        f"{'One text' if texts == 1 else f'Means over {texts} texts'} of {tokens:,} tokens{full}.",
         "Keys and values, keys alone, values alone:",
         _by_bits(means),
         "Divergence on the passage that comes again (attention error in brackets), without parts of the codec:",
@@ -69,15 +70,16 @@ def _by_bits(means: Means) -> str:
             for what, form in (("error", ".3f"), ("kl", ".4f"), ("again_kl", ".4f"))
         ]
         rows.append([str(bits), *cells])
-    return blocks.table(["bits", "attention error", "KL", "KL, passage again"], rows)
+    return _table(["bits", "attention error", "KL", "KL, passage again"], rows)
 
 
 def _by_parts(means: Means) -> str:
     def told(store: str) -> str:
-        return f"{_told(means, store, 'again_kl', '.4f')} ({_told(means, store, 'error', '.3f')})"
+        error = _told(means, store, "error", ".3f")
+        return f"{_told(means, store, 'again_kl', '.4f')} ({error})" if _measured(error) else error
 
     rows = [[str(bits), *(told(form.format(bits)) for form in WITHOUT.values())] for bits in CODED]
-    return blocks.table(["bits", *WITHOUT], rows)
+    return _table(["bits", *WITHOUT], rows)
 
 
 def _beside(means: Means) -> str:
@@ -99,7 +101,18 @@ def _beside(means: Means) -> str:
             ]
         )
     head = ["store", "attention error", "KL", "KL, passage again", "-log p, passage again", "bytes"]
-    return blocks.table([*head, "eager step, ms", "captured step, ms"], rows)
+    return _table([*head, "eager step, ms", "captured step, ms"], rows)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    """The rows and columns in which something was measured."""
+    rows = [row for row in rows if any(map(_measured, row[1:]))]
+    wanted = [0, *(at for at in range(1, len(head)) if any(_measured(row[at]) for row in rows))]
+    return blocks.table([head[at] for at in wanted], [[row[at] for at in wanted] for row in rows])
+
+
+def _measured(cell: str) -> bool:
+    return bool(cell.strip("-/ "))
 
 
 def _told(means: Means, store: str, what: str, form: str) -> str:

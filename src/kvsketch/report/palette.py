@@ -68,6 +68,11 @@ def name_of(method: str) -> str:
     return ":".join(part for part in method.split(":") if "=" not in part)
 
 
+def without_budget(method: str) -> str:
+    """The text form without its budget."""
+    return ":".join(part for part in method.split(":") if not part.startswith("budget="))
+
+
 def order(method: str) -> tuple[int, str]:
     """Methods in the order of the index of methods, variants after their method."""
     names, name = list(BASE), name_of(method)

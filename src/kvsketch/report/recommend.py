@@ -8,6 +8,7 @@ from typing import Any
 
 from kvsketch.records import Record, mean
 from kvsketch.report.equal_bytes import FULL, LOSSES, Cell, cells, counts
+from kvsketch.report.palette import without_budget
 
 CLOSE = 0.01  # losses that count as equal; the smaller cache is named first
 
@@ -84,10 +85,6 @@ def _advice(members: Sequence[Cell], full: dict[str, float], steps: dict[str, tu
     )
 
 
-def _without_budget(method: str) -> str:
-    return ":".join(part for part in method.split(":") if not part.startswith("budget="))
-
-
 def _step_times(records: Iterable[Record]) -> dict[str, tuple[float, str]]:
     """The step at batch 1 and the longest prompt of each method, by its text form without the budget."""
     found: dict[str, tuple[int, float, str]] = {}
@@ -95,7 +92,7 @@ def _step_times(records: Iterable[Record]) -> dict[str, tuple[float, str]]:
         data: dict[str, Any] = record["data"]
         if record["kind"] != "decode" or data.get("batch") != 1 or not data.get("step_ms"):
             continue
-        name, prompt = _without_budget(str(data["method"])), int(data["prompt"])
+        name, prompt = without_budget(str(data["method"])), int(data["prompt"])
         if name not in found or prompt >= found[name][0]:
             shapes = str(data.get("shape") or "the shapes of the benchmark")
             found[name] = prompt, float(data["step_ms"]), f"{shapes}, {prompt:,} tokens"

@@ -63,7 +63,7 @@ def png(figure: Any) -> bytes:
 
     drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI, metadata={"Software": None})
-    image = Image.open(drawn).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    image = Image.open(drawn).convert("RGB").quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     image.save(small, format="png", optimize=True)
     return small.getvalue()
 
