@@ -236,6 +236,22 @@ def test_a_decode_step_never_waits_for_the_device(method: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
+def test_what_is_recorded_has_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of an exact table warm up nothing: a program that is first loaded in a capture may break it."""
+    model, ids, said = zoo.build("llama").to(DEVICE), zoo.tokens(1, 60).to(DEVICE), []
+    forward = decoding.Step._forward
+    monkeypatch.setattr(decoding.Step, "_forward", lambda self, bounded: (said.append(bounded), forward(self, bounded)))
+    monkeypatch.setattr(decoding.Step, "_record", lambda self: said.append("record") or RunInsteadOfReplay(self))
+    cache = CompressedCache(model, "rehearse")
+    with torch.no_grad():
+        sampler = Sampler([], ids, 100, None, None, do_sample=False)
+        first = sampler.choose(model(ids, past_key_values=cache).logits[:, -1])
+        step = decoding.Step(model, cache, sampler, first, 100)
+        while "record" not in said:
+            step.run()
+    assert said[: said.index("record")] == [False] * 4 + [True] * decoding.WARM_UP_STEPS
+
+
 def test_nobody_else_is_at_work_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture that meets another thread's prompt or step is lost."""
     model, started = zoo.build("llama").to(DEVICE), threading.Barrier(3, timeout=60)

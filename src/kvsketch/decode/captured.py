@@ -284,7 +284,8 @@ class Step:
             self.graph.replay()
             for layer in self.layers:
                 layer.table.count_replayed()
-        self.steps += 1
+        # Those of exact tables run other programs than will be recorded.
+        self.steps += bounded
         # While the device works.
         self.ahead = self._look_ahead()
 
