@@ -42,7 +42,7 @@ from kvsketch.serve.engine import BatchedEngine, usual_prefill
 from kvsketch.serve.requests import Request, Ticket
 
 QUESTION = 16  # tokens after the prompt
-CHECKED = ((50, 12), (7, 20), (131, 6), (2, 5))  # prompts and answers of the check
+CHECKED = ((50, 24), (70, 20), (131, 6), (2, 5))  # prompts and answers of the check
 JOINS = 8
 HELD = 6  # rows' worth of memory that stays free: the prompt, its copies while they join
 PATIENCE = 60.0  # seconds for anything

@@ -159,7 +159,7 @@ async function choose_document(id) {
   const found = state.documents.find((each) => each.id === id);
   draw_turns();
   for (const part of ["cache", "passages"]) $(part).hidden = !found || found.status !== "ready";
-  $("about").textContent = found ? `About ${found.name || "the pasted text"}.` : "Without a document, questions go to the model alone.";
+  $("about").textContent = found ? `About ${found.name || "the pasted text"}` : "Without a document, questions go to the model alone.";
   if (found?.status === "ready") await show(found);
 }
 
