@@ -120,6 +120,26 @@ def test_openai_client_gets_the_tokens_of_generate(client: Any, loaded: tuple[An
     assert next(each.id for each in client.models.list()) == "tiny"
 
 
+def test_the_code_of_the_page_runs(client: Any, server: Server, slow: Slow) -> None:
+    pytest.importorskip("requests")
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
+    changes = {
+        "http://127.0.0.1:8000": server.address,
+        'model="qwen2.5-coder-0.5b"': 'model="tiny", max_tokens=2',
+        'api_key="none"': 'api_key="none", max_retries=0',
+        "sleep(1)": "sleep(0.02)",
+    }
+    slow.seconds = 0.2  # the document is still being read when its id comes
+    names: dict[str, Any] = {"text": TEXT + "It is lit."}
+    for code in (first, second):
+        for old, new in changes.items():
+            code = code.replace(old, new)
+        exec(code, names)
+    assert names["document"]["status"] == "ready" and names["answer"].usage.prompt_tokens > len(TEXT)
+    server.service.documents.delete(names["document"]["id"])
+
+
 def test_stop_strings_and_seeds(client: Any, server: Server) -> None:
     options: Any = {"model": "tiny", "prompt": "Once", "max_tokens": 24, "temperature": 1.0}
     first, again, other = (client.completions.create(**options, seed=seed).choices[0] for seed in (1, 1, 2))
