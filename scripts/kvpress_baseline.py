@@ -266,7 +266,7 @@ OURS = {"KVzipPress": "kvzip", "SnapKVPress": "snapkv:window=64", "ExpectedAtten
 def agree(options: argparse.Namespace) -> None:
     """How many of the tokens that presses keep our methods keep, at the same number of tokens."""
     from kvsketch import CompressedCache, prefill
-    from kvsketch.evaluation.questions import repeat_instruction
+    from kvsketch.decode.asking import repeat_instruction
 
     model, tokenizer = loaded(options)
     theirs = torch.load(options.kept_file, weights_only=True)

@@ -102,6 +102,21 @@ CHAT = (
 )
 
 
+def test_a_model_that_repeats_a_text_is_told_to(monkeypatch: pytest.MonkeyPatch, loaded: tuple[Any, Any]) -> None:
+    """As in the evaluations: scores come from a repetition behind KVzip's words."""
+    (model, tokenizer), said = loaded, []
+    real = CompressedCache.rehearse
+
+    def rehearse(self: CompressedCache, model: Any, ids: Any, instruction: Any = None) -> None:
+        said.append(tokenizer.decode(instruction[0]))
+        real(self, model, ids, instruction)
+
+    monkeypatch.setattr(CompressedCache, "rehearse", rehearse)
+    cache = CompressedCache(model, "kvzip:budget=50%")
+    kvsketch.read(model, tokenizer, cache, TEXT)
+    assert said and said[0].startswith("\n\nRepeat the previous context exactly.")
+
+
 @pytest.mark.parametrize(("template", "prefill"), [(None, "exact"), (CHAT, "exact"), (CHAT, "stream")])
 def test_questions_about_a_saved_text_are_turns_of_one_talk(
     loaded: tuple[Any, Any], template: str | None, prefill: str, tmp_path: Path

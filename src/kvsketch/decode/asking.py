@@ -20,6 +20,7 @@ from kvsketch.cache.streaming import prefill
 from kvsketch.decode.captured import generate
 
 GAP = "\n\n"
+REPEAT = "\n\nRepeat the previous context exactly."
 
 
 class Frame(NamedTuple):
@@ -36,7 +37,8 @@ def read(model: Any, tokenizer: Any, cache: CompressedCache, text: str, *, progr
         raise ValueError(
             f"the cache has read {cache.tokens_seen} tokens already; read a text into a new cache or call cache.reset()"
         )
-    prefill(model, document_ids(tokenizer, text).to(model.device), cache, progress=progress)
+    ids, said = document_ids(tokenizer, text), repeat_instruction(tokenizer)
+    prefill(model, ids.to(model.device), cache, progress=progress, instruction=said)
     cache.read.open = True
 
 
@@ -68,6 +70,11 @@ def document_ids(tokenizer: Any, text: str) -> Tensor:  # [1, n]
     """A text as the beginning of the user's turn that a question ends."""
     frame = chat_frame(tokenizer)
     return _encode(tokenizer, frame.before + text + GAP, first=True)
+
+
+def repeat_instruction(tokenizer: Any) -> Tensor:  # [1, n]
+    """What KVzip says before the model repeats a text, and the turn to the model; for methods that let it do so."""
+    return _encode(tokenizer, REPEAT + chat_frame(tokenizer).after, first=False)
 
 
 def question_inputs(tokenizer: Any, cache: CompressedCache, question: str) -> Any:

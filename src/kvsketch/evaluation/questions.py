@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.decode.asking import chat_frame
+from kvsketch.decode.asking import repeat_instruction
 from kvsketch.evaluation import budgets
 from kvsketch.evaluation.experiment import Cell, Experiment, ExperimentOptions, cache_seed, failure
 from kvsketch.evaluation.shared_prefill import Prefilled, memory, rows_that_fit, shared_prefill, streamed_prefill
@@ -33,7 +33,6 @@ from kvsketch.models import encode_chat
 from kvsketch.options import option
 
 LARGEST_BATCH = 64
-REPEAT = "\n\nRepeat the previous context exactly."
 AUTO, SEEN, UNSEEN = "auto", "seen", "unseen"
 
 
@@ -240,14 +239,6 @@ class QuestionExperiment(Experiment):
             **facts,
             **question.facts,
         }
-
-
-def repeat_instruction(tokenizer: Any) -> Tensor:
-    """What KVzip says before the model repeats the text, and the turn to the model."""
-    ids: Tensor = tokenizer(REPEAT + chat_frame(tokenizer).after, add_special_tokens=False, return_tensors="pt")[
-        "input_ids"
-    ]
-    return ids
 
 
 def _way(cell: Cell) -> str:

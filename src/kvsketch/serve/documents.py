@@ -39,7 +39,7 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.saving import sealed_file
 from kvsketch.cache.streaming import prefill
 from kvsketch.decode import captured
-from kvsketch.decode.asking import document_ids
+from kvsketch.decode.asking import document_ids, repeat_instruction
 from kvsketch.methods import Method, parse_method
 from kvsketch.models.files import place, read_json, write_json
 from kvsketch.serve import held
@@ -352,8 +352,9 @@ class DocumentStore:
 
         cache.watch, reading.cache = watch, cache
         ids = document_ids(self.tokenizer, (path / "text.txt").read_text(encoding="utf-8"))
+        said = repeat_instruction(self.tokenizer)
         with _Turn(self.model.device) as turn:
-            prefill(self.model, ids.to(self.model.device), cache, after_chunk=turn.pass_on)
+            prefill(self.model, ids.to(self.model.device), cache, after_chunk=turn.pass_on, instruction=said)
         cache.read.open, cache.watch = True, None
         found = held.summary(self.model, cache)
         seconds = round(time.perf_counter() - start, 3)
