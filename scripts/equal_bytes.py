@@ -15,7 +15,8 @@ SHARES = "1/4,1/8,1/16,1/32"
 BITS, SNAPKV = "full,full:bits=4,full:bits=2", "snapkv,snapkv:share=layer,snapkv:share=model"
 # Methods of one process, and how the question comes.
 GROUPS = (
-    (BITS, "unseen"), ("rehearse", "unseen"), ("kvzip,kvzip:bits=4", "unseen"), (SNAPKV, "unseen"),
+    (BITS, "unseen"), ("rehearse", "unseen"), ("rehearse:replay=exact", "unseen"), ("kvzip,kvzip:bits=4", "unseen"),
+    (SNAPKV, "unseen"),
     ("expected", "unseen"), ("streamingllm", "unseen"), ("clusterkv", "unseen"), (f"{SNAPKV},streamingllm", "seen"),
 )  # fmt: skip
 NEEDLES = "niah_single_1,niah_single_2,niah_single_3,niah_multikey_1,niah_multivalue,niah_multiquery"

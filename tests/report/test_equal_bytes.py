@@ -103,3 +103,22 @@ def test_the_command_says_what_it_does_not_know(root: Path) -> None:
     assert other.exit_code == 2 and MODEL in other.output
     wrong = CliRunner().invoke(app, [*line, "--model", MODEL, "--memory", "much"])
     assert wrong.exit_code == 2 and "such as 2GB" in wrong.output
+
+
+def ruler(method: str, task: str, text: int, score: float) -> Any:
+    name = {"task": task, "length": 4000, "sample": f"task={task} length=4000 text={text} question=0"}
+    found = answer(method, "" if method == "full" else "1/8", 0.12, text, score, **name)
+    return {**found, "kind": "ruler", "data": {k: v for k, v in found["data"].items() if k != "lines"}}
+
+
+def test_what_was_asked_less_is_marked_or_left_out() -> None:
+    tasks = {"vt": 0.5, "cwe": 0.0, "fwe": 1.0}
+    made = [ruler("full", task, n, score) for task, score in tasks.items() for n in range(4)]
+    made += [ruler("rehearse", task, n, 0.5) for task in ("vt", "cwe") for n in range(4)]
+    made += [ruler("snapkv", "vt", n, 0.5) for n in range(4)]  # lacks two tasks
+    made += [ruler("kvzip", task, 0, 0.5) for task in tasks]  # a quarter of the questions
+    found = equal_bytes.cells(made)
+    assert {cell.method for cell in found} == {"full", "rehearse"}
+    assert "without fwe (full 0.25)" in equal_bytes.tables(found, docs.BIG)
+    assert "0.50*" in equal_bytes.short_table(found, docs.BIG)
+    assert equal_bytes.short_note(found, docs.BIG) == "*: without RULER's fwe, where the full cache has 0.25"

@@ -78,7 +78,9 @@ def recommend(
     say(table)
     read = [record["data"]["prompt_tokens"] for record in own if "prompt_tokens" in record["data"]]
     lengths = f"records are of texts of {min(read):,} to {max(read):,} tokens: beyond that they are a guess"
-    say(f"loss: right answers fewer than the full cache's, mean over {fits[0].tasks} tasks; {lengths}", markup=False)
+    fewest, most = (pick(option.tasks for option in fits[:SHOWN]) for pick in (min, max))
+    tasks = f"{most} tasks" if fewest == most else f"the {fewest} to {most} tasks that were measured"
+    say(f"loss: right answers fewer than the full cache's, mean over {tasks}; {lengths}", markup=False)
     steps = {option.step_of for option in fits[:SHOWN] if option.step_of}
     if steps:
         say(f"step: one sequence, {'; '.join(sorted(steps))}", markup=False)

@@ -251,6 +251,16 @@ class Numbers:
         """README's table."""
         return equal_bytes.short_table(self.at_equal_bytes, model)
 
+    def short_byte_note(self, model: str = BIG) -> str:
+        """What its stars mean."""
+        return equal_bytes.short_note(self.at_equal_bytes, model)
+
+    def unseen(self, method: str, share: str, *tasks: str) -> str:
+        """Right answers at equal bytes to questions that come later, by task."""
+        found = {c.task: c for c in self.at_equal_bytes if (c.model, c.method, c.question) == (BIG, method, "unseen")
+                 and c.column == share}  # fmt: skip
+        return ", ".join(f"{found[task].value.value:.2f}" if task in found else NOTHING for task in tasks)
+
     def fewest_questions(self, model: str = BIG) -> str:
         return str(equal_bytes.least_questions(self.at_equal_bytes, model))
 

@@ -2,13 +2,14 @@
 
 Counted are records with budgets in bytes and seeds, or texts, kept for reporting (`records.held_out`). A number is the
 mean over questions; its interval draws whole texts again, because questions about one text share its compressed cache.
+A number with less than a third of the full cache's questions, or without two of its RULER tasks, is not shown.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -40,6 +41,7 @@ class Cell:
     questions: int
     bytes: float  # on the device, measured, of the full cache's
     tokens: float | None  # the budget in tokens, of the prompt's
+    parts: dict[str, float] = field(default_factory=dict)  # of RULER, the mean of each task
 
     @property
     def column(self) -> str:
@@ -58,7 +60,23 @@ def cells(records: Iterable[Record]) -> list[Cell]:
         for task in _tasks(record):
             key = (model_name(data), task, method, budget, str(data.get("question", "unseen")))
             groups.setdefault(key, []).append(record)
-    return [_cell(key, members) for key, members in sorted(groups.items())]
+    return comparable([_cell(key, members) for key, members in sorted(groups.items())])
+
+
+def comparable(found: Sequence[Cell]) -> list[Cell]:
+    """Those that were asked about as much as the full cache, nearly."""
+    full = {(cell.model, cell.task): cell for cell in found if cell.method == FULL}
+
+    def is_comparable(cell: Cell) -> bool:
+        reference = full.get((cell.model, cell.task), cell)
+        return 3 * cell.questions >= reference.questions and len(missing(cell, reference)) <= 1
+
+    return [cell for cell in found if is_comparable(cell)]
+
+
+def missing(cell: Cell, reference: Cell) -> list[str]:
+    """The RULER tasks of the reference that a cell lacks."""
+    return [name for name in reference.parts if name not in cell.parts]
 
 
 def counts(record: Record) -> bool:
@@ -96,6 +114,9 @@ def _cell(key: tuple[str, ...], members: Sequence[Record]) -> Cell:
         len(members),
         mean([each["device_bytes"] / each["full_bytes"] for each in data]),
         mean(tokens) if tokens else None,
+        {name: mean(_means_of_texts(own)) for name, own in _by_task(members).items()}
+        if task.startswith("RULER")
+        else {},
     )
 
 
@@ -110,10 +131,14 @@ def _value(task: str, members: Sequence[Record]) -> Estimate:
     if task.startswith("KL"):
         return estimate([each["kl"] for each in data])
     if task.startswith("RULER"):
-        names = dict.fromkeys(str(each["task"]) for each in data)
-        own = {name: [record for record in members if record["data"]["task"] == name] for name in names}
-        return nested_mean([Part("", name, _means_of_texts(records)) for name, records in own.items()])
+        return nested_mean([Part("", name, _means_of_texts(own)) for name, own in _by_task(members).items()])
     return estimate(_means_of_texts(members))
+
+
+def _by_task(members: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of each RULER task."""
+    names = dict.fromkeys(str(record["data"]["task"]) for record in members)
+    return {name: [record for record in members if record["data"]["task"] == name] for name in names}
 
 
 def _means_of_texts(members: Sequence[Record]) -> list[float]:
@@ -124,6 +149,12 @@ def _means_of_texts(members: Sequence[Record]) -> list[float]:
         name = sample.rpartition(" ")[2] if record["data"].get("together") else sample.rpartition(" question=")[0]
         texts.setdefault((record.get("seed"), name or sample), []).append(float(record["data"]["score"]))
     return [mean(scores) for scores in texts.values()] if len(texts) > 1 else next(iter(texts.values()))
+
+
+def same_tasks(full: Cell, cell: Cell) -> float:
+    """What the full cache answers on the RULER tasks that a cell has, or on the whole task."""
+    shared = [value for name, value in full.parts.items() if name in cell.parts]
+    return mean(shared) if shared else full.value.value
 
 
 # tables
@@ -142,15 +173,16 @@ def tables(found: Sequence[Cell], model: str) -> str:
     tasks = sorted({cell.task for cell in own}, key=task_order)
     parts = []
     for share in SHARES:
-        rows = _rows([cell for cell in own if cell.method != FULL and cell.column == share], tasks)
-        reference = _rows([cell for cell in own if cell.method == FULL], tasks)
+        full = {cell.task: cell for cell in own if cell.method == FULL}
+        rows = _rows([cell for cell in own if cell.method != FULL and cell.column == share], tasks, full)
+        reference = _rows(list(full.values()), tasks, full)
         if rows:
             head = ["method", "question", "bytes", *map(_title, tasks)]
             parts.append(f"**{share} of the bytes**\n\n{blocks.table(head, [*reference, *rows])}")
     return "\n\n".join(parts)
 
 
-def _rows(found: Sequence[Cell], tasks: Sequence[str]) -> list[list[str]]:
+def _rows(found: Sequence[Cell], tasks: Sequence[str], full: dict[str, Cell]) -> list[list[str]]:
     by: dict[tuple[str, str], dict[str, Cell]] = {}
     for cell in found:
         by.setdefault((cell.method, cell.question), {})[cell.task] = cell
@@ -159,25 +191,27 @@ def _rows(found: Sequence[Cell], tasks: Sequence[str]) -> list[list[str]]:
         [
             blocks.Code(method),
             question,
-            f"{_held(own.values()):.1%}",
-            *(_text(own[task]) if task in own else "" for task in tasks),
+            _held(own.values()),
+            *(_text(own[task], full.get(task)) if task in own else "" for task in tasks),
         ]
         for (method, question), own in sorted(by.items(), key=lambda each: (order(each[0][0]), each[0][1] != "unseen"))
     ]
 
 
-def _held(found: Iterable[Cell]) -> float:
-    """The share of the bytes when a text is compressed. Losses are measured while tokens are generated: room for these
-    is held besides, so they count only where nothing else was measured.
+def _held(found: Iterable[Cell]) -> str:
+    """The share of the bytes when a text is compressed. Losses do not tell: they are measured while tokens are
+    generated, which take room besides.
     """
-    own = list(found)
-    answers = [cell for cell in own if not cell.task.startswith(LOSSES)]
-    return mean([cell.bytes for cell in answers or own])
+    answers = [cell.bytes for cell in found if not cell.task.startswith(LOSSES)]
+    return f"{mean(answers):.1%}" if answers else ""
 
 
-def _text(cell: Cell) -> str:
+def _text(cell: Cell, full: Cell | None) -> str:
     form = "+.2f" if cell.task.startswith("perplexity") else ".3f" if cell.task.startswith("KL") else ".2f"
-    return interval_text(cell.value, form)
+    text = interval_text(cell.value, form)
+    if full is None or not (lacks := missing(cell, full)):
+        return text
+    return f"{text} without {', '.join(lacks)} (full {same_tasks(full, cell):.2f})"
 
 
 def _title(task: str) -> str:
@@ -187,15 +221,33 @@ def _title(task: str) -> str:
 def short_table(found: Sequence[Cell], model: str) -> str:
     """README's: right answers to unseen questions by share of the bytes, a row for each method."""
     own, tasks = _short(found, model), short_tasks(found, model)
-    values = {(cell.method, cell.column, cell.task): f"{cell.value.value:.2f}" for cell in own}
+    full = {cell.task: cell for cell in own if cell.method == FULL}
+    values = {
+        (
+            cell.method,
+            cell.column,
+            cell.task,
+        ): f"{cell.value.value:.2f}{'*' if missing(cell, full.get(cell.task, cell)) else ''}"
+        for cell in own
+    }
     methods = sorted({cell.method for cell in own if cell.method != FULL}, key=order)
     rows = [
         [blocks.Code(method), *(" / ".join(_known(values, method, share, tasks)) for share in SHARES)]
         for method in methods
     ]
-    reference = sorted((cell for cell in own if cell.method == FULL), key=lambda cell: task_order(cell.task))
-    full = " / ".join(f"{cell.value.value:.2f}" for cell in reference)
-    return blocks.table([f"full cache: {full}" if full else "method", *SHARES], rows)
+    whole = " / ".join(f"{full[task].value.value:.2f}" for task in sorted(full, key=task_order))
+    return blocks.table([f"full cache: {whole}" if whole else "method", *SHARES], rows)
+
+
+def short_note(found: Sequence[Cell], model: str) -> str:
+    """What a star in README's table means; empty where there is none."""
+    own = _short(found, model)
+    full = {cell.task: cell for cell in own if cell.method == FULL}
+    lacking = {name: cell for cell in own if cell.task in full for name in missing(cell, full[cell.task])}
+    return "; ".join(
+        f"*: without RULER's {name}, where the full cache has {same_tasks(full[cell.task], cell):.2f}"
+        for name, cell in lacking.items()
+    )
 
 
 def short_tasks(found: Sequence[Cell], model: str) -> list[str]:

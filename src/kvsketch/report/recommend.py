@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsketch.records import Record, mean
-from kvsketch.report.equal_bytes import FULL, LOSSES, Cell, cells, counts
+from kvsketch.report.equal_bytes import FULL, LOSSES, Cell, cells, counts, same_tasks
 from kvsketch.report.palette import without_budget
 
 CLOSE = 0.01  # losses that count as equal; the smaller cache is named first
@@ -49,9 +49,12 @@ def token_bytes(own: Iterable[Record]) -> int | None:
 
 
 def advise(records: Sequence[Record], model: str, share: float, question: str) -> list[Advice]:
-    """What fits into a share of the full cache's bytes, from the smallest loss on; empty: no record speaks."""
+    """What fits into a share of the full cache's bytes, from the smallest loss on; empty: no record speaks.
+
+    Methods that were measured on less than half as many tasks as others come last.
+    """
     own = [cell for cell in cells(records_of(records, model)) if not _is_loss(cell.task)]
-    full = {cell.task: cell.value.value for cell in own if cell.method == FULL}
+    full = {cell.task: cell for cell in own if cell.method == FULL}
     groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in own:
         if cell.method != FULL and cell.question == question and cell.task in full:
@@ -59,16 +62,17 @@ def advise(records: Sequence[Record], model: str, share: float, question: str) -
     steps = _step_times(records)
     found = [_advice(members, full, steps) for members in groups.values()]
     fitting = [advice for advice in found if advice.bytes <= 1.02 * share]
-    return sorted(fitting, key=lambda advice: (-advice.tasks, round(advice.loss / CLOSE), advice.bytes))
+    most = max((advice.tasks for advice in fitting), default=0)
+    return sorted(fitting, key=lambda advice: (2 * advice.tasks < most, round(advice.loss / CLOSE), advice.bytes))
 
 
 def _is_loss(task: str) -> bool:
     return task.startswith(LOSSES)
 
 
-def _advice(members: Sequence[Cell], full: dict[str, float], steps: dict[str, tuple[float, str]]) -> Advice:
+def _advice(members: Sequence[Cell], full: dict[str, Cell], steps: dict[str, tuple[float, str]]) -> Advice:
     first = members[0]
-    losses = {cell.task: full[cell.task] - cell.value.value for cell in members}
+    losses = {cell.task: same_tasks(full[cell.task], cell) - cell.value.value for cell in members}
     worst = max(losses, key=lambda task: losses[task])
     kept = [cell.tokens for cell in members if cell.tokens is not None]
     method = f"{first.method}:budget={min(1.0, mean(kept)):.0%}" if kept else first.method
