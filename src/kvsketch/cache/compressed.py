@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
@@ -26,6 +26,7 @@ from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.slots.heads import head_share
 from kvsketch.slots.hot_set import hit_rate
+from kvsketch.slots.tensors import copies, plain
 
 
 class CompressedCache(Cache):
@@ -216,6 +217,19 @@ class CompressedCache(Cache):
             saved.fill(cache.layers, model, cache.identity, cache.head_share)
             cache.read = TextRead(**saved.read)
         return cache
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy that goes on by itself. A served document is copied for each request, between two steps of the others:
+        tensors are copied with one launch for many.
+        """
+        tables = [layer.table for layer in self.slot_layers]
+        with plain():
+            memo.update(copies(tensor for table in tables for tensor in table.tensors()))
+        # What never changes is shared.
+        memo |= {id(each): each for table in tables for each in (table.rotary, self.method)}
+        made = memo[id(self)] = self.__class__.__new__(self.__class__)
+        vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return made
 
     def __repr__(self) -> str:
         counts = f"tokens_seen={self.tokens_seen}, tokens_stored={self.tokens_stored}"

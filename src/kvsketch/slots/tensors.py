@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +32,23 @@ def owned(tensor: Tensor) -> Tensor:
     tensor = tensor.clone() if tensor.is_inference() else tensor.detach()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
+
+
+def copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Copies of tensors that fill storages of their own, by id, for `copy.deepcopy`; of others there are none."""
+    found = {id(tensor): tensor for tensor in tensors}
+    storages = Counter(tensor.untyped_storage().data_ptr() for tensor in found.values())
+    made: dict[int, Tensor] = {}
+    pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for number, tensor in found.items():
+        storage = tensor.untyped_storage()
+        if storages[storage.data_ptr()] == 1 and storage.nbytes() == tensor.nbytes > 0:
+            made[number] = torch.empty_like(tensor)
+            for held, new in zip(pairs[tensor.device, tensor.dtype], (made[number], tensor), strict=True):
+                held.append(new)
+    for targets, values in pairs.values():
+        torch._foreach_copy_(targets, values)
+    return made
 
 
 def grown(buffer: Tensor, used: int, capacity: int) -> Tensor:
