@@ -22,7 +22,6 @@ from kvsketch import ops
 from kvsketch.cache import masks
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import CodedSlots
-from kvsketch.slots.codes import LEAST
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.offloaded import require_on_device
 from kvsketch.slots.table import SlotTable
@@ -166,7 +165,7 @@ class SlotLayer(CacheLayerMixin):
         """Calls the method on what was appended last."""
         try:
             self.method.compress(self.table, queries)
-            if self.table.bits and self.table.exact and self.table.seen >= LEAST:
+            if self.table.bits and self.table.exact and not self.table.waits_for_codes:
                 # Codes need the table's bounded form, whether something had to go or not.
                 self.method.bound(self.table, self.table.seen + max(64, self.table.seen // 64))
         finally:

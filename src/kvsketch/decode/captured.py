@@ -253,7 +253,7 @@ class Step:
         self.steps = 0
         with plain():
             for layer in self.layers:
-                if layer.table.exact:
+                if layer.table.exact and not layer.table.waits_for_codes:
                     layer.method.bound(layer.table, max_length)
 
     def run(self) -> None:

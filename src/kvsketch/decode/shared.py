@@ -168,8 +168,7 @@ class SharedRows:
 
     def ready(self, cache: CompressedCache) -> bool:
         """Whether the row of a cache can join as it is: codes need some tokens to find their center."""
-        table = cache.slot_layers[0].table
-        return not (table.exact and table.bits and table.seen < LEAST)
+        return not cache.slot_layers[0].table.waits_for_codes
 
     def join(self, row: int, cache: CompressedCache, token: Tensor, draw: Draw) -> str:
         """Copies the only row of `cache` into `row`, to go on with `token` [1, 1] as `draw` says.

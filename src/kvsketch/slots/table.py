@@ -110,6 +110,11 @@ class SlotTable(Place):
         return self.index is None
 
     @property
+    def waits_for_codes(self) -> bool:
+        """Whether it is to have few bits, and has too few tokens for a center."""
+        return self.exact and bool(self.bits) and self.seen < codes.LEAST
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether the device holds only a part of the tokens."""
         return self.host is not None and not self.exact and self.hot.tokens > 0
