@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.decode import shared as shared_rows
+from kvsketch.decode.captured import Step
 from kvsketch.decode.sampling import Draw, nucleus
+from kvsketch.serve import engine as engine_module
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Closed, Full, Request, Ticket
 from kvsketch.slots import rows as table_rows
@@ -373,6 +375,19 @@ def test_rows_of_heads_that_differ_are_rehearsed_among_others(method: str, start
         cache = CompressedCache(model(), method, chunk=CHUNK)
         assert list(ticket) == answer_alone(method, prompt(number, length), count, cache), f"request {number}"
     assert not engine._shared.store.rows, "every row has given its slots back"
+
+
+def test_a_short_row_joins_before_its_own_step_is_recorded(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: its steps are those of captured decoding, run one by one."""
+    steps: list[int] = []
+    run = Step.run
+    monkeypatch.setattr(Step, "run", lambda step: (steps.append(step.cache.tokens_seen), run(step)))
+    monkeypatch.setattr(Step, "_record", lambda step: pytest.fail("recorded"))
+    monkeypatch.setattr(engine_module, "impossible", lambda *_: None)
+    method = "rehearse:sinks=2:recent=4"
+    answer = list(start(method, prefill="exact").submit(Request(prompt(0, 50), 30)))
+    assert answer == answer_alone(method, prompt(0, 50), 30, CompressedCache(model(), method))
+    assert steps == list(range(50, 64))
 
 
 def test_rows_move_together_where_no_stretch_is_long_enough() -> None:

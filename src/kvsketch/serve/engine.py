@@ -68,7 +68,7 @@ class Run:
     work: int = 0  # tokens that layers have read since the others last took a step
     token: Tensor | None = None  # [1, 1], the last one, of a request that takes its steps by itself
     row: int | None = None  # in the shared tables
-    step: Step | None = None  # captured, of a request that shares nothing
+    step: Step | None = None  # of a request that shares nothing, captured, or nothing yet
     returned: bool = False  # whether the cache serves others
     launched: int = 0  # tokens that the device has been told to make
     delivered: int = 0
@@ -379,7 +379,7 @@ class BatchedEngine:
         row = min({*range(self.rows)} - {other.row for other in self._running})
         if self._shared.join(row, run.cache, run.token, run.draw):
             return
-        run.row, run.token = row, None
+        run.row, run.token, run.step = row, None, None
         self._give_back(run)
 
     def _give_back(self, run: Run) -> None:
@@ -431,7 +431,9 @@ class BatchedEngine:
     def _forward_alone(self, run: Run) -> None:
         assert run.token is not None
         with turn_of(self.device):
-            if run.step is None and self.apart and impossible(self.model, run.cache, {}) is None:
+            # A row that is too short for codes joins before its step is recorded, and is fused until then.
+            short = run.cache.slot_layers[0].table.waits_for_codes
+            if run.step is None and (self.apart or short) and impossible(self.model, run.cache, {}) is None:
                 left = run.ticket.request.max_new_tokens - run.launched
                 own: Any = OwnDraw(run.draw, run.mode)
                 run.step = Step(self.model, run.cache, own, run.token, run.cache.tokens_seen + left + 1, self._fused)
