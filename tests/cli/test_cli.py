@@ -74,6 +74,7 @@ def test_methods_lists_every_method() -> None:
     assert all(method["idea"] and method["family"] for method in listed.values())
     table = run("methods").stdout
     assert all(name in table for name in kvsketch.METHODS)
+    assert run("methods", "snapkv:budget=12").stdout == run("methods", "snapkv").stdout
 
 
 @pytest.mark.parametrize("name", kvsketch.METHODS)

@@ -19,11 +19,11 @@ def methods(
     as_json: JsonOption = False,
 ) -> None:
     """List the methods with their families, ideas and parameters, or explain one."""
-    from kvsketch.methods import METHODS
-    from kvsketch.methods.text import find, installed
+    from kvsketch.methods import METHODS, parse_method
+    from kvsketch.methods.text import installed
 
     if name is not None:
-        cls = find(name, METHODS)
+        cls = type(parse_method(name))
         if as_json:
             print_json(describe(cls))
         else:
