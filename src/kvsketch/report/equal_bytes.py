@@ -230,7 +230,9 @@ def short_table(found: Sequence[Cell], model: str) -> str:
         ): f"{cell.value.value:.2f}{'*' if missing(cell, full.get(cell.task, cell)) else ''}"
         for cell in own
     }
-    methods = sorted({cell.method for cell in own if cell.method != FULL}, key=order)
+    methods = sorted(
+        {cell.method for cell in own if cell.method != FULL}, key=lambda name: (not _is_ours(name), order(name))
+    )
     rows = [
         [blocks.Code(method), *(" / ".join(_known(values, method, share, tasks)) for share in SHARES)]
         for method in methods
@@ -257,6 +259,10 @@ def short_tasks(found: Sequence[Cell], model: str) -> list[str]:
 
 def _short(found: Sequence[Cell], model: str) -> list[Cell]:
     return [cell for cell in found if cell.model == model and cell.question == "unseen" and cell.task in SHORT]
+
+
+def _is_ours(method: str) -> bool:
+    return method.partition(":")[0] == OURS
 
 
 def _known(values: dict[tuple[str, str, str], str], method: str, share: str, tasks: Sequence[str]) -> list[str]:
@@ -316,7 +322,7 @@ def _panel(axes: Any, own: Sequence[Cell], shown: dict[str, Any]) -> None:
             axes.axhline(members[0].value.value, color=look.colour, linestyle="--", linewidth=1.4, label="full cache")
             axes.plot([members[0].bytes], [members[0].value.value], marker="s", color=look.colour, markersize=6)
             continue
-        ours = name.partition(":")[0] == OURS
+        ours = _is_ours(name)
         means = [cell.value.value for cell in members]
         lows = [0.0 if c.value.low is None else max(0.0, c.value.value - c.value.low) for c in members]
         highs = [0.0 if c.value.high is None else max(0.0, c.value.high - c.value.value) for c in members]

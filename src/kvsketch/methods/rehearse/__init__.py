@@ -348,8 +348,8 @@ class Rehearse(BudgetedMethod):
         if tables[0].state_of(Rehearsed).again is None:
             return
         for table in tables:
-            # An answer that is rehearsed belongs to the text of which a share is kept: a short question is no measure.
-            table.set_prompt(max(table.prompt_tokens, table.seen))
+            # A short question is no measure for its answer. A chunk is the most that counts: generation stays bounded.
+            table.set_prompt(max(table.prompt_tokens, min(table.seen, self.chunk)))
         keep = self._chosen(tables)
         counts = counted(keep)
         changes = self._refitted(tables, keep)
