@@ -190,6 +190,57 @@ def test_attention_reads_codes_as_what_they_stand_for(
     torch.testing.assert_close(ours.logits, theirs.logits, atol=20 * close, rtol=close)
 
 
+@needs_triton
+@pytest.mark.parametrize(
+    ("block_n", "value_bits", "group", "dtype"),
+    [(64, 4, 7, torch.bfloat16), (128, 4, 4, torch.float16), (64, 16, 12, torch.float16)],
+)
+def test_the_last_tile_of_words_begins_early_and_counts_no_slot_twice(
+    block_n: int, value_bits: int, group: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    from kvsketch.ops.weighted_attention import kernel
+
+    slots, lengths = 150, torch.tensor([[150, 129, 60]] * 2, device=device)
+    twice_read = range(slots - block_n, 128)  # by the last tile as well
+    parts: list[Tensor | CodedSlots] = []
+    for bits in (4, value_bits):
+        x, center = (tensor.to(device) for tensor in vectors(128, slots, dtype, 3.0))
+        part = coded(x, center, bits if bits < 16 else 8, 4)
+        # Exact slots of both kinds, and numbers behind a head that spoil what they touch.
+        at = torch.tensor([3, twice_read[5], 128, 149], dtype=torch.int32, device=device)
+        part.exact_at.copy_(at)
+        part.steps.masked_fill_(torch.arange(slots, device=device) >= lengths.unsqueeze(-1), float("nan"))
+        parts.append(part if bits < 16 else x)
+    torch.manual_seed(group)
+    log_weight = torch.randn(2, 3, slots, device=device)
+    log_weight[:, :, twice_read] += 4.0
+    q = torch.randn(2, 3 * group, 1, 128, device=device).to(dtype)
+    call = Arguments(q, parts[0], parts[1], log_weight, log_weight, 128**-0.5, lengths=lengths)
+    ours = kernel.weighted_attention(call, kernel.Plan(block_n, 2, 1, 2, False))
+    for each in parts:
+        if isinstance(each, CodedSlots):
+            each.steps.nan_to_num_(0.0)
+    theirs = attention_reference.weighted_attention(call)
+    assert relative_error(ours.out.float(), theirs.out.float()) < 1e-2
+    torch.testing.assert_close(ours.log_sum_num, theirs.log_sum_num, atol=1e-3, rtol=0)
+
+
+@needs_triton
+def test_programs_of_words_fit_the_registers_of_a_multiprocessor() -> None:
+    from kvsketch.ops.common.device import Device
+    from kvsketch.ops.common.ragged import CODED_PROGRAMS
+    from kvsketch.ops.weighted_attention.kernel import coded_plan
+
+    h200 = Device(multiprocessors=132, shared_bytes=227 * 1024, overlap=True)
+    for rows, size in ((4, 128), (8, 128), (4, 256)):
+        launch = coded_plan(128, 32768, rows, size, h200)
+        assert launch.registers is not None and launch.warps == 1
+        assert CODED_PROGRAMS * 32 * launch.registers <= 65536
+        assert 0.9 < 128 * launch.splits / (132 * CODED_PROGRAMS) <= 1
+    # A short table gives every multiprocessor one tile.
+    assert coded_plan(8, 2048, 4, 128, h200).block_n == 128 and coded_plan(8, 2049 + 64, 4, 128, h200).block_n == 64
+
+
 def test_attention_over_many_bits_is_attention_over_the_vectors() -> None:
     k, key_center = vectors(64, 60)
     v, value_center = vectors(64, 60, common=1.0)

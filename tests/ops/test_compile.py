@@ -107,6 +107,13 @@ def coded_attention() -> None:
     ops.weighted_attention(normal(B, HQ, 1, D), *parts, zeros(B, H, S), zeros(B, H, S), 0.1, return_logits=True)
 
 
+def short_coded_attention() -> None:
+    """One tile for each program, in half precision."""
+    codes, steps = zeros(B, H, S, D // 2, dtype=torch.uint8), zeros(B, H, S, dtype=torch.float16)
+    slots = CodedSlots(Codec(4, D), zeros(B, H, D), zeros(B, H, 4, D), ints(B, H, 4), codes, steps)
+    ops.weighted_attention(normal(B, HQ, 1, D).half(), slots, slots, zeros(B, H, S), zeros(B, H, S), 0.1)
+
+
 def ragged_attention() -> None:
     layout = Layout.of(longs(B, H) + S, coded=True)
     codec, center = Codec(4, D), zeros(B, H, D)
@@ -308,7 +315,8 @@ def thin_linear(rows: int) -> None:
 
 
 CALLS: tuple[Callable[[], None], ...] = (
-    weighted_attention, encoded, coded_attention, decoded, ragged_attention, paged_attention,
+    weighted_attention, encoded, coded_attention, short_coded_attention, decoded, ragged_attention,
+    paged_attention,
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention, replay_scores,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,

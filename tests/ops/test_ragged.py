@@ -34,8 +34,9 @@ def flat_call(dtype: torch.dtype, group: int, size: int, tied: bool, bits: int, 
     if bits != 16:
         codec = Codec(bits, size, seed=1)
         center = [x.float().mean(0).expand(2, 3, size).contiguous() for x in (k, v)]
-        # Some slots of two heads are exact: their codes are not read.
-        at = torch.tensor([[[5, -1], [-1, -1], [149, 0]], [[-1, -1]] * 3], dtype=torch.int32, device=device)
+        # Some slots of three heads are exact: their codes are not read.
+        places = [[[5, -1], [-1, -1], [149, 0]], [[-1, -1], [-1, -1], [-1, 32]]]
+        at = torch.tensor(places, dtype=torch.int32, device=device)
         parts = [
             CodedSlots(codec, c, normal(2, 3, 2, size), at, *(p[0, 0] for p in encode(x[None, None], c[:1, :1], codec)))
             for x, c in zip(parts, center, strict=True)
@@ -76,6 +77,7 @@ def test_each_head_reads_its_own_slots(device: torch.device) -> None:
         (16, torch.bfloat16, 7, 64, True),
         (4, torch.bfloat16, 4, 128, True),
         (4, torch.bfloat16, 2, 80, False),
+        (4, torch.float16, 7, 64, False),
         (3, torch.float32, 2, 96, True),
     ],
 )

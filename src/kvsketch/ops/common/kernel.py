@@ -61,11 +61,17 @@ def ordered_bits(score):
 
 @triton.jit
 def load_tile(
-    base, first, stride, limit, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr
+    base, first, stride, limit, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
+    ACROSS: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows [first, first + ROWS) of a [.., SIZE] matrix; zero from column SIZE and, if MASKED, from row `limit` on."""
-    rows = tl.arange(0, ROWS)[:, None]
-    columns = tl.arange(0, COLUMNS)[None, :]
+    """Rows [first, first + ROWS) of a [.., SIZE] matrix; zero from column SIZE and, if MASKED, from row `limit` on.
+
+    ACROSS: as [COLUMNS, ROWS]. A tile that is transposed after the load is not read ahead by a pipelined loop.
+    """
+    if ACROSS:
+        rows, columns = tl.arange(0, ROWS)[None, :], tl.arange(0, COLUMNS)[:, None]
+    else:
+        rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     pointers = base + tl.cast(first, tl.int64) * stride + rows * stride + columns
     if MASKED:
         mask = first + rows < limit
@@ -86,6 +92,25 @@ def gather_tile(base, rows, stride, inside, SIZE: tl.constexpr, COLUMNS: tl.cons
     if SIZE != COLUMNS:
         mask = mask & (columns < SIZE)
     return tl.load(base + rows[:, None].to(tl.int64) * stride + columns, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_columns(
+    rows, inside, first, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Columns first, first + STEP, ... of rows at the pointers `rows`; zero behind COUNT of them."""
+    column = tl.arange(0, BLOCK)[None, :]
+    return tl.load(rows[:, None] + first + STEP * column, mask=inside[:, None] & (column < COUNT), other=0.0)
+
+
+@triton.jit
+def store_columns(
+    rows, tile, inside, first, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Writes such columns."""
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = inside[:, None] & (column < COUNT)
+    tl.store(rows[:, None] + first + STEP * column, tile.to(rows.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -181,15 +206,16 @@ def hadamard_signs(SIZE: tl.constexpr):
 
 
 @triton.jit
-def hadamard(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of a small tile times a Hadamard matrix.
+def hadamard(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr = None):
+    """Rows of a small tile times a Hadamard matrix; SIZE: of so many columns, None: of all.
 
     A stage makes a + b, a - b of pairs a, b. Both have the sum, and the second takes its own b off twice: nothing moves
     but what the sum takes, so that a warp that holds whole rows needs no shared memory.
     """
     second = tl.arange(0, 2).to(tl.float32)[None, None, :, None] * 2.0
+    MOST: tl.constexpr = COLUMNS if SIZE is None else SIZE
     for stage in tl.static_range(8):
-        if 2 << stage <= COLUMNS:
+        if 2 << stage <= MOST:
             x = tl.reshape(x, (ROWS, COLUMNS >> (stage + 1), 2, 1 << stage))
             x = tl.reshape(tl.expand_dims(tl.sum(x, 2), 2) - second * x, (ROWS, COLUMNS))
     return x

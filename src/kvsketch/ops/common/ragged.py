@@ -20,7 +20,7 @@ from torch import Tensor
 UNIT = 128  # pieces begin at multiples of it: a whole number of tiles, whatever their size
 MOST_PIECES = 1024  # of one head
 # Programs that run at a time on one multiprocessor: those that read codes are small (`weighted_attention.kernel`).
-PLAIN_PROGRAMS, CODED_PROGRAMS = 2, 8
+PLAIN_PROGRAMS, CODED_PROGRAMS = 2, 12
 
 
 @dataclass

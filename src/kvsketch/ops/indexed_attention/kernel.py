@@ -20,8 +20,7 @@ from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.device import Device, device_traits, on
-from kvsketch.ops.common.kernel import LOG2E, NEG_INF, dot, nibble_offset, nibbles, tanh_ratio
-from kvsketch.ops.common.ragged import CODED_PROGRAMS
+from kvsketch.ops.common.kernel import LOG2E, NEG_INF, dot, nibble_offset, nibbles, store_columns, tanh_ratio
 from kvsketch.ops.common.sums import add_terms, combine
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
@@ -33,24 +32,23 @@ from kvsketch.ops.common.tensors import (
     readable,
 )
 from kvsketch.ops.indexed_attention import Arguments
-from kvsketch.ops.weighted_attention import Attended
-from kvsketch.ops.weighted_attention.kernel import (
-    HALVES,
+from kvsketch.ops.indexed_attention.words import (
     exact_scores,
     folded,
     hadamard_matrix,
     load_by_words,
     offset_of_levels,
     split_in_two,
-    store_columns,
     turned,
     turned_queries,
     twice,
 )
+from kvsketch.ops.weighted_attention import Attended
+from kvsketch.ops.weighted_attention.kernel import HALVES
 
 # Rows lie anywhere, so that many small programs hide the wait for them better than a few with more tiles in flight.
 TILE_BYTES = 16 * 1024
-PROGRAMS_PER_MULTIPROCESSOR = 4
+PROGRAMS_PER_MULTIPROCESSOR, CODED_PROGRAMS = 4, 8
 MAX_PIECES = 96  # of one query: a third each for its list, the spans and the extra slots
 PLAIN_TILE = 32  # slots of a tile that are not coded, beside tiles of codes
 
@@ -501,10 +499,10 @@ def coded_pieces_kernel(
             hidden = tl.where(tl.max(same.to(tl.int32), 0) > 0, NEG_INF, hidden)
         origin, total, terms, shrink = add_terms(origin, total, x + hidden[None, :])
         v0, v1, v2, v3 = levels_of_rows(v_base, slot, v_n, visible, HALF, DV, BLOCK_DV)
-        parts = twice((terms * value_step[None, :]).to(HALF), True)
+        parts = twice((terms * value_step[None, :]).to(HALF))
         sum_of_parts = dot(parts, tl.full((BLOCK_N, 8), 1.0, HALF), tl.zeros((WIDE, 8), tl.float32))
         lift = -nibble_offset(HALF) * tl.max(sum_of_parts, 1)[:, None]
-        shrink = twice(shrink, True)[:, None]
+        shrink = twice(shrink)[:, None]
         acc = dot(parts, v0, acc * shrink + lift)
         acc1 = dot(parts, v1, acc1 * shrink + lift)
         acc2 = dot(parts, v2, acc2 * shrink + lift)
@@ -520,7 +518,7 @@ def coded_pieces_kernel(
             s += q_center[:, None]
         x = capped(s * scale, softcap, CAPPED) + tl.log2(hits)[None, :]
         origin, total, terms, shrink = add_terms(origin, total, tl.where(there[None, :], x, NEG_INF))
-        parts, shrink = twice(terms.to(HALF), True), twice(shrink, True)[:, None]
+        parts, shrink = twice(terms.to(HALF)), twice(shrink)[:, None]
         e0, e1, e2, e3 = load_by_words(v_exact_ptr + head * EXACT * DV, exact_place, DV, there, DV, BLOCK_DV)
         acc = dot(parts, e0.to(HALF), acc * shrink)
         acc1 = dot(parts, e1.to(HALF), acc1 * shrink)
@@ -570,7 +568,7 @@ def coded_pieces_kernel(
             m1 -= tl.sum(e1 * cut_hits[:, None], 0)
             m2 -= tl.sum(e2 * cut_hits[:, None], 0)
             m3 -= tl.sum(e3 * cut_hits[:, None], 0)
-            factor, lowered_twice = twice(tl.exp2(cut_x - raised), True)[:, None], twice(lowered, True)[:, None]
+            factor, lowered_twice = twice(tl.exp2(cut_x - raised))[:, None], twice(lowered)[:, None]
             acc = acc * lowered_twice + factor * m0[None, :]
             acc1 = acc1 * lowered_twice + factor * m1[None, :]
             acc2 = acc2 * lowered_twice + factor * m2[None, :]

@@ -6,7 +6,8 @@ alone; `lengths` are read on the device.
 
 Keys in few bits meet a rotated query, <q, k> = <q, center> + step <R q, z>. Values in few bits are summed as step z,
 and the sum is rotated back once for each query. Some slots may be exact: the first split reads them. 4-bit codes are
-read as words of four levels, four products of a quarter of the channels each (`common/kernel.nibbles`).
+read as words of four levels, four products of a quarter of the channels each, with slots instead of queries as their
+long side (`words.py`).
 
 Where heads differ in size, a work list takes the place of the grid (`common/ragged.py`).
 Legend: rows are the G * N queries of one KV head, head by head; the rest as in the package docstring.
@@ -30,13 +31,16 @@ from kvsketch.ops.common.kernel import (
     LN2,
     LOG2E,
     NEG_INF,
+    PTX,
     begin,
     dot,
     gather_tile,
+    load_columns,
     load_levels,
     load_tile,
     nibble_offset,
     nibbles,
+    store_columns,
     tanh_ratio,
 )
 from kvsketch.ops.common.ragged import CODED_PROGRAMS, PLAIN_PROGRAMS
@@ -51,11 +55,29 @@ from kvsketch.ops.common.tensors import (
     outer_strides,
 )
 from kvsketch.ops.weighted_attention import Arguments, Attended
+from kvsketch.ops.weighted_attention.words import (
+    across,
+    add_exact,
+    add_values,
+    beside,
+    exact_scores,
+    folded,
+    halves,
+    load_by_words,
+    load_of_words,
+    of_rows,
+    offset_of_levels,
+    once,
+    parts_of,
+    store_by_words,
+    turned,
+)
 
 # Keys and values of one tile. Two programs per multiprocessor with two tiles each in flight keep the memory busy.
 TILE_BYTES = 32 * 1024
 PROGRAMS_PER_MULTIPROCESSOR = PLAIN_PROGRAMS
 MAX_SPLITS = 128
+EXACT_SLOTS = tl.constexpr(64)  # codes that are read in the time that exact slots take
 # Programs that start early are dealt unevenly over the multiprocessors, which costs more than a launch when they are
 # long.
 EARLY_BYTES = 16 << 20
@@ -73,6 +95,7 @@ class Plan:
     stages: int  # tiles in flight per program, the one being worked on included
     overlap: bool  # start the combining program while the splits still run
     early: bool = False  # start the splits while the kernel before still runs
+    registers: int | None = None  # of a thread, at most; None: as many as the compiler likes
 
 
 def supported(call: Arguments) -> bool:
@@ -87,11 +110,10 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     kv_heads, slots, value_slots, value_size = call.sizes
     group, ragged = query_heads // kv_heads, call.ragged
     q, key, value = dense_last(call.q), _stored(call.k, call.q.dtype), _stored(call.v, call.q.dtype)
-    center, signs, mix = None, None, None
+    center, signs = None, None
     turn = key.words and key.is_one_block
     if isinstance(call.k, CodedSlots) and turn:
         center, signs = call.k.center.contiguous(), call.k.codec.signs(q.device)
-        mix = hadamard_matrix(size // 4, block_size(size // 4), q.dtype, q.device)
     elif isinstance(call.k, CodedSlots):
         q, center = _rotated(call.q, call.k, torch.float32 if key.words else call.q.dtype)
     exact_at = next((part.exact_at.contiguous() for part in (call.k, call.v) if _some_exact(part)), None)
@@ -107,16 +129,20 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     most_rows = 16 if q.dtype == torch.float32 else 64 if traits.shared_bytes > 160 * 1024 else 32
     block_m = min(most_rows, block_size(group * queries))
     if key.words:
-        # A query takes two rows of a tile.
-        block_m = max(8, min(16, triton.next_power_of_2(group * queries)))
+        # A query has two columns of a product, which has 8 at least.
+        block_m = max(4, min(16, triton.next_power_of_2(group * queries)))
     row_tiles = triton.cdiv(group * queries, block_m)
     if launch is None:
         programs = batch * kv_heads * row_tiles
         if key.words and value.words:
-            launch = coded_plan(programs, slots, block_m, traits)
+            launch = coded_plan(programs, slots, block_m, max(size, value_size), traits, ragged is not None)
         else:
             slot_bytes = (block_size(size) + block_size(value_size)) * q.element_size()
             launch = plan(programs, slots, slot_bytes, traits)
+    # Masks cost words their wide loads. Words behind a head may be read, if not those behind all slots: there the last
+    # tile begins earlier.
+    room = slots if ragged is None else ragged.total
+    shifted = key.words and value_slots == slots and room >= launch.block_n
     masked = lengths is not None or slots % launch.block_n > 0 or value_slots % launch.block_n > 0
     # Values in few bits are summed rotated; the sum of all splits is rotated back.
     direct = launch.splits == 1 and ragged is None and not key.words and isinstance(call.v, Tensor)
@@ -138,10 +164,10 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
         split_kernel[grid](
             q, key.data, value.data, log_num, log_den, bias, sink_logits, lengths,
             None if ragged is None else ragged.start, None if ragged is None else ragged.work, call.pages,
-            center, signs, mix, key.steps, value.steps, key.exact, value.exact, exact_at,
+            center, signs, key.steps, value.steps, key.exact, value.exact, exact_at,
             out, state, logits, acc, sums,
             call.scale, call.softcap or 0.0, bias_floor, log2_clip or 0.0,
-            slots, value_slots, launch.splits, queries, kv_heads,
+            slots, value_slots, room, launch.splits, queries, kv_heads,
             *q.stride()[:3], *_slot_strides(key.data), *_slot_strides(value.data),
             *outer_strides(key.steps), *outer_strides(value.steps),
             *outer_strides(log_num), *outer_strides(log_den), *bias_strides,
@@ -151,12 +177,16 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
             BLOCK_M=block_m, BLOCK_N=launch.block_n, STAGES=launch.stages,
             TIED=tied, NUM=log_num is not None, DEN=log_den is not None, TAIL=value_slots < slots, BIAS=bias_kind,
             CAPPED=call.softcap is not None, SINKS=sink_logits is not None, LENGTHS=lengths is not None,
-            CLIPPED=log2_clip is not None, LOGITS=call.return_logits, MASKED=masked, DIRECT=direct,
-            RAGGED=ragged is not None, PAGED=call.pages is not None, KEY_BITS=key.bits, VALUE_BITS=value.bits,
-            KEY_WORDS=key.words, VALUE_WORDS=value.words, HALF=HALVES.get(call.q.dtype), TURN=turn,
+            CLIPPED=log2_clip is not None, LOGITS=call.return_logits, MASKED=masked, SHIFTED=masked and shifted,
+            DIRECT=direct, RAGGED=ragged is not None, PAGED=call.pages is not None,
+            KEY_BITS=key.bits, VALUE_BITS=value.bits, KEY_WORDS=key.words, VALUE_WORDS=value.words,
+            KEY_DENSE=key.words and _slot_strides(key.data)[2] == size // 4,
+            VALUE_DENSE=value.words and _slot_strides(value.data)[2] == value_size // 4,
+            HALF=HALVES.get(call.q.dtype), TURN=turn,
             EXACT=0 if exact_at is None else exact_at.shape[2],
             OVERLAP=launch.overlap, EARLY=launch.early, num_warps=launch.warps,
             **({"launch_pdl": True} if launch.early else {}),
+            **({"maxnreg": launch.registers} if launch.registers and PTX.value else {}),
         )  # fmt: skip
         if not direct:
             combine(acc, sums, out, state, launch.splits, sink_logits, tied, log2_clip, launch.overlap, ragged, turned)
@@ -204,15 +234,6 @@ def _rotated(q: Tensor, keys: CodedSlots, dtype: torch.dtype) -> tuple[Tensor, T
     return (exact @ keys.codec.rotation(q.device).T).to(dtype).contiguous(), center
 
 
-@functools.lru_cache(maxsize=16)
-def hadamard_matrix(size: int, room: int, dtype: torch.dtype, device: torch.device) -> Tensor:  # [room, room]
-    """A Hadamard matrix of ones and minus ones, with zeros around it."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return torch.nn.functional.pad(matrix, (0, room - size, 0, room - size)).to(device, dtype)
-
-
 def _rotated_back(out: Tensor, ratio: Tensor, values: CodedSlots) -> Tensor:
     """The output in the model's coordinates; `ratio` [B, Hq, N]: the numerator's sum of weights by the denominator."""
     batch, query_heads, queries, size = out.shape
@@ -257,13 +278,22 @@ def plan(heads: int, slots: int, slot_bytes: int, device: Device) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def coded_plan(heads: int, slots: int, rows: int, device: Device) -> Plan:
-    """The same for 4-bit codes. One warp holds a tile of up to 8 queries: its programs never wait for other warps."""
-    block_n = 64
-    resident = device.multiprocessors * CODED_PROGRAMS
-    splits = best_splits(heads, _ceil_div(slots, block_n), resident)
+def coded_plan(heads: int, slots: int, rows: int, size: int, device: Device, ragged: bool = False) -> Plan:
+    """The same for 4-bit codes of vectors of this size, and tiles of `rows` queries.
+
+    Up to 8 rows fit in one warp, which never waits for others. Its registers are bounded, so that CODED_PROGRAMS run at
+    a time and hide what each of them waits for. Without a bound 8 warps do.
+    """
     early = device.overlap and heads * slots * CODED_BYTES <= EARLY_BYTES
-    return Plan(block_n, splits, warps=1 if rows == 8 else 4, stages=2, overlap=device.overlap, early=early)
+    few, several = rows * size <= 512, rows <= 8 and rows * size <= 1024
+    registers = 128 if few else 168 if several else None
+    block_n, warps = 64, 1 if rows <= 8 else 2
+    if few and rows == 4 and not ragged and heads * _ceil_div(slots, 128) <= device.multiprocessors:
+        # A multiprocessor for each tile: more warps are done with it sooner.
+        block_n, warps = 128, 4
+    resident = device.multiprocessors * (CODED_PROGRAMS if registers else 8 // warps)
+    splits = best_splits(heads, _ceil_div(slots + EXACT_SLOTS.value, block_n), resident)
+    return Plan(block_n, splits, warps, stages=2, overlap=device.overlap, early=early, registers=registers)
 
 
 def best_splits(heads: int, tiles: int, resident: int) -> int:
@@ -326,7 +356,7 @@ def add_bias(x, slots, there, inside, bias_rows, bias_floor, BIAS: tl.constexpr)
 
 @triton.jit
 def score_tile(
-    q, q1, q2, q3, q_lift, q_center, k_base, k_s, k_step, start, slots, there, limit, scale, softcap,
+    q, q1, q2, q3, q_lift, q_center, k_base, k_s, step, start, slots, there, limit, scale, softcap,
     logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAPPED: tl.constexpr, LOGITS: tl.constexpr, BIAS: tl.constexpr,
@@ -337,12 +367,11 @@ def score_tile(
     WORDS: 4-bit codes are read two bytes at a time, and D and BLOCK_D count these words.
     """
     if BITS != 16:
-        # Steps are asked for before the products, and needed behind them.
-        step = tl.load(k_step + slots, mask=slots < limit, other=0.0).to(tl.float32) * (2.0 if WORDS else 1.0)
+        step = step.to(tl.float32) * (2.0 if WORDS else 1.0)
     if WORDS:
         k0, k1, k2, k3 = nibbles(load_tile(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, MASKED), q.dtype)
-        s = dot(q, tl.trans(k0), tl.zeros((q.shape[0], BLOCK_N), tl.float32) + q_lift[:, None])
-        s = folded(dot(q3, tl.trans(k3), dot(q2, tl.trans(k2), dot(q1, tl.trans(k1), s))))
+        s = dot(k0, q, tl.zeros((BLOCK_N, q.shape[1]), tl.float32) + q_lift[None, :])
+        s = folded(dot(k3, q3, dot(k2, q2, dot(k1, q1, s))))
     elif BITS == 16:
         k_tile = load_tile(k_base, start, k_s, limit, BLOCK_N, D, BLOCK_D, MASKED)
         s = dot(q, tl.trans(k_tile), tl.zeros((q.shape[0], BLOCK_N), tl.float32)) * scale
@@ -366,31 +395,28 @@ def score_tile(
 
 
 @triton.jit
-def folded(x):
-    """The sum of the upper and the lower half of the rows."""
-    if len(x.shape) == 1:
-        return tl.sum(tl.reshape(x, (2, x.shape[0] // 2)), 0)
-    else:
-        return tl.sum(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), 0)
+def slots_of(tile, room, limit, BLOCK_N: tl.constexpr, SHIFTED: tl.constexpr):
+    """First slot of a tile, its slots, and which of them it reads.
+
+    SHIFTED: a tile ends within `room`, and some of its slots may belong to the tile before, or to the head before.
+    """
+    start = tile * BLOCK_N
+    if SHIFTED:
+        start = tl.minimum(start, room - BLOCK_N)
+    slots = start + tl.arange(0, BLOCK_N)
+    there = slots < limit
+    if SHIFTED:
+        there = there & (slots >= tile * BLOCK_N)
+    return start, slots, there
 
 
 @triton.jit
-def twice(x, TWICE: tl.constexpr):
-    """The rows, and the same rows again behind them."""
-    if not TWICE:
-        return x
-    elif len(x.shape) == 1:
-        return tl.reshape(tl.broadcast_to(x[None], (2, x.shape[0])), (2 * x.shape[0],))
+def load_steps(pointers, slots, there, BITS: tl.constexpr):
+    """The steps of a tile of slots in few bits, 0 where there are none."""
+    if BITS == 16:
+        return 0.0
     else:
-        return tl.reshape(tl.broadcast_to(x[None], (2, x.shape[0], x.shape[1])), (2 * x.shape[0], x.shape[1]))
-
-
-@triton.jit
-def split_in_two(x, DTYPE: tl.constexpr):
-    """Rows that come twice, in half precision: the upper half rounded, the lower half what rounding took away."""
-    rounded = x.to(DTYPE)
-    upper = (tl.arange(0, x.shape[0]) < x.shape[0] // 2)[:, None]
-    return tl.where(upper, rounded, (x - rounded.to(tl.float32)).to(DTYPE))
+        return tl.load(pointers + slots, mask=there, other=0.0)
 
 
 @triton.jit
@@ -406,129 +432,39 @@ def without_exact(
 
 
 @triton.jit
-def load_columns(
-    rows, inside, first, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
+def weights_of(
+    base, tile, start, slots, limit, exact_at, least_exact, most_exact,
+    WEIGHTED: tl.constexpr, MASKED: tl.constexpr, SHIFTED: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Columns first, first + STEP, ... of rows at the pointers `rows`; zero behind COUNT of them."""
-    column = tl.arange(0, BLOCK)[None, :]
-    return tl.load(rows[:, None] + first + STEP * column, mask=inside[:, None] & (column < COUNT), other=0.0)
-
-
-@triton.jit
-def store_columns(
-    rows, tile, inside, first, STEP: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Writes such columns."""
-    column = tl.arange(0, BLOCK)[None, :]
-    mask = inside[:, None] & (column < COUNT)
-    tl.store(rows[:, None] + first + STEP * column, tile.to(rows.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_words(
-    base, places, stride, inside, first, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """One channel of each word of four, of the rows `places` of a [.., SIZE] matrix."""
-    return load_columns(base + places.to(tl.int64) * stride, inside, first, 2, SIZE // 4, BLOCK)
-
-
-@triton.jit
-def load_by_words(base, places, stride, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """All channels of the rows `places`, by the channels of words."""
-    return (
-        load_words(base, places, stride, inside, 0, SIZE, BLOCK),
-        load_words(base, places, stride, inside, SIZE // 2, SIZE, BLOCK),
-        load_words(base, places, stride, inside, 1, SIZE, BLOCK),
-        load_words(base, places, stride, inside, SIZE // 2 + 1, SIZE, BLOCK),
-    )
-
-
-@triton.jit
-def exact_scores(s, q, k):
-    """s with the products of some channels of exact keys added; the keys are taken in two halves as well."""
-    k = k.to(tl.float32)
-    rounded = k.to(q.dtype)
-    return dot(q, tl.trans((k - rounded.to(tl.float32)).to(q.dtype)), dot(q, tl.trans(rounded), s))
-
-
-@triton.jit
-def signed(q, signs, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of queries whose columns are multiplied with the signs at these pointers."""
-    return (q.to(tl.float32) * tl.load(signs, mask=tl.arange(0, BLOCK) < COUNT, other=1.0)[None, :]).to(q.dtype)
-
-
-@triton.jit
-def turned(
-    x0, x1, x2, x3, sign_ptr, mix_ptr, D: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """R x in float32, for x given and returned by the channels of words: 2 u, 2 u + D / 2, 2 u + 1, 2 u + 1 + D / 2.
-
-    A Hadamard matrix of D is one of D / 4 over the words, times two of 2 over the channels of a word.
-    """
-    u = tl.arange(0, BLOCK)
-    mix = tl.load(mix_ptr + u[:, None] * BLOCK + u[None, :])
-    signs = sign_ptr + 2 * u
-    y0 = dot(signed(x0, signs, D // 4, BLOCK), mix)
-    y1 = dot(signed(x1, signs + D // 2, D // 4, BLOCK), mix)
-    y2 = dot(signed(x2, signs + 1, D // 4, BLOCK), mix)
-    y3 = dot(signed(x3, signs + D // 2 + 1, D // 4, BLOCK), mix)
-    NORM: tl.constexpr = D**-0.5
-    return (
-        (y0 + y1 + y2 + y3) * NORM, (y0 - y1 + y2 - y3) * NORM,
-        (y0 + y1 - y2 - y3) * NORM, (y0 - y1 - y2 + y3) * NORM,
-    )  # fmt: skip
-
-
-@triton.jit
-def turned_queries(
-    rows, inside, center, sign_ptr, mix_ptr, HALF: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """R q of rows that come twice, in two halves and by the channels of words, and <q, center> of each query."""
-    q0 = load_columns(rows, inside, 0, 2, D // 4, BLOCK)
-    q1 = load_columns(rows, inside, D // 2, 2, D // 4, BLOCK)
-    q2 = load_columns(rows, inside, 1, 2, D // 4, BLOCK)
-    q3 = load_columns(rows, inside, D // 2 + 1, 2, D // 4, BLOCK)
-    u = tl.arange(0, BLOCK)
-    there = u < D // 4
-    product = q0.to(tl.float32) * tl.load(center + 2 * u, mask=there, other=0.0)[None, :]
-    product += q1.to(tl.float32) * tl.load(center + 2 * u + D // 2, mask=there, other=0.0)[None, :]
-    product += q2.to(tl.float32) * tl.load(center + 2 * u + 1, mask=there, other=0.0)[None, :]
-    product += q3.to(tl.float32) * tl.load(center + 2 * u + D // 2 + 1, mask=there, other=0.0)[None, :]
-    y0, y1, y2, y3 = turned(q0, q1, q2, q3, sign_ptr, mix_ptr, D, BLOCK)
-    return (
-        split_in_two(y0, HALF), split_in_two(y1, HALF), split_in_two(y2, HALF), split_in_two(y3, HALF),
-        0.5 * folded(tl.sum(product, 1)),
-    )  # fmt: skip
-
-
-@triton.jit
-def offset_of_levels(q0, q1, q2, q3):
-    """What products with levels begin with, for levels are read with an offset."""
-    parts = q0.to(tl.float32) + q1.to(tl.float32) + q2.to(tl.float32) + q3.to(tl.float32)
-    return -nibble_offset(q0.dtype) * tl.sum(parts, 1)
+    """Base-2 log-weights of a tile of slots; -inf where there is none, another tile reads it, or it is exact."""
+    weights = load_weights(base, slots, limit, WEIGHTED, MASKED)
+    if SHIFTED:
+        weights = tl.where(slots >= tile * BLOCK_N, weights, NEG_INF)
+    return without_exact(weights, NEG_INF, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
 
 
 # A cache that grows by a slot per step must not compile a kernel per length.
 @triton.jit(
     do_not_specialize=[
-        "slots_total", "value_slots", "splits", "queries", "k_step_b", "k_step_h", "v_step_b", "v_step_h",
+        "slots_total", "value_slots", "room", "splits", "queries", "k_step_b", "k_step_h", "v_step_b", "v_step_h",
         "num_b", "num_h", "den_b", "den_h", "bias_b", "bias_h", "bias_g", "bias_n",
     ]
 )  # fmt: skip
 def split_kernel(
     q_ptr, k_ptr, v_ptr, num_ptr, den_ptr, bias_ptr, sink_ptr, length_ptr, start_ptr, work_ptr, page_ptr,
-    center_ptr, sign_ptr, mix_ptr, k_step_ptr, v_step_ptr, k_exact_ptr, v_exact_ptr, exact_ptr,
+    center_ptr, sign_ptr, k_step_ptr, v_step_ptr, k_exact_ptr, v_exact_ptr, exact_ptr,
     out_ptr, state_ptr, logits_ptr, acc_ptr, sums_ptr,
     scale, softcap, bias_floor, log2_clip,
-    slots_total, value_slots, splits, queries, kv_heads,
+    slots_total, value_slots, room, splits, queries, kv_heads,
     q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s,
     k_step_b, k_step_h, v_step_b, v_step_h, num_b, num_h, den_b, den_h, bias_b, bias_h, bias_g, bias_n,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     TIED: tl.constexpr, NUM: tl.constexpr, DEN: tl.constexpr, TAIL: tl.constexpr, BIAS: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, LENGTHS: tl.constexpr, CLIPPED: tl.constexpr, LOGITS: tl.constexpr,
-    MASKED: tl.constexpr, DIRECT: tl.constexpr, RAGGED: tl.constexpr, PAGED: tl.constexpr,
+    MASKED: tl.constexpr, SHIFTED: tl.constexpr, DIRECT: tl.constexpr, RAGGED: tl.constexpr, PAGED: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, KEY_WORDS: tl.constexpr, VALUE_WORDS: tl.constexpr,
+    KEY_DENSE: tl.constexpr, VALUE_DENSE: tl.constexpr,
     HALF: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
     EXACT_BLOCK: tl.constexpr = 16,
 ):  # fmt: skip
@@ -548,32 +484,33 @@ def split_kernel(
     head_in_group = row // queries
     flat_row = batch_head.to(tl.int64) * head_rows + row  # row of [B, Hq, N] outputs
 
-    # With codes read as words every query has two rows, its rounded part and the rest.
-    WIDE: tl.constexpr = 2 * BLOCK_M if KEY_WORDS else BLOCK_M
-    wide_row = tl.program_id(1) * BLOCK_M + tl.arange(0, WIDE) % BLOCK_M
-    wide_inside = wide_row < head_rows
-    q_rows = q_ptr + b * q_b + h * GROUP * q_h + (wide_row // queries) * q_h + (wide_row % queries) * q_n
+    q_rows = q_ptr + b * q_b + h * GROUP * q_h + head_in_group * q_h + (row % queries) * q_n
     q_center = scale
     if KEY_BITS != 16 and not TURN:
         q_center = tl.load(center_ptr + flat_row, mask=row_inside, other=0.0)
     if KEY_WORDS:
+        q, q1, q2, q3 = load_by_words(q_rows, row_inside, D, BLOCK_D)
         if TURN:
-            center = center_ptr + batch_head.to(tl.int64) * D
-            q, q1, q2, q3, q_center = turned_queries(q_rows, wide_inside, center, sign_ptr, mix_ptr, HALF, D, BLOCK_D)
-        else:
-            q = split_in_two(load_columns(q_rows, wide_inside, 0, 2, D // 4, BLOCK_D), HALF)
-            q1 = split_in_two(load_columns(q_rows, wide_inside, D // 2, 2, D // 4, BLOCK_D), HALF)
-            q2 = split_in_two(load_columns(q_rows, wide_inside, 1, 2, D // 4, BLOCK_D), HALF)
-            q3 = split_in_two(load_columns(q_rows, wide_inside, D // 2 + 1, 2, D // 4, BLOCK_D), HALF)
+            c0, c1, c2, c3 = load_of_words(center_ptr + batch_head.to(tl.int64) * D, D, BLOCK_D)
+            q, q1, q2, q3 = q.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32)
+            q_center = tl.sum(q * c0 + q1 * c1 + q2 * c2 + q3 * c3, 1)
+            q, q1, q2, q3 = turned(q, q1, q2, q3, sign_ptr, D)
+        q, q1, q2, q3 = halves(q, HALF), halves(q1, HALF), halves(q2, HALF), halves(q3, HALF)
         q_lift = offset_of_levels(q, q1, q2, q3)
+        q, q1, q2, q3 = beside(q), beside(q1), beside(q2), beside(q3)
     else:
-        q = load_columns(q_rows, wide_inside, 0, 1, D, BLOCK_D)
+        q = load_columns(q_rows, row_inside, 0, 1, D, BLOCK_D)
         q1, q2, q3, q_lift = q, q, q, scale
+    if KEY_DENSE:
+        k_s = D // 4
+    if VALUE_DENSE:
+        v_s = DV // 4
     # Rows of a flat store begin where their head does.
     k_base, v_base, k_step, v_step = k_ptr, v_ptr, k_step_ptr, v_step_ptr
     num_base, den_base, bias_rows, exact_at = num_ptr, den_ptr, bias_ptr, exact_ptr
     if RAGGED:
         at = tl.load(start_ptr + batch_head)
+        room -= at.to(tl.int32)
         k_base += at * k_s
         v_base += at * v_s
         if KEY_BITS != 16:
@@ -616,8 +553,8 @@ def split_kernel(
         leads = first == 0
     else:
         leads = split == 0
-        # The first split reads exact slots as well, which takes as long as a tile or two.
-        WORTH: tl.constexpr = 128 // BLOCK_N if EXACT > 0 else 0
+        # The first split reads exact slots as well, which takes as long as so many tiles.
+        WORTH: tl.constexpr = EXACT_SLOTS // BLOCK_N if EXACT > 0 else 0
         first = tl.maximum((tiles + WORTH) * split // splits - WORTH, 0)
         last = tl.maximum((tiles + WORTH) * (split + 1) // splits - WORTH, 0)
     least_exact, most_exact = 0, 0
@@ -631,66 +568,79 @@ def split_kernel(
     num_total = tl.zeros((BLOCK_M,), tl.float32)
     den_origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
     den_total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((WIDE, BLOCK_DV), tl.float32)
+    acc = tl.zeros((BLOCK_DV, 2 * BLOCK_M) if KEY_WORDS else (BLOCK_M, BLOCK_DV), tl.float32)
     acc1, acc2, acc3 = scale, scale, scale
     if VALUE_WORDS:
         acc1, acc2, acc3 = acc, acc, acc
 
+    # Steps are too small for asynchronous copies: those of the next tile are asked for a tile ahead.
+    _start, ahead, unread = slots_of(first, room, limit, BLOCK_N, SHIFTED)
+    next_key_step = load_steps(k_step, ahead, unread, KEY_BITS)
+    next_value_step = load_steps(v_step, ahead, unread & (ahead < value_limit), VALUE_BITS)
     for tile in tl.range(first, tl.minimum(last, value_tiles), num_stages=STAGES):
-        start = tile * BLOCK_N
-        slots = start + tl.arange(0, BLOCK_N)
-        there = slots < limit
+        start, slots, there = slots_of(tile, room, limit, BLOCK_N, SHIFTED)
+        key_step, value_step = next_key_step, next_value_step
+        _start, ahead, unread = slots_of(tile + 1, room, limit, BLOCK_N, SHIFTED)
+        next_key_step = load_steps(k_step, ahead, unread, KEY_BITS)
+        next_value_step = load_steps(v_step, ahead, unread & (ahead < value_limit), VALUE_BITS)
         if LOGITS:
             there = without_exact(there, False, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
-        value_step = scale
-        if VALUE_BITS != 16:
-            value_step = tl.load(v_step + slots, mask=slots < value_limit, other=0.0).to(tl.float32)
         x = score_tile(
-            q, q1, q2, q3, q_lift, q_center, k_base, k_s, k_step, start, slots, there, limit, scale, softcap,
+            q, q1, q2, q3, q_lift, q_center, k_base, k_s, key_step, start, slots, there, limit, scale, softcap,
             logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
-            D // 4 if KEY_WORDS else D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS, KEY_BITS, KEY_WORDS,
+            D // 4 if KEY_WORDS else D, BLOCK_D, BLOCK_N, MASKED and not SHIFTED, CAPPED, LOGITS, BIAS,
+            KEY_BITS, KEY_WORDS,
         )  # fmt: skip
-        weights = load_weights(num_base, slots, value_limit, NUM, MASKED)
-        weights = without_exact(weights, NEG_INF, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
+        weights = weights_of(
+            num_base, tile, start, slots, value_limit, exact_at, least_exact, most_exact,
+            NUM, MASKED, SHIFTED, BLOCK_N, EXACT,
+        )  # fmt: skip
         x_num = x + weights[None, :]
         num_origin, num_total, terms, shrink = add_terms(num_origin, num_total, x_num)
-        shrink = twice(shrink, KEY_WORDS)[:, None]
+        shrink = of_rows(shrink, KEY_WORDS)
         if VALUE_WORDS:
-            words = load_tile(v_base, start, v_s, value_limit, BLOCK_N, DV // 4, BLOCK_DV, MASKED)
+            words = load_tile(
+                v_base, start, v_s, value_limit, BLOCK_N, DV // 4, BLOCK_DV, MASKED and not SHIFTED, KEY_WORDS
+            )
             v0, v1, v2, v3 = nibbles(words, q.dtype)
-            parts = twice((terms * (2.0 * value_step)[None, :]).to(q.dtype), KEY_WORDS)
-            # The sum of the rounded parts, which the offset of the levels is taken off with.
-            total = dot(parts, tl.full((BLOCK_N, 8), 1.0, q.dtype), tl.zeros((WIDE, 8), tl.float32))
-            lift = -nibble_offset(q.dtype) * tl.max(total, 1)[:, None]
-            acc = dot(parts, v0, acc * shrink + lift)
-            acc1 = dot(parts, v1, acc1 * shrink + lift)
-            acc2 = dot(parts, v2, acc2 * shrink + lift)
-            acc3 = dot(parts, v3, acc3 * shrink + lift)
+            rounded = (terms * (2.0 * value_step.to(tl.float32))[None, :]).to(q.dtype)
+            # Levels are read with an offset, which is taken off the sums.
+            lift = of_rows(-nibble_offset(q.dtype) * tl.sum(rounded.to(tl.float32), 1), KEY_WORDS)
+            parts = parts_of(rounded, q.dtype, KEY_WORDS)
+            acc = add_values(acc * shrink + lift, parts, v0, KEY_WORDS)
+            acc1 = add_values(acc1 * shrink + lift, parts, v1, KEY_WORDS)
+            acc2 = add_values(acc2 * shrink + lift, parts, v2, KEY_WORDS)
+            acc3 = add_values(acc3 * shrink + lift, parts, v3, KEY_WORDS)
         elif VALUE_BITS == 16:
             v_tile = load_tile(v_base, start, v_s, value_limit, BLOCK_N, DV, BLOCK_DV, MASKED)
-            acc = dot(twice(terms.to(v_tile.dtype), KEY_WORDS), v_tile, acc * shrink)
+            parts = parts_of(terms, v_tile.dtype, KEY_WORDS)
+            acc = add_values(acc * shrink, parts, across(v_tile, KEY_WORDS), KEY_WORDS)
         else:
             z_tile = load_levels(v_base, start, v_s, value_limit, BLOCK_N, DV, BLOCK_DV, VALUE_BITS).to(q.dtype)
-            acc = dot(twice((terms * value_step[None, :]).to(q.dtype), KEY_WORDS), z_tile, acc * shrink)
+            parts = parts_of(terms * value_step.to(tl.float32)[None, :], q.dtype, KEY_WORDS)
+            acc = add_values(acc * shrink, parts, across(z_tile, KEY_WORDS), KEY_WORDS)
         if not TIED:
-            weights = load_weights(den_base, slots, limit, DEN, MASKED)
-            weights = without_exact(weights, NEG_INF, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
+            weights = weights_of(
+                den_base, tile, start, slots, limit, exact_at, least_exact, most_exact,
+                DEN, MASKED, SHIFTED, BLOCK_N, EXACT,
+            )  # fmt: skip
             x_den = x + weights[None, :]
             den_origin, den_total, _, _ = add_terms(den_origin, den_total, x_den)
     if TAIL:
         for tile in tl.range(tl.maximum(first, value_tiles), last, num_stages=STAGES):
-            start = tile * BLOCK_N
-            slots = start + tl.arange(0, BLOCK_N)
-            there = slots < limit
+            start, slots, there = slots_of(tile, room, limit, BLOCK_N, False)
             if LOGITS:
                 there = without_exact(there, False, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
+            key_step = load_steps(k_step, slots, slots < limit, KEY_BITS)
             x = score_tile(
-                q, q1, q2, q3, q_lift, q_center, k_base, k_s, k_step, start, slots, there, limit, scale, softcap,
+                q, q1, q2, q3, q_lift, q_center, k_base, k_s, key_step, start, slots, there, limit, scale, softcap,
                 logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
                 D // 4 if KEY_WORDS else D, BLOCK_D, BLOCK_N, MASKED, CAPPED, LOGITS, BIAS, KEY_BITS, KEY_WORDS,
             )  # fmt: skip
-            weights = load_weights(den_base, slots, limit, DEN, MASKED)
-            weights = without_exact(weights, NEG_INF, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
+            weights = weights_of(
+                den_base, tile, start, slots, limit, exact_at, least_exact, most_exact,
+                DEN, MASKED, False, BLOCK_N, EXACT,
+            )  # fmt: skip
             x_den = x + weights[None, :]
             den_origin, den_total, _, _ = add_terms(den_origin, den_total, x_den)
 
@@ -699,16 +649,18 @@ def split_kernel(
             place = tl.arange(0, EXACT_BLOCK)
             slots = tl.load(exact_at + place, mask=place < EXACT, other=-1)
             there = (slots >= 0) & (slots < limit)
-            k_exact, k_places, k_row = k_base, slots, k_s
+            # Exact vectors lie in order: they are asked for before it is known which slots they belong to.
+            k_exact, k_places, k_row, k_there = k_base, slots, k_s, there
             if KEY_BITS != 16:
                 k_exact, k_places, k_row = k_exact_ptr + batch_head.to(tl.int64) * EXACT * D, place, D
-            s = tl.zeros((WIDE, EXACT_BLOCK), tl.float32)
+                k_there = place < EXACT
             if KEY_WORDS:
-                k0, k1, k2, k3 = load_by_words(k_exact, k_places, k_row, there, D, BLOCK_D)
-                s = exact_scores(exact_scores(exact_scores(exact_scores(s, q, k0), q1, k1), q2, k2), q3, k3)
-                s = folded(s)
+                k0, k1, k2, k3 = load_by_words(k_exact + k_places * k_row, k_there, D, BLOCK_D)
+                s = exact_scores(tl.zeros((EXACT_BLOCK, 2 * BLOCK_M), tl.float32), k0, q)
+                s = folded(exact_scores(exact_scores(exact_scores(s, k1, q1), k2, q2), k3, q3))
             else:
-                s = dot(q, tl.trans(gather_tile(k_exact, k_places, k_row, there, D, BLOCK_D).to(q.dtype)), s)
+                s = tl.zeros((BLOCK_M, EXACT_BLOCK), tl.float32)
+                s = dot(q, tl.trans(gather_tile(k_exact, k_places, k_row, k_there, D, BLOCK_D).to(q.dtype)), s)
             if KEY_BITS != 16 and (CAPPED or LOGITS):
                 s += q_center[:, None]
             x = finish_scores(
@@ -720,19 +672,20 @@ def split_kernel(
             if NUM:
                 x_num += tl.load(num_base + slots, mask=valued, other=0.0)[None, :] * LOG2E
             num_origin, num_total, terms, shrink = add_terms(num_origin, num_total, x_num)
-            v_exact, v_places, v_row = v_base, slots, v_s
+            v_exact, v_places, v_row, v_there = v_base, slots, v_s, valued
             if VALUE_BITS != 16:
                 v_exact, v_places, v_row = v_exact_ptr + batch_head.to(tl.int64) * EXACT * DV, place, DV
-            parts, shrink = twice(terms.to(q.dtype), KEY_WORDS), twice(shrink, KEY_WORDS)[:, None]
+                v_there = place < EXACT
+            parts, shrink = parts_of(terms, q.dtype, KEY_WORDS), of_rows(shrink, KEY_WORDS)
             if VALUE_WORDS:
-                v0, v1, v2, v3 = load_by_words(v_exact, v_places, v_row, valued, DV, BLOCK_DV)
-                acc = dot(parts, v0.to(q.dtype), acc * shrink)
-                acc1 = dot(parts, v1.to(q.dtype), acc1 * shrink)
-                acc2 = dot(parts, v2.to(q.dtype), acc2 * shrink)
-                acc3 = dot(parts, v3.to(q.dtype), acc3 * shrink)
+                v0, v1, v2, v3 = load_by_words(v_exact + v_places * v_row, v_there, DV, BLOCK_DV)
+                acc = add_exact(acc * shrink, parts, v0, valued, KEY_WORDS)
+                acc1 = add_exact(acc1 * shrink, parts, v1, valued, KEY_WORDS)
+                acc2 = add_exact(acc2 * shrink, parts, v2, valued, KEY_WORDS)
+                acc3 = add_exact(acc3 * shrink, parts, v3, valued, KEY_WORDS)
             else:
-                v_tile = gather_tile(v_exact, v_places, v_row, valued, DV, BLOCK_DV).to(q.dtype)
-                acc = dot(parts, v_tile, acc * shrink)
+                v_tile = gather_tile(v_exact, v_places, v_row, v_there, DV, BLOCK_DV)
+                acc = add_exact(acc * shrink, parts, v_tile, valued, KEY_WORDS)
             if not TIED:
                 x = tl.where(there[None, :], x, NEG_INF)
                 if DEN:
@@ -758,19 +711,17 @@ def split_kernel(
         tl.store(den_state + flat_row, (den_origin + tl.log2(den_total)) * LN2, mask=row_inside)
     else:
         place = flat_row * splits + split
-        wide_place = (batch_head.to(tl.int64) * head_rows + wide_row) * splits + split
         if RAGGED:
             place = split.to(tl.int64) * head_rows + row
-            wide_place = split.to(tl.int64) * head_rows + wide_row
-        acc_rows = acc_ptr + wide_place * DV
-        wide_inside = wide_inside & (tl.arange(0, WIDE) < BLOCK_M)
+        acc_rows = acc_ptr + place * DV
+        if KEY_WORDS:
+            acc = once(acc)
+            if VALUE_WORDS:
+                acc1, acc2, acc3 = once(acc1), once(acc2), once(acc3)
         if VALUE_WORDS:
-            store_columns(acc_rows, acc, wide_inside, 0, 2, DV // 4, BLOCK_DV)
-            store_columns(acc_rows, acc1, wide_inside, DV // 2, 2, DV // 4, BLOCK_DV)
-            store_columns(acc_rows, acc2, wide_inside, 1, 2, DV // 4, BLOCK_DV)
-            store_columns(acc_rows, acc3, wide_inside, DV // 2 + 1, 2, DV // 4, BLOCK_DV)
+            store_by_words(acc_rows, acc, acc1, acc2, acc3, row_inside, DV, BLOCK_DV)
         else:
-            store_columns(acc_rows, acc, wide_inside, 0, 1, DV, BLOCK_DV)
+            store_columns(acc_rows, acc, row_inside, 0, 1, DV, BLOCK_DV)
         tl.store(sums_ptr + place * 4, num_origin, mask=row_inside)
         tl.store(sums_ptr + place * 4 + 1, num_total, mask=row_inside)
         if not TIED:
