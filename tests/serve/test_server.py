@@ -227,7 +227,9 @@ def test_bodies_without_a_length_are_limited_and_bad_json_is_told(server: Server
     connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
     connection.request("POST", "/v1/completions", iter([b"x" * 15_000] * 2), encode_chunked=True)
     assert connection.getresponse().status == 413
-    assert call(server, "GET", "/nowhere")[1]["error"]["message"] == "there is nothing at /nowhere"
+    for way in ("GET", "POST"):
+        status, body, _ = call(server, way, "/v1/nowhere")
+        assert (status, body["error"]["message"]) == (404, "there is nothing at /v1/nowhere")
 
 
 def test_a_full_queue_sends_clients_away(client: Any, server: Server, slow: Slow) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import logging
@@ -178,7 +179,7 @@ class Routes:
             Route("/v1/documents/{id}/passages", self.passages),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
-            Route("/{file:path}", self.page),
+            *(Route(f"/{file}", functools.partial(self.page, file)) for file in PAGE),
         ]
 
     # answers
@@ -313,10 +314,8 @@ class Routes:
         text = await run_in_threadpool(self.service.metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def page(self, request: Request) -> Response:
-        if request.path_params["file"] not in PAGE:
-            raise HTTPException(404)
-        name, kind = PAGE[request.path_params["file"]]
+    async def page(self, file: str, request: Request) -> Response:
+        name, kind = PAGE[file]
         content = resources.files("kvsketch.serve").joinpath("page", name).read_bytes()
         return Response(content, media_type=kind, headers=PAGE_HEADERS)
 
