@@ -37,8 +37,8 @@ def tables(records: Iterable[Record]) -> str:
 def _of_model(name: str, data: Sequence[dict[str, Any]]) -> str:
     means = _means(data)
     texts, tokens = len({each["sample"] for each in data}), data[0]["tokens"]
-    own = _told(means, "full", "full_again_nll", ".3f")
-    full = f"; -log p of the passage with the full cache is {own}" if _measured(own) else ""
+    own = [each["full_again_nll"] for each in data if "full_again_nll" in each]
+    full = f"; -log p of the passage with the full cache is {mean(own):.3f}" if own else ""
     parts = [
         f"### {name}",
         f"{'One text' if texts == 1 else f'Means over {texts} texts'} of {tokens:,} tokens{full}.",
@@ -57,8 +57,13 @@ def _means(data: Sequence[dict[str, Any]]) -> Means:
     for each in data:
         for key, value in each.items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                found.setdefault(each["method"], {}).setdefault(key, []).append(value)
+                found.setdefault(_short(each["method"]), {}).setdefault(key, []).append(value)
     return {store: {key: mean(values) for key, values in by.items()} for store, by in found.items()}
+
+
+def _short(store: str) -> str:
+    """A text form without the 16 bits that are the default."""
+    return ":".join(part for part in store.split(":") if part not in ("key_bits=16", "value_bits=16"))
 
 
 def _by_bits(means: Means) -> str:
