@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,7 +29,7 @@ PARTS = ("center", "rotation", "exact")
 FP8 = torch.float8_e4m3fn
 
 
-class Store:
+class Store(ABC):
     """One way to hold keys and values, as a cache that a model can use."""
 
     held = True  # whether bytes and steps are those of a cache that is really there
@@ -40,16 +41,16 @@ class Store:
         """What is not installed; empty: nothing."""
         return ""
 
+    @abstractmethod
     def new(self, model: Any) -> Any:
         """An empty cache."""
-        raise NotImplementedError
 
-    def prompt_read(self, cache: Any) -> None:
+    def prompt_read(self, cache: Any) -> None:  # noqa: B027 (most stores do nothing then)
         """Called when the cache has read its prompt."""
 
+    @abstractmethod
     def read_back(self, cache: Any, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values of a layer as the next token reads them, [B, H, n, D]."""
-        raise NotImplementedError
 
     def bytes(self, cache: Any) -> int:
         return sum(_bytes(vars(layer)) for layer in cache.layers)

@@ -257,9 +257,17 @@ class Numbers:
 
     def unseen(self, method: str, share: str, *tasks: str) -> str:
         """Right answers at equal bytes to questions that come later, by task."""
-        found = {c.task: c for c in self.at_equal_bytes if (c.model, c.method, c.question) == (BIG, method, "unseen")
-                 and c.column == share}  # fmt: skip
+        found = self._unseen(method, share)
         return ", ".join(f"{found[task].value.value:.2f}" if task in found else NOTHING for task in tasks)
+
+    def unseen_bytes(self, method: str, share: str, task: str) -> str:
+        """The device bytes behind such answers, of the full cache's."""
+        found = self._unseen(method, share)
+        return f"{found[task].bytes:.0%}" if task in found else NOTHING
+
+    def _unseen(self, method: str, share: str) -> dict[str, equal_bytes.Cell]:
+        wanted = (BIG, method, "unseen", share)
+        return {c.task: c for c in self.at_equal_bytes if (c.model, c.method, c.question, c.column) == wanted}
 
     def fewest_questions(self, model: str = BIG) -> str:
         return str(equal_bytes.least_questions(self.at_equal_bytes, model))

@@ -222,14 +222,10 @@ def short_table(found: Sequence[Cell], model: str) -> str:
     """README's: right answers to unseen questions by share of the bytes, a row for each method."""
     own, tasks = _short(found, model), short_tasks(found, model)
     full = {cell.task: cell for cell in own if cell.method == FULL}
-    values = {
-        (
-            cell.method,
-            cell.column,
-            cell.task,
-        ): f"{cell.value.value:.2f}{'*' if missing(cell, full.get(cell.task, cell)) else ''}"
-        for cell in own
-    }
+    values = {}
+    for cell in own:
+        star = "*" if missing(cell, full.get(cell.task, cell)) else ""
+        values[cell.method, cell.column, cell.task] = f"{cell.value.value:.2f}{star}"
     methods = sorted(
         {cell.method for cell in own if cell.method != FULL}, key=lambda name: (not _is_ours(name), order(name))
     )
