@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvsketch
 from kvsketch import CompressedCache
@@ -168,3 +169,25 @@ def test_what_cannot_be_coded_is_refused() -> None:
         layer.self_attn.k_proj.weight.data[3] = float("inf")
     with pytest.raises(ValueError, match=r"the keys of slot 0 in layer 1, .* are not finite .* or use bits=16"):
         read(model, CompressedCache(model, "full:bits=4"), zoo.tokens(1, 92), torch.ones(1, 92, dtype=torch.int64))
+
+
+class AskedFor(TorchDispatchMode):
+    """Counts the numbers that a program reads, for which it waits on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        self.count += name in ("_local_scalar_dense", "nonzero", "masked_select", "unique_consecutive", "_unique2")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("method", ["full:bits=4", "snapkv:budget=24:bits=4"])
+def test_no_layer_of_a_prompt_waits_for_the_device(method: str) -> None:
+    asked = []
+    for layers in (1, 4):
+        model = zoo.build("llama", **BIG, num_hidden_layers=layers)
+        with AskedFor() as count, torch.no_grad():
+            model(zoo.tokens(1, 92), past_key_values=CompressedCache(model, method), logits_to_keep=1)
+        asked.append(count.count)
+    assert asked[0] == asked[1]

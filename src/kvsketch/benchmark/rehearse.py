@@ -32,7 +32,6 @@ from kvsketch.methods import parse_method
 from kvsketch.methods.rehearse import Rehearse, Rehearsed
 from kvsketch.methods.rehearse.problems import Changes
 from kvsketch.options import option
-from kvsketch.slots.codes import Doubt
 from kvsketch.slots.table import SlotTable
 
 PARTS = ("score", "choice", "refit", "encoding")
@@ -62,10 +61,8 @@ class Timed(Rehearse):
     def _refitted(self, tables: Sequence[SlotTable], keep: Sequence[Tensor]) -> Any:
         return self._timed("refit", lambda: Rehearse._refitted(self, tables, keep))
 
-    def _rebuild(
-        self, table: SlotTable, keep: Tensor, counts: Tensor, changes: Changes | None, doubts: list[Doubt]
-    ) -> None:
-        self._timed("encoding", lambda: Rehearse._rebuild(self, table, keep, counts, changes, doubts))
+    def _rebuild(self, table: SlotTable, keep: Tensor, counts: Tensor, changes: Changes | None) -> None:
+        self._timed("encoding", lambda: Rehearse._rebuild(self, table, keep, counts, changes))
 
 
 @dataclass

@@ -24,7 +24,7 @@ from kvsketch.methods.base import Method
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.offloaded import require_on_device
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import SlotTable, require_finite
 from kvsketch.slots.tensors import plain
 
 TAG = "_kvsketch_view"  # on a key tensor: its view
@@ -158,8 +158,12 @@ class SlotLayer(CacheLayerMixin):
         aside = contextlib.nullcontext() if self.aside is None else self.aside.after(queries, row_logits)
         with plain(), self.changing(), aside:
             self.compress(queries)
-            if self.together and self.method.settles:
-                self.method.settle([layer.table for layer in self.together])
+            if self.together:
+                tables = [layer.table for layer in self.together]
+                if self.method.settles:
+                    self.method.settle(tables)
+                # Once for all layers, so that none of them waits for the device.
+                require_finite(tables)
 
     def compress(self, queries: Tensor) -> None:
         """Calls the method on what was appended last."""

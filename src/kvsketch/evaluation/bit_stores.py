@@ -102,7 +102,7 @@ class Taken(Store):
         """x [B, H, n, D] as it comes back."""
         codec = Codec(self.bits, x.shape[-1])
         position = torch.arange(x.shape[2], device=x.device).expand(x.shape[:3])
-        center = codes.center_of(x, position).unsqueeze(2)
+        center = codes.center_of(x).unsqueeze(2)
         y = x.float() - (0.0 if "center" in self.without else center)
         turn = codec.rotation(x.device)
         y = y if "rotation" in self.without else rotate(y, codec.signs(x.device), codec.block)

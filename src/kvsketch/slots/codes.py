@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops import codec as codecs
-from kvsketch.ops.codec import BITS, Codec, CodedSlots, rotate
+from kvsketch.ops.codec import BITS, Codec, CodedSlots
 from kvsketch.slots import tensors
 from kvsketch.slots.layout import Layout
 
@@ -105,25 +105,37 @@ def plain(slots: Slots) -> Tensor:  # [B, H, S, D]
     return slots if isinstance(slots, Tensor) else slots.plain()
 
 
-def coded(slots: Slots, bits: int, position: Tensor) -> Slots:
-    """The slots in so many bits, whichever they have; `position` [B, H, S] of their tokens, negative: none."""
+def coded(slots: Slots, bits: int, padding: Tensor | None) -> Slots:
+    """The slots in so many bits, whichever they have; slots that have all of theirs hold a text in order, behind left
+    `padding` [B].
+    """
     if bits == PLAIN:
         return slots
     if isinstance(slots, SlotCodes):
         return _all_coded(slots)
-    center = center_of(slots, position)
-    codec = Codec(bits, slots.shape[-1])
-    found = position.unsqueeze(-1) == torch.arange(EXACT, device=slots.device)  # [B, H, S, E]
-    at = torch.where(found.any(2), found.int().argmax(2), -1)
-    first = tensors.gather_slots(slots, at.clamp_min(0)).float() - center.unsqueeze(2)
-    exact = rotate(first, codec.signs(slots.device), codec.block)
+    codec, center = Codec(bits, slots.shape[-1]), center_of(slots, padding)
+    at = first_tokens(EXACT, slots, padding)
+    first = slots[:, :, :EXACT] if padding is None else tensors.gather_slots(slots, at.clamp_min(0))
+    exact = codec.rotated(first - center.unsqueeze(2))
     return SlotCodes(codec, center, exact, at.int(), *codecs.encode(slots, center, codec), dtype=slots.dtype)
 
 
-def center_of(x: Tensor, position: Tensor) -> Tensor:  # [B, H, D] float32
+def first_tokens(count: int, slots: Tensor, padding: Tensor | None) -> Tensor:  # [B, H, count] int64
+    """Where the first tokens of a text lie in slots [B, H, S, ...] that hold it in order; -1: nowhere."""
+    at = torch.arange(min(count, slots.shape[2]), device=slots.device).expand(*slots.shape[:2], -1)
+    if padding is None:
+        return at
+    at = at + padding.view(-1, 1, 1)
+    return torch.where(at < slots.shape[2], at, -1)
+
+
+def center_of(x: Tensor, padding: Tensor | None = None) -> Tensor:  # [B, H, D] float32
     """The mean of vectors [B, H, n, D], without the first tokens and left padding; of a short text the mean of all."""
+    if padding is None:
+        return (x[:, :, EXACT:] if x.shape[2] > EXACT else x).mean(2, dtype=torch.float32)
+    position = torch.arange(x.shape[2], device=x.device) - padding.view(-1, 1)  # [B, n]
     counted = position >= EXACT
-    counted = torch.where(counted.any(-1, keepdim=True), counted, position >= 0).unsqueeze(-1)
+    counted = torch.where(counted.any(-1, keepdim=True), counted, position >= 0).view(len(x), 1, -1, 1)
     total = torch.where(counted, x, 0.0).sum(2, dtype=torch.float32)
     return total / counted.sum(2).clamp_min(1)
 
@@ -320,21 +332,31 @@ def of_parts(like: Slots, parts: list[Tensor]) -> Slots:
 class Doubt(NamedTuple):
     """Vectors of a layer that were coded, and may not be finite."""
 
-    steps: Tensor  # [B, H, S], nan where one is not
+    worst: Tensor  # the largest step, nan where a vector is not finite
+    at: Tensor  # its number among all
+    shape: tuple[int, ...]
     bits: int
     what: str
     layer: int
 
+    @classmethod
+    def of(cls, slots: SlotCodes, what: str, layer: int) -> Doubt:
+        return cls(*slots.steps.flatten().max(0), slots.steps.shape, slots.codec.bits, what, layer)
+
 
 def require_finite(doubts: Sequence[Doubt]) -> None:
     """Raises ValueError that names the first vector that could not be coded (asks the device once)."""
-    if not doubts or not bool(torch.stack([d.steps.isnan().any().to(doubts[0].steps.device) for d in doubts]).any()):
+    if not doubts:
         return
-    steps, bits, what, layer = next(doubt for doubt in doubts if bool(doubt.steps.isnan().any()))
-    row, head, slot = steps.isnan().nonzero()[0].tolist()
+    here = doubts[0].worst.device
+    is_bad = torch.stack([doubt.worst.to(here) for doubt in doubts]).isnan().tolist()
+    if not any(is_bad):
+        return
+    _, at, (_, heads, count), bits, what, layer = doubts[is_bad.index(True)]
+    head, slot = divmod(int(at), count)
     raise ValueError(
-        f"the {what} of slot {slot} in layer {layer}, batch row {row}, head {head} are not finite and cannot be stored "
-        f"in {bits} bits; look for an overflow in the model (float16?), or use bits={PLAIN}"
+        f"the {what} of slot {slot} in layer {layer}, batch row {head // heads}, head {head % heads} are not finite "
+        f"and cannot be stored in {bits} bits; look for an overflow in the model (float16?), or use bits={PLAIN}"
     )
 
 

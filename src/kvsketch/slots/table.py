@@ -19,6 +19,7 @@ Legend: B batch rows, H KV heads, S slots, D head size. This module knows neithe
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
@@ -98,6 +99,7 @@ class SlotTable(Place):
     scale: float = 1.0
 
     # what one forward knows, for the method that compresses after it
+    doubts: list[codes.Doubt] = field(default_factory=list, repr=False, compare=False)  # for `require_finite`
     previous: SlotTable | None = field(default=None, repr=False, compare=False)  # that of the layer before
     row_lse: Tensor | None = field(default=None, repr=False, compare=False)  # [B, Hq, n], log-sums of the queries' rows
     row_logits: ops.RowLogits | None = field(default=None, repr=False, compare=False)  # of a single query
@@ -203,7 +205,7 @@ class SlotTable(Place):
             return None
         keys = self.stores()[0]
         keys = keys[:, :, : self.length] if isinstance(keys, Tensor) else keys
-        coded = codes.coded(keys, self.bits.keys, self.position_slots())
+        coded = codes.coded(keys, self.bits.keys, self.padding)
         return codes.plain(coded).gather(2, slots.unsqueeze(-1).expand(*slots.shape, coded.shape[3]))
 
     def _equal(self, slots: Slots | None) -> Slots:
@@ -427,14 +429,12 @@ class SlotTable(Place):
         log_den: Tensor | None = None,
         log_num: Tensor | None = None,
         next_slot: int | Tensor | None = None,
-        doubts: list[codes.Doubt] | None = None,
     ) -> None:
         """Becomes a bounded table of `room` slots plus one for the next token, filled with the chosen slots.
 
         `chosen` [B, H, m] holds slot numbers, -1 for none; None: all slots as they are. `log_den` [B, H, m] their
         weights, else as now; `log_num` those in the numerator, where they differ. `next_slot`: the slot of the next
-        token, one or [B, H, 1], else the last. Vectors that are not finite are refused, or join the `doubts` if these
-        are given.
+        token, one or [B, H, 1], else the last.
         """
         self.unpack()
         index, source = self.index_slots(), None
@@ -447,10 +447,9 @@ class SlotTable(Place):
             log_den = torch.zeros(index.shape, device=index.device)
         batch, heads, m = index.shape
         taken, fill = index >= 0, room + 1 - m
-        position = self.position_slots() if self.bits else index
         # One after the other: the old keys are freed before the values are copied.
-        self.keys = codes.filled(codes.gathered(self._storable("keys", position, doubts), source), fill)
-        self.values = codes.filled(codes.gathered(self._storable("values", position, doubts), source), fill)
+        self.keys = codes.filled(codes.gathered(self._storable("keys"), source), fill)
+        self.values = codes.filled(codes.gathered(self._storable("values"), source), fill)
         self.state.move_slots(lambda state: filled(state if source is None else gather_slots(state, source), fill))
         self.index = filled(torch.where(taken, index, -1).to(torch.int32), fill, -1)
         self.log_den = filled(torch.where(taken, log_den, NEG_INF), fill, NEG_INF)
@@ -530,15 +529,14 @@ class SlotTable(Place):
         self.state.move_slots(layout.unpacked)
         self.layout = None
 
-    def _storable(self, what: str, position: Tensor, doubts: list[codes.Doubt] | None = None) -> Slots:
-        """Keys or values of all slots in as many bits as they are to have."""
+    def _storable(self, what: str) -> Slots:
+        """Keys or values of all slots in as many bits as they are to have; `require_finite` says if that failed."""
         slots: Slots = getattr(self, what)
         if isinstance(slots, Tensor):
             slots = slots[:, :, : self.length]
-        slots = codes.coded(slots, getattr(self.bits, what), position)
+        slots = codes.coded(slots, getattr(self.bits, what), self.padding)
         if self.appended > 1 and not isinstance(slots, Tensor):
-            doubt = codes.Doubt(slots.steps, slots.codec.bits, what, self.layer_idx)
-            codes.require_finite([doubt]) if doubts is None else doubts.append(doubt)
+            self.doubts.append(codes.Doubt.of(slots, what, self.layer_idx))
         return slots
 
     def bound(self, capacity: int, two_sums: bool = False) -> None:
@@ -562,9 +560,9 @@ class SlotTable(Place):
 
         The first `valued` slots have values; a slot may be chosen several times.
         """
-        source, position = chosen.clamp_min(0), self.position_slots() if self.bits else self.index_slots()
-        keys = codes.exact_before(codes.gathered(self._storable("keys", position), source), valued)
-        values = codes.gathered(self._storable("values", position), source[:, :, :valued])
+        source = chosen.clamp_min(0)
+        keys = codes.exact_before(codes.gathered(self._storable("keys"), source), valued)
+        values = codes.gathered(self._storable("values"), source[:, :, :valued])
         assert self.keys is not None and self.values is not None
         self.keys = keys if self.exact else codes.copied(self.keys, keys)
         self.values = values if self.exact else codes.copied(self.values, values)
@@ -585,8 +583,7 @@ class SlotTable(Place):
 
     def code(self) -> None:
         """Holds all slots in as many bits as they are to have, so that a method sees what will be read."""
-        position = self.position_slots()
-        self.keys, self.values = self._storable("keys", position), self._storable("values", position)
+        self.keys, self.values = self._storable("keys"), self._storable("values")
 
     # in place, in a bounded table
 
@@ -734,6 +731,14 @@ class SlotTable(Place):
     def cleared(self) -> SlotTable:
         """An empty table for the same layer."""
         return SlotTable(**{f.name: getattr(self, f.name) for f in fields(Place)})
+
+
+def require_finite(tables: Sequence[SlotTable]) -> None:
+    """Raises ValueError that names the first vector that could not be coded since the last call (asks the device)."""
+    doubts = [doubt for table in tables for doubt in table.doubts]
+    for table in tables:
+        table.doubts.clear()
+    codes.require_finite(doubts)
 
 
 def _shape(tensor: Tensor | None) -> torch.Size | None:

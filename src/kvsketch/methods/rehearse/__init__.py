@@ -18,11 +18,11 @@ from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_lay
 from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL, SHARES, largest
 from kvsketch.ops.turn_keys import whole_turns
 from kvsketch.slots.bytes import LayerShape, bytes_beside
-from kvsketch.slots.codes import LEAST, Doubt, require_finite
+from kvsketch.slots.codes import LEAST
 from kvsketch.slots.heads import of_all_heads
 from kvsketch.slots.ragged_rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import SlotTable, require_finite
 from kvsketch.slots.tensors import half_of
 
 REPLAYS = VIRTUAL, EXACT = ("virtual", "exact")
@@ -353,11 +353,10 @@ class Rehearse(BudgetedMethod):
         keep = self._chosen(tables)
         counts = counted(keep)
         changes = self._refitted(tables, keep)
-        doubts: list[Doubt] = []
         for table, stays, count, change in zip(tables, keep, counts, changes, strict=True):
-            self._rebuild(table, stays, count, change, doubts)
+            self._rebuild(table, stays, count, change)
         # Last, so that all of it is on its way while the device still refits.
-        require_finite(doubts)
+        require_finite(tables)
 
     def _chosen(self, tables: Sequence[SlotTable]) -> list[Tensor]:
         """Which slots of each table stay, [B, H, S] bool."""
@@ -414,9 +413,7 @@ class Rehearse(BudgetedMethod):
             there, table.scale, sinks, int((begins < behind).sum()),
         )  # fmt: skip
 
-    def _rebuild(
-        self, table: SlotTable, keep: Tensor, counts: Tensor, changes: Changes | None, doubts: list[Doubt]
-    ) -> None:
+    def _rebuild(self, table: SlotTable, keep: Tensor, counts: Tensor, changes: Changes | None) -> None:
         state = table.state_of(Rehearsed)
         weights = table.log_weights()[1]
         if changes is not None and len(changes.head):
@@ -431,14 +428,11 @@ class Rehearse(BudgetedMethod):
                 )
                 values[changes.head, changes.token], changed[changes.head, changes.token] = changes.values, at
                 table.replace_values(changed.view(slots.shape), values.view(*slots.shape, -1))
-        self._repack(table, keep, weights, counts, room_for(table.seen), doubts)
+        self._repack(table, keep, weights, counts, room_for(table.seen))
         table.note_settled()
         state.again = state.chunks = state.queries = None
 
-    def _repack(
-        self, table: SlotTable, keep: Tensor, weights: Tensor | None, counts: Tensor, room: int,
-        doubts: list[Doubt] | None = None,
-    ) -> None:  # fmt: skip
+    def _repack(self, table: SlotTable, keep: Tensor, weights: Tensor | None, counts: Tensor, room: int) -> None:
         """Keeps these slots, [B, H, S] bool, in the order of the text, and `room` for new tokens in every head.
 
         counts [B, H], how many they are, on the host.
@@ -448,7 +442,7 @@ class Rehearse(BudgetedMethod):
         chosen = order[:, :, : int(counts.max())]
         chosen = torch.where(torch.arange(chosen.shape[2], device=chosen.device) < taken, chosen, -1)
         log_den = None if weights is None else weights.gather(2, chosen.clamp_min(0))
-        table.rebuild(chosen, chosen.shape[2] + room, log_den=log_den, next_slot=taken, doubts=doubts)
+        table.rebuild(chosen, chosen.shape[2] + room, log_den=log_den, next_slot=taken)
         table.pack(counts + room + 1)
 
 

@@ -98,6 +98,10 @@ class Codec:
         """T, as a matrix of integers."""
         return _integers(self, device)
 
+    def rotated(self, x: Tensor) -> Tensor:  # [..., D] float32
+        """R x of a few vectors, rounded once."""
+        return ((x.double() @ self.integers(x.device).T) * (self.norm / 2)).float()
+
 
 @functools.lru_cache(maxsize=64)
 def _signs(size: int, seed: int, device: torch.device) -> Tensor:
