@@ -227,7 +227,7 @@ def select_clusters() -> None:
 def select_pages() -> None:
     low, high = normal(B, H, 16, D), normal(B, H, 16, D)
     ops.select_pages(normal(B, HQ, 1, D), low, high, longs(1), 4, 16, padding=longs(B), budgets=ints(B))
-    ops.widen_pages(low, high, normal(B, H, S, D), longs(1), 16, padding=longs(B), next_slot=longs(B, H, 1))
+    ops.widen_pages(low, high, normal(B, H, S, D), longs(1), 16, padding=longs(B), slot=longs(B, H, 1))
 
 
 def leader_clustering() -> None:

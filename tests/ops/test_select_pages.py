@@ -205,9 +205,9 @@ def test_bounds_follow_the_tokens(
             Bounds(low, high), keys[:, :, start:end], make_text(end, page, device, padding), None
         )
     for token in (62, 63):
-        slot = torch.tensor([[9, 3], [1, 12]], device=device).unsqueeze(-1)
+        slot = torch.tensor([[8, 2], [0, 11]], device=device).unsqueeze(-1)
         store = torch.full((2, 2, 12, size), 99.0, dtype=dtype, device=device)
-        store.scatter_(2, (slot - 1).unsqueeze(-1).expand(-1, -1, 1, size), keys[:, :, token : token + 1])
+        store.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, size), keys[:, :, token : token + 1])
         implementation.widen_pages(Bounds(low, high), store, make_text(token + 1, page, device, padding), slot)
     assert torch.equal(low, expected.low) and torch.equal(high, expected.high)
 
@@ -237,8 +237,8 @@ def test_bad_keys_are_named() -> None:
     bounds, seen = torch.zeros(1, 2, 5, 8), torch.tensor([20])
     with pytest.raises(ValueError, match="keys must be"):
         ops.widen_pages(bounds, bounds.clone(), torch.zeros(1, 2, 3, 9), seen, 4)
-    with pytest.raises(ValueError, match="next_slot must be"):
-        ops.widen_pages(bounds, bounds.clone(), torch.zeros(1, 2, 3, 8), seen, 4, next_slot=torch.zeros(1, 2).long())
+    with pytest.raises(ValueError, match="slot must be"):
+        ops.widen_pages(bounds, bounds.clone(), torch.zeros(1, 2, 3, 8), seen, 4, slot=torch.zeros(1, 2).long())
 
 
 @pytest.mark.gpu
@@ -264,11 +264,11 @@ class TestOnTheGpu:
         text, keys = make_text(4001, 16, device), whole(1, 8, 4100, 64).to(device)
         bounds = make_bounds(keys[:, :, :4000], make_text(4000, 16, device), room=10)
         exact = Bounds(*(bound.clone() for bound in bounds))
-        q, slot = whole(1, 32, 1, 64, seed=1).to(device), torch.full((1, 8, 1), 4001, device=device)
+        q, slot = whole(1, 32, 1, 64, seed=1).to(device), torch.full((1, 8, 1), 4000, device=device)
 
         def step() -> Tensor:
             rows = ops.select_pages(q, *bounds, text.seen, 32, 16)
-            ops.widen_pages(*bounds, keys, text.seen, 16, next_slot=slot)
+            ops.widen_pages(*bounds, keys, text.seen, 16, slot=slot)
             return rows
 
         step()

@@ -44,7 +44,7 @@ class Layer:
         return ops.select_pages(self.query, self.low, self.high, self.seen, pages, PAGE)
 
     def widen(self, slot: Tensor | None = None) -> None:
-        ops.widen_pages(self.low, self.high, self.keys, self.seen, PAGE, next_slot=slot)
+        ops.widen_pages(self.low, self.high, self.keys, self.seen, PAGE, slot=slot)
 
     def without_bounds(self) -> Layer:
         low, high = torch.full_like(self.low, float("inf")), torch.full_like(self.high, float("-inf"))
@@ -99,7 +99,7 @@ class Pages(Benchmark):
     def measure(self, batch: int) -> Iterator[Row]:
         pages = self.budget // PAGE
         layers = [self.layer(batch, self.seed + number) for number in range(8 if batch == 1 else 2)]
-        slot = torch.full((batch, KV_HEADS, 1), self.tokens, device=self.device)
+        slot = torch.full((batch, KV_HEADS, 1), self.tokens - 1, device=self.device)
         keys = layers[0].keys
         begun = 2 * batch * KV_HEADS * (self.tokens // PAGE) * HEAD_SIZE * keys.element_size()
         operations: dict[str, tuple[list[Call], int]] = {

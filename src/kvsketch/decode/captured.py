@@ -30,6 +30,7 @@ from kvsketch.decode.sampling import Sampler, Seeded, unsupported
 from kvsketch.ops.common import early_start
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.heads import spread_over
+from kvsketch.slots.table import SlotTable, Together
 from kvsketch.slots.tensors import plain
 
 WARM_UP_STEPS = 2
@@ -178,41 +179,47 @@ def _stream(streamer: Any, token: Tensor) -> None:
 
 class Aside:
     """The branch of a captured step on which layers compress while the model goes on: nobody reads a layer's slots
-    again before the next step.
+    again before the next step. On a CPU they follow one another.
     """
 
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
+    def __init__(self, tables: Sequence[SlotTable]) -> None:
+        self.tables = Together(tables)
+        self.stream = torch.cuda.Stream() if tables[0].device.type == "cuda" else None
         self.held: list[Any] = []
 
     @contextlib.contextmanager
     def after(self, *used: Any) -> Iterator[None]:
         """Work that starts after what the current stream has so far; `used` are its tensors, kept until the end."""
-        self.held.append(used)
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream), early_start.off():
+        with contextlib.ExitStack() as branch:
+            if self.stream is not None:
+                self.held.append(used)
+                self.stream.wait_stream(torch.cuda.current_stream())
+                branch.enter_context(torch.cuda.stream(self.stream))
+                branch.enter_context(early_start.off())
             yield
+            if self.tables.complete:
+                self.tables.advance()
 
     def join(self) -> None:
         """The current stream goes on after all of it."""
-        if self.held:
+        if self.held and self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
             self.held.clear()
+        self.tables.advance()
 
 
 @contextlib.contextmanager
 def aside(layers: Sequence[SlotLayer]) -> Iterator[None]:
-    """Inside the block the layers compress aside; the branches meet again at its end. On a CPU nothing changes."""
-    if layers[0].table.device.type != "cuda":
-        yield
-        return
-    branch = Aside()
+    """Inside the block the layers compress aside; the branches meet again at its end."""
+    branch = Aside([layer.table for layer in layers])
+    branch.tables.begin()
     for layer in layers:
         layer.aside = branch
     try:
         yield
     finally:
         branch.join()
+        branch.tables.end()
         for layer in layers:
             layer.aside = None
 

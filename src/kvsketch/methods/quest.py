@@ -104,9 +104,9 @@ class Quest(RecallingMethod):
         state.pages_cover = table.seen
         self._reserve(table)
         # A captured step finds its token by the device's own count.
-        next_slot = table.next_slot if new == 1 and not table.bits else None
+        slot = table.newest_slot() if new == 1 and not table.exact and not table.bits else None
         if new == 1:
-            keys = self.newest_key(table) if next_slot is None else table.key_slots()
+            keys = self.newest_key(table) if slot is None else table.key_slots()
         else:
             keys = offloaded.newest(table, table.seen - new)[0]
         ops.widen_pages(
@@ -115,7 +115,7 @@ class Quest(RecallingMethod):
             table.seen_on_device(),
             self.page,
             padding=table.padding,
-            next_slot=next_slot,
+            slot=slot,
         )
 
     def index_bytes(self, shape: LayerShape) -> int:

@@ -103,6 +103,7 @@ class SlotTable(Place):
     previous: SlotTable | None = field(default=None, repr=False, compare=False)  # that of the layer before
     row_lse: Tensor | None = field(default=None, repr=False, compare=False)  # [B, Hq, n], log-sums of the queries' rows
     row_logits: ops.RowLogits | None = field(default=None, repr=False, compare=False)  # of a single query
+    waits: bool | None = field(default=None, repr=False, compare=False)  # whether `advance` waits; None: it never does
 
     # state
 
@@ -589,12 +590,15 @@ class SlotTable(Place):
 
     def advance(self) -> None:
         """The next token is written behind the last; a row that nobody reads any more may stay at the end."""
+        if self.waits is None:
+            _advance([self])
+        else:
+            self.waits = True
+
+    def newest_slot(self) -> Tensor:  # [B, H, 1] int64
+        """Where the token just taken lies, in a table that is written in order."""
         assert self.next_slot is not None
-        self.next_slot.add_(1)
-        if self.shared and self.layout is not None:
-            self.next_slot.clamp_(max=self.layout.capacity.unsqueeze(-1) - 1)
-        elif self.shared:
-            self.next_slot.clamp_(max=self.length - 1)
+        return self.next_slot if self.waits else self.next_slot - 1
 
     def free(self, victim: Tensor) -> None:
         """Empties the slots `victim` [B, H, 1] in place; the next token is written there."""
@@ -739,6 +743,45 @@ def require_finite(tables: Sequence[SlotTable]) -> None:
     for table in tables:
         table.doubts.clear()
     codes.require_finite(doubts)
+
+
+def _advance(tables: Sequence[SlotTable]) -> None:
+    """`SlotTable.advance` of tables of one cache, in as many launches as for one."""
+    slots = [table.next_slot for table in tables if table.next_slot is not None]
+    torch._foreach_add_(slots, 1)
+    if not tables[0].shared:
+        return
+    capacities = [table.layout.capacity.unsqueeze(-1) for table in tables if table.layout is not None]
+    if capacities:
+        torch._foreach_clamp_max_(slots, torch._foreach_sub(capacities, 1))
+    else:
+        torch._foreach_clamp_max_(slots, [table.length - 1 for table in tables])
+
+
+class Together:
+    """The tables of one decode step: from `begin` to `end` those that advance wait for each other."""
+
+    def __init__(self, tables: Sequence[SlotTable]) -> None:
+        self.tables = tables
+
+    def begin(self) -> None:
+        for table in self.tables:
+            table.waits = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of them wait."""
+        return all(table.waits for table in self.tables)
+
+    def advance(self) -> None:
+        waiting = [table for table in self.tables if table.waits]
+        if waiting:
+            _advance(waiting)
+            self.begin()
+
+    def end(self) -> None:
+        for table in self.tables:
+            table.waits = None
 
 
 def _shape(tensor: Tensor | None) -> torch.Size | None:

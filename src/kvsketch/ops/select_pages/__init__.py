@@ -89,16 +89,16 @@ def widen_pages(
     page: int,
     *,
     padding: Tensor | None = None,
-    next_slot: Tensor | None = None,
+    slot: Tensor | None = None,
 ) -> None:
     """Extends the bounds of pages by the newest tokens, in place; left padding is in no page.
 
-    keys [B, H, n, D], those of the last n of the `seen` tokens. With next_slot int64 [B, H, 1], keys are a store and
-    the one new token lies before that slot. The rest as in `select_pages`.
+    keys [B, H, n, D], those of the last n of the `seen` tokens. With slot int64 [B, H, 1], keys are a store and the
+    one new token lies in that slot. The rest as in `select_pages`.
     """
     bounds, text = Bounds(page_min, page_max), Text(seen, padding, page)
-    _check_widening(bounds, keys, text, next_slot)
-    implementation("select_pages", keys.device, bounds).widen_pages(bounds, keys, text, next_slot)
+    _check_widening(bounds, keys, text, slot)
+    implementation("select_pages", keys.device, bounds).widen_pages(bounds, keys, text, slot)
 
 
 def _check_bounds(bounds: Bounds, text: Text) -> None:
@@ -136,7 +136,7 @@ def _check_selection(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> N
         )
 
 
-def _check_widening(bounds: Bounds, keys: Tensor, text: Text, next_slot: Tensor | None) -> None:
+def _check_widening(bounds: Bounds, keys: Tensor, text: Text, slot: Tensor | None) -> None:
     """Raise ValueError when the arguments of `widen_pages` do not fit."""
     _check_bounds(bounds, text)
     batch, heads, _, size = bounds.low.shape
@@ -144,7 +144,5 @@ def _check_widening(bounds: Bounds, keys: Tensor, text: Text, next_slot: Tensor 
         raise ValueError(
             f"keys must be {bounds.low.dtype} [{batch}, {heads}, tokens, {size}], got {keys.dtype} {list(keys.shape)}."
         )
-    if next_slot is not None and (tuple(next_slot.shape) != (batch, heads, 1) or next_slot.dtype != torch.int64):
-        raise ValueError(
-            f"next_slot must be int64 [{batch}, {heads}, 1], got {next_slot.dtype} {list(next_slot.shape)}."
-        )
+    if slot is not None and (tuple(slot.shape) != (batch, heads, 1) or slot.dtype != torch.int64):
+        raise ValueError(f"slot must be int64 [{batch}, {heads}, 1], got {slot.dtype} {list(slot.shape)}.")

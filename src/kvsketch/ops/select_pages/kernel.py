@@ -68,16 +68,16 @@ def choose_pages(scores: Tensor, text: Text, limits: Limits) -> Tensor:
     return rows
 
 
-def widen_pages(bounds: Bounds, keys: Tensor, text: Text, next_slot: Tensor | None) -> None:
+def widen_pages(bounds: Bounds, keys: Tensor, text: Text, slot: Tensor | None) -> None:
     """See `kvsketch.ops.widen_pages`."""
     batch, heads, _, size = bounds.low.shape
     keys = dense_last(keys)
-    new = keys.shape[2] if next_slot is None else 1
+    new = keys.shape[2] if slot is None else 1
     touched = triton.cdiv(new - 1, text.page) + 1  # pages that so many tokens may lie in
     rows = min(WIDEN_ROWS, triton.next_power_of_2(text.page))
     with on(keys.device):
         widen_kernel[(touched, batch * heads)](
-            *bounds, keys, text.seen, text.padding, next_slot, heads, new, *bounds.low.stride()[:3], *keys.stride()[:3],
+            *bounds, keys, text.seen, text.padding, slot, heads, new, *bounds.low.stride()[:3], *keys.stride()[:3],
             PAGE=text.page, D=size, BLOCK_D=triton.next_power_of_2(size), ROWS=rows, num_warps=4,
         )  # fmt: skip
 
@@ -184,7 +184,7 @@ def choose_kernel(
 
 @triton.jit(do_not_specialize=["new"])
 def widen_kernel(
-    low_ptr, high_ptr, keys_ptr, seen_ptr, padding_ptr, next_slot_ptr, heads, new,
+    low_ptr, high_ptr, keys_ptr, seen_ptr, padding_ptr, slot_ptr, heads, new,
     p_b, p_h, p_n, k_b, k_h, k_n,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -197,8 +197,8 @@ def widen_kernel(
     if page * PAGE < real:
         d = tl.arange(0, BLOCK_D)
         keys = keys_ptr + b * k_b + h * k_h
-        if next_slot_ptr is not None:
-            keys += (tl.load(next_slot_ptr + head) - 1) * k_n
+        if slot_ptr is not None:
+            keys += tl.load(slot_ptr + head) * k_n
         at = b * p_b + h * p_h + page.to(tl.int64) * p_n + d
         low = tl.load(low_ptr + at, mask=d < D, other=0.0).to(tl.float32)
         high = tl.load(high_ptr + at, mask=d < D, other=0.0).to(tl.float32)

@@ -60,10 +60,10 @@ def select_pages(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> Tenso
     return choose_pages(page_scores(q, bounds, text), text, limits)
 
 
-def widen_pages(bounds: Bounds, keys: Tensor, text: Text, next_slot: Tensor | None) -> None:
+def widen_pages(bounds: Bounds, keys: Tensor, text: Text, slot: Tensor | None) -> None:
     """See `kvsketch.ops.widen_pages`."""
-    if next_slot is not None:
-        keys = keys.gather(2, (next_slot - 1).unsqueeze(-1).expand(-1, -1, 1, keys.shape[3]))
+    if slot is not None:
+        keys = keys.gather(2, slot.unsqueeze(-1).expand(-1, -1, 1, keys.shape[3]))
     real = text.seen.view(1, 1, 1) if text.padding is None else (text.seen - text.padding).view(-1, 1, 1)
     position = real - keys.shape[2] + torch.arange(keys.shape[2], device=keys.device)  # [1 or B, 1, n]
     inside = (position >= 0).unsqueeze(-1)
