@@ -2,9 +2,10 @@
 of a KV head read.
 
 A piece is a part of a list of rows, of the spans, or of the extra slots. A list may belong to one query head; the other
-heads of the group are then computed along with it and not stored: a tile of the matrix units has room for 16 queries,
-and the time goes into reading. Sums are kept as in weighted attention and combined by the same program
-(`common/sums.py`). 4-bit rows have a program of their own, which sums values rotated around their center.
+heads of the group are then computed along with it and not stored: a tile of the matrix units has room for them, and the
+time goes into reading. Sums are kept as in weighted attention and combined by the same program (`common/sums.py`).
+4-bit rows have a program of their own, which sums values rotated around their center, with slots as the long side of
+its products (`weighted_attention/words.py`).
 Legend: see the package docstring.
 """
 
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.device import Device, device_traits, on
-from kvsketch.ops.common.kernel import LOG2E, NEG_INF, dot, nibble_offset, nibbles, store_columns, tanh_ratio
+from kvsketch.ops.common.kernel import LOG2E, NEG_INF, PTX, dot, nibble_offset, nibbles, tanh_ratio
+from kvsketch.ops.common.ragged import CODED_PROGRAMS
 from kvsketch.ops.common.sums import add_terms, combine
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
@@ -32,23 +34,27 @@ from kvsketch.ops.common.tensors import (
     readable,
 )
 from kvsketch.ops.indexed_attention import Arguments
-from kvsketch.ops.indexed_attention.words import (
-    exact_scores,
-    folded,
-    hadamard_matrix,
-    load_by_words,
-    offset_of_levels,
-    split_in_two,
-    turned,
-    turned_queries,
-    twice,
-)
 from kvsketch.ops.weighted_attention import Attended
 from kvsketch.ops.weighted_attention.kernel import HALVES
+from kvsketch.ops.weighted_attention.words import (
+    add_exact,
+    beside,
+    exact_scores,
+    folded,
+    halves,
+    load_by_words,
+    load_of_words,
+    of_rows,
+    offset_of_levels,
+    once,
+    parts_of,
+    store_by_words,
+    turned,
+)
 
 # Rows lie anywhere, so that many small programs hide the wait for them better than a few with more tiles in flight.
 TILE_BYTES = 16 * 1024
-PROGRAMS_PER_MULTIPROCESSOR, CODED_PROGRAMS = 4, 8
+PROGRAMS_PER_MULTIPROCESSOR = 4
 MAX_PIECES = 96  # of one query: a third each for its list, the spans and the extra slots
 PLAIN_TILE = 32  # slots of a tile that are not coded, beside tiles of codes
 
@@ -64,6 +70,7 @@ class Plan:
     warps: int
     stages: int
     overlap: bool  # start the combining program while the pieces still run
+    registers: int | None = None  # of a thread that reads codes, at most; None: as many as the compiler likes
 
     @property
     def pieces(self) -> int:
@@ -102,10 +109,10 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     heads, value_size = call.k.shape[1], call.v.shape[3]
     lists, row_count = call.rows.shape[1] // heads, call.rows.shape[2]
     span_count, extra_count = 0 if spans is None else spans.most, 0 if extra is None else extra.k.shape[2]
-    coded = isinstance(call.k, CodedSlots)
     if launch is None:
         slot_bytes = (block_size(size) + block_size(value_size)) * q.element_size()
         counts = (batch * heads, lists, row_count, span_count, extra_count)
+        coded = _coded_rows(query_heads // heads) * max(size, value_size) if isinstance(call.k, CodedSlots) else 0
         launch = plan(*counts, slot_bytes // 4 if coded else slot_bytes, device_traits(q.device), coded)
     pieces = launch.pieces
 
@@ -185,8 +192,6 @@ def _read_coded(call: Arguments, keys: CodedSlots, values: CodedSlots, launch: P
         q, k_codes, v_codes, k_steps, v_steps, rows, edges, extra_k, extra_v, cut, acc, sums,
         keys.center.contiguous(), values.center.contiguous(),
         keys.codec.signs(q.device), values.codec.signs(q.device),
-        hadamard_matrix(size // 4, block_d, q.dtype, q.device),
-        hadamard_matrix(value_size // 4, block_dv, q.dtype, q.device),
         keys.exact.contiguous(), values.exact.contiguous(), keys.exact_at.contiguous(),
         call.scale, call.softcap or 0.0, rows.shape[2], 0 if spans is None else spans.most,
         launch.list_splits, launch.span_splits, launch.pieces, heads,
@@ -194,34 +199,46 @@ def _read_coded(call: Arguments, keys: CodedSlots, values: CodedSlots, launch: P
         *_strides(extra_k), *_strides(extra_v),
         GROUP=query_heads // heads, LISTS=lists, SPANS=0 if edges is None else edges.shape[1],
         D=size, DV=value_size, BLOCK_D=block_d, BLOCK_DV=block_dv,
-        BLOCK_M=max(8, triton.next_power_of_2(query_heads // heads)), BLOCK_N=launch.block_n, STAGES=launch.stages,
+        BLOCK_M=_coded_rows(query_heads // heads), BLOCK_N=launch.block_n, STAGES=launch.stages,
         HALF=HALVES[q.dtype], EXACT=keys.exact_at.shape[2], CAPPED=call.softcap is not None, CUT=cut is not None,
         OVERLAP=launch.overlap, num_warps=launch.warps,
+        **({"maxnreg": launch.registers} if launch.registers and PTX.value else {}),
     )  # fmt: skip
+
+
+def _coded_rows(group: int) -> int:
+    """Queries of a tile: each has two columns of a product, which has 8 at least."""
+    return max(4, triton.next_power_of_2(group))
 
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    heads: int, lists: int, rows: int, spans: int, extras: int, slot_bytes: int, device: Device, coded: bool = False
+    heads: int, lists: int, rows: int, spans: int, extras: int, slot_bytes: int, device: Device, coded: int = 0
 ) -> Plan:
-    """Tiles and splits for `heads` KV heads, each with `lists` lists of `rows`, and slots in spans and extra slots."""
+    """Tiles and splits for `heads` KV heads, each with `lists` lists of `rows`, and slots in spans and extra slots.
+
+    `coded`: numbers in the queries of a tile, where rows are codes. Few of them fit in one warp, which never waits for
+    others; its registers are bounded, so that many programs hide what each of them waits for.
+    """
     block_n = max(16, min(128, min(TILE_BYTES, device.shared_bytes // 3) // slot_bytes))
     block_n = min(64 if coded else 128, 1 << (block_n.bit_length() - 1))
     lists_and_spans = [(heads * lists, triton.cdiv(rows, block_n)), (heads, triton.cdiv(spans, block_n))]
     unread = (heads, triton.cdiv(extras, min(PLAIN_TILE, block_n) if coded else block_n))
     plain = device.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
+    warps, stages, registers = 2, 2, None
     if coded:
+        # A third stage reads the list a tile ahead of its rows.
+        warps, stages, registers = (1, 3, 128) if coded <= 512 else (1, 3, 168) if coded <= 1024 else (2, 3, None)
+        resident = device.multiprocessors * (CODED_PROGRAMS if registers else 4)
         # Extra slots are not coded: their programs run by themselves.
-        share = best_share(lists_and_spans, device.multiprocessors * CODED_PROGRAMS)
+        share = best_share(lists_and_spans, resident)
         shares = [share, share, best_share([unread], plain)]
     else:
         shares = [best_share([*lists_and_spans, unread], plain)] * 3
     listed, spanned, extra = (
         triton.cdiv(tiles, share) for (_, tiles), share in zip([*lists_and_spans, unread], shares, strict=True)
     )
-    # A third stage reads the list a tile ahead of its rows.
-    warps, stages = (1, 3) if coded else (2, 2)
-    return Plan(block_n, listed, spanned, extra, warps, stages, overlap=device.overlap)
+    return Plan(block_n, listed, spanned, extra, warps, stages, device.overlap, registers)
 
 
 def best_share(parts: list[tuple[int, int]], resident: int) -> int:
@@ -407,22 +424,55 @@ def pieces_kernel(
 
 
 @triton.jit
-def levels_of_rows(base, slot, stride, visible, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Levels with their offset of gathered rows of 4-bit codes, by the channels of words."""
-    return nibbles(load_rows(base, slot, stride, visible, SIZE // 4, BLOCK), DTYPE)
+def words_of_rows(base, slot, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACROSS: tl.constexpr = False):
+    """Words of gathered rows of 4-bit codes, [rows, BLOCK] or, ACROSS, [BLOCK, rows]; zero behind SIZE of them.
+
+    No mask says which rows are there: whatever the words of slot 0 hold are finite levels, and count for nothing.
+    """
+    place = tl.maximum(slot, 0).to(tl.int64) * stride
+    if ACROSS:
+        pointers, column = base + place[None, :] + tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[:, None]
+    else:
+        pointers, column = base + place[:, None] + tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK)[None, :]
+    if SIZE != BLOCK:
+        return tl.load(pointers, mask=column < SIZE, other=0)
+    else:
+        return tl.load(pointers)
 
 
 @triton.jit
-def steps_of_rows(base, slot, visible):
-    """Twice the steps of gathered rows."""
-    return tl.load(base + slot, mask=visible, other=0.0).to(tl.float32) * 2.0
+def listed_slots(
+    listed, spans_ptr, tile, in_list, list_end, span_count, BLOCK_N: tl.constexpr, SPANS: tl.constexpr
+):  # fmt: skip
+    """Slots of a tile of a list or of the spans, -1 where there is none."""
+    place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot = tl.load(listed + place, mask=place < list_end, other=-1)
+    if SPANS > 0:
+        slot = tl.where(in_list, slot, span_slots(spans_ptr, place, span_count, SPANS))
+    return slot
+
+
+@triton.jit
+def steps_of_rows(base, slot):
+    """Steps of gathered rows, 0 where there is none."""
+    return tl.load(base + slot, mask=slot >= 0, other=0.0)
+
+
+@triton.jit
+def add_scaled(acc, acc1, acc2, acc3, words, parts, shrink, lift):
+    """Sums [channels, 2 rows] of values times `parts` with those of a tile of words [channels, slots] added."""
+    v0, v1, v2, v3 = nibbles(words, parts.dtype)
+    return (
+        dot(v0, parts, acc * shrink + lift), dot(v1, parts, acc1 * shrink + lift),
+        dot(v2, parts, acc2 * shrink + lift), dot(v3, parts, acc3 * shrink + lift),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["row_count", "span_count", "list_splits", "span_splits", "pieces"])
 def coded_pieces_kernel(
     q_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr, rows_ptr, spans_ptr, extra_k_ptr, extra_v_ptr, cut_ptr,
     acc_ptr, sums_ptr,
-    k_center_ptr, v_center_ptr, k_sign_ptr, v_sign_ptr, k_mix_ptr, v_mix_ptr, k_exact_ptr, v_exact_ptr, exact_ptr,
+    k_center_ptr, v_center_ptr, k_sign_ptr, v_sign_ptr, k_exact_ptr, v_exact_ptr, exact_ptr,
     scale, softcap, row_count, span_count, list_splits, span_splits, pieces, kv_heads,
     q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, k_step_b, k_step_h, v_step_b, v_step_h,
     ek_b, ek_h, ek_n, ev_b, ev_h, ev_n,
@@ -432,7 +482,10 @@ def coded_pieces_kernel(
     HALF: tl.constexpr, EXACT: tl.constexpr, CAPPED: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr,
     EXACT_BLOCK: tl.constexpr = 16,
 ):  # fmt: skip
-    """Sums over one piece of 4-bit rows, for the query heads of one KV head that read it (`pieces_kernel`)."""
+    """Sums over one piece of 4-bit rows, for the query heads of one KV head that read it (`pieces_kernel`).
+
+    A row is asked for a tile before it is needed, and the list says which one a tile before that.
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     piece = tl.program_id(0)
@@ -443,25 +496,36 @@ def coded_pieces_kernel(
     which = piece // tl.maximum(list_splits, 1)
     split = tl.where(in_list, piece - which * list_splits, piece - list_pieces)
     own = tl.where(in_list, split, list_splits + split)
-    WIDE: tl.constexpr = 2 * BLOCK_M
-    query, wide = tl.arange(0, BLOCK_M), tl.arange(0, WIDE) % BLOCK_M
-    reads, wide_reads = query < GROUP, (wide < GROUP) & (tl.arange(0, WIDE) < BLOCK_M)
+    query = tl.arange(0, BLOCK_M)
+    reads = query < GROUP
     if LISTS > 1:
         reads = reads & (query == tl.where(in_list, which, query))
-        wide_reads = wide_reads & (wide == tl.where(in_list, which, wide))
 
-    q_rows = q_ptr + b * q_b + (h * GROUP + wide) * q_h
-    q, q1, q2, q3, q_center = turned_queries(
-        q_rows, wide < GROUP, k_center_ptr + head * D, k_sign_ptr, k_mix_ptr, HALF, D, BLOCK_D
-    )
-    q_lift = offset_of_levels(q, q1, q2, q3)
-    # <q, center> is in the logit of every row alike: without a cap it joins at the end.
-    late = q_center * (scale * LOG2E)
     k_base, v_base = k_ptr + b * k_b + h * k_h, v_ptr + b * v_b + h * v_h
     k_step, v_step = k_step_ptr + b * k_step_b + h * k_step_h, v_step_ptr + b * v_step_b + h * v_step_h
+    count = tl.where(in_list, row_count, span_count)
+    splits = tl.where(in_list, list_splits, tl.maximum(span_splits, 1))
+    tiles = tl.cdiv(count, BLOCK_N)
+    listed = rows_ptr + (head * LISTS + which) * row_count
+    list_end = tl.where(in_list, row_count, 0)
+    spans = spans_ptr + b * SPANS * 2 if SPANS > 0 else spans_ptr
+    begin_tile, end_tile = tiles * split // splits, tiles * (split + 1) // splits
+    slot = listed_slots(listed, spans, begin_tile, in_list, list_end, span_count, BLOCK_N, SPANS)
+
+    q_rows = q_ptr + b * q_b + (h * GROUP + query) * q_h
+    q, q1, q2, q3 = load_by_words(q_rows, query < GROUP, D, BLOCK_D)
+    c0, c1, c2, c3 = load_of_words(k_center_ptr + head * D, D, BLOCK_D)
+    q, q1, q2, q3 = q.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32)
+    q_center = tl.sum(q * c0 + q1 * c1 + q2 * c2 + q3 * c3, 1)
+    q, q1, q2, q3 = turned(q, q1, q2, q3, k_sign_ptr, D)
+    q, q1, q2, q3 = halves(q, HALF), halves(q1, HALF), halves(q2, HALF), halves(q3, HALF)
+    q_lift = offset_of_levels(q, q1, q2, q3)
+    q, q1, q2, q3 = beside(q), beside(q1), beside(q2), beside(q3)
+    # <q, center> is in the logit of every row alike: without a cap it joins at the end.
+    late = q_center * (scale * LOG2E)
     origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((WIDE, BLOCK_DV), tl.float32)
+    acc = tl.zeros((BLOCK_DV, 2 * BLOCK_M), tl.float32)
     acc1, acc2, acc3 = acc, acc, acc
     exact_place = tl.arange(0, EXACT_BLOCK)
     exact_at = tl.load(exact_ptr + head * EXACT + exact_place, mask=exact_place < EXACT, other=-2)
@@ -470,146 +534,104 @@ def coded_pieces_kernel(
     least_exact = tl.min(tl.where(exact_at >= 0, exact_at, 2147483647), 0)
     hits = tl.zeros((EXACT_BLOCK,), tl.float32)
 
-    count = tl.where(in_list, row_count, span_count)
-    splits = tl.where(in_list, list_splits, tl.maximum(span_splits, 1))
-    tiles = tl.cdiv(count, BLOCK_N)
-    listed = rows_ptr + (head * LISTS + which) * row_count
-    list_end = tl.where(in_list, row_count, 0)
-    begin_tile, end_tile = tiles * split // splits, tiles * (split + 1) // splits
+    next_key_step, next_value_step = steps_of_rows(k_step, slot), steps_of_rows(v_step, slot)
     for tile in tl.range(begin_tile, end_tile, num_stages=STAGES):
-        place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        slot = tl.load(listed + place, mask=place < list_end, other=-1)
-        if SPANS > 0:
-            slot = tl.where(in_list, slot, span_slots(spans_ptr + b * SPANS * 2, place, span_count, SPANS))
-        visible = slot >= 0
-        # Steps are too small for asynchronous copies: they are asked for before the products, and needed behind them.
-        key_step, value_step = steps_of_rows(k_step, slot, visible), steps_of_rows(v_step, slot, visible)
-        k0, k1, k2, k3 = levels_of_rows(k_base, slot, k_n, visible, HALF, D, BLOCK_D)
-        s = dot(q, tl.trans(k0), tl.zeros((WIDE, BLOCK_N), tl.float32) + q_lift[:, None])
-        s = folded(dot(q3, tl.trans(k3), dot(q2, tl.trans(k2), dot(q1, tl.trans(k1), s))))
+        here = listed_slots(listed, spans, tile, in_list, list_end, span_count, BLOCK_N, SPANS)
+        ahead = listed_slots(listed, spans, tile + 1, in_list, list_end, span_count, BLOCK_N, SPANS)
+        # Steps are too small for asynchronous copies: those of the next tile are asked for a tile ahead.
+        key_step, value_step = next_key_step.to(tl.float32) * 2.0, next_value_step.to(tl.float32) * 2.0
+        next_key_step, next_value_step = steps_of_rows(k_step, ahead), steps_of_rows(v_step, ahead)
+        k0, k1, k2, k3 = nibbles(words_of_rows(k_base, here, k_n, D // 4, BLOCK_D), HALF)
+        s = dot(k0, q, tl.zeros((BLOCK_N, 2 * BLOCK_M), tl.float32) + q_lift[None, :])
+        s = folded(dot(k3, q3, dot(k2, q2, dot(k1, q1, s))))
         if CAPPED:
             x = capped((s * key_step[None, :] + q_center[:, None]) * scale, softcap, CAPPED)
         else:
             x = s * (key_step * (scale * LOG2E))[None, :]
         # Exact rows are read behind the loop: here they are only counted.
-        hidden = tl.where(visible, 0.0, NEG_INF)
-        if tl.max(((slot >= least_exact) & (slot <= most_exact)).to(tl.int32), 0) > 0:
-            same = slot[None, :] == exact_at[:, None]
+        hidden = tl.where(here >= 0, 0.0, NEG_INF)
+        if tl.max(((here >= least_exact) & (here <= most_exact)).to(tl.int32), 0) > 0:
+            same = here[None, :] == exact_at[:, None]
             hits += tl.sum(same.to(tl.float32), 1)
             hidden = tl.where(tl.max(same.to(tl.int32), 0) > 0, NEG_INF, hidden)
         origin, total, terms, shrink = add_terms(origin, total, x + hidden[None, :])
-        v0, v1, v2, v3 = levels_of_rows(v_base, slot, v_n, visible, HALF, DV, BLOCK_DV)
-        parts = twice((terms * value_step[None, :]).to(HALF))
-        sum_of_parts = dot(parts, tl.full((BLOCK_N, 8), 1.0, HALF), tl.zeros((WIDE, 8), tl.float32))
-        lift = -nibble_offset(HALF) * tl.max(sum_of_parts, 1)[:, None]
-        shrink = twice(shrink)[:, None]
-        acc = dot(parts, v0, acc * shrink + lift)
-        acc1 = dot(parts, v1, acc1 * shrink + lift)
-        acc2 = dot(parts, v2, acc2 * shrink + lift)
-        acc3 = dot(parts, v3, acc3 * shrink + lift)
+        rounded = (terms * value_step[None, :]).to(HALF)
+        # Levels are read with an offset, which is taken off the sums.
+        lift = -nibble_offset(HALF) * tl.sum(rounded.to(tl.float32), 1)
+        acc, acc1, acc2, acc3 = add_scaled(
+            acc, acc1, acc2, acc3, words_of_rows(v_base, here, v_n, DV // 4, BLOCK_DV, True),
+            parts_of(rounded, HALF, True), of_rows(shrink, True), of_rows(lift, True),
+        )  # fmt: skip
 
     if tl.max(hits, 0) > 0.0:
         there = hits > 0.0
-        k_exact = k_exact_ptr + head * EXACT * D
-        s = tl.zeros((WIDE, EXACT_BLOCK), tl.float32)
-        k0, k1, k2, k3 = load_by_words(k_exact, exact_place, D, there, D, BLOCK_D)
-        s = folded(exact_scores(exact_scores(exact_scores(exact_scores(s, q, k0), q1, k1), q2, k2), q3, k3))
+        k0, k1, k2, k3 = load_by_words(k_exact_ptr + (head * EXACT + exact_place) * D, there, D, BLOCK_D)
+        s = exact_scores(tl.zeros((EXACT_BLOCK, 2 * BLOCK_M), tl.float32), k0, q)
+        s = folded(exact_scores(exact_scores(exact_scores(s, k1, q1), k2, q2), k3, q3))
         if CAPPED:
             s += q_center[:, None]
         x = capped(s * scale, softcap, CAPPED) + tl.log2(hits)[None, :]
         origin, total, terms, shrink = add_terms(origin, total, tl.where(there[None, :], x, NEG_INF))
-        parts, shrink = twice(terms.to(HALF)), twice(shrink)[:, None]
-        e0, e1, e2, e3 = load_by_words(v_exact_ptr + head * EXACT * DV, exact_place, DV, there, DV, BLOCK_DV)
-        acc = dot(parts, e0.to(HALF), acc * shrink)
-        acc1 = dot(parts, e1.to(HALF), acc1 * shrink)
-        acc2 = dot(parts, e2.to(HALF), acc2 * shrink)
-        acc3 = dot(parts, e3.to(HALF), acc3 * shrink)
+        parts, shrink = parts_of(terms, HALF, True), of_rows(shrink, True)
+        v0, v1, v2, v3 = load_by_words(v_exact_ptr + (head * EXACT + exact_place) * DV, there, DV, BLOCK_DV)
+        acc, acc1 = add_exact(acc * shrink, parts, v0, there, True), add_exact(acc1 * shrink, parts, v1, there, True)
+        acc2, acc3 = add_exact(acc2 * shrink, parts, v2, there, True), add_exact(acc3 * shrink, parts, v3, there, True)
+    acc, acc1, acc2, acc3 = once(acc), once(acc1), once(acc2), once(acc3)
     if CUT:
         # exp(s) (n mean - sum of the n rows read): centers cancel, so both are taken around the center and rotated.
         cut = cut_ptr + (head * LISTS + tl.where(in_list, which, 0)) * 3
-        cut_slot = tl.load(cut)
+        cut_slot = tl.load(cut).to(tl.int64)
         cut_start = tl.maximum(tl.load(cut + 1), begin_tile * BLOCK_N)
         cut_end = tl.minimum(tl.load(cut + 2), end_tile * BLOCK_N)
         if in_list & (cut_slot >= 0) & (cut_end > cut_start):
-            d = tl.arange(0, 4 * BLOCK_D)
-            raw = tl.load(
-                q_ptr + b * q_b + (h * GROUP + query)[:, None] * q_h + d[None, :],
-                mask=(query < GROUP)[:, None] & (d < D)[None, :], other=0.0,
-            )  # fmt: skip
-            cut_k = tl.load(extra_k_ptr + b * ek_b + h * ek_h + cut_slot.to(tl.int64) * ek_n + d, mask=d < D, other=0.0)
-            cut_s = tl.sum(raw.to(tl.float32) * cut_k.to(HALF).to(tl.float32)[None, :], 1) * scale
-            cut_x = capped(cut_s, softcap, CAPPED)
+            cut_k0, cut_k1, cut_k2, cut_k3 = load_of_words(
+                extra_k_ptr + b * ek_b + h * ek_h + cut_slot * ek_n, D, BLOCK_D
+            )
+            raw0, raw1, raw2, raw3 = load_by_words(q_rows, query < GROUP, D, BLOCK_D)
+            products = raw0.to(tl.float32) * cut_k0.to(HALF) + raw1.to(tl.float32) * cut_k1.to(HALF)
+            products += raw2.to(tl.float32) * cut_k2.to(HALF) + raw3.to(tl.float32) * cut_k3.to(HALF)
+            cut_x = capped(tl.sum(products, 1) * scale, softcap, CAPPED)
             if not CAPPED:
                 cut_x -= late
             raised = tl.maximum(origin, cut_x)
             lowered = tl.exp2(origin - raised)
-            mean = extra_v_ptr + b * ev_b + h * ev_h + cut_slot.to(tl.int64) * ev_n
-            m0, m1, m2, m3 = turned_mean(mean, v_center_ptr + head * DV, v_sign_ptr, v_mix_ptr, HALF, DV, BLOCK_DV)
-            members = (cut_end - cut_start).to(tl.float32)
-            m0, m1, m2, m3 = m0 * members, m1 * members, m2 * members, m3 * members
+            m0, m1, m2, m3 = load_of_words(extra_v_ptr + b * ev_b + h * ev_h + cut_slot * ev_n, DV, BLOCK_DV)
+            mid0, mid1, mid2, mid3 = load_of_words(v_center_ptr + head * DV, DV, BLOCK_DV)
+            m0, m1, m2, m3 = turned(m0 - mid0, m1 - mid1, m2 - mid2, m3 - mid3, v_sign_ptr, DV)
+            read = tl.zeros((BLOCK_DV, 2 * BLOCK_M), tl.float32)
+            read1, read2, read3 = read, read, read
             cut_hits = tl.zeros((EXACT_BLOCK,), tl.float32)
             for cut_tile in range(cut_start // BLOCK_N, tl.cdiv(cut_end, BLOCK_N)):
-                cut_place = cut_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                in_cut = (cut_place >= cut_start) & (cut_place < cut_end)
-                cut_row = tl.load(listed + cut_place, mask=in_cut, other=-1)
-                step = steps_of_rows(v_step, cut_row, cut_row >= 0)
-                c0, c1, c2, c3 = levels_of_rows(v_base, cut_row, v_n, cut_row >= 0, HALF, DV, BLOCK_DV)
-                same = cut_row[None, :] == exact_at[:, None]
+                place = cut_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                row = tl.load(listed + place, mask=(place >= cut_start) & (place < cut_end), other=-1)
+                same = row[None, :] == exact_at[:, None]
                 cut_hits += tl.sum(same.to(tl.float32), 1)
-                step = tl.where(tl.max(same.to(tl.int32), 0) > 0, 0.0, step)
-                m0 -= sum_of_levels(c0, step, HALF)
-                m1 -= sum_of_levels(c1, step, HALF)
-                m2 -= sum_of_levels(c2, step, HALF)
-                m3 -= sum_of_levels(c3, step, HALF)
-            e0, e1, e2, e3 = load_by_words(
-                v_exact_ptr + head * EXACT * DV, exact_place, DV, cut_hits > 0.0, DV, BLOCK_DV
-            )
-            m0 -= tl.sum(e0 * cut_hits[:, None], 0)
-            m1 -= tl.sum(e1 * cut_hits[:, None], 0)
-            m2 -= tl.sum(e2 * cut_hits[:, None], 0)
-            m3 -= tl.sum(e3 * cut_hits[:, None], 0)
-            factor, lowered_twice = twice(tl.exp2(cut_x - raised))[:, None], twice(lowered)[:, None]
-            acc = acc * lowered_twice + factor * m0[None, :]
-            acc1 = acc1 * lowered_twice + factor * m1[None, :]
-            acc2 = acc2 * lowered_twice + factor * m2[None, :]
-            acc3 = acc3 * lowered_twice + factor * m3[None, :]
+                step = steps_of_rows(v_step, tl.where(tl.max(same.to(tl.int32), 0) > 0, -1, row)).to(tl.float32) * 2.0
+                cut_parts = tl.broadcast_to(halves(step[:, None], HALF), (BLOCK_N, BLOCK_M, 2))
+                read, read1, read2, read3 = add_scaled(
+                    read, read1, read2, read3, words_of_rows(v_base, row, v_n, DV // 4, BLOCK_DV, True),
+                    tl.reshape(cut_parts, (BLOCK_N, 2 * BLOCK_M)), 1.0, -0.5 * nibble_offset(HALF) * tl.sum(step, 0),
+                )  # fmt: skip
+            members, factor = (cut_end - cut_start).to(tl.float32), tl.exp2(cut_x - raised)
+            exact_rows = v_exact_ptr + (head * EXACT + exact_place) * DV
+            e0, e1, e2, e3 = load_by_words(exact_rows, cut_hits > 0.0, DV, BLOCK_DV)
+            acc = left_of_cut(acc, lowered, factor, members * m0, read, e0, cut_hits)
+            acc1 = left_of_cut(acc1, lowered, factor, members * m1, read1, e1, cut_hits)
+            acc2 = left_of_cut(acc2, lowered, factor, members * m2, read2, e2, cut_hits)
+            acc3 = left_of_cut(acc3, lowered, factor, members * m3, read3, e3, cut_hits)
             total = total * lowered
             origin = raised
     if not CAPPED:
         origin += late
 
-    acc_rows = acc_ptr + ((head * GROUP + wide) * pieces + own) * DV
-    store_columns(acc_rows, acc, wide_reads, 0, 2, DV // 4, BLOCK_DV)
-    store_columns(acc_rows, acc1, wide_reads, DV // 2, 2, DV // 4, BLOCK_DV)
-    store_columns(acc_rows, acc2, wide_reads, 1, 2, DV // 4, BLOCK_DV)
-    store_columns(acc_rows, acc3, wide_reads, DV // 2 + 1, 2, DV // 4, BLOCK_DV)
     at = (head * GROUP + query) * pieces + own
+    store_by_words(acc_ptr + at * DV, acc, acc1, acc2, acc3, reads, DV, BLOCK_DV)
     tl.store(sums_ptr + at * 4, origin, mask=reads)
     tl.store(sums_ptr + at * 4 + 1, total, mask=reads)
 
 
 @triton.jit
-def sum_of_levels(levels, step, DTYPE: tl.constexpr):
-    """Sum of step z over the rows of a tile of levels with their offset; `step` is twice the step."""
-    return tl.sum((levels.to(tl.float32) - nibble_offset(DTYPE)) * step[:, None], 0)
-
-
-@triton.jit
-def turned_mean(mean, center, sign_ptr, mix_ptr, HALF: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr):
-    """R (mean - center) of one vector in float32, by the channels of words."""
-    m0, m1, m2, m3 = turned(
-        both_halves(mean, center, 0, HALF, DV, BLOCK), both_halves(mean, center, DV // 2, HALF, DV, BLOCK),
-        both_halves(mean, center, 1, HALF, DV, BLOCK), both_halves(mean, center, DV // 2 + 1, HALF, DV, BLOCK),
-        sign_ptr, mix_ptr, DV, BLOCK,
-    )  # fmt: skip
-    return tl.sum(m0, 0) * 0.125, tl.sum(m1, 0) * 0.125, tl.sum(m2, 0) * 0.125, tl.sum(m3, 0) * 0.125
-
-
-@triton.jit
-def both_halves(mean, center, first, HALF: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr):
-    """mean - center of every other channel, as eight equal rows of its rounded part and eight of the rest."""
-    u = tl.arange(0, BLOCK)
-    there = u < DV // 4
-    x = tl.load(mean + first + 2 * u, mask=there, other=0.0).to(tl.float32)
-    x -= tl.load(center + first + 2 * u, mask=there, other=0.0)
-    return split_in_two(tl.broadcast_to(x[None, :], (16, BLOCK)), HALF)
+def left_of_cut(acc, lowered, factor, whole, read, exact, hits):
+    """Sums [rows, channels] with `factor` times what the rows read leave of a cluster's sum `whole` [1, channels]."""
+    left = whole - tl.sum(exact * hits[:, None], 0)[None, :] - folded(read)
+    return acc * lowered[:, None] + factor[:, None] * left
