@@ -3,7 +3,7 @@
 Triton's interpreter, which the other tests use where there is no GPU, accepts programs that the compiler refuses: a
 name that changes its type in a loop, an operation that the device does not have. Here the operations are called in a
 process without the interpreter, under a driver that compiles every launch and runs none. The launches are those of a
-GPU: bfloat16, early starts, and as many optional parts in one call as it can have.
+GPU: bfloat16, and float32 where a program is long, early starts, and as many optional parts in one call as it can have.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from kvsketch.slots.layout import Layout
 from tests.ops.formula import needs_triton
 
 B, HQ, H, N, S, D = 1, 8, 2, 64, 256, 64  # batch rows, query heads, KV heads, queries, slots, head size
+MOST_LINES = 20_000  # of PTX; a thousand take up to half a second
 
 
 def has_nvidia_backend() -> bool:
@@ -51,8 +53,10 @@ def test_every_kernel_compiles_for_an_h200() -> None:
         capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-4000:]
-    compiled = {line.split()[0] for line in ran.stdout.splitlines()}
-    assert launches_in_the_source() == compiled, "add a call to CALLS"
+    compiled = [line.split() for line in ran.stdout.splitlines()]
+    assert launches_in_the_source() == {name for name, _ in compiled}, "add a call to CALLS"
+    long = {name: lines for name, lines in compiled if int(lines) > MOST_LINES}
+    assert not long, f"{long} lines of PTX take a minute to compile: smaller tiles, or products on the tensor cores"
 
 
 def launches_in_the_source() -> set[str]:
@@ -134,11 +138,9 @@ def decoded() -> None:
     slots.decoded(torch.bfloat16)
 
 
-def replay_scores() -> None:
-    ops.replay_scores(
-        normal(B, HQ, N, D), normal(B, HQ, N, D), normal(B, H, N, D), normal(B, H, 4, D), 0.1, hidden=longs(B),
-        copies=normal(B, H, N, D), chunks=2,
-    )  # fmt: skip
+def replay_scores(dtype: torch.dtype) -> None:
+    q, k, sinks = normal(B, HQ, S, D).to(dtype), normal(B, H, S, D).to(dtype), normal(B, H, 4, D).to(dtype)
+    ops.replay_scores(q, q, k, sinks, 0.1, hidden=longs(B), copies=k, chunks=2)
 
 
 def refit_steps() -> None:
@@ -282,9 +284,9 @@ def fold_token() -> None:
     ops.fold_token(state, layout, True)
 
 
-def balance_walk() -> None:
-    k, v = normal(B, H, S, D), normal(B, H, S, D)
-    ops.balance_walk(k, v, longs(B, H, 2, 100), 0.1, weights=zeros(B, H, S), constant=0.1)
+def balance_walk(dtype: torch.dtype) -> None:
+    k = normal(B, H, S, D).to(dtype)
+    ops.balance_walk(k, k, longs(B, H, 2, 100), 0.1, weights=zeros(B, H, S), constant=0.1)
 
 
 def hot_rows() -> None:
@@ -317,11 +319,12 @@ def thin_linear(rows: int) -> None:
 CALLS: tuple[Callable[[], None], ...] = (
     weighted_attention, encoded, coded_attention, short_coded_attention, decoded, ragged_attention,
     paged_attention,
-    chunk_attention, indexed_attention, coded_indexed_attention, kept_attention, replay_scores,
+    chunk_attention, indexed_attention, coded_indexed_attention, kept_attention,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
-    refit_steps, take_rows, slot_update, coded_slot_update, page_rows, reservoir, fold_token, balance_walk, hot_rows,
+    refit_steps, take_rows, slot_update, coded_slot_update, page_rows, reservoir, fold_token, hot_rows,
     decoder_layer, lambda: thin_linear(1), lambda: thin_linear(4),
+    *(partial(call, dtype) for call in (replay_scores, balance_walk) for dtype in (torch.bfloat16, torch.float32)),
 )  # fmt: skip
 
 
@@ -370,4 +373,4 @@ def compile_all(report: Callable[[str, Any], None]) -> None:
 
 
 if __name__ == "__main__":
-    compile_all(lambda name, program: print(name, len(program.asm["ptx"]), flush=True))
+    compile_all(lambda name, program: print(name, program.asm["ptx"].count("\n"), flush=True))

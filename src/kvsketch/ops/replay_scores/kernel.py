@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common.device import device_traits, on
-from kvsketch.ops.common.kernel import INF, LOG2E, NEG_INF, described_rows, dot, load_rows, load_tile
+from kvsketch.ops.common.kernel import INF, LOG2E, NEG_INF, PTX, described_rows, dot, load_rows, load_tile
 from kvsketch.ops.common.sums import LIMIT, add_terms, finite_or_zero
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, aligned, block_size, dense_last
 
@@ -36,7 +36,7 @@ def supported(q: Tensor, k: Tensor) -> bool:
 
 def launches_for(k: Tensor, count: int) -> tuple[Launch, Launch]:
     """The launch sizes for the sums and for the maxima: as much as fits beside each other."""
-    if block_size(k.shape[3]) * k.element_size() > 256 or count <= 64:
+    if k.dtype == torch.float32 or block_size(k.shape[3]) > 128 or count <= 64:
         return Launch(64, 32, 4, 2), Launch(64, 32, 4, 2)
     if device_traits(k.device).shared_bytes > 170 * 1024:
         return Launch(128, 64, 4, 3), Launch(128, 128, 8, 2)
@@ -76,7 +76,9 @@ def replay_scores(
 @triton.jit
 def logits(x, y, scale):
     """scale <x, y> of two tiles of rows."""
-    return dot(x, tl.trans(y), tl.zeros((x.shape[0], y.shape[0]), tl.float32)) * scale
+    # Written out as multiplications, a product of float32 tiles takes a minute to compile.
+    acc = tl.zeros((x.shape[0], y.shape[0]), tl.float32)
+    return dot(x, tl.trans(y), acc, PRECISION="tf32x3" if PTX else "ieee") * scale
 
 
 @triton.jit
@@ -113,7 +115,7 @@ def row_sums_kernel(
         seen = (tl.arange(0, BLOCK_SINKS) < SINKS) & (p >= bare)
         origin, total, _, _ = add_terms(origin, total, tl.where(seen[None, :], logits(again, sinks, scale), NEG_INF))
     sink_origin, sink_total = origin, total
-    for start in tl.static_range(0, ROWS, COLUMNS):
+    for start in range(0, ROWS, COLUMNS):
         column = first + start + moving
         there = ((column < count) & (column >= pads))[None, :]
         k = load_rows(k_rows, b, head, begin + first + start, COLUMNS, BLOCK_D)
