@@ -10,16 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.cluster_index import ClusterIndex
+from kvsketch.ops.common import early_start
 from kvsketch.ops.common.device import on
-from kvsketch.ops.common.kernel import NEG_INF, ordered_bits
-from kvsketch.ops.common.tensors import dense_last
+from kvsketch.ops.common.kernel import NEG_INF, PTX, dot, gather_tile, ordered_bits, wait
+from kvsketch.ops.common.tensors import block_size, dense_last
 from kvsketch.ops.select_clusters import Selection
 
 # Scores and sizes of one list live in the registers of one program.
 MAX_CLUSTERS = 16384
 MAX_KEY_SIZE = 512
-SCORE_CLUSTERS = 32
-ROW_BLOCK = 1024
+SCORE_BYTES = 16 * 1024  # of the centroids that one program reads
+ROW_BLOCK = 2048
 
 
 def supported(clusters: int, size: int = 1) -> bool:
@@ -32,11 +33,13 @@ def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
     batch, heads, clusters, size = centroids.shape
     q, centroids = dense_last(q), dense_last(centroids)
     scores = torch.empty((batch, q.shape[1], clusters), dtype=torch.float32, device=q.device)
+    block = block_size(size)
+    tile = max(16, SCORE_BYTES // (block * centroids.element_size()))
     with on(q.device):
-        score_kernel[(triton.cdiv(clusters, SCORE_CLUSTERS), batch * heads)](
+        score_kernel[(triton.cdiv(clusters, tile), batch * heads)](
             q, centroids, scores, heads, clusters, *q.stride()[:2], *centroids.stride()[:3],
-            GROUP=q.shape[1] // heads, D=size, BLOCK_D=triton.next_power_of_2(size), CLUSTERS=SCORE_CLUSTERS,
-            num_warps=4,
+            GROUP=q.shape[1] // heads, D=size, BLOCK_D=block, CLUSTERS=tile,
+            BLOCK_G=max(8, triton.next_power_of_2(q.shape[1] // heads)), num_warps=4, **early_start.launch(q.device),
         )  # fmt: skip
     return scores
 
@@ -59,6 +62,8 @@ def select_clusters(
             budgets, clusters, slots, budget, slot_offset, lists // heads, lists,
             CLUSTERS=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(budget)),
             num_warps=min(16, max(4, block // 256)),
+            # Programs are short of registers alone: with 64 four of them fit on a multiprocessor.
+            **({"maxnreg": 64} if block <= 2048 and PTX.value else {}), **early_start.launch(scores.device),
         )  # fmt: skip
     return Selection(rows, taken, log_unread, cut)
 
@@ -66,32 +71,36 @@ def select_clusters(
 @triton.jit(do_not_specialize=["clusters"])
 def score_kernel(
     q_ptr, centroids_ptr, scores_ptr, heads, clusters, q_b, q_h, c_b, c_h, c_n,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CLUSTERS: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CLUSTERS: tl.constexpr, BLOCK_G: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """<q, mu_c> of a tile of clusters of one KV head with all query heads of its group, in float32."""
+    wait(EARLY)
     head = tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     cluster = tl.program_id(0) * CLUSTERS + tl.arange(0, CLUSTERS)
-    d = tl.arange(0, BLOCK_D)
-    base = centroids_ptr + b * c_b + h * c_h
-    inside = (cluster < clusters)[:, None] & (d < D)[None, :]
-    tile = tl.load(base + cluster.to(tl.int64)[:, None] * c_n + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    for g in tl.static_range(GROUP):
-        q = tl.load(q_ptr + b * q_b + (h * GROUP + g) * q_h + d, mask=d < D, other=0.0).to(tl.float32)
-        score = tl.sum(tile * q[None, :], 1)
-        tl.store(scores_ptr + (head * GROUP + g) * clusters + cluster, score, mask=cluster < clusters)
+    d, g = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G)
+    tile = gather_tile(centroids_ptr + b * c_b + h * c_h, cluster, c_n, cluster < clusters, D, BLOCK_D)
+    q_mask = (g < GROUP)[None, :] & (d < D)[:, None]
+    q = tl.load(q_ptr + b * q_b + (h * GROUP + g)[None, :] * q_h + d[:, None], mask=q_mask, other=0.0)
+    if q.dtype != tile.dtype or q.dtype.primitive_bitwidth != 16:
+        tile, q = tile.to(tl.float32), q.to(tl.float32)
+    score = dot(tile, q)
+    inside = (cluster < clusters)[:, None] & (g < GROUP)[None, :]
+    tl.store(scores_ptr + (head * GROUP + g)[None, :] * clusters + cluster[:, None], score, mask=inside)
 
 
 @triton.jit(do_not_specialize=["clusters", "slots", "budget", "slot_offset"])
 def select_kernel(
     scores_ptr, order_ptr, sizes_ptr, offsets_ptr, rows_ptr, taken_ptr, log_unread_ptr, cut_ptr, shifts_ptr,
     budgets_ptr, clusters, slots, budget, slot_offset, group, lists,
-    CLUSTERS: tl.constexpr, ROWS: tl.constexpr,
+    CLUSTERS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The list of one list head.
 
     `shifts` is scratch: what to add to a place in the list to find the place in the order, for each cluster taken.
     """
+    wait(EARLY)
     list_head = tl.program_id(0).to(tl.int64)
     head = list_head // group
     limit = budget
@@ -101,7 +110,6 @@ def select_kernel(
     inside = cluster < clusters
     score = tl.load(scores_ptr + list_head * clusters + cluster, mask=inside, other=NEG_INF)
     size = tl.load(sizes_ptr + head * clusters + cluster, mask=inside, other=0)
-    offset = tl.load(offsets_ptr + head * clusters + cluster, mask=inside, other=0)
     # A comparison with NaN is false, so this hides clusters that score NaN as well.
     wanted = tl.where(score > NEG_INF, size, 0)
     key = ordered_bits(score)
@@ -120,6 +128,8 @@ def select_kernel(
     before = tl.cumsum(ties, 0) - ties
     take = tl.where(above, wanted, tl.minimum(tl.maximum(missing - before, 0), ties))
     tl.store(taken_ptr + list_head * clusters + cluster, take, mask=inside)
+    # Sizes and offsets are not held in the loop above: two programs more fit on a multiprocessor.
+    size = tl.load(sizes_ptr + head * clusters + cluster, mask=inside, other=0)
     unread = tl.log(tl.maximum(size - take, 1).to(tl.float32))
     tl.store(log_unread_ptr + list_head * clusters + cluster, tl.where(size > take, unread, NEG_INF), mask=inside)
 
@@ -138,6 +148,7 @@ def select_kernel(
     first = tl.cumsum(take, 0) - take
     number = tl.cumsum(chosen, 0) - 1
     tl.store(rows + first, chosen, mask=chosen > 0)
+    offset = tl.load(offsets_ptr + head * clusters + cluster, mask=chosen > 0, other=0)
     tl.store(shifts + number, offset - first, mask=chosen > 0)
     # At most one cluster is taken in part, so that one thread writes.
     trimmed = (take > 0) & (take < size)
