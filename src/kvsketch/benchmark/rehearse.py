@@ -30,8 +30,9 @@ from kvsketch.benchmark.runner import Row
 from kvsketch.benchmark.shapes import prefill_times
 from kvsketch.methods import parse_method
 from kvsketch.methods.rehearse import Rehearse, Rehearsed
-from kvsketch.methods.rehearse.problems import Changes
+from kvsketch.methods.rehearse.problems import Changes, LayerProblems
 from kvsketch.options import option
+from kvsketch.slots.layout import Layout
 from kvsketch.slots.table import SlotTable
 
 PARTS = ("score", "choice", "refit", "encoding")
@@ -58,11 +59,14 @@ class Timed(Rehearse):
     def _chosen(self, tables: Sequence[SlotTable]) -> Any:
         return self._timed("choice", lambda: Rehearse._chosen(self, tables))
 
-    def _refitted(self, tables: Sequence[SlotTable], keep: Sequence[Tensor]) -> Any:
-        return self._timed("refit", lambda: Rehearse._refitted(self, tables, keep))
+    def _problems(self, table: SlotTable, keep: Tensor) -> Any:
+        return self._timed("refit", lambda: Rehearse._problems(self, table, keep))
 
-    def _rebuild(self, table: SlotTable, keep: Tensor, counts: Tensor, changes: Changes | None) -> None:
-        self._timed("encoding", lambda: Rehearse._rebuild(self, table, keep, counts, changes))
+    def _refitted(self, problems: Sequence[LayerProblems | None]) -> Any:
+        return self._timed("refit", lambda: Rehearse._refitted(self, problems))
+
+    def _rebuild(self, table: SlotTable, keep: Tensor, layout: Layout, changes: Changes | None) -> None:
+        self._timed("encoding", lambda: Rehearse._rebuild(self, table, keep, layout, changes))
 
 
 @dataclass

@@ -249,12 +249,18 @@ def write_packed(slots: Slots, slot: Tensor, at: Tensor, x: Tensor) -> None:
     slots.exact_at.masked_fill_(slots.exact_at == slot, -1)
 
 
-def packed(slots: Slots, pack: Callable[[Tensor], Tensor]) -> Slots:
-    """Slots of equal heads in a flat store, into which `pack` brings tensors."""
+def packed(slots: Slots, pack: Callable[[Tensor], Tensor], to: Tensor | None = None) -> Slots:
+    """Slots of equal heads in a flat store, into which `pack` brings tensors; `to` [B, H, S]: their new numbers in the
+    head, -1 for those that go, None: as they are.
+    """
     if isinstance(slots, Tensor):
         return pack(slots)
     slots = _all_coded(slots)
-    return replace(slots, codes=pack(slots.codes), steps=pack(slots.steps))
+    moved = replace(slots, codes=pack(slots.codes), steps=pack(slots.steps))
+    if to is None:
+        return moved
+    at = to.gather(2, slots.exact_at.clamp_min(0).long()).masked_fill_(slots.exact_at < 0, -1)
+    return replace(moved, exact_at=at.int())
 
 
 def unpacked(slots: Slots, layout: Layout) -> Slots:

@@ -9,6 +9,7 @@ Legend: B batch rows, H KV heads, S the largest capacity, N the sum of all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,14 +30,21 @@ class Layout(Ragged):
 
         Slots are on the device, else on that of the capacity. Asks it unless the capacity lies on the host.
         """
-        host, device = capacity.cpu(), capacity.device if device is None else device
-        ends = host.flatten().cumsum(0)
-        start = (ends - host.flatten()).view(host.shape)
-        programs = CODED_PROGRAMS if coded else PLAIN_PROGRAMS
-        work, first = work_list(host, programs * device_traits(device).multiprocessors)
-        most_pieces = int(first.diff().max())
-        start, capacity, work, first = (uploaded(part, device) for part in (start, capacity, work, first))
-        return cls(start, capacity, int(host.max()), int(ends[-1]), work, first, most_pieces)
+        return cls.of_each([capacity.cpu()], coded, [capacity.device if device is None else device])[0]
+
+    @classmethod
+    def of_each(cls, capacities: Sequence[Tensor], coded: bool, devices: Sequence[torch.device]) -> list[Layout]:
+        """Those of several tables, by capacities on the host; their devices are not asked."""
+        parts, programs = [], CODED_PROGRAMS if coded else PLAIN_PROGRAMS
+        for capacity, device in zip(capacities, devices, strict=True):
+            start = capacity.flatten().cumsum(0).view(capacity.shape) - capacity
+            parts.append((start, capacity, *work_list(capacity, programs * device_traits(device).multiprocessors)))
+        near = iter(uploaded([part for each in parts for part in each], [d for d in devices for _ in range(4)]))
+        found = []
+        for _, capacity, _, first in parts:
+            sizes, pieces = capacity.flatten().tolist(), first.diff().tolist()
+            found.append(cls(next(near), next(near), max(sizes), sum(sizes), next(near), next(near), max(pieces)))
+        return found
 
     def at(self, slots: Tensor) -> Tensor:  # [B H n]
         """Places of the slots [B, H, n] in the flat store."""

@@ -200,15 +200,6 @@ class SlotTable(Place):
         keys, values = self.stores()
         return codes.plain_at(keys, slots), codes.plain_at(values, slots)
 
-    def keys_as_held(self, slots: Tensor) -> Tensor | None:  # [B, H, m, D]
-        """The keys of the slots [B, H, m] as they are once they are coded; None: as they are now."""
-        if self.bits.keys == codes.PLAIN:
-            return None
-        keys = self.stores()[0]
-        keys = keys[:, :, : self.length] if isinstance(keys, Tensor) else keys
-        coded = codes.coded(keys, self.bits.keys, self.padding)
-        return codes.plain(coded).gather(2, slots.unsqueeze(-1).expand(*slots.shape, coded.shape[3]))
-
     def _equal(self, slots: Slots | None) -> Slots:
         """Keys or values as those of equal heads."""
         assert slots is not None
@@ -474,18 +465,51 @@ class SlotTable(Place):
         assert self.values is not None and self.layout is None
         self.values = codes.with_vectors(self.values, slots, values)
 
-    def replace_at(self, head: Tensor, slot: Tensor, values: Tensor) -> bool:
-        """Gives slots [E] of the heads [E], counted over rows and heads, the values [E, Dv]; none twice.
+    def replace_at(self, at: Tensor, values: Tensor) -> bool:
+        """Gives the slots `at` [E], counted over rows and heads, the values [E, Dv]; none twice.
 
         False, and nothing changes, where values are held in few bits.
         """
         if not isinstance(self.values, Tensor) or self.layout is not None:
             return False
         # A copy: a model may read the values of this forward yet.
-        self.values = self.values.clone(memory_format=torch.contiguous_format)
-        rows = self.values.view(-1, self.values.shape[3])
-        rows.index_copy_(0, head * self.values.shape[2] + slot, values.to(rows.dtype))
+        self.values = self.values[:, :, : self.length].clone(memory_format=torch.contiguous_format)
+        self.values.view(-1, self.values.shape[3]).index_copy_(0, at, values.to(self.values.dtype))
         return True
+
+    def keep(self, stays: Tensor, layout: Layout, log_den: Tensor | None = None) -> None:
+        """Becomes a bounded table of the slots where `stays` [B, H, S] is true, in the order of the text.
+
+        `layout` has room for them, and empty slots behind. `log_den` [B, H, S]: weights, else as now. The device is not
+        asked.
+        """
+        self.unpack()
+        assert self.log_num is None
+        rank = stays.cumsum(-1)
+        if not self.exact:
+            order = self.order_slots()
+            rank = torch.empty_like(order).scatter_(2, order, stays.gather(2, order).cumsum(-1))
+        to = torch.where(stays, rank - 1, -1)
+        # Each slot says where it goes; one place more takes those that go nowhere.
+        place = torch.where(stays, layout.start.unsqueeze(-1) + to, layout.total).flatten()
+        source = torch.full((layout.total + 1,), -1, device=place.device)
+        source.scatter_(0, place, torch.arange(len(place), device=place.device))
+        taken, source = source[:-1] >= 0, source[:-1].clamp_min(0)
+
+        def moved(slots: Tensor) -> Tensor:
+            return slots.flatten(0, 2).index_select(0, source)
+
+        index = torch.where(taken, moved(self.index_slots()), -1)
+        weights = self.log_den if log_den is None else log_den
+        self.keys = codes.packed(self._storable("keys"), moved, to)
+        self.values = codes.packed(self._storable("values"), moved, to)
+        self.state.move_slots(moved)
+        weights = torch.zeros(index.shape, device=index.device) if weights is None else moved(weights)
+        self.log_den = weights.masked_fill_(index < 0, NEG_INF)
+        self.index, self.next_slot = index.clamp_min(-1).int(), stays.sum(-1, keepdim=True)
+        self.layout, self.length, self.capacity = layout, layout.most, None
+        if self.clock is None:
+            self.clock = torch.full((1,), self.seen, device=index.device)
 
     def pack(self, capacity: Tensor) -> None:
         """Gives each head of a bounded table its own number of slots, [B, H]; those behind are empty and go.
@@ -532,11 +556,11 @@ class SlotTable(Place):
 
     def _storable(self, what: str) -> Slots:
         """Keys or values of all slots in as many bits as they are to have; `require_finite` says if that failed."""
-        slots: Slots = getattr(self, what)
-        if isinstance(slots, Tensor):
-            slots = slots[:, :, : self.length]
-        slots = codes.coded(slots, getattr(self.bits, what), self.padding)
-        if self.appended > 1 and not isinstance(slots, Tensor):
+        held: Slots = getattr(self, what)
+        slots = codes.coded(
+            held[:, :, : self.length] if isinstance(held, Tensor) else held, getattr(self.bits, what), self.padding
+        )
+        if self.appended > 1 and isinstance(slots, SlotCodes) and slots is not held:
             self.doubts.append(codes.Doubt.of(slots, what, self.layer_idx))
         return slots
 
@@ -582,9 +606,10 @@ class SlotTable(Place):
         if self.clock is None:
             self.clock = torch.full((1,), self.seen, device=chosen.device)
 
-    def code(self) -> None:
-        """Holds all slots in as many bits as they are to have, so that a method sees what will be read."""
-        self.keys, self.values = self._storable("keys"), self._storable("values")
+    def code(self, *what: str) -> None:
+        """Holds keys or values, else both, in as many bits as they are to have: a method sees what will be read."""
+        for name in what or ("keys", "values"):
+            setattr(self, name, self._storable(name))
 
     # in place, in a bounded table
 

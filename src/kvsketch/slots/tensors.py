@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,11 +88,17 @@ def rows_of(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     return x.as_strided((count, size), (size, 1)), (row, head, slot)
 
 
-def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; from the host without waiting for what the device has to do yet."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+def uploaded(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
+    """Tensors of the host on devices; those of a kind in one go, without waiting for what the device has to do yet."""
+    found = [*tensors]
+    for device, dtype in {(device, tensor.dtype) for device, tensor in zip(devices, tensors, strict=True)}:
+        if device.type != "cuda":
+            continue
+        numbers = [n for n, tensor in enumerate(tensors) if (devices[n], tensor.dtype) == (device, dtype)]
+        near = torch.cat([tensors[n].flatten() for n in numbers]).pin_memory().to(device, non_blocking=True)
+        for n, part in zip(numbers, near.split([tensors[n].numel() for n in numbers]), strict=True):
+            found[n] = part.view(tensors[n].shape)
+    return found
 
 
 def is_score(state: Tensor) -> bool:

@@ -18,12 +18,13 @@ from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_lay
 from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL, SHARES, largest
 from kvsketch.ops.turn_keys import whole_turns
 from kvsketch.slots.bytes import LayerShape, bytes_beside
-from kvsketch.slots.codes import LEAST
+from kvsketch.slots.codes import LEAST, PLAIN
 from kvsketch.slots.heads import of_all_heads
+from kvsketch.slots.layout import Layout
 from kvsketch.slots.ragged_rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable, require_finite
-from kvsketch.slots.tensors import half_of
+from kvsketch.slots.tensors import gather_slots, half_of
 
 REPLAYS = VIRTUAL, EXACT = ("virtual", "exact")
 REFITS = ("full", "fold", "none")
@@ -70,7 +71,7 @@ class Rehearsed(TableState):
     @property
     def scored(self) -> int:
         """Tokens since the last rehearsal that have scores."""
-        return 0 if self.chunks is None else int(self.chunks[0].sum())
+        return 0 if self.chunks is None else sum(self.chunks[0].tolist())
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ class Rehearse(BudgetedMethod):
         state.queries[:, :, waiting - queries.shape[2] : waiting] = queries
         if not table.exact:
             stays = table.index_slots() >= 0
-            self._repack(table, stays, None, counted([stays])[0], room)
+            table.keep(stays, Layout.of(counted([stays])[0] + room + 1, bool(table.bits), table.device))
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         """A text that was too short for a rehearsal takes its fixed shape when it is long enough for codes."""
@@ -304,8 +305,9 @@ class Rehearse(BudgetedMethod):
         room = room_for(table.settled, waiting)
         state.queries = lengthened(state.queries, state.queries, waiting + room)
         state.score = torch.zeros(table.shape, device=table.device)
+        capacity = torch.full(table.shape[:2], table.length + room + 1)
         every = torch.ones(table.shape, dtype=torch.bool, device=table.device)
-        self._repack(table, every, None, torch.full(table.shape[:2], table.length), room)
+        table.keep(every, Layout.of(capacity, bool(table.bits), table.device))
 
     def _score(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
         """Scores the tokens of these queries, the newest, and keeps some of their queries for the refit."""
@@ -351,30 +353,36 @@ class Rehearse(BudgetedMethod):
             # A short question is no measure for its answer. A chunk is the most that counts: generation stays bounded.
             table.set_prompt(max(table.prompt_tokens, min(table.seen, self.chunk)))
         keep = self._chosen(tables)
-        counts = counted(keep)
-        changes = self._refitted(tables, keep)
-        for table, stays, count, change in zip(tables, keep, counts, changes, strict=True):
-            self._rebuild(table, stays, count, change)
+        problems = [self._problems(table, stays) for table, stays in zip(tables, keep, strict=True)]
+        # Here the host waits: what is above is on its way before, and the device is busy with it.
+        counts, room = counted(keep), room_for(tables[0].seen)
+        changes = self._refitted(problems)
+        del problems
+        capacities, devices = [count + room + 1 for count in counts], [table.device for table in tables]
+        layouts = Layout.of_each(capacities, bool(tables[0].bits), devices)
+        for table, stays, layout, change in zip(tables, keep, layouts, changes, strict=True):
+            self._rebuild(table, stays, layout, change)
         # Last, so that all of it is on its way while the device still refits.
         require_finite(tables)
 
     def _chosen(self, tables: Sequence[SlotTable]) -> list[Tensor]:
         """Which slots of each table stay, [B, H, S] bool."""
-        worth = [self._worth(table) for table in tables]
-        counts = [self._each(table) for table in tables]
-        return shared_choice(tables, worth, counts, self.share)
+        each = self._each(tables[0])
+        return shared_choice(tables, [self._worth(table, each) for table in tables], each, self.share)
 
-    def _worth(self, table: SlotTable) -> Tensor:
-        """Scores of slots; ALWAYS for those that stay, -inf for empty ones."""
-        score, position, index = table.state_of(Rehearsed).score, table.position_slots(), table.index_slots()
+    def _worth(self, table: SlotTable, each: Tensor) -> Tensor:
+        """Scores of slots; ALWAYS for those that stay, -inf for empty ones. `each` [B, 1]: mean tokens of a head."""
+        score, position, each = table.state_of(Rehearsed).score, table.position_slots(), each.to(table.device)
         assert score is not None
-        seen, each = table.real_tokens(), self._each(table).unsqueeze(-1)
+        seen, each = table.real_tokens(), each.unsqueeze(-1)
         always = (position < self.sinks) | (position >= seen - self.row_budget(table).recent)
-        # What was refitted before stays as it is while the budget grows with the text; else old and new compete.
-        past = (index >= 0) & (index < table.settled)
-        room = each - past.sum((1, 2), keepdim=True) / past.shape[1]
-        always |= past & (room * seen >= 0.75 * each * (seen - past_tokens(table)))
-        return torch.where(position < 0, NEG_INF, torch.where(always, ALWAYS, score))
+        if table.settled:
+            # What was refitted before stays as it is while the budget grows with the text; else old and new compete.
+            index = table.index_slots()
+            past = (index >= 0) & (index < table.settled)
+            room = each - past.sum((1, 2), keepdim=True) / past.shape[1]
+            always |= past & (room * seen >= 0.75 * each * (seen - past_tokens(table)))
+        return score.masked_fill(always, ALWAYS).masked_fill_(position < 0, NEG_INF)
 
     def _each(self, table: SlotTable) -> Tensor:  # [B, 1]
         """Mean tokens of a head, by row: of a prompt that is read in part that part; never less than what stays."""
@@ -383,67 +391,59 @@ class Rehearse(BudgetedMethod):
         each = (part * total).floor().long()
         return torch.maximum(each, torch.zeros_like(each) + sinks + recent)[:, :, 0]
 
-    def _refitted(self, tables: Sequence[SlotTable], keep: Sequence[Tensor]) -> list[Changes | None]:
+    def _problems(self, table: SlotTable, keep: Tensor) -> LayerProblems | None:
+        """What is to be refitted; codes what is not."""
         if self.refit == "none":
-            return [None] * len(tables)
-        found: dict[int, Changes] = {}
-        for device in {table.device for table in tables}:
-            numbers = [number for number, table in enumerate(tables) if table.device == device]
-            problems = [self._problems(tables[number], keep[number]) for number in numbers]
-            found.update(zip(numbers, refit_layers(problems, self.refit == "fold"), strict=True))
-        return [found[number] for number in range(len(tables))]
-
-    def _problems(self, table: SlotTable, keep: Tensor) -> LayerProblems:
+            table.code()
+            return None
         state = table.state_of(Rehearsed)
         assert state.again is not None and state.chunks is not None
-        slots = newest_slots(table, state.scored)
-        places = places_of(tuple(state.chunks[0].tolist()), slots.device)  # [P, C]
+        lengths = tuple(state.chunks[0].tolist())
+        slots, places = newest_slots(table, sum(lengths)), places_of(lengths, table.device)  # [B, H, m], [P, C]
         keys, values = newest(table, slots)
-        is_there = table.position_slots().gather(2, slots) >= 0
-        stays, there = (
-            (chosen.flatten(0, 1)[:, places.clamp_min(0)] & (places >= 0))
-            for chosen in (keep.gather(2, slots), is_there)
-        )
-        score = self._worth(table).gather(2, slots) if self.refit == "fold" else slots[:, :, :0].float()
-        begins = table.seen - state.scored + state.chunks[0].cumsum(0) - state.chunks[0]
-        behind = self.sinks + (0 if table.padding is None else int(table.padding.max()))
         sinks = sink_keys(table, self.sinks).flatten(0, 1) if self.sinks else None
+        held = None
+        if table.bits.keys != PLAIN:
+            table.code("keys")
+            held = at_newest(table, table.key_slots(), slots)
+        stays, there = (
+            (at_newest(table, marks, slots).flatten(0, 1)[:, places.clamp_min(0)] & (places >= 0))
+            for marks in (keep, table.position_slots() >= 0)
+        )
+        folds = self.refit == "fold"
+        worth = at_newest(table, self._worth(table, self._each(table)), slots) if folds else slots[:, :, :0].float()
+        begins = itertools.accumulate(lengths[:-1], initial=table.seen - sum(lengths))
+        behind = self.sinks + (0 if table.padding is None else int(table.padding.max()))
         return LayerProblems(
-            state.again.flatten(0, 1), keys, table.keys_as_held(slots), values, score.flatten(0, 1), places, stays,
-            there, table.scale, sinks, int((begins < behind).sum()),
+            state.again.flatten(0, 1), keys, held, values, worth.flatten(0, 1), places, stays, there, table.scale,
+            sinks, sum(begin < behind for begin in begins),
         )  # fmt: skip
 
-    def _rebuild(self, table: SlotTable, keep: Tensor, counts: Tensor, changes: Changes | None) -> None:
+    def _refitted(self, problems: Sequence[LayerProblems | None]) -> list[Changes | None]:
+        found: list[Changes | None] = [None] * len(problems)
+        for device in {layer.keys.device for layer in problems if layer is not None}:
+            here = {n: layer for n, layer in enumerate(problems) if layer is not None and layer.keys.device == device}
+            for place, changes in zip(here, refit_layers([*here.values()], self.refit == "fold"), strict=True):
+                found[place] = changes
+        return found
+
+    def _rebuild(self, table: SlotTable, keep: Tensor, layout: Layout, changes: Changes | None) -> None:
         state = table.state_of(Rehearsed)
         weights = table.log_weights()[1]
-        if changes is not None and len(changes.head):
+        if changes is not None and len(changes.place):
             slots = newest_slots(table, state.scored)
-            at = slots.flatten(0, 1)[changes.head, changes.token]
+            first = torch.arange(len(slots) * slots.shape[1], device=table.device) * table.length
+            at = (slots + first.view(*slots.shape[:2], 1)).flatten()[changes.place]  # [E], of B H S
             weights = torch.zeros(table.shape, device=table.device) if weights is None else weights.clone()
-            weights.flatten(0, 1)[changes.head, at] = changes.log_weights
-            if not table.replace_at(changes.head, at, changes.values):
-                values, changed = (
-                    newest(table, slots)[1].flatten(0, 1).clone(),
-                    torch.full_like(slots.flatten(0, 1), -1),
-                )
-                values[changes.head, changes.token], changed[changes.head, changes.token] = changes.values, at
-                table.replace_values(changed.view(slots.shape), values.view(*slots.shape, -1))
-        self._repack(table, keep, weights, counts, room_for(table.seen))
+            weights.view(-1).index_copy_(0, at, changes.log_weights)
+            if not table.replace_at(at, changes.values):
+                values, changed = newest(table, slots)[1].contiguous(), torch.full_like(slots, -1)
+                values.view(-1, values.shape[3]).index_copy_(0, changes.place, changes.values)
+                changed.view(-1).index_copy_(0, changes.place, slots.flatten()[changes.place])
+                table.replace_values(changed, values)
+        table.keep(keep, layout, weights)
         table.note_settled()
         state.again = state.chunks = state.queries = None
-
-    def _repack(self, table: SlotTable, keep: Tensor, weights: Tensor | None, counts: Tensor, room: int) -> None:
-        """Keeps these slots, [B, H, S] bool, in the order of the text, and `room` for new tokens in every head.
-
-        counts [B, H], how many they are, on the host.
-        """
-        taken = keep.sum(-1, keepdim=True)  # [B, H, 1]
-        order = torch.where(keep, table.index_slots(), table.seen).argsort(dim=-1, stable=True)
-        chosen = order[:, :, : int(counts.max())]
-        chosen = torch.where(torch.arange(chosen.shape[2], device=chosen.device) < taken, chosen, -1)
-        log_den = None if weights is None else weights.gather(2, chosen.clamp_min(0))
-        table.rebuild(chosen, chosen.shape[2] + room, log_den=log_den, next_slot=taken)
-        table.pack(counts + room + 1)
 
 
 def counted(keep: Sequence[Tensor]) -> list[Tensor]:
@@ -469,21 +469,19 @@ def past_tokens(table: SlotTable) -> Tensor:  # [B, 1, 1]
     return (torch.full_like(table.real_tokens(), table.settled) - pads).clamp_min(0)
 
 
-def shared_choice(tables: Sequence[SlotTable], worth: list[Tensor], counts: list[Tensor], share: str) -> list[Tensor]:
-    """Which slots [B, H, S] of each table are among the best; `counts` [B, 1] of a head on average, in every table.
+def shared_choice(tables: Sequence[SlotTable], worth: list[Tensor], each: Tensor, share: str) -> list[Tensor]:
+    """Which slots [B, H, S] of each table are among the best; `each` [B, 1] of a head on average, in every table.
 
     Slots of -inf never are. Heads of other processes, and layers of other devices, have their say too.
     """
     if share == HEAD:
-        return [largest(w, count.unsqueeze(-1)) for w, count in zip(worth, counts, strict=True)]
+        return [largest(w, each.to(w.device).unsqueeze(-1)) for w in worth]
     everywhere = [of_all_heads(w, table, NEG_INF) for w, table in zip(worth, tables, strict=True)]
     if share == LAYER:
-        best = [largest(w.flatten(1), w.shape[1] * count) for w, count in zip(everywhere, counts, strict=True)]
+        best = [largest(w.flatten(1), w.shape[1] * each.to(w.device)) for w in everywhere]
     else:
-        here = tables[0].device
-        flat = torch.cat([w.flatten(1).to(here) for w in everywhere], 1)
-        wanted = torch.stack([w.shape[1] * n.to(here) for w, n in zip(everywhere, counts, strict=True)]).sum(0)
-        parts = largest(flat, wanted).split([w[0].numel() for w in everywhere], 1)
+        flat = torch.cat([w.flatten(1).to(each.device) for w in everywhere], 1)
+        parts = largest(flat, each * sum(w.shape[1] for w in everywhere)).split([w[0].numel() for w in everywhere], 1)
         best = [part.to(table.device) for part, table in zip(parts, tables, strict=True)]
     return [
         part.view(each.shape)[:, table.own_heads, : w.shape[2]]
@@ -528,8 +526,15 @@ def newest_slots(table: SlotTable, count: int) -> Tensor:  # [B, H, count]
     return table.order_slots()[:, :, -count:]
 
 
+def at_newest(table: SlotTable, x: Tensor, slots: Tensor) -> Tensor:
+    """What x [B, H, S, ...] has for the slots [B, H, n] of the newest tokens."""
+    return x[:, :, x.shape[2] - slots.shape[2] :] if table.exact else gather_slots(x, slots)
+
+
 def sink_keys(table: SlotTable, sinks: int) -> Tensor:  # [B, H, sinks, D]
     """The keys of the first tokens of each row."""
+    if table.exact and table.padding is None:
+        return table.key_slots()[:, :, :sinks]
     found = table.position_slots().unsqueeze(-1) == torch.arange(sinks, device=table.device)  # [B, H, S, E]
     return table.tokens_at(found.int().argmax(2))[0]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.rehearse.refit import Slots, fold, refit
 from kvsketch.ops.common.products import product
-from kvsketch.slots.tensors import rows_of
+from kvsketch.slots.tensors import rows_of, uploaded
 
 # Entries of A of a batch of problems, by kind of device; a problem counts as LEAST slots or more, and on a CPU as all.
 MAX_ENTRIES = {"cuda": 1 << 28, "cpu": 1 << 24}
@@ -44,8 +44,7 @@ class LayerProblems(NamedTuple):
 class Changes(NamedTuple):
     """What refitted tokens of a layer become, E of them."""
 
-    head: Tensor  # [E] int64, of B H
-    token: Tensor  # [E] int64, of m
+    place: Tensor  # [E] int64, of B H m
     log_weights: Tensor  # [E] float32
     values: Tensor  # [E, Dv]
 
@@ -65,11 +64,11 @@ def refit_layers(layers: Sequence[LayerProblems], folds: bool = False) -> list[C
     if not batches:
         return [_joined([], layer) for layer in layers]
     order = torch.cat(batches)
-    near = torch.cat([problems, counts.unsqueeze(1)], 1)[order].to(device).split([len(batch) for batch in batches])
+    near = uploaded([torch.cat([problems, counts.unsqueeze(1)], 1)[order]], [device])[0]
     full = bool((sizes == there.shape[-1]).all())
     first = [layer.sinks for layer in layers if layer.sinks is not None]
     sinks = torch.stack(first).to(layers[0].queries.dtype) if first else None  # [L, B H, E, D]
-    for batch, on_device in zip(batches, near, strict=True):
+    for batch, on_device in zip(batches, near.split([len(batch) for batch in batches]), strict=True):
         marks = [mark[tuple(on_device[:, :3].T)] for mark in (stays, there)]
         own = None if sinks is None else sinks[tuple(on_device[:, :2].T)]
         parts = Batch(problems[batch, 0], counts[batch], on_device, marks[0], None if full else ~marks[1], own)
@@ -123,11 +122,11 @@ def _fitted(layers: Sequence[LayerProblems], batch: Batch, folds: bool) -> Itera
     total = int(batch.counts.sum())
     problem = torch.arange(len(count), device=device).repeat_interleave(count, output_size=total)
     number = torch.arange(total, device=device) - (count.cumsum(0) - count)[problem]  # [E], among those kept
-    token = place[problem, kept[problem, number]]
     at = problem * most + number
+    token = (head.unsqueeze(1) * layers[0].keys.shape[2] + place).gather(1, kept[:, :most].clamp_min(0))  # of B H m
     found = ops.take_rows(values.flatten(0, 1).to(v.dtype), at)
-    changes = (head[problem], token, log_weights.flatten()[at], found)
-    of_layer = [int(part.sum()) for part in batch.counts.split(of_layer.tolist())]
+    changes = (token.flatten()[at], log_weights.flatten()[at], found)
+    of_layer = [sum(part.tolist()) for part in batch.counts.split(of_layer.tolist())]
     for layer, *own in zip(numbers.tolist(), *(change.split(of_layer) for change in changes), strict=True):
         yield layer, Changes(*own)
 
@@ -171,4 +170,4 @@ def _joined(changes: list[Changes], layer: LayerProblems) -> Changes:
     if changes:
         return Changes(*(torch.cat(parts) for parts in zip(*changes, strict=True)))
     none = layer.places.new_empty(0)
-    return Changes(none, none, none.float(), layer.values.new_empty(0, layer.values.shape[3]))
+    return Changes(none, none.float(), layer.values.new_empty(0, layer.values.shape[3]))

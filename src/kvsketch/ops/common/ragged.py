@@ -14,7 +14,9 @@ import functools
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 UNIT = 128  # pieces begin at multiples of it: a whole number of tiles, whatever their size
@@ -49,27 +51,28 @@ class Ragged:
 
 def work_list(capacity: Tensor, resident: int) -> tuple[Tensor, Tensor]:
     """`work` and `first_piece` for capacities [B, H] on the host and `resident` programs at a time."""
-    slots = capacity.flatten()
+    slots = capacity.flatten().numpy()
     size = piece_size(slots, resident)
     counts = -(-slots // size)
-    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    head = torch.repeat_interleave(torch.arange(len(slots)), counts)
-    number = torch.arange(len(head))
+    first = np.concatenate([[0], counts.cumsum()])
+    head = np.arange(len(slots)).repeat(counts)
+    number = np.arange(len(head))
     begin = (number - first[head]) * size
-    end = torch.minimum(begin + size, slots[head])
-    work = torch.stack([head, begin, end, number], 1).int()
+    end = np.minimum(begin + size, slots[head])
+    work = np.stack([head, begin, end, number], 1).astype(np.int32)
     # Long pieces first: what is left over fills the gaps at the end.
-    return work[(begin - end).argsort(stable=True)], first.int()
+    order = (begin - end).argsort(kind="stable")
+    return torch.from_numpy(work[order]), torch.from_numpy(first.astype(np.int32))
 
 
-def piece_size(slots: Tensor, resident: int) -> int:
+def piece_size(slots: NDArray[np.int64], resident: int) -> int:
     """Slots of a piece, for heads of so many slots: the largest within 4% of the least estimated time.
 
     A wave of `resident` programs lasts as long as a piece, and about half a unit more to start.
     """
     units = -(-int(slots.max()) // UNIT)
-    tried = torch.arange(max(1, -(-units // MOST_PIECES)), max(1, units) + 1)
-    pieces = (-(-slots // (tried.view(-1, 1) * UNIT))).sum(1)
+    tried = np.arange(max(1, -(-units // MOST_PIECES)), max(1, units) + 1)
+    pieces = (-(-slots // (tried[:, None] * UNIT))).sum(1)
     time = -(-pieces // resident) * (2 * tried + 1)
     return UNIT * int(tried[time <= 1.04 * time.min()].max())
 
