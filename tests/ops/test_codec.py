@@ -237,8 +237,9 @@ def test_programs_of_words_fit_the_registers_of_a_multiprocessor() -> None:
         assert launch.registers is not None and launch.warps == 1
         assert CODED_PROGRAMS * 32 * launch.registers <= 65536
         assert 0.9 < 128 * launch.splits / (132 * CODED_PROGRAMS) <= 1
-    # A short table gives every multiprocessor one tile.
-    assert coded_plan(8, 2048, 4, 128, h200).block_n == 128 and coded_plan(8, 2049 + 64, 4, 128, h200).block_n == 64
+    # A program of a short table has two warps; so has that of a short work list, not that of one of fixed length.
+    assert coded_plan(8, 2049, 4, 128, h200).warps == coded_plan(8, 9000, 4, 128, h200, pieces=512).warps == 2
+    assert coded_plan(8, 9000, 4, 128, h200, pieces=6344).warps == 1
 
 
 def test_attention_over_many_bits_is_attention_over_the_vectors() -> None:

@@ -194,6 +194,29 @@ def nibbles(words, DTYPE: tl.constexpr):
         )
 
 
+_PREFETCH = tl.constexpr("""{
+    .reg .pred first;
+    .reg .b32 thread;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 first, thread, 0;
+    @first cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.b32 $0, 0;
+}""")
+
+
+@triton.jit
+def prefetch(pointer, count, BYTES: tl.constexpr):
+    """Brings `count` > 0 numbers of BYTES each to the cache that all multiprocessors share (Hopper and later); nothing
+    waits for them, and other kernels may write them meanwhile.
+    """
+    if PTX:
+        address = pointer.to(tl.int64)
+        begin = address & -16
+        size = ((address + count * BYTES - begin + 15) & -16).to(tl.int32)
+        one = tl.zeros((1,), tl.int32)
+        tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [one + begin, one + size], tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit
 def hadamard_signs(SIZE: tl.constexpr):
     """A Hadamard matrix of ones and minus ones [SIZE, SIZE] in float32, made of nothing: SIZE is at most 256."""

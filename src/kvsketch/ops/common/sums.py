@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
-from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, hadamard
+from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, begin, hadamard
 from kvsketch.ops.common.ragged import Ragged
 
 LIMIT = tl.constexpr(2.0**100)  # of a sum with a guessed origin; beyond it the origin is a running maximum
@@ -39,7 +39,7 @@ def combine(
     most = splits if ragged is None else ragged.most_pieces
     heads = ragged.start.shape[1] if ragged is not None else query_heads if turned is None else turned.center.shape[1]
     columns = COMBINE_COLUMNS if turned is None else value_size
-    block = min(COMBINE_SPLITS * COMBINE_COLUMNS // columns, triton.next_power_of_2(max(1, most)))
+    block = min(COMBINE_SPLITS, triton.next_power_of_2(max(1, most)))
     combine_kernel[(out.shape[0] * query_heads * queries, triton.cdiv(value_size, columns))](
         acc, sums, sink_logits, None if ragged is None else ragged.first_piece,
         None if turned is None else turned.center.contiguous(),
@@ -48,7 +48,7 @@ def combine(
         DV=value_size, COLUMNS=columns, BLOCK_SPLITS=block, MANY=most > block, MIXED=turned_splits is not None,
         TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
         RATIO=state.shape[0] == 3, RAGGED=ragged is not None, TURN=turned is not None,
-        num_warps=4, **({"launch_pdl": True} if overlap else {}),
+        num_warps=4 if block * columns <= 8192 else 8, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
 
@@ -108,10 +108,14 @@ def load_weights(base, slots, limit, WEIGHTED: tl.constexpr, MASKED: tl.constexp
 
 
 @triton.jit
-def merge_sums(pointers, inside):
+def load_sums(pointers, inside):
+    """Origins and totals of the splits."""
+    return tl.load(pointers, mask=inside, other=NEG_INF), tl.load(pointers + 1, mask=inside, other=0.0)
+
+
+@triton.jit
+def merge_sums(origins, totals):
     """One sum from the sums of the splits, and the factor each split's terms shrink by."""
-    origins = tl.load(pointers, mask=inside, other=NEG_INF)
-    totals = tl.load(pointers + 1, mask=inside, other=0.0)
     origin = tl.max(origins, 0)
     share = tl.exp2(origins - finite_or_zero(origin))
     return origin, tl.sum(totals * share, 0), share
@@ -139,43 +143,53 @@ def combine_kernel(
     TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
     RATIO: tl.constexpr, RAGGED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """Output of one row, COLUMNS of it, from the sums of its splits."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    """Output of one row, COLUMNS of it, from the sums of its splits.
+
+    What never changes within a step is loaded before the splits have ended, and all that they have written at once.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = row // head_rows
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    if TURN:
+        center, sign = tl.load(center_ptr + head * DV + column), tl.load(sign_ptr + column)
+    begin(OVERLAP, OVERLAP)
     count, base, apart = splits, row * splits, 1
     if RAGGED:
         first = tl.load(first_ptr + head)
         count = tl.load(first_ptr + head + 1) - first
         base, apart = first.to(tl.int64) * head_rows + row % head_rows, head_rows
     split = tl.arange(0, BLOCK_SPLITS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place, inside = base + split * apart, split < count
-    num_origin, num_total, share = merge_sums(sums_ptr + place * 4, inside)
+    origins, totals = load_sums(sums_ptr + place * 4, inside)
+    pieces = load_pieces(acc_ptr, place, column, inside, DV)
+    if not TIED:
+        den_origins, den_totals = load_sums(sums_ptr + place * 4 + 2, inside)
+    num_origin, num_total, share = merge_sums(origins, totals)
     den_origin, den_total = num_origin, num_total
     if not TIED:
-        den_origin, den_total, _ = merge_sums(sums_ptr + place * 4 + 2, inside)
-    pieces = load_pieces(acc_ptr, place, column, inside, DV) * share[:, None]
+        den_origin, den_total, _ = merge_sums(den_origins, den_totals)
+    pieces *= share[:, None]
     out, plain, weight = tl.sum(pieces, 0), 0.0, num_total
     if MIXED:
         rotated = inside & (split < turned_splits)
         plain = tl.sum(tl.where(rotated[:, None], 0.0, pieces), 0)
-        weight = tl.sum(tl.load(sums_ptr + place * 4 + 1, mask=rotated, other=0.0) * share, 0)
+        weight = tl.sum(tl.where(rotated, totals, 0.0) * share, 0)
     if MANY:
         for start in range(BLOCK_SPLITS, count, BLOCK_SPLITS):
             place, inside = base + (start + split).to(tl.int64) * apart, start + split < count
-            origin, total, share = merge_sums(sums_ptr + place * 4, inside)
-            pieces = load_pieces(acc_ptr, place, column, inside, DV) * share[:, None]
+            origins, totals = load_sums(sums_ptr + place * 4, inside)
+            pieces = load_pieces(acc_ptr, place, column, inside, DV)
+            origin, total, share = merge_sums(origins, totals)
+            pieces *= share[:, None]
             num_origin, num_total, old, new = join_sums(num_origin, num_total, origin, total)
             out = out * old + tl.sum(pieces, 0) * new
             if MIXED:
                 rotated = inside & (start + split < turned_splits)
                 plain = plain * old + tl.sum(tl.where(rotated[:, None], 0.0, pieces), 0) * new
-                more = tl.load(sums_ptr + place * 4 + 1, mask=rotated, other=0.0) * share
-                weight = weight * old + tl.sum(more, 0) * new
+                weight = weight * old + tl.sum(tl.where(rotated, totals, 0.0) * share, 0) * new
             if not TIED:
-                origin, total, share = merge_sums(sums_ptr + place * 4 + 2, inside)
+                origins, totals = load_sums(sums_ptr + place * 4 + 2, inside)
+                origin, total, share = merge_sums(origins, totals)
                 den_origin, den_total, old, new = join_sums(den_origin, den_total, origin, total)
         if TIED:
             den_origin, den_total = num_origin, num_total
@@ -193,8 +207,7 @@ def combine_kernel(
         if MIXED:
             out -= plain * factor
         turned = tl.reshape(hadamard(tl.reshape(out, (1, DV)), 1, DV), (DV,)) * DV**-0.5
-        center = tl.load(center_ptr + head * DV + column)
-        out = turned * tl.load(sign_ptr + column) + center * (weight * factor)
+        out = turned * sign + center * (weight * factor)
         if MIXED:
             out += plain * factor
     tl.store(out_ptr + row * DV + column, out.to(out_ptr.dtype.element_ty), mask=column < DV)

@@ -40,6 +40,7 @@ from kvsketch.ops.common.kernel import (
     load_tile,
     nibble_offset,
     nibbles,
+    prefetch,
     store_columns,
     tanh_ratio,
 )
@@ -70,7 +71,7 @@ from kvsketch.ops.weighted_attention.words import (
     once,
     parts_of,
     store_by_words,
-    turned,
+    turned_by,
 )
 
 # Keys and values of one tile. Two programs per multiprocessor with two tiles each in flight keep the memory busy.
@@ -82,6 +83,8 @@ EXACT_SLOTS = tl.constexpr(64)  # codes that are read in the time that exact slo
 # long.
 EARLY_BYTES = 16 << 20
 CODED_BYTES = 132  # of a key and a value of size 128 at 4 bits
+FEW_PROGRAMS = 4  # of a multiprocessor, so few that each may have more warps
+PREFETCHED_TILES = 2
 HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -96,6 +99,7 @@ class Plan:
     overlap: bool  # start the combining program while the splits still run
     early: bool = False  # start the splits while the kernel before still runs
     registers: int | None = None  # of a thread, at most; None: as many as the compiler likes
+    ahead: int = 0  # tiles of codes that a program asks for before it waits and prepares the queries
 
 
 def supported(call: Arguments) -> bool:
@@ -135,7 +139,8 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     if launch is None:
         programs = batch * kv_heads * row_tiles
         if key.words and value.words:
-            launch = coded_plan(programs, slots, block_m, max(size, value_size), traits, ragged is not None)
+            pieces = None if ragged is None else len(ragged.work) * row_tiles
+            launch = coded_plan(programs, slots, block_m, max(size, value_size), traits, pieces)
         else:
             slot_bytes = (block_size(size) + block_size(value_size)) * q.element_size()
             launch = plan(programs, slots, slot_bytes, traits)
@@ -184,6 +189,7 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
             VALUE_DENSE=value.words and _slot_strides(value.data)[2] == value_size // 4,
             HALF=HALVES.get(call.q.dtype), TURN=turn,
             EXACT=0 if exact_at is None else exact_at.shape[2],
+            AHEAD=launch.ahead if key.words and value.words and (lengths is None or ragged is not None) else 0,
             OVERLAP=launch.overlap, EARLY=launch.early, num_warps=launch.warps,
             **({"launch_pdl": True} if launch.early else {}),
             **({"maxnreg": launch.registers} if launch.registers and PTX.value else {}),
@@ -278,8 +284,8 @@ def plan(heads: int, slots: int, slot_bytes: int, device: Device) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def coded_plan(heads: int, slots: int, rows: int, size: int, device: Device, ragged: bool = False) -> Plan:
-    """The same for 4-bit codes of vectors of this size, and tiles of `rows` queries.
+def coded_plan(heads: int, slots: int, rows: int, size: int, device: Device, pieces: int | None = None) -> Plan:
+    """The same for 4-bit codes of vectors of this size, and tiles of `rows` queries; `pieces`: of ragged heads.
 
     Up to 8 rows fit in one warp, which never waits for others. Its registers are bounded, so that CODED_PROGRAMS run at
     a time and hide what each of them waits for. Without a bound 8 warps do.
@@ -288,12 +294,14 @@ def coded_plan(heads: int, slots: int, rows: int, size: int, device: Device, rag
     few, several = rows * size <= 512, rows <= 8 and rows * size <= 1024
     registers = 128 if few else 168 if several else None
     block_n, warps = 64, 1 if rows <= 8 else 2
-    if few and rows == 4 and not ragged and heads * _ceil_div(slots, 128) <= device.multiprocessors:
-        # A multiprocessor for each tile: more warps are done with it sooner.
-        block_n, warps = 128, 4
     resident = device.multiprocessors * (CODED_PROGRAMS if registers else 8 // warps)
     splits = best_splits(heads, _ceil_div(slots + EXACT_SLOTS.value, block_n), resident)
-    return Plan(block_n, splits, warps, stages=2, overlap=device.overlap, early=early, registers=registers)
+    if few and (heads * splits if pieces is None else pieces) <= FEW_PROGRAMS * device.multiprocessors:
+        # Nothing else hides what they wait for: two warps are done sooner. Four would use other tensor instructions,
+        # which have more columns than there are queries.
+        warps = 2
+    ahead = PREFETCHED_TILES if device.overlap else 0
+    return Plan(block_n, splits, warps, 2, device.overlap, early, registers, ahead)
 
 
 def best_splits(heads: int, tiles: int, resident: int) -> int:
@@ -465,49 +473,33 @@ def split_kernel(
     MASKED: tl.constexpr, SHIFTED: tl.constexpr, DIRECT: tl.constexpr, RAGGED: tl.constexpr, PAGED: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, KEY_WORDS: tl.constexpr, VALUE_WORDS: tl.constexpr,
     KEY_DENSE: tl.constexpr, VALUE_DENSE: tl.constexpr,
-    HALF: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
-    EXACT_BLOCK: tl.constexpr = 16,
+    HALF: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr, EXACT_BLOCK: tl.constexpr = 16,
 ):  # fmt: skip
-    """Sums over one piece of the slots of one KV head; the output itself when there is one piece (DIRECT)."""
-    begin(OVERLAP, EARLY)
+    """Sums over one piece of the slots of one KV head; the output itself when there is one piece (DIRECT).
+
+    What never changes within a step is loaded before the kernel before has ended: centers, signs, the work list.
+    """
+    begin(OVERLAP, False)
     split = tl.program_id(0)
     batch_head = tl.program_id(2)
+    first, last = 0, 0
     if RAGGED:
         work = work_ptr + tl.program_id(0).to(tl.int64) * 4
         batch_head = tl.load(work)
         split = tl.load(work + 3)
+        # Pieces begin at a multiple of every tile size.
+        first = tl.load(work + 1) // BLOCK_N
+        last = tl.cdiv(tl.load(work + 2), BLOCK_N)
     b = (batch_head // kv_heads).to(tl.int64)
     h = (batch_head % kv_heads).to(tl.int64)
-    head_rows = GROUP * queries
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_inside = row < head_rows
-    head_in_group = row // queries
-    flat_row = batch_head.to(tl.int64) * head_rows + row  # row of [B, Hq, N] outputs
-
-    q_rows = q_ptr + b * q_b + h * GROUP * q_h + head_in_group * q_h + (row % queries) * q_n
-    q_center = scale
-    if KEY_BITS != 16 and not TURN:
-        q_center = tl.load(center_ptr + flat_row, mask=row_inside, other=0.0)
-    if KEY_WORDS:
-        q, q1, q2, q3 = load_by_words(q_rows, row_inside, D, BLOCK_D)
-        if TURN:
-            c0, c1, c2, c3 = load_of_words(center_ptr + batch_head.to(tl.int64) * D, D, BLOCK_D)
-            q, q1, q2, q3 = q.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32)
-            q_center = tl.sum(q * c0 + q1 * c1 + q2 * c2 + q3 * c3, 1)
-            q, q1, q2, q3 = turned(q, q1, q2, q3, sign_ptr, D)
-        q, q1, q2, q3 = halves(q, HALF), halves(q1, HALF), halves(q2, HALF), halves(q3, HALF)
-        q_lift = offset_of_levels(q, q1, q2, q3)
-        q, q1, q2, q3 = beside(q), beside(q1), beside(q2), beside(q3)
-    else:
-        q = load_columns(q_rows, row_inside, 0, 1, D, BLOCK_D)
-        q1, q2, q3, q_lift = q, q, q, scale
     if KEY_DENSE:
         k_s = D // 4
     if VALUE_DENSE:
         v_s = DV // 4
     # Rows of a flat store begin where their head does.
     k_base, v_base, k_step, v_step = k_ptr, v_ptr, k_step_ptr, v_step_ptr
-    num_base, den_base, bias_rows, exact_at = num_ptr, den_ptr, bias_ptr, exact_ptr
+    num_base, den_base = num_ptr, den_ptr
     if RAGGED:
         at = tl.load(start_ptr + batch_head)
         room -= at.to(tl.int32)
@@ -521,12 +513,10 @@ def split_kernel(
             num_base += at
         if DEN:
             den_base += at
-    else:
-        page = b
-        if PAGED:
-            page = tl.maximum(tl.load(page_ptr + b), 0)
-        k_base += page * k_b + h * k_h
-        v_base += page * v_b + h * v_h
+    elif not PAGED:
+        k_base += b * k_b + h * k_h
+        v_base += b * v_b + h * v_h
+    if not RAGGED:
         if KEY_BITS != 16:
             k_step += b * k_step_b + h * k_step_h
         if VALUE_BITS != 16:
@@ -535,6 +525,59 @@ def split_kernel(
             num_base += b * num_b + h * num_h
         if DEN:
             den_base += b * den_b + h * den_h
+    # The first split reads exact slots as well, which takes as long as so many tiles.
+    WORTH: tl.constexpr = EXACT_SLOTS // BLOCK_N if EXACT > 0 else 0
+    if not RAGGED and not LENGTHS:
+        tiles = tl.cdiv(slots_total, BLOCK_N)
+        first = tl.maximum((tiles + WORTH) * split // splits - WORTH, 0)
+        last = tl.maximum((tiles + WORTH) * (split + 1) // splits - WORTH, 0)
+    if AHEAD > 0:
+        at = first * BLOCK_N
+        count = tl.minimum((tl.minimum(last - first, AHEAD)) * BLOCK_N, room - at)
+        if count > 0:
+            prefetch(k_base + at.to(tl.int64) * k_s, count * k_s, 2)
+            prefetch(v_base + at.to(tl.int64) * v_s, count * v_s, 2)
+            prefetch(k_step + at, count, 2)
+            prefetch(v_step + at, count, 2)
+            if NUM:
+                prefetch(num_base + at, count, 4)
+            if DEN and not TIED:
+                prefetch(den_base + at, count, 4)
+    if TURN:
+        c0, c1, c2, c3 = load_of_words(center_ptr + batch_head.to(tl.int64) * D, D, BLOCK_D)
+        s0, s1, s2, s3 = load_of_words(sign_ptr, D, BLOCK_D)
+    begin(False, EARLY)
+    if RAGGED:  # noqa: SIM102
+        if first >= last:
+            # A list of fixed length has entries that read nothing.
+            return
+    head_rows = GROUP * queries
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_inside = row < head_rows
+    head_in_group = row // queries
+    flat_row = batch_head.to(tl.int64) * head_rows + row  # row of [B, Hq, N] outputs
+
+    q_rows = q_ptr + b * q_b + h * GROUP * q_h + head_in_group * q_h + (row % queries) * q_n
+    q_center = scale
+    if KEY_BITS != 16 and not TURN:
+        q_center = tl.load(center_ptr + flat_row, mask=row_inside, other=0.0)
+    if KEY_WORDS:
+        q, q1, q2, q3 = load_by_words(q_rows, row_inside, D, BLOCK_D)
+        if TURN:
+            q, q1, q2, q3 = q.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32)
+            q_center = tl.sum(q * c0 + q1 * c1 + q2 * c2 + q3 * c3, 1)
+            q, q1, q2, q3 = turned_by(q, q1, q2, q3, s0, s1, s2, s3, D)
+        q, q1, q2, q3 = halves(q, HALF), halves(q1, HALF), halves(q2, HALF), halves(q3, HALF)
+        q_lift = offset_of_levels(q, q1, q2, q3)
+        q, q1, q2, q3 = beside(q), beside(q1), beside(q2), beside(q3)
+    else:
+        q = load_columns(q_rows, row_inside, 0, 1, D, BLOCK_D)
+        q1, q2, q3, q_lift = q, q, q, scale
+    if PAGED:
+        page = tl.maximum(tl.load(page_ptr + b), 0)
+        k_base += page * k_b + h * k_h
+        v_base += page * v_b + h * v_h
+    bias_rows, exact_at = bias_ptr, exact_ptr
     if BIAS != "none":
         bias_rows += b * bias_b + h * bias_h
     if BIAS == "row":
@@ -546,15 +589,8 @@ def split_kernel(
     value_limit = tl.minimum(limit, value_slots)
     tiles = tl.cdiv(limit, BLOCK_N)
     value_tiles = tl.cdiv(value_limit, BLOCK_N)
-    if RAGGED:
-        # Pieces begin at a multiple of every tile size.
-        first = tl.load(work + 1) // BLOCK_N
-        last = tl.cdiv(tl.load(work + 2), BLOCK_N)
-        leads = first == 0
-    else:
-        leads = split == 0
-        # The first split reads exact slots as well, which takes as long as so many tiles.
-        WORTH: tl.constexpr = EXACT_SLOTS // BLOCK_N if EXACT > 0 else 0
+    leads = first == 0 if RAGGED else split == 0
+    if LENGTHS and not RAGGED:
         first = tl.maximum((tiles + WORTH) * split // splits - WORTH, 0)
         last = tl.maximum((tiles + WORTH) * (split + 1) // splits - WORTH, 0)
     least_exact, most_exact = 0, 0

@@ -64,13 +64,19 @@ def load_of_words(pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def turned(x0, x1, x2, x3, sign_ptr, SIZE: tl.constexpr):
-    """R x in float32 of rows in four parts.
+    """R x in float32 of rows in four parts."""
+    s0, s1, s2, s3 = load_of_words(sign_ptr, SIZE, x0.shape[1])
+    return turned_by(x0, x1, x2, x3, s0, s1, s2, s3, SIZE)
+
+
+@triton.jit
+def turned_by(x0, x1, x2, x3, s0, s1, s2, s3, SIZE: tl.constexpr):
+    """The same with signs in four parts.
 
     A Hadamard matrix of SIZE is one of SIZE / 4 over the words, times two of 2 over the channels of a word.
     """
     ROWS: tl.constexpr = x0.shape[0]
     BLOCK: tl.constexpr = x0.shape[1]
-    s0, s1, s2, s3 = load_of_words(sign_ptr, SIZE, BLOCK)
     NORM: tl.constexpr = SIZE**-0.5
     y0, y1, y2, y3 = x0 * (s0 * NORM), x1 * (s1 * NORM), x2 * (s2 * NORM), x3 * (s3 * NORM)
     a, b, c, d = y0 + y1, y0 - y1, y2 + y3, y2 - y3
