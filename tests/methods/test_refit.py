@@ -122,7 +122,7 @@ def test_inputs_in_bf16_are_fine() -> None:
     errors = []
     for found in (refit(q[:, :300], plain), refit(q[:, :300].bfloat16(), half)):
         out, mass = attended(new, k, v, torch.zeros(6, 60))
-        out_kept, mass_kept = attended(new, rows(k, kept), found.values, found.log_weights)
+        out_kept, mass_kept = attended(new, rows(k, kept), found.values.float(), found.log_weights)
         errors.append(((out_kept - out).square().mean() + (mass_kept - mass).square().mean()).item())
     assert errors[1] < 1.05 * errors[0]
 

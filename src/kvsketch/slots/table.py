@@ -497,7 +497,8 @@ class SlotTable(Place):
         taken, source = source[:-1] >= 0, source[:-1].clamp_min(0)
 
         def moved(slots: Tensor) -> Tensor:
-            return slots.flatten(0, 2).index_select(0, source)
+            rows = slots.flatten(0, 2)
+            return ops.take_rows(rows, source) if rows.dim() == 2 else rows.index_select(0, source)
 
         index = torch.where(taken, moved(self.index_slots()), -1)
         weights = self.log_den if log_den is None else log_den

@@ -334,7 +334,8 @@ class Rehearse(BudgetedMethod):
             scores.append(found)
             again.append(sampled(repeated, k.shape[1], count, hidden, self._sample))
             done = end
-        self._note(table, state, slots, torch.cat(scores, 2), torch.cat(again, 2), lengths)
+        found, asked = (part[0] if len(part) == 1 else torch.cat(part, 2) for part in (scores, again))
+        self._note(table, state, slots, found, asked, lengths)
 
     def held_bytes(self, shape: LayerShape) -> int:
         # New tokens and their queries wait beside the budget until they make a chunk.

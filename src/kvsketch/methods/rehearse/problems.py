@@ -124,8 +124,7 @@ def _fitted(layers: Sequence[LayerProblems], batch: Batch, folds: bool) -> Itera
     number = torch.arange(total, device=device) - (count.cumsum(0) - count)[problem]  # [E], among those kept
     at = problem * most + number
     token = (head.unsqueeze(1) * layers[0].keys.shape[2] + place).gather(1, kept[:, :most].clamp_min(0))  # of B H m
-    found = ops.take_rows(values.flatten(0, 1).to(v.dtype), at)
-    changes = (token.flatten()[at], log_weights.flatten()[at], found)
+    changes = (token.flatten()[at], log_weights.flatten()[at], ops.take_rows(values.flatten(0, 1), at))
     of_layer = [sum(part.tolist()) for part in batch.counts.split(of_layer.tolist())]
     for layer, *own in zip(numbers.tolist(), *(change.split(of_layer) for change in changes), strict=True):
         yield layer, Changes(*own)
@@ -144,7 +143,8 @@ def _taken(
     k, v = (x.new_empty(count, slots, x.shape[3]) for x in (first.keys, first.values))
     held = None if first.held is None else torch.empty_like(k)
     worth = first.worth.new_empty(count, slots if scored else 0)
-    in_queries, heads = head * first.queries.shape[1] + chunk, first.keys.shape[1]
+    in_queries = (head * first.queries.shape[1] + chunk).unsqueeze(-1) * q.shape[1]
+    in_queries, heads = in_queries + torch.arange(q.shape[1], device=q.device), first.keys.shape[1]
 
     @functools.cache
     def rows_at(row: int, own: int, apart: int) -> Tensor:  # [n, C]
@@ -154,7 +154,7 @@ def _taken(
     begin = 0
     for number, own in zip(numbers, counts, strict=True):
         layer, here = layers[number], slice(begin, begin + own)
-        torch.index_select(layer.queries.flatten(0, 1), 0, in_queries[here], out=q[here])
+        ops.take_rows(layer.queries.flatten(0, 2), in_queries[here].flatten(), q[here].flatten(0, 1))
         for source, target in ((layer.keys, k), (layer.held, held), (layer.values, v)):
             if source is None or target is None:
                 continue

@@ -54,11 +54,11 @@ class Slots(NamedTuple):
     def taken(self) -> Tensor:  # [N, K]
         return self.kept >= 0
 
-    def plain(self) -> Tensor:  # [N, K, Dv] float32
-        """The values of the kept slots."""
+    def plain(self) -> Tensor:  # [N, K, Dv]
+        """The values of the kept slots; that of the first one stands where there is none."""
         first = torch.arange(len(self.kept), device=self.kept.device).unsqueeze(1) * self.values.shape[1]
-        rows = ops.take_rows(self.values.flatten(0, 1), (first + self.kept.clamp_min(0)).flatten())
-        return rows.float().view(*self.kept.shape, -1).masked_fill_(~self.taken.unsqueeze(-1), 0.0)
+        kept = torch.where(self.taken, self.kept, self.kept[:, :1]).clamp_min(0)
+        return ops.take_rows(self.values.flatten(0, 1), (first + kept).flatten()).view(*kept.shape, -1)
 
     def seen_by(self, q: Tensor) -> Kept:
         """What queries [N, Q, D] see of the kept slots, and of all."""
@@ -71,7 +71,7 @@ class Refitted(NamedTuple):
     """What kept slots become."""
 
     log_weights: Tensor  # [N, K] float32, 0 where a head keeps its plain slots
-    values: Tensor  # [N, K, Dv] float32
+    values: Tensor  # [N, K, Dv], in the dtype of those that they stand for
     gain: Tensor  # [N] error on the held-back queries after and before the fit, as a quotient
 
 
@@ -108,16 +108,17 @@ def fold(q: Tensor, slots: Slots, score: Tensor) -> Refitted:
     total = torch.ones_like(own).scatter_add(1, to, w)  # [N, K]
     plain = slots.plain()
     parts = w.unsqueeze(-1) * slots.values.float()
-    values = plain.scatter_add(1, to.unsqueeze(-1).expand(parts.shape), parts) / total.unsqueeze(-1)
+    values = plain.float().scatter_add(1, to.unsqueeze(-1).expand(parts.shape), parts) / total.unsqueeze(-1)
     return _guarded(slots, total, values, plain, slots.seen_by(q))
 
 
 def _guarded(slots: Slots, w: Tensor, values: Tensor, plain: Tensor, seen: Kept) -> Refitted:
     """Weights and values, where they lower the error of queries that see this."""
-    before, after = _error(seen, torch.ones_like(w), plain), _error(seen, w, values)
+    before, after = _error(seen, None, plain), _error(seen, w, values)
     better = torch.isfinite(after) & (after < before)
     log_w = torch.where(better.unsqueeze(-1) & slots.taken, w.log(), 0.0)
-    return Refitted(log_w, torch.where(better[:, None, None], values, plain), after / before.clamp_min(TINY))
+    values = torch.where(better[:, None, None], values.to(plain.dtype), plain)
+    return Refitted(log_w, values, after / before.clamp_min(TINY))
 
 
 def squared(a: Tensor) -> Tensor:  # [N, K, K]
@@ -160,10 +161,10 @@ def fitted_values(gram: Tensor, a: Tensor, w: Tensor, plain: Tensor, target: Ten
     """Values [N, K, Dv] that give the target with weights w, near the plain ones, by conjugate gradients by channel."""
     weight = w.unsqueeze(-1)
     ridge = _ridge(gram.diagonal(dim1=-2, dim2=-1) * w.square(), RIDGES[1])
-    missing = target * _weighed(a, weight) - _weighed(a, weight * plain)
+    missing = _seen(a, w) * target - product(a, weighed(plain, w, a.dtype))
     residual = product(a.mT, missing.to(a.dtype)).mul_(weight)  # [N, K, Dv]
-    scaled = (weight * residual).to(gram.dtype)
-    state = Conjugate(w, ridge, plain.clone(), residual, scaled)
+    scaled = weighed(residual, w, gram.dtype)
+    state = Conjugate(w, ridge, plain.to(torch.float32, copy=True), residual, scaled)
     for _ in range(steps):
         value_step(state, product(gram, scaled))
     return state.values
@@ -175,16 +176,21 @@ def _ridge(diagonal: Tensor, share: float) -> Tensor:  # [N, 1]
     return (share * mean).clamp_min(1e-12)
 
 
-def _weighed(a: Tensor, x: Tensor) -> Tensor:
-    """A x in float32."""
-    return product(a, x.to(a.dtype))
+def weighed(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of x [N, K, Dv] times w [N, K], rounded once, in one go."""
+    return torch.mul(x, w.unsqueeze(-1), out=torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
-def _error(seen: Kept, w: Tensor, values: Tensor) -> Tensor:  # [N]
-    """Squared error of mass and output of the kept slots; an output counts by the share that it has."""
-    a, target = seen.attention, seen.outputs
-    share, weight = seen.share.unsqueeze(-1), w.unsqueeze(-1)
-    mass = _weighed(a, weight)
-    out = (_weighed(a, weight * values) / mass.clamp_min(TINY) - target).mul_(share)
+def _seen(a: Tensor, w: Tensor) -> Tensor:  # [N, Q, 1] float32
+    """A w."""
+    return product(a, w.unsqueeze(-1).to(a.dtype))
+
+
+def _error(seen: Kept, w: Tensor | None, values: Tensor) -> Tensor:  # [N]
+    """Squared error of mass and output of the kept slots, without w of plain ones; an output counts by its share."""
+    a, target, share = seen.attention, seen.outputs, seen.share.unsqueeze(-1)
+    mass = a.sum(-1, keepdim=True, dtype=torch.float32) if w is None else _seen(a, w)
+    parts = values.to(a.dtype) if w is None else weighed(values, w, a.dtype)
+    out = (product(a, parts) / mass.clamp_min(TINY) - target).mul_(share)
     spread = (target * share).square().mean((1, 2)).clamp_min(TINY)
     return (mass - share).square().mean((1, 2)) + out.square().mean((1, 2)) / spread
