@@ -209,6 +209,14 @@ def test_weights_of_a_group_may_be_shared(attend: Attend, device: torch.device) 
     torch.testing.assert_close(attend(together).out, attend(each).out, atol=1e-6, rtol=1e-5)
 
 
+def test_known_scores_spare_the_keys_of_extra_slots(attend: Attend, device: torch.device) -> None:
+    call = make_call(device, extras=8)
+    assert call.extra is not None
+    scores = (call.q.view(2, 2, 2, -1) @ call.extra.k.mT).view(2, 4, 8)
+    known = call.extra._replace(k=torch.full_like(call.extra.k, float("nan")), scores=scores)
+    check(lambda _: attend(replace(call, extra=known)), call)
+
+
 def test_nothing_to_read_gives_zero(attend: Attend, device: torch.device) -> None:
     call = make_call(device, extras=8)
     assert call.extra is not None
@@ -298,7 +306,7 @@ def test_what_is_returned(device: torch.device) -> None:
     call = make_call(device, extras=8)
     assert call.spans is not None and call.extra is not None
     names = {"spans": call.spans.edges, "max_span": 12}
-    names |= dict(zip(("extra_k", "extra_v", "extra_log_weight", "extra_cut"), call.extra, strict=True))
+    names |= dict(zip(("extra_k", "extra_v", "extra_log_weight", "extra_cut", "extra_scores"), call.extra, strict=True))
     out = ops.indexed_attention(call.q, call.k, call.v, call.rows, call.scale, **names)
     again, state = ops.indexed_attention(call.q, call.k, call.v, call.rows, call.scale, return_state=True, **names)
     assert torch.equal(out, again) and relative_error(out, direct(call).out) < 1e-5
@@ -323,6 +331,7 @@ def test_what_is_returned(device: torch.device) -> None:
         ({"extra_log_weight": torch.zeros(1, 4, 4)}, r"extra_log_weight must be \[1, 4 or 2, 3\]"),
         ({"extra_log_weight": None}, "extra_k, extra_v and extra_log_weight belong together"),
         ({"extra_cut": torch.zeros(1, 2, 3).int()}, r"extra_cut must be int32 \[1, 4, 3\]"),
+        ({"extra_scores": torch.zeros(1, 4, 4)}, r"extra_scores must be float32 \[1, 4, 3\]"),
         ({"softcap": -1.0}, "softcap must be positive"),
         ({"sink_logits": torch.zeros(2)}, r"sink_logits must be \[4\]"),
     ],
@@ -388,7 +397,9 @@ def dispatched(call: Arguments) -> Tensor:
     if call.spans is not None:
         names |= {"spans": call.spans.edges, "max_span": call.spans.most}
     if call.extra is not None:
-        names |= dict(zip(("extra_k", "extra_v", "extra_log_weight", "extra_cut"), call.extra, strict=True))
+        names |= dict(
+            zip(("extra_k", "extra_v", "extra_log_weight", "extra_cut", "extra_scores"), call.extra, strict=True)
+        )
     return ops.indexed_attention(call.q, call.k, call.v, call.rows, call.scale, **names)
 
 

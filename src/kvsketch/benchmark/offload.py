@@ -57,12 +57,12 @@ class SteadyClusterKV(ClusterKV):
     State: ClassVar[type[SteadyClusters]] = SteadyClusters
     locality: float = 0.0
 
-    def _scores(self, table: SlotTable, query: Tensor) -> Tensor:
-        scores = super()._scores(table, query)
+    def _ranks(self, table: SlotTable, scores: Tensor) -> Tensor:
+        ranks = super()._ranks(table, scores)
         state = table.state_of(self.State)
-        if state.scores is None or state.scores.shape != scores.shape:
-            state.scores = scores
-        return state.scores.lerp_(scores, 1 - self.locality)
+        if state.scores is None or state.scores.shape != ranks.shape:
+            state.scores = ranks
+        return state.scores.lerp_(ranks, 1 - self.locality)
 
 
 def variants(text: str, locality: float) -> tuple[Method, Method]:

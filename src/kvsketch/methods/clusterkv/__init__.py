@@ -135,9 +135,10 @@ class ClusterKV(RecallingMethod):
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
     ) -> Tensor | None:
-        selected = self._select(table, query)
-        if selected is None:
+        scored = self._select(table, query)
+        if scored is None:
             return None
+        scores, selected = scored
         state, rows = table.state_of(self.State), self.slots_of(table, selected.rows)
         torch.add(state.tail_shift, table.seen_on_device(), out=state.spans[:, 1, 1])
         return ops.indexed_attention(
@@ -151,25 +152,28 @@ class ClusterKV(RecallingMethod):
             extra_v=state.mean_values if self.completion else None,
             extra_log_weight=selected.log_unread if self.completion else None,
             extra_cut=selected.cut if self.completion else None,
+            extra_scores=scores if self.completion else None,
             softcap=softcap,
             sink_logits=sink_logits,
         )
 
-    def _select(self, table: SlotTable, query: Tensor) -> Selection | None:
-        """The tokens of the best clusters; None while everything is read."""
+    def _select(self, table: SlotTable, query: Tensor) -> tuple[Tensor, Selection] | None:
+        """Scores [B, Hq, C] of all clusters, and the tokens of the best; None while everything is read."""
         # A prompt that was broken off leaves more tokens without clusters than a tail holds.
         if not self.is_indexed(table) or table.seen - self.indexed_tokens(table) > self.recluster:
             return None
         state = table.state_of(self.State)
         budgets = None if state.budgets is None else (state.budgets - self.sinks).clamp_min(1)
-        scores, read = self._scores(table, query), self.rows_read(table)
-        return ops.select_clusters(scores, state.sizes, state.offsets, state.order, read, budgets=budgets)
+        scores, read = ops.cluster_scores(query, state.centroids), self.rows_read(table)
+        ranks = self._ranks(table, scores)
+        return scores, ops.select_clusters(ranks, state.sizes, state.offsets, state.order, read, budgets=budgets)
 
     def rows_chosen(self, table: SlotTable, query: Tensor) -> Tensor | None:  # [B, lists, M] int32
         """The sinks, the tokens of the best clusters, and those that no cluster holds yet."""
-        selected = self._select(table, query)
-        if selected is None:
+        scored = self._select(table, query)
+        if scored is None:
             return None
+        selected = scored[1]
         tail, device = self.indexed_tokens(table), selected.rows.device
         first = torch.arange(self.sinks, device=device).expand(table.shape[0], -1)
         first = first if table.padding is None else first + table.padding.view(-1, 1)
@@ -177,12 +181,11 @@ class ClusterKV(RecallingMethod):
         always = torch.cat([torch.where(first < tail, first, -1), last], 1).int()
         return torch.cat([always[:, None].expand(-1, selected.rows.shape[1], -1), selected.rows], -1)
 
-    def _scores(self, table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq or H, C] float32
-        state = table.state_of(self.State)
-        scores = ops.cluster_scores(query, state.centroids)
+    def _ranks(self, table: SlotTable, scores: Tensor) -> Tensor:  # [B, Hq or H, C] float32
+        """What clusters are chosen by."""
         if not self.share_in_group:
             return scores
         # Each head weighs the clusters as attention would; those without tokens take no part.
         scores = scores.view(scores.shape[0], table.shape[1], -1, scores.shape[2]) * table.scale
-        empty = state.sizes.unsqueeze(2) == 0
+        empty = table.state_of(self.State).sizes.unsqueeze(2) == 0
         return scores.masked_fill(empty, float("-inf")).softmax(-1).sum(2)

@@ -49,6 +49,7 @@ class Extra(NamedTuple):
     v: Tensor  # [B, H, C, Dv]
     log_weight: Tensor  # [B, Hq or H, C] float32, -inf: not read
     cut: Tensor | None = None  # [B, L, 3] int32: slot of the cluster read in part (-1: none), its places [start, end)
+    scores: Tensor | None = None  # [B, Hq, C] float32: <q, k>, where it is known
 
 
 def indexed_attention(
@@ -64,6 +65,7 @@ def indexed_attention(
     extra_v: Tensor | None = None,
     extra_log_weight: Tensor | None = None,
     extra_cut: Tensor | None = None,
+    extra_scores: Tensor | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     return_state: bool = False,
@@ -77,6 +79,7 @@ def indexed_attention(
     extra_k [B, H, C, D], extra_v [B, H, C, Dv], extra_log_weight [B, Hq or H, C]: the second sums; -inf leaves a slot
     out. extra_cut int32 [B, L, 3], for each list: the extra slot whose cluster was read in part, and the places
     [start, end) of its rows in the list; the slot then stands for the mean value of what was not read. -1: none.
+    extra_scores float32 [B, Hq, C]: <q, extra_k>, where it is known; extra_k is then not read.
     softcap and sink_logits as in `weighted_attention`. The stores may lie in pinned host memory while the rest is on a
     GPU, or be held in few bits (`ops.codec`).
 
@@ -86,8 +89,8 @@ def indexed_attention(
     always = None if spans is None else Spans(spans, max_span)
     extra = None
     if extra_k is not None and extra_v is not None and extra_log_weight is not None:
-        extra = Extra(extra_k, extra_v, extra_log_weight, extra_cut)
-    elif any(part is not None for part in (extra_k, extra_v, extra_log_weight, extra_cut)):
+        extra = Extra(extra_k, extra_v, extra_log_weight, extra_cut, extra_scores)
+    elif any(part is not None for part in (extra_k, extra_v, extra_log_weight, extra_cut, extra_scores)):
         raise ValueError("extra_k, extra_v and extra_log_weight belong together: pass all three or none.")
     call = Arguments(q, k_store, v_store, rows, scale, always, extra, softcap, sink_logits)
     call.check()
@@ -168,6 +171,11 @@ def _check_extra(extra: Extra, q: Tensor, value_size: int, heads: int, lists: in
     cut = extra.cut
     if cut is not None and (tuple(cut.shape) != (batch, lists, 3) or cut.dtype != torch.int32):
         raise ValueError(f"extra_cut must be int32 [{batch}, {lists}, 3], one per list, got {cut.dtype} {_shape(cut)}.")
+    scores = extra.scores
+    if scores is not None and (tuple(scores.shape) != (batch, query_heads, count) or scores.dtype != torch.float32):
+        raise ValueError(
+            f"extra_scores must be float32 [{batch}, {query_heads}, {count}], got {scores.dtype} {_shape(scores)}."
+        )
 
 
 def _shape(tensor: Tensor | CodedSlots) -> list[int]:

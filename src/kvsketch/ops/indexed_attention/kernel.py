@@ -5,14 +5,15 @@ A piece is a part of a list of rows, of the spans, or of the extra slots. A list
 heads of the group are then computed along with it and not stored: a tile of the matrix units has room for them, and the
 time goes into reading. Sums are kept as in weighted attention and combined by the same program (`common/sums.py`).
 4-bit rows have a program of their own, which sums values rotated around their center, with slots as the long side of
-its products (`weighted_attention/words.py`).
+its products (`weighted_attention/words.py`). Extra slots are read by their scores, which a method that ranks them has.
 Legend: see the package docstring.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +22,17 @@ from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.device import Device, device_traits, on
-from kvsketch.ops.common.kernel import LOG2E, NEG_INF, PTX, dot, nibble_offset, nibbles, tanh_ratio
+from kvsketch.ops.common.kernel import (
+    LOG2E,
+    NEG_INF,
+    PTX,
+    dot,
+    load_tile,
+    nibble_offset,
+    nibbles,
+    store_columns,
+    tanh_ratio,
+)
 from kvsketch.ops.common.ragged import CODED_PROGRAMS
 from kvsketch.ops.common.sums import add_terms, combine
 from kvsketch.ops.common.tensors import (
@@ -34,6 +45,7 @@ from kvsketch.ops.common.tensors import (
     readable,
 )
 from kvsketch.ops.indexed_attention import Arguments
+from kvsketch.ops.select_clusters.kernel import cluster_scores
 from kvsketch.ops.weighted_attention import Attended
 from kvsketch.ops.weighted_attention.kernel import HALVES
 from kvsketch.ops.weighted_attention.words import (
@@ -54,9 +66,8 @@ from kvsketch.ops.weighted_attention.words import (
 
 # Rows lie anywhere, so that many small programs hide the wait for them better than a few with more tiles in flight.
 TILE_BYTES = 16 * 1024
-PROGRAMS_PER_MULTIPROCESSOR = 4
 MAX_PIECES = 96  # of one query: a third each for its list, the spans and the extra slots
-PLAIN_TILE = 32  # slots of a tile that are not coded, beside tiles of codes
+EXTRA_TILE = tl.constexpr(32)  # extra slots of a tile
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,7 @@ class Plan:
     warps: int
     stages: int
     overlap: bool  # start the combining program while the pieces still run
-    registers: int | None = None  # of a thread that reads codes, at most; None: as many as the compiler likes
+    registers: int | None = None  # of a thread, at most; None: as many as the compiler likes
 
     @property
     def pieces(self) -> int:
@@ -112,7 +123,7 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     if launch is None:
         slot_bytes = (block_size(size) + block_size(value_size)) * q.element_size()
         counts = (batch * heads, lists, row_count, span_count, extra_count)
-        coded = _coded_rows(query_heads // heads) * max(size, value_size) if isinstance(call.k, CodedSlots) else 0
+        coded = _few(query_heads // heads) * max(size, value_size) if isinstance(call.k, CodedSlots) else 0
         launch = plan(*counts, slot_bytes // 4 if coded else slot_bytes, device_traits(q.device), coded)
     pieces = launch.pieces
 
@@ -122,18 +133,9 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     sums = torch.empty(batch * query_heads * pieces * 4, dtype=torch.float32, device=q.device)
     sinks, tail = contiguous(call.sink_logits), launch.extra_splits
 
-    def none(size: int) -> Tensor:
-        """A store that nothing is read of."""
-        return q.new_empty(1).expand(batch, heads, 1, size)
-
     with on(q.device):
         if isinstance(call.k, CodedSlots) and isinstance(call.v, CodedSlots):
             _read_coded(call, call.k, call.v, launch, acc, sums)
-            if tail:
-                # Extra slots are not coded: their tiles are those of plain rows.
-                plain = replace(launch, block_n=min(PLAIN_TILE, launch.block_n), warps=2)
-                before = lists * launch.list_splits + launch.span_splits
-                _read(replace(call, k=none(size), v=none(value_size)), plain, acc, sums, before)
             turned = pieces - tail if tail else None
             combine(
                 acc, sums, out, state, pieces, sinks, True, None, launch.overlap, turned=call.v, turned_splits=turned
@@ -144,70 +146,84 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     return Attended(out, state[0], state[1])
 
 
-def _read(call: Arguments, launch: Plan, acc: Tensor, sums: Tensor, skipped: int = 0) -> None:
-    """Sums of all pieces but the first `skipped` of each KV head, which the kernel before reads."""
-    beside = launch.overlap and skipped > 0
-    q, spans, extra = dense_last(call.q), call.spans, call.extra
+class Unread(NamedTuple):
+    """Extra slots as the kernels take them."""
+
+    scores: Tensor | None = None  # [B, Hq, C] float32
+    v: Tensor | None = None
+    log_weight: Tensor | None = None  # [B, Hq or H, C] float32
+    cut: Tensor | None = None
+
+    @classmethod
+    def of(cls, call: Arguments) -> Unread:
+        if call.extra is None or not call.extra.k.shape[2]:
+            return cls()
+        k, v, log_weight, cut, scores = call.extra
+        scores = cluster_scores(call.q, k) if scores is None else scores
+        return cls(scores.contiguous(), dense_last(v), log_weight.float().contiguous(), contiguous(cut))
+
+
+def _read(call: Arguments, launch: Plan, acc: Tensor, sums: Tensor) -> None:
+    """Sums of all pieces."""
+    q, spans, extra = dense_last(call.q), call.spans, Unread.of(call)
     batch, query_heads, _, size = q.shape
     assert isinstance(call.k, Tensor) and isinstance(call.v, Tensor)
     heads, value_size = call.k.shape[1], call.v.shape[3]
     lists, rows = call.rows.shape[1] // heads, call.rows.contiguous()
     edges = None if spans is None else spans.edges.contiguous()
-    extra_k, extra_v, log_weight, cut = (None, None, None, None)
-    if extra is not None:
-        extra_k, extra_v, log_weight = dense_last(extra.k), dense_last(extra.v), extra.log_weight.float().contiguous()
-        cut = contiguous(extra.cut)
-    grid = (lists * launch.list_splits + launch.span_splits + launch.extra_splits - skipped, batch * heads)
+    grid = (lists * launch.list_splits + launch.span_splits + launch.extra_splits, batch * heads)
     pieces_kernel[grid](
-        q, call.k, call.v, rows, edges, extra_k, extra_v, log_weight, cut, acc, sums,
+        q, call.k, call.v, rows, edges, *extra, acc, sums,
         call.scale, call.softcap or 0.0,
-        rows.shape[2], 0 if spans is None else spans.most, 0 if extra is None else extra.k.shape[2],
-        launch.list_splits, launch.span_splits, launch.extra_splits, skipped, heads,
-        *q.stride()[:2], *call.k.stride()[:3], *call.v.stride()[:3], *_strides(extra_k), *_strides(extra_v),
+        rows.shape[2], 0 if spans is None else spans.most, 0 if extra.v is None else extra.v.shape[2],
+        launch.list_splits, launch.span_splits, launch.extra_splits, heads,
+        *q.stride()[:2], *call.k.stride()[:3], *call.v.stride()[:3], *_strides(extra.v),
         GROUP=query_heads // heads, LISTS=lists, SPANS=0 if edges is None else edges.shape[1],
-        WEIGHTS=1 if log_weight is None else log_weight.shape[1] // heads,
+        WEIGHTS=1 if extra.log_weight is None else extra.log_weight.shape[1] // heads,
         D=size, DV=value_size, BLOCK_D=block_size(size), BLOCK_DV=block_size(value_size),
-        BLOCK_M=block_size(query_heads // heads), BLOCK_N=launch.block_n, STAGES=launch.stages,
-        CAPPED=call.softcap is not None, EXTRA=extra is not None, CUT=cut is not None and not skipped,
-        OVERLAP=launch.overlap, BESIDE=beside, num_warps=launch.warps, **({"launch_pdl": True} if beside else {}),
+        BLOCK_M=block_size(query_heads // heads), FEW=_few(query_heads // heads),
+        BLOCK_N=launch.block_n, STAGES=launch.stages,
+        CAPPED=call.softcap is not None, EXTRA=extra.v is not None, CUT=extra.cut is not None,
+        OVERLAP=launch.overlap, num_warps=launch.warps, **_bounded(launch),
     )  # fmt: skip
 
 
 def _read_coded(call: Arguments, keys: CodedSlots, values: CodedSlots, launch: Plan, acc: Tensor, sums: Tensor) -> None:
-    """Sums of the pieces of lists and spans, of values in rotated coordinates around their center."""
-    q, spans, extra = dense_last(call.q), call.spans, call.extra
+    """Sums of all pieces; those of lists and spans are of values in rotated coordinates around their center."""
+    q, spans, extra = dense_last(call.q), call.spans, Unread.of(call)
     batch, query_heads, _, size = q.shape
     heads, value_size = keys.shape[1], values.shape[3]
     lists, rows = call.rows.shape[1] // heads, call.rows.contiguous()
     edges = None if spans is None else spans.edges.contiguous()
-    cut = None if extra is None or extra.cut is None else extra.cut.contiguous()
-    extra_k, extra_v = (None, None) if extra is None else (dense_last(extra.k), dense_last(extra.v))
     k_codes, v_codes = (dense_last(part.codes).view(torch.int16) for part in (keys, values))
     k_steps, v_steps = dense_last(keys.steps), dense_last(values.steps)
-    block_d, block_dv = block_size(size // 4), block_size(value_size // 4)
-    grid = (lists * launch.list_splits + launch.span_splits, batch * heads)
-    if not grid[0]:
-        return
+    grid = (lists * launch.list_splits + launch.span_splits + launch.extra_splits, batch * heads)
     coded_pieces_kernel[grid](
-        q, k_codes, v_codes, k_steps, v_steps, rows, edges, extra_k, extra_v, cut, acc, sums,
+        q, k_codes, v_codes, k_steps, v_steps, rows, edges, *extra, acc, sums,
         keys.center.contiguous(), values.center.contiguous(),
         keys.codec.signs(q.device), values.codec.signs(q.device),
         keys.exact.contiguous(), values.exact.contiguous(), keys.exact_at.contiguous(),
-        call.scale, call.softcap or 0.0, rows.shape[2], 0 if spans is None else spans.most,
-        launch.list_splits, launch.span_splits, launch.pieces, heads,
+        call.scale, call.softcap or 0.0,
+        rows.shape[2], 0 if spans is None else spans.most, 0 if extra.v is None else extra.v.shape[2],
+        launch.list_splits, launch.span_splits, launch.extra_splits, heads,
         *q.stride()[:2], *k_codes.stride()[:3], *v_codes.stride()[:3], *outer_strides(k_steps), *outer_strides(v_steps),
-        *_strides(extra_k), *_strides(extra_v),
+        *_strides(extra.v),
         GROUP=query_heads // heads, LISTS=lists, SPANS=0 if edges is None else edges.shape[1],
-        D=size, DV=value_size, BLOCK_D=block_d, BLOCK_DV=block_dv,
-        BLOCK_M=_coded_rows(query_heads // heads), BLOCK_N=launch.block_n, STAGES=launch.stages,
-        HALF=HALVES[q.dtype], EXACT=keys.exact_at.shape[2], CAPPED=call.softcap is not None, CUT=cut is not None,
-        OVERLAP=launch.overlap, num_warps=launch.warps,
-        **({"maxnreg": launch.registers} if launch.registers and PTX.value else {}),
+        WEIGHTS=1 if extra.log_weight is None else extra.log_weight.shape[1] // heads,
+        D=size, DV=value_size, BLOCK_D=block_size(size // 4), BLOCK_DV=block_size(value_size // 4),
+        BLOCK_M=_few(query_heads // heads), BLOCK_N=launch.block_n, STAGES=launch.stages,
+        HALF=HALVES[q.dtype], EXACT=keys.exact_at.shape[2], CAPPED=call.softcap is not None,
+        EXTRA=extra.v is not None, CUT=extra.cut is not None,
+        OVERLAP=launch.overlap, num_warps=launch.warps, **_bounded(launch),
     )  # fmt: skip
 
 
-def _coded_rows(group: int) -> int:
-    """Queries of a tile: each has two columns of a product, which has 8 at least."""
+def _bounded(launch: Plan) -> dict[str, int]:
+    return {"maxnreg": launch.registers} if launch.registers and PTX.value else {}
+
+
+def _few(group: int) -> int:
+    """Queries of a tile with slots as its long side: each has two columns of a product, which has 8 at least."""
     return max(4, triton.next_power_of_2(group))
 
 
@@ -217,28 +233,22 @@ def plan(
 ) -> Plan:
     """Tiles and splits for `heads` KV heads, each with `lists` lists of `rows`, and slots in spans and extra slots.
 
-    `coded`: numbers in the queries of a tile, where rows are codes. Few of them fit in one warp, which never waits for
-    others; its registers are bounded, so that many programs hide what each of them waits for.
+    Registers are bounded, so that many programs hide what each of them waits for. `coded`: numbers in the queries of a
+    tile, where rows are codes; few of them fit in one warp, which never waits for others.
     """
     block_n = max(16, min(128, min(TILE_BYTES, device.shared_bytes // 3) // slot_bytes))
     block_n = min(64 if coded else 128, 1 << (block_n.bit_length() - 1))
     lists_and_spans = [(heads * lists, triton.cdiv(rows, block_n)), (heads, triton.cdiv(spans, block_n))]
-    unread = (heads, triton.cdiv(extras, min(PLAIN_TILE, block_n) if coded else block_n))
-    plain = device.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
-    warps, stages, registers = 2, 2, None
+    # Tiles of extra slots are of values alone.
+    parts = [*lists_and_spans, (heads, triton.cdiv(extras, EXTRA_TILE.value))]
+    # A third stage reads the list a tile ahead of its rows.
+    warps, registers, programs = (2, 128, 8) if slot_bytes <= 512 else (2, None, 4)
     if coded:
-        # A third stage reads the list a tile ahead of its rows.
-        warps, stages, registers = (1, 3, 128) if coded <= 512 else (1, 3, 168) if coded <= 1024 else (2, 3, None)
-        resident = device.multiprocessors * (CODED_PROGRAMS if registers else 4)
-        # Extra slots are not coded: their programs run by themselves.
-        share = best_share(lists_and_spans, resident)
-        shares = [share, share, best_share([unread], plain)]
-    else:
-        shares = [best_share([*lists_and_spans, unread], plain)] * 3
-    listed, spanned, extra = (
-        triton.cdiv(tiles, share) for (_, tiles), share in zip([*lists_and_spans, unread], shares, strict=True)
-    )
-    return Plan(block_n, listed, spanned, extra, warps, stages, device.overlap, registers)
+        warps, registers = (1, 128) if coded <= 512 else (1, 168) if coded <= 1024 else (2, None)
+        programs = CODED_PROGRAMS if registers else 4
+    share = best_share(parts, device.multiprocessors * programs)
+    listed, spanned, extra = (triton.cdiv(tiles, share) for _, tiles in parts)
+    return Plan(block_n, listed, spanned, extra, warps, 3, device.overlap, registers)
 
 
 def best_share(parts: list[tuple[int, int]], resident: int) -> int:
@@ -299,39 +309,61 @@ def span_slots(spans_ptr, place, limit, SPANS: tl.constexpr):
     return tl.where(place < tl.minimum(before, limit), slot, -1)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "row_count",
-        "span_count",
-        "extra_count",
-        "list_splits",
-        "span_splits",
-        "extra_splits",
-        "skipped",
-    ]
-)
+@triton.jit
+def read_extra(
+    scores_ptr, v_base, weights_ptr, acc_ptr, sums_ptr, head, split, splits, before, count, scale, softcap, stride,
+    GROUP: tl.constexpr, WEIGHTS: tl.constexpr, DV: tl.constexpr, DTYPE: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sums over one piece of the extra slots of a KV head, stored behind the `before` other pieces of each query."""
+    query = tl.arange(0, BLOCK_M)
+    scores = scores_ptr + (head * GROUP + query) * count
+    weights = weights_ptr + (head * WEIGHTS + tl.where(WEIGHTS > 1, query, 0)) * count
+    origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_DV, 2 * BLOCK_M), tl.float32)
+    tiles = tl.cdiv(count, EXTRA_TILE)
+    for tile in tl.range(tiles * split // splits, tiles * (split + 1) // splits, num_stages=STAGES):
+        slot = tile * EXTRA_TILE + tl.arange(0, EXTRA_TILE)
+        mask = (query < GROUP)[:, None] & (slot < count)[None, :]
+        s = tl.load(scores[:, None] + slot[None, :], mask=mask, other=0.0)
+        weight = tl.load(weights[:, None] + slot[None, :], mask=mask, other=NEG_INF)
+        x = capped(s * scale, softcap, CAPPED) + weight * LOG2E
+        origin, total, terms, shrink = add_terms(origin, total, x)
+        v = load_tile(v_base, tile * EXTRA_TILE, stride, count, EXTRA_TILE, DV, BLOCK_DV, True, True).to(DTYPE)
+        acc = dot(v, parts_of(terms, DTYPE, True), acc * of_rows(shrink, True))
+    at = (head * GROUP + query) * (before + splits) + before + split
+    store_columns(acc_ptr + at * DV, once(acc), query < GROUP, 0, 1, DV, BLOCK_DV)
+    tl.store(sums_ptr + at * 4, origin, mask=query < GROUP)
+    tl.store(sums_ptr + at * 4 + 1, total, mask=query < GROUP)
+
+
+@triton.jit(do_not_specialize=["row_count", "span_count", "extra_count", "list_splits", "span_splits", "extra_splits"])
 def pieces_kernel(
-    q_ptr, k_ptr, v_ptr, rows_ptr, spans_ptr, extra_k_ptr, extra_v_ptr, extra_w_ptr, cut_ptr, acc_ptr, sums_ptr,
-    scale, softcap, row_count, span_count, extra_count, list_splits, span_splits, extra_splits, skipped, kv_heads,
-    q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, ek_b, ek_h, ek_n, ev_b, ev_h, ev_n,
+    q_ptr, k_ptr, v_ptr, rows_ptr, spans_ptr, extra_s_ptr, extra_v_ptr, extra_w_ptr, cut_ptr, acc_ptr, sums_ptr,
+    scale, softcap, row_count, span_count, extra_count, list_splits, span_splits, extra_splits, kv_heads,
+    q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, ev_b, ev_h, ev_n,
     GROUP: tl.constexpr, LISTS: tl.constexpr, SPANS: tl.constexpr, WEIGHTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    CAPPED: tl.constexpr, EXTRA: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr, BESIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, FEW: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    CAPPED: tl.constexpr, EXTRA: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Sums over one piece, for the query heads of one KV head that read it.
-
-    BESIDE: starts while the kernel before still runs, for both need the same and write in different places; it ends
-    after that one, so that who waits for the second has waited for both.
-    """
+    """Sums over one piece, for the query heads of one KV head that read it."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    piece = tl.program_id(0) + skipped
+    piece = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     b, h = head // kv_heads, head % kv_heads
     list_pieces = LISTS * list_splits
+    if EXTRA:  # noqa: SIM102
+        if piece >= list_pieces + span_splits:
+            read_extra(
+                extra_s_ptr, extra_v_ptr + b * ev_b + h * ev_h, extra_w_ptr, acc_ptr, sums_ptr, head,
+                piece - list_pieces - span_splits, extra_splits, list_splits + span_splits, extra_count,
+                scale, softcap, ev_n, GROUP, WEIGHTS, DV, v_ptr.dtype.element_ty, CAPPED, FEW, BLOCK_DV, STAGES - 1,
+            )  # fmt: skip
+            return
     in_list = piece < list_pieces
-    in_spans = (piece >= list_pieces) & (piece < list_pieces + span_splits)
     which = piece // tl.maximum(list_splits, 1)
     split = tl.where(in_list, piece - which * list_splits, piece - list_pieces)
     # Place of the piece among the pieces of one query, and the queries that read it.
@@ -350,7 +382,7 @@ def pieces_kernel(
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
 
-    count = tl.where(in_list, row_count, tl.where(in_spans, span_count, 0))
+    count = tl.where(in_list, row_count, span_count)
     splits = tl.where(in_list, list_splits, tl.maximum(span_splits, 1))
     tiles = tl.cdiv(count, BLOCK_N)
     listed = rows_ptr + (head * LISTS + which) * row_count
@@ -376,9 +408,10 @@ def pieces_kernel(
         cut_start = tl.maximum(tl.load(cut + 1), begin_tile * BLOCK_N)
         cut_end = tl.minimum(tl.load(cut + 2), end_tile * BLOCK_N)
         if in_list & (cut_slot >= 0) & (cut_end > cut_start):
-            cut_k = tl.load(extra_k_ptr + b * ek_b + h * ek_h + cut_slot.to(tl.int64) * ek_n + d, mask=d < D, other=0.0)
-            cut_s = tl.sum(q.to(tl.float32) * cut_k.to(q.dtype).to(tl.float32)[None, :], 1) * scale
-            cut_x = capped(cut_s, softcap, CAPPED)
+            cut_s = tl.load(
+                extra_s_ptr + (head * GROUP + query) * extra_count + cut_slot, mask=query < GROUP, other=0.0
+            )
+            cut_x = capped(cut_s * scale, softcap, CAPPED)
             raised = tl.maximum(origin, cut_x)
             lowered = tl.exp2(origin - raised)
             cut_column = tl.arange(0, BLOCK_DV)
@@ -394,33 +427,12 @@ def pieces_kernel(
             total = total * lowered
             origin = raised
 
-    if EXTRA:
-        extra_split = split - span_splits
-        tiles = tl.where(in_list | in_spans, 0, tl.cdiv(extra_count, BLOCK_N))
-        weights = extra_w_ptr + (head * WEIGHTS + tl.where(WEIGHTS > 1, query, 0)) * extra_count
-        extra_k_base = extra_k_ptr + b * ek_b + h * ek_h
-        extra_v_base = extra_v_ptr + b * ev_b + h * ev_h
-        first = tiles * extra_split // tl.maximum(extra_splits, 1)
-        last = tiles * (extra_split + 1) // tl.maximum(extra_splits, 1)
-        for tile in tl.range(first, last, num_stages=STAGES):
-            slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            visible = slot < extra_count
-            k = load_rows(extra_k_base, slot, ek_n, visible, D, BLOCK_D).to(q.dtype)
-            weight_mask = (query < GROUP)[:, None] & visible[None, :]
-            weight = tl.load(weights[:, None] + slot[None, :], mask=weight_mask, other=NEG_INF)
-            x = logits_of(q, k, scale, softcap, CAPPED) + weight * LOG2E
-            origin, total, terms, shrink = add_terms(origin, total, x)
-            v = load_rows(extra_v_base, slot, ev_n, visible, DV, BLOCK_DV).to(v_ptr.dtype.element_ty)
-            acc = dot(terms.to(v.dtype), v, acc * shrink[:, None])
-
     at = (head * GROUP + query) * (list_splits + span_splits + extra_splits) + own
     column = tl.arange(0, BLOCK_DV)
     stored = reads[:, None] & (column < DV)[None, :]
     tl.store(acc_ptr + at[:, None] * DV + column[None, :], acc, mask=stored)
     tl.store(sums_ptr + at * 4, origin, mask=reads)
     tl.store(sums_ptr + at * 4 + 1, total, mask=reads)
-    if BESIDE:
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -468,19 +480,18 @@ def add_scaled(acc, acc1, acc2, acc3, words, parts, shrink, lift):
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["row_count", "span_count", "list_splits", "span_splits", "pieces"])
+@triton.jit(do_not_specialize=["row_count", "span_count", "extra_count", "list_splits", "span_splits", "extra_splits"])
 def coded_pieces_kernel(
-    q_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr, rows_ptr, spans_ptr, extra_k_ptr, extra_v_ptr, cut_ptr,
+    q_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr, rows_ptr, spans_ptr, extra_s_ptr, extra_v_ptr, extra_w_ptr, cut_ptr,
     acc_ptr, sums_ptr,
     k_center_ptr, v_center_ptr, k_sign_ptr, v_sign_ptr, k_exact_ptr, v_exact_ptr, exact_ptr,
-    scale, softcap, row_count, span_count, list_splits, span_splits, pieces, kv_heads,
-    q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, k_step_b, k_step_h, v_step_b, v_step_h,
-    ek_b, ek_h, ek_n, ev_b, ev_h, ev_n,
-    GROUP: tl.constexpr, LISTS: tl.constexpr, SPANS: tl.constexpr,
+    scale, softcap, row_count, span_count, extra_count, list_splits, span_splits, extra_splits, kv_heads,
+    q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, k_step_b, k_step_h, v_step_b, v_step_h, ev_b, ev_h, ev_n,
+    GROUP: tl.constexpr, LISTS: tl.constexpr, SPANS: tl.constexpr, WEIGHTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    HALF: tl.constexpr, EXACT: tl.constexpr, CAPPED: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr,
-    EXACT_BLOCK: tl.constexpr = 16,
+    HALF: tl.constexpr, EXACT: tl.constexpr, CAPPED: tl.constexpr, EXTRA: tl.constexpr, CUT: tl.constexpr,
+    OVERLAP: tl.constexpr, EXACT_BLOCK: tl.constexpr = 16,
 ):  # fmt: skip
     """Sums over one piece of 4-bit rows, for the query heads of one KV head that read it (`pieces_kernel`).
 
@@ -492,6 +503,14 @@ def coded_pieces_kernel(
     head = tl.program_id(1).to(tl.int64)
     b, h = head // kv_heads, head % kv_heads
     list_pieces = LISTS * list_splits
+    if EXTRA:  # noqa: SIM102
+        if piece >= list_pieces + span_splits:
+            read_extra(
+                extra_s_ptr, extra_v_ptr + b * ev_b + h * ev_h, extra_w_ptr, acc_ptr, sums_ptr, head,
+                piece - list_pieces - span_splits, extra_splits, list_splits + span_splits, extra_count,
+                scale, softcap, ev_n, GROUP, WEIGHTS, DV, HALF, CAPPED, BLOCK_M, 4 * BLOCK_DV, STAGES - 1,
+            )  # fmt: skip
+            return
     in_list = piece < list_pieces
     which = piece // tl.maximum(list_splits, 1)
     split = tl.where(in_list, piece - which * list_splits, piece - list_pieces)
@@ -584,13 +603,10 @@ def coded_pieces_kernel(
         cut_start = tl.maximum(tl.load(cut + 1), begin_tile * BLOCK_N)
         cut_end = tl.minimum(tl.load(cut + 2), end_tile * BLOCK_N)
         if in_list & (cut_slot >= 0) & (cut_end > cut_start):
-            cut_k0, cut_k1, cut_k2, cut_k3 = load_of_words(
-                extra_k_ptr + b * ek_b + h * ek_h + cut_slot * ek_n, D, BLOCK_D
+            cut_s = tl.load(
+                extra_s_ptr + (head * GROUP + query) * extra_count + cut_slot, mask=query < GROUP, other=0.0
             )
-            raw0, raw1, raw2, raw3 = load_by_words(q_rows, query < GROUP, D, BLOCK_D)
-            products = raw0.to(tl.float32) * cut_k0.to(HALF) + raw1.to(tl.float32) * cut_k1.to(HALF)
-            products += raw2.to(tl.float32) * cut_k2.to(HALF) + raw3.to(tl.float32) * cut_k3.to(HALF)
-            cut_x = capped(tl.sum(products, 1) * scale, softcap, CAPPED)
+            cut_x = capped(cut_s * scale, softcap, CAPPED)
             if not CAPPED:
                 cut_x -= late
             raised = tl.maximum(origin, cut_x)
@@ -624,7 +640,7 @@ def coded_pieces_kernel(
     if not CAPPED:
         origin += late
 
-    at = (head * GROUP + query) * pieces + own
+    at = (head * GROUP + query) * (list_splits + span_splits + extra_splits) + own
     store_by_words(acc_ptr + at * DV, acc, acc1, acc2, acc3, reads, DV, BLOCK_DV)
     tl.store(sums_ptr + at * 4, origin, mask=reads)
     tl.store(sums_ptr + at * 4 + 1, total, mask=reads)

@@ -31,11 +31,12 @@ def indexed_attention(call: Arguments) -> Attended:
     logits = _capped(call.scale * q @ k.mT, call.softcap).masked_fill(~visible[..., None, :], NEG_INF)
     logits = logits.reshape(batch, query_heads, -1)
     if call.extra is not None:
-        group = q.reshape(batch, heads, -1, size)
-        extra = _capped(call.scale * group @ call.extra.k.to(dtype).mT, call.softcap)
+        scores = call.extra.scores
+        if scores is None:
+            scores = (q.reshape(batch, heads, -1, size) @ call.extra.k.to(dtype).mT).reshape(batch, query_heads, -1)
+        unweighted = _capped(call.scale * scores.to(dtype), call.softcap)
         weight = call.extra.log_weight.to(dtype)
-        extra = extra.reshape(batch, query_heads, -1) + weight.repeat_interleave(query_heads // weight.shape[1], 1)
-        logits = torch.cat([logits, extra], 2)
+        logits = torch.cat([logits, unweighted + weight.repeat_interleave(query_heads // weight.shape[1], 1)], 2)
 
     origin = logits.amax(2, keepdim=True) if logits.shape[2] else logits.new_full((batch, query_heads, 1), NEG_INF)
     if call.sink_logits is not None:
@@ -48,7 +49,7 @@ def indexed_attention(call: Arguments) -> Attended:
         unread = terms[..., slots.shape[3] :].reshape(batch, heads, query_heads // heads, -1)
         out = out + (unread @ call.extra.v.to(dtype)).reshape(batch, query_heads, -1)
         if call.extra.cut is not None:
-            out = out - _read_of_cut(call.extra.cut, call, origin, v)
+            out = out - _read_of_cut(call.extra.cut, call, unweighted - origin, v)
     divisor = total
     if call.sink_logits is not None:
         divisor = total + (call.sink_logits.to(dtype).view(1, -1, 1) - origin).exp()
@@ -57,22 +58,20 @@ def indexed_attention(call: Arguments) -> Attended:
     return Attended(out[:, :, None].to(call.q.dtype), *log_sums)
 
 
-def _read_of_cut(cut: Tensor, call: Arguments, origin: Tensor, v: Tensor) -> Tensor:  # [B, Hq, Dv]
-    """exp(s_t) times the sum of v_i - v_t over the rows of the cluster t that was read in part."""
+def _read_of_cut(cut: Tensor, call: Arguments, s: Tensor, v: Tensor) -> Tensor:  # [B, Hq, Dv]
+    """exp(s_t) times the sum of v_i - v_t over the rows of the cluster t that was read in part; s [B, Hq, C]."""
     assert call.extra is not None
     batch, heads, lists = v.shape[:3]
     cluster, start, end = cut.view(batch, heads, lists, 3, 1).long().unbind(3)  # [B, H, lists, 1]
-    k_t, v_t = (
-        part.to(v.dtype).gather(2, cluster.clamp_min(0).expand(-1, -1, -1, part.shape[3]))
-        for part in (call.extra.k, call.extra.v)
-    )  # [B, H, lists, D]
+    means = call.extra.v.to(v.dtype)
+    v_t = means.gather(2, cluster.clamp_min(0).expand(-1, -1, -1, means.shape[3]))  # [B, H, lists, Dv]
     place = torch.arange(call.rows.shape[2], device=v.device)
     inside = ((place >= start) & (place < end) & (cluster >= 0)).to(v.dtype)  # [B, H, lists, rows]
     apart = (inside.unsqueeze(3) @ v[..., : call.rows.shape[2], :]).squeeze(3) - inside.sum(3, keepdim=True) * v_t
-    q = call.q.reshape(batch, heads, lists, -1, call.q.shape[3]).to(v.dtype)  # [B, H, lists, queries, D]
-    s_t = _capped(call.scale * q @ k_t.unsqueeze(-1), call.softcap).flatten(1, 3)  # [B, Hq, 1]
-    weight = torch.where(cluster.repeat_interleave(q.shape[3], 2).flatten(1, 2) >= 0, (s_t - origin).exp(), 0.0)
-    return weight * apart.flatten(1, 2).repeat_interleave(q.shape[3], 1)
+    each = s.shape[1] // (heads * lists)
+    cluster = cluster.flatten(1, 2).repeat_interleave(each, 1)  # [B, Hq, 1]
+    weight = torch.where(cluster >= 0, s.gather(2, cluster.clamp_min(0)).exp(), 0.0)
+    return weight * apart.flatten(1, 2).repeat_interleave(each, 1)
 
 
 def _slots(rows: Tensor, spans: Spans | None, batch: int, heads: int, lists: int) -> tuple[Tensor, Tensor]:
