@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.decode import captured as decoding
-from kvsketch.decode.sampling import Sampler
+from kvsketch.decode.sampling import Sampler, largest
 from tests.helpers import zoo
 from tests.helpers.common import FED, padded, with_budget
 
@@ -363,3 +363,10 @@ def test_all_layers_advance_in_one_launch(method: str) -> None:
             step._forward(bounded=True)
     assert additions.found == 1
     assert all((layer.table.next_slot == 81).all() for layer in step.layers)
+
+
+def test_the_largest_score_is_found_in_parts() -> None:
+    scores = torch.randn(3, 768)
+    scores[0, [700, 300, 301]], scores[1, 5], scores[2] = 9.0, float("nan"), float("-inf")
+    assert torch.equal(largest(scores), scores.argmax(-1, keepdim=True))
+    assert torch.equal(largest(scores[:, :767]), scores[:, :767].argmax(-1, keepdim=True))

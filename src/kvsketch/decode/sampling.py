@@ -6,6 +6,7 @@ depend on the length of the text are rewritten, because tensors in a captured gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ STATELESS = (
 OF_HISTORY = ("RepetitionPenaltyLogitsProcessor",)
 OF_LENGTH = ("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
 STOPPING = ("MaxLengthCriteria", "EosTokenCriteria")
+VOCABULARY_PARTS = 256  # that are searched at the same time, where the vocabulary can be divided so
 
 
 def unsupported(processors: Sequence[Any], criteria: Sequence[Any]) -> list[str]:
@@ -66,7 +68,7 @@ class Sampler:
             scores[:, self.eos] = torch.where(self.suppress_eos, float("-inf"), scores[:, self.eos])
         for processor in self.processors:
             scores = processor(self.history, scores)
-        token = torch.multinomial(scores.softmax(-1), 1).squeeze(1) if self.do_sample else scores.argmax(-1)
+        token = torch.multinomial(scores.softmax(-1), 1).squeeze(1) if self.do_sample else largest(scores).squeeze(1)
         if self.eos is not None:
             token = token * self.unfinished + (self.pad if self.pad is not None else 0) * (1 - self.unfinished)
             self.unfinished &= ~(token[:, None] == self.eos[None]).any(-1)
@@ -154,14 +156,14 @@ class Draw:
             scores = torch.where(
                 self.said, torch.where(scores < 0, scores * self.penalty, scores / self.penalty), scores
             )
-        token = scores.argmax(-1, keepdim=True)
+        token = largest(scores)
         if mode > self.GREEDY:
             scores = scores / torch.where(self.temperature > 0, self.temperature, 1.0)
             if mode == self.ALL:
                 scores = nucleus(scores, self.top_p, self.top_k)
                 least = scores.amax(-1, keepdim=True) + self.min_p.log()
                 scores = torch.where(scores < least, float("-inf"), scores)
-            drawn = (scores + noise(self.seed, self.number, scores)).argmax(-1, keepdim=True)
+            drawn = largest(scores + noise(self.seed, self.number, scores))
             token = torch.where(self.temperature > 0, drawn, token)
         if mode == self.ALL:
             self.said.scatter_(1, token, True)
@@ -180,9 +182,17 @@ class Seeded:
         self.number = torch.zeros(rows, 1, dtype=torch.int64, device=device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        token = (scores + noise(self.seed, self.number, scores)).argmax(-1, keepdim=True)
+        token = largest(scores + noise(self.seed, self.number, scores))
         self.number += 1
         return torch.full_like(scores, float("-inf")).scatter(1, token, 0.0)
+
+
+def largest(scores: Tensor) -> Tensor:  # [B, V] -> [B, 1]
+    """Where each row is largest, of equal numbers the first; in two stages, because a GPU reads a row by one block."""
+    size = scores.shape[1] // math.gcd(scores.shape[1], VOCABULARY_PARTS)
+    best, at = scores.unflatten(1, (-1, size)).max(-1)
+    part = best.argmax(-1, keepdim=True)
+    return torch.add(at.gather(1, part), part, alpha=size)
 
 
 def noise(seed: Tensor, number: Tensor, scores: Tensor) -> Tensor:  # [B, V]

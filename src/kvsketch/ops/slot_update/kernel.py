@@ -12,7 +12,7 @@ from kvsketch.ops.codec import LARGEST_STEP, CodedSlots
 from kvsketch.ops.codec import kernel as codec_kernel
 from kvsketch.ops.codec.kernel import levels_and_steps, store_codes
 from kvsketch.ops.common import early_start
-from kvsketch.ops.common.kernel import wait
+from kvsketch.ops.common.kernel import begin, wait
 from kvsketch.ops.common.tensors import dense_last
 from kvsketch.ops.slot_update import Ranking, Slots, Token
 
@@ -95,13 +95,12 @@ def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score:
 
 @triton.jit
 def encode_token(
-    new, row, slot, place, center, signs, codes, steps, exact_at, unit, norm, largest_step,
+    new, row, slot, place, mean, sign, codes, steps, exact_at, unit, norm, largest_step,
     BITS: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr, EXACT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Codes the vector at `new` into its place; an exact slot that is overwritten is exact no more."""
-    d = tl.arange(0, D)
-    x, mean = tl.load(new + d[None, :]).to(tl.float32), tl.load(center + row * D + d[None, :])
-    levels, step = levels_and_steps(x, mean, tl.load(signs + d), unit, norm, largest_step, BITS, D, 1)
+    x = tl.load(new + tl.arange(0, D)[None, :]).to(tl.float32)
+    levels, step = levels_and_steps(x, mean, sign, unit, norm, largest_step, BITS, D, 1)
     one = tl.zeros((1,), tl.int64)
     tl.store(steps + place + one, step.to(tl.float16))
     store_codes(codes + (place + one)[:, None] * (D * BITS // 8), levels, one == 0, BITS, D, 1)
@@ -122,25 +121,29 @@ def _write_coded_token(
     HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, FLAT: tl.constexpr, EARLY: tl.constexpr,
     EXACT_BLOCK: tl.constexpr = 8,
 ):  # fmt: skip
-    """The key of one row and head, or, along axis 1, its value."""
-    wait(EARLY)
+    """The key of one row and head, or, along axis 1, its value; centers and signs are loaded before the wait."""
+    begin(EARLY, False)
     row = tl.program_id(0).to(tl.int64)
     b, h = row // heads, row % heads
-    s = tl.load(slot + row)
     first, k_first, v_first = row * slots, row * k_slots, row * v_slots
     if FLAT:
         first = tl.load(start + row)
         k_first, v_first = first, first
     if tl.program_id(1) == 0:
-        now = counted(clock)
+        k_mean, k_sign = tl.load(k_center + row * D + tl.arange(0, D)[None, :]), tl.load(k_signs + tl.arange(0, D))
+        begin(False, EARLY)
+        s, now = tl.load(slot + row), counted(clock)
         encode_token(
-            new_key + b * new_key_b + h * new_key_h, row, s, k_first + s, k_center, k_signs, k_codes, k_steps, k_exact,
+            new_key + b * new_key_b + h * new_key_h, row, s, k_first + s, k_mean, k_sign, k_codes, k_steps, k_exact,
             k_unit, k_norm, largest_step, K_BITS, D, EXACT, EXACT_BLOCK,
         )  # fmt: skip
         tl.store(index + first + s, now.to(tl.int32))
     else:
+        v_mean, v_sign = tl.load(v_center + row * DV + tl.arange(0, DV)[None, :]), tl.load(v_signs + tl.arange(0, DV))
+        begin(False, EARLY)
+        s = tl.load(slot + row)
         encode_token(
-            new_value + b * new_value_b + h * new_value_h, row, s, v_first + s, v_center, v_signs, v_codes, v_steps,
+            new_value + b * new_value_b + h * new_value_h, row, s, v_first + s, v_mean, v_sign, v_codes, v_steps,
             v_exact, v_unit, v_norm, largest_step, V_BITS, DV, V_EXACT, EXACT_BLOCK,
         )  # fmt: skip
         tl.store(log_den + first + s, 0.0)
