@@ -182,12 +182,14 @@ class AskedFor(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("method", ["full:bits=4", "snapkv:budget=24:bits=4"])
+@pytest.mark.parametrize("method", ["full:bits=4", "snapkv:budget=24:bits=4", "rehearse"])
 def test_no_layer_of_a_prompt_waits_for_the_device(method: str) -> None:
-    asked = []
-    for layers in (1, 4):
-        model = zoo.build("llama", **BIG, num_hidden_layers=layers)
-        with AskedFor() as count, torch.no_grad():
-            model(zoo.tokens(1, 92), past_key_values=CompressedCache(model, method), logits_to_keep=1)
-        asked.append(count.count)
-    assert asked[0] == asked[1]
+    ids, mask = padded(zoo.tokens(2, 92), [0, 7])
+    for settings in ({}, {"attention_mask": mask}):
+        asked = []
+        for layers in (1, 4):
+            model = zoo.build("llama", **BIG, num_hidden_layers=layers)
+            with AskedFor() as count, torch.no_grad():
+                model(ids, past_key_values=CompressedCache(model, method), logits_to_keep=1, **settings)
+            asked.append(count.count)
+        assert asked[0] == asked[1]

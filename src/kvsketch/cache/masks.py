@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvsketch.slots.padding import hides, learned
+from kvsketch.slots.padding import hides, learned, most_of
 
 HIDES_INSIDE = (
     "attention_mask hides token {token} of batch row {row}, between or after tokens that it shows (without a mask, "
@@ -18,6 +18,8 @@ HIDES_INSIDE = (
 )
 CAUSAL = "_kvsketch_causal"  # on a mask: whether it is causal
 HIDDEN = "_kvsketch_hidden"  # on a mask: what it hides inside a row
+PADDING = "_kvsketch_padding"  # on a mask: the left padding of a first prompt
+T = TypeVar("T")
 MASK_BLOCK = 1 << 24  # numbers of a mask looked at at once
 
 
@@ -30,7 +32,7 @@ class Prompt:
     causal: bool  # whether the mask is causal, but for left padding
 
     def __post_init__(self) -> None:
-        self.most_padding = 0 if self.padding is None else int(self.padding.max())
+        self.most_padding = most_of(self.padding)
 
     def on(self, device: torch.device) -> Prompt:
         """The same for a layer on that device."""
@@ -102,8 +104,13 @@ def last_row_visible(mask: Any, seen: int) -> Tensor | None:  # [B, L] bool
 
 def padding_after(mask: Any, padding: Tensor | None, seen: int, new: int) -> Tensor | None:  # [B]
     """Left padding of each row among `seen` tokens; `padding`: that before the last `new` of them."""
-    visible = None if mask is None else last_row_visible(mask, seen)  # [B, L]
-    return padding if visible is None else learned(padding, visible[:, -new:], seen - new)
+
+    def found() -> Tensor | None:
+        visible = None if mask is None else last_row_visible(mask, seen)  # [B, L]
+        return padding if visible is None else learned(padding, visible[:, -new:], seen - new)
+
+    # What is known is a sum on the device; an empty cache asks whether there is any.
+    return found() if mask is None or padding is not None else _once(mask, PADDING, seen, found)
 
 
 def refusal(mask: Any, seen: int, method: str) -> str:
@@ -116,39 +123,40 @@ def hidden_inside(mask: Any, seen: int) -> tuple[int, int] | None:
     """A row and a token in it that is hidden from the newest query although an earlier token is visible.
 
     None where a mask hides no such token: causal masks, prefix masks, packed texts. Reads only the last row of the
-    mask. Layers share the mask, so the answer is stored on it and the device is asked once in a forward.
+    mask.
     """
-    known, state = getattr(mask, HIDDEN, None), _state(mask, seen)
-    if known is None or known[0] != state:
-        visible = None if mask is None else last_row_visible(mask, seen)  # [B, L]
-        if visible is None:
+
+    def found() -> tuple[int, int] | None:
+        visible = last_row_visible(mask, seen)  # [B, L]
+        inside = None if visible is None else ~visible & (visible.cumsum(-1) > 0)
+        if inside is None or not bool(inside.any()):
             return None
-        inside = ~visible & (visible.cumsum(-1) > 0)
-        place = inside.nonzero()[0].tolist() if bool(inside.any()) else None
-        known = (state, None if place is None else (place[0], place[1]))
-        setattr(mask, HIDDEN, known)
-    return known[1]
+        row, token = inside.nonzero()[0].tolist()
+        return row, token
+
+    return None if mask is None else _once(mask, HIDDEN, seen, found)
 
 
 def is_causal(mask: Any, seen: int, new: int, padding: Tensor | None) -> bool:
-    """Whether a mask hides nothing from the `new` last of `seen` tokens but later ones and each row's left padding.
-
-    Layers share the mask, so the answer is stored on it and the device is asked once in a forward.
-    """
+    """Whether a mask hides nothing from the `new` last of `seen` tokens but later ones and each row's left padding."""
     if mask is None:
         return True
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or (mask.dim() == 4 and mask.shape[1] > 1):
         return False
-    known, state = getattr(mask, CAUSAL, None), _state(mask, seen)
+    return _once(mask, CAUSAL, seen, lambda: _hides_nothing_else(mask, seen, new, padding))
+
+
+def _once(mask: Any, name: str, seen: int, find: Callable[[], T]) -> T:
+    """What `find` finds in a mask after so many tokens.
+
+    Layers share the mask, so the answer is stored on it and the device is asked once in a forward.
+    """
+    state = seen, mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0
+    known = getattr(mask, name, None)
     if known is None or known[0] != state:
-        known = (state, _hides_nothing_else(mask, seen, new, padding))
-        setattr(mask, CAUSAL, known)
+        known = state, find()
+        setattr(mask, name, known)
     return known[1]
-
-
-def _state(mask: Any, seen: int) -> tuple[int, int]:
-    """What a stored answer depends on: the tokens seen, and how often the mask was written to."""
-    return seen, mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0
 
 
 def _hides_nothing_else(mask: Tensor, seen: int, new: int, padding: Tensor | None) -> bool:

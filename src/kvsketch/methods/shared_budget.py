@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.base import BudgetedMethod, rank_slots
+from kvsketch.methods.budget import Tokens
 from kvsketch.slots.heads import of_all_heads
 from kvsketch.slots.table import SlotTable
 
@@ -69,7 +70,7 @@ def divided(won: Tensor, equal: Tensor, floor: Fraction, fit: Tensor) -> Tensor:
     return whole + largest(rest, total - whole.sum(1, keepdim=True))
 
 
-def largest(worth: Tensor, count: Tensor) -> Tensor:
+def largest(worth: Tensor, count: Tokens) -> Tensor:
     """Which `count` entries of the last dimension are the largest, of equal ones the first; -inf never is."""
     order = worth.argsort(dim=-1, descending=True, stable=True)
     numbers = torch.arange(worth.shape[-1], device=worth.device).expand_as(order)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MOST = "_kvsketch_most"  # on a padding tensor: its largest number
+
 
 def learned(before: Tensor | None, visible: Tensor, seen: int) -> Tensor | None:
     """The padding after new tokens; `visible` [B, n]: which are real; `before`: the padding of the first `seen` tokens.
@@ -17,6 +19,18 @@ def learned(before: Tensor | None, visible: Tensor, seen: int) -> Tensor | None:
     if before is None:
         return hidden if bool(hidden.any()) else None
     return before + torch.where(before == seen, hidden, 0)
+
+
+def most_of(padding: Tensor | None) -> int:
+    """The most that any row has. Layers share the tensor: the answer is stored on it, and the device is asked once."""
+    if padding is None:
+        return 0
+    version = 0 if padding.is_inference() else padding._version
+    known: tuple[int, int] | None = getattr(padding, MOST, None)
+    if known is None or known[0] != version:
+        known = version, int(padding.max())
+        setattr(padding, MOST, known)
+    return known[1]
 
 
 def hides(padding: Tensor, token: Tensor) -> Tensor:  # [B, n] bool

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod, option
-from kvsketch.methods.budget import Size, row_prompts
+from kvsketch.methods.budget import Size, Tokens, row_prompts
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
 from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL, SHARES, largest
 from kvsketch.ops.turn_keys import whole_turns
@@ -21,10 +21,11 @@ from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.codes import LEAST, PLAIN
 from kvsketch.slots.heads import of_all_heads
 from kvsketch.slots.layout import Layout
+from kvsketch.slots.padding import most_of
 from kvsketch.slots.ragged_rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable, require_finite
-from kvsketch.slots.tensors import gather_slots, half_of
+from kvsketch.slots.tensors import gather_slots, half_of, uploaded
 
 REPLAYS = VIRTUAL, EXACT = ("virtual", "exact")
 REFITS = ("full", "fold", "none")
@@ -219,7 +220,7 @@ class Rehearse(BudgetedMethod):
         state.again, state.chunks = again, chunks
 
     def _is_first(self, table: SlotTable) -> bool:
-        return table.settled == 0 or (table.padding is not None and int(table.padding.max()) > table.settled)
+        return table.settled == 0 or most_of(table.padding) > table.settled
 
     def maintenance_due(self, table: SlotTable) -> bool:
         if table.settled_at is not None:
@@ -317,7 +318,7 @@ class Rehearse(BudgetedMethod):
         keys = newest(table, slots)[0]
         queries, pads = queries.to(keys.dtype), table.padding
         first = sink_keys(table, self.sinks) if table.seen > self.sinks else keys[:, :, :0]
-        behind = self.sinks + (0 if pads is None else int(pads.max()))
+        behind = self.sinks + most_of(pads)
         turns = whole_turns(tuple(table.rotary), queries.device)
         lengths, done = divided(new, self.chunk), 0
         most = MAX_TURNED.get(keys.device.type, 1) // queries[:, :, : lengths[0]].numel()
@@ -368,14 +369,13 @@ class Rehearse(BudgetedMethod):
 
     def _chosen(self, tables: Sequence[SlotTable]) -> list[Tensor]:
         """Which slots of each table stay, [B, H, S] bool."""
-        each = self._each(tables[0])
-        return shared_choice(tables, [self._worth(table, each) for table in tables], each, self.share)
+        return shared_choice(tables, [self._worth(t) for t in tables], [self._each(t) for t in tables], self.share)
 
-    def _worth(self, table: SlotTable, each: Tensor) -> Tensor:
-        """Scores of slots; ALWAYS for those that stay, -inf for empty ones. `each` [B, 1]: mean tokens of a head."""
-        score, position, each = table.state_of(Rehearsed).score, table.position_slots(), each.to(table.device)
+    def _worth(self, table: SlotTable) -> Tensor:
+        """Scores of slots; ALWAYS for those that stay, -inf for empty ones."""
+        score, position = table.state_of(Rehearsed).score, table.position_slots()
         assert score is not None
-        seen, each = table.real_tokens(), each.unsqueeze(-1)
+        seen, each = table.real_tokens(), self._each(table)
         always = (position < self.sinks) | (position >= seen - self.row_budget(table).recent)
         if table.settled:
             # What was refitted before stays as it is while the budget grows with the text; else old and new compete.
@@ -385,12 +385,15 @@ class Rehearse(BudgetedMethod):
             always |= past & (room * seen >= 0.75 * each * (seen - past_tokens(table)))
         return score.masked_fill(always, ALWAYS).masked_fill_(position < 0, NEG_INF)
 
-    def _each(self, table: SlotTable) -> Tensor:  # [B, 1]
+    def _each(self, table: SlotTable) -> Tokens:
         """Mean tokens of a head, by row: of a prompt that is read in part that part; never less than what stays."""
         total, sinks, recent = self.row_budget(table)
-        part = torch.minimum(table.real_tokens() * 1.0 / row_prompts(table), torch.ones_like(table.real_tokens()))
-        each = (part * total).floor().long()
-        return torch.maximum(each, torch.zeros_like(each) + sinks + recent)[:, :, 0]
+        prompts = row_prompts(table)
+        if not isinstance(prompts, Tensor):
+            # Rows are alike, and the host knows.
+            return max(min(table.seen, prompts) * int(total) // prompts, sinks + int(recent))
+        each = torch.minimum(table.real_tokens(), prompts) * total // prompts
+        return torch.maximum(each, torch.zeros_like(each) + sinks + recent)
 
     def _problems(self, table: SlotTable, keep: Tensor) -> LayerProblems | None:
         """What is to be refitted; codes what is not."""
@@ -412,9 +415,9 @@ class Rehearse(BudgetedMethod):
             for marks in (keep, table.position_slots() >= 0)
         )
         folds = self.refit == "fold"
-        worth = at_newest(table, self._worth(table, self._each(table)), slots) if folds else slots[:, :, :0].float()
+        worth = at_newest(table, self._worth(table), slots) if folds else slots[:, :, :0].float()
         begins = itertools.accumulate(lengths[:-1], initial=table.seen - sum(lengths))
-        behind = self.sinks + (0 if table.padding is None else int(table.padding.max()))
+        behind = self.sinks + most_of(table.padding)
         return LayerProblems(
             state.again.flatten(0, 1), keys, held, values, worth.flatten(0, 1), places, stays, there, table.scale,
             sinks, sum(begin < behind for begin in begins),
@@ -461,7 +464,7 @@ def counted(keep: Sequence[Tensor]) -> list[Tensor]:
 def places_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:  # [P, C]
     """The numbers of the tokens of chunks of these lengths, one chunk after the other; -1: none."""
     parts = torch.arange(sum(lengths)).split(list(lengths))
-    return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True, padding_value=-1).to(device)
+    return uploaded([torch.nn.utils.rnn.pad_sequence([*parts], batch_first=True, padding_value=-1)], [device])[0]
 
 
 def past_tokens(table: SlotTable) -> Tensor:  # [B, 1, 1]
@@ -470,19 +473,20 @@ def past_tokens(table: SlotTable) -> Tensor:  # [B, 1, 1]
     return (torch.full_like(table.real_tokens(), table.settled) - pads).clamp_min(0)
 
 
-def shared_choice(tables: Sequence[SlotTable], worth: list[Tensor], each: Tensor, share: str) -> list[Tensor]:
-    """Which slots [B, H, S] of each table are among the best; `each` [B, 1] of a head on average, in every table.
+def shared_choice(tables: Sequence[SlotTable], worth: list[Tensor], counts: list[Tokens], share: str) -> list[Tensor]:
+    """Which slots [B, H, S] of each table are among the best; `counts` of a head on average, in every table.
 
     Slots of -inf never are. Heads of other processes, and layers of other devices, have their say too.
     """
     if share == HEAD:
-        return [largest(w, each.to(w.device).unsqueeze(-1)) for w in worth]
+        return [largest(w, count) for w, count in zip(worth, counts, strict=True)]
     everywhere = [of_all_heads(w, table, NEG_INF) for w, table in zip(worth, tables, strict=True)]
+    flat = [w.view(len(w), 1, -1) for w in everywhere]
     if share == LAYER:
-        best = [largest(w.flatten(1), w.shape[1] * each.to(w.device)) for w in everywhere]
+        best = [largest(w, e.shape[1] * count) for w, e, count in zip(flat, everywhere, counts, strict=True)]
     else:
-        flat = torch.cat([w.flatten(1).to(each.device) for w in everywhere], 1)
-        parts = largest(flat, each * sum(w.shape[1] for w in everywhere)).split([w[0].numel() for w in everywhere], 1)
+        here = torch.cat([w.to(tables[0].device) for w in flat], 2)
+        parts = largest(here, sum(w.shape[1] for w in everywhere) * counts[0]).split([w.shape[2] for w in flat], 2)
         best = [part.to(table.device) for part, table in zip(parts, tables, strict=True)]
     return [
         part.view(each.shape)[:, table.own_heads, : w.shape[2]]

@@ -57,8 +57,10 @@ def refit_layers(layers: Sequence[LayerProblems], folds: bool = False) -> list[C
     kept, sizes = torch.stack([stays.sum(-1), there.sum(-1)]).cpu()  # [L, B H, P]
     problems = ((kept > 0) & (kept < sizes)).nonzero()  # [n, 3]: layer, head, chunk
     counts = kept[tuple(problems.T)]
-    order = counts.argsort(descending=True, stable=True)
-    batches = [part for part in order.split(_batch_sizes(counts[order].tolist(), layers[0])) if len(part)]
+    # Those of one size, once they are padded, stay in the order of their layers: a batch has few layers to read.
+    padded = -(-counts // STEP) * STEP
+    order = padded.argsort(descending=True, stable=True)
+    batches = [part for part in order.split(_batch_sizes(padded[order].tolist(), layers[0])) if len(part)]
     # By layer, for a layer's own tensors are read and written in one go.
     batches = [batch[problems[batch, 0].argsort(stable=True)] for batch in batches]
     if not batches:
@@ -69,11 +71,12 @@ def refit_layers(layers: Sequence[LayerProblems], folds: bool = False) -> list[C
     first = [layer.sinks for layer in layers if layer.sinks is not None]
     sinks = torch.stack(first).to(layers[0].queries.dtype) if first else None  # [L, B H, E, D]
     for batch, on_device in zip(batches, near.split([len(batch) for batch in batches]), strict=True):
-        marks = [mark[tuple(on_device[:, :3].T)] for mark in (stays, there)]
-        own = None if sinks is None else sinks[tuple(on_device[:, :2].T)]
-        parts = Batch(problems[batch, 0], counts[batch], on_device, marks[0], None if full else ~marks[1], own)
-        for layer, changes in _fitted(layers, parts, folds):
-            found[layer].append(changes)
+        layer, head, chunk = on_device[:, :3].unbind(1)
+        hidden = None if full else ~there[layer, head, chunk]
+        own = None if sinks is None else sinks[layer, head]
+        parts = Batch(problems[batch, 0], counts[batch], on_device, stays[layer, head, chunk], hidden, own)
+        for number, changes in _fitted(layers, parts, folds):
+            found[number].append(changes)
     return [_joined(each, layer) for each, layer in zip(found, layers, strict=True)]
 
 
