@@ -23,17 +23,19 @@ MOST_ROWS = 64
 FEWEST_WEIGHTS = 1 << 19  # below this a launch costs more than the product
 MOST_PARTS = 3
 MATRIX_ROWS = 16  # the fewest rows that the tensor cores take
-PREFETCHED_TILES = tl.constexpr(2)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of a weight per program, columns per turn of its loop, warps, tiles on their way in shared memory."""
+    """Rows of a weight per program, columns per turn of its loop, warps, tiles on their way in shared memory, tiles
+    that are prefetched while the kernel before still runs.
+    """
 
     block_n: int
     block_k: int
     warps: int
     stages: int = 0
+    ahead: int = 2
 
     def shared_bytes(self, rows: int) -> int:
         """Memory of the tiles of weight and input, in numbers of two bytes."""
@@ -78,8 +80,8 @@ def linears(
         linears_kernel[(sum(triton.cdiv(n, tile.block_n) for n in outputs),)](
             x, *weights, *[x] * extra, *parts, x if residual is None else residual,
             *results, *[x] * extra, count, size, *outputs, *[0] * extra,
-            ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, PARTS=len(weights),
-            BIAS=with_bias, RESIDUAL=residual is not None,
+            ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
+            AHEAD=tile.ahead, PARTS=len(weights), BIAS=with_bias, RESIDUAL=residual is not None,
             num_warps=tile.warps, **early_start.launch(x.device),
         )  # fmt: skip
     return results
@@ -98,7 +100,7 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, tile: Tile | None = None) 
     with on(x.device):
         gated_kernel[(triton.cdiv(2 * outputs, tile.block_n),)](
             x, gate, up, out, count, size, outputs,
-            ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
+            ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, AHEAD=tile.ahead,
             num_warps=tile.warps, **early_start.launch(x.device),
         )  # fmt: skip
     return out
@@ -166,7 +168,8 @@ def _prefetch(weight_rows, inside, size, COLUMNS: tl.constexpr):
 @triton.jit
 def _products(
     x_ptr, weight_rows, inside, rows, count, size,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Input times the weight rows that start at `weight_rows` [BLOCK_N]: [ROWS, BLOCK_N] in fp32.
 
@@ -179,7 +182,7 @@ def _products(
     total = tl.zeros((BLOCK_N, BLOCK_K) if ROWS == 1 else (ROWS, BLOCK_N), tl.float32)
     if STAGES > 0:
         if EARLY:
-            _prefetch(weight_rows, inside, size, PREFETCHED_TILES * BLOCK_K)
+            _prefetch(weight_rows, inside, size, AHEAD * BLOCK_K)
             tl.extra.cuda.gdc_wait()
         for start in tl.range(0, size, BLOCK_K, num_stages=STAGES):
             weight = tl.load(tile + start, mask=inside[:, None] & (start + k < size)[None, :], other=0.0)
@@ -202,8 +205,8 @@ def _products(
 @triton.jit
 def linears_kernel(
     x_ptr, w0, w1, w2, b0, b1, b2, residual_ptr, out0, out1, out2, count, size, n0, n1, n2,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out_p = x W_p^T (+ b_p) (+ residual) for up to three weights; programs go through the weights in order."""
     if EARLY:
@@ -224,7 +227,7 @@ def linears_kernel(
     rows = tl.arange(0, ROWS)
     weight_rows = w_ptr + tl.minimum(n, outputs - 1).to(tl.int64) * size
     result = _products(
-        x_ptr, weight_rows, n < outputs, rows, count, size, ROWS, BLOCK_N, BLOCK_K, STAGES, EARLY
+        x_ptr, weight_rows, n < outputs, rows, count, size, ROWS, BLOCK_N, BLOCK_K, STAGES, AHEAD, EARLY
     )  # fmt: skip
     if BIAS:
         result += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
@@ -240,7 +243,8 @@ def linears_kernel(
 @triton.jit
 def gated_kernel(
     x_ptr, gate_ptr, up_ptr, out_ptr, count, size, outputs,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """out = silu(x G^T) * (x U^T), each factor rounded as between a model's modules.
 
@@ -254,7 +258,9 @@ def gated_kernel(
     n = first + row // 2
     rows = tl.arange(0, ROWS)
     weight_rows = tl.where(row % 2 == 0, gate_ptr, up_ptr) + tl.minimum(n, outputs - 1).to(tl.int64) * size
-    result = _products(x_ptr, weight_rows, n < outputs, rows, count, size, ROWS, BLOCK_N, BLOCK_K, STAGES, EARLY)
+    result = _products(
+        x_ptr, weight_rows, n < outputs, rows, count, size, ROWS, BLOCK_N, BLOCK_K, STAGES, AHEAD, EARLY
+    )  # fmt: skip
     gate, up = tl.split(tl.reshape(result, (ROWS, HALF, 2)))
     dtype = out_ptr.dtype.element_ty
     gate = gate.to(dtype).to(tl.float32)
