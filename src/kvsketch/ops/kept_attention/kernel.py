@@ -69,7 +69,6 @@ def kept_attention(
             contiguous(hidden), contiguous(elsewhere), a, out, share, scale * LOG2E.value, queries, slots,
             kept.shape[1], *kept.stride(), DV=value_size, BLOCK_D=block_size(size), BLOCK_DV=block_size(value_size),
             BLOCK_M=launch.queries, BLOCK_N=launch.slots, HIDDEN=hidden is not None, ELSEWHERE=elsewhere is not None,
-            EVEN=slots % launch.slots == 0,
             PRECISION="ieee" if torch.version.hip else "tf32x3", num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
     return Kept(a, out, share)
@@ -78,16 +77,16 @@ def kept_attention(
 @triton.jit
 def slot_logits(
     q, k_rows, hidden_ptr, n, first, scale, slots, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, HIDDEN: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a tile of slots in base 2; -inf for slots that are not there."""
+    """Logits of a tile of slots in base 2; -inf for slots that are not there. WHOLE: all are, but for hidden ones."""
     k = load_rows(k_rows, n, 0, first, BLOCK_N, BLOCK_D)
     x = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32), PRECISION) * scale
     slot = first + tl.arange(0, BLOCK_N)
     if HIDDEN:
         away = tl.load(hidden_ptr + n.to(tl.int64) * slots + slot, mask=slot < slots, other=1)
         x += tl.where(away != 0, NEG_INF, 0.0)[None, :]
-    elif not EVEN:
+    elif not WHOLE:
         x += tl.where(slot < slots, 0.0, NEG_INF)[None, :]
     return x
 
@@ -97,19 +96,26 @@ def kept_kernel(
     q_rows, k_rows, v_rows, chosen_rows, kept_ptr, hidden_ptr, elsewhere_ptr, a_ptr, out_ptr, share_ptr,
     scale, queries, slots, count,
     kept_n, kept_s, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HIDDEN: tl.constexpr, ELSEWHERE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, HIDDEN: tl.constexpr, ELSEWHERE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes a [N, Q, K], out [N, Q, Dv] and share [N, Q]; `scale` in base 2."""
     start, n = tl.program_id(0) * BLOCK_M, tl.program_id(1)
     row = start + tl.arange(0, BLOCK_M)
     q = load_rows(q_rows, n, 0, start, BLOCK_M, BLOCK_D)
-    x = slot_logits(q, k_rows, hidden_ptr, n, 0, scale, slots, BLOCK_D, BLOCK_N, HIDDEN, EVEN, PRECISION)
+    x = slot_logits(q, k_rows, hidden_ptr, n, 0, scale, slots, BLOCK_D, BLOCK_N, HIDDEN, False, PRECISION)
     origin = finite_or_zero(tl.max(x, 1))
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    for first in range(0, slots, BLOCK_N):
-        x = slot_logits(q, k_rows, hidden_ptr, n, first, scale, slots, BLOCK_D, BLOCK_N, HIDDEN, EVEN, PRECISION)
+    whole = slots // BLOCK_N * BLOCK_N
+    for first in range(0, whole, BLOCK_N):
+        x = slot_logits(q, k_rows, hidden_ptr, n, first, scale, slots, BLOCK_D, BLOCK_N, HIDDEN, True, PRECISION)
         v = load_rows(v_rows, n, 0, first, BLOCK_N, BLOCK_DV)
+        terms = tl.exp2(x - origin[:, None])
+        total += tl.sum(terms, 1)
+        acc = dot(terms.to(v.dtype), v, acc, PRECISION)
+    if whole < slots:
+        x = slot_logits(q, k_rows, hidden_ptr, n, whole, scale, slots, BLOCK_D, BLOCK_N, HIDDEN, False, PRECISION)
+        v = load_rows(v_rows, n, 0, whole, BLOCK_N, BLOCK_DV)
         terms = tl.exp2(x - origin[:, None])
         total += tl.sum(terms, 1)
         acc = dot(terms.to(v.dtype), v, acc, PRECISION)
@@ -118,7 +124,7 @@ def kept_kernel(
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
         for first in range(0, slots, BLOCK_N):
-            x = slot_logits(q, k_rows, hidden_ptr, n, first, scale, slots, BLOCK_D, BLOCK_N, HIDDEN, EVEN, PRECISION)
+            x = slot_logits(q, k_rows, hidden_ptr, n, first, scale, slots, BLOCK_D, BLOCK_N, HIDDEN, False, PRECISION)
             v = load_rows(v_rows, n, 0, first, BLOCK_N, BLOCK_DV)
             origin, total, terms, shrink = add_terms(origin, total, x)
             acc = dot(terms.to(v.dtype), v, acc * shrink[:, None], PRECISION)

@@ -63,7 +63,7 @@ def replay_scores(
             *(described_rows(tensor, tile) for tensor, tile in tiles), sinks, hidden, row_sums, scale * LOG2E.value,
             count, chunks, bare, heads, *sinks.stride()[:3], D=sinks.shape[3], COPIES=copies is not None,
             SINKS=sink_count, BLOCK_SINKS=block_size(max(1, sink_count)), ROWS=rows.still, COLUMNS=rows.moving,
-            EVEN=count % rows.moving == 0, num_warps=rows.warps, num_stages=rows.stages, **constants,
+            num_warps=rows.warps, num_stages=rows.stages, **constants,
         )  # fmt: skip
         column_maxima_kernel[(triton.cdiv(count, columns.still), batch * chunks * heads)](
             described_rows(again, columns.moving), described_rows(k, columns.still), hidden, row_sums, scores,
@@ -95,7 +95,7 @@ def row_sums_kernel(
     again_rows, q_rows, k_rows, copy_rows, sink_ptr, hidden_ptr, sums_ptr, scale, count, chunks, bare, heads,
     sink_b, sink_h, sink_n, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, HIDDEN: tl.constexpr, COPIES: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK_SINKS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_SINKS: tl.constexpr,
 ):  # fmt: skip
     """log2 of the sum over [A | B] for a tile of rows of one query head and chunk; `scale` in base 2."""
     first = tl.program_id(0) * ROWS
@@ -115,13 +115,17 @@ def row_sums_kernel(
         seen = (tl.arange(0, BLOCK_SINKS) < SINKS) & (p >= bare)
         origin, total, _, _ = add_terms(origin, total, tl.where(seen[None, :], logits(again, sinks, scale), NEG_INF))
     sink_origin, sink_total = origin, total
-    for start in range(0, ROWS, COLUMNS):
-        column = first + start + moving
+    # The tiles of the diagonal, and one behind it that is not whole.
+    whole = count // COLUMNS * COLUMNS
+    DIAGONAL: tl.constexpr = ROWS // COLUMNS
+    for number in range(DIAGONAL + ((whole < count) & (whole >= first + ROWS)).to(tl.int32)):
+        start = tl.where(number < DIAGONAL, first + number * COLUMNS, whole)
+        column = start + moving
         there = ((column < count) & (column >= pads))[None, :]
-        k = load_rows(k_rows, b, head, begin + first + start, COLUMNS, BLOCK_D)
+        k = load_rows(k_rows, b, head, begin + start, COLUMNS, BLOCK_D)
         origin, total, _, _ = add_terms(origin, total, tl.where(there, logits(again, k, scale), NEG_INF))
         if COPIES:
-            k = load_rows(copy_rows, b, head, begin + first + start, COLUMNS, BLOCK_D)
+            k = load_rows(copy_rows, b, head, begin + start, COLUMNS, BLOCK_D)
         there = there & (column[None, :] <= row[:, None])
         origin, total, _, _ = add_terms(origin, total, tl.where(there, logits(q, k, scale), NEG_INF))
     origin = finite_or_zero(origin)
@@ -135,12 +139,9 @@ def row_sums_kernel(
             away = tl.where(start + moving >= pads, 0.0, NEG_INF)[None, :]
             x, y = x + away, y + away
         total += tl.sum(tl.exp2(x) + tl.exp2(y), 1)
-    for start in range(first + ROWS, count, COLUMNS):
+    for start in range(first + ROWS, whole, COLUMNS):
         k = load_rows(k_rows, b, head, begin + start, COLUMNS, BLOCK_D)
-        x = logits(again, k, scale) - origin[:, None]
-        if not EVEN:
-            x += tl.where(start + moving < count, 0.0, NEG_INF)[None, :]
-        total += tl.sum(tl.exp2(x), 1)
+        total += tl.sum(tl.exp2(logits(again, k, scale) - origin[:, None]), 1)
     if tl.max(total, 0) > LIMIT:
         origin, total = sink_origin, sink_total
         for start in range(0, count, COLUMNS):

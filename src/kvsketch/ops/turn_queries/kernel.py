@@ -13,7 +13,7 @@ from kvsketch.ops.common.tensors import KERNEL_DTYPES
 TOKENS = 64  # of one program
 
 
-@triton.jit(do_not_specialize=["count", "chunk"])
+@triton.jit(do_not_specialize=["count", "chunk", "chunks"])
 def _turn_queries(
     q, cos, sin, out, count, chunk, heads, chunks, half, size, q_b, q_h, q_n,
     TOKENS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
