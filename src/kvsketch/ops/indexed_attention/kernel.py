@@ -310,6 +310,34 @@ def span_slots(spans_ptr, place, limit, SPANS: tl.constexpr):
 
 
 @triton.jit
+def slots_of_tile(base, tile, end, BLOCK_N: tl.constexpr, SPANS: tl.constexpr):
+    """Slots of a tile of the list at `base`, or of the SPANS whose edges lie there; -1 where there is none."""
+    place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if SPANS > 0:
+        return span_slots(base, place, end, SPANS)
+    else:
+        return tl.load(base + place, mask=place < end, other=-1)
+
+
+@triton.jit
+def add_rows(
+    origin, total, acc, q, k_base, v_base, listed, first, last, end, scale, softcap, k_n, v_n,
+    SPANS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Sums with the tiles [first, last) of a list or of spans added."""
+    for tile in tl.range(first, last, num_stages=STAGES):
+        slot = slots_of_tile(listed, tile, end, BLOCK_N, SPANS)
+        visible = slot >= 0
+        k = load_rows(k_base, slot, k_n, visible, D, BLOCK_D)
+        x = tl.where(visible[None, :], logits_of(q, k, scale, softcap, CAPPED), NEG_INF)
+        origin, total, terms, shrink = add_terms(origin, total, x)
+        v = load_rows(v_base, slot, v_n, visible, DV, BLOCK_DV)
+        acc = dot(terms.to(v.dtype), v, acc * shrink[:, None])
+    return origin, total, acc
+
+
+@triton.jit
 def read_extra(
     scores_ptr, v_base, weights_ptr, acc_ptr, sums_ptr, head, split, splits, before, count, scale, softcap, stride,
     GROUP: tl.constexpr, WEIGHTS: tl.constexpr, DV: tl.constexpr, DTYPE: tl.constexpr, CAPPED: tl.constexpr,
@@ -386,19 +414,17 @@ def pieces_kernel(
     splits = tl.where(in_list, list_splits, tl.maximum(span_splits, 1))
     tiles = tl.cdiv(count, BLOCK_N)
     listed = rows_ptr + (head * LISTS + which) * row_count
-    list_end = tl.where(in_list, row_count, 0)
     begin_tile, end_tile = tiles * split // splits, tiles * (split + 1) // splits
-    for tile in tl.range(begin_tile, end_tile, num_stages=STAGES):
-        place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        slot = tl.load(listed + place, mask=place < list_end, other=-1)
-        if SPANS > 0:
-            slot = tl.where(in_list, slot, span_slots(spans_ptr + b * SPANS * 2, place, span_count, SPANS))
-        visible = slot >= 0
-        k = load_rows(k_base, slot, k_n, visible, D, BLOCK_D)
-        x = tl.where(visible[None, :], logits_of(q, k, scale, softcap, CAPPED), NEG_INF)
-        origin, total, terms, shrink = add_terms(origin, total, x)
-        v = load_rows(v_base, slot, v_n, visible, DV, BLOCK_DV)
-        acc = dot(terms.to(v.dtype), v, acc * shrink[:, None])
+    if in_list:
+        origin, total, acc = add_rows(
+            origin, total, acc, q, k_base, v_base, listed, begin_tile, end_tile, row_count, scale, softcap, k_n, v_n,
+            0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CAPPED,
+        )  # fmt: skip
+    elif SPANS > 0:
+        origin, total, acc = add_rows(
+            origin, total, acc, q, k_base, v_base, spans_ptr + b * SPANS * 2, begin_tile, end_tile, span_count,
+            scale, softcap, k_n, v_n, SPANS, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES - 1, CAPPED,
+        )  # fmt: skip
     if CUT:
         # A cluster read in part, places [cut_start, cut_end) of the list: its slot stands for the unread rows alone, so
         # exp(s) (n mean - sum of the n rows read) joins the numerator. The rows are read twice: they are few, and the
@@ -453,18 +479,6 @@ def words_of_rows(base, slot, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, A
 
 
 @triton.jit
-def listed_slots(
-    listed, spans_ptr, tile, in_list, list_end, span_count, BLOCK_N: tl.constexpr, SPANS: tl.constexpr
-):  # fmt: skip
-    """Slots of a tile of a list or of the spans, -1 where there is none."""
-    place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    slot = tl.load(listed + place, mask=place < list_end, other=-1)
-    if SPANS > 0:
-        slot = tl.where(in_list, slot, span_slots(spans_ptr, place, span_count, SPANS))
-    return slot
-
-
-@triton.jit
 def steps_of_rows(base, slot):
     """Steps of gathered rows, 0 where there is none."""
     return tl.load(base + slot, mask=slot >= 0, other=0.0)
@@ -480,6 +494,51 @@ def add_scaled(acc, acc1, acc2, acc3, words, parts, shrink, lift):
     )  # fmt: skip
 
 
+@triton.jit
+def add_coded_rows(
+    origin, total, acc, acc1, acc2, acc3, hits, exact_at, q, q1, q2, q3, q_lift, q_center,
+    k_base, v_base, k_step, v_step, listed, first, last, end, scale, softcap, k_n, v_n,
+    SPANS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Sums with the tiles [first, last) of a list or of spans of 4-bit rows added, and how often each exact row came.
+
+    A row is asked for a tile before it is needed, and the list says which one a tile before that.
+    """
+    most_exact = tl.max(exact_at, 0)
+    least_exact = tl.min(tl.where(exact_at >= 0, exact_at, 2147483647), 0)
+    slot = slots_of_tile(listed, first, end, BLOCK_N, SPANS)
+    next_key_step, next_value_step = steps_of_rows(k_step, slot), steps_of_rows(v_step, slot)
+    for tile in tl.range(first, last, num_stages=STAGES):
+        here = slots_of_tile(listed, tile, end, BLOCK_N, SPANS)
+        ahead = slots_of_tile(listed, tile + 1, end, BLOCK_N, SPANS)
+        # Steps are too small for asynchronous copies: those of the next tile are asked for a tile ahead.
+        key_step, value_step = next_key_step.to(tl.float32) * 2.0, next_value_step.to(tl.float32) * 2.0
+        next_key_step, next_value_step = steps_of_rows(k_step, ahead), steps_of_rows(v_step, ahead)
+        k0, k1, k2, k3 = nibbles(words_of_rows(k_base, here, k_n, D // 4, BLOCK_D), q.dtype)
+        s = dot(k0, q, tl.zeros((BLOCK_N, q.shape[1]), tl.float32) + q_lift[None, :])
+        s = folded(dot(k3, q3, dot(k2, q2, dot(k1, q1, s))))
+        if CAPPED:
+            x = capped((s * key_step[None, :] + q_center[:, None]) * scale, softcap, CAPPED)
+        else:
+            x = s * (key_step * (scale * LOG2E))[None, :]
+        # Exact rows are read behind the loop: here they are only counted.
+        hidden = tl.where(here >= 0, 0.0, NEG_INF)
+        if tl.max(((here >= least_exact) & (here <= most_exact)).to(tl.int32), 0) > 0:
+            same = here[None, :] == exact_at[:, None]
+            hits += tl.sum(same.to(tl.float32), 1)
+            hidden = tl.where(tl.max(same.to(tl.int32), 0) > 0, NEG_INF, hidden)
+        origin, total, terms, shrink = add_terms(origin, total, x + hidden[None, :])
+        rounded = (terms * value_step[None, :]).to(q.dtype)
+        # Levels are read with an offset, which is taken off the sums.
+        lift = -nibble_offset(q.dtype) * tl.sum(rounded.to(tl.float32), 1)
+        acc, acc1, acc2, acc3 = add_scaled(
+            acc, acc1, acc2, acc3, words_of_rows(v_base, here, v_n, DV // 4, BLOCK_DV, True),
+            parts_of(rounded, q.dtype, True), of_rows(shrink, True), of_rows(lift, True),
+        )  # fmt: skip
+    return origin, total, acc, acc1, acc2, acc3, hits
+
+
 @triton.jit(do_not_specialize=["row_count", "span_count", "extra_count", "list_splits", "span_splits", "extra_splits"])
 def coded_pieces_kernel(
     q_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr, rows_ptr, spans_ptr, extra_s_ptr, extra_v_ptr, extra_w_ptr, cut_ptr,
@@ -493,10 +552,7 @@ def coded_pieces_kernel(
     HALF: tl.constexpr, EXACT: tl.constexpr, CAPPED: tl.constexpr, EXTRA: tl.constexpr, CUT: tl.constexpr,
     OVERLAP: tl.constexpr, EXACT_BLOCK: tl.constexpr = 16,
 ):  # fmt: skip
-    """Sums over one piece of 4-bit rows, for the query heads of one KV head that read it (`pieces_kernel`).
-
-    A row is asked for a tile before it is needed, and the list says which one a tile before that.
-    """
+    """Sums over one piece of 4-bit rows, for the query heads of one KV head that read it (`pieces_kernel`)."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     piece = tl.program_id(0)
@@ -526,10 +582,7 @@ def coded_pieces_kernel(
     splits = tl.where(in_list, list_splits, tl.maximum(span_splits, 1))
     tiles = tl.cdiv(count, BLOCK_N)
     listed = rows_ptr + (head * LISTS + which) * row_count
-    list_end = tl.where(in_list, row_count, 0)
-    spans = spans_ptr + b * SPANS * 2 if SPANS > 0 else spans_ptr
     begin_tile, end_tile = tiles * split // splits, tiles * (split + 1) // splits
-    slot = listed_slots(listed, spans, begin_tile, in_list, list_end, span_count, BLOCK_N, SPANS)
 
     q_rows = q_ptr + b * q_b + (h * GROUP + query) * q_h
     q, q1, q2, q3 = load_by_words(q_rows, query < GROUP, D, BLOCK_D)
@@ -549,37 +602,19 @@ def coded_pieces_kernel(
     exact_place = tl.arange(0, EXACT_BLOCK)
     exact_at = tl.load(exact_ptr + head * EXACT + exact_place, mask=exact_place < EXACT, other=-2)
     exact_at = tl.where(exact_at >= 0, exact_at, -2)
-    most_exact = tl.max(exact_at, 0)
-    least_exact = tl.min(tl.where(exact_at >= 0, exact_at, 2147483647), 0)
     hits = tl.zeros((EXACT_BLOCK,), tl.float32)
 
-    next_key_step, next_value_step = steps_of_rows(k_step, slot), steps_of_rows(v_step, slot)
-    for tile in tl.range(begin_tile, end_tile, num_stages=STAGES):
-        here = listed_slots(listed, spans, tile, in_list, list_end, span_count, BLOCK_N, SPANS)
-        ahead = listed_slots(listed, spans, tile + 1, in_list, list_end, span_count, BLOCK_N, SPANS)
-        # Steps are too small for asynchronous copies: those of the next tile are asked for a tile ahead.
-        key_step, value_step = next_key_step.to(tl.float32) * 2.0, next_value_step.to(tl.float32) * 2.0
-        next_key_step, next_value_step = steps_of_rows(k_step, ahead), steps_of_rows(v_step, ahead)
-        k0, k1, k2, k3 = nibbles(words_of_rows(k_base, here, k_n, D // 4, BLOCK_D), HALF)
-        s = dot(k0, q, tl.zeros((BLOCK_N, 2 * BLOCK_M), tl.float32) + q_lift[None, :])
-        s = folded(dot(k3, q3, dot(k2, q2, dot(k1, q1, s))))
-        if CAPPED:
-            x = capped((s * key_step[None, :] + q_center[:, None]) * scale, softcap, CAPPED)
-        else:
-            x = s * (key_step * (scale * LOG2E))[None, :]
-        # Exact rows are read behind the loop: here they are only counted.
-        hidden = tl.where(here >= 0, 0.0, NEG_INF)
-        if tl.max(((here >= least_exact) & (here <= most_exact)).to(tl.int32), 0) > 0:
-            same = here[None, :] == exact_at[:, None]
-            hits += tl.sum(same.to(tl.float32), 1)
-            hidden = tl.where(tl.max(same.to(tl.int32), 0) > 0, NEG_INF, hidden)
-        origin, total, terms, shrink = add_terms(origin, total, x + hidden[None, :])
-        rounded = (terms * value_step[None, :]).to(HALF)
-        # Levels are read with an offset, which is taken off the sums.
-        lift = -nibble_offset(HALF) * tl.sum(rounded.to(tl.float32), 1)
-        acc, acc1, acc2, acc3 = add_scaled(
-            acc, acc1, acc2, acc3, words_of_rows(v_base, here, v_n, DV // 4, BLOCK_DV, True),
-            parts_of(rounded, HALF, True), of_rows(shrink, True), of_rows(lift, True),
+    if in_list:
+        origin, total, acc, acc1, acc2, acc3, hits = add_coded_rows(
+            origin, total, acc, acc1, acc2, acc3, hits, exact_at, q, q1, q2, q3, q_lift, q_center,
+            k_base, v_base, k_step, v_step, listed, begin_tile, end_tile, row_count, scale, softcap, k_n, v_n,
+            0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CAPPED,
+        )  # fmt: skip
+    elif SPANS > 0:
+        origin, total, acc, acc1, acc2, acc3, hits = add_coded_rows(
+            origin, total, acc, acc1, acc2, acc3, hits, exact_at, q, q1, q2, q3, q_lift, q_center,
+            k_base, v_base, k_step, v_step, spans_ptr + b * SPANS * 2, begin_tile, end_tile, span_count,
+            scale, softcap, k_n, v_n, SPANS, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES - 1, CAPPED,
         )  # fmt: skip
 
     if tl.max(hits, 0) > 0.0:
