@@ -343,15 +343,19 @@ def test_threads_capture_beside_each_other_and_beside_plain_work(fused: bool) ->
     assert beside and all(text == plain for text in beside)
 
 
-@pytest.mark.parametrize("method", ["full:bits=4", "quest:budget=32:page=8:skip_layers=0"])
+@pytest.mark.parametrize(
+    "method",
+    ["full:bits=4", "quest:budget=32:page=8:skip_layers=0", "clusterkv:budget=32:skip_layers=0:tokens_per_cluster=8"],
+)
 def test_all_layers_advance_in_one_launch(method: str) -> None:
     """A launch for each layer costs a tenth of a millisecond in a step of 32 layers."""
 
     class Additions(TorchDispatchMode):
-        found = 0
+        found = ends = 0
 
         def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.found += "add" in str(operation) and isinstance(args[0], list)
+            self.ends += str(operation) == "aten.add.out"  # of the tails of clusters
             return operation(*args, **(kwargs or {}))
 
     model, ids = zoo.build("llama", num_hidden_layers=3), zoo.tokens(2, 80)
@@ -361,7 +365,7 @@ def test_all_layers_advance_in_one_launch(method: str) -> None:
         step = decoding.Step(model, cache, sampler, sampler.choose(model(ids, past_key_values=cache).logits[:, -1]), 90)
         with Additions() as additions, decoding.aside(step.layers):
             step._forward(bounded=True)
-    assert additions.found == 1
+    assert additions.found == 1 and additions.ends == ("clusterkv" in method)
     assert all((layer.table.next_slot == 81).all() for layer in step.layers)
 
 

@@ -140,13 +140,12 @@ class ClusterKV(RecallingMethod):
             return None
         scores, selected = scored
         state, rows = table.state_of(self.State), self.slots_of(table, selected.rows)
-        torch.add(state.tail_shift, table.seen_on_device(), out=state.spans[:, 1, 1])
         return ops.indexed_attention(
             query,
             *table.stores(),
             rows,
             table.scale,
-            spans=state.spans,
+            spans=clusters.spans_of(table),
             max_span=self.sinks + self.recluster,
             extra_k=state.centroids if self.completion else None,
             extra_v=state.mean_values if self.completion else None,

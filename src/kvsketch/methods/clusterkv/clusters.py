@@ -144,6 +144,29 @@ def note_spans(table: SlotTable, sinks: int) -> None:
     state.spans, state.tail_shift = kept(state.spans, spans), kept(state.tail_shift, first - tail)
 
 
+def spans_of(table: SlotTable) -> Tensor:
+    """Where sinks and tail lie once the newest token is there.
+
+    Layers that have clustered the same tokens have the same spans: the first of them sets the end for all, because a
+    launch between choosing and reading tokens holds up the step.
+    """
+    first = table
+    while first.previous is not None and _are_alike(first.previous, table):
+        first = first.previous
+    state = first.state_of(Clusters)
+    if first is table:
+        torch.add(state.tail_shift, table.seen_on_device(), out=state.spans[:, 1, 1])
+    return state.spans
+
+
+def _are_alike(before: SlotTable, table: SlotTable) -> bool:
+    """Whether the layer before has read the newest token with clusters of the same tokens."""
+    if not isinstance(before.state, Clusters) or before.seen != table.seen or before.device != table.device:
+        return False
+    same_tail = before.state.tail == table.state_of(Clusters).tail
+    return same_tail and offloaded.is_offloaded(before) == offloaded.is_offloaded(table)
+
+
 def _appended(present: Tensor | None, new: Tensor, at: int) -> Tensor:
     """A list of the index with `new` behind its first `at` entries; in place where there is room."""
     needed = at + new.shape[2]
