@@ -7,8 +7,8 @@ Checked and timed as in `kvsketch bench prefill`. One more prefill waits for the
 
     score      replay scores of the tokens, and the queries that are kept for the refit
     choice     one budget for all layers and heads
-    refit      weights and values of what stays
-    encoding   what stays is gathered, coded and packed
+    refit      weights and values of what stays, for which keys are coded
+    encoding   what stays is coded, gathered and packed
 
 The model's weights are random, so heads keep nearly equal numbers of tokens; those of a trained model differ, and small
 problems of the refit are then solved apart from large ones.
@@ -60,7 +60,8 @@ class Timed(Rehearse):
         return self._timed("choice", lambda: Rehearse._chosen(self, tables))
 
     def _problems(self, table: SlotTable, keep: Tensor) -> Any:
-        return self._timed("refit", lambda: Rehearse._problems(self, table, keep))
+        part = "encoding" if self.refit == "none" else "refit"
+        return self._timed(part, lambda: Rehearse._problems(self, table, keep))
 
     def _refitted(self, problems: Sequence[LayerProblems | None]) -> Any:
         return self._timed("refit", lambda: Rehearse._refitted(self, problems))
