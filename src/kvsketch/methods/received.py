@@ -80,7 +80,7 @@ class AttentionScored(EvictingMethod):
             if self.share == LAYER:
                 self._divide([table])
         elif table.capacity is not None:
-            keep_best(table, self.worth(table), self, table.capacity - 1)
+            keep_best([table], [self.worth(table)], self, [table.capacity - 1])
         else:
             evict(table, self.worth(table), self, self.budget_tokens(table))
 
@@ -104,9 +104,9 @@ class AttentionScored(EvictingMethod):
 
     def _divide(self, tables: Sequence[SlotTable]) -> None:
         floor = cast(Size, self.floor).share or Fraction(0)
-        claims = [claim(table, self.worth(table), self) for table in tables]
-        for table, capacity in zip(tables, capacities(tables, claims, floor), strict=True):
-            keep_best(table, self.worth(table), self, capacity)
+        worth = [self.worth(table) for table in tables]
+        claims = [claim(table, own, self) for table, own in zip(tables, worth, strict=True)]
+        keep_best(tables, worth, self, capacities(tables, claims, floor))
 
 
 def add_attention(

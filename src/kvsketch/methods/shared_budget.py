@@ -26,7 +26,9 @@ from torch import Tensor
 from kvsketch.methods.base import BudgetedMethod, rank_slots
 from kvsketch.methods.budget import Tokens
 from kvsketch.slots.heads import of_all_heads
+from kvsketch.slots.layout import Layout
 from kvsketch.slots.table import SlotTable
+from kvsketch.slots.tensors import fetched
 
 SHARES = HEAD, LAYER, MODEL = ("head", "layer", "model")
 NEG_INF = float("-inf")
@@ -89,14 +91,12 @@ def claim(table: SlotTable, scores: Tensor, method: BudgetedMethod) -> Claim:
     return Claim(of_all_heads(worth, table, NEG_INF), *(of_all_heads(n, table) for n in (always, each - always)))
 
 
-def keep_best(table: SlotTable, scores: Tensor, method: BudgetedMethod, capacity: Tensor) -> None:
-    """Keeps the best slots of each head, `capacity` [B, H] of them, in a table of heads that differ."""
-    keys = rank_slots(table, scores, method)
-    count = torch.minimum(capacity, (table.index_slots() >= 0).sum(-1))  # [B, H]
-    slots = keys.topk(int(count.max()), dim=-1).indices
-    taken = torch.arange(slots.shape[2], device=slots.device) < count.unsqueeze(-1)
-    # Position order, and empty slots behind.
-    chosen = torch.where(taken, slots, table.length).sort(-1).values
-    chosen = torch.where(taken, chosen, -1)
-    table.rebuild(chosen, int(capacity.max()), next_slot=count.unsqueeze(-1))
-    table.pack(capacity + 1)
+def keep_best(
+    tables: Sequence[SlotTable], scores: Sequence[Tensor], method: BudgetedMethod, sizes: Sequence[Tensor]
+) -> None:
+    """Keeps the best slots of each head, as many as `sizes` [B, H] say, in tables of heads that differ (asks once)."""
+    capacity, devices = [size + 1 for size in fetched(sizes)], [table.device for table in tables]
+    layouts = Layout.of_each(capacity, bool(tables[0].bits), devices)
+    for table, score, size, layout in zip(tables, scores, sizes, layouts, strict=True):
+        best = largest(rank_slots(table, score, method), size.unsqueeze(-1))
+        table.keep(best & (table.index_slots() >= 0), layout)

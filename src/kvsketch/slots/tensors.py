@@ -101,6 +101,16 @@ def uploaded(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list
     return found
 
 
+def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of one dtype on the host (asks the device once)."""
+    here = tensors[0].device
+    if here.type == "cpu":
+        return [*tensors]
+    flat = torch.cat([tensor.to(here).flatten() for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def is_score(state: Tensor) -> bool:
     """Whether it holds one number per slot that an operation can write beside the token."""
     return state.dim() == 3 and state.dtype == torch.float32 and state.is_contiguous()

@@ -25,7 +25,7 @@ from kvsketch.slots.padding import most_of
 from kvsketch.slots.ragged_rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable, require_finite
-from kvsketch.slots.tensors import gather_slots, half_of, uploaded
+from kvsketch.slots.tensors import fetched, gather_slots, half_of, uploaded
 
 REPLAYS = VIRTUAL, EXACT = ("virtual", "exact")
 REFITS = ("full", "fold", "none")
@@ -295,7 +295,7 @@ class Rehearse(BudgetedMethod):
         state.queries[:, :, waiting - queries.shape[2] : waiting] = queries
         if not table.exact:
             stays = table.index_slots() >= 0
-            table.keep(stays, Layout.of(counted([stays])[0] + room + 1, bool(table.bits), table.device))
+            table.keep(stays, Layout.of(stays.sum(-1) + room + 1, bool(table.bits)))
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         """A text that was too short for a rehearsal takes its fixed shape when it is long enough for codes."""
@@ -357,7 +357,7 @@ class Rehearse(BudgetedMethod):
         keep = self._chosen(tables)
         problems = [self._problems(table, stays) for table, stays in zip(tables, keep, strict=True)]
         # Here the host waits: what is above is on its way before, and the device is busy with it.
-        counts, room = counted(keep), room_for(tables[0].seen)
+        counts, room = fetched([stays.sum(-1) for stays in keep]), room_for(tables[0].seen)
         changes = self._refitted(problems)
         del problems
         capacities, devices = [count + room + 1 for count in counts], [table.device for table in tables]
@@ -448,16 +448,6 @@ class Rehearse(BudgetedMethod):
         table.keep(keep, layout, weights)
         table.note_settled()
         state.again = state.chunks = state.queries = None
-
-
-def counted(keep: Sequence[Tensor]) -> list[Tensor]:
-    """How many slots [B, H, S] of each table stay, [B, H] each on the host (asks the device once)."""
-    here = keep[0].device
-    if here.type == "cpu":
-        return [stays.sum(-1) for stays in keep]
-    found = torch.cat([stays.sum(-1).to(here).flatten() for stays in keep]).cpu()
-    parts = found.split([stays.shape[0] * stays.shape[1] for stays in keep])
-    return [part.view(stays.shape[:2]) for part, stays in zip(parts, keep, strict=True)]
 
 
 @functools.lru_cache(maxsize=16)
