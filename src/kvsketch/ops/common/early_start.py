@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+# Programs that start while those of another kernel hold a part of the multiprocessors are dealt unevenly over them.
+# That costs more than a launch where they read more than this: the kernel before lets them start after its own wait.
+LONG_BYTES = 16 << 20
 _local = threading.local()
 
 

@@ -118,11 +118,14 @@ def _write_coded_token(
     new_key_b, new_key_h, new_value_b, new_value_h, k_unit, v_unit, k_norm, v_norm, largest_step,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     EXACT: tl.constexpr, V_EXACT: tl.constexpr,
-    HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, FLAT: tl.constexpr, EARLY: tl.constexpr,
-    EXACT_BLOCK: tl.constexpr = 8,
+    HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, FLAT: tl.constexpr, LONG: tl.constexpr,
+    EARLY: tl.constexpr, EXACT_BLOCK: tl.constexpr = 8,
 ):  # fmt: skip
-    """The key of one row and head, or, along axis 1, its value; centers and signs are loaded before the wait."""
-    begin(EARLY, False)
+    """The key of one row and head, or, along axis 1, its value; centers and signs are loaded before the wait.
+
+    LONG: the kernel that reads the slots starts when no other but this one holds multiprocessors.
+    """
+    begin(EARLY and not LONG, False)
     row = tl.program_id(0).to(tl.int64)
     b, h = row // heads, row % heads
     first, k_first, v_first = row * slots, row * k_slots, row * v_slots
@@ -132,6 +135,7 @@ def _write_coded_token(
     if tl.program_id(1) == 0:
         k_mean, k_sign = tl.load(k_center + row * D + tl.arange(0, D)[None, :]), tl.load(k_signs + tl.arange(0, D))
         begin(False, EARLY)
+        begin(EARLY and LONG, False)
         s, now = tl.load(slot + row), counted(clock)
         encode_token(
             new_key + b * new_key_b + h * new_key_h, row, s, k_first + s, k_mean, k_sign, k_codes, k_steps, k_exact,
@@ -141,6 +145,7 @@ def _write_coded_token(
     else:
         v_mean, v_sign = tl.load(v_center + row * DV + tl.arange(0, DV)[None, :]), tl.load(v_signs + tl.arange(0, DV))
         begin(False, EARLY)
+        begin(EARLY and LONG, False)
         s = tl.load(slot + row)
         encode_token(
             new_value + b * new_value_b + h * new_value_h, row, s, v_first + s, v_mean, v_sign, v_codes, v_steps,
@@ -170,6 +175,7 @@ def write_coded_token(
         K_BITS=keys.codec.bits, V_BITS=values.codec.bits, D=keys.codec.size, DV=values.codec.size,
         EXACT=keys.exact_at.shape[2], V_EXACT=values.exact_at.shape[2],
         HAS_NUM=log_num is not None, HAS_SCORE=score is not None, FLAT=start is not None,
+        LONG=keys.codes.nbytes + values.codes.nbytes > early_start.LONG_BYTES,
         num_warps=1 if max(keys.codec.size, values.codec.size) <= 128 else 4, **early_start.launch(index.device),
     )  # fmt: skip
 

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
+from kvsketch.ops.common import early_start
 from kvsketch.ops.common.device import Device, device_traits, on
 from kvsketch.ops.common.kernel import (
     LN2,
@@ -79,9 +80,9 @@ TILE_BYTES = 32 * 1024
 PROGRAMS_PER_MULTIPROCESSOR = PLAIN_PROGRAMS
 MAX_SPLITS = 128
 EXACT_SLOTS = tl.constexpr(64)  # codes that are read in the time that exact slots take
-# Programs that start early are dealt unevenly over the multiprocessors, which costs more than a launch when they are
-# long.
-EARLY_BYTES = 16 << 20
+# That a table may have for its programs to start early. Those of codes find the multiprocessors free
+# (`slot_update`); there must not be so many that the few programs before them count.
+EARLY_BYTES, EARLY_CODED_BYTES = early_start.LONG_BYTES, 48 << 20
 CODED_BYTES = 132  # of a key and a value of size 128 at 4 bits
 FEW_PROGRAMS = 4  # of a multiprocessor, so few that each may have more warps
 PREFETCHED_TILES = 2
@@ -290,7 +291,7 @@ def coded_plan(heads: int, slots: int, rows: int, size: int, device: Device, pie
     Up to 8 rows fit in one warp, which never waits for others. Its registers are bounded, so that CODED_PROGRAMS run at
     a time and hide what each of them waits for. Without a bound 8 warps do.
     """
-    early = device.overlap and heads * slots * CODED_BYTES <= EARLY_BYTES
+    early = device.overlap and heads * slots * CODED_BYTES <= EARLY_CODED_BYTES
     few, several = rows * size <= 512, rows <= 8 and rows * size <= 1024
     registers = 128 if few else 168 if several else None
     block_n, warps = 64, 1 if rows <= 8 else 2
