@@ -150,6 +150,8 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     room = slots if ragged is None else ragged.total
     shifted = key.words and value_slots == slots and room >= launch.block_n
     masked = lengths is not None or slots % launch.block_n > 0 or value_slots % launch.block_n > 0
+    # Which codes a program reads is known before it waits, and all slots have a value.
+    foreseen = key.words and value.words and value_slots == slots and (lengths is None or ragged is not None)
     # Values in few bits are summed rotated; the sum of all splits is rotated back.
     direct = launch.splits == 1 and ragged is None and not key.words and isinstance(call.v, Tensor)
     turned = call.v if isinstance(call.v, CodedSlots) and value.is_one_block else None
@@ -190,7 +192,7 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
             VALUE_DENSE=value.words and _slot_strides(value.data)[2] == value_size // 4,
             HALF=HALVES.get(call.q.dtype), TURN=turn,
             EXACT=0 if exact_at is None else exact_at.shape[2],
-            AHEAD=launch.ahead if key.words and value.words and (lengths is None or ragged is not None) else 0,
+            AHEAD=launch.ahead if foreseen else 0,
             OVERLAP=launch.overlap, EARLY=launch.early, num_warps=launch.warps,
             **({"launch_pdl": True} if launch.early else {}),
             **({"maxnreg": launch.registers} if launch.registers and PTX.value else {}),
