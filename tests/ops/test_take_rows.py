@@ -10,11 +10,11 @@ from tests.ops.formula import needs_triton
 
 
 @needs_triton
-@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 16), (torch.float32, 24)])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 16), (torch.float32, 24), (torch.uint8, 24)])
 def test_kernel_copies_the_rows(dtype: torch.dtype, size: int, device: torch.device) -> None:
     from kvsketch.ops.take_rows import kernel
 
-    rows = torch.randn(50, size + 8, device=device).to(dtype)[:, :size]
+    rows = torch.randn(50, size + 8, device=device).abs().mul(40).to(dtype)[:, :size]
     index, out = torch.randint(50, (700,), device=device), torch.zeros(3, 700, size, dtype=dtype, device=device)
     kernel.take_rows(rows, index, out[1])
     assert torch.equal(out[1], rows[index]) and not out[::2].any()

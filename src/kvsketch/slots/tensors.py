@@ -95,9 +95,12 @@ def uploaded(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list
         if device.type != "cuda":
             continue
         numbers = [n for n, tensor in enumerate(tensors) if (devices[n], tensor.dtype) == (device, dtype)]
-        near = torch.cat([tensors[n].flatten() for n in numbers]).pin_memory().to(device, non_blocking=True)
-        for n, part in zip(numbers, near.split([tensors[n].numel() for n in numbers]), strict=True):
-            found[n] = part.view(tensors[n].shape)
+        flat = [tensors[n].flatten() for n in numbers]
+        # Kernels are compiled for addresses that are multiples of 16 bytes, as those of whole tensors are.
+        flat = [torch.nn.functional.pad(part, (0, -len(part) % 16)) for part in flat]
+        near = torch.cat(flat).pin_memory().to(device, non_blocking=True).split([len(part) for part in flat])
+        for n, part in zip(numbers, near, strict=True):
+            found[n] = part[: tensors[n].numel()].view(tensors[n].shape)
     return found
 
 
