@@ -2,7 +2,7 @@
 
 Sums begin with the tiles of the diagonal, which every row sees. The largest term there is the origin of all others, so
 that nothing is rescaled; where a row has terms that are larger by more than LIMIT allows, which is rare, the program
-begins again with a running maximum.
+begins again with a running maximum. A comes before B, so that one tile of queries is held at a time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Launch(NamedTuple):
     moving: int  # of those that are loaded one after the other; divides `still`
     warps: int
     stages: int
+    registers: int | None = None  # of a thread, at most; on NVIDIA GPUs
 
 
 def supported(q: Tensor, k: Tensor) -> bool:
@@ -39,7 +40,8 @@ def launches_for(k: Tensor, count: int) -> tuple[Launch, Launch]:
     if k.dtype == torch.float32 or block_size(k.shape[3]) > 128 or count <= 64:
         return Launch(64, 32, 4, 2), Launch(64, 32, 4, 2)
     if device_traits(k.device).shared_bytes > 170 * 1024:
-        return Launch(128, 64, 4, 3), Launch(128, 128, 8, 2)
+        # Two programs side by side: one takes exponentials while the tensor cores work for the other.
+        return Launch(128, 128, 8, 2, 128), Launch(128, 128, 8, 2)
     return Launch(64, 64, 4, 2), Launch(64, 64, 4, 2)
 
 
@@ -53,24 +55,31 @@ def replay_scores(
     sinks = dense_last(sinks)
     batch, query_heads, tokens, size = q.shape
     heads, sink_count, count = k.shape[1], sinks.shape[2], tokens // chunks
-    row_sums = torch.empty(batch, query_heads, tokens, dtype=torch.float32, device=q.device)
-    scores = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     rows, columns = launches or launches_for(k, count)
+    room = triton.cdiv(count, columns.moving) * columns.moving
+    # Rows behind a chunk give nothing to any column.
+    row_sums = torch.full((batch, query_heads, chunks, room), float("inf"), dtype=torch.float32, device=q.device)
+    scores = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     constants = dict(GROUP=query_heads // heads, BLOCK_D=block_size(size), HIDDEN=hidden is not None)
     with on(q.device):
         tiles = [(again, rows.still), (q, rows.still), (k, rows.moving), (copied, rows.moving)]
         row_sums_kernel[(triton.cdiv(count, rows.still), batch * chunks * query_heads)](
             *(described_rows(tensor, tile) for tensor, tile in tiles), sinks, hidden, row_sums, scale * LOG2E.value,
-            count, chunks, bare, heads, *sinks.stride()[:3], D=sinks.shape[3], COPIES=copies is not None,
+            count, room, chunks, bare, heads, *sinks.stride()[:3], D=sinks.shape[3],
             SINKS=sink_count, BLOCK_SINKS=block_size(max(1, sink_count)), ROWS=rows.still, COLUMNS=rows.moving,
-            num_warps=rows.warps, num_stages=rows.stages, **constants,
+            **_resources(rows), **constants,
         )  # fmt: skip
         column_maxima_kernel[(triton.cdiv(count, columns.still), batch * chunks * heads)](
             described_rows(again, columns.moving), described_rows(k, columns.still), hidden, row_sums, scores,
             scale * LOG2E.value, count, chunks, heads, ROWS=columns.moving, COLUMNS=columns.still,
-            num_warps=columns.warps, num_stages=columns.stages, **constants,
+            **_resources(columns), **constants,
         )  # fmt: skip
     return scores
+
+
+def _resources(launch: Launch) -> dict[str, int]:
+    capped = {"maxnreg": launch.registers} if launch.registers and PTX.value else {}
+    return {"num_warps": launch.warps, "num_stages": launch.stages, **capped}
 
 
 @triton.jit
@@ -90,11 +99,11 @@ def padding(hidden_ptr, b, p, count, HIDDEN: tl.constexpr):
         return 0
 
 
-@triton.jit(do_not_specialize=["count", "chunks", "bare"])
+@triton.jit(do_not_specialize=["count", "room", "chunks", "bare"])
 def row_sums_kernel(
-    again_rows, q_rows, k_rows, copy_rows, sink_ptr, hidden_ptr, sums_ptr, scale, count, chunks, bare, heads,
+    again_rows, q_rows, k_rows, copy_rows, sink_ptr, hidden_ptr, sums_ptr, scale, count, room, chunks, bare, heads,
     sink_b, sink_h, sink_n, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, HIDDEN: tl.constexpr, COPIES: tl.constexpr, SINKS: tl.constexpr,
+    COLUMNS: tl.constexpr, HIDDEN: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_SINKS: tl.constexpr,
 ):  # fmt: skip
     """log2 of the sum over [A | B] for a tile of rows of one query head and chunk; `scale` in base 2."""
@@ -105,8 +114,6 @@ def row_sums_kernel(
     pads = padding(hidden_ptr, b, p, count, HIDDEN)
     row, moving = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     again = load_rows(again_rows, b, query_head, begin + first, ROWS, BLOCK_D)
-    q = load_rows(q_rows, b, query_head, begin + first, ROWS, BLOCK_D)
-
     origin = tl.full((ROWS,), NEG_INF, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     if SINKS > 0:
@@ -115,47 +122,49 @@ def row_sums_kernel(
         seen = (tl.arange(0, BLOCK_SINKS) < SINKS) & (p >= bare)
         origin, total, _, _ = add_terms(origin, total, tl.where(seen[None, :], logits(again, sinks, scale), NEG_INF))
     sink_origin, sink_total = origin, total
-    # The tiles of the diagonal, and one behind it that is not whole.
-    whole = count // COLUMNS * COLUMNS
+    # Tiles with a mask: those of the diagonal, one before it that is part padding, one behind it that is not whole.
     DIAGONAL: tl.constexpr = ROWS // COLUMNS
-    for number in range(DIAGONAL + ((whole < count) & (whole >= first + ROWS)).to(tl.int32)):
+    front = tl.cdiv(tl.maximum(pads, 0), COLUMNS) * COLUMNS
+    whole = count // COLUMNS * COLUMNS
+    padded = ((front > pads) & (pads > 0) & (front <= first)).to(tl.int32)
+    masked = DIAGONAL + padded + ((whole < count) & (whole >= first + ROWS)).to(tl.int32)
+    for number in tl.range(0, masked, num_stages=1):
         start = tl.where(number < DIAGONAL, first + number * COLUMNS, whole)
+        start = tl.where((number == DIAGONAL) & (padded > 0), front - COLUMNS, start)
         column = start + moving
         there = ((column < count) & (column >= pads))[None, :]
         k = load_rows(k_rows, b, head, begin + start, COLUMNS, BLOCK_D)
         origin, total, _, _ = add_terms(origin, total, tl.where(there, logits(again, k, scale), NEG_INF))
-        if COPIES:
-            k = load_rows(copy_rows, b, head, begin + start, COLUMNS, BLOCK_D)
-        there = there & (column[None, :] <= row[:, None])
-        origin, total, _, _ = add_terms(origin, total, tl.where(there, logits(q, k, scale), NEG_INF))
     origin = finite_or_zero(origin)
-    for start in range(tl.maximum(pads, 0) // COLUMNS * COLUMNS, first, COLUMNS):
-        k = load_rows(k_rows, b, head, begin + start, COLUMNS, BLOCK_D)
-        x = logits(again, k, scale) - origin[:, None]
-        if COPIES:
-            k = load_rows(copy_rows, b, head, begin + start, COLUMNS, BLOCK_D)
-        y = logits(q, k, scale) - origin[:, None]
-        if HIDDEN:
-            away = tl.where(start + moving >= pads, 0.0, NEG_INF)[None, :]
-            x, y = x + away, y + away
-        total += tl.sum(tl.exp2(x) + tl.exp2(y), 1)
-    for start in range(first + ROWS, whole, COLUMNS):
+    before, behind = tl.maximum(first - front, 0), tl.maximum(whole - first - ROWS, 0)
+    for done in range(0, before + behind, COLUMNS):
+        start = tl.where(done < before, front + done, first + ROWS + done - before)
         k = load_rows(k_rows, b, head, begin + start, COLUMNS, BLOCK_D)
         total += tl.sum(tl.exp2(logits(again, k, scale) - origin[:, None]), 1)
+    q = load_rows(q_rows, b, query_head, begin + first, ROWS, BLOCK_D)
+    for number in tl.range(0, DIAGONAL + padded, num_stages=1):
+        start = tl.where(number < DIAGONAL, first + number * COLUMNS, front - COLUMNS)
+        column = start + moving
+        there = (column >= pads)[None, :] & (column[None, :] <= row[:, None])
+        k = load_rows(copy_rows, b, head, begin + start, COLUMNS, BLOCK_D)
+        total += tl.sum(tl.exp2(tl.where(there, logits(q, k, scale), NEG_INF) - origin[:, None]), 1)
+    for start in range(front, first, COLUMNS):
+        k = load_rows(copy_rows, b, head, begin + start, COLUMNS, BLOCK_D)
+        total += tl.sum(tl.exp2(logits(q, k, scale) - origin[:, None]), 1)
     if tl.max(total, 0) > LIMIT:
         origin, total = sink_origin, sink_total
-        for start in range(0, count, COLUMNS):
+        again = load_rows(again_rows, b, query_head, begin + first, ROWS, BLOCK_D)
+        for start in tl.range(0, count, COLUMNS, num_stages=1):
             column = start + moving
             there = ((column < count) & (column >= pads))[None, :]
             k = load_rows(k_rows, b, head, begin + start, COLUMNS, BLOCK_D)
             origin, total, _, _ = add_terms(origin, total, tl.where(there, logits(again, k, scale), NEG_INF))
-            if COPIES:
-                k = load_rows(copy_rows, b, head, begin + start, COLUMNS, BLOCK_D)
+            k = load_rows(copy_rows, b, head, begin + start, COLUMNS, BLOCK_D)
             there = there & (column[None, :] <= row[:, None])
             origin, total, _, _ = add_terms(origin, total, tl.where(there, logits(q, k, scale), NEG_INF))
     # Padding asks nothing: its shares are 0.
     found = tl.where(row >= pads, origin + tl.log2(total), INF)
-    place = ((b.to(tl.int64) * heads * GROUP + query_head) * chunks + p) * count
+    place = ((b.to(tl.int64) * heads * GROUP + query_head) * chunks + p) * room
     tl.store(sums_ptr + place + row, found, mask=row < count)
 
 
@@ -177,10 +186,9 @@ def column_maxima_kernel(
     for step in range(GROUP * tiles):
         query_head = head * GROUP + step // tiles
         start = step % tiles * ROWS
-        row = start + tl.arange(0, ROWS)
         again = load_rows(again_rows, b, query_head, begin + start, ROWS, BLOCK_D)
-        place = ((b.to(tl.int64) * heads * GROUP + query_head) * chunks + p) * count
-        sums = tl.load(sums_ptr + place + row, mask=row < count, other=INF)
+        place = ((b.to(tl.int64) * heads * GROUP + query_head) * chunks + p) * tiles * ROWS + start
+        sums = tl.load(sums_ptr + place + tl.arange(0, ROWS))
         best = tl.maximum(best, tl.max(logits(k, again, scale) - sums[None, :], 1))
     best = tl.where(column >= pads, tl.exp2(best), 0.0)
     place = ((b.to(tl.int64) * heads + head) * chunks + p) * count
