@@ -288,6 +288,15 @@ def test_every_plan_gives_the_same(device: torch.device, splits: tuple[int, int,
 
 
 @needs_triton
+def test_each_piece_of_each_head_is_read_once(device: torch.device) -> None:
+    from tests.ops.piece_kernel import count_kernel
+
+    counts = torch.zeros(131, 2, dtype=torch.int32, device=device)
+    count_kernel[(counts.numel(),)](counts, 2)
+    assert bool((counts == 1).all())
+
+
+@needs_triton
 @pytest.mark.parametrize("batch", [1, 8, 64])
 @pytest.mark.parametrize("rows", [0, 1, 1024, 4096])
 @pytest.mark.parametrize(("spans", "extras"), [(0, 1), (337, 0), (337, 6553)])

@@ -67,6 +67,7 @@ from kvsketch.ops.weighted_attention.words import (
 # Rows lie anywhere, so that many small programs hide the wait for them better than a few with more tiles in flight.
 TILE_BYTES = 16 * 1024
 MAX_PIECES = 96  # of one query: a third each for its list, the spans and the extra slots
+HEADS_AT_ONCE = tl.constexpr(128)
 EXTRA_TILE = tl.constexpr(32)  # extra slots of a tile
 
 
@@ -171,7 +172,7 @@ def _read(call: Arguments, launch: Plan, acc: Tensor, sums: Tensor) -> None:
     heads, value_size = call.k.shape[1], call.v.shape[3]
     lists, rows = call.rows.shape[1] // heads, call.rows.contiguous()
     edges = None if spans is None else spans.edges.contiguous()
-    grid = (lists * launch.list_splits + launch.span_splits + launch.extra_splits, batch * heads)
+    grid = ((lists * launch.list_splits + launch.span_splits + launch.extra_splits) * batch * heads,)
     pieces_kernel[grid](
         q, call.k, call.v, rows, edges, *extra, acc, sums,
         call.scale, call.softcap or 0.0,
@@ -197,7 +198,7 @@ def _read_coded(call: Arguments, keys: CodedSlots, values: CodedSlots, launch: P
     edges = None if spans is None else spans.edges.contiguous()
     k_codes, v_codes = (dense_last(part.codes).view(torch.int16) for part in (keys, values))
     k_steps, v_steps = dense_last(keys.steps), dense_last(values.steps)
-    grid = (lists * launch.list_splits + launch.span_splits + launch.extra_splits, batch * heads)
+    grid = ((lists * launch.list_splits + launch.span_splits + launch.extra_splits) * batch * heads,)
     coded_pieces_kernel[grid](
         q, k_codes, v_codes, k_steps, v_steps, rows, edges, *extra, acc, sums,
         keys.center.contiguous(), values.center.contiguous(),
@@ -310,6 +311,20 @@ def span_slots(spans_ptr, place, limit, SPANS: tl.constexpr):
 
 
 @triton.jit
+def piece_and_head(pieces):
+    """What this program reads: the first piece of many heads, then their second one, and so on.
+
+    Programs are dealt to the multiprocessors in turn. Were the pieces of a head neighbours, some multiprocessors would
+    get lists alone, and others the short spans. More heads at once would evict rows that lists of a head share.
+    """
+    programs = HEADS_AT_ONCE * pieces
+    first = tl.program_id(0) // programs * HEADS_AT_ONCE
+    heads = tl.minimum(tl.num_programs(0) // pieces - first, HEADS_AT_ONCE)
+    at = tl.program_id(0) % programs
+    return at // heads, (first + at % heads).to(tl.int64)
+
+
+@triton.jit
 def slots_of_tile(base, tile, end, BLOCK_N: tl.constexpr, SPANS: tl.constexpr):
     """Slots of a tile of the list at `base`, or of the SPANS whose edges lie there; -1 where there is none."""
     place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -379,8 +394,7 @@ def pieces_kernel(
     """Sums over one piece, for the query heads of one KV head that read it."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    piece = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+    piece, head = piece_and_head(LISTS * list_splits + span_splits + extra_splits)
     b, h = head // kv_heads, head % kv_heads
     list_pieces = LISTS * list_splits
     if EXTRA:  # noqa: SIM102
@@ -555,8 +569,7 @@ def coded_pieces_kernel(
     """Sums over one piece of 4-bit rows, for the query heads of one KV head that read it (`pieces_kernel`)."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    piece = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+    piece, head = piece_and_head(LISTS * list_splits + span_splits + extra_splits)
     b, h = head // kv_heads, head % kv_heads
     list_pieces = LISTS * list_splits
     if EXTRA:  # noqa: SIM102
