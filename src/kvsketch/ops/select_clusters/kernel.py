@@ -62,8 +62,8 @@ def select_clusters(
             budgets, clusters, slots, budget, slot_offset, lists // heads, lists,
             CLUSTERS=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(budget)),
             num_warps=min(16, max(4, block // 256)),
-            # Programs are short of registers alone: with 64 four of them fit on a multiprocessor.
-            **({"maxnreg": 64} if block <= 2048 and PTX.value else {}), **early_start.launch(scores.device),
+            # Programs are short of registers alone: with 64 twice as many fit on a multiprocessor.
+            **({"maxnreg": 64} if block <= 4096 and PTX.value else {}), **early_start.launch(scores.device),
         )  # fmt: skip
     return Selection(rows, taken, log_unread, cut)
 
