@@ -410,10 +410,11 @@ class Rehearse(BudgetedMethod):
         if table.bits.keys != PLAIN:
             table.code("keys")
             held = at_newest(table, table.key_slots(), slots)
-        stays, there = (
-            (at_newest(table, marks, slots).flatten(0, 1)[:, places.clamp_min(0)] & (places >= 0))
-            for marks in (keep, table.position_slots() >= 0)
-        )
+        inside, at = places >= 0, places.clamp_min(0)
+        stays = at_newest(table, keep, slots).flatten(0, 1)[:, at] & inside  # [B H, P, C]
+        there = inside.expand_as(stays)
+        if table.padding is not None:
+            there = at_newest(table, table.position_slots() >= 0, slots).flatten(0, 1)[:, at] & inside
         folds = self.refit == "fold"
         worth = at_newest(table, self._worth(table), slots) if folds else slots[:, :, :0].float()
         begins = itertools.accumulate(lengths[:-1], initial=table.seen - sum(lengths))
