@@ -276,12 +276,14 @@ def test_strided_stores(attend: Attend, device: torch.device) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("splits", [(1, 1, 1), (3, 2, 1), (4, 1, 3)])
+@pytest.mark.parametrize(("rows", "splits"), [(50, (1, 1, 1)), (50, (4, 2, 3)), (260, (2, 1, 1))])
 @pytest.mark.parametrize("shared", [False, True])
-def test_every_plan_gives_the_same(device: torch.device, splits: tuple[int, int, int], shared: bool) -> None:
+def test_every_plan_gives_the_same(
+    device: torch.device, rows: int, splits: tuple[int, int, int], shared: bool
+) -> None:  # fmt: skip
     from kvsketch.ops.indexed_attention import kernel
 
-    call = make_call(device, rows=50, extras=40, shared=shared, batch=1)
+    call = make_call(device, rows=rows, slots=rows + 10, extras=40, shared=shared, batch=1)
     result = kernel.indexed_attention(call, launch=kernel.Plan(16, *splits, warps=2, stages=3, overlap=False))
     for actual, exact in zip(result, reference.indexed_attention(call), strict=True):
         torch.testing.assert_close(actual, exact, atol=1e-5, rtol=1e-5)

@@ -325,6 +325,17 @@ def piece_and_head(pieces):
 
 
 @triton.jit
+def tiles_of_piece(tiles, split, splits, in_list, CUT: tl.constexpr):
+    """The first tile of a piece, and the one behind its last."""
+    worth = 0
+    if CUT:
+        # A cluster read in part is the last of a list. Its rows are read again, which takes as long as two tiles.
+        worth = tl.where(in_list & (tiles >= 8 * splits), 2, 0)
+    first, end = (tiles + worth) * split // splits, (tiles + worth) * (split + 1) // splits
+    return tl.minimum(first, tiles), tl.minimum(end, tiles)
+
+
+@triton.jit
 def slots_of_tile(base, tile, end, BLOCK_N: tl.constexpr, SPANS: tl.constexpr):
     """Slots of a tile of the list at `base`, or of the SPANS whose edges lie there; -1 where there is none."""
     place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -426,9 +437,8 @@ def pieces_kernel(
 
     count = tl.where(in_list, row_count, span_count)
     splits = tl.where(in_list, list_splits, tl.maximum(span_splits, 1))
-    tiles = tl.cdiv(count, BLOCK_N)
     listed = rows_ptr + (head * LISTS + which) * row_count
-    begin_tile, end_tile = tiles * split // splits, tiles * (split + 1) // splits
+    begin_tile, end_tile = tiles_of_piece(tl.cdiv(count, BLOCK_N), split, splits, in_list, CUT)
     if in_list:
         origin, total, acc = add_rows(
             origin, total, acc, q, k_base, v_base, listed, begin_tile, end_tile, row_count, scale, softcap, k_n, v_n,
@@ -593,9 +603,8 @@ def coded_pieces_kernel(
     k_step, v_step = k_step_ptr + b * k_step_b + h * k_step_h, v_step_ptr + b * v_step_b + h * v_step_h
     count = tl.where(in_list, row_count, span_count)
     splits = tl.where(in_list, list_splits, tl.maximum(span_splits, 1))
-    tiles = tl.cdiv(count, BLOCK_N)
     listed = rows_ptr + (head * LISTS + which) * row_count
-    begin_tile, end_tile = tiles * split // splits, tiles * (split + 1) // splits
+    begin_tile, end_tile = tiles_of_piece(tl.cdiv(count, BLOCK_N), split, splits, in_list, CUT)
 
     q_rows = q_ptr + b * q_b + (h * GROUP + query) * q_h
     q, q1, q2, q3 = load_by_words(q_rows, query < GROUP, D, BLOCK_D)
