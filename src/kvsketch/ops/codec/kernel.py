@@ -179,7 +179,7 @@ def decode_kernel(
     z = load_levels(code_ptr + b * code_b + h * code_h, first, code_n, count, TILE, D, D, BITS)
     step = tl.load(step_ptr + b * step_b + h * step_h + row, mask=inside, other=0.0).to(tl.float32)
     x = turned_integers(2.0 * z, TILE, D, 8) * (0.5 * unit_norm * step)[:, None]
-    for i in tl.static_range(EXACT):
+    for i in range(EXACT):
         at = tl.load(exact_at_ptr + head * EXACT + i)
         if (at >= first) & (at < first + TILE):
             exact = hadamard(tl.load(exact_ptr + (head * EXACT + i) * D + column)[None, :], 1, D) * unit_norm
