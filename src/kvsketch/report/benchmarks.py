@@ -27,13 +27,18 @@ def last(data: list[Data], *keys: str) -> list[Data]:
     return list({tuple(d.get(k) for k in keys): d for d in data}.values())
 
 
-def kernels(data: list[Data]) -> str:
+def _contenders(data: list[Data]) -> list[tuple[tuple[int, int, str], dict[str, Data]]]:
+    """What each contender needed, for each batch, number of slots and state of the L2 cache."""
     cells: dict[tuple[int, int, str], dict[str, Data]] = {}
     for d in last(data, "batch", "slots", "cache", "contender"):
         cells.setdefault((d["batch"], d["slots"], d["cache"]), {})[d["contender"]] = d
+    return sorted(cells.items(), key=lambda cell: cell[0])
+
+
+def kernels(data: list[Data]) -> str:
     names = ("unweighted", "tied weights", "separate weights", "sdpa flash", "sdpa cudnn")
     rows = []
-    for (batch, slots, cache), by_name in sorted(cells.items()):
+    for (batch, slots, cache), by_name in _contenders(data):
         times = [by_name[n]["median_us"] if n in by_name else None for n in names]
         rivals = [t for t in times[3:] if t is not None]
         ratio = f"{times[0] / min(rivals):.2f}" if rivals and times[0] else ""
@@ -41,6 +46,19 @@ def kernels(data: list[Data]) -> str:
         if any(times):
             rows.append((batch, f"{slots:,}", cache, *(f"{t:.1f}" if t else "" for t in times), ratio, share))
     return _table(("batch", "slots", "L2", *names, "ours / better rival", "of copy bandwidth"), rows)
+
+
+def few_bits(data: list[Data]) -> str:
+    """Slots of 4 bits and heads of different sizes beside equal heads in bf16."""
+    names = ("tied weights", "ragged heads", "4 bits", "ragged heads, 4 bits")
+    rows = [
+        (batch, f"{slots:,}", cache, *(f"{by_name[n]['median_us']:.1f}" for n in names),
+         *(f"{by_name['tied weights']['median_us'] / by_name[n]['median_us']:.2f}x" for n in names[2:]),
+         *(f"{by_name[n]['share_of_copy_bandwidth']:.0%}" for n in names[2:]))
+        for (batch, slots, cache), by_name in _contenders(data) if set(names) <= set(by_name)
+    ]  # fmt: skip
+    header = ("batch", "slots", "L2", "bf16", "bf16, ragged", "4 bits", "4 bits, ragged", "faster", "ragged")
+    return _table((*header, "of copy bandwidth", "ragged"), rows)
 
 
 def prefill(data: list[Data]) -> str:
@@ -154,12 +172,31 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         kernels,
     ),
     (
+        "Few bits and ragged heads",
+        "kernel",
+        "The same layer, µs: keys and values of 4 bits, and as many slots in heads of different sizes.",
+        few_bits,
+    ),
+    (
         "Prefill",
         "prefill",
         "Llama-3.1-8B shape, random weights, batch 1: time of the whole prefill, compression included. The last but "
         "one column is 1 for a cache of keys and values only; index, weights and scores take 8 to 12 bytes of 520 a "
         "slot. subgen stores keys without values, balancekv fills its budget while decoding.",
         prefill,
+    ),
+    (
+        "What rehearse adds to a prefill",
+        "rehearse",
+        "The same prefill with [rehearse](rehearse.md). The parts are timed in one more prefill that waits for the "
+        "device before and after each, so they add up to more than the overhead. Coding keys is part of the refit "
+        "where there is one. Weights are random, so that heads keep nearly equal numbers of tokens.",
+        plain(
+            "method length",
+            "method | tokens = length:,d | ms = prefill_ms:,.0f | DynamicCache = baseline_ms:,.0f | overhead:+.1% | "
+            "score, ms = score_ms:,.0f | choice = choice_ms:,.0f | refit = refit_ms:,.0f | "
+            "encoding = encoding_ms:,.0f | cache bytes = cache_bytes:,d",
+        ),
     ),
     (
         "Decoding",
