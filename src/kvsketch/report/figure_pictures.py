@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ COLOURS = {"keys": "#1b6ca8", "values": "#c0432b"}
 FAILED, ONE_QUESTION = "!", "*"
 MOST_COLUMNS = 2
 MOST_PLANES = 6
+TITLE_LETTERS = 32  # of a line, for each column of panels
 
 
 def needle(maps: Sequence[Data]) -> Iterator[tuple[str, Any]]:
@@ -25,13 +27,15 @@ def needle(maps: Sequence[Data]) -> Iterator[tuple[str, Any]]:
             shown = [each for each in own if each["budget"] in ("", budget)]
             columns = min(3, len(shown))
             lines = math.ceil(len(shown) / columns)
-            figure, panels = new_figure(WIDEST * columns / 3, 2.3 * lines + 0.5, lines, columns)
+            title = f"Needle by depth and length, {model}, budget {budget or 'none'} (* one question)"
+            title_lines = textwrap.wrap(title, TITLE_LETTERS * columns)
+            height = 2.3 * lines + 0.25 + 0.25 * len(title_lines)
+            figure, panels = new_figure(WIDEST * columns / 3, height, lines, columns)
             for axes, each in zip(panels, shown, strict=False):
                 _heat(axes, each)
             for axes in panels[len(shown) :]:
                 axes.set_axis_off()
-            title = f"Needle by depth and length, {model}, budget {budget or 'none'} (* one question)"
-            figure.suptitle(title, x=0.01, ha="left")
+            figure.suptitle("\n".join(title_lines), x=0.01, ha="left")
             yield f"needle-map-{slug(model)}-{slug(budget.replace('/', ' of '))}".rstrip("-"), figure
 
 
