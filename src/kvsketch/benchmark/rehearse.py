@@ -59,12 +59,12 @@ class Timed(Rehearse):
     def _chosen(self, tables: Sequence[SlotTable]) -> Any:
         return self._timed("choice", lambda: Rehearse._chosen(self, tables))
 
-    def _problems(self, table: SlotTable, keep: Tensor) -> Any:
+    def _problems(self, table: SlotTable, marks: Tensor | None) -> Any:
         part = "encoding" if self.refit == "none" else "refit"
-        return self._timed(part, lambda: Rehearse._problems(self, table, keep))
+        return self._timed(part, lambda: Rehearse._problems(self, table, marks))
 
-    def _refitted(self, problems: Sequence[LayerProblems | None]) -> Any:
-        return self._timed("refit", lambda: Rehearse._refitted(self, problems))
+    def _refitted(self, problems: Sequence[LayerProblems | None], sizes: list[Tensor]) -> Any:
+        return self._timed("refit", lambda: Rehearse._refitted(self, problems, sizes))
 
     def _rebuild(self, table: SlotTable, keep: Tensor, layout: Layout, changes: Changes | None) -> None:
         self._timed("encoding", lambda: Rehearse._rebuild(self, table, keep, layout, changes))

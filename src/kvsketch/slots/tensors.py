@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -106,12 +106,28 @@ def uploaded(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list
 
 def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors of one dtype on the host (asks the device once)."""
+    return fetching(tensors)()
+
+
+def fetching(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Asks for tensors of one dtype; the call that it returns waits for them, and for nothing launched since."""
     here = tensors[0].device
     if here.type == "cpu":
-        return [*tensors]
-    flat = torch.cat([tensor.to(here).flatten() for tensor in tensors]).cpu()
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        return lambda: [*tensors]
+    shapes = [tensor.shape for tensor in tensors]
+    flat = torch.cat([tensor.to(here).flatten() for tensor in tensors])
+    near, asked = flat.to("cpu", non_blocking=here.type == "cuda"), None
+    if here.type == "cuda":
+        asked = torch.cuda.Event()
+        asked.record(torch.cuda.current_stream(here))
+
+    def answer() -> list[Tensor]:
+        if asked is not None:
+            asked.synchronize()
+        parts = near.split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    return answer
 
 
 def is_score(state: Tensor) -> bool:

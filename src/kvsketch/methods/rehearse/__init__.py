@@ -25,7 +25,7 @@ from kvsketch.slots.padding import most_of
 from kvsketch.slots.ragged_rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable, require_finite
-from kvsketch.slots.tensors import fetched, gather_slots, half_of, uploaded
+from kvsketch.slots.tensors import fetching, gather_slots, half_of, uploaded
 
 REPLAYS = VIRTUAL, EXACT = ("virtual", "exact")
 REFITS = ("full", "fold", "none")
@@ -73,6 +73,11 @@ class Rehearsed(TableState):
     def scored(self) -> int:
         """Tokens since the last rehearsal that have scores."""
         return 0 if self.chunks is None else sum(self.chunks[0].tolist())
+
+    def places(self, device: torch.device) -> Tensor:  # [P, C]
+        """The numbers of the tokens of each chunk among those that have scores; -1: none."""
+        assert self.chunks is not None
+        return places_of(tuple(self.chunks[0].tolist()), device)
 
 
 @dataclass(frozen=True)
@@ -355,11 +360,16 @@ class Rehearse(BudgetedMethod):
             # A short question is no measure for its answer. A chunk is the most that counts: generation stays bounded.
             table.set_prompt(max(table.prompt_tokens, min(table.seen, self.chunk)))
         keep = self._chosen(tables)
-        problems = [self._problems(table, stays) for table, stays in zip(tables, keep, strict=True)]
-        # Here the host waits: what is above is on its way before, and the device is busy with it.
-        counts, room = fetched([stays.sum(-1) for stays in keep]), room_for(tables[0].seen)
-        changes = self._refitted(problems)
-        del problems
+        refits = self.refit != "none"
+        marks = [self._marks(table, stays) if refits else None for table, stays in zip(tables, keep, strict=True)]
+        of_heads, of_chunks = [stays.sum(-1) for stays in keep], [mark.sum(-1) for mark in marks if mark is not None]
+        asked = fetching(of_heads + of_chunks)
+        # The device codes while the host waits for the choice alone, and sorts what is to be refitted.
+        problems = [self._problems(table, mark) for table, mark in zip(tables, marks, strict=True)]
+        answer, room = asked(), room_for(tables[0].seen)
+        counts, sizes = answer[: len(tables)], answer[len(tables) :]
+        changes = self._refitted(problems, sizes)
+        del problems, marks
         capacities, devices = [count + room + 1 for count in counts], [table.device for table in tables]
         layouts = Layout.of_each(capacities, bool(tables[0].bits), devices)
         for table, stays, layout, change in zip(tables, keep, layouts, changes, strict=True):
@@ -395,40 +405,48 @@ class Rehearse(BudgetedMethod):
         each = torch.minimum(table.real_tokens(), prompts) * total // prompts
         return torch.maximum(each, torch.zeros_like(each) + sinks + recent)
 
-    def _problems(self, table: SlotTable, keep: Tensor) -> LayerProblems | None:
+    def _marks(self, table: SlotTable, keep: Tensor) -> Tensor:  # [2, B H, P, C] bool
+        """Which tokens of the chunks stay, and which are tokens of the row."""
+        state = table.state_of(Rehearsed)
+        slots, places = newest_slots(table, state.scored), state.places(table.device)
+        inside, at = places >= 0, places.clamp_min(0)
+        stays = at_newest(table, keep, slots).flatten(0, 1)[:, at] & inside
+        there = inside.expand_as(stays)
+        if table.padding is not None:
+            there = at_newest(table, table.position_slots() >= 0, slots).flatten(0, 1)[:, at] & inside
+        return torch.stack([stays, there])
+
+    def _problems(self, table: SlotTable, marks: Tensor | None) -> LayerProblems | None:
         """What is to be refitted; codes what is not."""
-        if self.refit == "none":
+        if marks is None:
             table.code()
             return None
         state = table.state_of(Rehearsed)
         assert state.again is not None and state.chunks is not None
-        lengths = tuple(state.chunks[0].tolist())
-        slots, places = newest_slots(table, sum(lengths)), places_of(lengths, table.device)  # [B, H, m], [P, C]
+        lengths = state.chunks[0].tolist()
+        slots = newest_slots(table, sum(lengths))  # [B, H, m]
         keys, values = newest(table, slots)
         sinks = sink_keys(table, self.sinks).flatten(0, 1) if self.sinks else None
         held = None
         if table.bits.keys != PLAIN:
             table.code("keys")
             held = at_newest(table, table.key_slots(), slots)
-        inside, at = places >= 0, places.clamp_min(0)
-        stays = at_newest(table, keep, slots).flatten(0, 1)[:, at] & inside  # [B H, P, C]
-        there = inside.expand_as(stays)
-        if table.padding is not None:
-            there = at_newest(table, table.position_slots() >= 0, slots).flatten(0, 1)[:, at] & inside
         folds = self.refit == "fold"
         worth = at_newest(table, self._worth(table), slots) if folds else slots[:, :, :0].float()
         begins = itertools.accumulate(lengths[:-1], initial=table.seen - sum(lengths))
         behind = self.sinks + most_of(table.padding)
         return LayerProblems(
-            state.again.flatten(0, 1), keys, held, values, worth.flatten(0, 1), places, stays, there, table.scale,
-            sinks, sum(begin < behind for begin in begins),
+            state.again.flatten(0, 1), keys, held, values, worth.flatten(0, 1), state.places(table.device), marks,
+            table.scale, sinks, sum(begin < behind for begin in begins),
         )  # fmt: skip
 
-    def _refitted(self, problems: Sequence[LayerProblems | None]) -> list[Changes | None]:
+    def _refitted(self, problems: Sequence[LayerProblems | None], sizes: list[Tensor]) -> list[Changes | None]:
+        """`sizes` [2, B H, P] of each problem: how many tokens its marks count, on the host."""
         found: list[Changes | None] = [None] * len(problems)
         for device in {layer.keys.device for layer in problems if layer is not None}:
             here = {n: layer for n, layer in enumerate(problems) if layer is not None and layer.keys.device == device}
-            for place, changes in zip(here, refit_layers([*here.values()], self.refit == "fold"), strict=True):
+            own = torch.stack([sizes[n] for n in here], 1)
+            for place, changes in zip(here, refit_layers([*here.values()], own, self.refit == "fold"), strict=True):
                 found[place] = changes
         return found
 

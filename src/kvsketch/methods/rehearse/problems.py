@@ -34,8 +34,7 @@ class LayerProblems(NamedTuple):
     values: Tensor  # [B, H, m, Dv]
     worth: Tensor  # [B H, m] float32, scores of the tokens
     places: Tensor  # [P, C] int64, numbers among the m tokens; -1: none
-    stays: Tensor  # [B H, P, C] bool, which of them stay
-    there: Tensor  # [B H, P, C] bool, which of them are tokens of the row
+    marks: Tensor  # [2, B H, P, C] bool, which of them stay, and which are tokens of the row
     scale: float
     sinks: Tensor | None  # [B H, E, D], keys of the first tokens, which all queries see
     bare: int  # chunks that have these tokens among their own
@@ -49,12 +48,15 @@ class Changes(NamedTuple):
     values: Tensor  # [E, Dv]
 
 
-def refit_layers(layers: Sequence[LayerProblems], folds: bool = False) -> list[Changes]:
-    """The changes of each layer (asks the device once); those of folding where it `folds`."""
+def refit_layers(layers: Sequence[LayerProblems], counted: Tensor, folds: bool = False) -> list[Changes]:
+    """The changes of each layer, whose marks count [2, L, B H, P] tokens, on the host; those of folding if it `folds`.
+
+    The device is not asked.
+    """
     found: list[list[Changes]] = [[] for _ in layers]
     device = layers[0].keys.device
-    stays, there = (torch.stack(marks) for marks in zip(*((layer.stays, layer.there) for layer in layers), strict=True))
-    kept, sizes = torch.stack([stays.sum(-1), there.sum(-1)]).cpu()  # [L, B H, P]
+    stays, there = torch.stack([layer.marks for layer in layers], 1)  # [L, B H, P, C]
+    kept, sizes = counted
     problems = ((kept > 0) & (kept < sizes)).nonzero()  # [n, 3]: layer, head, chunk
     counts = kept[tuple(problems.T)]
     # Those of one size, once they are padded, stay in the order of their layers: a batch has few layers to read.
