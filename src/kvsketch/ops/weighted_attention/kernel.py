@@ -295,7 +295,7 @@ def coded_plan(heads: int, slots: int, rows: int, size: int, device: Device, pie
     """
     early = device.overlap and heads * slots * CODED_BYTES <= EARLY_CODED_BYTES
     few, several = rows * size <= 512, rows <= 8 and rows * size <= 1024
-    registers = 128 if few else 168 if several else None
+    registers = 168 if several else None
     block_n, warps = 64, 1 if rows <= 8 else 2
     resident = device.multiprocessors * (CODED_PROGRAMS if registers else 8 // warps)
     splits = best_splits(heads, _ceil_div(slots + EXACT_SLOTS.value, block_n), resident)
