@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,15 +67,21 @@ def work_list(capacity: Tensor, resident: int) -> tuple[Tensor, Tensor]:
 
 
 def piece_size(slots: NDArray[np.int64], resident: int) -> int:
-    """Slots of a piece, for heads of so many slots: the largest within 4% of the least estimated time.
-
-    A wave of `resident` programs lasts as long as a piece, and about half a unit more to start.
-    """
+    """Slots of a piece, for heads of so many slots: those of the least estimated time."""
     units = -(-int(slots.max()) // UNIT)
     tried = np.arange(max(1, -(-units // MOST_PIECES)), max(1, units) + 1)
     pieces = (-(-slots // (tried[:, None] * UNIT))).sum(1)
-    time = -(-pieces // resident) * (2 * tried + 1)
-    return UNIT * int(tried[time <= 1.04 * time.min()].max())
+    return UNIT * int(tried[_time(pieces, tried, slots.sum() / UNIT, resident).argmin()])
+
+
+def _time(pieces: Any, tried: Any, total: Any, resident: int) -> Any:
+    """Estimated time of so many pieces of `tried` units, `total` of them, in units read one after the other.
+
+    `resident` programs run at a time, and to start one takes about as long as a unit. Of more pieces, those that are
+    left over fill the gaps, but for half of the last one.
+    """
+    once = pieces <= resident
+    return once * (tried + 1) + ~once * ((pieces + total) / resident + (tried + 1) / 2)
 
 
 def most_of_list(heads: int, resident: int) -> int:
@@ -105,10 +112,9 @@ def _piece_sizes(capacity: Tensor, units: int, length: int, resident: int) -> Te
     """`piece_size` of each layer, and large enough for a list of that length."""
     tried = _tried(units, capacity.device)
     pieces = (-(-capacity.unsqueeze(-1) // (tried * UNIT))).sum(1)  # [L, T]
-    time = -(-pieces // resident) * (2 * tried + 1)
-    good = time <= 1.04 * time.amin(1, keepdim=True)
+    time = _time(pieces, tried, capacity.sum(1, keepdim=True) / UNIT, resident)
     least = -(-capacity.sum(1, keepdim=True) // (UNIT * (length - capacity.shape[1])))
-    return UNIT * torch.maximum(torch.where(good, tried, 0).amax(1, keepdim=True), least)
+    return UNIT * torch.maximum(tried[time.argmin(1, keepdim=True)], least)
 
 
 @functools.cache
