@@ -66,7 +66,9 @@ def prefill(data: list[Data]) -> str:
     rows = [
         (
             Code(d["method"]),
-            f"{d['prefill_ms']:.0f}",
+            f"{d['length']:,}",
+            f"{d['prefill_ms']:,.0f}",
+            f"{d['baseline_ms']:,.0f}",
             f"{d['overhead']:+.1%}",
             f"{d['cache_bytes'] / 1e6:.0f}",
             f"{d['cache_bytes'] / (sum(d['stored']) * LLAMA_8B_SLOT):.3f}",
@@ -74,9 +76,8 @@ def prefill(data: list[Data]) -> str:
         )
         for d in timed
     ]
-    head = f"{timed[-1]['length']:,} tokens; transformers' DynamicCache takes {timed[-1]['baseline_ms']:.0f} ms."
-    header = ("method", "ms", "overhead", "cache MB", "cache / keys and values of the stored tokens", "peak GB")
-    return head + "\n\n" + _table(header, rows)
+    header = ("method", "tokens", "ms", "DynamicCache, ms", "overhead", "cache MB")
+    return _table((*header, "cache / keys and values of the stored tokens", "peak GB"), rows)
 
 
 def decode(data: list[Data]) -> str:
@@ -142,7 +143,10 @@ def soak(data: list[Data]) -> str:
 
 
 def faults(data: list[Data]) -> str:
-    rows = ((d["fault"], d["killed"], len(d["problems"])) for d in last(data, "fault", "pip"))
+    rows = (
+        (f"{d['fault']}, {d['pip']} pip" if d["pip"] else d["fault"], d["killed"], len(d["problems"]))
+        for d in last(data, "fault", "pip")
+    )
     return _table(("what was killed", "kills", "problems"), rows)
 
 
@@ -163,26 +167,26 @@ def plain(keys: str, columns: str, only: Callable[[Data], bool] = lambda d: True
     return table
 
 
+# Whole models first, then single operations.
 SECTIONS: list[tuple[str, str, str, Make]] = [
     (
-        "The decode kernel",
-        "kernel",
-        "One layer of Llama-3.1-8B shape (32 query heads, 8 KV heads, size 128, bf16), µs inside a CUDA graph.\n\n"
-        "![Decode attention against SDPA](pictures/kernels.png)",
-        kernels,
-    ),
-    (
-        "Few bits and ragged heads",
-        "kernel",
-        "The same layer, µs: keys and values of 4 bits, and as many slots in heads of different sizes.",
-        few_bits,
+        "Decoding",
+        "decode",
+        "Llama-3.1-8B shape, random weights, bf16, captured steps after a prompt of 32,768 tokens (DynamicCache: "
+        "4,096). The baseline `full` is the full cache with our own kernel, captured. The floor is the time to read "
+        "weights and cache once at the measured copy bandwidth; recall methods read a part of the cache and have no "
+        "floor. Before a method is timed, its captured tokens are compared with eager ones. If no layer is read in "
+        "full, the tokens without fused kernels are also compared with those of `model.generate`.\n\n![Decode step "
+        "and throughput by batch](pictures/decode.png)",
+        decode,
     ),
     (
         "Prefill",
         "prefill",
-        "Llama-3.1-8B shape, random weights, batch 1: time of the whole prefill, compression included. The last but "
-        "one column is 1 for a cache of keys and values only; index, weights and scores take 8 to 12 bytes of 520 a "
-        "slot. subgen stores keys without values, balancekv fills its budget while decoding.",
+        "Llama-3.1-8B shape, random weights, batch 1: time of the whole prefill, compression included, beside "
+        "transformers' DynamicCache in the same run. The last but one column is 1 for a cache of keys and values only; "
+        "index, weights and scores take 8 to 12 bytes of 520 a slot. subgen stores keys without values, balancekv "
+        "fills its budget while decoding.",
         prefill,
     ),
     (
@@ -199,43 +203,45 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         ),
     ),
     (
-        "Decoding",
-        "decode",
-        "Llama-3.1-8B shape, random weights, bf16, captured steps after a prompt of 32,768 tokens (DynamicCache: "
-        "4,096). The baseline `full` is the full cache with our own kernel, captured. The floor is the time to read "
-        "weights and cache once at the measured copy bandwidth; recall methods read a part of the cache and have no "
-        "floor. Before a method is timed, its captured tokens are compared with eager ones. If no layer is read in "
-        "full, the tokens without fused kernels are also compared with those of `model.generate`.\n\n![Decode step "
-        "and throughput by batch](pictures/decode.png)",
-        decode,
-    ),
-    (
-        "Where the time of a step goes",
-        "step_profile",
-        "The first eight layers of the shape, captured, after 32,768 tokens. A kernel starts before the previous one "
-        "ends, and its time includes the wait, so the times add up to more than the step. clusterkv reads all "
-        "tokens in its first two layers (`split_kernel`) and selected rows in the other six (`pieces_kernel`).",
-        step_profile,
-    ),
-    (
-        "Linear layers of a decode step",
-        "linear",
-        "One layer of Llama-3.1-8B and its head, bf16, weights read from memory: µs inside a CUDA graph, beside "
-        "torch's products and additions, and the share of the copy bandwidth at which the weights are read.",
+        "Serving",
+        "serve",
+        "Requests that share a decode step in the batched engine: Llama-3.1-8B shape, random weights. When all rows "
+        "run, their steps are timed; then a whole prompt is read beside them. The requests continue copies of one "
+        "prompt's cache, as those that name a document do. The full cache has as many rows as fit.",
         plain(
-            "batch product",
-            "batch | product | µs = us:.1f | torch µs = torch_us:.1f | "
-            "of copy bandwidth = of_copy_bandwidth:.0% | torch = torch_of_copy_bandwidth:.0%",
+            "method",
+            "method | prompt:,d | rows | tokens/s = tokens_per_s:,.0f | "
+            "between tokens, ms: median = p50_ms:.1f | p99 = p99_ms:.1f | "
+            "p99 beside a prompt = busy_p99_ms:.0f | first token, s = ttft_s:.2f | "
+            "beside others = busy_ttft_s:.2f | of a document = document_ttft_s:.2f | join, ms = join_ms:.2f | "
+            "bytes a row = row_bytes:,d",
+            only=lambda d: not d.get("failed"),
         ),
     ),
     (
-        "kvpress",
-        "kvpress",
-        "The same shape and prompt with kvpress 0.5.5 and transformers 5.2. Its decoding is eager, so a step is "
-        "limited by the host and varies with it.",
+        "Documents",
+        "document",
+        "Seconds to the first token of an answer about a document: when it is read again, when its cache is loaded "
+        "from its file, and when that is held in memory. A real model and a real text; all three give the same token.",
         plain(
-            "press",
-            "press | kept:,d | prefill ms = prefill_ms:,.0f | ms per step = step_ms:.1f | cache bytes = cache_bytes:,d",
+            "model method tokens cache",
+            "model | method | tokens:,d | cache | first token, s = seconds:.2f | cache bytes = cache_bytes:,d | "
+            "file bytes = file_bytes:,d",
+            only=lambda d: not d.get("failed"),
+        ),
+    ),
+    (
+        "Streaming prefill",
+        "stream",
+        "Random weights: the Llama-3.1-8B shape on an H200 in chunks of 8,192 tokens, and one layer of a tiny shape on "
+        "a CPU in chunks of 2,048. Memory and time only: the trained model's positions end at 131,072 ([where "
+        "positions end](long_contexts.md#where-positions-end)). Tenths: time per token of the slowest over the fastest "
+        "tenth of the prompt, without the first tenth. Peak: device memory, model included.",
+        plain(
+            "model method tokens",
+            "model | method | tokens:,d | seconds = prefill_s:.1f | tenths = slowest_over_fastest_tenth:.2f | "
+            "cache bytes = cache_bytes:,d | full cache = full_bytes:,d | peak bytes = peak_bytes:,d | "
+            "peak / shortest = peak_over_shortest:.3f",
         ),
     ),
     (
@@ -257,6 +263,63 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "Qwen2.5-Coder-0.5B, 8,192 tokens of real text, then decoding with a budget of 256: share of the rows read by "
         "a query head that are already on the device, and share of all reads that are copied from host memory.",
         plain("method", "method | hit rate = hit_rate:.1% | copied:.1%"),
+    ),
+    (
+        "kvpress",
+        "kvpress",
+        "The same shape and prompt with kvpress 0.5.5 and transformers 5.2. Its decoding is eager, so a step is "
+        "limited by the host and varies with it.",
+        plain(
+            "press",
+            "press | kept:,d | prefill ms = prefill_ms:,.0f | ms per step = step_ms:.1f | cache bytes = cache_bytes:,d",
+        ),
+    ),
+    (
+        "Long generation",
+        "soak",
+        "A small random model generates token by token on a CPU: bytes of the cache at the end over those at the "
+        "start, and time per token of the second half over the first. Memory and time only: a trained model breaks "
+        "down after its last position ([where positions end](long_contexts.md#where-positions-end)).",
+        soak,
+    ),
+    (
+        "Faults",
+        "faults",
+        "Processes are killed at random moments, then run again. A problem is a result that differs from that of an "
+        "uninterrupted run.",
+        faults,
+    ),
+    (
+        "The decode kernel",
+        "kernel",
+        "One layer of the Llama-3.1-8B shape (32 query heads, 8 KV heads, size 128, bf16), µs inside a CUDA graph.\n\n"
+        "![Decode attention against SDPA](pictures/kernels.png)",
+        kernels,
+    ),
+    (
+        "Few bits and ragged heads",
+        "kernel",
+        "The same layer, µs: keys and values of 4 bits, and as many slots in heads of different sizes.",
+        few_bits,
+    ),
+    (
+        "Where the time of a step goes",
+        "step_profile",
+        "The first eight layers of the shape, captured, after 32,768 tokens. A kernel starts before the previous one "
+        "ends, and its time includes the wait, so the times add up to more than the step. clusterkv reads all "
+        "tokens in its first two layers (`split_kernel`) and selected rows in the other six (`pieces_kernel`).",
+        step_profile,
+    ),
+    (
+        "Linear layers of a decode step",
+        "linear",
+        "One layer of Llama-3.1-8B and its head, bf16, weights read from memory: µs inside a CUDA graph, beside "
+        "torch's products and additions, and the share of the copy bandwidth at which the weights are read.",
+        plain(
+            "batch product",
+            "batch | product | µs = us:.1f | torch µs = torch_us:.1f | "
+            "of copy bandwidth = of_copy_bandwidth:.0% | torch = torch_of_copy_bandwidth:.0%",
+        ),
     ),
     (
         "Column sums of attention (h2o, keyformer)",
@@ -331,63 +394,6 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
             "bytes / formula = bytes_over_formula:.3f",
         ),
     ),
-    (
-        "Serving",
-        "serve",
-        "Requests that share a decode step in the batched engine: Llama-3.1-8B shape, random weights. When all rows "
-        "run, their steps are timed; then a whole prompt is read beside them. The requests continue copies of one "
-        "prompt's cache, as those that name a document do. The full cache has as many rows as fit.",
-        plain(
-            "method",
-            "method | prompt:,d | rows | tokens/s = tokens_per_s:,.0f | "
-            "between tokens, ms: median = p50_ms:.1f | p99 = p99_ms:.1f | "
-            "p99 beside a prompt = busy_p99_ms:.0f | first token, s = ttft_s:.2f | "
-            "beside others = busy_ttft_s:.2f | of a document = document_ttft_s:.2f | join, ms = join_ms:.2f | "
-            "bytes a row = row_bytes:,d",
-            only=lambda d: not d.get("failed"),
-        ),
-    ),
-    (
-        "Documents",
-        "document",
-        "Seconds to the first token of an answer about a document: when it is read again, when its cache is loaded "
-        "from its file, and when that is held in memory. A real model and a real text; all three give the same token.",
-        plain(
-            "model method tokens cache",
-            "model | method | tokens:,d | cache | first token, s = seconds:.2f | cache bytes = cache_bytes:,d | "
-            "file bytes = file_bytes:,d",
-            only=lambda d: not d.get("failed"),
-        ),
-    ),
-    (
-        "Streaming prefill",
-        "stream",
-        "Random weights: the Llama-3.1-8B shape on an H200 in chunks of 8,192 tokens, and one layer of a tiny shape on "
-        "a CPU in chunks of 2,048. Memory and time only: the trained model's positions end at 131,072, see "
-        "long_contexts.md. Tenths: time per token of the slowest over the fastest tenth of the prompt, without the "
-        "first tenth. Peak: device memory, model included.",
-        plain(
-            "model method tokens",
-            "model | method | tokens:,d | seconds = prefill_s:.1f | tenths = slowest_over_fastest_tenth:.2f | "
-            "cache bytes = cache_bytes:,d | full cache = full_bytes:,d | peak bytes = peak_bytes:,d | "
-            "peak / shortest = peak_over_shortest:.3f",
-        ),
-    ),
-    (
-        "Long generation",
-        "soak",
-        "A small random model generates token by token on a CPU: bytes of the cache at the end over those at the "
-        "start, and time per token of the second half over the first. Memory and time only: a trained model breaks "
-        "down after its last position, see long_contexts.md.",
-        soak,
-    ),
-    (
-        "Faults",
-        "faults",
-        "Processes are killed at random moments, then run again. A problem is a result that differs from that of an "
-        "uninterrupted run.",
-        faults,
-    ),
 ]
 
 
@@ -399,7 +405,9 @@ def page(found: Sequence[Record]) -> str:
         if data:
             parts += [f"## {title}", text, make(data)]
     known = {kind for _, kind, _, _ in SECTIONS}
-    parts += ["## Where the numbers come from", _machines([record for record in found if record["kind"] in known])]
+    told = "A command runs at its commit; `python -m kvsketch.benchmark.NAME` is `kvsketch bench NAME` at later ones."
+    machines = _machines([record for record in found if record["kind"] in known])
+    parts += ["## Where the numbers come from", told, machines]
     return "\n\n".join(parts)
 
 
