@@ -132,6 +132,16 @@ def test_a_padded_row_is_the_row_alone(model: Any, text: Any) -> None:
     torch.testing.assert_close(both[:, 1:], alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("refit", ["none", "full"])
+def test_a_short_neighbour_changes_nothing(model: Any, text: Any, refit: str) -> None:
+    """Its padding reaches into the last of three chunks; the others still see the sinks of the long row there."""
+    method = Rehearse(refit=refit, **PLAIN)
+    ids, mask = padded(text[0].clone(), [0, 180])
+    alone = read(model, CompressedCache(model, method), ids[:1], mask[:1])
+    both = read(model, CompressedCache(model, method), ids, mask)
+    torch.testing.assert_close(both[:, :1], alone, atol=1e-3, rtol=1e-3)
+
+
 def test_saved_reordered_and_rolled_back_caches_go_on(model: Any, text: Any, tmp_path: Path) -> None:
     ids, mask = text
     cache = CompressedCache(model, Rehearse(recent=8))

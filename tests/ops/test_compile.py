@@ -140,7 +140,8 @@ def decoded() -> None:
 
 def replay_scores(dtype: torch.dtype) -> None:
     q, k, sinks = normal(B, HQ, S, D).to(dtype), normal(B, H, S, D).to(dtype), normal(B, H, 4, D).to(dtype)
-    ops.replay_scores(q, q, k, sinks, 0.1, hidden=longs(B), copies=k, chunks=2)
+    bare = longs(B) if dtype == torch.bfloat16 else 1
+    ops.replay_scores(q, q, k, sinks, 0.1, hidden=longs(B), copies=k, chunks=2, bare=bare)
 
 
 def refit_steps() -> None:

@@ -58,8 +58,12 @@ def test_chunks_know_nothing_of_each_other() -> None:
     found = replay_scores(again, q, k, sinks, 0.4, chunks=2, bare=1, hidden=torch.tensor([5, 30]))
     for number, pads in enumerate(([5, 23], [0, 7])):
         own = slice(23 * number, 23 * number + 23)
-        expected = direct(again[:, :, own], q[:, :, own], k[:, :, own], sinks[:, :, : 4 * number], 0.4, pads)
+        parts = again[:, :, own], q[:, :, own], k[:, :, own]
+        expected = direct(*parts, sinks[:, :, : 4 * number], 0.4, pads)
         torch.testing.assert_close(found[:, :, own], expected, atol=1e-6, rtol=1e-5)
+    of_rows = replay_scores(again, q, k, sinks, 0.4, chunks=2, bare=torch.tensor([1, 2]), hidden=torch.tensor([5, 30]))
+    torch.testing.assert_close(of_rows[:1], found[:1])
+    torch.testing.assert_close(of_rows[1:, :, 23:], direct(*parts, sinks[:, :, :0], 0.4, [0, 7])[1:])
 
 
 @needs_triton
@@ -82,10 +86,11 @@ def test_kernel_gives_the_reference(
     values = [x.to(device, dtype) for x in inputs(count=count, group=group, size=size, sinks=sinks)]
     values[2][:, :, -3:, 0] += jump
     pads = None if hidden is None else torch.tensor(hidden, device=device)
+    bare = chunks - 1 if pads is None else torch.tensor([chunks - 1, chunks], device=device)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for copies in (None, torch.randn_like(values[2])):
-        found = kernel.replay_scores(*values, 0.3, chunks, chunks - 1, pads, copies)
-        expected = reference.replay_scores(*values, 0.3, chunks, chunks - 1, pads, copies)
+        found = kernel.replay_scores(*values, 0.3, chunks, bare, pads, copies)
+        expected = reference.replay_scores(*values, 0.3, chunks, bare, pads, copies)
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 

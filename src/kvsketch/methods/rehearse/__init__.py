@@ -323,7 +323,6 @@ class Rehearse(BudgetedMethod):
         keys = newest(table, slots)[0]
         queries, pads = queries.to(keys.dtype), table.padding
         first = sink_keys(table, self.sinks) if table.seen > self.sinks else keys[:, :, :0]
-        behind = self.sinks + most_of(pads)
         turns = whole_turns(tuple(table.rotary), queries.device)
         lengths, done = divided(new, self.chunk), 0
         most = MAX_TURNED.get(keys.device.type, 1) // queries[:, :, : lengths[0]].numel()
@@ -335,7 +334,9 @@ class Rehearse(BudgetedMethod):
             asked_from = begins if pads is None else torch.maximum(begins, pads.view(-1, 1))
             repeated = ops.turn_queries(q, GAP + table.seen - asked_from, turns)
             hidden = None if pads is None else (pads - begin).clamp_min(0)
-            bare = min(count, max(0, -(-(behind - begin) // length)))
+            bare: Tokens = sum(b < self.sinks for b in range(begin, begin + count * length, length))
+            if pads is not None:
+                bare = (begins < pads.view(-1, 1) + self.sinks).sum(1)
             found = ops.replay_scores(repeated, q, k, first, table.scale, chunks=count, bare=bare, hidden=hidden)
             scores.append(found)
             again.append(sampled(repeated, k.shape[1], count, hidden, self._sample))
@@ -433,11 +434,13 @@ class Rehearse(BudgetedMethod):
             held = at_newest(table, table.key_slots(), slots)
         folds = self.refit == "fold"
         worth = at_newest(table, self._worth(table), slots) if folds else slots[:, :, :0].float()
-        begins = itertools.accumulate(lengths[:-1], initial=table.seen - sum(lengths))
-        behind = self.sinks + most_of(table.padding)
+        start, places = table.seen - sum(lengths), state.places(table.device)
+        bare: Tokens = sum(begin < self.sinks for begin in itertools.accumulate(lengths[:-1], initial=start))
+        if table.padding is not None:
+            bare = (start + places[:, 0] < table.padding.view(-1, 1) + self.sinks).sum(1)
         return LayerProblems(
-            state.again.flatten(0, 1), keys, held, values, worth.flatten(0, 1), state.places(table.device), marks,
-            table.scale, sinks, sum(begin < behind for begin in begins),
+            state.again.flatten(0, 1), keys, held, values, worth.flatten(0, 1), places, marks,
+            table.scale, sinks, bare,
         )  # fmt: skip
 
     def _refitted(self, problems: Sequence[LayerProblems | None], sizes: list[Tensor]) -> list[Changes | None]:

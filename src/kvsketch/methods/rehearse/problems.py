@@ -37,7 +37,7 @@ class LayerProblems(NamedTuple):
     marks: Tensor  # [2, B H, P, C] bool, which of them stay, and which are tokens of the row
     scale: float
     sinks: Tensor | None  # [B H, E, D], keys of the first tokens, which all queries see
-    bare: int  # chunks that have these tokens among their own
+    bare: int | Tensor  # chunks that have these tokens among their own; [B] where left padding makes rows differ
 
 
 class Changes(NamedTuple):
@@ -120,7 +120,9 @@ def _fitted(layers: Sequence[LayerProblems], batch: Batch, folds: bool) -> Itera
     elsewhere = None
     if batch.sinks is not None:
         elsewhere = product(q, batch.sinks.mT).mul_(layers[0].scale).logsumexp(-1)
-        elsewhere.masked_fill_((chunk < layers[0].bare).unsqueeze(1), float("-inf"))
+        bare = layers[0].bare
+        bare = bare if isinstance(bare, int) else bare[head // layers[0].keys.shape[1]]
+        elsewhere.masked_fill_((chunk < bare).unsqueeze(1), float("-inf"))
     slots = Slots(k, v, kept[:, :most], layers[0].scale, batch.hidden, held, elsewhere)
     log_weights, values, _ = fold(q, slots, worth) if folds else refit(q, slots)
     # The host knows how many are kept, so that nothing waits for the device.

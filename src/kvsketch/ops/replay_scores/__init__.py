@@ -20,14 +20,15 @@ from kvsketch.ops.common.dispatch import implementation
 
 
 def replay_scores(
-    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, *, chunks: int = 1, bare: int = 0,
+    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, *, chunks: int = 1, bare: int | Tensor = 0,
     hidden: Tensor | None = None, copies: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Scores [B, H, P C] float32, in [0, 1], of tokens in P = `chunks` chunks that know nothing of each other.
 
     again, q [B, Hq, P C, D]: the turned queries and those of the first reading; k [B, H, P C, D]; sinks [B, H, E, D]:
-    keys before the chunks that everything looks at, E may be 0; the first `bare` chunks do not. hidden [B] int64: the
-    first tokens of a row that are left padding; they ask nothing and score 0. copies: like k.
+    keys before the chunks that everything looks at, E may be 0; the first `bare` chunks do not, as many in all rows or
+    [B] int64. hidden [B] int64: the first tokens of a row that are left padding; they ask nothing and score 0. copies:
+    like k.
     """
     if again.shape != q.shape or q.dim() != 4 or k.shape[0] != q.shape[0] or k.shape[2:] != q.shape[2:]:
         raise ValueError(

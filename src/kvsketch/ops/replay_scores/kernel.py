@@ -46,8 +46,8 @@ def launches_for(k: Tensor, count: int) -> tuple[Launch, Launch]:
 
 
 def replay_scores(
-    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, chunks: int, bare: int, hidden: Tensor | None,
-    copies: Tensor | None, launches: tuple[Launch, Launch] | None = None,
+    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, chunks: int, bare: int | Tensor,
+    hidden: Tensor | None, copies: Tensor | None, launches: tuple[Launch, Launch] | None = None,
 ) -> Tensor:  # fmt: skip
     """See `kvsketch.ops.replay_scores`; `launches` overrides the launch sizes of the two kernels."""
     copied = k if copies is None else copies.to(k.dtype)
@@ -67,6 +67,7 @@ def replay_scores(
             *(described_rows(tensor, tile) for tensor, tile in tiles), sinks, hidden, row_sums, scale * LOG2E.value,
             count, room, chunks, bare, heads, *sinks.stride()[:3], D=sinks.shape[3],
             SINKS=sink_count, BLOCK_SINKS=block_size(max(1, sink_count)), ROWS=rows.still, COLUMNS=rows.moving,
+            BARE_ROWS=isinstance(bare, Tensor),
             **_resources(rows), **constants,
         )  # fmt: skip
         column_maxima_kernel[(triton.cdiv(count, columns.still), batch * chunks * heads)](
@@ -103,10 +104,13 @@ def padding(hidden_ptr, b, p, count, HIDDEN: tl.constexpr):
 def row_sums_kernel(
     again_rows, q_rows, k_rows, copy_rows, sink_ptr, hidden_ptr, sums_ptr, scale, count, room, chunks, bare, heads,
     sink_b, sink_h, sink_n, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, HIDDEN: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK_SINKS: tl.constexpr,
+    COLUMNS: tl.constexpr, HIDDEN: tl.constexpr, SINKS: tl.constexpr, BLOCK_SINKS: tl.constexpr,
+    BARE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """log2 of the sum over [A | B] for a tile of rows of one query head and chunk; `scale` in base 2."""
+    """log2 of the sum over [A | B] for a tile of rows of one query head and chunk; `scale` in base 2.
+
+    `bare` is a number, or with BARE_ROWS the address of one for each batch row.
+    """
     first = tl.program_id(0) * ROWS
     query_head, chunk = tl.program_id(1) % (heads * GROUP), tl.program_id(1) // (heads * GROUP)
     b, p, head = chunk // chunks, chunk % chunks, query_head // GROUP
@@ -119,7 +123,8 @@ def row_sums_kernel(
     if SINKS > 0:
         sink_base = sink_ptr + b.to(tl.int64) * sink_b + head * sink_h
         sinks = load_tile(sink_base, 0, sink_n, SINKS, BLOCK_SINKS, D, BLOCK_D, True)
-        seen = (tl.arange(0, BLOCK_SINKS) < SINKS) & (p >= bare)
+        most = tl.load(bare + b) if BARE_ROWS else bare
+        seen = (tl.arange(0, BLOCK_SINKS) < SINKS) & (p >= most)
         origin, total, _, _ = add_terms(origin, total, tl.where(seen[None, :], logits(again, sinks, scale), NEG_INF))
     sink_origin, sink_total = origin, total
     # Tiles with a mask: those of the diagonal, one before it that is part padding, one behind it that is not whole.

@@ -10,29 +10,32 @@ MAX_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 25}
 
 
 def replay_scores(
-    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, chunks: int, bare: int, hidden: Tensor | None,
-    copies: Tensor | None,
+    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, chunks: int, bare: int | Tensor,
+    hidden: Tensor | None, copies: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """See `kvsketch.ops.replay_scores`."""
     count, found = q.shape[2] // chunks, []
+    bares = [bare] * len(q) if isinstance(bare, int) else bare.tolist()
     for number in range(chunks):
         own = slice(number * count, (number + 1) * count)
         pads = None if hidden is None else (hidden - own.start).clamp(0, count)
-        parts = (again[:, :, own], q[:, :, own], k[:, :, own], sinks if number >= bare else sinks[:, :, :0])
+        seen = [first if number >= most else first[:, :0] for first, most in zip(sinks, bares, strict=True)]
+        parts = (again[:, :, own], q[:, :, own], k[:, :, own], seen)
         found.append(_one_chunk(*parts, scale, pads, None if copies is None else copies[:, :, own]))
     return found[0] if chunks == 1 else torch.cat(found, 2)
 
 
 def _one_chunk(
-    again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, hidden: Tensor | None, copies: Tensor | None
-) -> Tensor:
+    again: Tensor, q: Tensor, k: Tensor, sinks: list[Tensor], scale: float, hidden: Tensor | None,
+    copies: Tensor | None,
+) -> Tensor:  # fmt: skip
     heads, copies = k.shape[1], k if copies is None else copies
     scores = torch.zeros(k.shape[:3], device=k.device)
     for row, pad in enumerate([0] * len(k) if hidden is None else hidden.tolist()):
         asked = [x[row, :, pad:].float().unflatten(0, (heads, -1)) * scale for x in (again, q)]  # [H, G, n, D]
         for head in range(heads):
             first, copied = (x[row, head, pad:].float().mT.contiguous() for x in (k, copies))  # [D, n]
-            before = sinks[row, head].float().mT  # [D, E]
+            before = sinks[row][head].float().mT  # [D, E]
             scores[row, head, pad:] = _scores(asked[0][head], asked[1][head], first, copied, before)
     return scores
 
