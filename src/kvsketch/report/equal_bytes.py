@@ -229,12 +229,15 @@ def short_table(found: Sequence[Cell], model: str) -> str:
     methods = sorted(
         {cell.method for cell in own if cell.method != FULL}, key=lambda name: (not _is_ours(name), order(name))
     )
-    rows = [
-        [blocks.Code(method), *(" / ".join(_known(values, method, share, tasks)) for share in SHARES)]
-        for method in methods
-    ]
     whole = " / ".join(f"{full[task].value.value:.2f}" for task in sorted(full, key=task_order))
-    return blocks.table([f"full cache: {whole}" if whole else "method", *SHARES], rows)
+    rows = [
+        [blocks.Code(FULL), whole, *("" for _ in SHARES)],
+        *(
+            [blocks.Code(method), "", *(" / ".join(_known(values, method, share, tasks)) for share in SHARES)]
+            for method in methods
+        ),
+    ]
+    return blocks.table(["share of the full cache's bytes", "all", *SHARES], rows)
 
 
 def short_note(found: Sequence[Cell], model: str) -> str:
