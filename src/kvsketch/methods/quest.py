@@ -136,17 +136,6 @@ class Quest(RecallingMethod):
             bounds[:, :, : state.count] = present
         state.page_min, state.page_max = longer
 
-    def attend(
-        self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
-    ) -> Tensor | None:
-        chosen = self.rows_chosen(table, query)
-        if chosen is None:
-            return None
-        rows = self.slots_of(table, chosen)
-        return ops.indexed_attention(
-            query, *table.stores(), rows, table.scale, softcap=softcap, sink_logits=sink_logits
-        )
-
     def rows_chosen(self, table: SlotTable, query: Tensor) -> Tensor | None:  # [B, Hq, rows_read] int32
         """Tokens of the best pages of each query head; the page being filled, which holds the query's own token, is
         one.

@@ -8,6 +8,7 @@ from typing import ClassVar, cast
 
 from torch import Tensor
 
+from kvsketch import ops
 from kvsketch.methods.base import Method, option
 from kvsketch.methods.budget import Size, row_prompts
 from kvsketch.methods.full import Full
@@ -182,6 +183,18 @@ class RecallingMethod(Method, ABC):
         starts = self.selects(table) and not self.is_indexed(table) and table.seen + 1 > self.budget_tokens(table)
         starts = starts or (self.offload == "host" and self.is_indexed(table))
         return starts or Full().maintenance_due(table)
+
+    def attend(
+        self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
+    ) -> Tensor | None:
+        """Attention over `rows_chosen`."""
+        chosen = self.rows_chosen(table, query)
+        if chosen is None:
+            return None
+        rows = self.slots_of(table, chosen)
+        return ops.indexed_attention(
+            query, *table.stores(), rows, table.scale, softcap=softcap, sink_logits=sink_logits
+        )
 
     def slots_of(self, table: SlotTable, rows: Tensor) -> Tensor:  # [B, L, M] int32
         """Slots of the table's buffers where the tokens `rows` lie."""

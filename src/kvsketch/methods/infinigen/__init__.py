@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvsketch import ops
 from kvsketch.methods.base import option
 from kvsketch.methods.infinigen import speculation
 from kvsketch.methods.infinigen.skew import directions, gram_of
@@ -186,13 +185,7 @@ class InfiniGen(RecallingMethod):
     ) -> Tensor | None:
         if self.speculate == "previous":
             speculation.note(table, query)
-        chosen = self.rows_chosen(table, query)
-        if chosen is None:
-            return None
-        rows = self.slots_of(table, chosen)
-        return ops.indexed_attention(
-            query, *table.stores(), rows, table.scale, softcap=softcap, sink_logits=sink_logits
-        )
+        return super().attend(table, query, softcap, sink_logits)
 
     def rows_chosen(self, table: SlotTable, query: Tensor) -> Tensor | None:  # [B, Hq, rows_read] int32
         """The tokens each query head reads, best first, -1 behind the last."""
