@@ -219,7 +219,7 @@ def turn_keys() -> None:
 
 
 def kmeans() -> None:
-    ops.kmeans(normal(B, H, S, D), 20, start=longs(B), rounds=1, centroid="normalized")
+    ops.kmeans(normal(B, H, S, D), 20, start=longs(B), rounds=1)
 
 
 def select_clusters() -> None:

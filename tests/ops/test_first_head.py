@@ -47,7 +47,7 @@ def test_kmeans(implementation: str, device: torch.device) -> None:
     cluster = load("kmeans", implementation).kmeans
 
     def centroids(heads: int, first: int) -> Tensor:
-        return cluster(normal(heads, 60, device), 5, None, None, 0, Stream(1, 2, 3, first), "mean").centroids
+        return cluster(normal(heads, 60, device), 5, None, None, 0, Stream(1, 2, 3, first)).centroids
 
     assert_drawn_by_head(centroids(HEADS, 0), centroids(HERE, HEADS - HERE), centroids(HERE, 0))
 

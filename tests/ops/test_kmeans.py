@@ -34,9 +34,9 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     def call(
         keys: Tensor, clusters: int, rounds: int, *, start: Tensor | None = None, counts: Tensor | None = None,
-        stream: tuple[int, ...] = (0, 0, 0), centroid: str = "mean",
+        stream: tuple[int, ...] = (0, 0, 0),
     ) -> Clusters:  # fmt: skip
-        return implementation(keys, clusters, start, counts, rounds, Stream(*stream), centroid)
+        return implementation(keys, clusters, start, counts, rounds, Stream(*stream))
 
     return call
 
@@ -95,33 +95,26 @@ def test_keys_with_a_large_common_part_do_not_fall_into_one_cluster(
     assert float(lost.max()) < 0.15 and float(lost.mean()) < 0.01
 
 
-@pytest.mark.parametrize("centroid", ["mean", "normalized"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_round_is_the_mean_of_what_was_assigned(
-    cluster: Cluster, device: torch.device, centroid: str, dtype: torch.dtype
-) -> None:
+def test_one_round_is_the_mean_of_what_was_assigned(cluster: Cluster, device: torch.device, dtype: torch.dtype) -> None:
     data, _ = cones(4, 90)
     data = data.to(device, dtype)[None, None]
-    labels = cluster(data, 4, 0, centroid=centroid).labels
+    labels = cluster(data, 4, 0).labels
     expected = first_centroids(data, 4)
     for c in range(4):
         members = data[labels == c].double()
-        if centroid == "normalized":
-            members = members / members.norm(dim=-1, keepdim=True)
-            expected[0, 0, c] /= expected[0, 0, c].norm()
         if len(members):
             expected[0, 0, c] = members.mean(0)
-    centroids = cluster(data, 4, 1, centroid=centroid).centroids
+    centroids = cluster(data, 4, 1).centroids
     torch.testing.assert_close(centroids, expected, atol=1e-5, rtol=1e-5)
 
 
 @needs_triton
-@pytest.mark.parametrize("centroid", ["mean", "normalized"])
-def test_kernel_equals_reference(device: torch.device, centroid: str) -> None:
+def test_kernel_equals_reference(device: torch.device) -> None:
     from kvsketch.ops.kmeans import kernel
 
     data = normal(1, 2, 150, 24).to(device)
-    arguments: tuple[Any, ...] = (data, 7, torch.tensor([7], device=device), None, 2, Stream(3, 4, 5, 6), centroid)
+    arguments: tuple[Any, ...] = (data, 7, torch.tensor([7], device=device), None, 2, Stream(3, 4, 5, 6))
     expected, actual = reference.kmeans(*arguments), kernel.kmeans(*arguments)
     assert torch.equal(expected.labels, actual.labels)
     torch.testing.assert_close(actual.centroids, expected.centroids, atol=1e-6, rtol=1e-5)
@@ -133,7 +126,7 @@ def test_every_launch_gives_the_same(device: torch.device) -> None:
 
     data = normal(1, 1, 100, 16).to(device)
     results = [
-        kernel.kmeans(data, 20, None, None, 1, Stream(0, 0, 0), "mean", launch=kernel.Launch(keys, clusters, 4, 2))
+        kernel.kmeans(data, 20, None, None, 1, Stream(0, 0, 0), launch=kernel.Launch(keys, clusters, 4, 2))
         for keys, clusters in ((16, 16), (128, 32))
     ]
     assert torch.equal(results[0].labels, results[1].labels)
@@ -149,31 +142,6 @@ def test_planted_directions_are_found_whatever_the_lengths(cluster: Cluster, dev
     assert adjusted_rand_score(truth, best) == 1.0
     by_distance = KMeans(4, n_init=10, random_state=0).fit(keys.numpy()).labels_
     assert adjusted_rand_score(truth, by_distance) < 0.8
-
-
-def objectives(cluster: Cluster, keys: Tensor, clusters: int, rounds: int, centroid: str) -> Tensor:
-    """Sum over keys of the cosine to their own centroid after 0..rounds rounds, [rounds + 1, H]."""
-    totals = []
-    for done in range(rounds + 1):
-        centroids, labels = cluster(keys, clusters, done, centroid=centroid)
-        totals.append(cosine_scores(keys, centroids).gather(3, labels.long()[..., None]).sum((2, 3))[0])
-    return torch.stack(totals)
-
-
-def test_spherical_objective_never_falls(cluster: Cluster, device: torch.device) -> None:
-    keys = (normal(1, 2, 80, 8) * 100.0 ** normal(1, 2, 80, 1, seed=1)).to(device)
-    totals = objectives(cluster, keys, 5, 3, "normalized")
-    assert bool((totals.diff(dim=0) > -1e-3).all())
-    assert bool((totals[-1] > totals[0] + 1.0).all())
-
-
-def test_means_of_raw_keys_promise_no_such_thing(device: torch.device) -> None:
-    keys = (normal(1, 8, 80, 8) * 100.0 ** normal(1, 8, 80, 1, seed=1)).to(device)
-
-    def cluster(keys: Tensor, clusters: int, rounds: int, centroid: str) -> Clusters:
-        return reference.kmeans(keys, clusters, None, None, rounds, Stream(0, 0, 0), centroid)
-
-    assert bool((objectives(cluster, keys, 5, 5, "mean").diff(dim=0) < -1.0).any())
 
 
 def test_equal_keys_share_the_first_cluster_and_empty_ones_keep_their_centroid(
@@ -264,7 +232,6 @@ def test_float64_falls_back_to_the_reference(device: torch.device) -> None:
         ({"keys": torch.zeros(2, 1, 5, 4).int()}, "keys must be float32"),
         ({"clusters": 0}, "clusters=0 must be 1 or more"),
         ({"rounds": -1}, "rounds=-1 must be 0 or more"),
-        ({"centroid": "median"}, "centroid='median' is not one of mean, normalized"),
         ({"start": torch.zeros(3).int()}, r"start must be integers \[2\]"),
         ({"counts": torch.zeros(2)}, r"counts must be integers \[2\]"),
     ],

@@ -304,7 +304,7 @@ class Recall(OfPrefill):
         few = {"replays": 5}
         for clusters in (self.tokens // 80, self.tokens // 20):
             # One assignment with its first centroids, which takes about as long in every launch.
-            call = partial(kmeans.kmeans, self.keys, clusters, None, None, 0, Stream(0, 0, 0), "mean")
+            call = partial(kmeans.kmeans, self.keys, clusters, None, None, 0, Stream(0, 0, 0))
             launches = [kmeans.Launch(*sizes) for sizes in LAUNCHES]
             setting = {"operation": "assignment", "clusters": clusters}
             yield Trial(setting, launches, partial(_with_launch, [call]), few)

@@ -41,7 +41,7 @@ from kvsketch.report.contents import Contents, Section, gather
 from kvsketch.report.rows import Row, is_overall
 
 BLOCK = re.compile(r"(<!-- kvsketch report --docs: (\w+)(?: (\w+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-BIG, SMALL = "qwen2.5-coder-1.5b (bfloat16)", "qwen2.5-coder-0.5b (bfloat16)"
+BIG = "qwen2.5-coder-1.5b (bfloat16)"
 NOTHING = "not measured"
 # The methods of the README's tables.
 SHOWN = ("full", "clusterkv", "quest", "snapkv", "streamingllm", "keyformer", "balancekv", "subgen")

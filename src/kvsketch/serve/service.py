@@ -80,7 +80,6 @@ class Service:
         self._beside: SequentialEngine | None = None
         self._lock = threading.Lock()
         self.metrics = Metrics(self.engine.state, self._statuses)
-        self.draining = False
         self._mean_seconds = 1.0
 
     # requests
@@ -214,7 +213,6 @@ class Service:
 
     def close(self, drain: bool = True) -> None:
         """Answers what was accepted with `drain`, then stops."""
-        self.draining = True
         self.documents.close()
         self.engine.close(drain)
         if self._beside is not None:

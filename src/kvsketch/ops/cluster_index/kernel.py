@@ -83,12 +83,10 @@ def cluster_means(rows: Tensor, index: ClusterIndex) -> Tensor:
     return means
 
 
-def update_means(
-    rows: Tensor, index: ClusterIndex, means: Tensor, directions: Directions | None = None, normalized: bool = False
-) -> None:
+def update_means(rows: Tensor, index: ClusterIndex, means: Tensor, directions: Directions | None = None) -> None:
     """Writes the mean of each cluster into means [B, H, C, D] float32; the mean of an empty cluster stays as it is.
 
-    directions, if given, receives the directions of these means. normalized: the mean of row / |row|.
+    directions, if given, receives the directions of these means.
     """
     batch, heads, clusters, size = means.shape
     rows = dense_last(rows)
@@ -97,8 +95,7 @@ def update_means(
             rows, *index, means, *(directions or (None, None, None)),
             heads, rows.shape[2], 0 if directions is None else directions.rows.shape[1],
             *rows.stride()[:3],
-            D=size, BLOCK_D=block_size(size), ROWS=MEAN_ROWS,
-            NORMALIZED=normalized, DIRECTIONS=directions is not None, num_warps=2,
+            D=size, BLOCK_D=block_size(size), ROWS=MEAN_ROWS, DIRECTIONS=directions is not None, num_warps=2,
         )  # fmt: skip
 
 
@@ -183,7 +180,7 @@ def place_kernel(
 def mean_kernel(
     rows_ptr, order_ptr, sizes_ptr, offsets_ptr, means_ptr, directions_ptr, origin_ptr, radius_ptr,
     heads, count, padded, row_b, row_h, row_n,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, NORMALIZED: tl.constexpr, DIRECTIONS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, DIRECTIONS: tl.constexpr,
 ):  # fmt: skip
     """Mean of one cluster, summed in the order of its slots."""
     cluster = tl.program_id(0)
@@ -202,8 +199,6 @@ def mean_kernel(
         slot = tl.load(members + member, mask=member < size, other=0).to(tl.int64)
         inside = (member < size)[:, None] & (d < D)[None, :]
         row = tl.load(base + slot[:, None] * row_n + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        if NORMALIZED:
-            row = row * inverse_norm(tl.sum(row * row, 1))[:, None]
         total += tl.sum(row, 0)
     mean = total / size
     tl.store(means_ptr + place * D + d, mean, mask=d < D)

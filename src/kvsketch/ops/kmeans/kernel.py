@@ -61,7 +61,6 @@ def kmeans(
     counts: Tensor | None,
     rounds: int,
     stream: Stream,
-    centroid: str,
     launch: Launch | None = None,
 ) -> Clusters:
     """See `kvsketch.ops.kmeans`; `launch` overrides the launch sizes."""
@@ -80,7 +79,6 @@ def kmeans(
     centroids = torch.empty((batch, heads, clusters, size), dtype=torch.float32, device=device)
     labels = torch.empty((batch, heads, length), dtype=torch.int32, device=device)
     index = empty_index(batch, heads, length, clusters, device)
-    normalized = centroid == "normalized"
     shape: dict[str, Any] = {"D": size, "BLOCK_D": block_d}
 
     def assign() -> None:
@@ -93,12 +91,12 @@ def kmeans(
         begin_kernel[(triton.cdiv(clusters, BEGIN_ROWS), batch * heads)](
             keys, first, live, centroids, *directions, initial_state(stream.seed), *stream[1:],
             heads, length, clusters, padded, *keys.stride()[:3],
-            ROWS=BEGIN_ROWS, SAMPLE=SAMPLE, NORMALIZED=normalized, **shape, num_warps=4,
+            ROWS=BEGIN_ROWS, SAMPLE=SAMPLE, **shape, num_warps=4,
         )  # fmt: skip
         for _ in range(rounds):
             assign()
             cluster_index(labels, clusters, index)
-            update_means(keys, index, centroids, directions, normalized)
+            update_means(keys, index, centroids, directions)
         assign()
     return Clusters(centroids, labels)
 
@@ -121,7 +119,7 @@ def load_first(base, run, live, count, stream, row_n, D: tl.constexpr, BLOCK_D: 
 def begin_kernel(
     keys_ptr, first_ptr, live_ptr, centroids_ptr, directions_ptr, origin_ptr, radius_ptr,
     state, layer, position, first_head, heads, length, clusters, padded, k_b, k_h, k_n,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SAMPLE: tl.constexpr, NORMALIZED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """The first centroids of one head: a key of each run of keys; 0 beyond the live clusters."""
     head = tl.program_id(1).to(tl.int64)
@@ -147,7 +145,7 @@ def begin_kernel(
     run = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     key, direction = load_first(base, run, live, count, stream, k_n, D, BLOCK_D)
     at = (head * clusters + run)[:, None] * D + d[None, :]
-    tl.store(centroids_ptr + at, direction if NORMALIZED else key, mask=(run < clusters)[:, None] & (d < D)[None, :])
+    tl.store(centroids_ptr + at, key, mask=(run < clusters)[:, None] & (d < D)[None, :])
     at = (head * padded + run)[:, None] * BLOCK_D + d[None, :]
     apart = direction - origin[None, :]
     tl.store(directions_ptr + at, apart.to(directions_ptr.dtype.element_ty), mask=(run < clusters)[:, None])

@@ -19,7 +19,7 @@ BLOCK = 2048
 
 
 def kmeans(
-    keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, stream: Stream, centroid: str
+    keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, stream: Stream
 ) -> Clusters:
     """See `kvsketch.ops.kmeans`."""
     batch, heads, length, size = keys.shape
@@ -28,22 +28,21 @@ def kmeans(
     first, live = live_clusters(keys, clusters, start, counts)
     for row, (begin, alive) in enumerate(zip(first.tolist(), live.tolist(), strict=True)):
         if alive:
-            means, assigned = _cluster_row(keys[row, :, begin:], alive, rounds, stream, centroid)
+            means, assigned = _cluster_row(keys[row, :, begin:], alive, rounds, stream)
             centroids[row, :, :alive] = means
             labels[row, :, begin:] = assigned
     return Clusters(centroids, labels)
 
 
-def _cluster_row(keys: Tensor, clusters: int, rounds: int, stream: Stream, centroid: str) -> tuple[Tensor, Tensor]:
+def _cluster_row(keys: Tensor, clusters: int, rounds: int, stream: Stream) -> tuple[Tensor, Tensor]:
     """Centroids [H, C, D] and labels [H, n] of keys [H, n, D], n >= clusters."""
     points = wide(keys)
-    members = _directions(points) if centroid == "normalized" else points
     chosen = first_keys(keys.shape[0], keys.shape[1], clusters, stream, keys.device)
-    means = members.gather(1, chosen[..., None].expand(-1, -1, keys.shape[2]))
+    means = points.gather(1, chosen[..., None].expand(-1, -1, keys.shape[2]))
     origin = common_direction(means)
     labels = _assign(points, means, origin, keys.dtype)
     for _ in range(rounds):
-        sums = cluster_sums(members[None], labels[None], clusters)[0]
+        sums = cluster_sums(points[None], labels[None], clusters)[0]
         sizes = torch.zeros(means.shape[:2], dtype=points.dtype, device=keys.device)
         sizes.scatter_add_(1, labels, torch.ones_like(labels, dtype=points.dtype))
         means = torch.where(sizes[..., None] > 0, sums / sizes.clamp_min(1)[..., None], means)

@@ -58,22 +58,20 @@ def select_clusters(
     order: Tensor,
     budget: int,
     *,
-    slot_offset: int = 0,
     budgets: Tensor | None = None,
 ) -> Selection:
     """The slots of the best clusters, exactly `budget` of them where so many exist; the last cluster is trimmed.
 
     scores [B, L, C] float32, for each query head or each KV head (L); sizes, offsets [B, H, C] and order [B, H, n] as
     from `cluster_index`. A score of -inf excludes a cluster; equal scores go to the lower number; a trimmed cluster
-    keeps the first tokens of its order. slot_offset is added to every slot. budgets [B] int32: a row's own budget where
-    it is smaller.
+    keeps the first tokens of its order. budgets [B] int32: a row's own budget where it is smaller.
     Returns rows [B, L, budget] int32 (-1 behind the last), taken [B, L, C] int32, log_unread [B, L, C] float32 and cut
     [B, L, 3] int32: the trimmed cluster (-1: none) and where its rows start and end in the list.
     """
     index = ClusterIndex(order, sizes, offsets)
     _check(scores, index, budget, budgets)
     chosen = implementation("select_clusters", scores.device, scores.shape[2])
-    selection: Selection = chosen.select_clusters(scores, index, budget, slot_offset, budgets)
+    selection: Selection = chosen.select_clusters(scores, index, budget, budgets)
     return selection
 
 

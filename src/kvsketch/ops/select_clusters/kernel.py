@@ -44,9 +44,7 @@ def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
     return scores
 
 
-def select_clusters(
-    scores: Tensor, index: ClusterIndex, budget: int, slot_offset: int, budgets: Tensor | None = None
-) -> Selection:
+def select_clusters(scores: Tensor, index: ClusterIndex, budget: int, budgets: Tensor | None = None) -> Selection:
     """See `kvsketch.ops.select_clusters`."""
     batch, lists, clusters = scores.shape
     heads, slots = index.order.shape[1:]
@@ -59,7 +57,7 @@ def select_clusters(
     with on(scores.device):
         select_kernel[(batch * lists,)](
             scores.contiguous(), *(tensor.contiguous() for tensor in index), rows, taken, log_unread, cut, shifts,
-            budgets, clusters, slots, budget, slot_offset, lists // heads, lists,
+            budgets, clusters, slots, budget, lists // heads, lists,
             CLUSTERS=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(budget)),
             num_warps=min(16, max(4, block // 256)),
             # Programs are short of registers alone: with 64 twice as many fit on a multiprocessor.
@@ -90,10 +88,10 @@ def score_kernel(
     tl.store(scores_ptr + (head * GROUP + g)[None, :] * clusters + cluster[:, None], score, mask=inside)
 
 
-@triton.jit(do_not_specialize=["clusters", "slots", "budget", "slot_offset"])
+@triton.jit(do_not_specialize=["clusters", "slots", "budget"])
 def select_kernel(
     scores_ptr, order_ptr, sizes_ptr, offsets_ptr, rows_ptr, taken_ptr, log_unread_ptr, cut_ptr, shifts_ptr,
-    budgets_ptr, clusters, slots, budget, slot_offset, group, lists,
+    budgets_ptr, clusters, slots, budget, group, lists,
     CLUSTERS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The list of one list head.
@@ -163,5 +161,5 @@ def select_kernel(
         marks = tl.load(rows + place, mask=place < budget, other=0)
         shift = tl.load(shifts + marked + tl.cumsum(marks, 0) - 1, mask=place < total, other=0)
         slot = tl.load(order_ptr + head * slots + place + shift, mask=place < total, other=0)
-        tl.store(rows + place, tl.where(place < total, slot + slot_offset, -1), mask=place < budget)
+        tl.store(rows + place, tl.where(place < total, slot, -1), mask=place < budget)
         marked += tl.sum(marks, 0)

@@ -21,9 +21,7 @@ def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
     return (rows @ centroids.to(torch.float32).mT).view(batch, q.shape[1], clusters)
 
 
-def select_clusters(
-    scores: Tensor, index: ClusterIndex, budget: int, slot_offset: int, budgets: Tensor | None = None
-) -> Selection:
+def select_clusters(scores: Tensor, index: ClusterIndex, budget: int, budgets: Tensor | None = None) -> Selection:
     """See `kvsketch.ops.select_clusters`."""
     limit = budget if budgets is None else budgets.clamp_max(budget).view(-1, 1, 1).long()
     group = scores.shape[1] // index.sizes.shape[1]
@@ -43,7 +41,7 @@ def select_clusters(
     source = offsets.gather(2, cluster) + place - (ends - taken).gather(2, cluster)
     exists = place < ends[..., -1:]
     order = index.order.repeat_interleave(group, 1)
-    rows = order.gather(2, source.where(exists, 0)) + slot_offset
+    rows = order.gather(2, source.where(exists, 0))
     # At most one cluster is taken in part.
     trimmed = (taken > 0) & (taken < sizes)
     which = trimmed.int().argmax(2, keepdim=True)
