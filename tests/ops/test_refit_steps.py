@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.common.products import product
-from kvsketch.ops.refit_steps import Conjugate, Descent, reference, value_step, weight_step
+from kvsketch.ops.refit_steps import Conjugate, Descent, reference, stepped_values, value_step, weight_step
 from tests.ops.formula import needs_triton
 
 
@@ -24,12 +24,10 @@ def descent(gram: Tensor) -> Descent:
     return Descent(gram, torch.randn(2, size, device=gram.device) + 1.0, rate, ridge, ones, ones.clone())
 
 
-def conjugate(gram: Tensor, columns: int) -> Conjugate:
+def conjugate(gram: Tensor, columns: int, steps: int) -> Conjugate:
     shape = (2, gram.shape[1], columns)
     w, residual = torch.rand(shape[:2], device=gram.device) + 0.5, torch.randn(shape, device=gram.device)
-    scaled = (w.unsqueeze(-1) * residual).to(gram.dtype)
-    ridge = torch.full((2, 1), 0.1, device=gram.device)
-    return Conjugate(w, ridge, torch.zeros(shape, device=gram.device), residual, scaled)
+    return Conjugate.of(w, torch.full((2, 1), 0.1, device=gram.device), residual, steps, gram.dtype)
 
 
 def test_weight_steps_end_where_no_gradient_points_inside() -> None:
@@ -44,29 +42,66 @@ def test_weight_steps_end_where_no_gradient_points_inside() -> None:
 
 def test_value_steps_solve_the_system() -> None:
     gram = matrix(8)
-    state = conjugate(gram, 5)
-    wanted, w = state.residual.clone(), torch.diag_embed(state.w)
-    for _ in range(12):
-        value_step(state, gram @ state.scaled)
-    expected = torch.linalg.solve(w @ gram @ w + 0.1 * torch.eye(8), wanted)
-    torch.testing.assert_close(state.values, expected, atol=1e-3, rtol=1e-3)
+    state, plain = conjugate(gram, 5, steps=12), torch.randn(2, 8, 5)
+    w = torch.diag_embed(state.w)
+    expected = plain + torch.linalg.solve(w @ gram @ w + 0.1 * torch.eye(8), w @ state.residual)
+    for number in range(12):
+        value_step(state, number, gram @ state.scaled[number])
+    values, weighed = stepped_values(state, plain)
+    torch.testing.assert_close(values, expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(weighed, w @ values)
+
+
+SIZES = [(40, 24, torch.float32), (300, 16, torch.bfloat16)]
 
 
 @needs_triton
-@pytest.mark.parametrize(("unknowns", "columns", "dtype"), [(40, 24, torch.float32), (300, 16, torch.bfloat16)])
+@pytest.mark.parametrize(("unknowns", "columns", "dtype"), SIZES)
 def test_kernels_give_the_reference(unknowns: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
     from kvsketch.ops.refit_steps import kernel
 
     gram = matrix(unknowns, dtype).to(device)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    for start in (descent(gram), conjugate(gram, columns)):
+    # More steps would show how the rounding of bfloat16 grows.
+    steps = 2 if dtype == torch.float32 else 1
+    for start in (descent(gram), conjugate(gram, columns, steps + 1)):
         found, expected = (type(start)(*(x.clone() for x in start)) for _ in range(2))
         for state, module in ((found, kernel), (expected, reference)):
-            # More steps would show how the rounding of bfloat16 grows.
-            for _ in range(2 if dtype == torch.float32 else 1):
+            for number in range(steps):
                 if isinstance(state, Descent):
                     module.weight_step(state, 0.3)
                 else:
-                    module.value_step(state, product(gram, state.scaled))
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+                    module.value_step(state, number, product(gram, state.scaled[number]))
+        for one, other in zip(found[: 4 if isinstance(start, Conjugate) else 6], expected, strict=False):
+            torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance, equal_nan=True)
+        if isinstance(found, Conjugate) and isinstance(expected, Conjugate):
+            last = product(gram, expected.scaled[steps])
+            for module in (kernel, reference):
+                module.value_step(expected, steps, last.clone())
+                found.lengths[0 if module is kernel else 1] = expected.lengths[steps]
+            torch.testing.assert_close(*found.lengths[:2], atol=tolerance, rtol=tolerance)
+
+
+@needs_triton
+@pytest.mark.parametrize(("unknowns", "columns", "dtype"), SIZES)
+def test_kernels_of_rows_give_the_reference(
+    unknowns: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    from kvsketch.ops.refit_steps import kernel
+
+    torch.manual_seed(0)
+    shape = (2, unknowns, columns)
+    plain, less = torch.randn(shape, device=device).to(dtype), torch.randn(shape, device=device)
+    w, target = torch.rand(shape[:2], device=device) + 0.5, torch.randn(2, unknowns + 3, columns, device=device)[:, 3:]
+    state = Conjugate.of(w, w[:, :1], less.clone(), 2, dtype)
+    state.scaled.normal_()
+    state.lengths.normal_()
+    found: list[list[Tensor]] = []
+    for module in (kernel, reference):
+        outs = [torch.empty_like(plain) for _ in range(4)]
+        module.stepped_values(state, plain, *outs[:2])
+        module.weighed(target, w, less, outs[2])
+        module.weighed(plain, w, None, outs[3])
+        found.append([*outs, module.errors(less, w, target, w + 0.1)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.ops import refit_steps
 from kvsketch.ops.common.products import product
 from kvsketch.ops.kept_attention import Kept
-from kvsketch.ops.refit_steps import TINY, Conjugate, Descent, value_step, weight_step
+from kvsketch.ops.refit_steps import TINY, Conjugate, Descent, errors, stepped_values, value_step, weight_step
 
 RIDGES = (1e-2, 1e-3)  # of weights, of values
 WEIGHTS = (1e-4, 1e4)
@@ -84,8 +85,8 @@ def refit(q: Tensor, slots: Slots, steps: tuple[int, int] | None = None) -> Refi
     fit = q.shape[1] - q.shape[1] // HELD_BACK
     gram = squared(a[:, :fit])
     w = fitted_weights(gram, a[:, :fit], share[:, :fit], steps[0]).masked_fill(~slots.taken, 1.0)
-    values = fitted_values(gram, a[:, :fit], w, plain, target[:, :fit], steps[1])
-    return _guarded(slots, w, values, plain, Kept(a[:, fit:], target[:, fit:], share[:, fit:]))
+    values, parts = fitted_values(gram, a[:, :fit], w, plain, target[:, :fit], steps[1])
+    return _guarded(slots, w, values, parts, plain, Kept(a[:, fit:], target[:, fit:], share[:, fit:]))
 
 
 def fold(q: Tensor, slots: Slots, score: Tensor) -> Refitted:
@@ -109,12 +110,16 @@ def fold(q: Tensor, slots: Slots, score: Tensor) -> Refitted:
     plain = slots.plain()
     parts = w.unsqueeze(-1) * slots.values.float()
     values = plain.float().scatter_add(1, to.unsqueeze(-1).expand(parts.shape), parts) / total.unsqueeze(-1)
-    return _guarded(slots, total, values, plain, slots.seen_by(q))
+    seen = slots.seen_by(q)
+    return _guarded(slots, total, values, weighed(values, total, seen.attention.dtype), plain, seen)
 
 
-def _guarded(slots: Slots, w: Tensor, values: Tensor, plain: Tensor, seen: Kept) -> Refitted:
-    """Weights and values, where they lower the error of queries that see this."""
-    before, after = _error(seen, None, plain), _error(seen, w, values)
+def _guarded(slots: Slots, w: Tensor, values: Tensor, parts: Tensor, plain: Tensor, seen: Kept) -> Refitted:
+    """Weights and values, where they lower the error of queries that see this; `parts`: the two multiplied."""
+    a, target, share = seen
+    mass = a.sum(-1, dtype=torch.float32)
+    before = errors(product(a, plain.to(a.dtype)), mass, target, share)
+    after = errors(product(a, parts), times(a, w), target, share)
     better = torch.isfinite(after) & (after < before)
     log_w = torch.where(better.unsqueeze(-1) & slots.taken, w.log(), 0.0)
     values = torch.where(better[:, None, None], values.to(plain.dtype), plain)
@@ -153,21 +158,24 @@ def fitted_weights(gram: Tensor, a: Tensor, share: Tensor, steps: int) -> Tensor
     return w.clamp_(*WEIGHTS)
 
 
-def times(gram: Tensor, x: Tensor) -> Tensor:  # [N, K]
-    return product(gram, x.unsqueeze(-1).to(gram.dtype)).squeeze(-1)
+def times(a: Tensor, x: Tensor) -> Tensor:  # [N, Q] float32
+    """A x of x [N, K]."""
+    return product(a, x.unsqueeze(-1).to(a.dtype)).squeeze(-1)
 
 
-def fitted_values(gram: Tensor, a: Tensor, w: Tensor, plain: Tensor, target: Tensor, steps: int) -> Tensor:
-    """Values [N, K, Dv] that give the target with weights w, near the plain ones, by conjugate gradients by channel."""
-    weight = w.unsqueeze(-1)
+def fitted_values(
+    gram: Tensor, a: Tensor, w: Tensor, plain: Tensor, target: Tensor, steps: int
+) -> tuple[Tensor, Tensor]:
+    """Values [N, K, Dv] that give the target with weights w, near the plain ones, and the two multiplied.
+
+    By conjugate gradients, every channel on its own.
+    """
     ridge = _ridge(gram.diagonal(dim1=-2, dim2=-1) * w.square(), RIDGES[1])
-    missing = _seen(a, w) * target - product(a, weighed(plain, w, a.dtype))
-    residual = product(a.mT, missing.to(a.dtype)).mul_(weight)  # [N, K, Dv]
-    scaled = weighed(residual, w, gram.dtype)
-    state = Conjugate(w, ridge, plain.to(torch.float32, copy=True), residual, scaled)
-    for _ in range(steps):
-        value_step(state, product(gram, scaled))
-    return state.values
+    missing = weighed(target, times(a, w), a.dtype, product(a, weighed(plain, w, a.dtype)))
+    state = Conjugate.of(w, ridge, product(a.mT, missing), steps, gram.dtype)
+    for number in range(steps):
+        value_step(state, number, product(gram, state.scaled[number]))
+    return stepped_values(state, plain)
 
 
 def _ridge(diagonal: Tensor, share: float) -> Tensor:  # [N, 1]
@@ -176,21 +184,6 @@ def _ridge(diagonal: Tensor, share: float) -> Tensor:  # [N, 1]
     return (share * mean).clamp_min(1e-12)
 
 
-def weighed(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of x [N, K, Dv] times w [N, K], rounded once, in one go."""
-    return torch.mul(x, w.unsqueeze(-1), out=torch.empty(x.shape, dtype=dtype, device=x.device))
-
-
-def _seen(a: Tensor, w: Tensor) -> Tensor:  # [N, Q, 1] float32
-    """A w."""
-    return product(a, w.unsqueeze(-1).to(a.dtype))
-
-
-def _error(seen: Kept, w: Tensor | None, values: Tensor) -> Tensor:  # [N]
-    """Squared error of mass and output of the kept slots, without w of plain ones; an output counts by its share."""
-    a, target, share = seen.attention, seen.outputs, seen.share.unsqueeze(-1)
-    mass = a.sum(-1, keepdim=True, dtype=torch.float32) if w is None else _seen(a, w)
-    parts = values.to(a.dtype) if w is None else weighed(values, w, a.dtype)
-    out = (product(a, parts) / mass.clamp_min(TINY) - target).mul_(share)
-    spread = (target * share).square().mean((1, 2)).clamp_min(TINY)
-    return (mass - share).square().mean((1, 2)) + out.square().mean((1, 2)) / spread
+def weighed(x: Tensor, w: Tensor, dtype: torch.dtype, less: Tensor | None = None) -> Tensor:
+    """Rows of x [N, K, Dv] times w [N, K], minus `less` of that shape, rounded once, in one go."""
+    return refit_steps.weighed(x, w, less, out=torch.empty(x.shape, dtype=dtype, device=x.device))

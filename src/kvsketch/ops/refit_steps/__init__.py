@@ -2,17 +2,22 @@
 
     weight_step   accelerated projected gradient for |A w - 1|^2 + r |w - 1|^2 over w >= 0, G = A'A:
                       w' = max(0, x + rate (wanted - G x - r x)),    x' = w' + speed (w' - w),    wanted = A'1 + r
-    value_step    conjugate gradients for (W G W + r I) V = b, every column on its own, W = diag(w), T = G W D:
-                      M = W T + r D,    l = <R, D> / <D, M>,    V += l D,    R -= l M,    D = R - <R, M> / <D, M> D
-                  The new <R, M> follows from the old one: all sums are known before anything is written.
+    value_step    conjugate gradients for (W G W + r I) X = W R, every column on its own, W = diag(w). With S = W D of
+                  the direction D, the residual W R and M = G S + r W^-2 S:
+                      l = <R, S> / <S, M>,    R -= l M,    S = W^2 R - <W^2 R, M> / <S, M> S,    X = W^-1 sum of all l S
+                  The new <W^2 R, M> follows from the old one: all sums are known before anything is written. X is
+                  summed up after the last step (`stepped_values`), so that no step reads and writes it.
+    weighed       rows times weights
+    errors        of outputs and masses that the kept slots give
 
-Both write over what they are given. Legend: N problems, K unknowns, Dv columns.
+Steps write over what they are given. Legend: N problems, K unknowns, Q queries, Dv columns, T steps.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvsketch.ops.common.dispatch import implementation
@@ -39,16 +44,48 @@ class Conjugate(NamedTuple):
 
     w: Tensor  # [N, K], positive
     ridge: Tensor  # [N, 1]
-    values: Tensor  # [N, K, Dv], changes, as all that follow
-    residual: Tensor  # [N, K, Dv]
-    scaled: Tensor  # [N, K, Dv], w times the direction
+    residual: Tensor  # [N, K, Dv], R, changes, as all that follow
+    scaled: Tensor  # [T, N, K, Dv], S of every step
+    lengths: Tensor  # [T, N, Dv], l of every step
+
+    @classmethod
+    def of(cls, w: Tensor, ridge: Tensor, residual: Tensor, steps: int, dtype: torch.dtype) -> Conjugate:
+        """Before the first of `steps`."""
+        scaled = torch.empty((steps, *residual.shape), dtype=dtype, device=w.device)
+        if steps:
+            weighed(residual, w.square(), out=scaled[0])
+        return cls(w, ridge, residual, scaled, residual.new_empty(steps, len(w), residual.shape[2]))
 
 
 def weight_step(descent: Descent, speed: float) -> None:
     """One step of the gradient; `speed` of the point that it starts from next."""
-    implementation("refit_steps", descent.gram.device, descent).weight_step(descent, speed)
+    implementation("refit_steps", descent.gram.device, descent.gram).weight_step(descent, speed)
 
 
-def value_step(state: Conjugate, turned: Tensor) -> None:
-    """One step of conjugate gradients, given turned [N, K, Dv] = G `scaled` in float32."""
-    implementation("refit_steps", turned.device, state).value_step(state, turned)
+def value_step(state: Conjugate, number: int, turned: Tensor) -> None:
+    """Step `number` of conjugate gradients, given turned [N, K, Dv] = G `scaled[number]` in float32."""
+    implementation("refit_steps", turned.device, turned).value_step(state, number, turned)
+
+
+def stepped_values(state: Conjugate, plain: Tensor) -> tuple[Tensor, Tensor]:
+    """plain + X after the last step, [N, K, Dv], in the dtype of `plain`, and w times that in the one of `scaled`."""
+    found = torch.empty_like(plain), torch.empty(plain.shape, dtype=state.scaled.dtype, device=plain.device)
+    implementation("refit_steps", plain.device, plain).stepped_values(state, plain, *found)
+    return found
+
+
+def weighed(x: Tensor, w: Tensor, less: Tensor | None = None, *, out: Tensor) -> Tensor:
+    """Rows of x [N, K, Dv] times w [N, K], minus `less` [N, K, Dv] float32, rounded once into `out`, contiguous."""
+    implementation("refit_steps", x.device, x).weighed(x, w, less, out)
+    return out
+
+
+def errors(outputs: Tensor, mass: Tensor, target: Tensor, share: Tensor) -> Tensor:  # [N]
+    """Squared error of mass and output; an output counts by its share, relative to the target.
+
+        mean (mass - share)^2 + mean (share (outputs / mass - target))^2 / mean (share target)^2
+
+    outputs and target [N, Q, Dv], mass and share [N, Q], all float32.
+    """
+    found: Tensor = implementation("refit_steps", outputs.device, outputs).errors(outputs, mass, target, share)
+    return found

@@ -18,18 +18,43 @@ def weight_step(descent: Descent, speed: float) -> None:
     w.copy_(new)
 
 
-def value_step(state: Conjugate, turned: Tensor) -> None:
+def value_step(state: Conjugate, number: int, turned: Tensor) -> None:
     """See `kvsketch.ops.refit_steps`."""
-    w, ridge, values, residual, scaled = state
-    w, ridge = w.unsqueeze(-1), ridge.unsqueeze(-1)
-    direction = scaled / w
-    turned = turned.mul_(w).addcmul_(direction, ridge)
-    curved, along = _columns(direction, turned).clamp_min_(TINY), _columns(residual, turned)
-    length = _columns(residual, direction) / curved
-    left = (along - length * _columns(turned, turned)) / curved
-    values.addcmul_(length, direction)
+    residual, scaled = state.residual, state.scaled[number].float()
+    square, ridge = state.w.square().unsqueeze(-1), state.ridge.unsqueeze(-1)
+    turned = turned.addcmul_(scaled, ridge / square)
+    curved = _columns(scaled, turned).clamp_min_(TINY)
+    length = _columns(residual, scaled) / curved
+    state.lengths[number] = length.squeeze(1)
+    if number + 1 == len(state.scaled):
+        return
+    weighed = turned * square
+    left = (_columns(residual, weighed) - length * _columns(turned, weighed)) / curved
     residual.addcmul_(length, turned, value=-1)
-    scaled.copy_(torch.addcmul(residual, left, direction, value=-1).mul_(w))
+    state.scaled[number + 1] = torch.mul(residual, square, out=weighed).addcmul_(left, scaled, value=-1)
+
+
+def stepped_values(state: Conjugate, plain: Tensor, values: Tensor, weighed: Tensor) -> None:
+    """See `kvsketch.ops.refit_steps`."""
+    w, moved = state.w.unsqueeze(-1), torch.zeros_like(state.residual)
+    for length, scaled in zip(state.lengths, state.scaled, strict=True):
+        moved.addcmul_(length.unsqueeze(1), scaled)
+    found = moved.div_(w).add_(plain)
+    values.copy_(found)
+    weighed.copy_(found.mul_(w))
+
+
+def weighed(x: Tensor, w: Tensor, less: Tensor | None, out: Tensor) -> None:
+    """See `kvsketch.ops.refit_steps`."""
+    torch.mul(x, w.unsqueeze(-1), out=out) if less is None else out.copy_(torch.mul(x, w.unsqueeze(-1)).sub_(less))
+
+
+def errors(outputs: Tensor, mass: Tensor, target: Tensor, share: Tensor) -> Tensor:
+    """See `kvsketch.ops.refit_steps`."""
+    each = share.unsqueeze(-1)
+    away = (outputs / mass.clamp_min(TINY).unsqueeze(-1) - target).mul_(each)
+    spread = (target * each).square_().mean((1, 2)).clamp_min_(TINY)
+    return (mass - share).square().mean(1) + away.square_().mean((1, 2)) / spread
 
 
 def _columns(a: Tensor, b: Tensor) -> Tensor:  # [N, 1, Dv]
