@@ -273,6 +273,14 @@ def test_a_model_without_known_angles_repeats_and_generates() -> None:
     assert used.mean() == 40 + 11
 
 
+@pytest.mark.parametrize("family", ["gpt2", "mpt"])
+def test_a_repetition_beyond_the_last_position_is_refused(family: str) -> None:
+    model = zoo.build(family)
+    with pytest.raises(ValueError, match=r"repeat 300 tokens behind the 300 .* has 512 positions; .* chunk of fewer"):
+        prefill(model, zoo.tokens(1, 300), CompressedCache(model, "kvzip"))
+    assert prefill(model, zoo.tokens(1, 300), CompressedCache(model, "kvzip:chunk=64")).shape[1] == 97
+
+
 def test_folding_lowers_the_error_of_plain_slots(model: Any, text: Any, full: Tensor) -> None:
     errors = {
         how: error(read(model, CompressedCache(model, Rehearse(refit=how, **PLAIN)), *text), full)

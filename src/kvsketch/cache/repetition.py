@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvsketch.cache import rotary
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.masks import Prompt
 from kvsketch.methods.base import Method
@@ -53,14 +54,15 @@ def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor 
         return
     ids = input_ids[:, -owed:].to(model.device)
     _require(cache, input_ids, owed)
-    for table in tables:
-        method.start_repetition(table)
     said = ids[:, :0] if instruction is None else torch.as_tensor(instruction, device=ids.device).view(1, -1)
     said = said.expand(len(ids), -1)
-    chunk = min(getattr(method, "chunk", owed), cache.chunk)
+    lengths = divided(owed, min(getattr(method, "chunk", owed), cache.chunk))
+    _require_positions(cache, model, lengths, said.shape[1])
+    for table in tables:
+        method.start_repetition(table)
     try:
         begin = 0
-        for length in divided(owed, chunk):
+        for length in lengths:
             ahead = torch.cat([said, ids[:, max(0, begin - BEFORE) : begin]], 1)
             _say(cache, model, torch.cat([ahead, ids[:, begin : begin + length]], 1), length)
             begin += length
@@ -110,4 +112,15 @@ def _require(cache: Repeating, input_ids: Tensor, owed: int) -> None:
         raise ValueError(
             f"{cache.method.name} lets the model repeat the text, which rows with left padding cannot do together; "
             "feed rows one at a time, or use rehearse:replay=virtual"
+        )
+
+
+def _require_positions(cache: Repeating, model: Any, lengths: list[int], said: int) -> None:
+    """Raises ValueError where the model has no positions behind the text for a chunk that comes again."""
+    last, again = rotary.last_position(model.config), said + (BEFORE if len(lengths) > 1 else 0)
+    if last is not None and cache.tokens_seen + again + lengths[0] > last:
+        raise ValueError(
+            f"{cache.method.name} lets the model repeat {lengths[0]} tokens behind the {cache.tokens_seen} that it has "
+            f"read, and {model.config.model_type} has {last} positions; read a shorter text, use a chunk of fewer "
+            "tokens, or a method that repeats nothing, such as snapkv"
         )

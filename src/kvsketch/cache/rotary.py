@@ -55,6 +55,13 @@ def trained_positions(config: PretrainedConfig) -> int | None:
     return trained
 
 
+def last_position(config: PretrainedConfig) -> int | None:
+    """How many positions there are at all, in a table of the model; None: rotary embeddings go on."""
+    config = config.get_text_config(decoder=True)
+    last = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    return last if _rope(config) is None and not hasattr(config, "rope_theta") else None
+
+
 def positions(config: PretrainedConfig, choice: str | None) -> Positions:
     """How a cache reads its keys: `choice` is text, cache, or None for a method that has no such choice."""
     name, angles = str(config.get_text_config(decoder=True).model_type), frequencies(config)
