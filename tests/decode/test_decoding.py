@@ -201,6 +201,20 @@ def test_a_foreign_cache_is_refused() -> None:
         kvsketch.generate(zoo.build("llama"), zoo.tokens(1, 4), None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ("a text", "not str; use tokenizer"),
+        (zoo.tokens(1, 0), "one token or more"),
+        ({"input_ids": [5, 6]}, "got list"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(inputs: Any, said: str) -> None:
+    model = zoo.build("llama")
+    with pytest.raises(ValueError, match=said):
+        kvsketch.generate(model, inputs, CompressedCache(model, "h2o"), max_new_tokens=2)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])

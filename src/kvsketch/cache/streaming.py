@@ -225,6 +225,11 @@ class _Feed:
 def _require(input_ids: Tensor, cache: Reader) -> None:
     if not _is_compressed(cache):
         raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
+    require_ids(input_ids)
+
+
+def require_ids(input_ids: Any) -> None:
+    """Raises ValueError unless these are token ids of one token or more."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.shape[1] == 0:
         shape = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise ValueError(f"input_ids must be token ids [batch, tokens] with one token or more, got {shape}")

@@ -16,13 +16,13 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsketch.cache import masks
+from kvsketch.cache import masks, streaming
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.decode import fused as fusion
@@ -58,7 +58,14 @@ def generate(
     """
     if not isinstance(cache, CompressedCache):
         raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
+    if not isinstance(inputs, (Tensor, Mapping)):
+        raise ValueError(
+            f"inputs must be token ids [batch, tokens] or what a tokenizer returns, not {type(inputs).__name__}; "
+            'use tokenizer(text, return_tensors="pt").to(model.device)'
+        )
     arguments = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+    if "input_ids" in arguments:
+        streaming.require_ids(arguments["input_ids"])
     reason = impossible(model, cache, options)
     if seed is not None and reason is not None and reason.endswith(OWN_LOOP):
         raise ValueError(f"seed={seed} is for plain sampling, and {reason}; leave seed out and use torch.manual_seed")
