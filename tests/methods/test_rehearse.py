@@ -256,8 +256,9 @@ def test_a_prompt_that_was_not_repeated_is_refused_with_the_way_out(model: Any) 
         model(ids, past_key_values=cache)
         with pytest.raises(ValueError, match=r"kvzip has 80 tokens.*cache.rehearse"):
             model(ids[:, :1], past_key_values=cache)
-        with pytest.raises(ValueError, match="the 80 tokens that the cache has read"):
-            cache.rehearse(model, ids[:, :70])
+        for wrong in (ids[:, :70], ids.expand(2, -1)):
+            with pytest.raises(ValueError, match=r"the 80 tokens that the cache has read.* all 1 rows"):
+                cache.rehearse(model, wrong)
         cache.rehearse(model, ids)
         model(ids[:, :1], past_key_values=cache)
     assert cache.tokens_seen == 81
@@ -271,6 +272,27 @@ def test_a_model_without_known_angles_repeats_and_generates() -> None:
     assert generate(model, zoo.tokens(1, 80), cache).sequences.shape == (1, 92)
     used = torch.stack([layer.table.used_slots() for layer in cache.slot_layers]).float()
     assert used.mean() == 40 + 11
+
+
+@pytest.mark.parametrize(("first", "more", "gone"), [(100, 0, 20), (100, 80, 10), (100, 80, 80)])
+def test_tokens_that_were_not_repeated_can_go(model: Any, first: int, more: int, gone: int) -> None:
+    ids, method = zoo.tokens(1, 200), "kvzip:wait=64"
+    cache, never = CompressedCache(model, method), CompressedCache(model, method)
+    turns = [(0, first), (first, first + more)][: 1 + (more > 0)]
+    with torch.no_grad():
+        for start, end in turns:
+            model(ids[:, start:end], past_key_values=cache)
+            if end < first + more:
+                cache.rehearse(model, ids[:, :end])
+        cache.crop(-gone)
+        left = cache.tokens_seen
+        cache.rehearse(model, ids[:, :left])
+        for start, end in [(start, min(end, left)) for start, end in turns if start < left]:
+            model(ids[:, start:end], past_key_values=never)
+            never.rehearse(model, ids[:, :end])
+        for number in range(left, left + 30):
+            found, wanted = (model(ids[:, number : number + 1], past_key_values=c).logits for c in (cache, never))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mpt"])

@@ -103,12 +103,13 @@ def _keys(layer: SlotLayer, count: int) -> Tensor:
 
 
 def _require(cache: Repeating, input_ids: Tensor, owed: int) -> None:
-    if input_ids.dim() != 2 or input_ids.shape[1] < owed:
+    table = cache.slot_layers[0].table
+    if input_ids.dim() != 2 or input_ids.shape[1] < owed or len(input_ids) != table.shape[0]:
         raise ValueError(
             f"input_ids {list(input_ids.shape)} must hold the {owed} tokens that the cache has read and the model has "
-            "not repeated: pass the whole prompt"
+            f"not repeated, of all {table.shape[0]} rows: pass the whole prompt"
         )
-    if cache.slot_layers[0].table.padding is not None:
+    if table.padding is not None:
         raise ValueError(
             f"{cache.method.name} lets the model repeat the text, which rows with left padding cannot do together; "
             "feed rows one at a time, or use rehearse:replay=virtual"

@@ -270,11 +270,17 @@ class Rehearse(BudgetedMethod):
         self.settle(tables)
 
     def can_forget(self, table: SlotTable, left: int) -> bool:
-        # Tokens that wait for the next rehearsal have left no trace.
-        return table.settled <= left if not table.exact else table.state_of(Rehearsed).score is None
+        # Tokens that wait for the next rehearsal, or for the model to repeat them, have left no trace.
+        if table.exact:
+            return table.state_of(Rehearsed).score is None
+        return left >= table.settled if table.layout is not None else left >= table.seen - table.new_tokens
 
     def forget(self, table: SlotTable, count: int) -> None:
-        table.drop_newest(count) if table.exact else table.drop_last(count)
+        state = table.state_of(Rehearsed)
+        table.drop_newest(count) if table.layout is None else table.drop_last(count)
+        state.owed = min(state.owed, self.beyond_budget(table))
+        if not table.exact and table.layout is None and not state.owed:
+            self._make_room(table, room_for(table.settled))
 
     def _take_one(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
         """Keeps a token and its query, in place; makes room for more where the last is taken."""
@@ -299,8 +305,12 @@ class Rehearse(BudgetedMethod):
         state.queries = lengthened(state.queries, queries, waiting + room)
         state.queries[:, :, waiting - queries.shape[2] : waiting] = queries
         if not table.exact:
-            stays = table.index_slots() >= 0
-            table.keep(stays, Layout.of(stays.sum(-1) + room + 1, bool(table.bits)))
+            self._make_room(table, room)
+
+    def _make_room(self, table: SlotTable, room: int) -> None:
+        """Heads of their own sizes again, with all that they hold and room for so many tokens."""
+        stays = table.index_slots() >= 0
+        table.keep(stays, Layout.of(stays.sum(-1) + room + 1, bool(table.bits)))
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         """A text that was too short for a rehearsal takes its fixed shape when it is long enough for codes."""
