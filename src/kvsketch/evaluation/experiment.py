@@ -33,6 +33,7 @@ from kvsketch import models, records
 from kvsketch.evaluation import budgets, result_table
 from kvsketch.evaluation.budgets import UNITS
 from kvsketch.evaluation.identity import model_sha256
+from kvsketch.methods.budget import Size
 from kvsketch.options import Options, option
 from kvsketch.records import FAILED
 
@@ -77,6 +78,9 @@ class ExperimentOptions(Options):
             default = next(field.default for field in dataclasses.fields(self) if field.name == "budgets")
             if self.budgets not in (default, self.bytes):
                 raise ValueError(f"--bytes {self.bytes} and --budgets {self.budgets} both say how much; leave one out")
+            for share in self.bytes.split(","):
+                if Size.parse(share, "--bytes").share is None:
+                    raise ValueError(f"--bytes {share} is no share of the full cache's bytes; use such as 1/4,1/8")
             self.budgets, self.budgets_in = self.bytes, "bytes"
 
 
