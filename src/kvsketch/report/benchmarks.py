@@ -327,8 +327,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "One layer; the share is of a prefill of 1,400 ms, all 32 layers.",
         plain(
             "contender",
-            "what = contender | tokens:,d | µs = median_us:,.0f | of prefill = share_of_prefill:.1% | "
-            "target = limit:.0%",
+            "what = contender | tokens:,d | µs = median_us:,.0f | of prefill = share_of_prefill:.1%",
         ),
     ),
     (
@@ -338,7 +337,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "one.",
         plain(
             "keys form",
-            "keys | form | ms = layer_ms:.2f | of prefill = share_of_prefill:.1% | target:.0% | "
+            "keys | form | ms = layer_ms:.2f | of prefill = share_of_prefill:.1% | "
             "radius / exact = radius_over_exact:.3f",
         ),
     ),
@@ -358,7 +357,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "One layer, 32,768 tokens, batch 1. Shares are of a prefill (clustering) or a decode step of 7 ms (selection).",
         plain(
             "operation contender clusters rounds budget batch",
-            "operation | by = contender | clusters:,d | rounds | budget | µs = median_us:,.1f | share:.1% | target:.0%",
+            "operation | by = contender | clusters:,d | rounds | budget | µs = median_us:,.1f | share:.1%",
             only=lambda d: d["operation"] in ("kmeans", "index", "selection") and d.get("batch", 1) == 1,
         ),
     ),

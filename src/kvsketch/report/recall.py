@@ -11,22 +11,6 @@ from kvsketch.report.palette import looks
 from kvsketch.report.rows import Row, is_overall
 
 MODEL = "qwen2.5-coder-0.5b (float32)"
-# The same protocol in a few lines of plain torch, on technical prose: target values for the methods.
-PLAIN_TORCH = {
-    "oracle": ".014 .033 .058",
-    "clusterkv": ".029 .061 .104",
-    "clusterkv:completion=false": ".037 .079 .135",
-    "clusterkv:tokens_per_cluster=40": ".039 .082 .134",
-    "clusterkv:tokens_per_cluster=80": ".054 .107 .175",
-    "clusterkv:tokens_per_cluster=80:recluster_into=4:rounds=20:completion=false": ".061 .122 .201",
-    "quest": ".055 .105 .170",
-    "snapkv": ".125 .204 .278",
-    "streamingllm": ".149 .239 .286",
-    "uniform": ".297 .411 .505",
-    "balancekv": ".290 .393 .476",
-    "kcenter": ".375 .457 .517",
-    "h2o": ".330 .418 .481",
-}
 
 
 def _by_method(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
@@ -55,7 +39,7 @@ def table(rows: Sequence[Row]) -> str:
     budgets, found = _ordered(rows)
     shown = looks(found)
     listed = ", ".join(budgets)
-    header = ["family", "method", *budgets, "plain torch, another text", f"tokens read, {listed}", f"MB, {listed}"]
+    header = ["family", "method", *budgets, f"tokens read, {listed}", f"MB, {listed}"]
     return blocks.table(
         header,
         [
@@ -63,7 +47,6 @@ def table(rows: Sequence[Row]) -> str:
                 shown[method].family.replace("oracle", "recall"),
                 Code(method),
                 *(error_text(own[b].mean or 0) if b in own else "" for b in budgets),
-                PLAIN_TORCH.get(method, ""),
                 " ".join(f"{own[b].tokens_read or 0:.0f}" for b in budgets if b in own),
                 " ".join(f"{(own[b].device_bytes or 0) / 1e6:.0f}" for b in budgets if b in own),
             ]
