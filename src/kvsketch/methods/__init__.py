@@ -8,8 +8,8 @@
 | recall    | everything; a query reads a part of it                   | compress indexes, attend     |
 
 `base.py` is the contract, `budget.py` sizes as tokens or shares, `text.py` the text form, `recall.py` what recall
-methods share, `received.py` what those that score by attention share. A method that needs several files has a folder;
-the method itself is its `__init__.py`.
+methods share, `received.py` what those that score by attention share, `shared_budget.py` how heads divide a budget. A
+method that needs several files has a folder; the method itself is its `__init__.py`.
 """
 
 from __future__ import annotations

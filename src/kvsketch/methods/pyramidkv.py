@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvsketch.methods.base import option
 from kvsketch.methods.budget import Budget, Tokens, clamp, where
-from kvsketch.methods.shared_budget import MODEL
+from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL
 from kvsketch.methods.snapkv import SnapKV, _whole
 from kvsketch.slots.table import SlotTable
 
@@ -44,6 +44,9 @@ class PyramidKV(SnapKV):
         "ceiling",
         "the budget is the most of any layer, or the mean over layers as in the paper and our tables",
         READINGS,
+    )
+    share: str = option(
+        HEAD, "who shares a budget: every head has its own, or the heads of a layer do", (HEAD, LAYER), kw_only=True
     )
 
     def __post_init__(self) -> None:
