@@ -295,6 +295,20 @@ def test_tokens_that_were_not_repeated_can_go(model: Any, first: int, more: int,
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("how", ["exact", "stream"])
+def test_turns_of_a_model_without_known_angles(how: str) -> None:
+    """A short turn waits, and the next makes it due: its ids are gone, so that it stays and is not repeated."""
+    model, ids = zoo.build("gptj"), zoo.tokens(2, 200)
+    methods = ("full", "kvzip:wait=64:budget=400", "kvzip:wait=64:budget=70")
+    caches = [CompressedCache(model, method, prefill=how, chunk=70) for method in methods]
+    for start, end in [(0, 70), (70, 90), (90, 91), (91, 160), (160, 161)]:
+        logits = [prefill(model, ids[:, start:end], cache) for cache in caches]
+        torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
+    for layer in caches[2].slot_layers:
+        assert (layer.table.index_slots().unsqueeze(-1) == torch.arange(70, 91)).any(2).all()
+    assert caches[2].tokens_per_head == 70 + 1
+
+
 @pytest.mark.parametrize("family", ["gpt2", "mpt"])
 def test_a_repetition_beyond_the_last_position_is_refused(family: str) -> None:
     model = zoo.build(family)

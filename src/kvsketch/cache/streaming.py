@@ -32,6 +32,7 @@ from kvsketch.cache.read import TextRead
 from kvsketch.cache.saving.model_identity import ModelIdentity
 from kvsketch.methods.base import Method
 from kvsketch.slots import padding as left_padding
+from kvsketch.slots.tensors import plain
 
 # What generate hands to a text model; anything else is for the model itself to prepare.
 PLAIN_ARGUMENTS = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
@@ -113,8 +114,7 @@ def read_chunks(
     with _whole_or_nothing(cache, new):
         if cache.prefill == "exact" or new == 1:
             logits = feed.forward(input_ids, feed.mask(seen + new))
-            if cache.method.repeats:
-                cache.rehearse(model, input_ids, instruction)
+            _repeat(model, input_ids, cache, instruction)
             yield new, logits
         else:
             prompt = masks.Prompt(seen + new, padding, causal=True)
@@ -122,10 +122,18 @@ def read_chunks(
                 layer.prompt = prompt
             for start, end in chunk_spans(new, cache.chunk):
                 logits = feed.forward(input_ids[:, start:end], feed.mask_of_native_layers(seen + end))
-                if cache.method.repeats:
-                    cache.rehearse(model, input_ids[:, :end], instruction)
+                _repeat(model, input_ids[:, :end], cache, instruction)
                 yield end, logits
     cache.read.note(input_ids, seen, attention_mask)
+
+
+def _repeat(model: Any, read: Tensor, cache: Reader, instruction: Tensor | None) -> None:
+    """Lets the model repeat what was `read` [B, n]; of tokens that came before, nobody here has the ids."""
+    if cache.method.repeats:
+        with plain():
+            for layer in cache.slot_layers:
+                cache.method.owe_at_most(layer.table, read.shape[1])
+        cache.rehearse(model, read, instruction)
 
 
 @contextlib.contextmanager

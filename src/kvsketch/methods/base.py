@@ -122,6 +122,9 @@ class Method:
         """Newest tokens that the model has yet to repeat."""
         return 0
 
+    def owe_at_most(self, table: SlotTable, tokens: int) -> None:
+        """Nobody has the ids of more than the last `tokens` tokens."""
+
     def start_repetition(self, table: SlotTable) -> None:
         """The model begins to repeat them."""
 

@@ -456,9 +456,9 @@ class SlotTable(Place):
         """Heads beside several new tokens are equal from here on, until the method gives them sizes again."""
         self.capacity = None
 
-    def note_settled(self) -> None:
-        """A budget has been decided for all tokens seen."""
-        self.settled = self.seen
+    def note_settled(self, tokens: int | None = None) -> None:
+        """A budget has been decided for the first `tokens` tokens, None: for all that were seen."""
+        self.settled = self.seen if tokens is None else tokens
 
     def replace_values(self, slots: Tensor, values: Tensor) -> None:
         """Gives the slots [B, H, m] of a table of equal heads, negative: none, the values [B, H, m, Dv]."""

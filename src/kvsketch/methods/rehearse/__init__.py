@@ -156,6 +156,17 @@ class Rehearse(BudgetedMethod):
     def owed(self, table: SlotTable) -> int:
         return table.state_of(Rehearsed).owed
 
+    def owe_at_most(self, table: SlotTable, tokens: int) -> None:
+        state = table.state_of(Rehearsed)
+        if (earlier := state.owed - tokens) <= 0:
+            return
+        # Those of earlier turns stay while there is room: they have the largest score.
+        if state.score is None:
+            state.score = torch.zeros(table.shape, device=table.device)
+        state.score.scatter_(2, newest_slots(table, state.owed)[:, :, :earlier], 1.0)
+        state.owed, state.queries = tokens, None
+        table.note_settled(table.seen - tokens)
+
     def start_repetition(self, table: SlotTable) -> None:
         table.state_of(Rehearsed).owed = 0
 
