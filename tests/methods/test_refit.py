@@ -73,7 +73,7 @@ def test_what_rounding_does_to_keys_is_fitted_away() -> None:
     out, mass = attended(q, k, v, torch.zeros(6, 60))
     errors = []
     for held in (None, rough):
-        found = refit(q, Slots(k, v, kept, 0.25, held=held))
+        found = refit(q, Slots(k, v, kept, 0.25, held=None if held is None else rows(held, kept)))
         out_kept, mass_kept = attended(q, rows(rough, kept), found.values, found.log_weights)
         errors.append((out_kept - out).square().mean().item() + (mass_kept - mass).square().mean().item())
     assert errors[1] < 0.9 * errors[0]

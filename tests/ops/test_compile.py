@@ -30,6 +30,7 @@ from kvsketch.ops.fold_token import Layout as Folded
 from kvsketch.ops.fold_token import State
 from kvsketch.ops.hot_rows import Buffer, Store, new_places
 from kvsketch.ops.page_rows import Rows, Worth
+from kvsketch.ops.take_rows import Sources
 from kvsketch.slots.layout import Layout
 from tests.ops.formula import needs_triton
 
@@ -156,6 +157,7 @@ def refit_steps() -> None:
 
 def take_rows() -> None:
     ops.take_rows(normal(N, D), longs(S))
+    ops.take_rows_of(Sources([normal(N, D)], longs(1)), longs(3), longs(3), longs(3, S), 2)
 
 
 def turn_queries() -> None:
@@ -165,7 +167,7 @@ def turn_queries() -> None:
 def kept_attention() -> None:
     hidden = zeros(3, S, dtype=torch.bool)
     q, k, v = normal(3, N, D), normal(3, S, D), normal(3, S, D)
-    ops.kept_attention(q, k, v, longs(3, 128), 0.1, hidden, k, zeros(3, N))
+    ops.kept_attention(q, k, v, longs(3, 128), 0.1, hidden, normal(3, 128, D), zeros(3, N))
 
 
 def chunk_attention() -> None:

@@ -36,7 +36,8 @@ def test_reference_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_keys_as_they_are_held_and_mass_elsewhere() -> None:
     q, k, v, kept, hidden = inputs()
-    held, sinks = k + 0.1 * torch.randn_like(k), torch.randn(3, 4, 16)
+    rows = kept.clamp_min(0).unsqueeze(-1).expand(-1, -1, 16)
+    held, sinks = k.gather(1, rows) + 0.1 * torch.randn(rows.shape), torch.randn(3, 4, 16)
     elsewhere = (0.3 * q @ sinks.mT).logsumexp(-1)
     a, out, share = kept_attention(q, k, v, kept, 0.3, hidden, held, elsewhere)
     for n in range(3):
@@ -44,7 +45,7 @@ def test_keys_as_they_are_held_and_mass_elsewhere() -> None:
         mass, beside = terms.sum(-1, keepdim=True), (0.3 * q[n] @ sinks[n].T).exp().sum(-1, keepdim=True)
         torch.testing.assert_close(out[n], terms @ v[n] / mass)
         torch.testing.assert_close(share[n], (mass / (mass + beside)).squeeze(-1))
-        seen = (0.3 * q[n] @ held[n, kept[n]].T).exp() / (mass + beside)
+        seen = (0.3 * q[n] @ held[n].T).exp() / (mass + beside)
         torch.testing.assert_close(a[n], seen * (kept[n] >= 0))
 
 
@@ -58,7 +59,8 @@ def test_kernel_gives_the_reference(dtype: torch.dtype, jump: float, device: tor
     q[:, :, 0] = q[:, :, 0].abs() + 1.0
     k[:, 65:, 0] += jump
     q, k, v = (x.to(device, dtype) for x in (q, k, v))
-    held, elsewhere = k + 0.05, torch.full((3, 37), 20.0, device=device)
+    rows = kept.clamp_min(0).unsqueeze(-1).expand(-1, -1, 16).to(device)
+    held, elsewhere = k.gather(1, rows) + 0.05, torch.full((3, 37), 20.0, device=device)
     for others in ((None, None, None), (hidden.to(device), held, elsewhere)):
         found = kernel.kept_attention(q, k, v, kept.to(device), 0.3, *others)
         expected = reference.kept_attention(q, k, v, kept.to(device), 0.3, *others)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvsketch.ops import take_rows
+from kvsketch.ops.take_rows import Sources
 from tests.ops.formula import needs_triton
 
 
@@ -18,6 +19,20 @@ def test_kernel_copies_the_rows(dtype: torch.dtype, size: int, device: torch.dev
     index, out = torch.randint(50, (700,), device=device), torch.zeros(3, 700, size, dtype=dtype, device=device)
     kernel.take_rows(rows, index, out[1])
     assert torch.equal(out[1], rows[index]) and not out[::2].any()
+
+
+@needs_triton
+def test_kernel_copies_the_rows_of_several_matrices(device: torch.device) -> None:
+    from kvsketch.ops.take_rows import kernel, reference
+
+    rows = torch.randn(3, 50, 24, device=device).bfloat16()
+    sources = Sources.of_each([[*rows.flip(0)], [*rows]])[1]
+    which, first = (torch.tensor(x, device=device) for x in ([0, 0, 2, 1], [7, 3, 0, 1]))
+    for index in (torch.randint(20, (4, 700), device=device), torch.arange(20, device=device).expand(4, -1)):
+        for module in (kernel, reference):
+            out = torch.zeros(*index.shape, 24, dtype=rows.dtype, device=device)
+            module.take_rows_of(sources, which, first, index, 2, out)
+            assert torch.equal(out, rows[which.unsqueeze(1), first.unsqueeze(1) + 2 * index])
 
 
 def test_a_call_fills_what_it_is_given_and_refuses_what_does_not_fit() -> None:

@@ -7,8 +7,7 @@ Legend: as in `refit`; B batch rows, H KV heads, m tokens of the rehearsal, P ch
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.rehearse.refit import Slots, fold, refit
 from kvsketch.ops.common.products import product
+from kvsketch.ops.take_rows import Sources
 from kvsketch.slots.tensors import rows_of, uploaded
 
 # Entries of A of a batch of problems, by kind of device; a problem counts as LEAST slots or more, and on a CPU as all.
@@ -68,17 +68,25 @@ def refit_layers(layers: Sequence[LayerProblems], counted: Tensor, folds: bool =
     if not batches:
         return [_joined([], layer) for layer in layers]
     order = torch.cat(batches)
-    near = uploaded([torch.cat([problems, counts.unsqueeze(1)], 1)[order]], [device])[0]
-    full = bool((sizes == there.shape[-1]).all())
-    first = [layer.sinks for layer in layers if layer.sinks is not None]
-    sinks = torch.stack(first).to(layers[0].queries.dtype) if first else None  # [L, B H, E, D]
-    for batch, on_device in zip(batches, near.split([len(batch) for batch in batches]), strict=True):
-        layer, head, chunk = on_device[:, :3].unbind(1)
-        hidden = None if full else ~there[layer, head, chunk]
-        own = None if sinks is None else sinks[layer, head]
-        parts = Batch(problems[batch, 0], counts[batch], on_device, stays[layer, head, chunk], hidden, own)
-        for number, changes in _fitted(layers, parts, folds):
-            found[number].append(changes)
+    sizes_of = [len(batch) for batch in batches]
+    most = [int(counts[batch].max()) for batch in batches]
+    most = [-(-each // STEP) * STEP for each in most] if device.type == "cuda" else most
+    # Where the slots of a problem begin: in its batch, padded, and among all that are kept.
+    own = torch.cat([torch.arange(size) * each for size, each in zip(sizes_of, most, strict=True)])
+    columns = torch.cat([problems, counts.unsqueeze(1)], 1)[order]
+    columns = torch.cat([columns, own.unsqueeze(1), (columns[:, 3].cumsum(0) - columns[:, 3]).unsqueeze(1)], 1)
+    whole = bool((sizes == there.shape[-1]).all())
+    near = uploaded([columns], [device])[0]
+    everything = Everything.of(layers, stays, None if whole else there, near, int(counts.sum()), folds)
+    begin = done = 0
+    for batch, size in zip(batches, most, strict=True):
+        own_layers, lengths = problems[batch, 0].unique_consecutive(return_counts=True)
+        kept = [int(part.sum()) for part in counts[batch].split(lengths.tolist())]
+        part, stayed = slice(begin, begin + len(batch)), slice(done, done + sum(kept))
+        changes = _fitted(layers[0], everything, part, stayed, size, folds)
+        for number, *parts in zip(own_layers.tolist(), *(change.split(kept) for change in changes), strict=True):
+            found[number].append(Changes(*parts))
+        begin, done = part.stop, stayed.stop
     return [_joined(each, layer) for each, layer in zip(found, layers, strict=True)]
 
 
@@ -94,83 +102,109 @@ def _batch_sizes(counts: list[int], layer: LayerProblems) -> list[int]:
     return sizes
 
 
-class Batch(NamedTuple):
-    """Problems that are fitted together, sorted by layer; the first two on the host."""
+class Rows(NamedTuple):
+    """What problems read of one kind of tensor, whichever layers they come from."""
+
+    sources: Sources
+    first: Tensor  # [n], the row of the first token
+    apart: int  # rows from one token to the next
+
+    def taken(self, layer: Tensor, part: slice, tokens: Tensor) -> Tensor:
+        """Those of tokens [n, m], counted from the first, of a part of the problems."""
+        return ops.take_rows_of(self.sources, layer, self.first[part], tokens, self.apart)
+
+
+class Everything(NamedTuple):
+    """All n problems of the layers, batch by batch, each sorted by layer; where they read is found at once."""
 
     layer: Tensor  # [n]
-    counts: Tensor  # [n], slots that each keeps
-    numbers: Tensor  # [n, 4]: layer, head, chunk, count
-    stays: Tensor  # [n, C] bool
+    head: Tensor  # [n]
+    chunk: Tensor  # [n]
+    bare: Tensor  # [n, 1] bool, whether it has the sinks among its own tokens
+    order: Tensor  # [n, C], where a slot that stays goes, from 0 on; -1: it does not
     hidden: Tensor | None  # [n, C] bool
-    sinks: Tensor | None  # [n, E, D]
+    queries: Rows
+    keys: Rows
+    values: Rows
+    held: Rows | None
+    places: Tensor  # [P, C], numbers among the m tokens; 0 for none
+    worth: Tensor | None  # [L, B H, m] float32
+    sinks: Tensor | None  # [L, B H, E, D]
+    token: Tensor  # [E], those of all that stay, of B H m
+    place: Tensor  # [E], of the padded slots of their batch
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[LayerProblems], stays: Tensor, there: Tensor | None, columns: Tensor, total: int,
+        folds: bool,
+    ) -> Everything:  # fmt: skip
+        """Of marks [L, B H, P, C]; columns [n, 6]: layer, head, chunk, how many it keeps, and where these begin in its
+        batch and among all `total` of them.
+        """
+        one, device = layers[0], columns.device
+        layer, head, chunk, count, own, begin = columns.T.contiguous()
+        heads, (chunks, queries) = one.keys.shape[1], one.queries.shape[1:3]
+        marks = stays[layer, head, chunk]
+        order = torch.where(marks, marks.cumsum(-1) - 1, -1)
+        # Each slot that stays says where it goes; one place more takes the others.
+        to = torch.where(marks, begin.unsqueeze(1) + order, total)
+        token = torch.empty(total + 1, dtype=torch.int64, device=device)
+        token.scatter_(0, to.flatten(), (head.unsqueeze(1) * one.keys.shape[2] + one.places[chunk]).flatten())
+        shift = (own - begin).repeat_interleave(count, output_size=total)
+        groups = [([x.queries.flatten(0, 2) for x in layers], (head * chunks + chunk) * queries, 1)]
+        kept_as = [x.held for x in layers if x.held is not None]
+        for tensors in filter(None, ([x.keys for x in layers], [x.values for x in layers], kept_as)):
+            rows, (row, apart, slot) = same_rows_of(tensors)
+            groups.append((rows, head // heads * row + head % heads * apart, slot))
+        sources = Sources.of_each([rows for rows, _, _ in groups])
+        kinds = [Rows(source, *where) for source, (_, *where) in zip(sources, groups, strict=True)]
+        sinks = [x.sinks for x in layers if x.sinks is not None]
+        bare = one.bare if isinstance(one.bare, int) else one.bare[head // heads]
+        return cls(
+            layer, head, chunk, (chunk < bare).unsqueeze(1), order,
+            None if there is None else ~there[layer, head, chunk], kinds[0], kinds[1], kinds[2],
+            kinds[3] if kept_as else None, one.places.clamp_min(0),
+            torch.stack([x.worth for x in layers]) if folds else None,
+            torch.stack(sinks).to(one.queries.dtype) if sinks else None,
+            token[:-1], shift + torch.arange(total, device=device),
+        )  # fmt: skip
 
 
-def _fitted(layers: Sequence[LayerProblems], batch: Batch, folds: bool) -> Iterator[tuple[int, Changes]]:
-    """The changes of one batch of problems."""
-    device, most = layers[0].keys.device, int(batch.counts.max())
-    most += -most % STEP if device.type == "cuda" else 0
-    numbers, of_layer = batch.layer.unique_consecutive(return_counts=True)
-    _, head, chunk, count = batch.numbers.unbind(1)
-    place = layers[0].places[chunk]  # [n, C]
-    q, k, held, v, worth = _taken(layers, numbers.tolist(), of_layer.tolist(), head, chunk, place.clamp_min(0), folds)
+def same_rows_of(tensors: list[Tensor]) -> tuple[list[Tensor], tuple[int, int, int]]:
+    """`rows_of` tensors [B, H, S, D] of one shape, which are copied where they do not lie in memory alike."""
+    found = [rows_of(x) for x in tensors]
+    if any(strides != found[0][1] for _, strides in found):
+        found = [rows_of(x.contiguous()) for x in tensors]
+    return [rows for rows, _ in found], found[0][1]
+
+
+def _fitted(one: LayerProblems, all_of: Everything, part: slice, stayed: slice, most: int, folds: bool) -> Changes:
+    """The changes of one batch of problems, which keep the slots `stayed`, at most `most` each; `one`: any layer."""
+    layer, head, order = all_of.layer[part], all_of.head[part], all_of.order[part]
     # Slots that stay move to the front, in their order; the others to one place behind all.
-    order = torch.where(batch.stays, batch.stays.cumsum(-1) - 1, most)
-    kept = torch.full((len(order), most + 1), -1, device=device)
-    kept.scatter_(1, order, torch.arange(order.shape[1], device=device).expand_as(order))
+    kept = torch.full((len(order), most + 1), -1, device=order.device)
+    slot = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    kept = kept.scatter_(1, torch.where(order < 0, most, order), slot)[:, :most]
+    places = all_of.places[all_of.chunk[part]]  # [n, C]
+    q = all_of.queries.taken(
+        layer, part, torch.arange(one.queries.shape[2], device=order.device).expand(len(order), -1)
+    )
+    keys, values = (kind.taken(layer, part, places) for kind in (all_of.keys, all_of.values))
+    held = None
+    if all_of.held is not None:
+        held = all_of.held.taken(layer, part, places.gather(1, kept.clamp_min(0)))
     elsewhere = None
-    if batch.sinks is not None:
-        elsewhere = product(q, batch.sinks.mT).mul_(layers[0].scale).logsumexp(-1)
-        bare = layers[0].bare
-        bare = bare if isinstance(bare, int) else bare[head // layers[0].keys.shape[1]]
-        elsewhere.masked_fill_((chunk < bare).unsqueeze(1), float("-inf"))
-    slots = Slots(k, v, kept[:, :most], layers[0].scale, batch.hidden, held, elsewhere)
-    log_weights, values, _ = fold(q, slots, worth) if folds else refit(q, slots)
-    # The host knows how many are kept, so that nothing waits for the device.
-    total = int(batch.counts.sum())
-    problem = torch.arange(len(count), device=device).repeat_interleave(count, output_size=total)
-    number = torch.arange(total, device=device) - (count.cumsum(0) - count)[problem]  # [E], among those kept
-    at = problem * most + number
-    token = (head.unsqueeze(1) * layers[0].keys.shape[2] + place).gather(1, kept[:, :most].clamp_min(0))  # of B H m
-    changes = (token.flatten()[at], log_weights.flatten()[at], ops.take_rows(values.flatten(0, 1), at))
-    of_layer = [sum(part.tolist()) for part in batch.counts.split(of_layer.tolist())]
-    for layer, *own in zip(numbers.tolist(), *(change.split(of_layer) for change in changes), strict=True):
-        yield layer, Changes(*own)
-
-
-def _taken(
-    layers: Sequence[LayerProblems], numbers: list[int], counts: list[int], head: Tensor, chunk: Tensor, place: Tensor,
-    scored: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """What problems read: queries, keys, keys as they will be held, values, and scores if they are wanted.
-
-    `counts` of the layers `numbers`.
-    """
-    first, (count, slots) = layers[0], place.shape
-    q = first.queries.new_empty(count, *first.queries.shape[2:])
-    k, v = (x.new_empty(count, slots, x.shape[3]) for x in (first.keys, first.values))
-    held = None if first.held is None else torch.empty_like(k)
-    worth = first.worth.new_empty(count, slots if scored else 0)
-    in_queries = (head * first.queries.shape[1] + chunk).unsqueeze(-1) * q.shape[1]
-    in_queries, heads = in_queries + torch.arange(q.shape[1], device=q.device), first.keys.shape[1]
-
-    @functools.cache
-    def rows_at(row: int, own: int, apart: int) -> Tensor:  # [n, C]
-        # Layers mostly lie in memory alike, and what they read is computed once.
-        return (head // heads * row + head % heads * own).unsqueeze(-1) + place * apart
-
-    begin = 0
-    for number, own in zip(numbers, counts, strict=True):
-        layer, here = layers[number], slice(begin, begin + own)
-        ops.take_rows(layer.queries.flatten(0, 2), in_queries[here].flatten(), q[here].flatten(0, 1))
-        for source, target in ((layer.keys, k), (layer.held, held), (layer.values, v)):
-            if source is None or target is None:
-                continue
-            rows, strides = rows_of(source)
-            ops.take_rows(rows, rows_at(*strides)[here].flatten(), target[here].flatten(0, 1))
-        if scored:
-            torch.gather(layer.worth.index_select(0, head[here]), 1, place[here], out=worth[here])
-        begin += own
-    return q, k, held, v, worth
+    if all_of.sinks is not None:
+        elsewhere = product(q, all_of.sinks[layer, head].mT).mul_(one.scale).logsumexp(-1)
+        elsewhere.masked_fill_(all_of.bare[part], float("-inf"))
+    hidden = None if all_of.hidden is None else all_of.hidden[part]
+    slots = Slots(keys, values, kept, one.scale, hidden, held, elsewhere)
+    if folds and all_of.worth is not None:
+        found = fold(q, slots, all_of.worth[layer, head].gather(1, places))
+    else:
+        found = refit(q, slots)
+    at = all_of.place[stayed]
+    return Changes(all_of.token[stayed], found.log_weights.flatten()[at], ops.take_rows(found.values.flatten(0, 1), at))
 
 
 def _joined(changes: list[Changes], layer: LayerProblems) -> Changes:

@@ -48,7 +48,7 @@ class Slots(NamedTuple):
     kept: Tensor  # [N, K] int64, -1 for none
     scale: float
     hidden: Tensor | None = None  # [N, C] bool, slots that are not there (left padding)
-    held: Tensor | None = None  # [N, C, D], keys as they will be held, in few bits; None: as they are
+    held: Tensor | None = None  # [N, K, D], keys of the kept slots as they will be held; None: as they are
     elsewhere: Tensor | None = None  # [N, Q] float32, logarithm of the mass that queries see outside the chunk
 
     @property

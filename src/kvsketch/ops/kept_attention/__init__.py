@@ -32,7 +32,7 @@ def kept_attention(
     """q [N, Q, D], k [N, C, D], v [N, C, Dv].
 
     kept [N, K] int64: numbers of slots, -1 for none, where A is 0. hidden [N, C] bool: slots that are not there. held
-    [N, C, D]: k', else k. elsewhere [N, Q] float32: log s, else no mass.
+    [N, K, D]: k' of the kept slots, else k. elsewhere [N, Q] float32: log s, else no mass.
     """
     count, _, size = q.shape
     if k.shape[::2] != (count, size) or v.shape[:2] != k.shape[:2] or kept.shape[:1] != (count,):
@@ -41,7 +41,7 @@ def kept_attention(
             f"{list(k.shape)}, {list(v.shape)} and {list(kept.shape)}."
         )
     for name, given, shape in (
-        ("hidden", hidden, k.shape[:2]), ("held", held, k.shape), ("elsewhere", elsewhere, q.shape[:2])
+        ("hidden", hidden, k.shape[:2]), ("held", held, (*kept.shape, size)), ("elsewhere", elsewhere, q.shape[:2])
     ):  # fmt: skip
         if given is not None and given.shape != shape:
             raise ValueError(f"{name} {list(given.shape)} must be {list(shape)}, with q {list(q.shape)}.")

@@ -59,10 +59,11 @@ def kept_attention(
     share = torch.empty((count, queries), dtype=torch.float32, device=q.device)
     if hidden is not None:
         kept = torch.where(hidden.gather(1, kept.clamp_min(0)), -1, kept)
-    rows = kept.clamp_min(0) + torch.arange(count, device=q.device).unsqueeze(1) * slots
-    chosen = take_rows((k if held is None else held).flatten(0, 1), rows.flatten()).view(*kept.shape, size)
+    if held is None:
+        rows = kept.clamp_min(0) + torch.arange(count, device=q.device).unsqueeze(1) * slots
+        held = take_rows(k.flatten(0, 1), rows.flatten()).view(*kept.shape, size)
     launch = launch or launch_for(q, v)
-    tiles = [(q, launch.queries), (k, launch.slots), (v.to(half), launch.slots), (chosen, launch.slots)]
+    tiles = [(q, launch.queries), (k, launch.slots), (v.to(half), launch.slots), (held, launch.slots)]
     with on(q.device):
         kept_kernel[(triton.cdiv(queries, launch.queries), count)](
             *(described_rows(aligned(tensor.unsqueeze(1)), tile) for tensor, tile in tiles), kept,

@@ -33,11 +33,10 @@ def _block(
     logits = product(q, k.mT).mul_(scale)  # [N, Q, C]
     if hidden is not None:
         logits.masked_fill_(hidden.unsqueeze(1), float("-inf"))
-    at = kept.clamp_min(0)
     if held is None:
-        own = logits.gather(2, at.unsqueeze(1).expand(*logits.shape[:2], -1))
+        own = logits.gather(2, kept.clamp_min(0).unsqueeze(1).expand(*logits.shape[:2], -1))
     else:
-        own = product(q, held.gather(1, at.unsqueeze(-1).expand(*at.shape, held.shape[2])).mT).mul_(scale)
+        own = product(q, held.mT).mul_(scale)
     mass = logits.logsumexp(-1)  # [N, Q]
     total = mass if elsewhere is None else torch.logaddexp(mass, elsewhere)
     # A product with 0 or 1 takes a tenth of a mask's time on a CPU.
