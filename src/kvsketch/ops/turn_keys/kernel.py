@@ -19,6 +19,23 @@ SLOTS = 16  # of one program
 
 
 @triton.jit
+def store_turned(source, target, inside, cos, sin, half, size, HALF: tl.constexpr, REST: tl.constexpr):
+    """Vectors at the pointers `source` [n, 1], rotated by pairs of channels (c, c + half), to those of `target`."""
+    c = tl.arange(0, HALF)
+    both = inside[:, None] & (c < half)[None, :]
+    first = tl.load(source + c[None, :], mask=both, other=0.0)
+    dtype = first.dtype
+    first = first.to(tl.float32)
+    second = tl.load(source + half + c[None, :], mask=both, other=0.0).to(tl.float32)
+    tl.store(target + c[None, :], (first * cos - second * sin).to(dtype), mask=both)
+    tl.store(target + half + c[None, :], (second * cos + first * sin).to(dtype), mask=both)
+    if REST > 0:
+        c = 2 * half + tl.arange(0, REST)
+        rest = inside[:, None] & (c < size)[None, :]
+        tl.store(target + c[None, :], tl.load(source + c[None, :], mask=rest), mask=rest)
+
+
+@triton.jit
 def _turn_keys(
     keys, index, seen, turns, out, heads, slots, size, half, key_b, key_h, key_s,
     SLOTS: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, EARLY: tl.constexpr,
@@ -38,20 +55,9 @@ def _turn_keys(
     phase = gone[:, None] * tl.load(turns + c, mask=c < half, other=0)[None, :]
     phase = ((phase + 549755813888) & 1099511627775) - 549755813888
     angle = phase.to(tl.float32) * 5.714523747137342e-12
-    cos, sin = tl.cos(angle), tl.sin(angle)
     source = keys + row // heads * key_b + row % heads * key_h + s[:, None].to(tl.int64) * key_s
     target = out + (row * slots + s[:, None]) * size
-    inside = (s < slots)[:, None] & (c < half)[None, :]
-    first = tl.load(source + c[None, :], mask=inside, other=0.0)
-    dtype = first.dtype
-    first = first.to(tl.float32)
-    second = tl.load(source + half + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(target + c[None, :], (first * cos - second * sin).to(dtype), mask=inside)
-    tl.store(target + half + c[None, :], (second * cos + first * sin).to(dtype), mask=inside)
-    if REST > 0:
-        c = 2 * half + tl.arange(0, REST)
-        inside = (s < slots)[:, None] & (c < size)[None, :]
-        tl.store(target + c[None, :], tl.load(source + c[None, :], mask=inside), mask=inside)
+    store_turned(source, target, s < slots, tl.cos(angle), tl.sin(angle), half, size, HALF, REST)
 
 
 def supported(keys: Tensor) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.tensors import KERNEL_DTYPES
+from kvsketch.ops.turn_keys.kernel import store_turned
 
 TOKENS = 64  # of one program
 
@@ -26,16 +27,7 @@ def _turn_queries(
     cosine, sine = tl.load(cos + at, mask=inside, other=0.0), tl.load(sin + at, mask=inside, other=0.0)
     source = q + row // heads * q_b + row % heads * q_h + token[:, None].to(tl.int64) * q_n
     target = out + (row * count + token[:, None]) * size
-    first = tl.load(source + c[None, :], mask=inside, other=0.0)
-    dtype = first.dtype
-    first = first.to(tl.float32)
-    second = tl.load(source + half + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(target + c[None, :], (first * cosine - second * sine).to(dtype), mask=inside)
-    tl.store(target + half + c[None, :], (second * cosine + first * sine).to(dtype), mask=inside)
-    if REST > 0:
-        c = 2 * half + tl.arange(0, REST)
-        inside = (token < count)[:, None] & (c < size)[None, :]
-        tl.store(target + c[None, :], tl.load(source + c[None, :], mask=inside), mask=inside)
+    store_turned(source, target, token < count, cosine, sine, half, size, HALF, REST)
 
 
 def supported(q: Tensor) -> bool:
