@@ -139,12 +139,13 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     row_tiles = triton.cdiv(group * queries, block_m)
     if launch is None:
         programs = batch * kv_heads * row_tiles
+        total = programs * slots if ragged is None else ragged.total * row_tiles
         if key.words and value.words:
             pieces = None if ragged is None else len(ragged.work) * row_tiles
-            launch = coded_plan(programs, slots, block_m, max(size, value_size), traits, pieces)
+            launch = coded_plan(programs, slots, total, block_m, max(size, value_size), traits, pieces)
         else:
             slot_bytes = (block_size(size) + block_size(value_size)) * q.element_size()
-            launch = plan(programs, slots, slot_bytes, traits)
+            launch = plan(programs, slots, slot_bytes, traits, total)
     # Masks cost words their wide loads. Words behind a head may be read, if not those behind all slots: there the last
     # tile begins earlier.
     room = slots if ragged is None else ragged.total
@@ -274,26 +275,31 @@ def _bias_arguments(
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(heads: int, slots: int, slot_bytes: int, device: Device) -> Plan:
-    """Tiles and splits for `heads` KV heads (times row tiles) of `slots` slots; `slot_bytes` is a key and a value."""
+def plan(heads: int, slots: int, slot_bytes: int, device: Device, total: int | None = None) -> Plan:
+    """Tiles and splits for `heads` KV heads (times row tiles) of `slots` slots; `slot_bytes` is a key and a value.
+
+    `total`: slots of all heads, where these differ.
+    """
     block_n = _power_of_two_below(min(128, min(TILE_BYTES, device.shared_bytes // 3) // slot_bytes))
     # A short cache gives too few tiles to reach every multiprocessor; smaller tiles reach more of them.
     while block_n > 32 and heads * _ceil_div(slots, block_n) < device.multiprocessors:
         block_n //= 2
     resident = device.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
     splits = best_splits(heads, _ceil_div(slots, block_n), resident)
-    early = device.overlap and heads * slots * slot_bytes <= EARLY_BYTES
+    early = device.overlap and (total or heads * slots) * slot_bytes <= EARLY_BYTES
     return Plan(max(16, block_n), splits, warps=4, stages=3, overlap=device.overlap, early=early)
 
 
 @functools.lru_cache(maxsize=4096)
-def coded_plan(heads: int, slots: int, rows: int, size: int, device: Device, pieces: int | None = None) -> Plan:
+def coded_plan(
+    heads: int, slots: int, total: int, rows: int, size: int, device: Device, pieces: int | None = None
+) -> Plan:
     """The same for 4-bit codes of vectors of this size, and tiles of `rows` queries; `pieces`: of ragged heads.
 
     Up to 8 rows fit in one warp, which never waits for others. Its registers are bounded, so that CODED_PROGRAMS run at
     a time and hide what each of them waits for. Without a bound 8 warps do.
     """
-    early = device.overlap and heads * slots * CODED_BYTES <= EARLY_CODED_BYTES
+    early = device.overlap and total * CODED_BYTES <= EARLY_CODED_BYTES
     few, several = rows * size <= 512, rows <= 8 and rows * size <= 1024
     registers = 168 if several else None
     block_n, warps = 64, 1 if rows <= 8 else 2
