@@ -115,14 +115,19 @@ def coded(slots: Slots, bits: int, padding: Tensor | None) -> Slots:
         return _all_coded(slots)
     codec, center = Codec(bits, slots.shape[-1]), center_of(slots, padding)
     at = first_tokens(EXACT, slots, padding)
-    exact = codec.rotated(tensors.gather_slots(slots, at.clamp_min(0)) - center.unsqueeze(2))
+    first = slots[:, :, :EXACT] if padding is None and slots.shape[2] >= EXACT else None
+    first = tensors.gather_slots(slots, at.clamp_min(0)) if first is None else first
+    exact = codec.rotated(first - center.unsqueeze(2))
     return SlotCodes(codec, center, exact, at.int(), *codecs.encode(slots, center, codec), dtype=slots.dtype)
 
 
 def first_tokens(count: int, slots: Tensor, padding: Tensor | None) -> Tensor:  # [B, H, count] int64
     """Where the first tokens of a text lie in slots [B, H, S, ...] that hold it in order; -1: nowhere."""
-    at = torch.arange(count, device=slots.device) + (0 if padding is None else padding.view(-1, 1, 1))
-    return torch.where(at < slots.shape[2], at, -1).expand(*slots.shape[:2], -1)
+    at = torch.arange(count, device=slots.device)
+    if padding is not None or slots.shape[2] < count:
+        at = at if padding is None else at + padding.view(-1, 1, 1)
+        at = torch.where(at < slots.shape[2], at, -1)
+    return at.expand(*slots.shape[:2], -1)
 
 
 def center_of(x: Tensor, padding: Tensor | None = None) -> Tensor:  # [B, H, D] float32

@@ -500,7 +500,8 @@ class SlotTable(Place):
             rows = slots.flatten(0, 2)
             return ops.take_rows(rows, source) if rows.dim() == 2 else rows.index_select(0, source)
 
-        index = torch.where(taken, moved(self.index_slots()), -1)
+        in_order = self.exact and self.padding is None
+        index = torch.where(taken, source % self.length if in_order else moved(self.index_slots()), -1)
         weights = self.log_den if log_den is None else log_den
         self.keys = codes.packed(self._storable("keys"), moved, to)
         self.values = codes.packed(self._storable("values"), moved, to)

@@ -478,9 +478,10 @@ class Rehearse(BudgetedMethod):
         state = table.state_of(Rehearsed)
         weights = table.log_weights()[1]
         if changes is not None and len(changes.place):
-            slots = newest_slots(table, state.scored)
-            first = torch.arange(len(slots) * slots.shape[1], device=table.device) * table.length
-            at = (slots + first.view(*slots.shape[:2], 1)).flatten()[changes.place]  # [E], of B H S
+            slots, at = newest_slots(table, state.scored), changes.place  # [E], of B H S
+            if not (table.exact and state.scored == table.length):
+                first = torch.arange(len(slots) * slots.shape[1], device=table.device) * table.length
+                at = (slots + first.view(*slots.shape[:2], 1)).flatten()[at]
             weights = torch.zeros(table.shape, device=table.device) if weights is None else weights.clone()
             weights.view(-1).index_copy_(0, at, changes.log_weights)
             if not table.replace_at(at, changes.values):
