@@ -69,7 +69,7 @@ def refit_layers(layers: Sequence[LayerProblems], counted: Tensor, folds: bool =
         return [_joined([], layer) for layer in layers]
     order = torch.cat(batches)
     sizes_of = [len(batch) for batch in batches]
-    most = [int(counts[batch].max()) for batch in batches]
+    most = [max(counts[batch].tolist()) for batch in batches]
     most = [-(-each // STEP) * STEP for each in most] if device.type == "cuda" else most
     # Where the slots of a problem begin: in its batch, padded, and among all that are kept.
     own = torch.cat([torch.arange(size) * each for size, each in zip(sizes_of, most, strict=True)])
@@ -77,11 +77,11 @@ def refit_layers(layers: Sequence[LayerProblems], counted: Tensor, folds: bool =
     columns = torch.cat([columns, own.unsqueeze(1), (columns[:, 3].cumsum(0) - columns[:, 3]).unsqueeze(1)], 1)
     whole = bool((sizes == there.shape[-1]).all())
     near = uploaded([columns], [device])[0]
-    everything = Everything.of(layers, stays, None if whole else there, near, int(counts.sum()), folds)
+    everything = Everything.of(layers, stays, None if whole else there, near, sum(counts.tolist()), folds)
     begin = done = 0
     for batch, size in zip(batches, most, strict=True):
         own_layers, lengths = problems[batch, 0].unique_consecutive(return_counts=True)
-        kept = [int(part.sum()) for part in counts[batch].split(lengths.tolist())]
+        kept = [sum(part.tolist()) for part in counts[batch].split(lengths.tolist())]
         part, stayed = slice(begin, begin + len(batch)), slice(done, done + sum(kept))
         changes = _fitted(layers[0], everything, part, stayed, size, folds)
         for number, *parts in zip(own_layers.tolist(), *(change.split(kept) for change in changes), strict=True):
