@@ -146,9 +146,9 @@ class Everything(NamedTuple):
         heads, (chunks, queries) = one.keys.shape[1], one.queries.shape[1:3]
         marks = stays[layer, head, chunk]
         order = torch.where(marks, marks.cumsum(-1) - 1, -1)
-        # Each slot that stays says where it goes; one place more takes the others.
-        to = torch.where(marks, begin.unsqueeze(1) + order, total)
-        token = torch.empty(total + 1, dtype=torch.int64, device=device)
+        # Each slot that stays says where it goes. The others go behind all, to several places: one would be a queue.
+        to = torch.where(marks, begin.unsqueeze(1) + order, torch.arange(total, total + marks.shape[1], device=device))
+        token = torch.empty(total + marks.shape[1], dtype=torch.int64, device=device)
         token.scatter_(0, to.flatten(), (head.unsqueeze(1) * one.keys.shape[2] + one.places[chunk]).flatten())
         shift = (own - begin).repeat_interleave(count, output_size=total)
         groups = [([x.queries.flatten(0, 2) for x in layers], (head * chunks + chunk) * queries, 1)]
@@ -166,7 +166,7 @@ class Everything(NamedTuple):
             kinds[3] if kept_as else None, one.places.clamp_min(0),
             torch.stack([x.worth for x in layers]) if folds else None,
             torch.stack(sinks).to(one.queries.dtype) if sinks else None,
-            token[:-1], shift + torch.arange(total, device=device),
+            token[:total], shift + torch.arange(total, device=device),
         )  # fmt: skip
 
 
