@@ -27,7 +27,7 @@ def last(data: list[Data], *keys: str) -> list[Data]:
     return list({tuple(d.get(k) for k in keys): d for d in data}.values())
 
 
-def _contenders(data: list[Data]) -> list[tuple[tuple[int, int, str], dict[str, Data]]]:
+def contenders(data: list[Data]) -> list[tuple[tuple[int, int, str], dict[str, Data]]]:
     """What each contender needed, for each batch, number of slots and state of the L2 cache."""
     cells: dict[tuple[int, int, str], dict[str, Data]] = {}
     for d in last(data, "batch", "slots", "cache", "contender"):
@@ -35,13 +35,18 @@ def _contenders(data: list[Data]) -> list[tuple[tuple[int, int, str], dict[str, 
     return sorted(cells.items(), key=lambda cell: cell[0])
 
 
+def beside_sdpa(by_name: dict[str, Data]) -> float | None:
+    """Time of the unweighted kernel over that of the better of SDPA's."""
+    rivals = [by_name[name]["median_us"] for name in ("sdpa flash", "sdpa cudnn") if name in by_name]
+    return by_name["unweighted"]["median_us"] / min(rivals) if rivals and "unweighted" in by_name else None
+
+
 def kernels(data: list[Data]) -> str:
     names = ("unweighted", "tied weights", "separate weights", "sdpa flash", "sdpa cudnn")
     rows = []
-    for (batch, slots, cache), by_name in _contenders(data):
+    for (batch, slots, cache), by_name in contenders(data):
         times = [by_name[n]["median_us"] if n in by_name else None for n in names]
-        rivals = [t for t in times[3:] if t is not None]
-        ratio = f"{times[0] / min(rivals):.2f}" if rivals and times[0] else ""
+        ratio = f"{beside:.2f}" if (beside := beside_sdpa(by_name)) else ""
         share = f"{by_name['unweighted']['share_of_copy_bandwidth']:.0%}" if "unweighted" in by_name else ""
         if any(times):
             rows.append((batch, f"{slots:,}", cache, *(f"{t:.1f}" if t else "" for t in times), ratio, share))
@@ -55,7 +60,7 @@ def few_bits(data: list[Data]) -> str:
         (batch, f"{slots:,}", cache, *(f"{by_name[n]['median_us']:.1f}" for n in names),
          *(f"{by_name['tied weights']['median_us'] / by_name[n]['median_us']:.2f}x" for n in names[2:]),
          *(f"{by_name[n]['share_of_copy_bandwidth']:.0%}" for n in names[2:]))
-        for (batch, slots, cache), by_name in _contenders(data) if set(names) <= set(by_name)
+        for (batch, slots, cache), by_name in contenders(data) if set(names) <= set(by_name)
     ]  # fmt: skip
     header = ("batch", "slots", "L2", "bf16", "bf16, ragged", "4 bits", "4 bits, ragged", "faster", "ragged")
     return _table((*header, "of copy bandwidth", "ragged"), rows)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -44,7 +44,15 @@ BLOCK = re.compile(r"(<!-- kvsketch report --docs: (\w+)(?: (\w+))? -->\n)(.*?)(
 BIG = "qwen2.5-coder-1.5b (bfloat16)"
 NOTHING = "not measured"
 # The methods of the README's tables.
-SHOWN = ("full", "clusterkv", "quest", "snapkv", "streamingllm", "keyformer", "balancekv", "subgen")
+DROPPING = ("snapkv", "streamingllm", "keyformer", "balancekv", "subgen")
+SHOWN = ("full", "clusterkv", "quest", *DROPPING)
+BOUNDED = tuple(f"{name}:budget=2048" for name in DROPPING)
+
+
+def _span(numbers: Iterable[float], form: str) -> str:
+    """The smallest and the largest: `0.6 to 0.8`."""
+    found = list(numbers)
+    return " to ".join(dict.fromkeys(format(end, form) for end in (min(found), max(found))))
 
 
 def write(root: Path, methods: Sequence[Mapping[str, Any]]) -> list[Path]:
@@ -361,9 +369,58 @@ class Numbers:
         found = [record["data"] for record in self.benchmarks if record["kind"] == kind]
         return {tuple(data[key] for key in ("method", *keys)): data for data in found}
 
+    # speed of the README's bounded methods, unless others are named
+
+    @cached_property
+    def _steps(self) -> dict[tuple[Any, ...], dict[str, Any]]:
+        return {key: data for key, data in self._timed("decode", "batch").items() if data["step_ms"]}
+
+    def step(self, method: str, batch: int = 1) -> str:
+        """Milliseconds of a decode step."""
+        return f"{self._steps[method, batch]['step_ms']:.2f}"
+
+    def rate(self, batch: int, *methods: str) -> str:
+        """Tokens per second over those of the full cache at its best batch: `8.0 to 8.2`."""
+        best = 1 / self._least_full()[0]
+        return _span((batch / self._steps[method, batch]["step_ms"] / best for method in methods or BOUNDED), ".1f")
+
+    def best_batch(self) -> str:
+        return str(self._least_full()[1])
+
+    def _least_full(self) -> tuple[float, int]:
+        """The fewest milliseconds of the full cache for a token, and the batch."""
+        return min((data["step_ms"] / batch, batch) for (name, batch), data in self._steps.items() if name == "full")
+
+    def floor(self, batch: int) -> str:
+        return _span((self._steps[method, batch]["floor_ms"] for method in BOUNDED), ".1f")
+
+    def above_floor(self, batch: int) -> str:
+        found = (self._steps[method, batch] for method in BOUNDED)
+        return _span((data["step_ms"] - data["floor_ms"] for data in found), ".1f")
+
+    def checked(self, what: str) -> str:
+        """How many tokens, or layers, were compared before a step was timed."""
+        return _span((data[f"checked_{what}"] for data in self._steps.values() if data[f"checked_{what}"]), "d")
+
+    def rehearsal(self) -> str:
+        """What rehearse adds to a prefill."""
+        return f"{self._timed('rehearse')['rehearse',]['overhead']:.0%}"
+
+    def kvpress_step(self) -> str:
+        data = (record["data"] for record in self.benchmarks if record["kind"] == "kvpress")
+        return _span((each["step_ms"] for each in data if each["press"] != "none"), ".0f")
+
+    def beside_sdpa(self) -> str:
+        found = benchmarks.contenders([record["data"] for record in self.benchmarks if record["kind"] == "kernel"])
+        return _span((ratio for _, each in found if (ratio := benchmarks.beside_sdpa(each))), ".2f")
+
+    def million(self, what: str) -> str:
+        """Seconds of a streamed prompt of a million tokens, or its gigabytes."""
+        number: float = self._timed("stream", "tokens")[BOUNDED[1], 1_000_000][what]
+        return f"{number:.1f}" if what == "prefill_s" else f"{number / 1e9:.0f}"
+
     def budget_table(self) -> str:
         """Right answers by what is kept, for the methods of the README that drop tokens."""
         budgets = ("1/2", "1/4", "1/8", "1/16")
-        dropping = [name for name in SHOWN if name not in ("full", "clusterkv", "quest")]
-        rows = [[blocks.Code(name), *(self.lines(name, budget, 200) for budget in budgets)] for name in dropping]
+        rows = [[blocks.Code(name), *(self.lines(name, budget, 200) for budget in budgets)] for name in DROPPING]
         return blocks.table(["kept", *budgets], rows)
