@@ -35,8 +35,8 @@ class CompressedCache(Cache):
         cache = CompressedCache(model, "streamingllm:budget=1024")
 
     `model` is a model or its config; `method` a text form or a Method. Full-attention layers are compressed;
-    sliding-window and linear-attention layers stay native. The model is not changed. `check`: a nan or inf in a key
-    or value is an error that names its layer and head (asks the device at every step).
+    sliding-window and linear-attention layers stay native. The model is not changed. `seed`: of methods that draw.
+    `check`: a nan or inf in a key or value is an error that names its layer and head (asks the device at every step).
 
     `prefill`: "exact" reads the whole prompt and then compresses it. "stream" reads `chunk` tokens at a time; each
     chunk attends to itself and to what is left of the chunks before, so the whole prompt never has to fit.
