@@ -30,7 +30,7 @@ from kvsketch.ops.fold_token import Layout as Folded
 from kvsketch.ops.fold_token import State
 from kvsketch.ops.hot_rows import Buffer, Store, new_places
 from kvsketch.ops.page_rows import Rows, Worth
-from kvsketch.ops.take_rows import Sources
+from kvsketch.ops.take_rows import Sources, take_rows_of
 from kvsketch.slots.layout import Layout
 from tests.ops.formula import needs_triton
 
@@ -157,7 +157,7 @@ def refit_steps() -> None:
 
 def take_rows() -> None:
     ops.take_rows(normal(N, D), longs(S))
-    ops.take_rows_of(Sources([normal(N, D)], longs(1)), longs(3), longs(3), longs(3, S), 2)
+    take_rows_of(Sources([normal(N, D)], longs(1)), longs(3), longs(3), longs(3, S), 2)
 
 
 def turn_queries() -> None:

@@ -67,7 +67,7 @@ from kvsketch.ops.reservoir import reservoir
 from kvsketch.ops.select_clusters import cluster_scores, select_clusters
 from kvsketch.ops.select_pages import select_pages, widen_pages
 from kvsketch.ops.slot_update import free_lowest, write_coded_token, write_token
-from kvsketch.ops.take_rows import take_rows, take_rows_of
+from kvsketch.ops.take_rows import take_rows
 from kvsketch.ops.turn_keys import turn_keys
 from kvsketch.ops.turn_queries import turn_queries
 from kvsketch.ops.weighted_attention import weighted_attention
@@ -102,7 +102,6 @@ __all__ = [
     "select_clusters",
     "select_pages",
     "take_rows",
-    "take_rows_of",
     "turn_keys",
     "turn_queries",
     "uniform",

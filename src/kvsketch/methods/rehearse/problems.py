@@ -16,7 +16,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.rehearse.refit import Slots, fold, refit
 from kvsketch.ops.common.products import product
-from kvsketch.ops.take_rows import Sources
+from kvsketch.ops.take_rows import Sources, take_rows_of
 from kvsketch.slots.tensors import rows_of, uploaded
 
 # Entries of A of a batch of problems, by kind of device; a problem counts as LEAST slots or more, and on a CPU as all.
@@ -111,7 +111,7 @@ class Rows(NamedTuple):
 
     def taken(self, layer: Tensor, part: slice, tokens: Tensor) -> Tensor:
         """Those of tokens [n, m], counted from the first, of a part of the problems."""
-        return ops.take_rows_of(self.sources, layer, self.first[part], tokens, self.apart)
+        return take_rows_of(self.sources, layer, self.first[part], tokens, self.apart)
 
 
 class Everything(NamedTuple):
