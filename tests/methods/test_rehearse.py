@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -293,6 +294,20 @@ def test_tokens_that_were_not_repeated_can_go(model: Any, first: int, more: int,
         for number in range(left, left + 30):
             found, wanted = (model(ids[:, number : number + 1], past_key_values=c).logits for c in (cache, never))
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_an_error_in_a_repetition_is_told_as_it_is(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, ids = CompressedCache(model, "kvzip"), zoo.tokens(1, 80)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.layers[1].mlp, "forward", Mock(side_effect=MemoryError("no more")))
+            with pytest.raises(MemoryError, match="no more"):
+                cache.rehearse(model, ids)
+        with pytest.raises(RuntimeError, match=r"the model was repeating.*cache\.reset"):
+            model(ids[:, :1], past_key_values=cache)
+    cache.reset()
+    assert prefill(model, ids, cache).shape == (1, 97) and not cache.slot_layers[0].record_past
 
 
 @pytest.mark.parametrize("how", ["exact", "stream"])

@@ -88,9 +88,10 @@ def _say(cache: Repeating, model: Any, ids: Tensor, length: int) -> None:
             heard = [(layer.pending, _keys(layer, count)) for layer in layers]
         cache.crop(-count)
     finally:
-        cache.end_recording()
         for layer, prompt in zip(layers, prompts, strict=True):
             layer.prompt = prompt
+    # Not after an error: it would try to compress a part of the repetition, and its own error would hide the first.
+    cache.end_recording()
     with plain():
         for layer, (queries, keys) in zip(layers, heard, strict=True):
             assert queries is not None
