@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvsketch
 from kvsketch import CompressedCache
+from kvsketch.slots import codes
 from tests.helpers import zoo
 from tests.helpers.common import FED, generate, padded, read_pieces, with_budget
 
@@ -157,6 +158,15 @@ def test_the_first_tokens_are_exact() -> None:
         first = slice(pads, pads + 4)
         torch.testing.assert_close(ours[row, :, first], theirs[row, :, first], atol=1e-5, rtol=1e-5)
         assert (ours[row, :, pads + 4 : 80] - theirs[row, :, pads + 4 : 80]).abs().max() > 0.01
+
+
+def test_a_row_of_few_tokens_or_none_yet_has_the_center_of_the_others() -> None:
+    torch.manual_seed(0)
+    x, new = 20 + torch.randn(3, 1, 100, 16), 20 + torch.randn(3, 1, 9, 16)
+    x[1, :, -2:] = 0  # the two tokens of the second row, unlike what follows; the third begins with the next chunk
+    held = codes.inserted(codes.coded(x, 4, torch.tensor([0, 98, 100])), 100, new)
+    error = (codes.plain(codes.coded(held, 4, None))[:, :, 100:] - new).norm(dim=-1).mean((1, 2))
+    assert (error < 1.5 * error[0]).all()
 
 
 def test_what_cannot_be_coded_is_refused() -> None:

@@ -131,14 +131,16 @@ def first_tokens(count: int, slots: Tensor, padding: Tensor | None) -> Tensor:  
 
 
 def center_of(x: Tensor, padding: Tensor | None = None) -> Tensor:  # [B, H, D] float32
-    """The mean of vectors [B, H, n, D], without the first tokens and left padding; of a short text the mean of all."""
+    """The mean of vectors [B, H, n, D], without the first tokens and left padding; of a short text the mean of all.
+
+    A row of first tokens alone, or none yet, has the center of the other rows: what is common to keys is the model's.
+    """
     if padding is None:
         return (x[:, :, EXACT:] if x.shape[2] > EXACT else x).mean(2, dtype=torch.float32)
     position = torch.arange(x.shape[2], device=x.device) - padding.view(-1, 1)  # [B, n]
-    counted = position >= EXACT
-    counted = torch.where(counted.any(-1, keepdim=True), counted, position >= 0).view(len(x), 1, -1, 1)
-    total = torch.where(counted, x, 0.0).sum(2, dtype=torch.float32)
-    return total / counted.sum(2).clamp_min(1)
+    counted = torch.where((position >= EXACT).any(), position >= EXACT, position >= 0).view(len(x), 1, -1, 1)
+    total, count = torch.where(counted, x, 0.0).sum(2, dtype=torch.float32), counted.sum(2)  # [B, H, D], [B, 1, 1]
+    return torch.where(count > 0, total / count.clamp_min(1), total.sum(0) / count.sum(0).clamp_min(1))
 
 
 def _all_coded(slots: SlotCodes) -> SlotCodes:
