@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from kvsketch.cli.options import JsonOption
 from kvsketch.cli.output import print_json, results
+
+if TYPE_CHECKING:
+    from kvsketch.report.recommend import Advice
 
 SHOWN = 6
 
@@ -64,23 +68,30 @@ def recommend(
             markup=False,
         )
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("method", "bytes", "GB", "loss", "worst task", "questions", "step"):
-        table.add_column(column, justify="left" if column in ("method", "worst task") else "right")
-    for option in fits[:SHOWN]:
-        size, step = (
-            option.bytes * each * context / 1e9,
-            f"{option.step_ms:.1f} ms" if option.step_ms else "not measured",
-        )
-        worst = f"{option.worst:+.2f} {option.worst_task}"
-        table.add_row(option.method, f"{option.bytes:.1%}", f"{size:.2f}", f"{option.loss:+.2f}", worst,
-                      f"{option.questions:,}", step)  # fmt: skip
-    say(table)
+    _show(fits[:SHOWN], each * context)
     read = [record["data"]["prompt_tokens"] for record in own if "prompt_tokens" in record["data"]]
-    lengths = f"records are of texts of {min(read):,} to {max(read):,} tokens: beyond that they are a guess"
-    fewest, most = (pick(option.tasks for option in fits[:SHOWN]) for pick in (min, max))
-    tasks = f"{most} tasks" if fewest == most else f"the {fewest} to {most} tasks that were measured"
-    say(f"loss: right answers fewer than the full cache's, mean over {tasks}; {lengths}", markup=False)
+    say(
+        f"loss: right answers fewer than the full cache's, mean over {_tasks(fits[:SHOWN])}; records are of texts of "
+        f"{min(read):,} to {max(read):,} tokens: beyond that they are a guess",
+        markup=False,
+    )
     steps = {option.step_of for option in fits[:SHOWN] if option.step_of}
     if steps:
         say(f"step: one sequence, {'; '.join(sorted(steps))}", markup=False)
+
+
+def _show(fits: Sequence[Advice], full_bytes: int) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("method", "bytes", "GB", "loss", "worst task", "questions", "step"):
+        table.add_column(column, justify="left" if column in ("method", "worst task") else "right")
+    for option in fits:
+        size, step = f"{option.bytes * full_bytes / 1e9:.2f}", f"{option.step_ms:.1f} ms" if option.step_ms else ""
+        worst = f"{option.worst:+.2f} {option.worst_task}"
+        table.add_row(option.method, f"{option.bytes:.1%}", size, f"{option.loss:+.2f}", worst,
+                      f"{option.questions:,}", step or "not measured")  # fmt: skip
+    results().print(table)
+
+
+def _tasks(fits: Sequence[Advice]) -> str:
+    fewest, most = (pick(option.tasks for option in fits) for pick in (min, max))
+    return f"{most} tasks" if fewest == most else f"the {fewest} to {most} tasks that were measured"
