@@ -16,6 +16,7 @@ from kvsketch.report.palette import BASE, name_of
 
 Data = dict[str, Any]
 Make = Callable[[list[Data]], str]
+FEW_BITS = ("tied weights", "ragged heads", "4 bits", "ragged heads, 4 bits")  # the sizes that have them all are shown
 LLAMA_8B_SLOT = 8 * 2 * 128 * 2  # bytes of a token's keys and values in one layer: KV heads, both, size, bf16
 
 
@@ -55,7 +56,7 @@ def kernels(data: list[Data]) -> str:
 
 def few_bits(data: list[Data]) -> str:
     """Slots of 4 bits and heads of different sizes beside equal heads in bf16."""
-    names = ("tied weights", "ragged heads", "4 bits", "ragged heads, 4 bits")
+    names = FEW_BITS
     rows = [
         (batch, f"{slots:,}", cache, *(f"{by_name[n]['median_us']:.1f}" for n in names),
          *(f"{by_name['tied weights']['median_us'] / by_name[n]['median_us']:.2f}x" for n in names[2:]),

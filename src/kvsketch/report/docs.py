@@ -410,9 +410,19 @@ class Numbers:
         data = (record["data"] for record in self.benchmarks if record["kind"] == "kvpress")
         return _span((each["step_ms"] for each in data if each["press"] != "none"), ".0f")
 
+    @cached_property
+    def _kernels(self) -> list[dict[str, dict[str, Any]]]:
+        """What contenders needed, at each size."""
+        data = [record["data"] for record in self.benchmarks if record["kind"] == "kernel"]
+        return [by_name for _, by_name in benchmarks.contenders(data)]
+
     def beside_sdpa(self) -> str:
-        found = benchmarks.contenders([record["data"] for record in self.benchmarks if record["kind"] == "kernel"])
-        return _span((ratio for _, each in found if (ratio := benchmarks.beside_sdpa(each))), ".2f")
+        return _span((ratio for each in self._kernels if (ratio := benchmarks.beside_sdpa(each))), ".2f")
+
+    def four_bits(self, contender: str) -> str:
+        """How many times as fast as bf16 slots of equal heads."""
+        shown = (each for each in self._kernels if set(benchmarks.FEW_BITS) <= set(each))
+        return _span((each["tied weights"]["median_us"] / each[contender]["median_us"] for each in shown), ".1f")
 
     def million(self, what: str) -> str:
         """Seconds of a streamed prompt of a million tokens, or its gigabytes."""
