@@ -402,9 +402,9 @@ class Numbers:
         """How many tokens, or layers, were compared before a step was timed."""
         return _span((data[f"checked_{what}"] for data in self._steps.values() if data[f"checked_{what}"]), "d")
 
-    def rehearsal(self) -> str:
+    def rehearsal(self, method: str = "rehearse") -> str:
         """What rehearse adds to a prefill."""
-        return f"{self._timed('rehearse')['rehearse',]['overhead']:.0%}"
+        return f"{self._timed('rehearse')[method,]['overhead']:.0%}"
 
     def kvpress_step(self) -> str:
         data = (record["data"] for record in self.benchmarks if record["kind"] == "kvpress")
