@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvsketch
+from kvsketch import CompressedCache
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Size
 from kvsketch.slots.table import SlotTable
+from tests.helpers import zoo
+from tests.helpers.common import generate
 
 BOUNDED = [name for name, method in kvsketch.METHODS.items() if issubclass(method, BudgetedMethod)]
 
@@ -75,3 +80,15 @@ def test_bad_methods_name_the_choices(text: str, words: list[str]) -> None:
     with pytest.raises(ValueError, match=r"\w") as error:
         kvsketch.parse_method(text)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(("tokens", "said"), [(1, "1 token"), (20, "20 token"), (40, None)])
+def test_a_share_of_next_to_nothing_is_told(tokens: int, said: str | None) -> None:
+    model, ids = zoo.build("llama"), zoo.tokens(1, tokens)
+    cache = CompressedCache(model, "h2o:budget=50%")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        generate(model, ids, cache, max_new_tokens=3)
+    told = [str(each.message) for each in found if "h2o: budget=50%" in str(each.message)]
+    assert len(told) == (said is not None)
+    assert said is None or (f"a prompt of {said}" in told[0] and "budget=1024" in told[0])

@@ -93,6 +93,8 @@ class SlotLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.is_initialized = True
         self.end_draft()
+        if self.table.seen == self.table.prompt_tokens == key_states.shape[2] == 1 and self.table.rank == 0:
+            self.method.note_prompt(self.table)  # a prompt that is fed token by token, or has but one
         self.read_before = self.table.seen - self.seen_before
         self.seen_before, self.prompt_before = self.table.seen, self.table.prompt_tokens
         self.table.note_previous(None if self.before is None else self.before.table)

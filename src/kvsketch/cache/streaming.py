@@ -178,6 +178,8 @@ def _read_prompt(
     else:
         output = original(model, input_ids, generation_config, model_kwargs, *args, **options)
     cache.read.note(input_ids, 0 if whole else seen, mask)
+    if cache.tokens_seen > 1:
+        cache.method.note_prompt(cache.slot_layers[0].table)
     return output
 
 

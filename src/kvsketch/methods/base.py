@@ -12,6 +12,7 @@ To add a method: one file here with a subclass, one line in `methods/__init__.py
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, cast
@@ -28,6 +29,7 @@ from kvsketch.slots.ragged_rows import RowNeeds
 from kvsketch.slots.state import TableState
 from kvsketch.slots.table import SlotTable
 
+LITTLE = 16  # tokens: whoever can see fewer than these has lost the thread
 BIT_CHOICES = f"{', '.join(map(str, BITS))}, or {PLAIN} for the dtype of the model"
 
 
@@ -130,6 +132,9 @@ class Method:
 
     def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
         """Takes note of `tokens` tokens that the model has repeated."""
+
+    def note_prompt(self, table: SlotTable) -> None:
+        """The prompt is read, and single tokens follow."""
 
     def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
         """Makes `table` ready for new tokens [B, H, n, D], before they are appended."""
@@ -298,6 +303,20 @@ class BudgetedMethod(Method):
         """
         total = self.budget_size.of(prompt)
         return Budget(total, self.sinks, self.recent_size.of(total))
+
+    def note_prompt(self, table: SlotTable) -> None:
+        """Warns where a share of the prompt is next to nothing."""
+        if self.budget_size.share is None or self.budget_is_mean:
+            return
+        total = self.budget_tokens(table)
+        if total < LITTLE:
+            warnings.warn(
+                f"{self.name}: budget={self.budget} of a prompt of {table.prompt_tokens} token(s) is {total}, and what "
+                "is generated sees no more than these. Feed the prompt in one forward, or use a budget in tokens, such "
+                "as budget=1024",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def row_budget(self, table: SlotTable) -> Budget:
         """What each row may hold; tensors where left padding makes rows differ."""
