@@ -77,6 +77,15 @@ def test_a_table_for_each_share_holds_held_out_questions_alone(root: Path) -> No
     assert render.png(figure).startswith(b"\x89PNG")
 
 
+def test_a_method_without_a_budget_stands_in_one_table() -> None:
+    # Near the middle between two shares: of each task alone the nearest would differ.
+    found = equal_bytes.cells(
+        answer("full:bits=2", "", share, 0, 1.0, lines=lines, sample=f"lines={lines} text=0 question=0")
+        for lines, share in ((200, 0.18), (400, 0.174))
+    )
+    assert {cell.column for cell in found} == {"1/4"} and {cell.bytes for cell in found} == {0.18, 0.174}
+
+
 def test_pages_without_such_records_say_so(root: Path) -> None:
     (root / "results" / "eval" / "lines.jsonl").write_text("")
     numbers = docs.Numbers(root)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -42,11 +42,13 @@ class Cell:
     bytes: float  # on the device, measured, of the full cache's
     tokens: float | None  # the budget in tokens, of the prompt's
     parts: dict[str, float] = field(default_factory=dict)  # of RULER, the mean of each task
+    typical: float | None = None  # `bytes` of the method, the mean over tasks
 
     @property
     def column(self) -> str:
         """The share of the bytes that it is compared at: the one asked for, or the nearest to what it takes."""
-        return self.budget or min(SHARES, key=lambda share: abs(math.log(self.bytes / float(Fraction(share)))))
+        takes = self.typical or self.bytes
+        return self.budget or min(SHARES, key=lambda share: abs(math.log(takes / float(Fraction(share)))))
 
 
 def cells(records: Iterable[Record]) -> list[Cell]:
@@ -60,7 +62,15 @@ def cells(records: Iterable[Record]) -> list[Cell]:
         for task in _tasks(record):
             key = (model_name(data), task, method, budget, str(data.get("question", "unseen")))
             groups.setdefault(key, []).append(record)
-    return comparable([_cell(key, members) for key, members in sorted(groups.items())])
+    return comparable(_in_one_column([_cell(key, members) for key, members in sorted(groups.items())]))
+
+
+def _in_one_column(found: Sequence[Cell]) -> list[Cell]:
+    """The same, with what a method takes on all tasks: one that takes no budget stands in one column."""
+    taken: dict[tuple[str, str, str], list[float]] = {}
+    for cell in found:
+        taken.setdefault((cell.model, cell.method, cell.budget), []).append(cell.bytes)
+    return [replace(cell, typical=mean(taken[cell.model, cell.method, cell.budget])) for cell in found]
 
 
 def comparable(found: Sequence[Cell]) -> list[Cell]:
