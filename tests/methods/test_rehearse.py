@@ -296,6 +296,14 @@ def test_tokens_that_were_not_repeated_can_go(model: Any, first: int, more: int,
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
+def test_a_prompt_of_which_more_than_the_logits_is_wanted_is_repeated_too(model: Any) -> None:
+    ids = zoo.tokens(1, 80)
+    plain, more = (
+        generate(model, ids, CompressedCache(model, "kvzip"), output_hidden_states=wanted) for wanted in (False, True)
+    )
+    assert plain.sequences.tolist() == more.sequences.tolist() and more.hidden_states[0][0].shape[1] == 80
+
+
 def test_an_error_in_a_repetition_is_told_as_it_is(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, ids = CompressedCache(model, "kvzip"), zoo.tokens(1, 80)
     with torch.no_grad():

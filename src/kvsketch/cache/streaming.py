@@ -171,12 +171,13 @@ def _read_prompt(
     whole = length == input_ids.shape[1]
     if whole and seen:
         cache.read.require(input_ids, seen, mask)
+    new = input_ids[:, seen:] if whole else input_ids
     if _can_stream(cache, generation_config, model_kwargs):
-        new = input_ids[:, seen:] if whole else input_ids
         logits: Any = prefill(model, new, cache, mask)[:, None]
         output = CausalLMOutputWithPast(logits=logits, past_key_values=cache)
     else:
         output = original(model, input_ids, generation_config, model_kwargs, *args, **options)
+        _repeat(model, new, cache, None)
     cache.read.note(input_ids, 0 if whole else seen, mask)
     if cache.tokens_seen > 1:
         cache.method.note_prompt(cache.slot_layers[0].table)
