@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
+import kvsketch
 from kvsketch import CompressedCache
+from kvsketch.cache.layer import SlotLayer
 from tests.helpers import zoo
 
 BUDGET, PROMPT, SIZE, HEADS, ELEMENT = 512, 560, 128, 2, 4
@@ -38,3 +44,28 @@ def test_bytes_are_those_of_the_kept_slots(method: str) -> None:
     assert cache.tokens_stored <= BUDGET
     # one slot for the incoming token, and for each slot its index and weight
     assert 0.98 * formula < cache.device_bytes < 1.02 * formula + (PER_SLOT + 16) * HEADS
+
+
+@pytest.mark.parametrize("prefill", ["exact", "stream"])
+@pytest.mark.parametrize("method", ["h2o:budget=20:recent=4", "kvzip", "full"])
+def test_nothing_waits_for_the_garbage_collector(method: str, prefill: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a forward has read, which may be a whole prompt, goes with it, and a cache with its last name."""
+    model, ids, views, update = zoo.build("llama"), zoo.tokens(1, 80), [], SlotLayer.update
+
+    def noted(layer: SlotLayer, *args: Any) -> Any:
+        handed = update(layer, *args)
+        views.append(weakref.ref(layer.waiting))
+        return handed
+
+    monkeypatch.setattr(SlotLayer, "update", noted)
+    cache = CompressedCache(model, method, prefill=prefill, chunk=64)
+    gc.disable()
+    try:
+        for piece in (ids, ids[:, :1]):
+            kvsketch.prefill(model, piece, cache)
+        assert len(views) >= 4 and not any(view() for view in views)
+        table = weakref.ref(cache.slot_layers[0].table)
+        del cache
+        assert table() is None
+    finally:
+        gc.enable()

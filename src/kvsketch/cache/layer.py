@@ -49,7 +49,9 @@ class SlotLayer(CacheLayerMixin):
     ) -> None:
         self.table, self.method, self.model_name, self.keys_are_shared = table, method, model_name, keys_are_shared
         self.chunk = chunk  # tokens of a prompt that are read at once; None: all of them
-        self.together: list[SlotLayer] = []  # all compressed layers, for the last of them
+        # The compressed layers before, for the last of them. Without itself: a cycle would keep the cache in memory
+        # until the garbage collector runs.
+        self.together: list[SlotLayer] | None = None
         self.before: SlotLayer | None = None  # the layer right before, where that is compressed too
         self.mask_free = False  # single tokens without a mask: a bounded table holds no padding
         self.short_mask = False  # all tables are bounded, and single tokens come without a mask
@@ -106,9 +108,11 @@ class SlotLayer(CacheLayerMixin):
         self.waiting, self.whole = view, False
         # Coded slots and flat stores are read from the view; what the model carries to attention is a tensor of heads.
         equal = view.layout is None
-        keys = view.keys if isinstance(view.keys, Tensor) and equal else key_states.view_as(key_states)
+        keys = view.keys if isinstance(view.keys, Tensor) and equal else key_states
         values = view.values if isinstance(view.values, Tensor) and equal else value_states.view_as(value_states)
         view.handed_shape = values.shape
+        # A tensor of its own: one that the view holds too would keep the whole prompt until the garbage collector runs.
+        keys = keys.view_as(keys)
         setattr(keys, TAG, view)
         return keys, values
 
@@ -160,8 +164,8 @@ class SlotLayer(CacheLayerMixin):
         aside = contextlib.nullcontext() if self.aside is None else self.aside.after(queries, row_logits)
         with plain(), self.changing(), aside:
             self.compress(queries)
-            if self.together:
-                tables = [layer.table for layer in self.together]
+            if self.together is not None:
+                tables = [layer.table for layer in (*self.together, self)]
                 if self.method.settles:
                     self.method.settle(tables)
                 # Once for all layers, so that none of them waits for the device.
@@ -288,7 +292,6 @@ class LayerView:
 
     def finish(self, module: nn.Module, query: Tensor, scale: float, mask: Any) -> None:
         """Called when attention is done. Layers that share this layer's keys only read; the owner compresses."""
-        # Key tensor and view refer to each other. Free the logits here, without waiting for the garbage collector.
         row_logits, self.row_logits = self.row_logits, None
         if self.is_owner(module):
             with plain():
