@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,16 @@ def test_a_document_is_read_once_and_talked_about(folder: str, tmp_path: Path) -
     assert plain.stdout == kvsketch.ask(model, tokenizer, empty, "Hello", max_new_tokens=5) + "\n"
     assert "leave out --method" in run("chat", saved, "--method", "full").stderr
     assert "make one with `kvsketch read" in run("chat", "nowhere.kvs").stderr
+
+
+@pytest.mark.parametrize(("short", "method"), [(1024, "full"), (9, "rehearse")])
+def test_a_short_document_is_kept_whole(
+    short: int, method: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["kvsketch.cli.chat"], "SHORT", short)
+    (tmp_path / "page.txt").write_text(TEXT)
+    done = run("read", str(tmp_path / "page.txt"), "--out", str(tmp_path / "page.kvs"), "--model", folder)
+    assert done.exit_code == 0 and f"tokens read with {method}" in done.stderr, done.output
 
 
 def test_a_stopped_answer_leaves_a_cache_that_goes_on(folder: str) -> None:

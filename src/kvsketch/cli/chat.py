@@ -18,6 +18,11 @@ from kvsketch.cli.output import megabytes, remarks
 from kvsketch.cli.serve import DEFAULT_METHOD
 
 SAVED = ".kvs"
+SHORT = 1024  # tokens of a text that is kept whole unless a method is named: it is small, and would lose most
+METHOD_HELP = (
+    f"What keeps the cache small; see `kvsketch methods`. Unless given, {DEFAULT_METHOD} for a text of {SHORT:,} tokens "
+    "or more, and full for a shorter one."
+)
 COMMANDS = "/reset forgets the conversation, /cache shows what is held, /quit or Ctrl-D ends; Ctrl-C stops an answer"
 
 
@@ -25,7 +30,7 @@ def read(
     files: Annotated[list[Path], typer.Argument(help="Text, Markdown or PDF (extra pdf) files; - is standard input.")],
     out: Annotated[Path | None, typer.Option(help="Where the cache goes; the file's name with .kvs.")] = None,
     model: ModelOption = DEFAULT_MODEL,
-    method: Annotated[str, typer.Option(help="What keeps the cache small; see `kvsketch methods`.")] = DEFAULT_METHOD,
+    method: Annotated[str | None, typer.Option(help=METHOD_HELP)] = None,
     prefill: Annotated[str, typer.Option(help="exact reads the text whole; stream reads --chunk tokens at a time.")] = (
         "exact"
     ),
@@ -56,7 +61,7 @@ def chat(
     model: Annotated[
         str | None, typer.Option(help="The model of a document, where it lies elsewhere or is to be read.")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="What keeps the cache small; see `kvsketch methods`.")] = None,
+    method: Annotated[str | None, typer.Option(help=METHOD_HELP)] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 samples.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
@@ -81,7 +86,7 @@ def chat(
         talk = Talk.of_file(path, model, device, dtype)
     elif path.is_file() and path.suffix.lower() != ".gguf":
         text = str(read_request(None, [path]).prompt)
-        talk = Talk.of_text(text, model or DEFAULT_MODEL, method or DEFAULT_METHOD, device, dtype, {})
+        talk = Talk.of_text(text, model or DEFAULT_MODEL, method, device, dtype, {})
     else:
         if path.suffix.lower() in (".txt", ".md", ".pdf"):
             raise FileNotFoundError(f"there is no file {target}; name a document, or a model (`kvsketch models`)")
@@ -134,7 +139,7 @@ class Talk:
 
     @classmethod
     def of_text(
-        cls, text: str, name: str, method: str, device: str | None, dtype: str | None, options: dict[str, Any]
+        cls, text: str, name: str, method: str | None, device: str | None, dtype: str | None, options: dict[str, Any]
     ) -> Talk:
         """Reads a text; a conversation goes back to where it was read."""
         import copy
@@ -144,10 +149,12 @@ class Talk:
         from kvsketch.cli.watching import reading_bar
         from kvsketch.decode import asking
 
-        parsed = kvsketch.parse_method(method)
+        parsed = kvsketch.parse_method(method or DEFAULT_METHOD)
         model, tokenizer = _loaded(name, device, dtype)
-        cache = kvsketch.CompressedCache(model, parsed, **options)
         length = asking.document_ids(tokenizer, text).shape[1]
+        if method is None and length < SHORT:
+            parsed = kvsketch.parse_method("full")
+        cache = kvsketch.CompressedCache(model, parsed, **options)
         require_positions(name, model, parsed, length)
         start = time.perf_counter()
         with reading_bar(cache, length):
