@@ -20,8 +20,8 @@ from kvsketch.cli.serve import DEFAULT_METHOD
 SAVED = ".kvs"
 SHORT = 1024  # tokens of a text that is kept whole unless a method is named: it is small, and would lose most
 METHOD_HELP = (
-    f"What keeps the cache small; see `kvsketch methods`. Unless given, {DEFAULT_METHOD} for a text of {SHORT:,} tokens "
-    "or more, and full for a shorter one."
+    f"What keeps the cache small; see `kvsketch methods`. Unless given, {DEFAULT_METHOD} for a text of {SHORT:,} "
+    "tokens or more, and full for a shorter one."
 )
 COMMANDS = "/reset forgets the conversation, /cache shows what is held, /quit or Ctrl-D ends; Ctrl-C stops an answer"
 
