@@ -23,7 +23,7 @@ from torch import Tensor
 from kvsketch.benchmark import runner
 from kvsketch.benchmark.device import Device, spread
 from kvsketch.benchmark.runner import FAILED, OUT_OF_MEMORY, Row
-from kvsketch.benchmark.shapes import ShapeBenchmark, make_cache, weight_bytes
+from kvsketch.benchmark.shapes import CheckedBenchmark, make_cache, weight_bytes
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode.captured import Step
 from kvsketch.decode.sampling import Sampler
@@ -109,7 +109,7 @@ def _prefilled(model: Any, method: str | Method, prompt: Tensor) -> CompressedCa
 
 
 @dataclass
-class Decode(ShapeBenchmark):
+class Decode(CheckedBenchmark):
     name, kind = "decode", "decode"
     columns = (
         "batch:d | method | ms per step=step_ms:.2f | p10=p10_ms:.2f | p90=p90_ms:.2f | floor ms=floor_ms:.2f | "
@@ -120,7 +120,6 @@ class Decode(ShapeBenchmark):
     full_batches: tuple[int, ...] = option("", "further batches for the full cache alone", least=1, none=True)
     steps: int = option(40, "steps that are timed", least=1)
     check_tokens: int = option(256, "captured tokens compared with eager ones", least=1)
-    check_layers: int = option(8, "layers of the model that is used for the check", least=1)
     baselines: tuple[str, ...] = option(
         "dynamic,static", "of transformers", choices=("dynamic", "static", "none"), none=True
     )
@@ -135,11 +134,6 @@ class Decode(ShapeBenchmark):
     @functools.cached_property
     def bandwidth(self) -> float:
         return self.on.copy_bandwidth()
-
-    @functools.cached_property
-    def checked(self) -> Any:
-        """The model of the check."""
-        return self.build(min(self.check_layers, self.built.config.num_hidden_layers))
 
     @functools.cached_property
     def verdict(self) -> Callable[[str], tuple[str | None, float]]:

@@ -27,7 +27,7 @@ from kvsketch.benchmark import runner
 from kvsketch.benchmark.decode import CHECK_PROMPT, Session, check_tokens
 from kvsketch.benchmark.device import spread
 from kvsketch.benchmark.runner import FAILED, Row
-from kvsketch.benchmark.shapes import ShapeBenchmark
+from kvsketch.benchmark.shapes import CheckedBenchmark
 from kvsketch.methods import METHODS, ClusterKV, Method, parse_method
 from kvsketch.methods.clusterkv.clusters import Clusters
 from kvsketch.methods.recall import RecallingMethod
@@ -93,7 +93,7 @@ def counts_of(session: Session) -> Tensor:  # [4]
 
 
 @dataclass
-class Offload(ShapeBenchmark):
+class Offload(CheckedBenchmark):
     name, kind = "offload", "offload"
     columns = (
         "method | batch:d | device ms=device_ms:.2f | host ms=host_ms:.2f | p10=host_p10_ms:.2f | "
@@ -120,7 +120,7 @@ class Offload(ShapeBenchmark):
     def right(self) -> Callable[[str], bool]:
         """Whether a method's offloaded tokens are those of the device."""
         prompt = self.tokens[:, : min(CHECK_PROMPT, self.prompt)]
-        return functools.cache(lambda method: same_tokens(self.built, *self.pairs[method], prompt, self.check_tokens))
+        return functools.cache(lambda method: same_tokens(self.checked, *self.pairs[method], prompt, self.check_tokens))
 
     def cells(self) -> Iterator[Row]:
         for method in self.pairs:
@@ -129,6 +129,7 @@ class Offload(ShapeBenchmark):
     def measure(self, method: str, batch: int, prompt: int) -> Iterator[Row]:
         row: Row = {"shape": self.shape, "ratio": None, "method": method, "batch": batch, "prompt": prompt}
         row |= {**dict.fromkeys(OUTCOMES), "checked_tokens": self.check_tokens, FAILED: None}
+        row["checked_layers"] = self.checked.config.num_hidden_layers
         if not self.right(method):
             yield row | {FAILED: "offloaded tokens differ"}
             return

@@ -156,3 +156,15 @@ class ShapeBenchmark(ModelBenchmark, ABC):
     @functools.cached_property
     def tokens(self) -> Tensor:  # [1, prompt]
         return make_prompt(self.prompt, self.on, self.seed, min(10000, self.built.config.vocab_size))
+
+
+@dataclass
+class CheckedBenchmark(ShapeBenchmark, ABC):
+    """One that first compares the tokens of methods, in a model of few layers."""
+
+    check_layers: int = option(8, "layers of the model that is used for the check", least=1)
+
+    @functools.cached_property
+    def checked(self) -> Any:
+        """The model of the check."""
+        return self.build(min(self.check_layers, self.built.config.num_hidden_layers))
