@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvsketch.ops.common.dispatch import implementation
 
-OLDEST = 63
+OLDEST = 63  # one less than a power of two
 # The columns of `counts`.
 CALLS, READS, HITS, COPIES = range(4)
 

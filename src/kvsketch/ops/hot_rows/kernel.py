@@ -14,7 +14,6 @@ from kvsketch.ops.hot_rows import OLDEST, Buffer, HotPlaces, Store, pairs
 BLOCK = 4096
 COPY_ROWS = 16
 MAX_AGE = tl.constexpr(OLDEST)
-AGE_BITS = tl.constexpr(OLDEST.bit_length())
 
 
 def supported(store: Store, buffer: Buffer) -> bool:
@@ -97,18 +96,17 @@ def place_kernel(
     tl.debug_barrier()
 
     if misses > 0:
-        # The largest age that enough places reach, bit by bit: all older places go, and of those as old the first few.
-        limit, older = 0, 0
-        for bit in tl.static_range(AGE_BITS - 1, -1, -1):
-            trial = limit + (1 << bit)
-            reached = 0
-            for start in range(0, places, HOT_BLOCK):
-                place = start + tl.arange(0, HOT_BLOCK)
-                # Places that do not exist count as read just now.
-                read = tl.load(last_read + place, mask=place < places, other=call)
-                reached += tl.sum((tl.minimum(call - read, MAX_AGE) >= trial).to(tl.int32), 0)
-            limit = tl.where(reached >= misses, trial, limit)
-            older = tl.where(reached >= misses, older, reached)
+        # The largest age that enough places reach: all older places go, and of those as old the first few.
+        ages = tl.arange(0, MAX_AGE + 1)
+        of_age = tl.zeros((MAX_AGE + 1,), tl.int32)
+        for start in range(0, places, HOT_BLOCK):
+            place = start + tl.arange(0, HOT_BLOCK)
+            # Places that do not exist count as read just now.
+            read = tl.load(last_read + place, mask=place < places, other=call)
+            of_age += tl.histogram(tl.minimum(call - read, MAX_AGE), MAX_AGE + 1)
+        reached = tl.cumsum(of_age, 0, reverse=True)
+        limit = tl.max(tl.where(reached >= misses, ages, 0), 0)
+        older = tl.sum(tl.where(ages > limit, of_age, 0), 0)
         equal_before, taken_before = 0, 0
         for start in range(0, places, HOT_BLOCK):
             place = start + tl.arange(0, HOT_BLOCK)
