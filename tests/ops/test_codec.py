@@ -240,6 +240,9 @@ def test_programs_of_words_fit_the_registers_of_a_multiprocessor() -> None:
     # A program of a short table has two warps; so has that of a short work list, not that of one of fixed length.
     assert coded_plan(8, 2049, 4, 128, h200).warps == coded_plan(8, 9000, 4, 128, h200, pieces=512).warps == 2
     assert coded_plan(8, 9000, 4, 128, h200, pieces=6344).warps == 1
+    # Heads of 2,048 slots on average start early, however many the largest has.
+    assert coded_plan(64, 12000, 4, 128, h200, pieces=1060, total=64 * 2048).early
+    assert not coded_plan(64, 12000, 4, 128, h200).early
 
 
 def test_attention_over_many_bits_is_attention_over_the_vectors() -> None:

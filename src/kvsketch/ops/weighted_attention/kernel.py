@@ -142,7 +142,7 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
         total = programs * slots if ragged is None else ragged.total * row_tiles
         if key.words and value.words:
             pieces = None if ragged is None else len(ragged.work) * row_tiles
-            launch = coded_plan(programs, slots, total, block_m, max(size, value_size), traits, pieces)
+            launch = coded_plan(programs, slots, block_m, max(size, value_size), traits, pieces, total)
         else:
             slot_bytes = (block_size(size) + block_size(value_size)) * q.element_size()
             launch = plan(programs, slots, slot_bytes, traits, total)
@@ -292,14 +292,14 @@ def plan(heads: int, slots: int, slot_bytes: int, device: Device, total: int | N
 
 @functools.lru_cache(maxsize=4096)
 def coded_plan(
-    heads: int, slots: int, total: int, rows: int, size: int, device: Device, pieces: int | None = None
+    heads: int, slots: int, rows: int, size: int, device: Device, pieces: int | None = None, total: int | None = None
 ) -> Plan:
     """The same for 4-bit codes of vectors of this size, and tiles of `rows` queries; `pieces`: of ragged heads.
 
     Up to 8 rows fit in one warp, which never waits for others. Its registers are bounded, so that CODED_PROGRAMS run at
     a time and hide what each of them waits for. Without a bound 8 warps do.
     """
-    early = device.overlap and total * CODED_BYTES <= EARLY_CODED_BYTES
+    early = device.overlap and (total or heads * slots) * CODED_BYTES <= EARLY_CODED_BYTES
     few, several = rows * size <= 512, rows <= 8 and rows * size <= 1024
     registers = 168 if several else None
     block_n, warps = 64, 1 if rows <= 8 else 2
