@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from kvsketch.report.palette import Look, looks, order
 from kvsketch.report.rows import Row, is_overall
 
 MOST_PANELS = 6
+TITLE_LETTERS = 90  # of a line
 Figure = tuple[str, Any]  # name of the file without its ending, and the matplotlib figure
 
 
@@ -51,7 +54,7 @@ def _curves(section: Section, rows: Sequence[Row], shown: dict[str, Look]) -> An
     for axes in panels[len(settings) :]:
         axes.set_axis_off()
     title = ", ".join(filter(None, (section.kind.title, rows[0].model, rows[0].variant)))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    figure.suptitle("\n".join(textwrap.wrap(title, TITLE_LETTERS)), x=0.01, ha="left", fontsize=12)
     legend(figure, panels[: len(settings)])
     return figure
 
@@ -96,6 +99,7 @@ def abscissa(rows: Sequence[Row]) -> tuple[str, Callable[[Row], float | None]]:
 def _panel(axes: Any, kind: Kind, rows: Sequence[Row], shown: dict[str, Look]) -> None:
     name, of = abscissa(rows)
     methods = sorted({row.method for row in rows if row.mean is not None}, key=order)
+    styles = itertools.cycle(("--", ":", "-."))  # of methods that take no budget
     for method in methods:
         own = [row for row in rows if row.method == method and row.mean is not None]
         bounded = [row for row in own if row.budget]
@@ -103,7 +107,8 @@ def _panel(axes: Any, kind: Kind, rows: Sequence[Row], shown: dict[str, Look]) -
             _line(axes, method, bounded, [of(row) for row in bounded], shown[method])
         for row in own:
             if not row.budget:
-                axes.axhline(row.mean, color=shown[method].colour, linestyle="--", linewidth=1.2, label=method)
+                style = next(styles)
+                axes.axhline(row.mean, color=shown[method].colour, linestyle=style, linewidth=1.2, label=method)
     _dress(axes, kind, name, rows, of)
 
 
