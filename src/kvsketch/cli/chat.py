@@ -18,7 +18,7 @@ from kvsketch.cli.output import megabytes, remarks
 from kvsketch.cli.serve import DEFAULT_METHOD
 
 SAVED = ".kvs"
-SHORT = 1024  # tokens of a text that is kept whole unless a method is named: it is small, and would lose most
+SHORT = 1024  # a text of fewer tokens is kept whole unless a method is named: its cache is small anyway
 METHOD_HELP = (
     f"What keeps the cache small; see `kvsketch methods`. Unless given, {DEFAULT_METHOD} for a text of {SHORT:,} "
     "tokens or more, and full for a shorter one."
