@@ -60,7 +60,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_a_table_for_each_share_holds_held_out_questions_alone(root: Path) -> None:
     numbers = docs.Numbers(root)
-    assert numbers.byte_models() == [docs.BIG] and numbers.fewest_questions() == "16"
+    assert numbers.byte_models() == [docs.BIG] and numbers.fewest_questions() == "16 questions"
     quarter, eighth = numbers.byte_tables().split("**1/8 of the bytes**")
     assert "| `full:bits=4` | unseen | 27.0% | 1.00 [1.00, 1.00]" in quarter and "full:bits=4" not in eighth
     assert "| `rehearse` | unseen | 12.0% | 0.75 [0.75, 0.75] | +0.15 | 0.020 |" in eighth
@@ -84,6 +84,12 @@ def test_a_method_without_a_budget_stands_in_one_table() -> None:
         for lines, share in ((200, 0.18), (400, 0.174))
     )
     assert {cell.column for cell in found} == {"1/4"} and {cell.bytes for cell in found} == {0.18, 0.174}
+
+
+def test_a_task_that_was_asked_far_less_is_named() -> None:
+    asked = [answer("full", "", 1.0, number, 1.0) for number in range(12)]
+    asked += [answer("full", "", 1.0, number, 1.0, lines=600) for number in range(3)]
+    assert equal_bytes.least_questions(equal_bytes.cells(asked), docs.BIG) == "12 questions (lines 600: 3)"
 
 
 def test_pages_without_such_records_say_so(root: Path) -> None:

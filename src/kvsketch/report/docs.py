@@ -278,7 +278,7 @@ class Numbers:
         return {c.task: c for c in self.at_equal_bytes if (c.model, c.method, c.question, c.column) == wanted}
 
     def fewest_questions(self, model: str = BIG) -> str:
-        return str(equal_bytes.least_questions(self.at_equal_bytes, model))
+        return equal_bytes.least_questions(self.at_equal_bytes, model)
 
     # whole tables
 

@@ -279,10 +279,16 @@ def _known(values: dict[tuple[str, str, str], str], method: str, share: str, tas
     return known if set(known) != {"-"} else []
 
 
-def least_questions(found: Sequence[Cell], model: str) -> int:
-    """The fewest questions behind an answer of the tables."""
-    own = [cell.questions for cell in found if cell.model == model and not cell.task.startswith(LOSSES)]
-    return min(own, default=0)
+def least_questions(found: Sequence[Cell], model: str) -> str:
+    """The fewest questions behind an answer of the tables; tasks that were asked far less are named."""
+    least: dict[str, int] = {}
+    for cell in found:
+        if cell.model == model and not cell.task.startswith(LOSSES):
+            least[cell.task] = min(cell.questions, least.get(cell.task, cell.questions))
+    many = {task: count for task, count in least.items() if 3 * count >= max(least.values())}
+    few = [f"{_title(task)}: {least[task]}" for task in sorted(least, key=task_order) if task not in many]
+    named = f" ({', '.join(few)})" if few else ""
+    return f"{min(many.values(), default=0)} questions{named}"
 
 
 # the picture
