@@ -300,6 +300,9 @@ def hot_rows() -> None:
     store = Store(normal(B, H, S, D), normal(B, H, S, D), ints(B))
     buffer = Buffer(normal(B, H, S, D), normal(B, H, S, D), 0, 100)
     ops.hot_rows(ints(B, HQ, 20), ints(B), new_places(B, H, S, 100, torch.device("cpu")), store, buffer)
+
+
+def coded_hot_rows() -> None:
     codes, steps = normal(B, H, S, D // 4).view(torch.uint8), normal(B, H, S, 1)
     store = Store(codes, codes, ints(B), (steps, steps))
     buffer = Buffer(codes, codes, 0, 100, (steps, steps))
@@ -330,6 +333,7 @@ CALLS: tuple[Callable[[], None], ...] = (
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
     refit_steps, take_rows, slot_update, coded_slot_update, page_rows, reservoir, fold_token, hot_rows,
+    coded_hot_rows,
     decoder_layer, lambda: thin_linear(1), lambda: thin_linear(4),
     *(partial(call, dtype) for call in (replay_scores, balance_walk) for dtype in (torch.bfloat16, torch.float32)),
 )  # fmt: skip

@@ -121,17 +121,24 @@ def test_codes_come_with_their_steps(implementation: ModuleType, device: torch.d
                     assert [float(n[0, h, slot]) for n in near[2:]] == [float(f[0, h, token]) for f in far[2:]]
 
 
-def test_more_entries_than_one_block(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+@needs_triton
+def test_parts_of_the_lists_and_blocks_of_places(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All missing, none missing, tokens that several lists name in other parts, more rows than programs that copy."""
     from kvsketch.ops.hot_rows import kernel
 
-    monkeypatch.setattr(kernel, "BLOCK", 64)
+    for name, value in (("BLOCK", 64), ("HOT_BLOCK", 128), ("COPY_ROWS", 4), ("COPY_PROGRAMS", 3)):
+        monkeypatch.setattr(kernel, name, value)
     one = Case(device, tokens=400, entries=300, batch=1)
+    one.tail.fill_(390)
     other = one.copy()
-    for step in range(4):
-        rows = random_lists(one, 3, 100, step)
+    apart = torch.arange(300, dtype=torch.int32, device=device).view(1, 3, 100)
+    alike = apart[:, :1].flip(2) + 300
+    calls = [apart, apart.flip(2), alike.expand(1, 3, 100), *(random_lists(one, 3, 100, s)[:, :3] for s in range(3))]
+    for rows in calls:
+        rows = torch.cat([rows, rows.roll(1, 1)], 1)
         assert torch.equal(one.call(reference, rows), other.call(kernel, rows))
-        assert torch.equal(one.hot.token_of, other.hot.token_of)
+        for a, b in zip((*one.hot, *one.buffer[:2]), (*other.hot, *other.buffer[:2]), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_tail_tokens_need_no_place(implementation: ModuleType, device: torch.device) -> None:
