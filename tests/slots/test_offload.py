@@ -11,6 +11,7 @@ import torch
 
 import kvsketch
 from kvsketch import CompressedCache
+from kvsketch.serve import held
 from kvsketch.slots import host
 from tests.decode.test_decoding import DEVICE, without_gpu  # noqa: F401
 from tests.helpers import zoo
@@ -55,6 +56,17 @@ def test_offloaded_equals_on_device(name: str, pads: list[int]) -> None:
     assert caches[0].host_bytes == 0 and caches[1].host_bytes > 0
     assert caches[0].tokens_stored == caches[1].tokens_stored
     assert caches[0].hit_rate is None and 0 < caches[1].hit_rate < 1
+
+
+def test_tokens_in_host_memory_are_counted_as_held() -> None:
+    model = build("llama")
+    near, far = (CompressedCache(model, method) for method in both("quest"))
+    for cache in (near, far):
+        model(tokens(1, 40), past_key_values=cache)
+    assert far.tokens_per_head == near.tokens_per_head == 40 and "40" in far.describe().splitlines()[1]
+    device, on_host = zip(*(line.replace(",", "").split()[-2:] for line in far.describe().splitlines()[1:]), strict=True)
+    assert (sum(map(int, device)), sum(map(int, on_host))) == (far.device_bytes, far.host_bytes)
+    assert torch.equal(held.shares(far), torch.ones(40))
 
 
 @pytest.mark.parametrize(

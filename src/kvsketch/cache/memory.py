@@ -40,15 +40,18 @@ def _tensors(layer: Any) -> list[Tensor]:
     return [t for t in (getattr(layer, "keys", None), getattr(layer, "values", None)) if isinstance(t, Tensor)]
 
 
-def description(layers: Iterable[SlotLayer]) -> str:
+def description(layers: Sequence[SlotLayer]) -> str:
     """A line for each layer: slots of its smallest and largest head, bits, bytes (asks the device)."""
-    lines = ["layer  slots of a head   bits k/v         bytes"]
+    offloaded = any(layer.table.host is not None for layer in layers)
+    lines = ["layer  slots of a head   bits k/v         bytes" + "      on the host" * offloaded]
     for layer in layers:
         table, used = layer.table, layer.table.used_slots()
         least, most = int(used.min()), int(used.max())
         bits = FewBits() if table.exact else table.bits
         slots = f"{least}" if least == most else f"{least} to {most}"
         lines.append(f"{table.layer_idx:5}  {slots:16}  {f'{bits.keys}/{bits.values}':8} {held_bytes([layer]):13,}")
+        if offloaded:
+            lines[-1] += f" {sum(tensor.nbytes for tensor in table.host_tensors()):16,}"
     return "\n".join(lines)
 
 

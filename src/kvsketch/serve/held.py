@@ -44,8 +44,11 @@ def shares(cache: CompressedCache) -> Tensor:  # [tokens seen] float32
     """For each token that a cache of one row has read, the share of the heads of all layers that hold it."""
     counts, heads = torch.zeros(cache.tokens_seen), 0
     for table in (layer.table for layer in cache.slot_layers):
+        heads += table.shape[1]
+        if table.host is not None:
+            counts += table.shape[1]  # every token, here or in host memory
+            continue
         index = table.index_slots()[0]  # [H, S]
-        heads += index.shape[0]
         counts += torch.bincount(index[index >= 0].cpu(), minlength=cache.tokens_seen)[: cache.tokens_seen]
     return counts / heads
 

@@ -260,20 +260,20 @@ class SlotTable(Place):
 
     def stored(self) -> int:
         """The most slots any row and head really uses (asks the device)."""
-        if self.keys is None:
-            return 0
-        if self.host is not None:
-            return int(self.real_tokens().max())
-        used, beside = self.used_slots(), self.state.keys_beside()
-        return int((used if beside is None else used + beside).max())
+        return int(self.used_slots().max())
 
     def used_slots(self) -> Tensor:  # [B, H]
-        """Slots in either sum that each row and head has."""
-        if self.keys is None or self.log_den is None:
-            return torch.full((1, 1) if self.keys is None else self.shape[:2], self.length)
+        """Slots that each row and head has: in either sum, beside them, or in host memory."""
+        if self.keys is None:
+            return torch.zeros(1, 1, dtype=torch.int64)
+        if self.host is not None:
+            return self.real_tokens().squeeze(-1).expand(self.shape[:2])
+        if self.log_den is None:
+            return torch.full(self.shape[:2], self.length)
         log_num, log_den = self.log_weights()
         assert log_num is not None and log_den is not None
-        return ((log_num > NEG_INF) | (log_den > NEG_INF)).sum(-1)
+        used, beside = ((log_num > NEG_INF) | (log_den > NEG_INF)).sum(-1), self.state.keys_beside()
+        return used if beside is None else used + beside
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held on the device, so that bytes can be measured."""
