@@ -212,3 +212,12 @@ def test_rows_of_a_batch_choose_as_if_alone(method: str) -> None:
 def test_wrong_parameters_say_what_is_right(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kvsketch.parse_method(text)
+
+
+def test_centers_of_a_stream_without_sliding() -> None:
+    """Before its last chunk a streamed prompt is longer than what was read."""
+    model = zoo.build("llama")
+    cache = CompressedCache(model, "kcenter:budget=24:recent=4:slide=false", prefill="stream", chunk=16)
+    with torch.no_grad():
+        model(zoo.tokens(1, 63), past_key_values=cache)
+    assert (cache.tokens_seen, cache.tokens_stored) == (63, 24)

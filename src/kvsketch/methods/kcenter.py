@@ -76,7 +76,8 @@ class KCenter(BudgetedMethod):
     slide: bool = option(True, "false: generated tokens never go, and memory grows with them, as in the papers")
 
     def allot(self, table: SlotTable, prompt: Tokens) -> Budget:
-        generated = 0 if self.slide else table.seen - table.prompt_tokens
+        # In the middle of a stream the prompt is longer than what was seen.
+        generated = 0 if self.slide else max(0, table.seen - table.prompt_tokens)
         total = self.budget_size.of(prompt) + generated
         return Budget(total, self.sinks, self.recent_size.of(total))
 
