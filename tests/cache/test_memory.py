@@ -99,6 +99,15 @@ def test_tokens_that_wait_are_part_of_what_rehearse_promises() -> None:
     assert cache.method.budget.tokens and measured(model, cache, steps=30) <= 800_000
 
 
+def test_few_tokens_are_promised_as_they_are_before_they_are_coded() -> None:
+    model = zoo.build("llama", **MODEL)
+    cache = CompressedCache(model, "full:bits=4", memory="1MB", context=63)
+    prefill(model, zoo.tokens(1, 62), cache)
+    model(zoo.tokens(1, 1), past_key_values=cache)
+    promised = sizes_of(model, 63).bytes(cache.method)
+    assert promised is not None and cache.device_bytes <= promised
+
+
 def test_sizes_of_memory() -> None:
     assert (parsed("2GB"), parsed("1.5 GiB"), parsed("500kb"), parsed(1024)) == (2 * 10**9, 3 << 29, 500_000, 1024)
     assert parsed(2e9) == 2 * 10**9

@@ -64,7 +64,9 @@ def test_tokens_in_host_memory_are_counted_as_held() -> None:
     for cache in (near, far):
         model(tokens(1, 40), past_key_values=cache)
     assert far.tokens_per_head == near.tokens_per_head == 40 and "40" in far.describe().splitlines()[1]
-    device, on_host = zip(*(line.replace(",", "").split()[-2:] for line in far.describe().splitlines()[1:]), strict=True)
+    device, on_host = zip(
+        *(line.replace(",", "").split()[-2:] for line in far.describe().splitlines()[1:]), strict=True
+    )
     assert (sum(map(int, device)), sum(map(int, on_host))) == (far.device_bytes, far.host_bytes)
     assert torch.equal(held.shares(far), torch.ones(40))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from kvsketch.ops.common.ragged import UNIT
-from kvsketch.slots.codes import EXACT, PLAIN
+from kvsketch.slots.codes import EXACT, LEAST, PLAIN
 from kvsketch.slots.offloaded import host_capacity
 from kvsketch.slots.state import SLOT, TableState
 from kvsketch.slots.table import SlotTable
@@ -59,7 +59,10 @@ class LayerShape:
 
     def everything(self) -> int:
         """All tokens, and the room that a table has at its end, exact or bounded."""
-        return self.bounded(grown(self.tokens))
+        slots = grown(self.tokens)
+        # A short text is not coded yet.
+        short = 2 * self.vector() * self.all_heads * slots + self._once() if self.tokens < LEAST else 0
+        return max(self.bounded(slots), short)
 
     def offloaded(self, sinks: int, tail: int, places: int) -> int:
         """What stays on the device: sinks, tail and hot set, and the maps of the hot set."""
