@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from transformers import DynamicCache
 import kvsketch
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import ClusterKV
+from kvsketch.methods.clusterkv import clusters
 from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
-from tests.helpers.common import generate
+from tests.helpers.common import generate, padded, read_pieces
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, GROUP, SIZE = 2, 3, 8
@@ -266,6 +268,48 @@ def test_skipped_layers_are_the_full_cache_to_the_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
     selecting = generate(model, ids, CompressedCache(model, "clusterkv:budget=20:skip_layers=1"))
     assert not torch.equal(selecting.logits[-1], theirs.logits[-1])
+
+
+@pytest.mark.parametrize("offload", ["none", "host"])
+@pytest.mark.parametrize("pads", [[0, 0], [0, 70]], ids=str)
+def test_slots_in_few_bits_lie_cluster_by_cluster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, offload: str, pads: list[int]
+) -> None:
+    """The same answers as with slots in the order of the text, through turns, clusters of new tokens, crop and files.
+
+    The second row has fewer tokens than sinks when it is clustered first.
+    """
+    method = f"clusterkv:budget=24:sinks=12:skip_layers=0:recluster=8:recluster_into=2:bits=4:offload={offload}"
+    model = zoo.build("llama").to(DEVICE)
+    ids, mask = (t.to(DEVICE) for t in padded(zoo.tokens(2, 130), pads))
+    steps = [(n, n + 1) for n in range(78, 98)]
+    answers = []
+    for arranged in (True, False):
+        if not arranged:
+            monkeypatch.setattr(clusters, "arrange", lambda table: None)
+        cache = CompressedCache(model, method, prefill="stream", chunk=70)
+        logits = [read_pieces(model, cache, ids, mask, [(0, 78), *steps])]
+        table, state = cache.slot_layers[1].table, cache.slot_layers[1].table.state
+        assert state.by_place == arranged and state.tail == 94
+        if arranged:
+            places = state.offsets[:, :, : state.used, None].long() + torch.arange(2, device=DEVICE)
+            pairs = state.order.gather(2, places.flatten(2)).view(places.shape)[state.sizes[:, :, : state.used] > 1]
+            assert (pairs[:, 0] < pairs[:, 1]).all() and (pairs[:, 1] - pairs[:, 0]).max() > 1
+            if offload == "none":
+                assert torch.equal(table.index_slots()[0, :, :94], state.order[0, :, :94].long())
+        query = normal(2, 4, 1, 8, seed=3)
+        logits.append(table.scale * cache.method.rows_chosen(table, query).sort(-1).values)
+        cache.reorder_cache(torch.tensor([1, 0], device=DEVICE))
+        cache.save(tmp_path / "cache")
+        cache = CompressedCache.load(tmp_path / "cache", model)
+        cache.reorder_cache(torch.tensor([1, 0], device=DEVICE))
+        if offload == "none":
+            cache.crop(-3)
+            logits.append(read_pieces(model, cache, ids, mask, [(95, 98)]))
+        logits.append(read_pieces(model, cache, ids, mask, [(98, 115), *((n, n + 1) for n in range(115, 130))]))
+        answers.append(logits)
+    for one, other in zip(*answers, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

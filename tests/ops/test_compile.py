@@ -231,6 +231,7 @@ def kmeans() -> None:
 def select_clusters() -> None:
     scores = ops.cluster_scores(normal(B, HQ, 1, D), zeros(B, H, 20, D))
     ops.select_clusters(scores, ints(B, H, 20), ints(B, H, 20), ints(B, H, S), 50, budgets=ints(B))
+    ops.select_clusters(scores, ints(B, H, 20), ints(B, H, 20), None, 50)
 
 
 def select_pages() -> None:

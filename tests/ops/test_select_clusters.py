@@ -71,6 +71,9 @@ def test_equals_brute_force(
     selection = implementation.select_clusters(scores, index, budget)
     assert selection.rows.shape == (1, 2 * group, budget) and selection.rows.dtype == torch.int32
     assert agrees(selection, scores, index, budget)
+    places = implementation.select_clusters(scores, index._replace(order=None), budget).rows
+    order = index.order.repeat_interleave(group, 1).gather(2, places.clamp_min(0).long())
+    assert torch.equal(torch.where(places < 0, -1, order), selection.rows)
 
 
 def test_each_row_has_its_own_budget(implementation: ModuleType, device: torch.device) -> None:

@@ -139,7 +139,7 @@ class RecallingMethod(Method, ABC):
             return
         if table.bits and table.exact and (self.reads_on(table) or self.is_indexed(table)):
             # The index has read exact keys; codes are what moves.
-            table.bound(table.seen)
+            self.bound(table, table.seen)
         if self.reads_on(table) and table.seen > self.budget_tokens(table):
             offloaded.offload(table, table.seen, self.sinks, self.tail_tokens, 1)
             table.state_of(self.State).unfinished = 1

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from kvsketch import ops
 from kvsketch.ops import codec as codecs
 from kvsketch.ops.codec import BITS, Codec, CodedSlots
 from kvsketch.slots import tensors
@@ -188,6 +189,15 @@ def gathered(slots: Slots, source: Tensor | None) -> Slots:
     at = torch.where(moved.any(2) & (slots.exact_at >= 0), moved.int().argmax(2), -1).int()
     codes, steps = tensors.gather_slots(slots.codes, source), tensors.gather_slots(slots.steps, source)
     return replace(slots, exact_at=at, codes=codes, steps=steps)
+
+
+def arrange(slots: Slots, start: int, source: Tensor) -> None:
+    """Puts the slots `source` [B, H, m] into those from `start` on, in place; none of them stays exact."""
+    for part in row_parts(slots):
+        batch, heads, count, size = part.shape
+        head = torch.arange(batch * heads, device=part.device).view(batch, heads, 1)
+        rows = ops.take_rows(part.reshape(-1, size), (head * count + source).flatten())
+        part[:, :, start : start + source.shape[2]] = rows.view(*source.shape, size)
 
 
 def filled(slots: Slots, count: int) -> Slots:

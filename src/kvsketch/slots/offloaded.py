@@ -5,7 +5,8 @@
              [sinks + tail_tokens, ...)          the hot set
 
 A recall method asks `look_up` for the slots of the tokens it wants and attends to them as if everything were there.
-The host store holds the tokens [0, table.host.length), sinks and left padding included, each at its own number.
+The host store holds the tokens [0, table.host.length), sinks and left padding included, each at the number of the slot
+that it has in a table on the device: its own, unless the method has arranged them otherwise (`arrange`).
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ def restore(table: SlotTable, coming: int) -> None:
     if coded:
         assert table.next_slot is not None
         index = torch.arange(seen, device=table.device, dtype=torch.int32).repeat(batch, heads, 1)
+        if (order := table.state.slot_order()) is not None:
+            index[:, :, : order.shape[2]] = order
         pads = 0 if table.padding is None else table.padding.view(-1, 1, 1)
         table.index = torch.where(index >= pads, index, -1)
         table.log_den = torch.where(index >= pads, 0.0, NEG_INF)
@@ -144,6 +147,18 @@ def look_up(table: SlotTable, rows: Tensor) -> Tensor:
     if hot.sinks < codes.EXACT:
         _place_exact(table)
     return slots
+
+
+def arrange(table: SlotTable, start: int, order: Tensor) -> None:
+    """Moves the tokens from `start` on, which lie in the slots of their numbers, into the order [B, H, n] of these."""
+    shift = 0
+    if table.is_offloaded:
+        assert table.host is not None and start >= table.host.length
+        shift = table.hot.sinks - table.host.length
+    elif table.host is not None:
+        # What a store holds of them lies as they did.
+        table.host.length = min(table.host.length, start)
+    table.arrange(start + shift, order.long() + shift)
 
 
 def newest(table: SlotTable, start: int) -> tuple[Tensor, Tensor]:

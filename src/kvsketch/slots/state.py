@@ -128,6 +128,10 @@ class TableState:
         """Whether tokens are found by their numbers, so that all of them must be there, in order."""
         return False
 
+    def slot_order(self) -> Tensor | None:  # [B, H, n] int32
+        """The tokens of the first slots of a table that holds all of them, where a method has arranged them."""
+        return None
+
     def keys_beside(self) -> Tensor | None:  # [B, H]
         """Keys held outside both sums, such as cluster representatives; they count as stored."""
         return None

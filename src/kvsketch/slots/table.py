@@ -627,6 +627,16 @@ class SlotTable(Place):
         assert self.next_slot is not None
         return self.next_slot if self.waits else self.next_slot - 1
 
+    def arrange(self, start: int, source: Tensor) -> None:
+        """Puts the slots `source` [B, H, m] into those from `start` on; they are the same ones in another order, and
+        those of no vector that stays exact.
+        """
+        assert self.index is not None and self.log_den is not None and self.log_num is None and self.layout is None
+        codes.arrange(self.stores()[0], start, source)
+        codes.arrange(self.stores()[1], start, source)
+        for held in (self.index, self.log_den, *self.state.slot_tensors()):
+            held[:, :, start : start + source.shape[2]] = gather_slots(held, source)
+
     def free(self, victim: Tensor) -> None:
         """Empties the slots `victim` [B, H, 1] in place; the next token is written there."""
         assert self.index is not None and self.log_den is not None and self.next_slot is not None

@@ -117,6 +117,11 @@ class ClusterKV(RecallingMethod):
                 self._add_clusters(table, start, table.seen, None)
             else:
                 self._add_clusters(table, start, start + self.recluster, self.recluster_into)
+        clusters.arrange(table)
+
+    def bound(self, table: SlotTable, max_length: int) -> None:
+        super().bound(table, max_length)
+        clusters.arrange(table)
 
     def _add_clusters(self, table: SlotTable, start: int, end: int, count: int | None) -> None:
         """Clusters the tokens [start, end); each row without its padding and sinks."""
@@ -157,7 +162,7 @@ class ClusterKV(RecallingMethod):
         )
 
     def _select(self, table: SlotTable, query: Tensor) -> tuple[Tensor, Selection] | None:
-        """Scores [B, Hq, C] of all clusters, and the tokens of the best; None while everything is read."""
+        """Scores [B, Hq, C] of all clusters, and the slots of the best; None while everything is read."""
         # A prompt that was broken off leaves more tokens without clusters than a tail holds.
         if not self.is_indexed(table) or table.seen - self.indexed_tokens(table) > self.recluster:
             return None
@@ -165,20 +170,24 @@ class ClusterKV(RecallingMethod):
         budgets = None if state.budgets is None else (state.budgets - self.sinks).clamp_min(1)
         scores, read = ops.cluster_scores(query, state.centroids), self.rows_read(table)
         ranks = self._ranks(table, scores)
-        return scores, ops.select_clusters(ranks, state.sizes, state.offsets, state.order, read, budgets=budgets)
+        order = None if state.by_place else state.order
+        return scores, ops.select_clusters(ranks, state.sizes, state.offsets, order, read, budgets=budgets)
 
     def rows_chosen(self, table: SlotTable, query: Tensor) -> Tensor | None:  # [B, lists, M] int32
         """The sinks, the tokens of the best clusters, and those that no cluster holds yet."""
         scored = self._select(table, query)
         if scored is None:
             return None
-        selected = scored[1]
-        tail, device = self.indexed_tokens(table), selected.rows.device
+        rows, state = scored[1].rows, table.state_of(self.State)
+        if state.by_place:
+            order = state.order.repeat_interleave(rows.shape[1] // table.shape[1], 1)
+            rows = torch.where(rows < 0, -1, order.gather(2, rows.clamp_min(0).long()))
+        tail, device = state.tail, rows.device
         first = torch.arange(self.sinks, device=device).expand(table.shape[0], -1)
         first = first if table.padding is None else first + table.padding.view(-1, 1)
         last = torch.arange(tail, table.seen, device=device).expand(table.shape[0], -1)
         always = torch.cat([torch.where(first < tail, first, -1), last], 1).int()
-        return torch.cat([always[:, None].expand(-1, selected.rows.shape[1], -1), selected.rows], -1)
+        return torch.cat([always[:, None].expand(-1, rows.shape[1], -1), rows], -1)
 
     def _ranks(self, table: SlotTable, scores: Tensor) -> Tensor:  # [B, Hq or H, C] float32
         """What clusters are chosen by."""

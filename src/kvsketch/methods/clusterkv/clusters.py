@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.recall import Recalled
-from kvsketch.slots import offloaded
+from kvsketch.slots import codes, offloaded
 from kvsketch.slots.state import Range, kept, number, per_row
 from kvsketch.slots.table import SlotTable
 
@@ -22,7 +22,8 @@ class Clusters(Recalled):
     centroids: Tensor = per_row()  # [B, H, C, D]
     mean_values: Tensor | None = per_row()  # [B, H, C, Dv], where the method completes
     sizes: Tensor = per_row(lambda t, s: Range((*t.shape[:2], s.room), 0, s.ordered_room))  # [B, H, C] int32
-    # [B, H, C] int32, where a cluster's tokens begin in the order; [B, H, T] int32, the tokens in that order
+    # [B, H, C] int32, where a cluster's tokens begin in the order; [B, H, T] int32, the tokens in that order, those in
+    # no cluster before the clusters that came with them
     offsets: Tensor = per_row(lambda t, s: Range((*t.shape[:2], s.room), 0, s.ordered_room))
     order: Tensor = per_row(lambda t, s: Range((*t.shape[:2], s.ordered_room), 0, s.indexed_most(t) - 1))
     # [B, 2, 2] int32, slots [start, end) of sinks and tail; [B] int32, slot of a tail token minus its number
@@ -31,6 +32,7 @@ class Clusters(Recalled):
     used: int = number()  # clusters so far
     ordered: int = number()  # tokens in the order so far
     tail: int = number()  # the first token that is in no cluster
+    arranged: int = number()  # the first so many tokens of the order lie in the slots of their places in it
 
     @property
     def indexed(self) -> bool:
@@ -44,9 +46,17 @@ class Clusters(Recalled):
     def ordered_room(self) -> int:
         return self.order.shape[2]
 
+    @property
+    def by_place(self) -> bool:
+        """Whether slots lie cluster by cluster: each is the place of its token in the order."""
+        return 0 < self.arranged == self.tail
+
     def indexed_most(self, table: SlotTable) -> int:
         """Tokens that the clusters may name. After a roll back these may be gone; the clusters then go unread."""
         return max(table.seen, self.tail)
+
+    def slot_order(self) -> Tensor | None:
+        return self.order[:, :, : self.tail] if self.by_place else None
 
     def misfit(self, table: SlotTable) -> str:
         if not self.indexed and not any(name != "budgets" for name, _ in self.named()):
@@ -54,7 +64,10 @@ class Clusters(Recalled):
         sizes, offsets, spans, shift = (t.long() for t in (self.sizes, self.offsets, self.spans, self.tail_shift))
         sound = self.indexed and bool((sizes + offsets <= self.ordered_room).all())
         sound &= self.centroids.shape[2] == self.room
-        sound &= self.used <= self.room and self.ordered <= self.ordered_room
+        sound &= self.used <= self.room and self.ordered <= self.ordered_room and self.arranged <= self.tail
+        if self.by_place:
+            # Places are read as slots.
+            sound &= bool((sizes + offsets <= self.tail).all())
         # Where the tail ends is told from the tokens seen.
         sound &= bool((spans[:, 1, 0] == shift + self.tail).all())
         if self.tail <= table.seen:
@@ -86,10 +99,11 @@ def add(
 
     values: those of the same tokens, where clusters are to have mean values. The tail begins behind them.
     """
+    before = _on_device([f - start for f in first], keys.device)
     clustered = ops.kmeans(
         keys,
         max(counts),
-        start=_on_device([f - start for f in first], keys.device),
+        start=before,
         counts=_on_device(counts, keys.device),
         rounds=recipe.rounds,
         seed=recipe.seed,
@@ -101,12 +115,34 @@ def add(
     used, ordered = state.used, state.ordered
     state.centroids = _appended(state.centroids, ops.cluster_means(keys, index).to(keys.dtype), used)
     state.sizes = _appended(state.sizes, index.sizes, used)
-    state.offsets = _appended(state.offsets, index.offsets + ordered, used)
-    state.order = _appended(state.order, index.order + start, ordered)
+    before = before.int().view(-1, 1, 1)
+    state.offsets = _appended(state.offsets, index.offsets + before + ordered, used)
+    state.order = _appended(state.order, _unclustered_first(index.order, before) + start, ordered)
     if values is not None:
         state.mean_values = _appended(state.mean_values, ops.cluster_means(values, index).to(values.dtype), used)
     state.used, state.ordered = used + max(counts), ordered + index.order.shape[2]
     state.tail = start + keys.shape[2]
+    if start == 0 and min(first) >= codes.EXACT:
+        # Vectors that stay exact are found by the slots of their tokens: those may not move.
+        state.arranged = min(first)
+
+
+def _unclustered_first(order: Tensor, before: Tensor) -> Tensor:  # [B, H, n] int32
+    """An order that ends with the tokens in no cluster, the first before[b] of row b, with these at its start."""
+    place = torch.arange(order.shape[2], dtype=torch.int32, device=order.device)
+    return torch.where(place < before, place, order.gather(2, (place - before).clamp_min(0).expand_as(order).long()))
+
+
+def arrange(table: SlotTable) -> None:
+    """Moves the slots of clustered tokens in few bits together, cluster by cluster.
+
+    A row of codes is shorter than what memory reads at once: read one by one, most of that is for nothing.
+    """
+    state = table.state_of(Clusters)
+    if table.exact or not table.bits or not state.arranged or state.by_place:
+        return
+    offloaded.arrange(table, state.arranged, state.order[:, :, state.arranged : state.tail])
+    state.arranged = state.tail
 
 
 def _on_device(numbers: list[int], device: torch.device) -> Tensor:

@@ -22,8 +22,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsketch.ops.cluster_index import ClusterIndex
 from kvsketch.ops.common.dispatch import implementation
+
+
+class Clusters(NamedTuple):
+    """The clusters of which some are read: all but the order as in `cluster_index.ClusterIndex`."""
+
+    sizes: Tensor  # [B, H, C] int32
+    offsets: Tensor  # [B, H, C] int32
+    order: Tensor | None  # [B, H, n] int32; None: slot i is the one at place i
 
 
 class Selection(NamedTuple):
@@ -55,7 +62,7 @@ def select_clusters(
     scores: Tensor,
     sizes: Tensor,
     offsets: Tensor,
-    order: Tensor,
+    order: Tensor | None,
     budget: int,
     *,
     budgets: Tensor | None = None,
@@ -63,32 +70,34 @@ def select_clusters(
     """The slots of the best clusters, exactly `budget` of them where so many exist; the last cluster is trimmed.
 
     scores [B, L, C] float32, for each query head or each KV head (L); sizes, offsets [B, H, C] and order [B, H, n] as
-    from `cluster_index`. A score of -inf excludes a cluster; equal scores go to the lower number; a trimmed cluster
-    keeps the first tokens of its order. budgets [B] int32: a row's own budget where it is smaller.
+    from `cluster_index`; order None: slots lie cluster by cluster, each at its place in the order. A score of -inf
+    excludes a cluster; equal scores go to the lower number; a trimmed cluster keeps the first tokens of its order.
+    budgets [B] int32: a row's own budget where it is smaller.
     Returns rows [B, L, budget] int32 (-1 behind the last), taken [B, L, C] int32, log_unread [B, L, C] float32 and cut
     [B, L, 3] int32: the trimmed cluster (-1: none) and where its rows start and end in the list.
     """
-    index = ClusterIndex(order, sizes, offsets)
-    _check(scores, index, budget, budgets)
+    clusters = Clusters(sizes, offsets, order)
+    _check(scores, clusters, budget, budgets)
     chosen = implementation("select_clusters", scores.device, scores.shape[2])
-    selection: Selection = chosen.select_clusters(scores, index, budget, budgets)
+    selection: Selection = chosen.select_clusters(scores, clusters, budget, budgets)
     return selection
 
 
-def _check(scores: Tensor, index: ClusterIndex, budget: int, budgets: Tensor | None) -> None:
+def _check(scores: Tensor, index: Clusters, budget: int, budgets: Tensor | None) -> None:
     """Raise ValueError when the arguments of `select_clusters` do not fit."""
     batch, heads, clusters = index.sizes.shape
     if scores.dim() != 3 or scores.dtype != torch.float32:
         raise ValueError(f"scores must be float32 [batch, heads, clusters], got {scores.dtype} {list(scores.shape)}.")
     if scores.shape[0] != batch or scores.shape[1] % heads or scores.shape[2] != clusters:
         raise ValueError(f"scores must be [{batch}, a multiple of {heads}, {clusters}], got {list(scores.shape)}.")
-    if index.offsets.shape != index.sizes.shape or index.order.shape[:2] != index.sizes.shape[:2]:
+    given = [tensor for tensor in index if tensor is not None]
+    if index.offsets.shape != index.sizes.shape or any(t.shape[:2] != (batch, heads) for t in given):
         raise ValueError(
-            f"order {list(index.order.shape)}, sizes {list(index.sizes.shape)} and offsets {list(index.offsets.shape)} "
-            f"must belong to one index, as `cluster_index` returns it."
+            f"sizes, offsets and order {', '.join(str(list(tensor.shape)) for tensor in given)} must belong to one "
+            f"index, as `cluster_index` returns it."
         )
-    if any(tensor.dtype != torch.int32 for tensor in index):
-        raise ValueError(f"order, sizes and offsets must be int32, got {', '.join(str(t.dtype) for t in index)}.")
+    if any(tensor.dtype != torch.int32 for tensor in given):
+        raise ValueError(f"sizes, offsets and order must be int32, got {', '.join(str(t.dtype) for t in given)}.")
     if budget < 1:
         raise ValueError(f"budget={budget} must be 1 or more.")
     if budgets is not None and (budgets.dtype != torch.int32 or tuple(budgets.shape) != (batch,)):

@@ -9,12 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.ops.cluster_index import ClusterIndex
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.kernel import NEG_INF, PTX, dot, gather_tile, ordered_bits, wait
 from kvsketch.ops.common.tensors import block_size, dense_last
-from kvsketch.ops.select_clusters import Selection
+from kvsketch.ops.select_clusters import Clusters, Selection
 
 # Scores and sizes of one list live in the registers of one program.
 MAX_CLUSTERS = 16384
@@ -44,10 +43,10 @@ def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
     return scores
 
 
-def select_clusters(scores: Tensor, index: ClusterIndex, budget: int, budgets: Tensor | None = None) -> Selection:
+def select_clusters(scores: Tensor, index: Clusters, budget: int, budgets: Tensor | None = None) -> Selection:
     """See `kvsketch.ops.select_clusters`."""
     batch, lists, clusters = scores.shape
-    heads, slots = index.order.shape[1:]
+    heads, slots = index.sizes.shape[1], 0 if index.order is None else index.order.shape[2]
     options: dict[str, Any] = {"dtype": torch.int32, "device": scores.device}
     rows = torch.empty((batch, lists, budget), **options)
     taken, shifts = (torch.empty((batch, lists, clusters), **options) for _ in range(2))
@@ -56,7 +55,8 @@ def select_clusters(scores: Tensor, index: ClusterIndex, budget: int, budgets: T
     block = max(128, triton.next_power_of_2(clusters))
     with on(scores.device):
         select_kernel[(batch * lists,)](
-            scores.contiguous(), *(tensor.contiguous() for tensor in index), rows, taken, log_unread, cut, shifts,
+            scores.contiguous(), index.sizes.contiguous(), index.offsets.contiguous(),
+            None if index.order is None else index.order.contiguous(), rows, taken, log_unread, cut, shifts,
             budgets, clusters, slots, budget, lists // heads, lists,
             CLUSTERS=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(budget)),
             num_warps=min(16, max(4, block // 256)),
@@ -90,7 +90,7 @@ def score_kernel(
 
 @triton.jit(do_not_specialize=["clusters", "slots", "budget"])
 def select_kernel(
-    scores_ptr, order_ptr, sizes_ptr, offsets_ptr, rows_ptr, taken_ptr, log_unread_ptr, cut_ptr, shifts_ptr,
+    scores_ptr, sizes_ptr, offsets_ptr, order_ptr, rows_ptr, taken_ptr, log_unread_ptr, cut_ptr, shifts_ptr,
     budgets_ptr, clusters, slots, budget, group, lists,
     CLUSTERS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -160,6 +160,8 @@ def select_kernel(
         place = start + tl.arange(0, ROWS)
         marks = tl.load(rows + place, mask=place < budget, other=0)
         shift = tl.load(shifts + marked + tl.cumsum(marks, 0) - 1, mask=place < total, other=0)
-        slot = tl.load(order_ptr + head * slots + place + shift, mask=place < total, other=0)
+        slot = place + shift
+        if order_ptr is not None:
+            slot = tl.load(order_ptr + head * slots + slot, mask=place < total, other=0)
         tl.store(rows + place, tl.where(place < total, slot, -1), mask=place < budget)
         marked += tl.sum(marks, 0)

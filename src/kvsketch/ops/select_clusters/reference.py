@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.ops.cluster_index import ClusterIndex
-from kvsketch.ops.select_clusters import Selection
+from kvsketch.ops.select_clusters import Clusters, Selection
 
 NEG_INF = float("-inf")
 
@@ -21,7 +20,7 @@ def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
     return (rows @ centroids.to(torch.float32).mT).view(batch, q.shape[1], clusters)
 
 
-def select_clusters(scores: Tensor, index: ClusterIndex, budget: int, budgets: Tensor | None = None) -> Selection:
+def select_clusters(scores: Tensor, index: Clusters, budget: int, budgets: Tensor | None = None) -> Selection:
     """See `kvsketch.ops.select_clusters`."""
     limit = budget if budgets is None else budgets.clamp_max(budget).view(-1, 1, 1).long()
     group = scores.shape[1] // index.sizes.shape[1]
@@ -40,8 +39,9 @@ def select_clusters(scores: Tensor, index: ClusterIndex, budget: int, budgets: T
     cluster = torch.searchsorted(ends, place, right=True).clamp_max(scores.shape[2] - 1)
     source = offsets.gather(2, cluster) + place - (ends - taken).gather(2, cluster)
     exists = place < ends[..., -1:]
-    order = index.order.repeat_interleave(group, 1)
-    rows = order.gather(2, source.where(exists, 0))
+    rows = source
+    if index.order is not None:
+        rows = index.order.repeat_interleave(group, 1).gather(2, source.where(exists, 0))
     # At most one cluster is taken in part.
     trimmed = (taken > 0) & (taken < sizes)
     which = trimmed.int().argmax(2, keepdim=True)
