@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.codec import Codec, CodedSlots, encode
-from kvsketch.ops.common.ragged import UNIT, fixed_work_list, most_of_list, work_list
+from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT, Readers, fixed_work_list, most_of_list, work_list
 from kvsketch.ops.weighted_attention import Arguments, Attended
 from kvsketch.ops.weighted_attention import reference as attention_reference
 from kvsketch.slots.layout import Layout
@@ -85,10 +85,14 @@ def test_kernel_reads_a_work_list(
     bits: int, dtype: torch.dtype, group: int, size: int, tied: bool, device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    from kvsketch.ops.common import sums
     from kvsketch.ops.weighted_attention import kernel
 
     call = flat_call(dtype, group, size, tied, bits, device)
     expected = attention_reference.weighted_attention(call)
+    # The largest head has more pieces than are combined at once.
+    monkeypatch.setattr(sums, "COMBINE_SPLITS", 2)
+    monkeypatch.setattr(sums, "COMBINE_BLOCK", 2)
     # What is not written shows.
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
@@ -109,7 +113,7 @@ def test_kernel_reads_a_list_of_fixed_length(device: torch.device, monkeypatch: 
     expected = attention_reference.weighted_attention(call)
     layout = call.ragged
     assert layout is not None
-    work, first = fixed_work_list(layout.capacity.view(1, -1), most=1000, resident=3)
+    work, first = fixed_work_list(layout.capacity.view(1, -1), most=1000, by=Readers(3, EXACT_SLOTS))
     assert len(work[0]) == most_of_list(6, 3) > int(first[0, -1])
     fixed = Layout(layout.start, layout.capacity, 1000, layout.total, work[0], first[0], most_pieces=8)
     empty = torch.empty
@@ -118,27 +122,61 @@ def test_kernel_reads_a_list_of_fixed_length(device: torch.device, monkeypatch: 
     assert relative_error(found.out, expected.out) < 1e-2
 
 
-def test_a_list_of_fixed_length_covers_every_slot_once() -> None:
+@pytest.mark.parametrize("lead", [0, EXACT_SLOTS])
+def test_a_list_of_fixed_length_covers_every_slot_once(lead: int) -> None:
     capacity = torch.tensor([[36, 6067, 0, 512], [128, 1, 129, 5000], [0, 0, 1, 0], [9999, 9999, 9999, 9999]])
     for resident in (1, 8, 1000):
-        for layer, (work, first) in enumerate(zip(*fixed_work_list(capacity, 10_000, resident), strict=True)):
-            heads, begin, end, number = work.long().unbind(1)
-            there = end > begin
-            assert torch.equal(torch.zeros(4, dtype=torch.long).index_add_(0, heads, end - begin), capacity[layer])
+        lists = fixed_work_list(capacity, 10_000, Readers(resident, lead))
+        for layer, (work, first) in enumerate(zip(*lists, strict=True)):
+            heads, begin, end, number, leads = work.long().unbind(1)
+            there = end >= begin
             assert torch.equal(number.sort().values, torch.arange(most_of_list(4, resident)))
             assert torch.equal(there, number < first[-1])
-            assert ((number >= first[heads]) & (number < first[heads + 1]))[there].all() and (begin % UNIT == 0).all()
+            heads, begin, end, number, leads = work.long()[there].unbind(1)
+            assert torch.equal(torch.zeros(4, dtype=torch.long).index_add_(0, heads, end - begin), capacity[layer])
+            assert ((number >= first[heads]) & (number < first[heads + 1])).all() and (begin % UNIT == 0).all()
+            assert torch.equal(leads == 1, number == first[heads])
 
 
+@pytest.mark.parametrize("lead", [0, EXACT_SLOTS])
 @pytest.mark.parametrize("resident", [1, 8, 1000])
-def test_work_covers_every_slot_once_in_pieces_of_one_size(resident: int) -> None:
+def test_work_covers_every_slot_once_in_pieces_of_one_size(resident: int, lead: int) -> None:
     capacity = torch.tensor([[36, 6067, 0, 512], [128, 1, 129, 5000]])
-    work, first = work_list(capacity, resident)
-    heads, begin, end, number = work.long().unbind(1)
-    size = int((end - begin).max())
-    assert ((begin % UNIT == 0).all() and (end > begin).all() and size % UNIT == 0) or size == 6067
+    work, first = work_list(capacity, Readers(resident, lead))
+    heads, begin, end, number, leads = work.long().unbind(1)
+    # The first piece of a head has so many slots less.
+    length = end - begin + torch.where(leads == 1, lead, 0)
+    size = int(length.max())
+    assert (begin % UNIT == 0).all() and (end >= begin).all() and (size % UNIT == 0 or size == 6067 + lead)
     assert torch.equal(torch.zeros(8, dtype=torch.long).index_add_(0, heads, end - begin), capacity.flatten())
     assert torch.equal(number.sort().values, torch.arange(len(work)))
     assert ((number >= first[heads]) & (number < first[heads + 1])).all()
-    # The end of a head is short, all else is not.
-    assert ((end - begin == size) | (end == capacity.flatten()[heads])).all()
+    assert torch.equal(leads == 1, number == first[heads])
+    # The end of a head is short, all else is not, unless its exact slots are longer than it.
+    short = (end == capacity.flatten()[heads]) | (length < lead)
+    assert ((length == size) | short).all() and torch.equal(length, length.sort(descending=True).values)
+
+
+@needs_triton
+@pytest.mark.parametrize("bits", [16, 8, 4, 3, 2])
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+def test_pieces_begin_with_a_tile_of_the_kernel_that_reads_them(
+    bits: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a launch with the largest tiles, over pieces of one unit."""
+    from kvsketch.ops.common.device import Device
+    from kvsketch.ops.weighted_attention import kernel
+
+    tiles = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **options: tiles.append(options["BLOCK_N"])
+
+    monkeypatch.setattr(kernel, "split_kernel", Kernel())
+    monkeypatch.setattr(kernel, "combine", lambda *args: None)
+    monkeypatch.setattr(kernel, "device_traits", lambda device: Device(1, 227 * 1024, True))
+    kernel.weighted_attention(flat_call(torch.bfloat16, 4, size, True, bits, torch.device("cpu")))
+    work, _ = work_list(torch.tensor([[1000, 70]]), Readers(10_000, 0 if bits == 16 else EXACT_SLOTS))
+    begin, end = work[:, 1], work[:, 2]
+    assert int((end - begin).max()) == UNIT and (begin % tiles[0] == 0).all()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from kvsketch.ops.common.ragged import UNIT
+from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT
 from kvsketch.slots.codes import EXACT, LEAST, PLAIN
 from kvsketch.slots.offloaded import host_capacity
 from kvsketch.slots.state import SLOT, TableState
@@ -54,8 +54,8 @@ class LayerShape:
 
     def layout(self, slots: int) -> int:
         """What heads that differ have beside: starts and capacities, and the list of pieces that kernels read."""
-        pieces = self.all_heads * (1 + slots // UNIT)
-        return 2 * 8 * self.all_heads + 4 * 4 * pieces + 4 * (self.all_heads + 1)
+        pieces = self.all_heads * (1 - -(slots + EXACT_SLOTS) // UNIT)
+        return 2 * 8 * self.all_heads + 4 * 5 * pieces + 4 * (self.all_heads + 1)
 
     def everything(self) -> int:
         """All tokens, and the room that a table has at its end, exact or bounded."""

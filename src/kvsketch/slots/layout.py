@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.common.device import device_traits
-from kvsketch.ops.common.ragged import CODED_PROGRAMS, PLAIN_PROGRAMS, Ragged, work_list
+from kvsketch.ops.common.ragged import Ragged, readers, work_list
 from kvsketch.slots.tensors import uploaded
 
 
@@ -35,10 +35,10 @@ class Layout(Ragged):
     @classmethod
     def of_each(cls, capacities: Sequence[Tensor], coded: bool, devices: Sequence[torch.device]) -> list[Layout]:
         """Those of several tables, by capacities on the host; their devices are not asked."""
-        parts, programs = [], CODED_PROGRAMS if coded else PLAIN_PROGRAMS
+        parts = []
         for capacity, device in zip(capacities, devices, strict=True):
             start = capacity.flatten().cumsum(0).view(capacity.shape) - capacity
-            parts.append((start, capacity, *work_list(capacity, programs * device_traits(device).multiprocessors)))
+            parts.append((start, capacity, *work_list(capacity, readers(coded, device_traits(device).multiprocessors))))
         near = iter(uploaded([part for each in parts for part in each], [d for d in devices for _ in range(4)]))
         found = []
         for _, capacity, _, first in parts:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.common.device import device_traits
-from kvsketch.ops.common.ragged import CODED_PROGRAMS, PLAIN_PROGRAMS, UNIT, fixed_work_list, most_of_list
+from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT, Readers, fixed_work_list, most_of_list, readers
 from kvsketch.slots import codes
 from kvsketch.slots.codes import SlotCodes, Slots
 from kvsketch.slots.layout import Layout
@@ -106,20 +106,19 @@ class RaggedRows(Rows):
     def _layout(self, layer: int, rows: int) -> Layout:
         if rows not in self.lists:
             heads = rows * self.start.shape[2]
-            pieces = most_of_list(heads, self._resident)
-            shapes = ((len(self.singles), pieces, 4), (len(self.singles), heads + 1))
+            pieces = most_of_list(heads, self._readers.resident)
+            shapes = ((len(self.singles), pieces, 5), (len(self.singles), heads + 1))
             work, first = (torch.zeros(shape, dtype=torch.int32, device=self.start.device) for shape in shapes)
             self.lists[rows] = work, first
         work, first = self.lists[rows]
         return Layout(
             self.start[layer, :rows], self.capacity[layer, :rows], self.most, len(self.flat[0]), work[layer],
-            first[layer], -(-self.most // UNIT),
+            first[layer], -(-(self.most + EXACT_SLOTS) // UNIT),
         )  # fmt: skip
 
     @property
-    def _resident(self) -> int:
-        programs = CODED_PROGRAMS if self.singles[0].bits else PLAIN_PROGRAMS
-        return programs * device_traits(self.start.device).multiprocessors
+    def _readers(self) -> Readers:
+        return readers(bool(self.singles[0].bits), device_traits(self.start.device).multiprocessors)
 
     def first(self, rows: int) -> list[SlotTable]:
         part = slice(rows)
@@ -142,7 +141,7 @@ class RaggedRows(Rows):
             return
         self.arranged[rows] = self.changes
         capacity = self.capacity[:, :rows].flatten(1)
-        for held, new in zip(self.lists[rows], fixed_work_list(capacity, self.most, self._resident), strict=True):
+        for held, new in zip(self.lists[rows], fixed_work_list(capacity, self.most, self._readers), strict=True):
             held.copy_(new)
         if not capacity.is_cuda:
             # The definition in torch reads as many slots of every head as the largest has.

@@ -3,7 +3,8 @@
 Head (b, h) has `capacity` slots from `start` on. A program of a kernel takes one piece of one head: up to as many slots
 as all other pieces, so that a head of 36 slots beside one of 6,067 costs neither time nor bytes. Pieces follow from the
 capacities alone: a captured step goes on while tokens come and go. Where rows come and go too, the list has a fixed
-length and is written anew in place.
+length and is written anew in place. The first piece of a head in few bits reads its exact slots as well, and fewer of
+the others for it.
 
 Legend: B batch rows, H KV heads, S the largest capacity, N the sum of all, P pieces.
 """
@@ -13,17 +14,33 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-UNIT = 128  # pieces begin at multiples of it: a whole number of tiles, whatever their size
+UNIT = 64  # pieces begin at multiples of it: kernels read ragged heads in tiles that divide it
+EXACT_SLOTS = UNIT  # codes that are read in the time that the exact slots of a head take; whole units
 MOST_PIECES = 1024  # of one head
+START_UNITS = 2  # that are read in the time that a program takes to start
+COMBINED_PIECES = 400  # of one head, whose sums are combined in the time that a unit takes
 # Programs that run at a time on one multiprocessor: those that read codes are small (`weighted_attention.kernel`).
 PLAIN_PROGRAMS, CODED_PROGRAMS = 2, 12
+
+
+class Readers(NamedTuple):
+    """The programs that read a work list."""
+
+    resident: int  # that run at a time
+    lead: int = 0  # slots that the first piece of a head has less than the others
+
+
+def readers(coded: bool, multiprocessors: int) -> Readers:
+    """Of keys and values in few bits, or as they are."""
+    programs, lead = (CODED_PROGRAMS, EXACT_SLOTS) if coded else (PLAIN_PROGRAMS, 0)
+    return Readers(programs * multiprocessors, lead)
 
 
 @dataclass
@@ -34,7 +51,8 @@ class Ragged:
     capacity: Tensor  # [B, H] int64
     most: int  # the largest capacity
     total: int  # the sum of all
-    work: Tensor  # [P, 4] int32: head b H + h, first slot in the head, the slot behind its last, number of the piece
+    work: Tensor  # [P, 5] int32: head b H + h, first slot in the head, the slot behind its last, number of the piece,
+    # whether it is the first of the head. An entry that begins behind its end is none.
     first_piece: Tensor  # [B H + 1] int32, where the pieces of each head begin, by number
     most_pieces: int  # of one head
 
@@ -50,19 +68,21 @@ class Ragged:
         return torch.where(inside, flat[at], fill)
 
 
-def work_list(capacity: Tensor, resident: int) -> tuple[Tensor, Tensor]:
-    """`work` and `first_piece` for capacities [B, H] on the host and `resident` programs at a time."""
+def work_list(capacity: Tensor, by: Readers) -> tuple[Tensor, Tensor]:
+    """`work` and `first_piece` for capacities [B, H] on the host."""
     slots = capacity.flatten().numpy()
-    size = piece_size(slots, resident)
-    counts = -(-slots // size)
+    cut = slots + by.lead * (slots > 0)  # exact slots count as the first ones
+    size = piece_size(cut, by.resident)
+    counts = -(-cut // size)
     first = np.concatenate([[0], counts.cumsum()])
     head = np.arange(len(slots)).repeat(counts)
     number = np.arange(len(head))
     begin = (number - first[head]) * size
-    end = np.minimum(begin + size, slots[head])
-    work = np.stack([head, begin, end, number], 1).astype(np.int32)
+    end = np.minimum(begin + size, cut[head])
     # Long pieces first: what is left over fills the gaps at the end.
     order = (begin - end).argsort(kind="stable")
+    near = (np.maximum(bound - by.lead, 0) for bound in (begin, end))
+    work = np.stack([head, *near, number, begin == 0], 1).astype(np.int32)
     return torch.from_numpy(work[order]), torch.from_numpy(first.astype(np.int32))
 
 
@@ -71,17 +91,19 @@ def piece_size(slots: NDArray[np.int64], resident: int) -> int:
     units = -(-int(slots.max()) // UNIT)
     tried = np.arange(max(1, -(-units // MOST_PIECES)), max(1, units) + 1)
     pieces = (-(-slots // (tried[:, None] * UNIT))).sum(1)
-    return UNIT * int(tried[_time(pieces, tried, slots.sum() / UNIT, resident).argmin()])
+    return UNIT * int(tried[_time(pieces, tried, units, slots.sum() / UNIT, resident).argmin()])
 
 
-def _time(pieces: Any, tried: Any, total: Any, resident: int) -> Any:
+def _time(pieces: Any, tried: Any, most: Any, total: Any, resident: int) -> Any:
     """Estimated time of so many pieces of `tried` units, `total` of them, in units read one after the other.
 
-    `resident` programs run at a time, and to start one takes about as long as a unit. Of more pieces, those that are
-    left over fill the gaps, but for half of the last one.
+    `resident` programs run at a time. Of more pieces, those that are left over fill the gaps, but for half of the last
+    one. In the end one program combines those of the largest head, which has `most` units.
     """
     once = pieces <= resident
-    return once * (tried + 1) + ~once * ((pieces + total) / resident + (tried + 1) / 2)
+    longest = tried + START_UNITS
+    read = once * longest + ~once * ((pieces * START_UNITS + total) / resident + longest / 2)
+    return read + most / tried / COMBINED_PIECES
 
 
 def most_of_list(heads: int, resident: int) -> int:
@@ -89,31 +111,33 @@ def most_of_list(heads: int, resident: int) -> int:
     return heads + 4 * resident
 
 
-def fixed_work_list(capacity: Tensor, most: int, resident: int) -> tuple[Tensor, Tensor]:
-    """`work` [L, P, 4] and `first_piece` [L, A + 1] for capacities [L, A] of L layers, without asking the device.
+def fixed_work_list(capacity: Tensor, most: int, by: Readers) -> tuple[Tensor, Tensor]:
+    """`work` [L, P, 5] and `first_piece` [L, A + 1] for capacities [L, A] of L layers, without asking the device.
 
-    P is `most_of_list`; entries behind the last piece read nothing. `most`: the largest capacity there may be.
+    P is `most_of_list`; entries behind the last piece are none. `most`: the largest capacity there may be.
     """
     layers, heads = capacity.shape
-    length = most_of_list(heads, resident)
+    length = most_of_list(heads, by.resident)
     number = torch.arange(length, device=capacity.device).expand(layers, -1)
-    size = _piece_sizes(capacity, -(-most // UNIT), length, resident)  # [L, 1]
-    first = torch.nn.functional.pad((-(-capacity // size)).cumsum(1), (1, 0))
+    cut = capacity + by.lead * (capacity > 0)
+    size = _piece_sizes(cut, -(-(most + by.lead) // UNIT), length, by.resident)  # [L, 1]
+    first = torch.nn.functional.pad((-(-cut // size)).cumsum(1), (1, 0))
     head = (torch.searchsorted(first, number.contiguous(), right=True) - 1).clamp_max(heads - 1)
     begin = (number - first.gather(1, head)) * size
-    end = torch.minimum(begin + size, capacity.gather(1, head))
+    end = torch.minimum(begin + size, cut.gather(1, head))
     there = number < first[:, -1:]
-    work = torch.stack([head, torch.where(there, begin, 0), torch.where(there, end, 0), number], 2)
-    longest_first = (work[:, :, 1] - work[:, :, 2]).argsort(dim=1, stable=True).unsqueeze(-1).expand(-1, -1, 4)
-    return work.gather(1, longest_first).int(), first.int()
+    near = (torch.where(there, (bound - by.lead).clamp_min(0), none) for bound, none in ((begin, 1), (end, 0)))
+    work = torch.stack([head, *near, number, there & (begin == 0)], 2)
+    longest_first = torch.where(there, begin - end, 0).argsort(dim=1, stable=True).unsqueeze(-1)
+    return work.gather(1, longest_first.expand_as(work)).int(), first.int()
 
 
-def _piece_sizes(capacity: Tensor, units: int, length: int, resident: int) -> Tensor:  # [L, 1]
+def _piece_sizes(slots: Tensor, units: int, length: int, resident: int) -> Tensor:  # [L, 1]
     """`piece_size` of each layer, and large enough for a list of that length."""
-    tried = _tried(units, capacity.device)
-    pieces = (-(-capacity.unsqueeze(-1) // (tried * UNIT))).sum(1)  # [L, T]
-    time = _time(pieces, tried, capacity.sum(1, keepdim=True) / UNIT, resident)
-    least = -(-capacity.sum(1, keepdim=True) // (UNIT * (length - capacity.shape[1])))
+    tried, total = _tried(units, slots.device), slots.sum(1, keepdim=True)
+    pieces = (-(-slots.unsqueeze(-1) // (tried * UNIT))).sum(1)  # [L, T]
+    time = _time(pieces, tried, slots.amax(1, keepdim=True) / UNIT, total / UNIT, resident)
+    least = -(-total // (UNIT * (length - slots.shape[1])))
     return UNIT * torch.maximum(tried[time.argmin(1, keepdim=True)], least)
 
 

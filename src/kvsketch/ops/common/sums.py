@@ -22,6 +22,8 @@ from kvsketch.ops.common.ragged import Ragged
 
 LIMIT = tl.constexpr(2.0**100)  # of a sum with a guessed origin; beyond it the origin is a running maximum
 COMBINE_COLUMNS, COMBINE_SPLITS = 64, 128  # that one program reads at a time
+# Of more splits it reads so many while this number of blocks is in flight: as many bytes with fewer registers.
+COMBINE_BLOCK, COMBINE_STAGES = 32, 4
 
 
 def combine(
@@ -40,13 +42,16 @@ def combine(
     heads = ragged.start.shape[1] if ragged is not None else query_heads if turned is None else turned.center.shape[1]
     columns = COMBINE_COLUMNS if turned is None else value_size
     block = min(COMBINE_SPLITS, triton.next_power_of_2(max(1, most)))
+    if most > block:
+        assert turned_splits is None, f"splits of two kinds are combined at once: {most} are more than {block}"
+        block = COMBINE_BLOCK
     combine_kernel[(out.shape[0] * query_heads * queries, triton.cdiv(value_size, columns))](
         acc, sums, sink_logits, None if ragged is None else ragged.first_piece,
         None if turned is None else turned.center.contiguous(),
         None if turned is None else turned.codec.signs(out.device),
         out, state, log2_clip or 0.0, splits, queries, query_heads, query_heads // heads * queries, turned_splits or 0,
         DV=value_size, COLUMNS=columns, BLOCK_SPLITS=block, MANY=most > block, MIXED=turned_splits is not None,
-        TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
+        STAGES=COMBINE_STAGES, TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
         RATIO=state.shape[0] == 3, RAGGED=ragged is not None, TURN=turned is not None,
         num_warps=4 if block * columns <= 8192 else 8, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
@@ -140,7 +145,7 @@ def combine_kernel(
     acc_ptr, sums_ptr, sink_ptr, first_ptr, center_ptr, sign_ptr, out_ptr, state_ptr,
     log2_clip, splits, queries, query_heads, head_rows, turned_splits,
     DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, MANY: tl.constexpr, MIXED: tl.constexpr,
-    TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
     RATIO: tl.constexpr, RAGGED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """Output of one row, COLUMNS of it, from the sums of its splits.
@@ -152,18 +157,29 @@ def combine_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if TURN:
         center, sign = tl.load(center_ptr + head * DV + column), tl.load(sign_ptr + column)
-    begin(OVERLAP, OVERLAP)
     count, base, apart = splits, row * splits, 1
     if RAGGED:
         first = tl.load(first_ptr + head)
         count = tl.load(first_ptr + head + 1) - first
         base, apart = first.to(tl.int64) * head_rows + row % head_rows, head_rows
+    begin(OVERLAP, OVERLAP)
     split = tl.arange(0, BLOCK_SPLITS)
     place, inside = base + split * apart, split < count
     origins, totals = load_sums(sums_ptr + place * 4, inside)
     pieces = load_pieces(acc_ptr, place, column, inside, DV)
     if not TIED:
         den_origins, den_totals = load_sums(sums_ptr + place * 4 + 2, inside)
+    if MANY:
+        # Splits that are a whole number of blocks apart are summed first: no thread waits for another meanwhile.
+        for start in tl.range(BLOCK_SPLITS, count, BLOCK_SPLITS, num_stages=STAGES):
+            place, inside = base + (start + split).to(tl.int64) * apart, start + split < count
+            more_origins, more_totals = load_sums(sums_ptr + place * 4, inside)
+            more = load_pieces(acc_ptr, place, column, inside, DV)
+            origins, totals, old, new = join_sums(origins, totals, more_origins, more_totals)
+            pieces = pieces * old[:, None] + more * new[:, None]
+            if not TIED:
+                more_origins, more_totals = load_sums(sums_ptr + place * 4 + 2, inside)
+                den_origins, den_totals, _, _ = join_sums(den_origins, den_totals, more_origins, more_totals)
     num_origin, num_total, share = merge_sums(origins, totals)
     den_origin, den_total = num_origin, num_total
     if not TIED:
@@ -174,27 +190,6 @@ def combine_kernel(
         rotated = inside & (split < turned_splits)
         plain = tl.sum(tl.where(rotated[:, None], 0.0, pieces), 0)
         weight = tl.sum(tl.where(rotated, totals, 0.0) * share, 0)
-    if MANY:
-        for start in range(BLOCK_SPLITS, count, BLOCK_SPLITS):
-            place, inside = base + (start + split).to(tl.int64) * apart, start + split < count
-            origins, totals = load_sums(sums_ptr + place * 4, inside)
-            pieces = load_pieces(acc_ptr, place, column, inside, DV)
-            origin, total, share = merge_sums(origins, totals)
-            pieces *= share[:, None]
-            num_origin, num_total, old, new = join_sums(num_origin, num_total, origin, total)
-            out = out * old + tl.sum(pieces, 0) * new
-            if MIXED:
-                rotated = inside & (start + split < turned_splits)
-                plain = plain * old + tl.sum(tl.where(rotated[:, None], 0.0, pieces), 0) * new
-                weight = weight * old + tl.sum(tl.where(rotated, totals, 0.0) * share, 0) * new
-            if not TIED:
-                origins, totals = load_sums(sums_ptr + place * 4 + 2, inside)
-                origin, total, share = merge_sums(origins, totals)
-                den_origin, den_total, old, new = join_sums(den_origin, den_total, origin, total)
-        if TIED:
-            den_origin, den_total = num_origin, num_total
-        if not MIXED:
-            weight = num_total
     by_origin, by_total = clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip, CLIPPED)
     if SINKS:
         sink = tl.load(sink_ptr + (row // queries) % query_heads).to(tl.float32)

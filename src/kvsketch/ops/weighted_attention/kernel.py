@@ -45,7 +45,8 @@ from kvsketch.ops.common.kernel import (
     store_columns,
     tanh_ratio,
 )
-from kvsketch.ops.common.ragged import CODED_PROGRAMS, PLAIN_PROGRAMS
+from kvsketch.ops.common.ragged import CODED_PROGRAMS, PLAIN_PROGRAMS, UNIT
+from kvsketch.ops.common.ragged import EXACT_SLOTS as CODES_OF_EXACT
 from kvsketch.ops.common.sums import add_sink, add_terms, clip_denominator, combine, load_weights, normalizer
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
@@ -79,7 +80,8 @@ from kvsketch.ops.weighted_attention.words import (
 TILE_BYTES = 32 * 1024
 PROGRAMS_PER_MULTIPROCESSOR = PLAIN_PROGRAMS
 MAX_SPLITS = 128
-EXACT_SLOTS = tl.constexpr(64)  # codes that are read in the time that exact slots take
+MOST_TILE = 128  # slots
+EXACT_SLOTS = tl.constexpr(CODES_OF_EXACT)
 # That a table may have for its programs to start early. Those of codes find the multiprocessors free
 # (`slot_update`); there must not be so many that the few programs before them count.
 EARLY_BYTES, EARLY_CODED_BYTES = early_start.LONG_BYTES, 48 << 20
@@ -145,7 +147,10 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
             launch = coded_plan(programs, slots, block_m, max(size, value_size), traits, pieces, total)
         else:
             slot_bytes = (block_size(size) + block_size(value_size)) * q.element_size()
-            launch = plan(programs, slots, slot_bytes, traits, total)
+            launch = plan(programs, slots, slot_bytes, traits, total, MOST_TILE if ragged is None else UNIT)
+    assert ragged is None or UNIT % launch.block_n == 0, (
+        f"a piece of ragged heads is no whole number of tiles: {launch}"
+    )
     # Masks cost words their wide loads. Words behind a head may be read, if not those behind all slots: there the last
     # tile begins earlier.
     room = slots if ragged is None else ragged.total
@@ -275,19 +280,24 @@ def _bias_arguments(
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(heads: int, slots: int, slot_bytes: int, device: Device, total: int | None = None) -> Plan:
+def plan(
+    heads: int, slots: int, slot_bytes: int, device: Device, total: int | None = None, most_tile: int = MOST_TILE
+) -> Plan:
     """Tiles and splits for `heads` KV heads (times row tiles) of `slots` slots; `slot_bytes` is a key and a value.
 
-    `total`: slots of all heads, where these differ.
+    `total`: slots of all heads, where these differ. Tiles that might have more than `most_tile` slots come in smaller
+    ones, of which more are in flight.
     """
-    block_n = _power_of_two_below(min(128, min(TILE_BYTES, device.shared_bytes // 3) // slot_bytes))
+    wide = _power_of_two_below(min(MOST_TILE, min(TILE_BYTES, device.shared_bytes // 3) // slot_bytes))
+    block_n = min(wide, most_tile)
+    stages = 1 + 2 * (wide // block_n)
     # A short cache gives too few tiles to reach every multiprocessor; smaller tiles reach more of them.
     while block_n > 32 and heads * _ceil_div(slots, block_n) < device.multiprocessors:
         block_n //= 2
     resident = device.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
     splits = best_splits(heads, _ceil_div(slots, block_n), resident)
     early = device.overlap and (total or heads * slots) * slot_bytes <= EARLY_BYTES
-    return Plan(max(16, block_n), splits, warps=4, stages=3, overlap=device.overlap, early=early)
+    return Plan(max(16, block_n), splits, warps=4, stages=stages, overlap=device.overlap, early=early)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -493,13 +503,16 @@ def split_kernel(
     split = tl.program_id(0)
     batch_head = tl.program_id(2)
     first, last = 0, 0
+    leads = split == 0
     if RAGGED:
-        work = work_ptr + tl.program_id(0).to(tl.int64) * 4
+        work = work_ptr + tl.program_id(0).to(tl.int64) * 5
         batch_head = tl.load(work)
+        from_slot, to_slot = tl.load(work + 1), tl.load(work + 2)
         split = tl.load(work + 3)
+        leads = tl.load(work + 4) > 0
         # Pieces begin at a multiple of every tile size.
-        first = tl.load(work + 1) // BLOCK_N
-        last = tl.cdiv(tl.load(work + 2), BLOCK_N)
+        first = from_slot // BLOCK_N
+        last = tl.cdiv(to_slot, BLOCK_N)
     b = (batch_head // kv_heads).to(tl.int64)
     h = (batch_head % kv_heads).to(tl.int64)
     if KEY_DENSE:
@@ -557,8 +570,8 @@ def split_kernel(
         s0, s1, s2, s3 = load_of_words(sign_ptr, D, BLOCK_D)
     begin(False, EARLY)
     if RAGGED:  # noqa: SIM102
-        if first >= last:
-            # A list of fixed length has entries that read nothing.
+        if from_slot > to_slot:
+            # A list of fixed length has entries that are none.
             return
     head_rows = GROUP * queries
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -593,17 +606,22 @@ def split_kernel(
         bias_rows += head_in_group.to(tl.int64) * bias_g + (row % queries) * bias_n
 
     limit = slots_total
-    if LENGTHS:
+    if RAGGED:
+        # Nothing behind a piece is its own, and the slots of its head need not be asked for.
+        limit = to_slot
+    elif LENGTHS:
         limit = tl.minimum(tl.load(length_ptr + batch_head).to(tl.int32), slots_total)
+    exact_limit = limit
     value_limit = tl.minimum(limit, value_slots)
     tiles = tl.cdiv(limit, BLOCK_N)
     value_tiles = tl.cdiv(value_limit, BLOCK_N)
-    leads = first == 0 if RAGGED else split == 0
     if LENGTHS and not RAGGED:
         first = tl.maximum((tiles + WORTH) * split // splits - WORTH, 0)
         last = tl.maximum((tiles + WORTH) * (split + 1) // splits - WORTH, 0)
     least_exact, most_exact = 0, 0
     if EXACT > 0:
+        if RAGGED:
+            exact_limit = tl.load(length_ptr + batch_head).to(tl.int32)
         exact_at += batch_head.to(tl.int64) * EXACT
         place = tl.arange(0, EXACT_BLOCK)
         least_exact = tl.min(tl.load(exact_at + place, mask=place < EXACT, other=2147483647), 0)
@@ -693,7 +711,7 @@ def split_kernel(
         if leads:
             place = tl.arange(0, EXACT_BLOCK)
             slots = tl.load(exact_at + place, mask=place < EXACT, other=-1)
-            there = (slots >= 0) & (slots < limit)
+            there = (slots >= 0) & (slots < exact_limit)
             # Exact vectors lie in order: they are asked for before it is known which slots they belong to.
             k_exact, k_places, k_row, k_there = k_base, slots, k_s, there
             if KEY_BITS != 16:
@@ -712,7 +730,7 @@ def split_kernel(
                 s * scale, slots, there, softcap, logits_ptr, flat_row, row_inside, slots_total, bias_rows, bias_floor,
                 CAPPED, LOGITS, BIAS,
             )  # fmt: skip
-            valued = there & (slots < value_limit)
+            valued = there & (slots < value_slots)
             x_num = tl.where(valued[None, :], x, NEG_INF)
             if NUM:
                 x_num += tl.load(num_base + slots, mask=valued, other=0.0)[None, :] * LOG2E
