@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,8 @@ def short_coded_attention() -> None:
 
 
 def ragged_attention() -> None:
-    layout = Layout.of(longs(B, H) + S, coded=True)
+    # So many pieces are combined in a loop.
+    layout = replace(Layout.of(longs(B, H) + S, coded=True), most_pieces=400)
     codec, center = Codec(4, D), zeros(B, H, D)
     codes, steps = zeros(layout.total, D // 2, dtype=torch.uint8), zeros(layout.total, dtype=torch.float16)
     slots = CodedSlots(codec, center, zeros(B, H, 4, D), ints(B, H, 4), codes, steps)
