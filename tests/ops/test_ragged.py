@@ -92,7 +92,6 @@ def test_kernel_reads_a_work_list(
     expected = attention_reference.weighted_attention(call)
     # The largest head has more pieces than are combined at once.
     monkeypatch.setattr(sums, "COMBINE_SPLITS", 2)
-    monkeypatch.setattr(sums, "COMBINE_BLOCK", 2)
     # What is not written shows.
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))

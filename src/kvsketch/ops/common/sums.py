@@ -22,8 +22,6 @@ from kvsketch.ops.common.ragged import Ragged
 
 LIMIT = tl.constexpr(2.0**100)  # of a sum with a guessed origin; beyond it the origin is a running maximum
 COMBINE_COLUMNS, COMBINE_SPLITS = 64, 128  # that one program reads at a time
-# Of more splits it reads so many while this number of blocks is in flight: as many bytes with fewer registers.
-COMBINE_BLOCK, COMBINE_STAGES = 32, 4
 
 
 def combine(
@@ -42,16 +40,14 @@ def combine(
     heads = ragged.start.shape[1] if ragged is not None else query_heads if turned is None else turned.center.shape[1]
     columns = COMBINE_COLUMNS if turned is None else value_size
     block = min(COMBINE_SPLITS, triton.next_power_of_2(max(1, most)))
-    if most > block:
-        assert turned_splits is None, f"splits of two kinds are combined at once: {most} are more than {block}"
-        block = COMBINE_BLOCK
+    assert most <= block or turned_splits is None, f"splits of two kinds are combined at once: {most} exceed {block}"
     combine_kernel[(out.shape[0] * query_heads * queries, triton.cdiv(value_size, columns))](
         acc, sums, sink_logits, None if ragged is None else ragged.first_piece,
         None if turned is None else turned.center.contiguous(),
         None if turned is None else turned.codec.signs(out.device),
         out, state, log2_clip or 0.0, splits, queries, query_heads, query_heads // heads * queries, turned_splits or 0,
         DV=value_size, COLUMNS=columns, BLOCK_SPLITS=block, MANY=most > block, MIXED=turned_splits is not None,
-        STAGES=COMBINE_STAGES, TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
+        TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
         RATIO=state.shape[0] == 3, RAGGED=ragged is not None, TURN=turned is not None,
         num_warps=4 if block * columns <= 8192 else 8, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
@@ -145,7 +141,7 @@ def combine_kernel(
     acc_ptr, sums_ptr, sink_ptr, first_ptr, center_ptr, sign_ptr, out_ptr, state_ptr,
     log2_clip, splits, queries, query_heads, head_rows, turned_splits,
     DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, MANY: tl.constexpr, MIXED: tl.constexpr,
-    STAGES: tl.constexpr, TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
+    TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
     RATIO: tl.constexpr, RAGGED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """Output of one row, COLUMNS of it, from the sums of its splits.
@@ -171,7 +167,8 @@ def combine_kernel(
         den_origins, den_totals = load_sums(sums_ptr + place * 4 + 2, inside)
     if MANY:
         # Splits that are a whole number of blocks apart are summed first: no thread waits for another meanwhile.
-        for start in tl.range(BLOCK_SPLITS, count, BLOCK_SPLITS, num_stages=STAGES):
+        # One block at a time: several smaller ones in flight take longer on an H200.
+        for start in tl.range(BLOCK_SPLITS, count, BLOCK_SPLITS, num_stages=1):
             place, inside = base + (start + split).to(tl.int64) * apart, start + split < count
             more_origins, more_totals = load_sums(sums_ptr + place * 4, inside)
             more = load_pieces(acc_ptr, place, column, inside, DV)

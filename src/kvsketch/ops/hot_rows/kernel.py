@@ -13,10 +13,10 @@ from kvsketch.ops.common.kernel import wait
 from kvsketch.ops.common.tensors import readable
 from kvsketch.ops.hot_rows import OLDEST, Buffer, HotPlaces, Store, pairs
 
-BLOCK = 1024  # entries that one program looks up; more where a KV head would take more than PARTS programs
-PARTS = 8
+BLOCK = 512  # entries that one program looks up; more where a KV head would take more than PARTS programs
+PARTS = 16
 HOT_BLOCK = 8192  # places looked at together; fewer than 32768, because two counts of them share 32 bits
-WARPS = 32
+WARPS = 16
 COPY_ROWS = 16
 COPY_PROGRAMS = 64  # of one KV head: enough that all rows of a common step are on their way at once
 MAX_AGE = tl.constexpr(OLDEST)
