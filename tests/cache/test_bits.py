@@ -173,6 +173,10 @@ def test_what_cannot_be_coded_is_refused() -> None:
     model = zoo.build("llama", **BIG)
     with pytest.raises(ValueError, match="full: bits=5 is not valid; use 2, 3, 4, 8, or 16"):
         CompressedCache(model, "full:bits=5")
+    with pytest.raises(ValueError, match="bits='four' is not a whole number .*: 2, 3, 4, 8, or 16"):
+        CompressedCache(model, "full:bits=four")
+    with pytest.raises(ValueError, match=r"bits=4\.0 is not valid; use 2, 3, 4, 8, or 16"):
+        kvsketch.METHODS["full"](bits=4.0)  # its text form would not be read again
     with pytest.raises(ValueError, match="heads of size 12, only multiples of 8; use bits=16"):
         CompressedCache(zoo.build("llama", **{**BIG, "head_dim": 12}), "full:bits=4")
     for layer in model.model.layers[-1:]:

@@ -89,6 +89,8 @@ def test_what_would_fit_is_named() -> None:
         CompressedCache(config, "balancekv:form=paper", memory="1MB")
     with pytest.raises(ValueError, match="context=0 and batch=1 must be"):
         CompressedCache(config, "snapkv", memory="1MB", context=0)
+    with pytest.raises(ValueError, match="batch='2' must be"):
+        CompressedCache(config, "snapkv", memory="1MB", batch="2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="give memory"):
         CompressedCache(config, "snapkv", context=CONTEXT)
 

@@ -120,7 +120,8 @@ def test_a_stream_divides_after_every_chunk() -> None:
         ("streamingllm:share=layer", "no scores that heads could compare"),
         ("pyramidkv:share=model", "use head or layer: the pyramid"),
         ("h2o:share=all", "share=all is not valid; use head, layer, model"),
-        ("snapkv:share=layer:floor=5", "floor=5 is not valid; use a share such as 20%, or 0"),
+        ("snapkv:share=layer:floor=5", "floor=5 is not valid; use a share of at most 100%, such as 20%, or 0"),
+        ("snapkv:share=layer:floor=120%", "floor=120% is not valid; use a share of at most 100%"),
     ],
 )
 def test_what_cannot_be_shared_is_named(text: str, said: str) -> None:

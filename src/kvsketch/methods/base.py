@@ -86,7 +86,8 @@ class Method:
                 )
         for name in ("bits", "key_bits", "value_bits"):
             value = getattr(self, name)
-            self._require(name, value in (*BITS, PLAIN) or (value is None and name != "bits"), BIT_CHOICES)
+            whole = isinstance(value, int) and value in (*BITS, PLAIN)
+            self._require(name, whole or (value is None and name != "bits"), BIT_CHOICES)
 
     @property
     def stored_bits(self) -> FewBits:

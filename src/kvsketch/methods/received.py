@@ -5,6 +5,7 @@ A query gives every head the same mass, so the scores of heads and layers can be
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -52,9 +53,10 @@ class AttentionScored(EvictingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        floor = Size.parse(self.floor, f"{self.name}: floor", smallest=0)
-        self._set("floor", floor)
-        self._require("floor", floor.share is not None or floor.tokens == 0, "a share such as 20%, or 0")
+        with contextlib.suppress(ValueError):
+            self._set("floor", Size.parse(self.floor, smallest=0))
+        is_share = isinstance(self.floor, Size) and (self.floor.share is not None or self.floor.tokens == 0)
+        self._require("floor", is_share, "a share of at most 100%, such as 20%, or 0")
 
     @property
     def ragged(self) -> bool:

@@ -46,7 +46,11 @@ def parse(text: str, methods: Mapping[str, type[Method]], importing: bool = True
             raise ValueError(f"{name}: unknown parameter {key!r}{_guess(key, valid)}; parameters: {_list(valid)}")
         if key in values:
             raise ValueError(f"{name}: parameter {key!r} is given twice")
-        values[key] = _convert(f"{name}: {key}", value.strip(), hints[key])
+        try:
+            values[key] = _convert(f"{name}: {key}", value.strip(), hints[key])
+        except ValueError as error:
+            meaning = next((each.meaning for each in method.options() if each.name == key), "")
+            raise ValueError(f"{error}{meaning and f' ({meaning})'}") from None
     return method(**values)
 
 
