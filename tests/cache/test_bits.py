@@ -92,6 +92,17 @@ def test_a_draft_that_is_taken_back_leaves_no_trace(name: str) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_pages_keep_their_exact_bounds_when_a_token_is_taken_back() -> None:
+    model = zoo.build("llama", **BIG)
+    ids, mask = padded(zoo.tokens(2, 92), [0, 7])
+    plain, cropped = (CompressedCache(model, "quest:budget=24:page=4:skip_layers=0:bits=2") for _ in range(2))
+    read(model, plain, ids, mask, PIECES[:2])
+    read(model, cropped, ids, mask, PIECES[:3])
+    cropped.crop(-1)
+    later = [(81, 82), (82, 91), (91, 92)]
+    torch.testing.assert_close(read(model, cropped, ids, mask, later), read(model, plain, ids, mask, later))
+
+
 @pytest.mark.parametrize("name", ["subgen:normalizer=clipped", "balancekv:form=stream", "balancekv:form=paper:block=8"])
 def test_tokens_that_move_between_slots_are_rounded_once(name: str) -> None:
     """After a prompt, steps, a second turn and steps each slot holds the code that a cache of all tokens has."""

@@ -84,11 +84,19 @@ class Quest(RecallingMethod):
 
     def forget(self, table: SlotTable, count: int) -> None:
         super().forget(table, count)
-        # A bound does not record which token set it: the bounds are built again.
+        # A bound does not record which token set it: those of the last page are built again.
         state = table.state_of(self.State)
+        before = state.bounds() if state.indexed else ()
         state.page_min = state.page_max = None
         if self.selects(table):
             self.index(table)
+        if state.indexed:
+            # Those of whole pages come from exact keys, which few bits no longer are.
+            whole = (table.real_tokens() // self.page).unsqueeze(-1)  # [B, 1, 1, 1]
+            for bounds, old in zip(state.bounds(), before, strict=False):
+                count = min(bounds.shape[2], old.shape[2])
+                page = torch.arange(count, device=table.device).view(1, 1, -1, 1)
+                bounds[:, :, :count] = torch.where(page < whole, old[:, :, :count], bounds[:, :, :count])
 
     def index(self, table: SlotTable) -> None:
         """Keeps the bounds of each page up to date; a page starts at a multiple of `page` real tokens."""
