@@ -184,16 +184,20 @@ def test_what_cannot_be_coded_is_refused() -> None:
     model = zoo.build("llama", **BIG)
     with pytest.raises(ValueError, match="full: bits=5 is not valid; use 2, 3, 4, 8, or 16"):
         CompressedCache(model, "full:bits=5")
-    with pytest.raises(ValueError, match="bits='four' is not a whole number .*: 2, 3, 4, 8, or 16"):
+    with pytest.raises(ValueError, match=r"bits='four' is not a whole number .*: 2, 3, 4, 8, or 16"):
         CompressedCache(model, "full:bits=four")
     with pytest.raises(ValueError, match=r"bits=4\.0 is not valid; use 2, 3, 4, 8, or 16"):
         kvsketch.METHODS["full"](bits=4.0)  # its text form would not be read again
     with pytest.raises(ValueError, match="heads of size 12, only multiples of 8; use bits=16"):
         CompressedCache(zoo.build("llama", **{**BIG, "head_dim": 12}), "full:bits=4")
+    ones = torch.ones(1, 92, dtype=torch.int64)
     for layer in model.model.layers[-1:]:
         layer.self_attn.k_proj.weight.data[3] = float("inf")
     with pytest.raises(ValueError, match=r"the keys of slot 0 in layer 1, .* are not finite .* or use bits=16"):
-        read(model, CompressedCache(model, "full:bits=4"), zoo.tokens(1, 92), torch.ones(1, 92, dtype=torch.int64))
+        read(model, CompressedCache(model, "full:bits=4"), zoo.tokens(1, 92), ones)
+    # A short prompt is coded later, after a single token.
+    with pytest.raises(ValueError, match=r"the keys of slot 0 in layer 1, .* are not finite"):
+        read(model, CompressedCache(model, "full:bits=4"), zoo.tokens(1, 64), ones, [(0, 63), (63, 64)])
 
 
 class AskedFor(TorchDispatchMode):

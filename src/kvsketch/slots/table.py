@@ -562,7 +562,9 @@ class SlotTable(Place):
         slots = codes.coded(
             held[:, :, : self.length] if isinstance(held, Tensor) else held, getattr(self.bits, what), self.padding
         )
-        if self.appended > 1 and isinstance(slots, SlotCodes) and slots is not held:
+        # A decode step does not ask, except for the one after which a short text is coded.
+        asks = self.appended > 1 or (self.exact and self.seen >= codes.LEAST)
+        if asks and isinstance(slots, SlotCodes) and slots is not held:
             self.doubts.append(codes.Doubt.of(slots, what, self.layer_idx))
         return slots
 
