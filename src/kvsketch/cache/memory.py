@@ -91,7 +91,8 @@ def sizes_of(model: Any, context: int | None, batch: int = 1) -> Sizes:
     config = model if isinstance(model, PretrainedConfig) else model.config
     text = config.get_text_config(decoder=True)
     context = getattr(text, "max_position_embeddings", None) if context is None else context
-    if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in (context, batch)):
+    whole = not isinstance(context, bool) and isinstance(batch, int) and not isinstance(batch, bool)
+    if not isinstance(context, int) or not whole or context < 1 or batch < 1:
         raise ValueError(f"context={context!r} and batch={batch!r} must be numbers of 1 or more; give context=32000")
     native, share = native_layers(config), head_share(model)
     dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.get_default_dtype()
