@@ -87,7 +87,8 @@ class Method:
         for name in ("bits", "key_bits", "value_bits"):
             value = getattr(self, name)
             whole = isinstance(value, int) and value in (*BITS, PLAIN)
-            self._require(name, whole or (value is None and name != "bits"), BIT_CHOICES)
+            kind = "" if isinstance(value, int) else f"a whole number, not {value!r}: "
+            self._require(name, whole or (value is None and name != "bits"), kind + BIT_CHOICES)
 
     @property
     def stored_bits(self) -> FewBits:
