@@ -223,3 +223,23 @@ def test_no_layer_of_a_prompt_waits_for_the_device(method: str) -> None:
                 model(ids, past_key_values=CompressedCache(model, method), logits_to_keep=1, **settings)
             asked.append(count.count)
         assert asked[0] == asked[1]
+
+
+@pytest.mark.parametrize(
+    "method", ["full:bits=4", "clusterkv:bits=4:budget=40:skip_layers=0", "quest:bits=4:budget=40"]
+)
+def test_room_for_all_tokens_to_come_keeps_slots_in_place(method: str) -> None:
+    """A captured step is recorded once: slots do not move until the last token, and the answers are the same."""
+    model, ids = zoo.build("llama"), zoo.tokens(1, 230)
+    caches = [CompressedCache(model, method) for _ in range(2)]
+    for cache in caches:
+        read_pieces(model, cache, ids, torch.ones_like(ids), [(0, 70)])
+    tables = [layer.table for layer in caches[0].slot_layers]
+    for table in tables:
+        caches[0].method.make_room(table, 230)
+    held = [[t.data_ptr() for slots in table.stores() for t in codes.held(slots)] for table in tables]
+    steps = [(n, n + 1) for n in range(70, 229)]
+    found = [read_pieces(model, cache, ids, torch.ones_like(ids), steps) for cache in caches]
+    torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-6)
+    assert held == [[t.data_ptr() for slots in table.stores() for t in codes.held(slots)] for table in tables]
+    assert not any(caches[0].method.maintenance_due(table) for table in tables if "full" in method)

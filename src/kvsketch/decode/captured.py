@@ -267,8 +267,8 @@ class Step:
         self.steps = 0
         with plain():
             for layer in self.layers:
-                if layer.table.exact and not layer.table.waits_for_codes:
-                    layer.method.bound(layer.table, max_length)
+                if not layer.table.waits_for_codes:
+                    layer.method.make_room(layer.table, max_length)
 
     def run(self) -> None:
         """Generates one token."""

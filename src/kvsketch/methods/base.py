@@ -169,6 +169,11 @@ class Method:
     def bound(self, table: SlotTable, max_length: int) -> None:
         """Gives an exact table its fixed shape ahead of time, so that decoding can be captured; may leave it exact."""
 
+    def make_room(self, table: SlotTable, max_length: int) -> None:
+        """Prepares a table for single tokens until it has seen `max_length`, so that its addresses stay."""
+        if table.exact:
+            self.bound(table, max_length)
+
     @property
     def alone(self) -> str:
         """Why its rows cannot share tables with those of other requests (`slots.rows`); empty: they can.

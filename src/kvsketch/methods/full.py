@@ -29,6 +29,12 @@ class Full(Method):
     def bound(self, table: SlotTable, max_length: int) -> None:
         table.bound(max_length)
 
+    def make_room(self, table: SlotTable, max_length: int) -> None:
+        if table.exact:
+            table.bound(max_length)
+        else:
+            table.widen(max_length + 1 - table.length)
+
     def held_bytes(self, shape: LayerShape) -> int:
         return shape.everything()
 

@@ -168,6 +168,12 @@ class RecallingMethod(Method, ABC):
         moves_out = self.offload == "host" and self.selects(table)
         table.bound(min(max_length, self.budget_tokens(table) + 1) if moves_out else max_length)
 
+    def make_room(self, table: SlotTable, max_length: int) -> None:
+        if table.exact:
+            self.bound(table, max_length)
+        elif not offloaded.is_offloaded(table):
+            Full().make_room(table, max_length)
+
     def can_forget(self, table: SlotTable, left: int) -> bool:
         return not offloaded.is_offloaded(table)
 

@@ -25,7 +25,6 @@ from kvsketch.slots import codes
 from kvsketch.slots.codes import Slots
 from kvsketch.slots.state import HOST, ROW, SLOT
 from kvsketch.slots.table import NEG_INF, SlotTable
-from kvsketch.slots.tensors import filled
 
 LATEST = 1 << 29  # the clock is turned back before this; operations take numbers up to 2^30
 
@@ -54,7 +53,8 @@ class Rows:
         for single, least in zip(singles, slots, strict=True):
             table = replace(single, positions=replace(single.positions, trained=None), previous=None)
             table.select_rows(torch.zeros(rows, dtype=torch.int64, device=device))
-            _widen(table, max(0, least - table.length))
+            # No row may use these.
+            table.widen(least - table.length, CLOSED)
             table.clock = torch.full((1,), clock, device=device)
             table.padding, table.prompts, table.seen = self.padding, self.prompts, clock
             table.state.shift_rows(slice(None), clock - single.seen)
@@ -194,19 +194,6 @@ class Rows:
 def count_to(tables: Sequence[SlotTable], seen: int) -> None:
     for table in tables:
         table.seen = seen
-
-
-def _widen(table: SlotTable, count: int) -> None:
-    """Adds `count` slots that no row may use."""
-    if count == 0:
-        return
-    assert table.keys is not None and table.values is not None and table.index is not None
-    assert table.log_den is not None and table.values.shape[2] == table.length
-    table.keys, table.values = codes.filled(table.keys, count), codes.filled(table.values, count)
-    table.index, table.log_den = filled(table.index, count, CLOSED), filled(table.log_den, count, NEG_INF)
-    table.log_num = None if table.log_num is None else filled(table.log_num, count, NEG_INF)
-    table.state.move_slots(lambda state: filled(state, count))
-    table.length += count
 
 
 def _first(table: SlotTable, rows: int) -> SlotTable:

@@ -532,16 +532,24 @@ class SlotTable(Place):
         self.state.move_slots(packed)
         self.layout, self.length, self.capacity = layout, layout.most, None
 
+    def widen(self, count: int, index: int = -1) -> None:
+        """Gives each head of a bounded table of equal heads `count` more empty slots, if any, of this index."""
+        if count <= 0:
+            return
+        assert self.keys is not None and self.values is not None and self.index is not None and self.layout is None
+        assert self.log_den is not None and self.values.shape[2] == self.length
+        self.keys, self.values = codes.filled(self.keys, count), codes.filled(self.values, count)
+        self.index, self.log_den = filled(self.index, count, index), filled(self.log_den, count, NEG_INF)
+        self.log_num = None if self.log_num is None else filled(self.log_num, count, NEG_INF)
+        self.state.move_slots(lambda state: filled(state, count))
+        self.length += count
+
     def lengthen(self, count: int) -> None:
         """Gives each head of a packed table `count` more empty slots."""
         assert self.layout is not None
         capacity = self.layout.capacity + count
         self.unpack()
-        assert self.keys is not None and self.values is not None and self.index is not None and self.log_den is not None
-        self.keys, self.values = codes.filled(self.keys, count), codes.filled(self.values, count)
-        self.index, self.log_den = filled(self.index, count, -1), filled(self.log_den, count, NEG_INF)
-        self.log_num = None if self.log_num is None else filled(self.log_num, count, NEG_INF)
-        self.state.move_slots(lambda state: filled(state, count))
+        self.widen(count)
         self.pack(capacity)
 
     def unpack(self) -> None:
