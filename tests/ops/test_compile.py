@@ -113,6 +113,13 @@ def coded_attention() -> None:
     ops.weighted_attention(normal(B, HQ, 1, D), *parts, zeros(B, H, S), zeros(B, H, S), 0.1, return_logits=True)
 
 
+def mixed_attention() -> None:
+    """Short keys in 4 bits beside plain values, and as many query heads as make a product of 16 columns."""
+    codes, steps = zeros(B, 1, S, D // 2, dtype=torch.uint8), zeros(B, 1, S, dtype=torch.float16)
+    keys = CodedSlots(Codec(4, D), zeros(B, 1, D), zeros(B, 1, 4, D), ints(B, 1, 4), codes, steps)
+    ops.weighted_attention(normal(B, 8, 1, D), keys, normal(B, 1, S, D), zeros(B, 1, S), zeros(B, 1, S), 0.1)
+
+
 def short_coded_attention() -> None:
     """One tile for each program, in half precision."""
     codes, steps = zeros(B, H, S, D // 2, dtype=torch.uint8), zeros(B, H, S, dtype=torch.float16)
@@ -330,7 +337,7 @@ def thin_linear(rows: int) -> None:
 
 
 CALLS: tuple[Callable[[], None], ...] = (
-    weighted_attention, encoded, coded_attention, short_coded_attention, decoded, ragged_attention,
+    weighted_attention, encoded, coded_attention, mixed_attention, short_coded_attention, decoded, ragged_attention,
     paged_attention,
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries,

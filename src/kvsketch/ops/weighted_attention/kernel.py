@@ -74,6 +74,7 @@ from kvsketch.ops.weighted_attention.words import (
     parts_of,
     store_by_words,
     turned_by,
+    zero_of,
 )
 
 # Keys and values of one tile. Two programs per multiprocessor with two tiles each in flight keep the memory busy.
@@ -592,6 +593,9 @@ def split_kernel(
         q, q1, q2, q3 = halves(q, HALF), halves(q1, HALF), halves(q2, HALF), halves(q3, HALF)
         q_lift = offset_of_levels(q, q1, q2, q3)
         q, q1, q2, q3 = beside(q), beside(q1), beside(q2), beside(q3)
+        if not VALUE_WORDS:
+            # Programs of several warps: Triton 3.6 fails where the operand of their products comes from a reshape.
+            q, q1, q2, q3 = q + zero_of(q), q1 + zero_of(q1), q2 + zero_of(q2), q3 + zero_of(q3)
     else:
         q = load_columns(q_rows, row_inside, 0, 1, D, BLOCK_D)
         q1, q2, q3, q_lift = q, q, q, scale

@@ -107,6 +107,12 @@ def beside(h):
 
 
 @triton.jit
+def zero_of(x):
+    """Zeros like x."""
+    return tl.zeros(x.shape, x.dtype)
+
+
+@triton.jit
 def folded(s):
     """Products [slots, 2 rows] as [rows, slots], the two halves of each row summed."""
     return tl.trans(tl.sum(tl.reshape(s, (s.shape[0], s.shape[1] // 2, 2)), 2))
