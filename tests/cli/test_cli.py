@@ -61,6 +61,8 @@ def test_dir_shows_the_public_names() -> None:
 
 def test_the_version_is_told() -> None:
     assert run("--version").stdout == f"kvsketch {kvsketch.__version__}\n"
+    module = subprocess.run([sys.executable, "-m", "kvsketch", "--version"], capture_output=True, text=True)
+    assert module.stdout == f"kvsketch {kvsketch.__version__}\n"
 
 
 def test_default_model_is_the_catalogue_default() -> None:
