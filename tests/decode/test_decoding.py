@@ -252,6 +252,17 @@ def test_a_decode_step_never_waits_for_the_device(method: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("tokens", [20, 70])
+def test_steps_over_few_bits_are_recorded_once(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a text has its codes only when 64 tokens are there."""
+    model, ids, recorded = zoo.build("llama").to(DEVICE), zoo.tokens(1, tokens).to(DEVICE), []
+    record = decoding.Step._record
+    monkeypatch.setattr(decoding.Step, "_record", lambda self: recorded.append(self) or record(self))
+    cache = CompressedCache(model, "full:bits=4")
+    kvsketch.generate(model, ids, cache, max_new_tokens=220, do_sample=False, eos_token_id=None)
+    assert len(recorded) == 1
+
+
 @pytest.mark.parametrize("method", ["rehearse", "full:bits=4"])
 def test_what_is_recorded_has_run_before(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text in few bits is exact until it has 64 tokens. Steps of an exact table warm up nothing: a program that is

@@ -265,10 +265,15 @@ class Step:
         self.regime: list[object] = []
         self.ahead: tuple[bool, bool, list[object]] | None = None
         self.steps = 0
+        self.max_length = max_length
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Slots for all tokens to come, so that a step is recorded once."""
         with plain():
             for layer in self.layers:
                 if not layer.table.waits_for_codes:
-                    layer.method.make_room(layer.table, max_length)
+                    layer.method.make_room(layer.table, self.max_length)
 
     def run(self) -> None:
         """Generates one token."""
@@ -294,6 +299,8 @@ class Step:
             if self.graph is None or self.regime != regime:
                 # The old recording goes first: what it holds must not be torn down under the new one.
                 self.graph = None
+                # A text that was too short for codes has had them since.
+                self._make_room()
                 self.graph, self.regime = self._record(), regime
             self.graph.replay()
             for layer in self.layers:
