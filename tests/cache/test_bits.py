@@ -243,3 +243,12 @@ def test_room_for_all_tokens_to_come_keeps_slots_in_place(method: str) -> None:
     torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-6)
     assert held == [[t.data_ptr() for slots in table.stores() for t in codes.held(slots)] for table in tables]
     assert not any(caches[0].method.maintenance_due(table) for table in tables if "full" in method)
+
+
+def test_no_room_is_made_for_tokens_that_will_lie_in_host_memory() -> None:
+    model, ids = zoo.build("llama"), zoo.tokens(1, 70)
+    cache = CompressedCache(model, "clusterkv:bits=4:budget=100:skip_layers=1:offload=host")
+    read_pieces(model, cache, ids, torch.ones_like(ids), [(0, 70)])
+    for layer in cache.slot_layers:
+        layer.method.make_room(layer.table, 5000)
+    assert [layer.table.length for layer in cache.slot_layers] == [5001, 102]

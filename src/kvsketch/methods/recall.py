@@ -165,14 +165,18 @@ class RecallingMethod(Method, ABC):
         return table.seen
 
     def bound(self, table: SlotTable, max_length: int) -> None:
-        moves_out = self.offload == "host" and self.selects(table)
-        table.bound(min(max_length, self.budget_tokens(table) + 1) if moves_out else max_length)
+        table.bound(self._most_near(table, max_length))
 
     def make_room(self, table: SlotTable, max_length: int) -> None:
         if table.exact:
             self.bound(table, max_length)
         elif not offloaded.is_offloaded(table):
-            Full().make_room(table, max_length)
+            Full().make_room(table, self._most_near(table, max_length))
+
+    def _most_near(self, table: SlotTable, max_length: int) -> int:
+        """Tokens that the device holds before they move to the host, of `max_length`."""
+        moves_out = self.offload == "host" and self.selects(table)
+        return min(max_length, self.budget_tokens(table) + 1) if moves_out else max_length
 
     def can_forget(self, table: SlotTable, left: int) -> bool:
         return not offloaded.is_offloaded(table)
