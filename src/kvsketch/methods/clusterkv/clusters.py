@@ -136,7 +136,7 @@ def _unclustered_first(order: Tensor, before: Tensor) -> Tensor:  # [B, H, n] in
 def arrange(table: SlotTable) -> None:
     """Moves the slots of clustered tokens in few bits together, cluster by cluster.
 
-    A row of codes is shorter than what memory reads at once: read one by one, most of that is for nothing.
+    Rows of codes are short: in runs they are read faster than one by one.
     """
     state = table.state_of(Clusters)
     if table.exact or not table.bits or not state.arranged or state.by_place:
