@@ -27,11 +27,13 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.ops import refit_steps as steps
 from kvsketch.ops.codec import Codec, CodedSlots, encode
+from kvsketch.ops.common.ragged import Readers
 from kvsketch.ops.fold_token import Layout as Folded
 from kvsketch.ops.fold_token import State
 from kvsketch.ops.hot_rows import Buffer, Store, new_places
 from kvsketch.ops.page_rows import Rows, Worth
 from kvsketch.ops.take_rows import Sources, take_rows_of
+from kvsketch.ops.work_list import fixed_work_list
 from kvsketch.slots.layout import Layout
 from tests.ops.formula import needs_triton
 
@@ -269,6 +271,10 @@ def slot_update() -> None:
     ops.free_lowest(zeros(B, H, S), index, log_den, log_num, slot, longs(B), clock, 2, 5)
 
 
+def work_list() -> None:
+    fixed_work_list(longs(2, S), 4096, Readers(1584, 64))
+
+
 def page_rows() -> None:
     held = Worth(ints(B, H, S), zeros(B, H, S), zeros(B, H, S))
     rows = Rows(longs(B), longs(B), longs(B))
@@ -342,7 +348,7 @@ CALLS: tuple[Callable[[], None], ...] = (
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
-    refit_steps, take_rows, slot_update, coded_slot_update, page_rows, reservoir, fold_token, hot_rows,
+    refit_steps, take_rows, slot_update, coded_slot_update, work_list, page_rows, reservoir, fold_token, hot_rows,
     coded_hot_rows,
     decoder_layer, lambda: thin_linear(1), lambda: thin_linear(4),
     *(partial(call, dtype) for call in (replay_scores, balance_walk) for dtype in (torch.bfloat16, torch.float32)),

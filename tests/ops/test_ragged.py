@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.codec import Codec, CodedSlots, encode
-from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT, Readers, fixed_work_list, most_of_list, work_list
+from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT, Readers, work_list
 from kvsketch.ops.weighted_attention import Arguments, Attended
 from kvsketch.ops.weighted_attention import reference as attention_reference
+from kvsketch.ops.work_list import fixed_work_list, most_of_list
 from kvsketch.slots.layout import Layout
 from tests.ops.formula import needs_triton, relative_error
 
@@ -119,22 +120,6 @@ def test_kernel_reads_a_list_of_fixed_length(device: torch.device, monkeypatch: 
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
     found: Attended = kernel.weighted_attention(call._replace(ragged=fixed))
     assert relative_error(found.out, expected.out) < 1e-2
-
-
-@pytest.mark.parametrize("lead", [0, EXACT_SLOTS])
-def test_a_list_of_fixed_length_covers_every_slot_once(lead: int) -> None:
-    capacity = torch.tensor([[36, 6067, 0, 512], [128, 1, 129, 5000], [0, 0, 1, 0], [9999, 9999, 9999, 9999]])
-    for resident in (1, 8, 1000):
-        lists = fixed_work_list(capacity, 10_000, Readers(resident, lead))
-        for layer, (work, first) in enumerate(zip(*lists, strict=True)):
-            heads, begin, end, number, leads = work.long().unbind(1)
-            there = end >= begin
-            assert torch.equal(number.sort().values, torch.arange(most_of_list(4, resident)))
-            assert torch.equal(there, number < first[-1])
-            heads, begin, end, number, leads = work.long()[there].unbind(1)
-            assert torch.equal(torch.zeros(4, dtype=torch.long).index_add_(0, heads, end - begin), capacity[layer])
-            assert ((number >= first[heads]) & (number < first[heads + 1])).all() and (begin % UNIT == 0).all()
-            assert torch.equal(leads == 1, number == first[heads])
 
 
 @pytest.mark.parametrize("lead", [0, EXACT_SLOTS])

@@ -29,6 +29,7 @@ writing slots
     balance_walk         signs that split a block into halves with almost equal attention sums
     hot_rows             rows of a store in host memory, copied to places on the device
     take_rows            rows of a matrix, copied into another one
+    work_list            which program reads which slots of heads that differ in size, decided on the device
 fitting slots
     refit_steps          steps of many small least-squares problems at once
 few bits

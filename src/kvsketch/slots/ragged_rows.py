@@ -22,13 +22,15 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.common.device import device_traits
-from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT, Readers, fixed_work_list, most_of_list, readers
+from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT, Readers, readers
+from kvsketch.ops.work_list import fixed_work_list, most_of_list
 from kvsketch.slots import codes
 from kvsketch.slots.codes import SlotCodes, Slots
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.rows import Rows
 from kvsketch.slots.state import HOST, ROW, SLOT, TableState
 from kvsketch.slots.table import NEG_INF, SlotTable
+from kvsketch.slots.tensors import wide
 
 NEVER = 1 << 62
 
@@ -189,7 +191,7 @@ class RaggedRows(Rows):
         at += torch.arange(count, device=at.device)
         self._clear(start, size)
         for held, parts in zip(self.flat, zip(*map(_flat, singles), strict=True), strict=True):
-            _wide(held).index_copy_(0, at, _wide(torch.cat(parts)))
+            wide(held).index_copy_(0, at, wide(torch.cat(parts)))
         index = self.flat[self._index][start : start + size]
         index += shift * (index >= 0)
         for whole, parts in zip(self.own, zip(*map(_of_rows, singles), strict=True), strict=True):
@@ -290,12 +292,6 @@ class RaggedRows(Rows):
                 stretch.start = end
             end += stretch.size
         return end
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """The same memory in numbers of 8 bytes where a slot has several: kernels copy numbers, not bytes."""
-    wide = tensor.dim() == 2 and tensor.shape[1] * tensor.element_size() % 8 == 0
-    return tensor.view(torch.int64) if wide else tensor
 
 
 def slots_within(singles: Sequence[SlotTable], rows: int, room: int, memory: int) -> int:

@@ -138,3 +138,9 @@ def is_score(state: Tensor) -> bool:
 def half_of(dtype: torch.dtype) -> torch.dtype:
     """The dtype that queries wait in: no more than 16 bits of a float32 model's are needed to score tokens."""
     return torch.bfloat16 if dtype == torch.float32 else dtype
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The same memory in numbers of 8 bytes where a slot has several: kernels copy numbers, not bytes."""
+    wide = tensor.dim() == 2 and tensor.shape[1] * tensor.element_size() % 8 == 0
+    return tensor.view(torch.int64) if wide else tensor

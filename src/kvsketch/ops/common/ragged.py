@@ -3,16 +3,14 @@
 Head (b, h) has `capacity` slots from `start` on. A program of a kernel takes one piece of one head: up to as many slots
 as all other pieces, so that a head of 36 slots beside one of 6,067 costs neither time nor bytes. Pieces follow from the
 capacities alone: a captured step goes on while tokens come and go. Where rows come and go too, the list has a fixed
-length and is written anew in place. The first piece of a head in few bits reads its exact slots as well, and fewer of
-the others for it.
+length and is made on the device (`ops.work_list`). The first piece of a head in few bits reads its exact slots as well,
+and fewer of the others for it.
 
 Legend: B batch rows, H KV heads, S the largest capacity, N the sum of all, P pieces.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,10 +89,10 @@ def piece_size(slots: NDArray[np.int64], resident: int) -> int:
     units = -(-int(slots.max()) // UNIT)
     tried = np.arange(max(1, -(-units // MOST_PIECES)), max(1, units) + 1)
     pieces = (-(-slots // (tried[:, None] * UNIT))).sum(1)
-    return UNIT * int(tried[_time(pieces, tried, units, slots.sum() / UNIT, resident).argmin()])
+    return UNIT * int(tried[estimated_time(pieces, tried, units, slots.sum() / UNIT, resident).argmin()])
 
 
-def _time(pieces: Any, tried: Any, most: Any, total: Any, resident: int) -> Any:
+def estimated_time(pieces: Any, tried: Any, most: Any, total: Any, resident: int) -> Any:
     """Estimated time of so many pieces of `tried` units, `total` of them, in units read one after the other.
 
     `resident` programs run at a time. Of more pieces, those that are left over fill the gaps, but for half of the last
@@ -104,43 +102,3 @@ def _time(pieces: Any, tried: Any, most: Any, total: Any, resident: int) -> Any:
     longest = tried + START_UNITS
     read = once * longest + ~once * ((pieces * START_UNITS + total) / resident + longest / 2)
     return read + most / tried / COMBINED_PIECES
-
-
-def most_of_list(heads: int, resident: int) -> int:
-    """Pieces of a list of fixed length for so many heads: enough to cut them up as `resident` programs like it."""
-    return heads + 4 * resident
-
-
-def fixed_work_list(capacity: Tensor, most: int, by: Readers) -> tuple[Tensor, Tensor]:
-    """`work` [L, P, 5] and `first_piece` [L, A + 1] for capacities [L, A] of L layers, without asking the device.
-
-    P is `most_of_list`; entries behind the last piece are none. `most`: the largest capacity there may be.
-    """
-    layers, heads = capacity.shape
-    length = most_of_list(heads, by.resident)
-    number = torch.arange(length, device=capacity.device).expand(layers, -1)
-    cut = capacity + by.lead * (capacity > 0)
-    size = _piece_sizes(cut, -(-(most + by.lead) // UNIT), length, by.resident)  # [L, 1]
-    first = torch.nn.functional.pad((-(-cut // size)).cumsum(1), (1, 0))
-    head = (torch.searchsorted(first, number.contiguous(), right=True) - 1).clamp_max(heads - 1)
-    begin = (number - first.gather(1, head)) * size
-    end = torch.minimum(begin + size, cut.gather(1, head))
-    there = number < first[:, -1:]
-    near = (torch.where(there, (bound - by.lead).clamp_min(0), none) for bound, none in ((begin, 1), (end, 0)))
-    work = torch.stack([head, *near, number, there & (begin == 0)], 2)
-    longest_first = torch.where(there, begin - end, 0).argsort(dim=1, stable=True).unsqueeze(-1)
-    return work.gather(1, longest_first.expand_as(work)).int(), first.int()
-
-
-def _piece_sizes(slots: Tensor, units: int, length: int, resident: int) -> Tensor:  # [L, 1]
-    """`piece_size` of each layer, and large enough for a list of that length."""
-    tried, total = _tried(units, slots.device), slots.sum(1, keepdim=True)
-    pieces = (-(-slots.unsqueeze(-1) // (tried * UNIT))).sum(1)  # [L, T]
-    time = _time(pieces, tried, slots.amax(1, keepdim=True) / UNIT, total / UNIT, resident)
-    least = -(-total // (UNIT * (length - slots.shape[1])))
-    return UNIT * torch.maximum(tried[time.argmin(1, keepdim=True)], least)
-
-
-@functools.cache
-def _tried(units: int, device: torch.device) -> Tensor:
-    return torch.logspace(0, math.log2(max(2, units)), 48, base=2).long().unique().to(device)
