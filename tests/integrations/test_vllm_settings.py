@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvsketch.integrations.vllm import register
-from kvsketch.integrations.vllm.settings import SERVED, chosen_method, refuse_config, refuse_layer
+from kvsketch.integrations.vllm.settings import SERVED, bound_captures, chosen_method, refuse_config, refuse_layer
 
 
 def test_every_served_method_is_found() -> None:
@@ -64,3 +65,27 @@ def test_an_older_vllm_starts_without_the_plugin(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.26.0"))
     with pytest.warns(UserWarning, match=r"kvsketch serves vLLM 0\.29 or newer, and this is 0\.26\.0"):
         register()
+
+
+@pytest.mark.parametrize(
+    ("free", "sizes"), [(100, [1, 2, 4, 8]), (60, [1, 2, 4]), (3, [1]), (None, [1, 2, 4, 8]), (10**6, [1, 2, 4, 8])]
+)
+def test_steps_are_captured_for_no_more_requests_than_memory_holds(free: int | None, sizes: list[int]) -> None:
+    compilation = SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8], max_cudagraph_capture_size=8)
+    bound_captures(compilation, 9, free)
+    assert compilation.cudagraph_capture_sizes == sizes
+    assert compilation.max_cudagraph_capture_size == sizes[-1]
+
+
+def test_the_plugin_imports_what_attention_needs_alone() -> None:
+    """A model library that is broken, or slow to import, must not end the start of vLLM."""
+    modules = "together, settings, paged"
+    told = subprocess.run(
+        [sys.executable, "-c", f"from kvsketch.integrations.vllm import {modules}; import sys; print(*sys.modules)"],
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    rooms = {name.split(".")[1] for name in told if name.startswith("kvsketch.")}
+    assert rooms == {"cache", "integrations", "methods", "ops", "slots"}
+    assert [name for name in told if name.startswith("kvsketch.cache.")] == ["kvsketch.cache.rotary"]
+    heavy = ("gguf", "safetensors", "accelerate", "scipy", "typer", "rich", "psutil", "transformers.modeling_utils")
+    assert not {*heavy} & {*told}

@@ -6,8 +6,11 @@ room for new tokens, which wait there, with their queries, for the next decision
 two decisions single tokens are written behind the others, and nothing moves.
 
 The pool is divided by planes first and by pages second, so that a plane is one flat store of the slots of all pages:
-heads of several requests are then read by one call, whichever pages they lie in (`layout`). Where they lie is known on
-the host: `kept`, `start`, `settled`.
+heads of several requests are then read by one call, whichever pages they lie in (`layout`). Where they lie stands in
+the pages themselves: a step of single tokens (`rows`) finds it on the device, so that a captured step serves any
+requests. Slots that no token of the request has taken are never read, so a page that was another's needs no cleaning.
+
+Everything here is a view of the pool. Who makes one lets it go after the forward: the pool belongs to somebody else.
 
 Legend: P pages, B requests, L layers, H KV heads, Hq query heads, N slots of a page, R room for new tokens, D key size,
 Dv value size.
@@ -16,7 +19,7 @@ Dv value size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple, Protocol, cast
@@ -25,12 +28,16 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.codec import STEP_DTYPE, Codec
+from kvsketch.ops.common.device import device_traits
+from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT, readers
+from kvsketch.ops.work_list import fixed_work_list
+from kvsketch.slots import codes
 from kvsketch.slots.codes import EXACT, PLAIN, FewBits, SlotCodes, Slots
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.pages import ALIGNED, Plane, Planes
 from kvsketch.slots.state import TableState
-from kvsketch.slots.table import NEG_INF, Place, SlotTable
-from kvsketch.slots.tensors import half_of
+from kvsketch.slots.table import Place, SlotTable
+from kvsketch.slots.tensors import half_of, wide
 
 
 class Waits(Protocol):
@@ -52,11 +59,14 @@ class RequestShape(Planes):
     value_size: int
     dtype: torch.dtype
     bits: FewBits
+    longest: int  # tokens of a request at most, and so slots of a head
 
     @property
     def rows(self) -> int:
-        """N; a multiple of what planes are aligned to, so that those of all pages make one store."""
-        return -(-self.layers * self.heads * (self.slots + self.room) // ALIGNED) * ALIGNED
+        """N; one slot takes what belongs nowhere. A multiple of what planes are aligned to, so that those of all pages
+        make one store.
+        """
+        return -(-(self.layers * self.heads * (self.slots + self.room) + 1) // ALIGNED) * ALIGNED
 
     def codec(self, name: str) -> Codec | None:
         """How keys or values are held; None: in the dtype of the model."""
@@ -79,14 +89,16 @@ class RequestShape(Planes):
         yield "log_den", (self.rows,), torch.float32
         yield "score", (self.rows,), torch.float32
         yield "queries", (self.layers, self.query_heads, self.room, self.key_size), half_of(self.dtype)
+        yield "start", each, torch.int64  # where the slots of each head begin in the store of all pages
+        yield "kept", each, torch.int64  # its slots before those that wait
+        yield "settled", (1,), torch.int64  # tokens of the request when it was last decided what stays
 
 
-class Batch(NamedTuple):
-    """Requests that a step serves together; valid until one of them is written anew."""
+class StepRows(NamedTuple):
+    """A step of single tokens of B requests, in all layers."""
 
     pages: Tensor  # [B] int64
-    settled: Tensor  # [B] int64
-    kept: Tensor  # [L, B, H] int64
+    waiting: Tensor  # [B] int64, tokens that wait before it
     tables: list[SlotTable]  # of each layer, one row per request; slots lie in the pages
 
 
@@ -104,133 +116,178 @@ class RequestPages:
         }
         # Of all pages: [P N, ...].
         self.stores = {n: plane.flatten(0, 1) for n, plane in self.planes.items() if plane.shape[1] == shape.rows}
-        self.kept = torch.zeros(count, shape.layers, shape.heads, dtype=torch.int64)  # slots before those that wait
-        self.start = torch.zeros_like(self.kept)  # where the slots of each head begin in their page
-        self.settled = [0] * count  # tokens of each request when it was last decided what stays
-        self._batch: tuple[tuple[int, ...], Batch] | None = None
-
-    def waiting(self, page: int, seen: int) -> int:
-        """Tokens of the request in `page` that wait, of `seen` in all."""
-        return seen - self.settled[page]
-
-    # one request
-
-    def table(self, layer: int, page: int, seen: int) -> SlotTable:
-        """The table of a request in one layer; `seen` of its tokens are there. What it reads lies in the page."""
-        capacity = self.kept[page, layer] + self.shape.room  # [H]
-        first = page * self.shape.rows + int(self.start[page, layer, 0])
-        part = slice(first, first + int(capacity.sum()))
-        table = self._open(layer, torch.tensor([page], device=self.device), part)
-        table.layout = Layout.of(capacity[None].to(self.device), coded=bool(table.bits))
-        table.length = table.layout.most
-        table.next_slot = (self.kept[page, layer] + self.waiting(page, seen)).view(1, -1, 1).to(self.device)
-        table.clock = torch.full((1,), seen, device=self.device)
-        table.seen = table.prompt_tokens = seen
-        table.settled = self.settled[page]
-        table.appended = table.new_tokens = 1
-        cast(Waits, table.state).queries = self.planes["queries"][page : page + 1, layer]
-        return table
-
-    def put(self, page: int, tables: Sequence[SlotTable]) -> None:
-        """Writes a whole request, the tables of its layers with one row each."""
-        self._batch = None
-        seen, self.settled[page] = tables[0].seen, tables[0].settled
-        waiting = self.waiting(page, seen)
-        for table in tables:
-            if table.exact:
-                table.bound(table.length)
-            table.unpack()
-        there = [table.index_slots()[0] >= 0 for table in tables]  # [H, S] each, no empty slot before a full one
-        self.kept[page] = torch.stack([slots.sum(-1) for slots in there]).cpu() - waiting
-        capacity = (self.kept[page] + self.shape.room).flatten()
-        ends = capacity.cumsum(0)
-        assert int(ends[-1]) <= self.shape.rows, "a request holds more slots than its page"
-        self.start[page] = (ends - capacity).view(self.start[page].shape)
-        # Slots of nobody are read with weight 0 and must be finite.
-        for name, store in self.stores.items():
-            store[page * self.shape.rows : (page + 1) * self.shape.rows] = EMPTY.get(name, 0)
-        for layer, (table, slots) in enumerate(zip(tables, there, strict=True)):
-            self._put_layer(page, layer, table, slots, waiting)
-
-    def _put_layer(self, page: int, layer: int, table: SlotTable, there: Tensor, waiting: int) -> None:
-        start = (page * self.shape.rows + self.start[page, layer]).to(self.device)
-        at = (start.unsqueeze(-1) + torch.arange(there.shape[1], device=self.device))[there]
-        held = dict(zip(("keys", "values"), table.stores(), strict=True))
-        for name, slots in held.items():
-            if isinstance(slots, Tensor):
-                self.stores[name].index_copy_(0, at, slots[0][there])
-                continue
-            for part in ("codes", "steps"):
-                self.stores[f"{name}.{part}"].index_copy_(0, at, getattr(slots, part)[0][there])
-            for part in ("center", "exact", "exact_at"):
-                self.planes[f"{name}.{part}"][page, layer] = getattr(slots, part)[0]
-        score, queries = (getattr(table.state_of(self.kind), name) for name in ("score", "queries"))
-        for name, numbers in (("index", table.index), ("log_den", table.log_den), ("score", score)):
-            if numbers is not None:
-                self.stores[name].index_copy_(0, at, numbers[0][there])
-        if waiting:
-            self.planes["queries"][page, layer, :, :waiting] = queries[0, :, :waiting]
-
-    # single tokens of many requests
-
-    def batch(self, pages: Sequence[int]) -> Batch:
-        """The requests in these pages; the last batch again where nothing has changed."""
-        if self._batch is not None and self._batch[0] == tuple(pages):
-            return self._batch[1]
-        where, everything = list(pages), slice(None)
-        rows = torch.tensor(where, device=self.device)
-        tables = []
-        for layer in range(self.shape.layers):
-            table = self._open(layer, rows, everything)
-            capacity = (self.kept[where, layer] + self.shape.room).to(self.device)  # [B, H]
-            start = self.start[where, layer] + torch.tensor(where).unsqueeze(1) * self.shape.rows
-            layout = Layout.of(capacity, coded=bool(table.bits))
-            table.layout = replace(layout, start=start.to(self.device), total=len(self.stores["index"]))
-            table.length = layout.most
-            table.clock = torch.zeros(1, dtype=torch.int64, device=self.device)
-            tables.append(table)
-        settled = torch.tensor([self.settled[page] for page in where], device=self.device)
-        kept = self.kept[where].transpose(0, 1).contiguous().to(self.device)
-        found = Batch(rows, settled, kept, tables)
-        self._batch = tuple(pages), found
-        return found
-
-    def write(self, batch: Batch, layer: int, seen: Tensor, q: Tensor, k: Tensor, v: Tensor) -> SlotTable:
-        """Writes one token of each request behind those that wait, and returns the layer's table.
-
-        seen [B]: tokens before it; q [B, Hq, D], k [B, H, D], v [B, H, Dv].
-        """
-        table = batch.tables[layer]
-        assert table.layout is not None and table.index is not None
-        waiting = (seen - batch.settled).clamp(0, self.shape.room - 1)
-        table.next_slot = batch.kept[layer].unsqueeze(-1) + waiting.view(-1, 1, 1)
-        table.append(k.unsqueeze(2), v.unsqueeze(2))
-        # The clock of a table is one for all rows; requests count their own tokens.
-        tokens = seen.int().repeat_interleave(k.shape[1])
-        table.index.index_copy_(0, table.layout.at(table.next_slot), tokens)
-        self.planes["queries"][:, layer][batch.pages, :, waiting] = q.to(half_of(self.shape.dtype))
-        return table
 
     @property
     def device(self) -> torch.device:
         return self.stores["index"].device
 
-    def _open(self, layer: int, pages: Tensor, part: slice) -> SlotTable:
-        """A table over a part of the stores, with a row for each of the pages [B]."""
-        table = SlotTable(**vars(self.places[layer]))
-        table.keys, table.values = (self._slots(name, layer, pages, part) for name in ("keys", "values"))
-        table.index, table.log_den = self.stores["index"][part], self.stores["log_den"][part]
-        state: Any = table.state_of(self.kind)
-        state.score = self.stores["score"][part]
+    # one request
+
+    def tables(self, page: int, seen: int, settled: int) -> list[SlotTable]:
+        """The tables of a request in all layers; `seen` of its tokens are there, `settled` of them decided about.
+
+        What they read lies in the page. Asks the device.
+        """
+        waiting, kept, start = seen - settled, self.planes["kept"][page], self.planes["start"][page]
+        new = torch.arange(waiting, device=self.device)
+        # A step of single tokens does not write their numbers.
+        at = ((start + kept).unsqueeze(-1) + new).flatten()
+        self.stores["index"].index_copy_(0, at, (settled + new).int().repeat(kept.numel()))
+        capacity, rows = kept + waiting, torch.tensor([page], device=self.device)
+        most = capacity.amax(-1).tolist()
+        return [self._table(layer, rows, start, capacity, most[layer], seen, settled) for layer in range(len(most))]
+
+    def _table(
+        self, layer: int, rows: Tensor, start: Tensor, capacity: Tensor, most: int, seen: int, settled: int
+    ) -> SlotTable:
+        table = self._open(layer, {name: plane.index_select(0, rows)[:, layer] for name, plane in self._beside()})
+        none, own = torch.empty(0, 5, dtype=torch.int32, device=self.device), slice(layer, layer + 1)
+        table.layout = Layout(start[own], capacity[own], most, self.total, none, none[:, 0], 0)
+        table.length, table.next_slot = most, capacity[own].unsqueeze(-1).clone()
+        table.clock = torch.full((1,), seen, device=self.device)
+        table.seen = table.prompt_tokens = seen
+        table.settled = settled
+        table.appended = table.new_tokens = 1
+        cast(Waits, table.state).queries = self.planes["queries"].index_select(0, rows)[:, layer]
         return table
 
-    def _slots(self, name: str, layer: int, pages: Tensor, part: slice) -> Slots:
+    def put(self, page: int, tables: Sequence[SlotTable]) -> None:
+        """Writes a whole request, the tables of its layers with one row each; the device is not asked."""
+        waiting = tables[0].seen - tables[0].settled
+        layouts = [_packed(table) for table in tables]
+        filled = torch.stack([table.next_slot[0, :, 0] for table in tables if table.next_slot is not None])  # [L, H]
+        self.planes["kept"][page] = filled - waiting
+        self.planes["settled"][page].fill_(tables[0].settled)
+        room = (filled - waiting + self.shape.room).flatten()
+        start = (room.cumsum(0) - room + page * self.shape.rows).view(filled.shape)
+        self.planes["start"][page] = start
+        for layer, (table, layout) in enumerate(zip(tables, layouts, strict=True)):
+            at = self._places(layout, start[layer], filled[layer], (page + 1) * self.shape.rows - 1)
+            for store, slots in zip(self._flat(), _flat(table, self.kind), strict=True):
+                wide(store).index_copy_(0, at, wide(slots))
+        for (_, plane), parts in zip(self._beside(), zip(*map(_beside, tables), strict=True), strict=True):
+            plane[page] = torch.cat(parts)
+        if waiting:
+            queries = [cast(Waits, table.state_of(self.kind)).queries for table in tables]
+            held = torch.cat([each[:, :, :waiting] for each in queries if each is not None])
+            self.planes["queries"][page, :, :, :waiting] = held
+
+    def _places(self, layout: Layout, start: Tensor, filled: Tensor, nowhere: int) -> Tensor:  # [N of the layout]
+        """Where each slot of a packed table goes: behind the start [H] of its head, those not `filled` [H] nowhere."""
+        old = layout.capacity[0]
+        head = torch.arange(len(old), device=self.device).repeat_interleave(old, output_size=layout.total)
+        slot = torch.arange(layout.total, device=self.device) - layout.start[0][head]
+        return torch.where(slot < filled[head], start[head] + slot, nowhere)
+
+    def clear(self, pages: Tensor) -> None:
+        """Requests in `pages` [n] have no token yet: the first comes alone."""
+        each, room = (self.shape.layers, self.shape.heads), self.shape.room
+        begin = (torch.arange(prod(each), device=self.device) * room).view(each)
+        self.planes["start"].index_copy_(0, pages, begin + (pages * self.shape.rows).view(-1, 1, 1))
+        for name in ("kept", "settled"):
+            self.planes[name].index_fill_(0, pages, 0)
+        for name, plane in self._beside():
+            plane.index_fill_(0, pages, -1 if name.endswith("exact_at") else 0)
+
+    # single tokens of many requests
+
+    def rows(self, pages: Tensor, seen: Tensor) -> StepRows:
+        """The step of the requests in `pages` [B] that have seen so many tokens, [B]; the device is not asked.
+
+        Page 0, or a negative number of tokens, is no request: what it reads and writes is the first slot of page 0.
+        """
+        there = (seen >= 0) & (pages > 0)
+        start, kept = (self._by_layer(self.planes[name], pages) for name in ("start", "kept"))  # [L, B, H]
+        waiting = (seen - self.planes["settled"][:, 0].index_select(0, pages)).clamp_(0, self.shape.room - 1)
+        waiting *= there
+        start, kept = (part * there.view(-1, 1) for part in (start, kept))
+        next_slot = kept + waiting.view(-1, 1)
+        capacity = next_slot + 1
+        # The definition in torch reads as many slots of every head as the largest may have.
+        most = self.shape.longest if capacity.is_cuda else int(capacity.max())
+        by = readers(bool(self.places[0].bits), device_traits(self.device).multiprocessors)
+        work, first = fixed_work_list(capacity.flatten(1), most, by)
+        beside = {name: self._by_layer(plane, pages) for name, plane in self._beside()}
+        tables = []
+        for layer in range(self.shape.layers):
+            table = self._open(layer, {name: part[layer] for name, part in beside.items()})
+            table.layout = Layout(
+                start[layer], capacity[layer], most, self.total, work[layer], first[layer],
+                -(-(most + EXACT_SLOTS) // UNIT),
+            )  # fmt: skip
+            table.length, table.next_slot = most, next_slot[layer].unsqueeze(-1)
+            table.clock = torch.zeros(1, dtype=torch.int64, device=self.device)
+            tables.append(table)
+        return StepRows(pages, waiting, tables)
+
+    def write(self, step: StepRows, layer: int, q: Tensor, k: Tensor, v: Tensor) -> SlotTable:
+        """Writes one token of each request behind those that wait, and returns the layer's table.
+
+        q [B, Hq, D], k [B, H, D], v [B, H, Dv]. Their numbers in the text are not written (`tables`).
+        """
+        table = step.tables[layer]
+        table.append(k.unsqueeze(2), v.unsqueeze(2))
+        self.planes["queries"][:, layer][step.pages, :, step.waiting] = q.to(half_of(self.shape.dtype))
+        return table
+
+    # tensors
+
+    @property
+    def total(self) -> int:
+        """Slots of all pages."""
+        return len(self.stores["index"])
+
+    def _flat(self) -> list[Tensor]:
+        """What follows the slots, in the order of `_flat` of a table."""
+        return [*self.stores.values()]
+
+    def _beside(self) -> list[tuple[str, Tensor]]:
+        """What keys and values in few bits have beside the slots, [P, L, H, ...]."""
+        ends = (".center", ".exact", ".exact_at")
+        return [(name, plane) for name, plane in self.planes.items() if name.endswith(ends)]
+
+    @staticmethod
+    def _by_layer(plane: Tensor, pages: Tensor) -> Tensor:  # [L, B, ...]
+        return plane.transpose(0, 1).index_select(1, pages)
+
+    def _open(self, layer: int, beside: dict[str, Tensor]) -> SlotTable:
+        """A table over the stores of all pages; `beside` [B, H, ...]: what belongs to its rows, by name."""
+        table = SlotTable(**vars(self.places[layer]))
+        table.keys, table.values = (self._slots(name, beside) for name in ("keys", "values"))
+        table.index, table.log_den = self.stores["index"], self.stores["log_den"]
+        state: Any = table.state_of(self.kind)
+        state.score = self.stores["score"]
+        return table
+
+    def _slots(self, name: str, beside: dict[str, Tensor]) -> Slots:
         codec = self.shape.codec(name)
         if codec is None:
-            return self.stores[name][part]
-        center, exact, exact_at = (self.planes[f"{name}.{of}"][pages, layer] for of in ("center", "exact", "exact_at"))
-        held, steps = self.stores[f"{name}.codes"][part], self.stores[f"{name}.steps"][part]
+            return self.stores[name]
+        center, exact, exact_at = (beside[f"{name}.{part}"] for part in ("center", "exact", "exact_at"))
+        held, steps = self.stores[f"{name}.codes"], self.stores[f"{name}.steps"]
         return SlotCodes(codec, center, exact, exact_at, held, steps, dtype=self.shape.dtype)
 
 
-EMPTY = {"index": -1, "log_den": NEG_INF}
+def _packed(table: SlotTable) -> Layout:
+    """The layout of a table, which gets one if its heads are equal; tokens lie before `next_slot`."""
+    if table.exact:
+        table.bound(table.length)
+    if table.layout is None:
+        table.pack(torch.full(table.shape[:2], table.length))
+    assert table.layout is not None
+    return table.layout
+
+
+def _flat(table: SlotTable, kind: type[TableState]) -> list[Tensor]:
+    """What follows the slots of a packed table, [N, ...]."""
+    assert table.index is not None and table.log_den is not None
+    state: Any = table.state_of(kind)
+    score = torch.zeros_like(table.log_den) if state.score is None else state.score
+    parts = [*codes.flat(table.keys), *codes.flat(table.values), table.index, table.log_den, score]
+    return [part for part in parts if part is not None]
+
+
+def _beside(table: SlotTable) -> list[Tensor]:
+    """What keys and values in few bits have beside the slots, [1, H, ...]."""
+    coded = [slots for slots in (table.keys, table.values) if isinstance(slots, SlotCodes)]
+    return [part for each in coded for part in (each.center, each.exact, each.exact_at)]

@@ -29,7 +29,13 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec
 
 from kvsketch.integrations.vllm.paged import PagedLayer
-from kvsketch.integrations.vllm.settings import chosen_method, refuse_config, refuse_layer, rotary_angles
+from kvsketch.integrations.vllm.settings import (
+    bound_captures,
+    chosen_method,
+    refuse_config,
+    refuse_layer,
+    rotary_angles,
+)
 from kvsketch.integrations.vllm.together import NOBODY, Together
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.slots.pages import CLOCK, Pages, Planes
@@ -111,16 +117,12 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Step:
+    ) -> Any:
         common, count = common_attn_metadata, common_attn_metadata.num_reqs
         starts = common.query_start_loc_cpu[: count + 1].tolist()
         lengths = [end - start for start, end in pairwise(starts)]
         singles = next((i for i, length in enumerate(lengths) if length != 1), count)
-        pages, seen = self.pages[:count], self.seen[:count]
-        pages.copy_(common.block_table_tensor[:count, 0])
-        # One token for each row of a captured step, also for those that no request stands behind.
-        new = common.query_start_loc[1 : count + 1] - common.query_start_loc[:count]
-        seen.copy_(common.seq_lens[:count] - new.clamp_min(1))
+        pages, seen = self._requests(common)
         spans = []
         if singles < count:
             known = common.seq_lens_cpu_upper_bound
@@ -128,8 +130,18 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             spans = [(i, starts[i], starts[i + 1], ends[i] - lengths[i]) for i in range(singles, count) if lengths[i]]
         return Step(pages, seen, singles, spans)
 
+    def _requests(self, common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
+        """`pages` and `seen` of a step."""
+        count = common.num_reqs
+        pages, seen = self.pages[:count], self.seen[:count]
+        pages.copy_(common.block_table_tensor[:count, 0])
+        # One token for each row of a captured step, also for those that no request stands behind.
+        new = common.query_start_loc[1 : count + 1] - common.query_start_loc[:count]
+        seen.copy_(common.seq_lens[:count] - new.clamp_min(1))
+        return pages, seen
 
-class Request(NamedTuple):
+
+class Prompt(NamedTuple):
     """New tokens of one request."""
 
     page: int
@@ -142,40 +154,71 @@ class Request(NamedTuple):
 class TogetherStep(AttentionMetadata):
     """Which requests a forward of the model serves, where layers decide together."""
 
-    singles: list[Request]  # one token each, behind others
-    prompts: list[Request]
-    at: Tensor  # [singles] int64, their tokens
-    seen: Tensor  # [singles] int64
+    singles: slice | Tensor  # tokens of the forward that come alone
+    pages: Tensor  # [singles] int64
+    seen: Tensor  # [singles] int64, tokens before each; negative: padding of a captured step
+    prompts: list[Prompt]
 
 
-class TogetherBuilder(AttentionMetadataBuilder[TogetherStep]):
-    """Makes the `TogetherStep` of a forward. The host has to know the pages, so that no such step can be captured."""
+class TogetherBuilder(StepBuilder):
+    """Makes the `TogetherStep` of a forward, and settles the requests that are due before it.
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    The host has to know in which pages those lie. It learns that from the step before, whose pages were copied to it
+    meanwhile: it waits for nothing, and a request is settled as soon as its room is full.
+    """
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self.together: Together = self.layer.impl.together
+        on_gpu = device.type == "cuda"
+        self.copied = torch.zeros(len(self.pages), dtype=torch.int64, pin_memory=on_gpu)
+        self.event = torch.cuda.Event() if on_gpu else None
+        self.ends: list[int] = []  # of the last step, tokens of each request after it
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> TogetherStep:
+    ) -> Any:
         common, count = common_attn_metadata, common_attn_metadata.num_reqs
+        pool = pool_of(self.layer.kv_cache)
+        self.together.catch_up(pool, zip(self._last_pages(), self.ends, strict=True))
+        pages, seen = self._requests(common)
+        starts = common.query_start_loc_cpu[: count + 1].tolist()
         known = common.seq_lens_cpu_upper_bound
-        lengths = (common.seq_lens if known is None else known)[:count].tolist()
-        pages = common.block_table_tensor[:count, 0].tolist()
-        spans = pairwise(common.query_start_loc_cpu[: count + 1].tolist())
-        # Page 0 is vLLM's null block: no request.
-        requests = [
-            Request(page, start, end, length - (end - start))
-            for page, length, (start, end) in zip(pages, lengths, spans, strict=True)
-            if page and end > start
+        self.ends = (common.seq_lens if known is None else known)[:count].tolist()
+        self.copied[:count].copy_(pages, non_blocking=True)
+        if self.event is not None:
+            self.event.record()
+        lengths = [end - start for start, end in pairwise(starts)]
+        single = [i for i, length in enumerate(lengths) if length == 1]
+        if any(self.ends[i] == 1 for i in single):
+            numbers = self._last_pages()
+            # Page 0 is vLLM's null block: no request.
+            self.together.start(pool, [numbers[i] for i in single if self.ends[i] == 1 and numbers[i]])
+        if len(single) == count:
+            return TogetherStep(slice(0, count), pages, seen, [])
+        return self._mixed(starts, lengths, single)
+
+    def _mixed(self, starts: list[int], lengths: list[int], single: list[int]) -> TogetherStep:
+        """A step with prompts; `single`: requests with one token (asks the device)."""
+        prompts = [
+            Prompt(page, starts[i], starts[i + 1], self.ends[i] - lengths[i])
+            for i, page in enumerate(self._last_pages())
+            if page and lengths[i] > 1
         ]
-        singles = [each for each in requests if each.end - each.start == 1 and each.seen]
-        prompts = [each for each in requests if each.end - each.start > 1 or not each.seen]
-        numbers = torch.tensor([[each.start for each in singles], [each.seen for each in singles]], dtype=torch.int64)
-        return TogetherStep(singles, prompts, *numbers.to(self.device))
+        if single == [*range(len(single))]:
+            front = slice(0, len(single))
+            return TogetherStep(front, self.pages[front], self.seen[front], prompts)
+        rows, at = (torch.tensor(each, device=self.device) for each in (single, [starts[i] for i in single]))
+        return TogetherStep(at, self.pages[rows], self.seen[rows], prompts)
+
+    def _last_pages(self) -> list[int]:
+        """The pages of the last step that was built."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.copied[: len(self.ends)].tolist()
 
 
 class KVSketchImpl(AttentionImpl[Any]):
@@ -216,8 +259,6 @@ class KVSketchImpl(AttentionImpl[Any]):
                 "--no-enable-prefix-caching saves its bookkeeping."
             )
         self.layer: PagedLayer | None = None
-        self.pages: Pages | None = None
-        self.pool: Tensor | None = None
         self.together: Together | None = None
         self.number = 0  # of this layer among those that decide together
 
@@ -249,6 +290,12 @@ class KVSketchImpl(AttentionImpl[Any]):
             )  # fmt: skip
         if self.layer is not None:
             logger.info_once("kvsketch: %s, at most %d slots per request, KV head and layer", str(self.method), slots)
+        if layer is [*ours.values()][-1]:
+            # Layers that share pages have one backend.
+            shapes = {id(each.attn_backend): each.attn_backend.page for each in ours.values()}
+            shapes = shapes if self.together else {id(each): each.attn_backend.page for each in ours.values()}
+            free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+            bound_captures(self.config.compilation_config, sum(page.nbytes for page in shapes.values()), free)
 
     def _join(self, method: Rehearse, layer: Any, ours: dict[str, Any], place: Place, block_size: int) -> None:
         """The first layer has the pages, the others share them."""
@@ -257,7 +304,7 @@ class KVSketchImpl(AttentionImpl[Any]):
             self.together = Together(method)
             shape = self.together.shape(
                 len(ours), self.num_kv_heads, self.num_heads, self.head_size, layer.head_size_v,
-                layer.kv_cache_torch_dtype,
+                layer.kv_cache_torch_dtype, self.config.model_config.max_model_len,
             )  # fmt: skip
             layer.attn_backend = KVSketchBackend.of(shape, block_size, TogetherBuilder)
             size = shape.nbytes / 1e6
@@ -289,19 +336,19 @@ class KVSketchImpl(AttentionImpl[Any]):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Writes the attention of all new tokens [tokens, Hq, D] to `output` [tokens, Hq, Dv]."""
+        # The pool is vLLM's, which gives it back after its test forwards: no view of it outlives this call.
         if isinstance(attn_metadata, Step):
-            self._forward(attn_metadata, self._pages(layer, kv_cache), query, key, value, output)
+            pages = Pages(layer.attn_backend.page, pool_of(kv_cache))
+            self._forward(attn_metadata, pages, query, key, value, output)
         elif attn_metadata is not None:
-            assert self.together is not None
-            if self.number == 0 and self.pool is not kv_cache:
-                self.pool = kv_cache
-                self.together.open(layer.attn_backend.page, kv_cache[:, 0, 0].view(torch.uint8))
-            self._forward_together(self.together, attn_metadata, query, key, value, output)
+            self._forward_together(attn_metadata, kv_cache, query, key, value, output)
         else:
             output.fill_(0)  # vLLM measures memory
             if self.together is not None and len(query) == self.config.scheduler_config.max_num_batched_tokens:
+                if self.number == 0:
+                    self.together.begin(None)
                 self.together.prefill(self.number, NOBODY, 0, query, key, value)
-                self._finish(self.together, [])
+                self._finish(self.together)
         return output
 
     def _forward(self, step: Step, pages: Pages, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
@@ -320,24 +367,25 @@ class KVSketchImpl(AttentionImpl[Any]):
                 output[new] = self.layer.prefill(pages, page, seen, *tokens)
 
     def _forward_together(
-        self, together: Together, step: TogetherStep, query: Tensor, key: Tensor, value: Tensor, output: Tensor
+        self, step: TogetherStep, kv_cache: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor
     ) -> None:
-        if step.singles:
-            pages, at = [each.page for each in step.singles], step.at
-            output[at] = together.decode(self.number, pages, step.seen, query[at], key[at], value[at])
+        together, at = self.together, step.singles
+        assert together is not None
+        if self.number == 0:
+            together.begin(pool_of(kv_cache))
+        if len(step.pages):
+            output[at] = together.decode(self.number, step.pages, step.seen, query[at], key[at], value[at])
         for page, start, end, seen in step.prompts:
             new = slice(start, end)
             output[new] = together.prefill(self.number, page, seen, query[new], key[new], value[new])
-        self._finish(together, step.singles)
+        self._finish(together)
 
-    def _finish(self, together: Together, singles: list[Request]) -> None:
+    def _finish(self, together: Together) -> None:
         if self.number == len(together.places) - 1:
-            together.finish((each.page, each.seen) for each in singles)
+            together.finish()
 
-    def _pages(self, layer: Any, kv_cache: Tensor) -> Pages:
-        """The layer's memory, as pages."""
-        if self.pages is None or self.pool is not kv_cache:
-            self.pool = kv_cache
-            shape = layer.attn_backend.page
-            self.pages = Pages(shape, kv_cache[:, 0, 0].view(torch.uint8))
-        return self.pages
+
+def pool_of(kv_cache: Any) -> Tensor:  # [P, bytes of a page] uint8
+    """The pages of a layer, or of all that share it."""
+    cache: Tensor = kv_cache[0] if isinstance(kv_cache, list) else kv_cache
+    return cache[:, 0, 0].view(torch.uint8)

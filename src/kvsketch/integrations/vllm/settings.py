@@ -19,6 +19,7 @@ SERVED = ("streamingllm", "uniform", "kcenter", "h2o", "keyformer", "snapkv", "p
 FIXED = {"share": "head", "positions": TEXT, "bits": PLAIN, "key_bits": None, "value_bits": None, "slide": True}
 # A page of all layers holds heads that differ, in few bits; nobody repeats a prompt there.
 TOGETHER = {"replay": VIRTUAL, "positions": TEXT}
+PART_FOR_GRAPHS = 0.75  # of the free memory, that pages may take while vLLM measures its graphs
 
 
 def chosen_method(additional_config: Any) -> BudgetedMethod:
@@ -61,6 +62,20 @@ def rotary_angles(method: Rehearse, config: Any) -> tuple[float, ...]:
         what = f"{method.name} turns queries by the rotary angles of the model"
         raise ValueError(f"{what}, and {rotary.unknown(config, 'another method, such as snapkv')}")
     return angles
+
+
+def bound_captures(compilation: Any, request: int, free: int | None) -> None:
+    """No step is captured for more requests than a part of the `free` bytes holds, `request` bytes each.
+
+    To measure its graphs, vLLM allocates one page for each row of the largest of them. By default that is 512 rows:
+    more pages than a GPU holds, and more than will ever run together. None: there is no GPU.
+    """
+    sizes = compilation.cudagraph_capture_sizes
+    if not sizes or free is None:
+        return
+    most = int(PART_FOR_GRAPHS * free) // request
+    fitting = [size for size in sizes if size <= most] or [min(sizes)]
+    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = fitting, max(fitting)
 
 
 def refuse_config(config: Any) -> None:
