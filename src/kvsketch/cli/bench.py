@@ -14,6 +14,7 @@ BENCHMARKS = {
     "offload": "A decode step with the cache in host memory, beside the same step on the device.",
     "hit-rate": "How often an offloaded query finds its tokens on the device, on a real model.",
     "serve": "Requests that share a decode step: throughput, first tokens, joins, beside the full cache.",
+    "vllm": "A decode step of vLLM: its own caches beside kvsketch's plugin.",
     "document": "First token of an answer about a document: read again, from its file, held ready.",
     "stream": "Prompts of any length read chunk by chunk: time, memory, flatness.",
     "chunk": "The attention of a chunk beside flash attention.",
