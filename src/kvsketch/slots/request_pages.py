@@ -24,13 +24,14 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from kvsketch import ops
 from kvsketch.ops.codec import STEP_DTYPE, Codec
+from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.slots.codes import EXACT, PLAIN, FewBits, SlotCodes, Slots
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.pages import ALIGNED, Plane, Planes
 from kvsketch.slots.state import TableState
 from kvsketch.slots.table import NEG_INF, Place, SlotTable
-from kvsketch.slots.tensors import half_of
 
 
 class Waits(Protocol):
@@ -45,9 +46,9 @@ class RequestShape(Planes):
 
     layers: int
     heads: int
-    query_heads: int
+    kept_heads: int  # queries of a token that wait with it
     slots: int  # of a head, on average
-    room: int  # new tokens of a head that wait, and their queries
+    room: int  # new tokens of a head that wait
     key_size: int
     value_size: int
     dtype: torch.dtype
@@ -78,7 +79,7 @@ class RequestShape(Planes):
         yield "index", (self.rows,), torch.int32
         yield "log_den", (self.rows,), torch.float32
         yield "score", (self.rows,), torch.float32
-        yield "queries", (self.layers, self.query_heads, self.room, self.key_size), half_of(self.dtype)
+        yield "queries", (self.layers, self.kept_heads, self.room, row_bytes(self.key_size)), torch.uint8
 
 
 class Batch(NamedTuple):
@@ -208,7 +209,7 @@ class RequestPages:
         # The clock of a table is one for all rows; requests count their own tokens.
         tokens = seen.int().repeat_interleave(k.shape[1])
         table.index.index_copy_(0, table.layout.at(table.next_slot), tokens)
-        self.planes["queries"][:, layer][batch.pages, :, waiting] = q.to(half_of(self.shape.dtype))
+        ops.keep_queries(self.planes["queries"][:, layer], q.unsqueeze(2), waiting, k.shape[1], batch.pages)
         return table
 
     @property

@@ -133,8 +133,3 @@ def fetching(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
 def is_score(state: Tensor) -> bool:
     """Whether it holds one number per slot that an operation can write beside the token."""
     return state.dim() == 3 and state.dtype == torch.float32 and state.is_contiguous()
-
-
-def half_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that queries wait in: no more than 16 bits of a float32 model's are needed to score tokens."""
-    return torch.bfloat16 if dtype == torch.float32 else dtype

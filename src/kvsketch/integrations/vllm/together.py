@@ -46,8 +46,8 @@ class Together:
         slots = self.method.budget_size.tokens
         assert slots is not None
         return RequestShape(
-            layers, heads, query_heads, slots, self.method.most_waiting, key_size, value_size, dtype,
-            self.method.stored_bits,
+            layers, heads, self.method.kept_heads(heads, query_heads), slots, self.method.most_waiting, key_size,
+            value_size, dtype, self.method.stored_bits,
         )  # fmt: skip
 
     def open(self, shape: RequestShape, pool: Tensor) -> None:
