@@ -72,6 +72,14 @@ class Rehearsed(TableState):
         assert self.queries is not None
         return Rehearsed(self.score, self.queries[row : row + 1, :, :waiting].clone())
 
+    def misfit(self, table: SlotTable) -> str:
+        if self.queries is None:
+            return ""
+        heads, size = table.shape[1], table.stores()[0].shape[3]
+        if self.queries.dim() == 4 and not self.queries.shape[1] % heads and self.queries.shape[3] == row_bytes(size):
+            return ""
+        return f"queries {list(self.queries.shape)} are not those of {heads} KV heads of size {size}"
+
     @property
     def scored(self) -> int:
         """Tokens since the last rehearsal that have scores."""
@@ -302,7 +310,7 @@ class Rehearse(BudgetedMethod):
         self._keep(table, state, queries, waiting - 1 + self._room(table.settled, waiting - 1))
         if table.in_place:
             table.advance()
-            if waiting == state.room:
+            if state.queries is not None and waiting == state.room:
                 more = self._room(table.settled, waiting)
                 table.lengthen(more)
                 state.queries = lengthened(state.queries, waiting + more)
@@ -314,8 +322,20 @@ class Rehearse(BudgetedMethod):
         room = 0 if table.exact else self._room(table.settled, waiting)
         self._keep(table, state, queries, waiting + room)
         if not table.exact:
+            assert state.queries is not None
             state.queries = lengthened(state.queries, waiting + room)
             self._make_room(table, room)
+
+    def adopt(self, table: SlotTable) -> None:
+        state = table.state_of(Rehearsed)
+        if state.queries is None or not state.queries.is_floating_point() or table.empty:
+            return
+        # Earlier files hold all of them in half precision: [B, Hq, room, D].
+        whole, state.queries = state.queries, None
+        if whole.dim() != 4 or whole.shape[1] % table.shape[1]:
+            raise ValueError(f"queries {list(whole.shape)} are not those of {table.shape[1]} KV heads")
+        state.queries = self._empty(table, whole, whole.shape[2])
+        ops.keep_queries(state.queries, whole, torch.zeros(1, dtype=torch.int64, device=whole.device), table.shape[1])
 
     def _room(self, settled: int, waiting: int = 0) -> int:
         """New tokens that room is made for at a time: few behind a short text, for which it would be large, and more as
@@ -330,15 +350,18 @@ class Rehearse(BudgetedMethod):
 
     def _keep(self, table: SlotTable, state: Rehearsed, queries: Tensor, room: int) -> None:
         """Keeps some queries of the newest tokens; where the last of them has no room, there is some for `room`."""
-        batch, heads = table.shape[:2]
         if state.queries is None:
-            wide = row_bytes(queries.shape[3])
-            shape = (batch, self.kept_heads(heads, queries.shape[1]), room, wide)
-            state.queries = torch.zeros(shape, dtype=torch.uint8, device=queries.device)
+            state.queries = self._empty(table, queries, room)
         elif state.room < self.beyond_budget(table):
             state.queries = lengthened(state.queries, room)
         at = table.seen_on_device() - (queries.shape[2] + table.settled)
-        ops.keep_queries(state.queries, queries, at, heads)
+        ops.keep_queries(state.queries, queries, at, table.shape[1])
+
+    def _empty(self, table: SlotTable, queries: Tensor, room: int) -> Tensor:
+        """Room for what is kept of queries [B, Hq, n, D] of so many tokens."""
+        batch, heads = table.shape[:2]
+        shape = (batch, self.kept_heads(heads, queries.shape[1]), room, row_bytes(queries.shape[3]))
+        return torch.zeros(shape, dtype=torch.uint8, device=queries.device)
 
     def _kept(self, table: SlotTable, state: Rehearsed, count: int) -> Tensor:  # [B, H m, count, D]
         """The queries of the first `count` tokens that wait."""
