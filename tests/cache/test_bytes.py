@@ -46,6 +46,42 @@ def test_bytes_are_those_of_the_kept_slots(method: str) -> None:
     assert 0.98 * formula < cache.device_bytes < 1.02 * formula + (PER_SLOT + 16) * HEADS
 
 
+# query heads, KV heads and head size of Qwen 2.5 0.5B and 1.5B, and of SmolLM2 135M
+SHAPES = [(14, 2, 64), (12, 2, 128), (9, 3, 64)]
+
+
+def like(query_heads: int, heads: int, size: int) -> tuple[Any, int]:
+    """A model in bfloat16 with heads of these numbers and sizes, and the bytes of a token of its full cache."""
+    shape = {"num_attention_heads": query_heads, "num_key_value_heads": heads, "head_dim": size}
+    model = zoo.build("llama", num_hidden_layers=1, hidden_size=query_heads * size, **shape).bfloat16()
+    return model, 2 * heads * size * 2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_chat_grows_by_less_than_the_full_cache_while_tokens_wait(shape: tuple[int, int, int]) -> None:
+    """Tokens wait with queries, of which there are several for each key, and room is made ahead of them."""
+    model, token = like(*shape)
+    cache, ids = CompressedCache(model, "rehearse"), zoo.tokens(1, 480)
+    with torch.no_grad():
+        model(ids[:, :200], past_key_values=cache)
+        before = cache.device_bytes
+        for new in range(1, 280):
+            model(ids[:, 199 + new : 200 + new], past_key_values=cache)
+            # One step of room, of 32 tokens, is made before the first of them comes.
+            assert cache.device_bytes - before < 0.85 * token * (new + 32), new
+    assert cache.slot_layers[0].table.settled == 200
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", [53, 100, 200])
+def test_a_short_text_takes_little_more_than_its_full_cache(shape: tuple[int, int, int], tokens: int) -> None:
+    model, token = like(*shape)
+    cache = CompressedCache(model, "rehearse")
+    with torch.no_grad():
+        model(zoo.tokens(1, tokens), past_key_values=cache)
+    assert cache.device_bytes < (1.45 if tokens < 64 else 0.5) * tokens * token
+
+
 @pytest.mark.parametrize("prefill", ["exact", "stream"])
 @pytest.mark.parametrize("method", ["h2o:budget=20:recent=4", "kvzip", "full"])
 def test_nothing_waits_for_the_garbage_collector(method: str, prefill: str, monkeypatch: pytest.MonkeyPatch) -> None:

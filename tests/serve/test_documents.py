@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsketch
+from kvsketch.decode.asking import document_ids
 from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
 from kvsketch.serve.requests import Request
 from kvsketch.serve.sequential import SequentialEngine
@@ -83,6 +84,18 @@ def test_a_document_is_read_once_and_found_after_a_restart(opened: Any, model: A
     assert again.documents() == []
     with pytest.raises(Unknown):
         again.cache(document.id)
+
+
+def test_a_short_document_that_names_no_method_is_kept_whole(opened: Any, model: Any, tokenizer: Any) -> None:
+    tokens = document_ids(tokenizer, TEXT).shape[1]
+    store = opened(whole_below=tokens + 1)
+    found = store.wait(store.add(TEXT).id)
+    assert found.method == "full" and found.tokens_stored == tokens and found.device_bytes == found.full_bytes
+    assert store.add(TEXT, method="full").id == found.id, "the same text, the same method: the same document"
+    named = store.wait(store.add(TEXT, method=METHOD).id)
+    assert named.method == METHOD and named.tokens_stored < tokens
+    longer = opened(whole_below=tokens, folder=store.folder)
+    assert longer.add(TEXT).id == named.id
 
 
 def test_a_document_belongs_to_its_model(opened: Any) -> None:

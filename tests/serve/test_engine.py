@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import random
@@ -307,6 +308,19 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_engine(start: Any, monk
     assert list(engine.submit(Request(prompt(0, 20), 5))) == answer_alone(method, prompt(0, 20), 5)
 
 
+@pytest.mark.parametrize("method", ["rehearse:budget=1/2", "streamingllm:budget=16"])
+def test_a_document_that_is_kept_whole_takes_its_own_steps_beside_the_others(method: str, start: Any) -> None:
+    document = cache_for("full")
+    kvsketch.prefill(model(), torch.tensor([prompt(5, 30)]), document)
+    engine = start(method)
+    tickets = [engine.submit(Request(prompt(row, 4), 9, document=document)) for row in range(2)]
+    other = engine.submit(Request(prompt(7, 70), 9))
+    for row, ticket in enumerate(tickets):
+        assert list(ticket) == answer_alone(method, prompt(row, 4), 9, copy.deepcopy(document))
+    assert list(other) == answer_alone(method, prompt(7, 70), 9)
+    assert document.tokens_seen == document.tokens_stored == 30
+
+
 def test_a_full_queue_refuses(start: Any) -> None:
     engine = start("streamingllm:budget=16", rows=1, queue=1)
     held = threading.Event()
@@ -325,7 +339,7 @@ def test_a_full_queue_refuses(start: Any) -> None:
     [
         (dict(ids=(1,) * 99, max_new_tokens=2), "101 together; this engine takes up to 100"),
         (dict(ids=(10**6,), max_new_tokens=2), "ids must be token numbers from 0 to"),
-        (dict(ids=(1,), max_new_tokens=2, document="full"), "the document was read with full"),
+        (dict(ids=(1,), max_new_tokens=2, document="h2o:budget=16"), "the document was read with h2o"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(request_: dict[str, Any], message: str, start: Any) -> None:

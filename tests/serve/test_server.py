@@ -327,6 +327,24 @@ def test_requests_share_a_step_where_the_method_allows_it(loaded: tuple[Any, Any
         apart.close()
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_short_document_is_kept_whole_and_listed_so(loaded: tuple[Any, Any], tmp_path: Path, rows: int) -> None:
+    service = start_service(*loaded, "tiny", METHOD, folder=tmp_path, rows=rows, whole_below=1024)
+    model, tokenizer = loaded
+    with (made := Server(service)).started() as address:
+        client = openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
+        number = call(made, "POST", "/v1/documents", {"text": TEXT})[1]["id"]
+        assert service.documents.wait(number).status == "ready"
+        (listed,) = call(made, "GET", "/v1/documents")[1]["data"]
+        assert listed["method"] == "full" and listed["device_bytes"] == listed["full_bytes"]
+        assert call(made, "GET", "/v1/models")[1]["data"][0]["whole_below"] == 1024
+        about = client.chat.completions.create(model=f"tiny@{number}", messages=ASK, temperature=0, max_tokens=8)
+    exact = kvsketch.CompressedCache(model, "full")
+    kvsketch.read(model, tokenizer, exact, TEXT)
+    wanted = kvsketch.ask(model, tokenizer, exact, ASK[0]["content"], max_new_tokens=8)
+    assert about.choices[0].message.content == wanted
+
+
 def test_a_stop_answers_what_was_accepted(loaded: tuple[Any, Any], slow: Slow, tmp_path: Path) -> None:
     slow.seconds = 0.01
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)

@@ -15,10 +15,9 @@ import typer
 from kvsketch.cli.generate import DTYPE_HELP, read_request, require_writable
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, ModelOption
 from kvsketch.cli.output import megabytes, remarks
-from kvsketch.cli.serve import DEFAULT_METHOD
+from kvsketch.cli.serve import DEFAULT_METHOD, SHORT
 
 SAVED = ".kvs"
-SHORT = 1024  # a text of fewer tokens is kept whole unless a method is named: its cache is small anyway
 METHOD_HELP = (
     f"What keeps the cache small; see `kvsketch methods`. Unless given, {DEFAULT_METHOD} for a text of {SHORT:,} "
     "tokens or more, and full for a shorter one."

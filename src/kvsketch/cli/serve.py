@@ -11,7 +11,13 @@ import typer
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption
 from kvsketch.cli.output import remarks
 
+# Those of kvsketch.serve.server, which a test checks; importing them here would make --help load torch.
 DEFAULT_METHOD = "rehearse:budget=1/2"
+SHORT = 1024  # a text of fewer tokens is kept whole unless a method is named: its cache is small anyway
+METHOD_HELP = (
+    f"What keeps caches small; see `kvsketch methods`. Unless given, {DEFAULT_METHOD}, and full for documents of fewer "
+    f"than {SHORT:,} tokens."
+)
 NEEDS = "serving needs more packages: pip install 'kvsketch[serve]'"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -21,7 +27,7 @@ def serve(
     model: Annotated[
         str, typer.Argument(help="Short name (`kvsketch models`), local folder, .gguf file or hub name.")
     ] = DEFAULT_MODEL,
-    method: Annotated[str, typer.Option(help="What keeps caches small; see `kvsketch methods`.")] = DEFAULT_METHOD,
+    method: Annotated[str | None, typer.Option(help=METHOD_HELP)] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with a key.")] = "127.0.0.1",
     api_key: Annotated[
@@ -72,12 +78,12 @@ def serve(
     from kvsketch.cli.watching import quick_dtype
     from kvsketch.methods import parse_method
 
-    parsed = parse_method(method)
+    parsed = parse_method(method or DEFAULT_METHOD)
     require_stream(prefill or "exact", chunk)
     loaded, tokenizer = models.load(model, dtype=dtype or quick_dtype(device), device=device)
     service = server.start_service(
         loaded, tokenizer, name or model, parsed, folder=documents, queue=queue, memory=bytes_of_memory, rows=rows,
-        prefill=prefill, chunk=chunk,
+        prefill=prefill, chunk=chunk, whole_below=SHORT if method is None else 0,
     )  # fmt: skip
     running = server.Server(service, host, port, api_key=api_key, largest_body=most, drain=drain)
     for line in greeting(running, api_key is not None):

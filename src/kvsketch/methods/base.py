@@ -220,6 +220,9 @@ class Method:
         """Drops the last `count` tokens; called only where `can_forget`."""
         table.drop_in_order(count)
 
+    def adopt(self, table: SlotTable) -> None:
+        """Turns what an earlier version has saved of a table into what is held today; its shapes are checked."""
+
     def budget_tokens(self, table: SlotTable) -> int | None:
         """Slots the layer may hold for its longest row, None without limit."""
         return None

@@ -65,6 +65,10 @@ class Expected(Rehearse):
         self._require("future", isinstance(self.future, int) and self.future >= 1, "a whole number of positions, 1 up")
         self._require("epsilon", 0 <= self.epsilon < math.inf, "a number of 0 or more")
 
+    def kept_heads(self, heads: int, query_heads: int) -> int:
+        # Every head has a distribution of its own.
+        return query_heads
+
     def _score(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
         table.unpack()
         slots = newest_slots(table, queries.shape[2])  # [B, H, n]

@@ -27,6 +27,7 @@ writing slots
     reservoir            the last token that fired in each slot of a sample
     fold_token           one token into SubGen's clusters and samples
     balance_walk         signs that split a block into halves with almost equal attention sums
+    keep_queries         some queries of new tokens in few bits, until the tokens are rehearsed; kept_queries: back
     hot_rows             rows of a store in host memory, copied to places on the device
     take_rows            rows of a matrix, copied into another one
     work_list            which program reads which slots of heads that differ in size, decided on the device
@@ -58,6 +59,7 @@ from kvsketch.ops.farthest_first import farthest_first, nearest_center
 from kvsketch.ops.fold_token import fold_token
 from kvsketch.ops.hot_rows import hot_rows
 from kvsketch.ops.indexed_attention import indexed_attention
+from kvsketch.ops.keep_queries import keep_queries, kept_queries
 from kvsketch.ops.kept_attention import kept_attention
 from kvsketch.ops.kmeans import kmeans
 from kvsketch.ops.leader_clustering import leader_clustering
@@ -91,7 +93,9 @@ __all__ = [
     "gumbel",
     "hot_rows",
     "indexed_attention",
+    "keep_queries",
     "kept_attention",
+    "kept_queries",
     "kernel_for",
     "kmeans",
     "leader_clustering",

@@ -43,6 +43,7 @@ from kvsketch.decode.asking import document_ids, repeat_instruction
 from kvsketch.methods import Method, parse_method
 from kvsketch.models.files import place, read_json, write_json
 from kvsketch.serve import held
+from kvsketch.serve.engine import WHOLE
 from kvsketch.serve.requests import Full
 from kvsketch.serve.sequential import Cancelled, WatchedCache
 
@@ -119,7 +120,9 @@ class _Reading:
 
 
 class DocumentStore:
-    """The documents in a folder, for one model; `method` compresses those that name no other."""
+    """The documents in a folder, for one model; `method` compresses those that name no other, and of these the ones of
+    fewer than `whole_below` tokens are kept whole.
+    """
 
     def __init__(
         self,
@@ -133,9 +136,11 @@ class DocumentStore:
         most_bytes: int = 4 * 10**9,
         prefill: str = "exact",
         chunk: int = 2048,
+        whole_below: int = 0,
     ) -> None:
         self.folder, self.model, self.tokenizer, self.name = folder, model, tokenizer, name
         self.method, self.most_tokens, self.most_bytes = parse_method(method), most_tokens, most_bytes
+        self.whole_below = whole_below
         self._options: dict[str, Any] = {"prefill": prefill, "chunk": chunk}
         empty = WatchedCache(model, self.method, **self._options)
         self.identity = empty.identity.describe(empty.head_share)
@@ -244,6 +249,8 @@ class DocumentStore:
         tokens = document_ids(self.tokenizer, text).shape[1]
         if self.most_tokens is not None and tokens >= self.most_tokens:
             raise ValueError(f"the document has {tokens:,} tokens and this server reads up to {self.most_tokens:,}")
+        if method is None and tokens < self.whole_below:
+            chosen = parse_method(WHOLE)
         made_of = json.dumps([text, self.identity, chosen.full_text(), self._options], sort_keys=True)
         number = "doc-" + hashlib.sha256(made_of.encode()).hexdigest()[:24]
         with self._lock:

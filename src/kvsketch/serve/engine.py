@@ -13,8 +13,8 @@ A prompt that is read whole (prefill="exact") lets the others take a step betwee
 The tokens of a step are read while the next one runs on the device; what a row does after its end is thrown away.
 
 A request whose row cannot join yet, or not at all, takes its steps by itself, in turn with the others: texts too short
-for codes, rows of a document that was read under other settings, and all requests of a method whose rows share no
-tables (`decode.shared.alone`).
+for codes, rows of a document that was read under other settings or is kept whole, and all requests of a method whose
+rows share no tables (`decode.shared.alone`).
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.serve.requests import Closed, EngineState, FinishReason, Full, Request, Ticket
 from kvsketch.serve.sequential import WatchedCache
+
+WHOLE = "full"  # the method of documents that any engine answers
 
 
 def usual_prefill(model: Any, method: str | Method) -> str:
@@ -229,12 +231,16 @@ class BatchedEngine:
         if not 0 <= min(request.ids) <= max(request.ids) < size:
             raise ValueError(f"ids must be token numbers from 0 to {size - 1}")
         document = request.document
-        if document is not None and str(document.method) != str(self.method):
+        if document is not None and self._differs(document) and str(document.method) != WHOLE:
             raise ValueError(f"the document was read with {document.method}, and this engine runs {self.method}")
         if document is not None and not document.slot_layers[0].table.empty:
             rows = document.slot_layers[0].table.shape[0]
             if rows != 1:
                 raise ValueError(f"the document has {rows} rows; a request continues one text")
+
+    def _differs(self, cache: CompressedCache) -> bool:
+        """Whether a cache is one of another method: its row joins no others."""
+        return str(cache.method) != str(self.method)
 
     # the thread that works
 
@@ -296,7 +302,8 @@ class BatchedEngine:
 
     def _slots_for(self, ticket: Ticket) -> int | None:
         """Slots of the shared store that a request may need; None while the others leave too few."""
-        if self._shared is None:
+        document = ticket.request.document
+        if self._shared is None or (document is not None and self._differs(document)):
             return 0
         slots = self._shared.slots_for(ticket.prompt_tokens + ticket.request.max_new_tokens)
         taken = sum(run.slots for run in (*self._reading, *self._running))
@@ -359,7 +366,7 @@ class BatchedEngine:
         run.chunks, run.token = None, run.draw.choose(logits, run.mode)
         ticket = run.ticket
         tables = [layer.table for layer in run.cache.slot_layers]
-        budgets = [self.method.budget_tokens(table) for table in tables]
+        budgets = [run.cache.method.budget_tokens(table) for table in tables]
         ticket.tokens_stored = None if None in budgets else max(budget for budget in budgets if budget is not None)
         ticket.device_bytes = run.cache.device_bytes
         with self._changed:
@@ -373,7 +380,7 @@ class BatchedEngine:
 
     def _try_to_join(self, run: Run) -> None:
         """Puts a row into the shared tables if it fits."""
-        if self._shared is None or not self._shared.ready(run.cache):
+        if self._shared is None or self._differs(run.cache) or not self._shared.ready(run.cache):
             return
         assert run.token is not None
         row = min({*range(self.rows)} - {other.row for other in self._running})
@@ -433,7 +440,8 @@ class BatchedEngine:
         with turn_of(self.device):
             # A row that is too short for codes joins before its step is recorded, and is fused until then.
             short = run.cache.slot_layers[0].table.waits_for_codes
-            if run.step is None and (self.apart or short) and impossible(self.model, run.cache, {}) is None:
+            alone = self.apart or short or self._differs(run.cache)
+            if run.step is None and alone and impossible(self.model, run.cache, {}) is None:
                 left = run.ticket.request.max_new_tokens - run.launched
                 own: Any = OwnDraw(run.draw, run.mode)
                 run.step = Step(self.model, run.cache, own, run.token, run.cache.tokens_seen + left + 1, self._fused)

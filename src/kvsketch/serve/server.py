@@ -24,6 +24,8 @@ from kvsketch.serve.requests import Engine
 from kvsketch.serve.sequential import SequentialEngine
 from kvsketch.serve.service import Service, longest_context
 
+DEFAULT_METHOD = "rehearse:budget=1/2"
+SHORT = 1024  # tokens of a document below which it is kept whole unless a method is named
 MOST_CONNECTIONS = 1024
 MOST_ROWS_CPU, MOST_ROWS_GPU = 4, 64  # unless asked for more
 
@@ -40,12 +42,14 @@ def start_service(
     rows: int | None = None,
     prefill: str | None = None,
     chunk: int = 2048,
+    whole_below: int = 0,
 ) -> Service:
     """A service around a model, with the engine that suits its method.
 
     Requests share a decode step where the method allows it and memory holds two rows or more. `rows`: how many; as many
     as `memory` bytes hold, or a quarter of what is free. Requests of other methods run one after the other, or with
     `rows` take turns token by token. `prefill`: that of `usual_prefill`, and whole for one request at a time.
+    `whole_below`: documents of fewer tokens that name no method are kept whole.
     """
     parsed = parse_method(method)
     longest = longest_context(model, parsed, memory)
@@ -61,13 +65,14 @@ def start_service(
     else:
         engine = SequentialEngine(model, parsed, queue=queue, **reading)
     return Service(
-        model, tokenizer, name, parsed, engine=engine, folder=folder, queue=queue, memory=memory, **reading
+        model, tokenizer, name, parsed, engine=engine, folder=folder, queue=queue, memory=memory,
+        whole_below=whole_below, **reading,
     )  # fmt: skip
 
 
 def application(
     model: str,
-    method: str = "rehearse:budget=1/2",
+    method: str | None = None,
     *,
     name: str | None = None,
     api_key: str | None = None,
@@ -77,11 +82,14 @@ def application(
 ) -> Any:
     """The ASGI application of a model by its name, for other servers than ours; `options` are those of `start_service`.
 
+    Unless a method is given it is that of `kvsketch serve`, which keeps short documents whole.
     It loads the model when it is made, so make it in the process that serves. Without a key it answers requests to
     local addresses alone.
     """
     loaded, tokenizer = models.load(model, dtype=dtype, device=device)
-    return create_app(start_service(loaded, tokenizer, name or model, method, **options), api_key=api_key)
+    usual = {"whole_below": SHORT} if method is None else {}
+    service = start_service(loaded, tokenizer, name or model, method or DEFAULT_METHOD, **{**usual, **options})
+    return create_app(service, api_key=api_key)
 
 
 def _rows_that_fit(model: Any, method: Method, longest: int, memory: int | None) -> tuple[int, int | None]:

@@ -14,6 +14,7 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import Method, parse_method
 from kvsketch.models import files
 from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
+from kvsketch.serve.engine import WHOLE, BatchedEngine
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.metrics import Metrics
 from kvsketch.serve.requests import Closed, Engine, Full, Request, Ticket, unused_settings
@@ -47,6 +48,7 @@ class Service:
     """Everything a server holds beside its connections.
 
     memory: bytes that the cache of a running request may take; None: as many as the model has positions for.
+    whole_below: documents of fewer tokens that name no method are kept whole.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Service:
         memory: int | None = None,
         prefill: str = "exact",
         chunk: int = 2048,
+        whole_below: int = 0,
     ) -> None:
         self.model, self.tokenizer, self.name, self.method = model, tokenizer, name, parse_method(method)
         self.template = Template(tokenizer)
@@ -74,7 +77,7 @@ class Service:
         held: dict[str, Any] = {} if memory is None else {"most_bytes": memory}
         self.documents = DocumentStore(
             folder or files.home() / "documents", model, tokenizer, self.method,
-            name=name, most_tokens=self.context, **held, **reading,
+            name=name, most_tokens=self.context, whole_below=whole_below, **held, **reading,
         )  # fmt: skip
         self.engine: Engine = engine or SequentialEngine(model, self.method, queue=queue, **reading)
         self._beside: SequentialEngine | None = None
@@ -151,8 +154,12 @@ class Service:
             raise ApiError(400, str(error), "invalid_value") from None
 
     def _engine_for(self, request: Request) -> Engine:
-        """Documents of another method than the server's are answered one at a time, beside the others."""
-        if request.document is None or request.document.method == self.method:
+        """Documents of another method than the server's are answered one at a time, beside the others; one that is kept
+        whole takes steps of its own among them, where requests run together.
+        """
+        document = request.document
+        together = isinstance(self.engine, BatchedEngine)
+        if document is None or document.method == self.method or (together and str(document.method) == WHOLE):
             return self.engine
         with self._lock:
             if self._beside is None:
@@ -205,7 +212,7 @@ class Service:
         """The model, and once more with each document that is ready."""
         plain = {"object": "model", "owned_by": "kvsketch"}
         found = [{"id": self.name, "created": self.created, **plain, "method": str(self.method)}]
-        found[0]["context"] = self.context
+        found[0] |= {"context": self.context, "whole_below": self.documents.whole_below}
         for each in self.documents.documents():
             if each.status == "ready":
                 found.append({"id": f"{self.name}{BETWEEN}{each.id}", "created": each.created_at, **plain})

@@ -27,9 +27,11 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from kvsketch import ops
 from kvsketch.ops.codec import STEP_DTYPE, Codec
 from kvsketch.ops.common.device import device_traits
 from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT, readers
+from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.ops.work_list import fixed_work_list
 from kvsketch.slots import codes
 from kvsketch.slots.codes import EXACT, PLAIN, FewBits, SlotCodes, Slots
@@ -37,7 +39,7 @@ from kvsketch.slots.layout import Layout
 from kvsketch.slots.pages import ALIGNED, Plane, Planes
 from kvsketch.slots.state import TableState
 from kvsketch.slots.table import Place, SlotTable
-from kvsketch.slots.tensors import half_of, wide
+from kvsketch.slots.tensors import wide
 
 
 class Waits(Protocol):
@@ -52,9 +54,9 @@ class RequestShape(Planes):
 
     layers: int
     heads: int
-    query_heads: int
+    kept_heads: int  # queries of a token that wait with it
     slots: int  # of a head, on average
-    room: int  # new tokens of a head that wait, and their queries
+    room: int  # new tokens of a head that wait
     key_size: int
     value_size: int
     dtype: torch.dtype
@@ -88,7 +90,7 @@ class RequestShape(Planes):
         yield "index", (self.rows,), torch.int32
         yield "log_den", (self.rows,), torch.float32
         yield "score", (self.rows,), torch.float32
-        yield "queries", (self.layers, self.query_heads, self.room, self.key_size), half_of(self.dtype)
+        yield "queries", (self.layers, self.kept_heads, self.room, row_bytes(self.key_size)), torch.uint8
         yield "start", each, torch.int64  # where the slots of each head begin in the store of all pages
         yield "kept", each, torch.int64  # its slots before those that wait
         yield "settled", (1,), torch.int64  # tokens of the request when it was last decided what stays
@@ -177,7 +179,8 @@ class RequestPages:
         old = layout.capacity[0]
         head = torch.arange(len(old), device=self.device).repeat_interleave(old, output_size=layout.total)
         slot = torch.arange(layout.total, device=self.device) - layout.start[0][head]
-        return torch.where(slot < filled[head], start[head] + slot, nowhere)
+        # A page never writes into another's, whatever a method keeps.
+        return torch.where(slot < filled[head], start[head] + slot, nowhere).clamp_max_(nowhere)
 
     def clear(self, pages: Tensor) -> None:
         """Requests in `pages` [n] have no token yet: the first comes alone."""
@@ -227,7 +230,7 @@ class RequestPages:
         """
         table = step.tables[layer]
         table.append(k.unsqueeze(2), v.unsqueeze(2))
-        self.planes["queries"][:, layer][step.pages, :, step.waiting] = q.to(half_of(self.shape.dtype))
+        ops.keep_queries(self.planes["queries"][:, layer], q.unsqueeze(2), step.waiting, k.shape[1], step.pages)
         return table
 
     # tensors

@@ -135,11 +135,6 @@ def is_score(state: Tensor) -> bool:
     return state.dim() == 3 and state.dtype == torch.float32 and state.is_contiguous()
 
 
-def half_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that queries wait in: no more than 16 bits of a float32 model's are needed to score tokens."""
-    return torch.bfloat16 if dtype == torch.float32 else dtype
-
-
 def wide(tensor: Tensor) -> Tensor:
     """The same memory in numbers of 8 bytes where a slot has several: kernels copy numbers, not bytes."""
     wide = tensor.dim() == 2 and tensor.shape[1] * tensor.element_size() % 8 == 0

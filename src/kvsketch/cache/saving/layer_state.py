@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.layer import SlotLayer
+from kvsketch.methods.base import Method
 from kvsketch.ops.codec import Codec
 from kvsketch.slots.checks import require_ranges, require_shapes
 from kvsketch.slots.codes import PARTS, SlotCodes
@@ -106,18 +107,20 @@ class LayerReader:
             raise ValueError(f"a layer of class {saved['class']} was saved where {type(layer).__name__} belongs")
         if isinstance(layer, SlotLayer):
             _require_names("a layer", saved["layer"], layer.SAVED)
-            layer.table = self._table(layer.table, layer.method.State, saved["table"])
+            layer.table = self._table(layer.table, layer.method, saved["table"])
         for name, value in saved["layer"].items():
             if callable(getattr(type(layer), name, None)):
                 raise ValueError(f"{type(layer).__name__} has no state named {name!r}")
             setattr(layer, name, self._decode(value))
 
-    def _table(self, new: SlotTable, kind: type[TableState], saved: dict[str, Any]) -> SlotTable:
+    def _table(self, new: SlotTable, method: Method, saved: dict[str, Any]) -> SlotTable:
         saved = {"capacity": None, **saved}  # earlier files do not name it
         _require_names("a table", saved, (*SAVED, "state", "hot", "host"))
         values = {name: self._decode(saved[name]) for name in SAVED}
-        table = replace(new, **values, state=self._state(kind, saved["state"]), hot=self._state(HotSet, saved["hot"]))
+        states = {"state": self._state(method.State, saved["state"]), "hot": self._state(HotSet, saved["hot"])}
+        table = replace(new, **values, **states)
         require_shapes(table)
+        method.adopt(table)
         if saved["host"] is not None:
             table = replace(table, host=self._store(table, saved["host"]["store"]))
         require_ranges(table)

@@ -65,8 +65,8 @@ class Together:
         slots = self.method.budget_size.tokens
         assert slots is not None
         self.page = RequestShape(
-            layers, heads, query_heads, slots, self.method.most_waiting, key_size, value_size, dtype,
-            self.method.stored_bits, longest,
+            layers, heads, self.method.kept_heads(heads, query_heads), slots, self.method.most_waiting, key_size,
+            value_size, dtype, self.method.stored_bits, longest,
         )  # fmt: skip
         return self.page
 

@@ -16,6 +16,7 @@ from kvsketch.methods.base import BudgetedMethod, option
 from kvsketch.methods.budget import Size, Tokens, row_prompts
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
 from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL, SHARES, largest
+from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.ops.turn_keys import whole_turns
 from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.codes import LEAST, PLAIN
@@ -25,12 +26,13 @@ from kvsketch.slots.padding import most_of
 from kvsketch.slots.ragged_rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable, require_finite
-from kvsketch.slots.tensors import fetching, gather_slots, half_of, uploaded
+from kvsketch.slots.tensors import fetching, gather_slots, uploaded
 
 REPLAYS = VIRTUAL, EXACT = ("virtual", "exact")
 REFITS = ("full", "fold", "none")
 GAP = 24  # positions between the text and its virtual repetition
 ROOM, MOST_ROOM = 32, 256  # slots, and queries, that are added at a time for new tokens
+KEPT = 4  # queries of a token and KV head that wait with it, at most
 MAX_TURNED = {"cuda": 1 << 27}  # entries of turned queries held at once, of more than one chunk; elsewhere one chunk
 QUERIES = 1024  # of a chunk and KV head that a refit takes
 NEG_INF = float("-inf")
@@ -43,7 +45,8 @@ class Rehearsed(TableState):
     """What is known of the tokens, and what waits for the next rehearsal."""
 
     score: Tensor | None = per_slot()  # [B, H, S], replay scores
-    queries: Tensor | None = per_row()  # [B, Hq, room, D], of tokens since the last rehearsal
+    # [B, H m, room, bytes] uint8, of tokens since the last rehearsal (`ops.keep_queries`)
+    queries: Tensor | None = per_row(lambda t, s: Range((t.shape[0], *s.queries.shape[1:]), 0, 255))
     # of a rehearsal under way, between the first layer's compress and settle
     again: Tensor | None = per_row()  # [B, H, P, Q, D], queries of the repetition, for the refit of each chunk
     owed: int = number()  # tokens of a prompt that the model has yet to repeat
@@ -56,8 +59,8 @@ class Rehearsed(TableState):
 
     def for_rows(self, rows: int, room: int) -> Rehearsed:
         assert self.queries is not None
-        heads, size = self.queries.shape[1], self.queries.shape[3]
-        return Rehearsed(self.score, self.queries.new_zeros(rows, heads, room, size))
+        heads, wide = self.queries.shape[1], self.queries.shape[3]
+        return Rehearsed(self.score, self.queries.new_zeros(rows, heads, room, wide))
 
     def put_row(self, row: int, other: TableState, source: int) -> None:
         assert isinstance(other, Rehearsed) and self.queries is not None
@@ -68,6 +71,14 @@ class Rehearsed(TableState):
     def of_row(self, row: int, waiting: int) -> Rehearsed:
         assert self.queries is not None
         return Rehearsed(self.score, self.queries[row : row + 1, :, :waiting].clone())
+
+    def misfit(self, table: SlotTable) -> str:
+        if self.queries is None:
+            return ""
+        heads, size = table.shape[1], table.stores()[0].shape[3]
+        if self.queries.dim() == 4 and not self.queries.shape[1] % heads and self.queries.shape[3] == row_bytes(size):
+            return ""
+        return f"queries {list(self.queries.shape)} are not those of {heads} KV heads of size {size}"
 
     @property
     def scored(self) -> int:
@@ -183,9 +194,9 @@ class Rehearse(BudgetedMethod):
         elif self._is_due(table) and table.rotary:
             waiting = self.beyond_budget(table) - state.scored - queries.shape[2]
             if waiting:
-                assert state.queries is not None
-                # All that wait are rounded alike, wherever the last of them is.
-                queries = torch.cat([state.queries[:, :, :waiting], queries.to(state.queries.dtype)], 2)
+                # All that wait are held alike, wherever the last of them is.
+                self._keep(table, state, queries, waiting + queries.shape[2])
+                queries = self._kept(table, state, waiting + queries.shape[2])
             self._score(table, state, queries)
         elif table.appended == 1:
             self._take_one(table, state, queries)
@@ -262,22 +273,20 @@ class Rehearse(BudgetedMethod):
         waiting = self.beyond_budget(table)
         tokens, room = (
             self.most_waiting - waiting,
-            (table.state_of(Rehearsed).room or room_for(table.settled)) - waiting,
+            (table.state_of(Rehearsed).room or self._room(table.settled)) - waiting,
         )
         return RowNeeds(tokens, max(0, tokens - room), self.most_waiting)
 
     def _take_among_others(self, table: SlotTable, state: Rehearsed, queries: Tensor, settled: Tensor) -> None:
         """Keeps a token of each row, and its query, in place."""
         assert state.queries is not None
-        at = (table.seen_on_device() - (1 + settled)).clamp(0, state.room - 1).view(-1, 1, 1, 1)
-        state.queries.scatter_(2, at.expand(queries.shape), queries.to(state.queries.dtype))
+        ops.keep_queries(state.queries, queries, table.seen_on_device() - (1 + settled), table.shape[1])
         table.advance()
 
     def catch_up(self, tables: Sequence[SlotTable]) -> None:
         for table in tables:
             state = table.state_of(Rehearsed)
-            assert state.queries is not None
-            self._score(table, state, state.queries)
+            self._score(table, state, self._kept(table, state, state.room))
         self.settle(tables)
 
     def can_forget(self, table: SlotTable, left: int) -> bool:
@@ -291,32 +300,75 @@ class Rehearse(BudgetedMethod):
         table.drop_newest(count) if table.layout is None else table.drop_last(count)
         state.owed = min(state.owed, self.beyond_budget(table))
         if not table.exact and table.layout is None and not state.owed:
-            self._make_room(table, room_for(table.settled))
+            # Slots and queries have room for the same tokens.
+            waiting = self.beyond_budget(table)
+            self._make_room(table, max(state.room - waiting, self._room(table.settled, waiting)))
 
     def _take_one(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
-        """Keeps a token and its query, in place; makes room for more where the last is taken."""
+        """Keeps a token and some of its queries, in place; makes room for more where the last is taken."""
         waiting = self.beyond_budget(table)
-        if state.room < waiting:
-            room = waiting - 1 + room_for(table.settled, waiting - 1)
-            state.queries = lengthened(state.queries, queries, room)
-        assert state.queries is not None
-        at = table.seen_on_device() - (1 + table.settled)
-        state.queries.index_copy_(2, at, queries.to(state.queries.dtype))
+        self._keep(table, state, queries, waiting - 1 + self._room(table.settled, waiting - 1))
         if table.in_place:
             table.advance()
-            if waiting == state.room:
-                more = room_for(table.settled, waiting)
+            if state.queries is not None and waiting == state.room:
+                more = self._room(table.settled, waiting)
                 table.lengthen(more)
-                state.queries = lengthened(state.queries, queries, state.room + more)
+                state.queries = lengthened(state.queries, waiting + more)
 
     def _take_several(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
-        """Keeps tokens that do not make a chunk yet, and their queries."""
+        """Keeps tokens that do not make a chunk yet, and some of their queries."""
         waiting = self.beyond_budget(table)
-        room = room_for(table.settled, waiting)
-        state.queries = lengthened(state.queries, queries, waiting + room)
-        state.queries[:, :, waiting - queries.shape[2] : waiting] = queries
+        # A text that is kept whole has no slots ahead of its tokens either.
+        room = 0 if table.exact else self._room(table.settled, waiting)
+        self._keep(table, state, queries, waiting + room)
         if not table.exact:
+            assert state.queries is not None
+            state.queries = lengthened(state.queries, waiting + room)
             self._make_room(table, room)
+
+    def adopt(self, table: SlotTable) -> None:
+        state = table.state_of(Rehearsed)
+        if state.queries is None or not state.queries.is_floating_point() or table.empty:
+            return
+        # Earlier files hold all of them in half precision: [B, Hq, room, D].
+        whole, state.queries = state.queries, None
+        if whole.dim() != 4 or whole.shape[1] % table.shape[1]:
+            raise ValueError(f"queries {list(whole.shape)} are not those of {table.shape[1]} KV heads")
+        state.queries = self._empty(table, whole, whole.shape[2])
+        ops.keep_queries(state.queries, whole, torch.zeros(1, dtype=torch.int64, device=whole.device), table.shape[1])
+
+    def _room(self, settled: int, waiting: int = 0) -> int:
+        """New tokens that room is made for at a time: few behind a short text, for which it would be large, and more as
+        more wait, so that room is seldom made; no more than may wait.
+        """
+        room, left = max(ROOM, settled // 64, waiting // 4), self.most_waiting - waiting
+        return min(MOST_ROOM, room, left if left > 0 else room)
+
+    def kept_heads(self, heads: int, query_heads: int) -> int:
+        """Queries of a token, for all KV heads, that wait with it."""
+        return heads * min(KEPT, query_heads // heads)
+
+    def _keep(self, table: SlotTable, state: Rehearsed, queries: Tensor, room: int) -> None:
+        """Keeps some queries of the newest tokens; where the last of them has no room, there is some for `room`."""
+        if state.queries is None:
+            state.queries = self._empty(table, queries, room)
+        elif state.room < self.beyond_budget(table):
+            state.queries = lengthened(state.queries, room)
+        at = table.seen_on_device() - (queries.shape[2] + table.settled)
+        ops.keep_queries(state.queries, queries, at, table.shape[1])
+
+    def _empty(self, table: SlotTable, queries: Tensor, room: int) -> Tensor:
+        """Room for what is kept of queries [B, Hq, n, D] of so many tokens."""
+        batch, heads = table.shape[:2]
+        shape = (batch, self.kept_heads(heads, queries.shape[1]), room, row_bytes(queries.shape[3]))
+        return torch.zeros(shape, dtype=torch.uint8, device=queries.device)
+
+    def _kept(self, table: SlotTable, state: Rehearsed, count: int) -> Tensor:  # [B, H m, count, D]
+        """The queries of the first `count` tokens that wait."""
+        assert state.queries is not None
+        table.unpack()
+        keys = table.stores()[0]
+        return ops.kept_queries(state.queries[:, :, :count], keys.shape[3], keys.dtype)
 
     def _make_room(self, table: SlotTable, room: int) -> None:
         """Heads of their own sizes again, with all that they hold and room for so many tokens."""
@@ -329,8 +381,8 @@ class Rehearse(BudgetedMethod):
         under_way = state.again is not None or state.owed > 0
         if under_way or state.queries is None or (table.bits and waiting < LEAST):
             return
-        room = room_for(table.settled, waiting)
-        state.queries = lengthened(state.queries, state.queries, waiting + room)
+        room = self._room(table.settled, waiting)
+        state.queries = lengthened(state.queries, waiting + room)
         state.score = torch.zeros(table.shape, device=table.device)
         capacity = torch.full(table.shape[:2], table.length + room + 1)
         every = torch.ones(table.shape, dtype=torch.bool, device=table.device)
@@ -369,8 +421,8 @@ class Rehearse(BudgetedMethod):
         # New tokens and their queries wait beside the budget until they make a chunk.
         waiting = self.most_waiting if shape.more is None else min(self.most_waiting, shape.more)
         waiting += MOST_ROOM if waiting else 0
-        queries = shape.batch * shape.query_heads * waiting * shape.size * min(shape.itemsize, 2)
-        slots = self.budget_tokens(shape.table) + (waiting or room_for(shape.tokens)) + 1
+        queries = shape.batch * self.kept_heads(shape.heads, shape.query_heads) * waiting * row_bytes(shape.size)
+        slots = self.budget_tokens(shape.table) + (waiting or self._room(shape.tokens)) + 1
         return shape.bounded(slots, bytes_beside(Rehearsed)) + shape.layout(slots) + queries
 
     # all layers together
@@ -388,7 +440,7 @@ class Rehearse(BudgetedMethod):
         asked = fetching(of_heads + of_chunks)
         # The device codes while the host waits for the choice alone, and sorts what is to be refitted.
         problems = [self._problems(table, mark) for table, mark in zip(tables, marks, strict=True)]
-        answer, room = asked(), room_for(tables[0].seen)
+        answer, room = asked(), self._room(tables[0].seen)
         counts, sizes = answer[: len(tables)], answer[len(tables) :]
         changes = self._refitted(problems, sizes)
         del problems, marks
@@ -534,18 +586,10 @@ def divided(tokens: int, chunk: int) -> list[int]:
     return [tokens // count + (number < tokens % count) for number in range(count)]
 
 
-def room_for(settled: int, waiting: int = 0) -> int:
-    """New tokens that room is made for at a time: few behind a short text, for which it would be large, and more as
-    more wait, so that room is seldom made.
-    """
-    return min(MOST_ROOM, max(ROOM, settled // 64, waiting))
-
-
-def lengthened(kept: Tensor | None, queries: Tensor, room: int) -> Tensor:  # [B, Hq, room, D]
-    """The queries that wait, in half precision, with room for so many."""
-    grown = queries.new_zeros(*queries.shape[:2], room, queries.shape[3], dtype=half_of(queries.dtype))
-    if kept is not None:
-        grown[:, :, : kept.shape[2]] = kept[:, :, :room]
+def lengthened(held: Tensor, room: int) -> Tensor:  # [B, H m, room, bytes]
+    """The queries that wait, with room for those of so many tokens."""
+    grown = held.new_zeros(*held.shape[:2], room, held.shape[3])
+    grown[:, :, : held.shape[2]] = held[:, :, :room]
     return grown
 
 

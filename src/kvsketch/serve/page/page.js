@@ -4,7 +4,7 @@ const POLL = 500; // ms between looks at a document that is being read
 const SHOWN = 300000; // characters of a document that are marked
 const NEAR = 3; // passages shown below an answer
 const $ = (id) => document.getElementById(id);
-const state = { model: "", method: "", documents: [], chosen: null, texts: new Map(), talks: new Map(), busy: null };
+const state = { model: "", method: "", whole: 0, documents: [], chosen: null, texts: new Map(), talks: new Map(), busy: null };
 
 // ---- the server
 
@@ -83,8 +83,8 @@ function say(message, wrong = false) {
 
 async function refresh() {
   state.documents = (await get("v1/documents")).data.filter((each) => each.status !== "other_model");
-  // A second reading with the full cache is there for comparisons only.
-  const shown = state.documents.filter((each) => each.method === state.method || state.method === "full");
+  // A second reading with the full cache is there for comparisons only; a short text has no other.
+  const shown = state.documents.filter((each) => each.method === state.method || state.method === "full" || each.tokens < state.whole);
   const list = $("list");
   const rows = shown.reverse().map(row);
   const focused = document.activeElement?.dataset?.id;
@@ -283,7 +283,8 @@ async function ask(question) {
   const id = state.chosen, turns = talk().turns;
   const turn = { question, element: element("article", "", "turn"), answers: {} };
   turn.element.append(element("p", question, "asked"));
-  const both = $("compare").checked && id && state.method !== "full";
+  const method = state.documents.find((each) => each.id === id)?.method || state.method;
+  const both = $("compare").checked && id && method !== "full";
   const side = element("div", "", both ? "answers two" : "answers");
   turn.element.append(side);
   turns.push(turn);
@@ -292,7 +293,7 @@ async function ask(question) {
   busy(true);
   say("answering…");
   try {
-    const work = [answer(turn, side, id, "held", state.method)];
+    const work = [answer(turn, side, id, "held", method)];
     if (both) work.push(answer_in_full(turn, side, id));
     await Promise.all(work);
     say("");
@@ -439,7 +440,7 @@ for (const kind of ["dragenter", "dragover", "dragleave", "drop"]) {
 async function start() {
   try {
     const [model] = (await get("v1/models")).data;
-    Object.assign(state, { model: model.id, method: model.method });
+    Object.assign(state, { model: model.id, method: model.method, whole: model.whole_below });
     $("model").textContent = `${model.id} · ${model.method} · up to ${count(model.context)} tokens`;
     $("compare-label").hidden = model.method === "full";
     const shown = await refresh();
