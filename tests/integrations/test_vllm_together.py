@@ -188,6 +188,17 @@ def test_nothing_of_a_forward_outlives_it() -> None:
     assert tensors_over(held) == 3 * LAYERS
 
 
+def test_a_later_chunk_holds_no_product_that_its_keys_are_a_part_of() -> None:
+    """vLLM's layers give views of one tensor: all layers of a long chunk would hold their queries too."""
+    served = Served("rehearse:budget=40:wait=64:recent=8")
+    served.forward([], {1: 90})
+    served.together.begin(served.pool)
+    whole = torch.randn(100, (HEADS * GROUP + 2 * HEADS) * SIZE)
+    new = [x.unflatten(1, (-1, SIZE)) for x in whole.split([HEADS * GROUP * SIZE, HEADS * SIZE, HEADS * SIZE], 1)]
+    served.together.prefill(0, 1, 90, *new)
+    assert tensors_over({whole.untyped_storage().data_ptr()}) == 1 + len(new)
+
+
 def test_rows_of_no_request_change_no_page() -> None:
     """Rows that fill up a captured step stand for vLLM's null block, whatever is written there."""
     text = "rehearse:budget=40:wait=64:recent=8"

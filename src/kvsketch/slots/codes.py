@@ -211,7 +211,8 @@ def inserted(slots: Slots, at: int, new: Tensor) -> Slots:
     """With new vectors [B, H, n, D] from slot `at` on."""
     if isinstance(slots, Tensor):
         return tensors.inserted(slots, at, new)
-    fresh = new if slots.fresh is None else torch.cat([slots.fresh, new], 2)
+    # A view would keep what it is a part of, such as the queries, keys and values of one product.
+    fresh = tensors.owned(new) if slots.fresh is None else torch.cat([slots.fresh, new], 2)
     return replace(slots, fresh=fresh, tail=slots.shape[2] - at)
 
 
