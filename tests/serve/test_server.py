@@ -23,6 +23,7 @@ pytest.importorskip("starlette", reason="not installed: pip install 'kvsketch[se
 pytest.importorskip("prometheus_client", reason="not installed: pip install 'kvsketch[serve]'")
 openai = pytest.importorskip("openai", reason="not installed: pip install 'kvsketch[serve]'")
 
+from kvsketch.serve.files import Limits  # noqa: E402
 from kvsketch.serve.server import Server, start_service  # noqa: E402
 
 METHOD = "h2o:budget=32:sinks=2:recent=8"
@@ -345,3 +346,58 @@ def test_a_stop_answers_what_was_accepted(loaded: tuple[Any, Any], slow: Slow, t
         thread.join()
     slow.seconds = 0.0
     assert [answer.usage.completion_tokens for answer in answers] == [20, 20]
+
+
+FORM = b'--x\r\nContent-Disposition: form-data; name="file"; filename="h.pdf"\r\n\r\n%s\r\n--x--\r\n'
+FORM_TYPE = {"Content-Type": "multipart/form-data; boundary=x"}
+
+
+@pytest.fixture
+def pdf() -> Any:
+    pytest.importorskip("pypdf", reason="not installed: pip install 'kvsketch[pdf]'")
+    from tests.helpers import pdf
+
+    return pdf
+
+
+def half_open(server: Server, data: bytes) -> socket.socket:
+    """A connection on which `data` has been sent."""
+    host, _, port = urlsplit(server.address).netloc.partition(":")
+    raw = socket.create_connection((host, int(port)), timeout=30)
+    raw.sendall(data)
+    return raw
+
+
+def posted(path: str, body: bytes, kind: str = "application/json") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def test_the_process_that_reads_a_pdf_ends_with_its_client(server: Server, pdf: Any) -> None:
+    body = FORM % pdf.pdf(lines=100_000)
+    raw = half_open(server, posted("/v1/documents", body, FORM_TYPE["Content-Type"]))
+    assert wait_for(lambda: len(pdf.readers()) == 1)
+    raw.close()
+    assert wait_for(lambda: pdf.readers() == [])
+
+
+def test_a_stop_does_not_wait_for_a_pdf(loaded: tuple[Any, Any], pdf: Any, tmp_path: Path) -> None:
+    service, body = start_service(*loaded, "tiny", METHOD, folder=tmp_path), FORM % pdf.pdf(lines=100_000)
+    with (made := Server(service)).started():
+        raw = half_open(made, posted("/v1/documents", body, FORM_TYPE["Content-Type"]))
+        assert wait_for(lambda: len(pdf.readers()) == 1)
+        start = time.monotonic()
+    assert time.monotonic() - start < 15 and pdf.readers() == []
+    told = raw.makefile("rb").read()
+    assert told.startswith(b"HTTP/1.1 503 ") and b"the server is stopping" in told
+
+
+def test_a_pdf_beyond_the_limits_is_refused(loaded: tuple[Any, Any], pdf: Any, tmp_path: Path) -> None:
+    service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)
+    with (made := Server(service, pdf=Limits(pages=3, seconds=30))).started():
+        status, answer, _ = call(made, "POST", "/v1/documents", FORM % pdf.pdf(pages=4), **FORM_TYPE)
+        assert (status, answer["error"]["code"]) == (413, "document_too_large")
+        assert "h.pdf is a PDF of more than 3 pages" in answer["error"]["message"]
+        assert call(made, "POST", "/v1/documents", FORM % pdf.pdf(pages=3), **FORM_TYPE)[0] in (200, 202)
+        status, answer, _ = call(made, "POST", "/v1/documents", FORM % b"%PDF-1.4", **FORM_TYPE)
+        assert (status, answer["error"]["param"]) == (400, "file")

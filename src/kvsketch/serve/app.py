@@ -27,11 +27,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvsketch.serve.documents import NotReady, Unknown
-from kvsketch.serve.files import text_of
+from kvsketch.serve.files import SENT, Limits, Stopped, TooLarge, is_pdf, text_of
 from kvsketch.serve.requests import Full
 from kvsketch.serve.schema import ApiError, Asked, ChatAsked, CompletionAsked, DocumentSent, parsed
 from kvsketch.serve.service import Answer, Service
 
+MOST_OPENED = 2  # PDFs that are read at the same time
 HEARTBEAT = 10.0  # seconds without a token after which a comment keeps a stream alive
 LARGEST_BODY = 32 * 2**20
 OPEN = ("/health", "/", "/page.css", "/page.js", "/favicon.ico")  # without a key; they tell nothing
@@ -49,7 +50,9 @@ Receive = Callable[[], Awaitable[Any]]
 log = logging.getLogger("kvsketch.serve")
 
 
-def create_app(service: Service, *, api_key: str | None = None, largest_body: int = LARGEST_BODY) -> Any:
+def create_app(
+    service: Service, *, api_key: str | None = None, largest_body: int = LARGEST_BODY, pdf: Limits = SENT
+) -> Any:
     """The ASGI application around a service; it closes the service when it is shut down."""
 
     @contextlib.asynccontextmanager
@@ -57,7 +60,7 @@ def create_app(service: Service, *, api_key: str | None = None, largest_body: in
         yield
         await run_in_threadpool(service.close)
 
-    routes = Routes(service, largest_body)
+    routes = Routes(service, largest_body, pdf)
     app = Starlette(
         lifespan=lifespan,
         routes=routes.all(),
@@ -162,8 +165,9 @@ def _too_large(most: int) -> ApiError:
 
 
 class Routes:
-    def __init__(self, service: Service, largest_body: int) -> None:
-        self.service, self.largest = service, largest_body
+    def __init__(self, service: Service, largest_body: int, pdf: Limits) -> None:
+        self.service, self.largest, self.pdf = service, largest_body, pdf
+        self._turn = asyncio.Semaphore(MOST_OPENED)
 
     def all(self) -> list[Route]:
         return [
@@ -195,7 +199,7 @@ class Routes:
     ) -> Response:
         asked: Asked = parsed(kind, await request.body())
         answer = await run_in_threadpool(start, asked)
-        gone = asyncio.create_task(_until_gone(request, answer))
+        gone = asyncio.create_task(_until_gone(request, answer.ticket.cancel))
         if answer.streams:
             events = self._events(answer, form, gone)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -265,11 +269,29 @@ class Routes:
             if not isinstance(file, UploadFile):
                 raise ApiError(400, "the form has no file in its field 'file'", "missing_parameter", "file")
             data, name = await file.read(), fields.setdefault("name", (file.filename or "")[:200])
+        text = await self._opened(request, data, name or "the file")
+        return parsed(DocumentSent, json.dumps({**fields, "text": text}).encode())
+
+    async def _opened(self, request: Request, data: bytes, name: str) -> str:
+        """The text of a file; a PDF is left when its client goes or the server stops."""
+        gone = asyncio.create_task(_until_gone(request))
+
+        def wanted() -> bool:
+            return not (gone.done() or self.service.stopping)
+
         try:
-            text = await run_in_threadpool(text_of, data, name or "the file")
+            async with self._turn if is_pdf(data) else contextlib.nullcontext():
+                return await run_in_threadpool(text_of, data, name, self.pdf, wanted)
+        except TooLarge as error:
+            raise ApiError(413, str(error), "document_too_large", "file") from None
         except (ValueError, ImportError) as error:
             raise ApiError(400, str(error), "invalid_document", "file") from None
-        return parsed(DocumentSent, json.dumps({**fields, "text": text}).encode())
+        except Stopped:
+            if self.service.stopping:
+                raise _stopping("the file was not read") from None
+            raise ApiError(CLIENT_GONE, "the client has gone") from None
+        finally:
+            gone.cancel()
 
     async def document(self, request: Request) -> Response:
         document = await self._of_document(request, self.service.documents.get)
@@ -320,11 +342,11 @@ class Routes:
         return Response(content, media_type=kind, headers=PAGE_HEADERS)
 
 
-async def _until_gone(request: Request, answer: Answer) -> None:
-    """Cancels an answer whose client has closed the connection."""
+async def _until_gone(request: Request, then: Callable[[], None] = lambda: None) -> None:
+    """Waits until the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    answer.ticket.cancel()
+    then()
 
 
 async def _pieces(answer: Answer) -> AsyncIterator[str | None]:
@@ -362,8 +384,12 @@ def _reason(answer: Answer) -> Any:
         error = answer.ticket.error
         raise ApiError(500, f"the answer failed: {type(error).__name__}: {error}", "generation_failed")
     if reason == "cancelled":
-        raise ApiError(503, "the answer was broken off: the server is stopping", "stopping", retry_after=2)
+        raise _stopping("the answer was broken off")
     return reason
+
+
+def _stopping(what: str) -> ApiError:
+    return ApiError(503, f"{what}: the server is stopping", "stopping", retry_after=2)
 
 
 def _usage(answer: Answer) -> CompletionUsage:

@@ -19,6 +19,7 @@ from kvsketch.decode.shared import SharedRows, alone
 from kvsketch.methods import Method, parse_method
 from kvsketch.serve.app import LARGEST_BODY, create_app
 from kvsketch.serve.engine import BatchedEngine, usual_prefill
+from kvsketch.serve.files import SENT, Limits
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.requests import Engine
 from kvsketch.serve.sequential import SequentialEngine
@@ -121,14 +122,15 @@ class Server:
         api_key: str | None = None,
         largest_body: int = LARGEST_BODY,
         drain: int = 60,
+        pdf: Limits = SENT,
     ) -> None:
         self.service = service
-        app = create_app(service, api_key=api_key, largest_body=largest_body)
+        app = create_app(service, api_key=api_key, largest_body=largest_body, pdf=pdf)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
             timeout_graceful_shutdown=drain, limit_concurrency=MOST_CONNECTIONS,
         )  # fmt: skip
-        self._server = uvicorn.Server(config)
+        self._server = _Uvicorn(config, service)
         self._socket = _listening(host, port)
         bound = self._socket.getsockname()[1]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
@@ -153,6 +155,18 @@ class Server:
 
     def stop(self) -> None:
         self._server.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    """Tells the service that a stop has begun: the application hears of it after the last connection."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.stopping = True
+        await super().shutdown(sockets)
 
 
 def _listening(host: str, port: int) -> socket.socket:
