@@ -11,6 +11,7 @@ pdf.py          the text of a PDF, run in a process of its own
 schema.py       what clients may send
 service.py      what a request means, and which engine answers it
 app.py          the routes
+connections.py  how long the server waits for clients, and how many it lets in
 metrics.py      what Prometheus reads
 server.py       uvicorn around it
 page/           the page at /

@@ -22,10 +22,11 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders, UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvsketch.serve.connections import CROWDED
 from kvsketch.serve.documents import NotReady, Unknown
 from kvsketch.serve.files import SENT, Limits, Stopped, TooLarge, is_pdf, text_of
 from kvsketch.serve.requests import Full
@@ -64,7 +65,12 @@ def create_app(
     app = Starlette(
         lifespan=lifespan,
         routes=routes.all(),
-        exception_handlers={ApiError: _refused, HTTPException: _http_error, Exception: _failed},
+        exception_handlers={
+            ApiError: _refused,
+            HTTPException: _http_error,
+            ClientDisconnect: _gone,
+            Exception: _failed,
+        },
     )
     app.state.service = service
     return Gate(app, service, api_key, largest_body)
@@ -81,6 +87,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return JSONResponse(
         ApiError(error.status_code, told.get(error.status_code, error.detail)).body(), error.status_code
     )
+
+
+async def _gone(_: Request, error: Exception) -> Response:
+    """The client left before its request was complete."""
+    return Response(status_code=CLIENT_GONE)
 
 
 async def _failed(_: Request, error: Exception) -> Response:
@@ -110,6 +121,8 @@ class Gate:
             await send(message)
 
         try:
+            if path != "/health" and (crowded := scope.get("extensions", {}).get(CROWDED)):
+                raise crowded
             self._check(headers, path, scope["method"])
         except ApiError as error:
             # What is still to come of a body that is too large is not read.
