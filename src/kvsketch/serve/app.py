@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import hmac
 import json
@@ -12,7 +13,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib import resources
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 from uuid import uuid4
 
 from openai.types import Completion, CompletionUsage
@@ -43,9 +44,10 @@ CLIENT_GONE = 499
 PAGE = {"": ("page.html", "text/html"), "page.css": ("page.css", "text/css"), "page.js": ("page.js", "text/javascript")}
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
-    "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+# Of every answer: a text is shown as text, whatever it looks like, and no other site embeds it.
+HEADERS = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
 Send = Callable[[Any], Awaitable[None]]
 Receive = Callable[[], Awaitable[Any]]
 log = logging.getLogger("kvsketch.serve")
@@ -69,6 +71,7 @@ def create_app(
             ApiError: _refused,
             HTTPException: _http_error,
             ClientDisconnect: _gone,
+            OSError: _os_error,
             Exception: _failed,
         },
     )
@@ -94,6 +97,15 @@ async def _gone(_: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)
 
 
+async def _os_error(_: Request, error: Exception) -> Response:
+    """A full disk is told; what else the system refuses is a failure."""
+    if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+        raise error
+    log.error("the disk is full: %s", error)
+    told = ApiError(507, "the server's disk is full; delete documents, or free some space", "disk_full")
+    return JSONResponse(told.body(), 507)
+
+
 async def _failed(_: Request, error: Exception) -> Response:
     log.error("a request failed", exc_info=error)
     return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}", "internal_error").body(), 500)
@@ -116,7 +128,7 @@ class Gate:
 
         async def send_named(message: Any) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = number
+                MutableHeaders(scope=message).update({**HEADERS, "x-request-id": number})
                 self.service.metrics.responses.labels(_known(route), message["status"]).inc()
             await send(message)
 
@@ -146,11 +158,11 @@ class Gate:
 
     def _require_near(self, headers: Headers) -> None:
         """Without a key, other sites that a browser on this machine has open must not reach the server."""
-        host = urlsplit(f"//{headers.get('host', '')}").hostname
+        host = _split(headers, "host", "//").hostname
         if host not in LOOPBACK:
             raise ApiError(403, f"without an API key only local addresses are served, not {host!r}; set --api-key")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        if origin is not None and _split(headers, "origin").netloc != headers.get("host"):
             raise ApiError(403, f"without an API key no page of another origin ({origin}) is served; set --api-key")
 
     def _counting(self, receive: Receive) -> Receive:
@@ -165,6 +177,16 @@ class Gate:
             return message
 
         return counted
+
+
+def _split(headers: Headers, name: str, before: str = "") -> SplitResult:
+    """The parts of the address in a header."""
+    try:
+        return urlsplit(before + headers.get(name, ""))
+    except ValueError:
+        raise ApiError(
+            400, f"the header {name.title()} is no address: {headers[name]!r}", "invalid_header", name
+        ) from None
 
 
 def _known(path: str) -> str:
@@ -276,12 +298,15 @@ class Routes:
         return JSONResponse(document.public(), 202 if document.status != "ready" else 200)
 
     async def _uploaded(self, request: Request) -> DocumentSent:
-        async with request.form(max_files=1, max_fields=4, max_part_size=self.largest) as form:
-            fields = {name: value for name, value in form.items() if isinstance(value, str)}
-            file = form.get("file")
-            if not isinstance(file, UploadFile):
-                raise ApiError(400, "the form has no file in its field 'file'", "missing_parameter", "file")
-            data, name = await file.read(), fields.setdefault("name", (file.filename or "")[:200])
+        try:
+            async with request.form(max_files=1, max_fields=4, max_part_size=self.largest) as form:
+                fields = {name: value for name, value in form.items() if isinstance(value, str)}
+                file = form.get("file")
+                if not isinstance(file, UploadFile):
+                    raise ApiError(400, "the form has no file in its field 'file'", "missing_parameter", "file")
+                data, name = await file.read(), fields.setdefault("name", (file.filename or "")[:200])
+        except UnicodeError as error:  # the client chooses the charset, and some fail in ways of their own
+            raise ApiError(400, f"the form cannot be read: {error}", "invalid_form") from None
         text = await self._opened(request, data, name or "the file")
         return parsed(DocumentSent, json.dumps({**fields, "text": text}).encode())
 
