@@ -126,9 +126,13 @@ class _Reading:
     error: str | None = None
 
 
-def _facts(path: Path, kinds: dict[str, type]) -> dict[str, Any]:
-    """The facts of a file that are what they should be; none of a link."""
-    content: dict[str, Any] = {} if path.is_symlink() else dict(read_json(path))
+def _content(path: Path) -> dict[str, Any]:
+    """What a file says; nothing for a link."""
+    return {} if path.is_symlink() else dict(read_json(path))
+
+
+def _facts(content: dict[str, Any], kinds: dict[str, type]) -> dict[str, Any]:
+    """The facts that are what they should be."""
     return {name: content[name] for name, kind in kinds.items() if _is(content.get(name), kind)}
 
 
@@ -198,15 +202,16 @@ class DocumentStore:
     def get(self, number: str) -> Document:
         """A document as it is at this moment; Unknown where there is none."""
         path = self._path(number)
-        facts = _facts(path / "document.json", FACTS)
+        content = _content(path / "document.json")
+        facts = _facts(content, FACTS)
         whole = not path.is_symlink() and is_plain_file(path / "text.txt")
         if not whole or len(facts) < len(FACTS) or facts["id"] != number:
             # No file, or one that lacks what every document has.
             raise Unknown(f"there is no document {number!r}; GET /v1/documents lists them")
         document = Document(**facts)
-        identity: Any = read_json(path / "document.json").get("identity", {})
+        identity: Any = content.get("identity", {})
         if is_plain_file(path / "cache.kvs"):
-            held_facts = _facts(path / "held.json", HELD_FACTS)
+            held_facts = _facts(_content(path / "held.json"), HELD_FACTS)
             document = replace(document, **{**held_facts, "status": "ready", "tokens_read": document.tokens})
         if identity != self.identity:
             return replace(document, status="other_model", error=self._other(number, identity))
@@ -309,6 +314,8 @@ class DocumentStore:
         gone = self._work_path("gone", number)
         with contextlib.suppress(FileNotFoundError):
             os.replace(self._path(number), gone)
+        # Whoever still reads it may write meanwhile; what stays is removed at the next start.
+        with contextlib.suppress(OSError):
             remove(gone)
 
     def close(self) -> None:

@@ -178,7 +178,7 @@ def _shown(value: Any) -> str:
 
 
 def _require_whole_characters(data: dict[str, Any]) -> None:
-    """ApiError names the first text with half of a surrogate pair: JSON can spell one, but it is no character."""
+    """ApiError names a text with half of a surrogate pair: JSON can spell one, but it is no character."""
     left: list[tuple[list[str], Any]] = [([], data)]
     while left:
         place, value = left.pop()
