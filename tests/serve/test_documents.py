@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -141,6 +143,92 @@ def test_facts_of_another_version_hide_no_document(opened: Any, tmp_path: Path) 
     assert store.documents() == []
     with pytest.raises(Unknown, match="there is no document"):
         store.get(document.id)
+
+
+WRONG: list[Any] = [None, "text", "\ud800", 7, 0.5, float("nan"), True, [], [[1.5]], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("name", ["document.json", "held.json"])
+def test_a_damaged_file_hides_no_other_document(opened: Any, tmp_path: Path, name: str) -> None:
+    store = opened()
+    other = store.wait(store.add(TEXT + "Another.").id)
+    damaged = store.wait(store.add(TEXT).id)
+    path = tmp_path / "documents" / damaged.id / name
+    whole = json.loads(path.read_text())
+    contents = [json.dumps({**whole, key: value}) for key in whole for value in WRONG]
+    for content in (*contents, "", "{", "[]", "[" * 100_000, b"\xff".decode("latin-1")):
+        path.write_text(content)
+        found = store.documents()
+        assert other in found, content
+        json.dumps([each.public() for each in found], allow_nan=False, ensure_ascii=False).encode()
+    path.write_text("{}")
+    assert [each.id for each in opened().documents()] == (
+        [other.id] if name == "document.json" else [other.id, damaged.id]
+    )
+    # The text sent again makes it whole.
+    assert store.wait(store.add(TEXT).id).status == "ready" and len(store.documents()) == 2
+
+
+@pytest.mark.parametrize("link", ["", "document.json", "text.txt", "cache.kvs"])
+def test_a_link_is_not_followed(opened: Any, tmp_path: Path, link: str) -> None:
+    store = opened()
+    document = store.wait(store.add(TEXT).id)
+    store.close()
+    path, elsewhere = tmp_path / "documents" / document.id / link, tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    (tmp_path / "documents" / "doc-nothing").symlink_to(tmp_path / "gone")
+    before = {each: each.read_bytes() for each in elsewhere.parent.rglob("elsewhere*/**/*") if each.is_file()}
+    if elsewhere.is_file():
+        before[elsewhere] = elsewhere.read_bytes()
+    again = opened()
+    if link != "cache.kvs":
+        assert again.documents() == []
+        for use in (again.text, again.cache, again.delete):
+            with pytest.raises(Unknown):
+                use(document.id)
+    # The text sent again takes the place of the link.
+    assert again.wait(again.add(TEXT).id).status == "ready"
+    assert not path.is_symlink() and {each: each.read_bytes() for each in before} == before
+
+
+def test_a_lock_that_is_a_link_is_not_followed(opened: Any, tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "documents", tmp_path / "elsewhere"
+    store = opened()
+    number = store.wait(store.add(TEXT).id).id
+    store.delete(number)
+    elsewhere.write_text("kept")
+    (folder / ".locks" / number).unlink(missing_ok=True)
+    (folder / ".locks" / number).symlink_to(elsewhere)
+    assert store.wait(store.add(TEXT).id).status == "ready" and elsewhere.read_text() == "kept"
+
+
+def test_a_full_disk_leaves_nothing_half_made(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened()
+    calls: Iterator[int] = iter(())
+
+    def full_at(name: str) -> None:
+        original = getattr(os, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if threading.current_thread() is threading.main_thread() and next(calls, 1) == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return original(*args, **options)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("mkdir", "open", "fsync", "replace"):
+        full_at(name)
+    errors = []
+    for moment in range(100):
+        calls = iter(range(moment, -1, -1))
+        try:
+            document = store.add(TEXT)
+            break
+        except OSError as error:
+            errors.append(error.errno)
+        assert [path.name for path in store.folder.iterdir()] == [".locks"]
+    assert len(errors) > 4 and set(errors) == {errno.ENOSPC} and store.wait(document.id).status == "ready"
 
 
 KILLED = """

@@ -38,7 +38,15 @@ def test_a_failed_answer_raises_after_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [dict(ids=()), dict(max_new_tokens=0), dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_p=0)]
+    "bad",
+    [
+        dict(ids=()),
+        dict(max_new_tokens=0),
+        dict(temperature=-1.0),
+        dict(temperature=float("nan")),
+        dict(top_p=0),
+        dict(top_k=2**63),
+    ],
 )
 def test_a_request_that_cannot_mean_anything_is_refused_by_name(bad: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
+import os
 import re
 import socket
 import threading
@@ -23,10 +25,13 @@ pytest.importorskip("starlette", reason="not installed: pip install 'kvsketch[se
 pytest.importorskip("prometheus_client", reason="not installed: pip install 'kvsketch[serve]'")
 openai = pytest.importorskip("openai", reason="not installed: pip install 'kvsketch[serve]'")
 
+from kvsketch.serve.files import Limits  # noqa: E402
 from kvsketch.serve.server import Server, start_service  # noqa: E402
 
 METHOD = "h2o:budget=32:sinks=2:recent=8"
 TEXT = "The harbour was rebuilt in 1921. Its second basin is 14 metres deep. " * 4
+FORM = b'--x\r\nContent-Disposition: form-data; name="file"; filename="h.pdf"\r\n\r\n%s\r\n--x--\r\n'
+FORM_TYPE = {"Content-Type": "multipart/form-data; boundary=x"}
 ASK: Any = [{"role": "user", "content": "How deep is the basin?"}]
 
 
@@ -179,9 +184,7 @@ def test_a_document_is_read_once_and_named_in_requests(client: Any, server: Serv
     assert asked.usage.prompt_tokens_details.cached_tokens == document["tokens"]
     status, runs, _ = call(server, "GET", f"/v1/documents/{number}/passages")
     assert status == 200 and runs["data"][0][2] == 8 and runs["data"][-1][1] == len(TEXT)
-    boundary = b'--x\r\nContent-Disposition: form-data; name="file"; filename="h.md"\r\n\r\n%s\r\n--x--\r\n'
-    kind = {"Content-Type": "multipart/form-data; boundary=x"}
-    assert call(server, "POST", "/v1/documents", boundary % TEXT.encode(), **kind)[1]["id"] == number
+    assert call(server, "POST", "/v1/documents", FORM % TEXT.encode(), **FORM_TYPE)[1]["id"] == number
     # The full cache's answer beside it: the same text under another method, answered by an engine of its own.
     full = call(server, "POST", "/v1/documents", {"text": TEXT, "method": "full"})[1]["id"]
     assert server.service.documents.wait(full).status == "ready"
@@ -213,6 +216,18 @@ def test_a_document_is_read_once_and_named_in_requests(client: Any, server: Serv
         ({"max_tokens": 5000}, 400, "exceed this server's 4,096"),
         ({"document": "doc-1"}, 404, "'doc-1' is no document id"),
         ({"messages": [{"role": "user", "content": "x" * 30_000}]}, 413, "larger than 20,000 bytes"),
+        ({"messages": [{"role": "user", "content": "a\ud800b"}]}, 400, r"0.content: '.ud800' at place 1 is half of a"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}]}, 400, "text: .* is half"),
+        ({"stop": ["x", "\udc00\ud800"]}, 400, "stop.1: .* is half of a character"),
+        ({"model": "tiny\ud800"}, 400, "model: .* is half of a character"),
+        ({"colo\ud800r": 1}, 400, r"unknown field 'colo.ud800r'"),
+        ({"user": {"name": "\ud800"}}, 400, "user.name: .* is half of a character"),
+        ({"top_k": 2**63}, 400, "top_k: .* less than 9223372036854775808, got 9223372036854775808"),
+        ({"max_tokens": 2**63}, 400, "max_tokens: "),
+        ({"max_completion_tokens": 10**30}, 400, "max_completion_tokens: "),
+        ({"seed": 2**63}, 400, "seed: "),
+        ({"min_p": float("nan")}, 400, "min_p: .* finite number, got NaN"),
+        ({"repetition_penalty": float("inf")}, 400, "repetition_penalty: "),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(server: Server, change: dict[str, Any], status: int, told: str) -> None:
@@ -220,6 +235,64 @@ def test_what_is_wrong_is_named(server: Server, change: dict[str, Any], status: 
     error = body["error"]
     assert (got, bool(re.search(told, error["message"]))) == (status, True), error
     assert set(error) == {"message", "type", "param", "code"} and headers["x-request-id"]
+
+
+def test_whole_characters_may_come_as_two_escapes(server: Server) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "\U0001f6a2", "max_tokens": 1}).encode()
+    assert rb"\ud83d\udea2" in body and call(server, "POST", "/v1/completions", body)[0] == 200
+
+
+@pytest.mark.parametrize("depth", [500, 990, 5_000])
+def test_a_body_that_is_nested_deeply_is_refused(server: Server, depth: int) -> None:
+    for field in ("prompt", "tools"):
+        body = b'{"model": "tiny", "prompt": "a", "%s": %s}' % (field.encode(), b"[" * depth + b"]" * depth)
+        assert call(server, "POST", "/v1/completions", body)[0] == 400
+
+
+@pytest.mark.parametrize("body", [b"\xff", b'{"model": "\xed\xa0\x80"}', '{"model": "tiny"}'.encode("utf-16")])
+def test_a_body_that_is_not_utf_8_is_refused(server: Server, body: bytes) -> None:
+    status, told, _ = call(server, "POST", "/v1/completions", body)
+    assert (status, told["error"]["code"]) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "told"),
+    [
+        ("boundary=x; charset=unicode_escape", rb"\ud800", "name: .* is half of a character"),
+        ("boundary=x; charset=undefined", b"a", "the form cannot be read"),
+        ("boundary=y", b"a", "no file in its field 'file'|Invalid multipart data"),
+        ("charset=utf-8", b"a", "Missing boundary"),
+        ("boundary=x", b"a" * 201, "name: .* at most 200 characters"),
+    ],
+)
+def test_a_form_that_cannot_be_read_is_refused(server: Server, kind: str, name: bytes, told: str) -> None:
+    body = b'--x\r\nContent-Disposition: form-data; name="name"\r\n\r\n%s\r\n' % name + FORM % b"some text"
+    status, answer, _ = call(server, "POST", "/v1/documents", body, **{"Content-Type": f"multipart/form-data; {kind}"})
+    assert (status, bool(re.search(told, answer["error"]["message"]))) == (400, True), answer
+
+
+def test_a_full_disk_is_told(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(server.service.documents.folder.iterdir())
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    status, told, _ = call(server, "POST", "/v1/documents", {"text": TEXT + "One more."})
+    assert (status, told["error"]["code"]) == (507, "disk_full")
+    assert sorted(server.service.documents.folder.iterdir()) == before
+
+
+def test_no_answer_is_taken_for_something_else(server: Server) -> None:
+    number = call(server, "POST", "/v1/documents", {"text": "<script>alert(1)</script>"})[1]["id"]
+    paths = ("/health", "/", "/metrics", "/v1/models", "/v1/nowhere", f"/v1/documents/{number}/text", "/v1/documents/x")
+    for path in paths:
+        headers = call(server, "GET", path)[2]
+        assert headers["X-Content-Type-Options"] == "nosniff", path
+        assert headers["Cross-Origin-Resource-Policy"] == "same-origin", path
+    assert call(server, "GET", "/v1/models", Host="elsewhere")[2]["X-Content-Type-Options"] == "nosniff"
+    server.service.documents.wait(number)
+    server.service.documents.delete(number)
 
 
 def test_bodies_without_a_length_are_limited_and_bad_json_is_told(server: Server) -> None:
@@ -278,6 +351,15 @@ def test_without_a_key_other_sites_are_refused(server: Server) -> None:
     assert call(server, "GET", "/v1/models", Host="evil.example")[0] == 403
     assert call(server, "GET", "/v1/models", Origin="https://evil.example")[0] == 403
     assert call(server, "GET", "/v1/models", Origin=server.address)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("Host", "["), ("Host", "[::1"), ("Origin", "http://["), ("Origin", "//]")]
+)
+def test_a_header_that_is_no_address_is_refused(server: Server, name: str, value: str) -> None:
+    status, told, headers = call(server, "GET", "/v1/models", **{name: value})
+    assert (status, told["error"]["param"]) == (400, name.lower()) and headers["x-request-id"]
+    assert f"the header {name} is no address: {value!r}" in told["error"]["message"]
 
 
 def test_a_key_guards_everything_but_health_and_page(loaded: tuple[Any, Any], tmp_path: Path) -> None:
@@ -363,3 +445,54 @@ def test_a_stop_answers_what_was_accepted(loaded: tuple[Any, Any], slow: Slow, t
         thread.join()
     slow.seconds = 0.0
     assert [answer.usage.completion_tokens for answer in answers] == [20, 20]
+
+
+@pytest.fixture
+def pdf() -> Any:
+    pytest.importorskip("pypdf", reason="not installed: pip install 'kvsketch[pdf]'")
+    from tests.helpers import pdf
+
+    return pdf
+
+
+def half_open(server: Server, data: bytes) -> socket.socket:
+    """A connection on which `data` has been sent."""
+    host, _, port = urlsplit(server.address).netloc.partition(":")
+    raw = socket.create_connection((host, int(port)), timeout=30)
+    raw.sendall(data)
+    return raw
+
+
+def posted(path: str, body: bytes, kind: str = "application/json") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def test_the_process_that_reads_a_pdf_ends_with_its_client(server: Server, pdf: Any) -> None:
+    body = FORM % pdf.pdf(lines=100_000)
+    raw = half_open(server, posted("/v1/documents", body, FORM_TYPE["Content-Type"]))
+    assert wait_for(lambda: len(pdf.readers()) == 1)
+    raw.close()
+    assert wait_for(lambda: pdf.readers() == [])
+
+
+def test_a_stop_does_not_wait_for_a_pdf(loaded: tuple[Any, Any], pdf: Any, tmp_path: Path) -> None:
+    service, body = start_service(*loaded, "tiny", METHOD, folder=tmp_path), FORM % pdf.pdf(lines=100_000)
+    with (made := Server(service)).started():
+        raw = half_open(made, posted("/v1/documents", body, FORM_TYPE["Content-Type"]))
+        assert wait_for(lambda: len(pdf.readers()) == 1)
+        start = time.monotonic()
+    assert time.monotonic() - start < 15 and pdf.readers() == []
+    told = raw.makefile("rb").read()
+    assert told.startswith(b"HTTP/1.1 503 ") and b"the server is stopping" in told
+
+
+def test_a_pdf_beyond_the_limits_is_refused(loaded: tuple[Any, Any], pdf: Any, tmp_path: Path) -> None:
+    service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)
+    with (made := Server(service, pdf=Limits(pages=3, seconds=30))).started():
+        status, answer, _ = call(made, "POST", "/v1/documents", FORM % pdf.pdf(pages=4), **FORM_TYPE)
+        assert (status, answer["error"]["code"]) == (413, "document_too_large")
+        assert "h.pdf is a PDF of more than 3 pages" in answer["error"]["message"]
+        assert call(made, "POST", "/v1/documents", FORM % pdf.pdf(pages=3), **FORM_TYPE)[0] in (200, 202)
+        status, answer, _ = call(made, "POST", "/v1/documents", FORM % b"%PDF-1.4", **FORM_TYPE)
+        assert (status, answer["error"]["param"]) == (400, "file")

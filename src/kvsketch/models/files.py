@@ -150,16 +150,19 @@ def place(source: Path, target: Path) -> None:
 
 def write_json(path: Path, content: dict[str, object]) -> None:
     partial = path.with_name(path.name + ".tmp")
-    with create(partial) as file:
-        file.write((json.dumps(content, indent=1) + "\n").encode())
-    place(partial, path)
+    try:
+        with create(partial) as file:
+            file.write((json.dumps(content, indent=1) + "\n").encode())
+        place(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, object]:
     """The content of a record, or nothing when it is missing or unreadable."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -7,9 +7,11 @@ text.py         messages to token ids, and answers that grow token by token
 documents.py    texts that are read once and kept on disk
 held.py         what a cache holds of a text, for people
 files.py        the text of a file
+pdf.py          the text of a PDF, run in a process of its own
 schema.py       what clients may send
 service.py      what a request means, and which engine answers it
 app.py          the routes
+connections.py  how long the server waits for clients, and how many it lets in
 metrics.py      what Prometheus reads
 server.py       uvicorn around it
 page/           the page at /

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import hmac
 import json
@@ -12,7 +13,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib import resources
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 from uuid import uuid4
 
 from openai.types import Completion, CompletionUsage
@@ -22,16 +23,18 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders, UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvsketch.serve.connections import CROWDED
 from kvsketch.serve.documents import NotReady, Unknown
-from kvsketch.serve.files import text_of
+from kvsketch.serve.files import SENT, Limits, Stopped, TooLarge, is_pdf, text_of
 from kvsketch.serve.requests import Full
 from kvsketch.serve.schema import ApiError, Asked, ChatAsked, CompletionAsked, DocumentSent, parsed
 from kvsketch.serve.service import Answer, Service
 
+MOST_OPENED = 2  # PDFs that are read at the same time
 HEARTBEAT = 10.0  # seconds without a token after which a comment keeps a stream alive
 LARGEST_BODY = 32 * 2**20
 OPEN = ("/health", "/", "/page.css", "/page.js", "/favicon.ico")  # without a key; they tell nothing
@@ -41,15 +44,18 @@ CLIENT_GONE = 499
 PAGE = {"": ("page.html", "text/html"), "page.css": ("page.css", "text/css"), "page.js": ("page.js", "text/javascript")}
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
-    "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+# Of every answer: a text is shown as text, whatever it looks like, and no other site embeds it.
+HEADERS = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
 Send = Callable[[Any], Awaitable[None]]
 Receive = Callable[[], Awaitable[Any]]
 log = logging.getLogger("kvsketch.serve")
 
 
-def create_app(service: Service, *, api_key: str | None = None, largest_body: int = LARGEST_BODY) -> Any:
+def create_app(
+    service: Service, *, api_key: str | None = None, largest_body: int = LARGEST_BODY, pdf: Limits = SENT
+) -> Any:
     """The ASGI application around a service; it closes the service when it is shut down."""
 
     @contextlib.asynccontextmanager
@@ -57,11 +63,17 @@ def create_app(service: Service, *, api_key: str | None = None, largest_body: in
         yield
         await run_in_threadpool(service.close)
 
-    routes = Routes(service, largest_body)
+    routes = Routes(service, largest_body, pdf)
     app = Starlette(
         lifespan=lifespan,
         routes=routes.all(),
-        exception_handlers={ApiError: _refused, HTTPException: _http_error, Exception: _failed},
+        exception_handlers={
+            ApiError: _refused,
+            HTTPException: _http_error,
+            ClientDisconnect: _gone,
+            OSError: _os_error,
+            Exception: _failed,
+        },
     )
     app.state.service = service
     return Gate(app, service, api_key, largest_body)
@@ -78,6 +90,20 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return JSONResponse(
         ApiError(error.status_code, told.get(error.status_code, error.detail)).body(), error.status_code
     )
+
+
+async def _gone(_: Request, error: Exception) -> Response:
+    """The client left before its request was complete."""
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _os_error(_: Request, error: Exception) -> Response:
+    """A full disk is told; what else the system refuses is a failure."""
+    if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+        raise error
+    log.error("the disk is full: %s", error)
+    told = ApiError(507, "the server's disk is full; delete documents, or free some space", "disk_full")
+    return JSONResponse(told.body(), 507)
 
 
 async def _failed(_: Request, error: Exception) -> Response:
@@ -102,11 +128,13 @@ class Gate:
 
         async def send_named(message: Any) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = number
+                MutableHeaders(scope=message).update({**HEADERS, "x-request-id": number})
                 self.service.metrics.responses.labels(_known(route), message["status"]).inc()
             await send(message)
 
         try:
+            if path != "/health" and (crowded := scope.get("extensions", {}).get(CROWDED)):
+                raise crowded
             self._check(headers, path, scope["method"])
         except ApiError as error:
             # What is still to come of a body that is too large is not read.
@@ -130,11 +158,11 @@ class Gate:
 
     def _require_near(self, headers: Headers) -> None:
         """Without a key, other sites that a browser on this machine has open must not reach the server."""
-        host = urlsplit(f"//{headers.get('host', '')}").hostname
+        host = _split(headers, "host", "//").hostname
         if host not in LOOPBACK:
             raise ApiError(403, f"without an API key only local addresses are served, not {host!r}; set --api-key")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        if origin is not None and _split(headers, "origin").netloc != headers.get("host"):
             raise ApiError(403, f"without an API key no page of another origin ({origin}) is served; set --api-key")
 
     def _counting(self, receive: Receive) -> Receive:
@@ -151,6 +179,16 @@ class Gate:
         return counted
 
 
+def _split(headers: Headers, name: str, before: str = "") -> SplitResult:
+    """The parts of the address in a header."""
+    try:
+        return urlsplit(before + headers.get(name, ""))
+    except ValueError:
+        raise ApiError(
+            400, f"the header {name.title()} is no address: {headers[name]!r}", "invalid_header", name
+        ) from None
+
+
 def _known(path: str) -> str:
     """A path as a label: made-up ones must not fill the memory of the counters."""
     known = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/documents", "/v1/documents/{id}", "/metrics")
@@ -162,8 +200,9 @@ def _too_large(most: int) -> ApiError:
 
 
 class Routes:
-    def __init__(self, service: Service, largest_body: int) -> None:
-        self.service, self.largest = service, largest_body
+    def __init__(self, service: Service, largest_body: int, pdf: Limits) -> None:
+        self.service, self.largest, self.pdf = service, largest_body, pdf
+        self._turn = asyncio.Semaphore(MOST_OPENED)
 
     def all(self) -> list[Route]:
         return [
@@ -195,7 +234,7 @@ class Routes:
     ) -> Response:
         asked: Asked = parsed(kind, await request.body())
         answer = await run_in_threadpool(start, asked)
-        gone = asyncio.create_task(_until_gone(request, answer))
+        gone = asyncio.create_task(_until_gone(request, answer.ticket.cancel))
         if answer.streams:
             events = self._events(answer, form, gone)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -259,17 +298,38 @@ class Routes:
         return JSONResponse(document.public(), 202 if document.status != "ready" else 200)
 
     async def _uploaded(self, request: Request) -> DocumentSent:
-        async with request.form(max_files=1, max_fields=4, max_part_size=self.largest) as form:
-            fields = {name: value for name, value in form.items() if isinstance(value, str)}
-            file = form.get("file")
-            if not isinstance(file, UploadFile):
-                raise ApiError(400, "the form has no file in its field 'file'", "missing_parameter", "file")
-            data, name = await file.read(), fields.setdefault("name", (file.filename or "")[:200])
         try:
-            text = await run_in_threadpool(text_of, data, name or "the file")
+            async with request.form(max_files=1, max_fields=4, max_part_size=self.largest) as form:
+                fields = {name: value for name, value in form.items() if isinstance(value, str)}
+                file = form.get("file")
+                if not isinstance(file, UploadFile):
+                    raise ApiError(400, "the form has no file in its field 'file'", "missing_parameter", "file")
+                data, name = await file.read(), fields.setdefault("name", (file.filename or "")[:200])
+        except UnicodeError as error:  # the client chooses the charset, and some fail in ways of their own
+            raise ApiError(400, f"the form cannot be read: {error}", "invalid_form") from None
+        text = await self._opened(request, data, name or "the file")
+        return parsed(DocumentSent, json.dumps({**fields, "text": text}).encode())
+
+    async def _opened(self, request: Request, data: bytes, name: str) -> str:
+        """The text of a file; a PDF is left when its client goes or the server stops."""
+        gone = asyncio.create_task(_until_gone(request))
+
+        def wanted() -> bool:
+            return not (gone.done() or self.service.stopping)
+
+        try:
+            async with self._turn if is_pdf(data) else contextlib.nullcontext():
+                return await run_in_threadpool(text_of, data, name, self.pdf, wanted)
+        except TooLarge as error:
+            raise ApiError(413, str(error), "document_too_large", "file") from None
         except (ValueError, ImportError) as error:
             raise ApiError(400, str(error), "invalid_document", "file") from None
-        return parsed(DocumentSent, json.dumps({**fields, "text": text}).encode())
+        except Stopped:
+            if self.service.stopping:
+                raise _stopping("the file was not read") from None
+            raise ApiError(CLIENT_GONE, "the client has gone") from None
+        finally:
+            gone.cancel()
 
     async def document(self, request: Request) -> Response:
         document = await self._of_document(request, self.service.documents.get)
@@ -320,11 +380,11 @@ class Routes:
         return Response(content, media_type=kind, headers=PAGE_HEADERS)
 
 
-async def _until_gone(request: Request, answer: Answer) -> None:
-    """Cancels an answer whose client has closed the connection."""
+async def _until_gone(request: Request, then: Callable[[], None] = lambda: None) -> None:
+    """Waits until the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    answer.ticket.cancel()
+    then()
 
 
 async def _pieces(answer: Answer) -> AsyncIterator[str | None]:
@@ -362,8 +422,12 @@ def _reason(answer: Answer) -> Any:
         error = answer.ticket.error
         raise ApiError(500, f"the answer failed: {type(error).__name__}: {error}", "generation_failed")
     if reason == "cancelled":
-        raise ApiError(503, "the answer was broken off: the server is stopping", "stopping", retry_after=2)
+        raise _stopping("the answer was broken off")
     return reason
+
+
+def _stopping(what: str) -> ApiError:
+    return ApiError(503, f"{what}: the server is stopping", "stopping", retry_after=2)
 
 
 def _usage(answer: Answer) -> CompletionUsage:

@@ -9,7 +9,8 @@ A document's folder appears under its name in one step, its cache too. Whatever 
 one finds whole documents, and reads again those without a cache. Several servers may share a folder: a lock says who
 reads a document, and the operating system frees it when a process dies.
 
-The id of a document is made of its text, model and method: the same text again is the same document.
+The id of a document is made of its text, model and method: the same text again is the same document. Links in the
+folder are not followed: what is behind one is no document.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import queue
 import re
@@ -41,7 +43,7 @@ from kvsketch.cache.streaming import prefill
 from kvsketch.decode import captured
 from kvsketch.decode.asking import document_ids, repeat_instruction
 from kvsketch.methods import Method, parse_method
-from kvsketch.models.files import place, read_json, write_json
+from kvsketch.models.files import is_plain_file, place, read_json, remove, write_json
 from kvsketch.serve import held
 from kvsketch.serve.engine import WHOLE
 from kvsketch.serve.requests import Full
@@ -51,6 +53,12 @@ ID = re.compile(r"doc-[0-9a-f]{24}")
 WORK = re.compile(r"\.(new|gone)-doc-[0-9a-f]{24}\.(?P<host>.+)\.(?P<process>\d+)")
 MOST_WAITING = 64  # documents
 LOOK_AGAIN = 1.0  # seconds until a document that another process reads is looked at again
+FACTS: dict[str, type] = {
+    "id": str, "name": str, "created_at": int, "model": str, "method": str, "tokens": int, "characters": int,
+}  # of document.json  # fmt: skip
+HELD_FACTS: dict[str, type] = {
+    "seconds": float, "tokens_stored": int, "device_bytes": int, "host_bytes": int, "full_bytes": int, "slots": list,
+}  # of held.json  # fmt: skip
 Status = Literal["waiting", "reading", "ready", "failed", "other_model"]
 log = logging.getLogger("kvsketch.serve")
 
@@ -119,6 +127,29 @@ class _Reading:
     error: str | None = None
 
 
+def _content(path: Path) -> dict[str, Any]:
+    """What a file says; nothing for a link."""
+    return {} if path.is_symlink() else dict(read_json(path))
+
+
+def _facts(content: dict[str, Any], kinds: dict[str, type]) -> dict[str, Any]:
+    """The facts that are what they should be."""
+    return {name: content[name] for name, kind in kinds.items() if _is(content.get(name), kind)}
+
+
+def _is(value: Any, kind: type) -> bool:
+    """Whether a fact of a file has its kind, and can be written into an answer."""
+    if kind is list:
+        return isinstance(value, list) and all(
+            isinstance(row, list) and all(_is(each, int) for each in row) for row in value
+        )
+    if kind is float:
+        return _is(value, int) or (isinstance(value, float) and math.isfinite(value))
+    if kind is str:
+        return isinstance(value, str) and not any("\ud800" <= each <= "\udfff" for each in value)
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 class DocumentStore:
     """The documents in a folder, for one model; `method` compresses those that name no other, and of these the ones of
     fewer than `whole_below` tokens are kept whole.
@@ -152,6 +183,8 @@ class DocumentStore:
         self._closed = threading.Event()
         # Documents are their owner's business.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (folder / ".locks").is_symlink():
+            (folder / ".locks").unlink()
         (folder / ".locks").mkdir(exist_ok=True)
         self._remove_leftovers()
         for document in self.documents():
@@ -173,16 +206,18 @@ class DocumentStore:
 
     def get(self, number: str) -> Document:
         """A document as it is at this moment; Unknown where there is none."""
-        facts: dict[str, Any] = dict(read_json(self._path(number) / "document.json"))
-        try:
-            document = Document(**{key: value for key, value in facts.items() if key in Document.__dataclass_fields__})
-        except TypeError:  # no file, or one that lacks what every document has
-            raise Unknown(f"there is no document {number!r}; GET /v1/documents lists them") from None
-        identity: Any = facts.get("identity", {})
-        if self._path(number).joinpath("cache.kvs").is_file():
-            summary: dict[str, Any] = dict(read_json(self._path(number) / "held.json"))
-            known = {key: value for key, value in summary.items() if key in Document.__dataclass_fields__}
-            document = replace(document, **{**known, "status": "ready", "tokens_read": document.tokens})
+        path = self._path(number)
+        content = _content(path / "document.json")
+        facts = _facts(content, FACTS)
+        whole = not path.is_symlink() and is_plain_file(path / "text.txt")
+        if not whole or len(facts) < len(FACTS) or facts["id"] != number:
+            # No file, or one that lacks what every document has.
+            raise Unknown(f"there is no document {number!r}; GET /v1/documents lists them")
+        document = Document(**facts)
+        identity: Any = content.get("identity", {})
+        if is_plain_file(path / "cache.kvs"):
+            held_facts = _facts(_content(path / "held.json"), HELD_FACTS)
+            document = replace(document, **{**held_facts, "status": "ready", "tokens_read": document.tokens})
         if identity != self.identity:
             return replace(document, status="other_model", error=self._other(number, identity))
         reading = self._reading.get(number)
@@ -223,8 +258,8 @@ class DocumentStore:
 
     def _other(self, number: str, identity: dict[str, Any]) -> str:
         try:
-            words = "; ".join(self._differences(identity))
-        except (KeyError, TypeError, AttributeError):
+            words = "; ".join(self._differences(identity)).encode("utf-8", "backslashreplace").decode()
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
             words = "its description cannot be read"
         return f"document {number} belongs to another model: {words or 'it differs'}. Send its text to this server too"
 
@@ -254,7 +289,7 @@ class DocumentStore:
         made_of = json.dumps([text, self.identity, chosen.full_text(), self._options], sort_keys=True)
         number = "doc-" + hashlib.sha256(made_of.encode()).hexdigest()[:24]
         with self._lock:
-            if not self._path(number).is_dir():
+            if not self._is_known(number):
                 if sum(not each.error for each in self._reading.values()) >= MOST_WAITING:
                     raise Full(f"{MOST_WAITING} documents wait to be read")
                 document = Document(number, name, int(time.time()), self.name, str(chosen), tokens, len(text))
@@ -264,6 +299,13 @@ class DocumentStore:
                 self._start(number)
         return self.get(number)
 
+    def _is_known(self, number: str) -> bool:
+        try:
+            self.get(number)
+        except Unknown:
+            return False
+        return True
+
     def delete(self, number: str) -> None:
         """Removes a document, also while it is read; Unknown where there is none."""
         self.get(number)
@@ -271,11 +313,17 @@ class DocumentStore:
             if number in self._reading:
                 self._reading[number].cancelled = True
             self._loaded.pop(number, None)
-            gone = self._work_path("gone", number)
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(self._path(number), gone)
-        shutil.rmtree(gone, ignore_errors=True)
+            self._clear(number)
         self._lock_file(number).unlink(missing_ok=True)
+
+    def _clear(self, number: str) -> None:
+        """Removes what is under the name of a document, in one step for others."""
+        gone = self._work_path("gone", number)
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self._path(number), gone)
+        # Whoever still reads it may write meanwhile; what stays is removed at the next start.
+        with contextlib.suppress(OSError):
+            remove(gone)
 
     def close(self) -> None:
         """Stops reading; what is not read yet is read by the next process."""
@@ -291,14 +339,27 @@ class DocumentStore:
         return found
 
     def _create(self, document: Document, method: Method, text: str) -> None:
-        names = ("id", "name", "created_at", "model", "method", "tokens", "characters")
-        facts = {key: getattr(document, key) for key in names}
+        facts = {key: getattr(document, key) for key in FACTS}
         work = self._work_path("new", document.id)
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
-        (work / "text.txt").write_text(text, encoding="utf-8")
-        write_json(work / "document.json", {**facts, "recipe": method.full_text(), "identity": self.identity})
-        place(work, self._path(document.id))
+        remove(work)
+        try:
+            work.mkdir()
+            (work / "text.txt").write_text(text, encoding="utf-8")
+            write_json(work / "document.json", {**facts, "recipe": method.full_text(), "identity": self.identity})
+            if not self._is_known(document.id):
+                # What is there under its name is no document, such as a damaged one or a link.
+                self._clear(document.id)
+                self._place(work, document.id)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def _place(self, work: Path, number: str) -> None:
+        try:
+            place(work, self._path(number))
+        except OSError:
+            # It may have its name already, and nobody would know of it.
+            self._clear(number)
+            raise
 
     def _work_path(self, kind: str, number: str) -> Path:
         return self.folder / f".{kind}-{number}.{socket.gethostname()}.{os.getpid()}"
@@ -309,7 +370,7 @@ class DocumentStore:
             match = WORK.fullmatch(path.name)
             if match and match["host"] == socket.gethostname() and not psutil.pid_exists(int(match["process"])):
                 shutil.rmtree(path, ignore_errors=True)
-            elif ID.fullmatch(path.name):
+            elif ID.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 sealed_file.remove_leftovers(path / "cache.kvs")
 
     # reading
@@ -344,7 +405,10 @@ class DocumentStore:
         return FileLock(str(self._lock_file(number)), timeout=0)
 
     def _lock_file(self, number: str) -> Path:
-        return self.folder / ".locks" / number
+        path = self.folder / ".locks" / number
+        if path.is_symlink():
+            path.unlink()
+        return path
 
     def _read(self, number: str) -> None:
         path, reading, start = self._path(number), self._reading[number], time.perf_counter()
@@ -366,6 +430,8 @@ class DocumentStore:
         found = held.summary(self.model, cache)
         seconds = round(time.perf_counter() - start, 3)
         write_json(path / "held.json", {**found, "seconds": seconds})
+        if (path / "cache.kvs").is_symlink():
+            (path / "cache.kvs").unlink()
         cache.save(path / "cache.kvs")
         with self._lock:
             if not reading.cancelled:

@@ -73,8 +73,8 @@ class Request:
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (no limit) or a number of tokens, not {self.top_k}")
+        if not 0 <= self.top_k < 2**63:
+            raise ValueError(f"top_k must be 0 (no limit) or a number of tokens below 2^63, not {self.top_k}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be from 0 (no limit) to 1, not {self.min_p}")
         if not 0 < self.repetition_penalty < float("inf"):

@@ -7,6 +7,7 @@ value is accepted at that value.
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,6 +22,9 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "parallel_tool_calls": (True, False),
     "store": (False,), "modalities": (["text"],), "reasoning_effort": ("none",),
 }  # fmt: skip
+
+SURROGATE = re.compile("[\ud800-\udfff]")
+ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON; most texts have none
 
 
 class ApiError(Exception):
@@ -76,10 +80,10 @@ class Asked(Fields):
     """What both endpoints share."""
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -98,7 +102,7 @@ class Asked(Fields):
 
 class ChatAsked(Asked):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     document: str | None = None
 
     @property
@@ -126,18 +130,23 @@ Kind = TypeVar("Kind", bound=Fields)
 def parsed(kind: type[Kind], body: bytes) -> Kind:
     """The fields of a request; ApiError names the first thing that is wrong."""
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        text = body.decode("utf-8-sig")
+        data = json.loads(text)
+    except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", "invalid_json") from None
     if not isinstance(data, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(data).__name__}", "invalid_json")
+    if ESCAPED_SURROGATE.search(text):
+        _require_whole_characters(data)
     known = list(kind.model_fields)
     for name in [name for name in data if name in (*IGNORED, *HARMLESS) and name not in known]:
         value = data.pop(name)
         if name in HARMLESS and value is not None and value not in HARMLESS[name]:
             usual = " or ".join(map(json.dumps, HARMLESS[name]))
             raise ApiError(
-                400, f"{name}={json.dumps(value)[:80]} is not supported; leave it out, or send {usual}",
+                400, f"{name}={_shown(value)} is not supported; leave it out, or send {usual}",
                 "unsupported_parameter", name,
             )  # fmt: skip
     try:
@@ -157,5 +166,31 @@ def _told(error: ValidationError, known: list[str]) -> ApiError:
         return ApiError(400, f"unknown field {'.'.join(place)!r}", "unknown_parameter", ".".join(place))
     if first["type"] == "missing":
         return ApiError(400, f"the field {'.'.join(place)!r} is missing", "missing_parameter", ".".join(place))
-    shown = json.dumps(first.get("input"), default=str)[:80]
-    return ApiError(400, f"{'.'.join(place)}: {first['msg']}, got {shown}", "invalid_value", ".".join(place))
+    message = f"{'.'.join(place)}: {first['msg']}, got {_shown(first.get('input'))}"
+    return ApiError(400, message, "invalid_value", ".".join(place))
+
+
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value, default=str)[:80]
+    except RecursionError:
+        return "something nested too deeply"
+
+
+def _require_whole_characters(data: dict[str, Any]) -> None:
+    """ApiError names a text with half of a surrogate pair: JSON can spell one, but it is no character."""
+    left: list[tuple[list[str], Any]] = [([], data)]
+    while left:
+        place, value = left.pop()
+        if isinstance(value, str) and (half := SURROGATE.search(value)):
+            name = ".".join(place)
+            raise ApiError(
+                400, f"{name}: {half[0]!a} at place {half.start()} is half of a character; send whole ones",
+                "invalid_value", name,
+            )  # fmt: skip
+        if isinstance(value, dict):
+            for key in value:
+                if SURROGATE.search(key):
+                    raise ApiError(400, f"unknown field {key!a}", "unknown_parameter", ascii(key))
+        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        left.extend(([*place, str(key)], part) for key, part in parts if isinstance(part, (str, list, dict)))

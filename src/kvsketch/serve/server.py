@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ import uvicorn
 from kvsketch import models
 from kvsketch.decode.shared import SharedRows, alone
 from kvsketch.methods import Method, parse_method
+from kvsketch.serve import connections
 from kvsketch.serve.app import LARGEST_BODY, create_app
+from kvsketch.serve.connections import Patience
 from kvsketch.serve.engine import BatchedEngine, usual_prefill
+from kvsketch.serve.files import SENT, Limits
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.requests import Engine
 from kvsketch.serve.sequential import SequentialEngine
@@ -26,7 +30,6 @@ from kvsketch.serve.service import Service, longest_context
 
 DEFAULT_METHOD = "rehearse:budget=1/2"
 SHORT = 1024  # tokens of a document below which it is kept whole unless a method is named
-MOST_CONNECTIONS = 1024
 MOST_ROWS_CPU, MOST_ROWS_GPU = 4, 64  # unless asked for more
 
 
@@ -129,14 +132,17 @@ class Server:
         api_key: str | None = None,
         largest_body: int = LARGEST_BODY,
         drain: int = 60,
+        pdf: Limits = SENT,
+        patience: Patience | None = None,
     ) -> None:
         self.service = service
-        app = create_app(service, api_key=api_key, largest_body=largest_body)
+        app = create_app(service, api_key=api_key, largest_body=largest_body, pdf=pdf)
+        # A connection that became a WebSocket would leave the limits behind.
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, lifespan="on",
-            timeout_graceful_shutdown=drain, limit_concurrency=MOST_CONNECTIONS,
+            app, log_level="warning", access_log=False, server_header=False, lifespan="on", ws="none",
+            http=connections.protocol(patience or _usual_patience(service)), timeout_graceful_shutdown=drain,
         )  # fmt: skip
-        self._server = uvicorn.Server(config)
+        self._server = _Uvicorn(config, service)
         self._socket = _listening(host, port)
         bound = self._socket.getsockname()[1]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
@@ -161,6 +167,28 @@ class Server:
 
     def stop(self) -> None:
         self._server.should_exit = True
+
+
+def _usual_patience(service: Service) -> Patience:
+    """A proxy is one address: it may have as many connections as there are places for requests, twice."""
+    state, usual = service.engine.state(), Patience()
+    return replace(
+        usual,
+        connections=connections.most_connections(),
+        per_address=max(usual.per_address, 2 * (state.rows + state.queue)),
+    )
+
+
+class _Uvicorn(uvicorn.Server):
+    """Tells the service that a stop has begun: the application hears of it after the last connection."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.stopping = True
+        await super().shutdown(sockets)
 
 
 def _listening(host: str, port: int) -> socket.socket:

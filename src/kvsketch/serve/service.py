@@ -84,6 +84,8 @@ class Service:
         self._lock = threading.Lock()
         self.metrics = Metrics(self.engine.state, self._statuses)
         self._mean_seconds = 1.0
+        self.stopping = False
+        """Whether what can be broken off should be."""
 
     # requests
 
@@ -220,6 +222,7 @@ class Service:
 
     def close(self, drain: bool = True) -> None:
         """Answers what was accepted with `drain`, then stops."""
+        self.stopping = True
         self.documents.close()
         self.engine.close(drain)
         if self._beside is not None:

@@ -1,0 +1,38 @@
+"""Small PDF files with text, and the processes that read them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import psutil
+from pypdf import PdfWriter
+from pypdf.generic import DictionaryObject, NameObject, StreamObject
+
+LINE = b"10 10 Td (The harbour is deep) Tj\n"
+
+
+def pdf(pages: int = 1, lines: int = 1, blanks: int = 0) -> bytes:
+    """A PDF whose pages all show one compressed stream of `lines` text operators and some blanks."""
+    writer, file, content = PdfWriter(), io.BytesIO(), StreamObject()
+    content.set_data(b"BT /F 12 Tf\n" + LINE * lines + b" " * blanks + b"ET")
+    stream = writer._add_object(content.flate_encode())
+    face = {"/Type": "/Font", "/Subtype": "/Type1", "/BaseFont": "/Helvetica"}
+    font = DictionaryObject({NameObject(key): NameObject(value) for key, value in face.items()})
+    fonts = DictionaryObject({NameObject("/F"): writer._add_object(font)})
+    for _ in range(pages):
+        page = writer.add_blank_page(200, 200)
+        page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
+        page[NameObject("/Contents")] = stream
+    writer.write(file)
+    return file.getvalue()
+
+
+def readers() -> list[psutil.Process]:
+    """The processes of `serve/pdf.py` that this one has started."""
+    found = []
+    for each in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if "pdf.py" in " ".join(each.cmdline()):
+                found.append(each)
+    return found
