@@ -128,6 +128,33 @@ def test_requests_in_pages_are_requests_alone(text: str) -> None:
     served.forward([3, 2], {})
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("text", ["rehearse", "rehearse:share=layer:bits=16"])
+def test_a_request_that_is_not_finite_harms_no_other(text: str, value: float) -> None:
+    """Beside it, and in its page after it; its room for new tokens fills up meanwhile, so that it is settled twice."""
+    served = Served(f"{text}:budget=40:wait=64:recent=8")
+    served.forward([], {4: 90})
+
+    def poison(n: int, seen: int) -> None:
+        for layer, new in enumerate(served.tokens(n)):
+            spoilt = [torch.full_like(part, value) for part in new]
+            if n > 1:
+                out = served.together.prefill(layer, 2, seen, *spoilt)
+            else:
+                out = served.together.decode(layer, [2], torch.tensor([seen]), *spoilt)
+            assert not out.isfinite().any()
+        served.together.finish([(2, seen)] if n == 1 else [])
+
+    poison(70, 0)
+    for count in range(66):
+        poison(1, 70 + count)
+    served.forward([4], {2: 80})
+    for _ in range(5):
+        served.forward([2, 4], {})
+    for page, request in served.alone.items():
+        assert served.kept(page) == request.kept()
+
+
 def test_heads_and_layers_share_a_page() -> None:
     """With share=model a layer may hold more than its part; the page has room for the sum."""
     served = Served("rehearse:budget=24:wait=64:recent=8:refit=none")

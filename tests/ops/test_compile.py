@@ -30,7 +30,7 @@ from kvsketch.ops.codec import Codec, CodedSlots, encode
 from kvsketch.ops.fold_token import Layout as Folded
 from kvsketch.ops.fold_token import State
 from kvsketch.ops.hot_rows import Buffer, Store, new_places
-from kvsketch.ops.page_rows import Rows, Worth
+from kvsketch.ops.page_rows import Rows, Vectors, Worth
 from kvsketch.ops.take_rows import Sources, take_rows_of
 from kvsketch.slots.layout import Layout
 from tests.ops.formula import needs_triton
@@ -272,7 +272,7 @@ def slot_update() -> None:
 def page_rows() -> None:
     held = Worth(ints(B, H, S), zeros(B, H, S), zeros(B, H, S))
     rows = Rows(longs(B), longs(B), longs(B))
-    ops.open_rows(held, rows)
+    ops.open_rows(held, rows, Vectors(normal(B, H, S, D), normal(B, H, S, D)))
     ops.close_rows(held, rows, held)
 
 

@@ -9,7 +9,9 @@ Legend: B requests, n tokens, Hq query heads, H KV heads, D key size, Dv value s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,9 +19,11 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.rehearse import Rehearse, Rehearsed
+from kvsketch.slots.codes import NotFinite
 from kvsketch.slots.request_pages import RequestPages, RequestShape
 from kvsketch.slots.table import Place, SlotTable
 
+log = logging.getLogger(f"vllm.{__name__}")
 NOBODY = -1  # the page of tokens that are read to measure memory
 
 
@@ -91,7 +95,8 @@ class Together:
     def finish(self, singles: Iterable[tuple[int, int]] = ()) -> None:
         """All layers have taken the tokens; `singles`: pages with one new token each, and tokens seen before it."""
         for page, tables in self.taken.items():
-            self.method.settle(tables)
+            with _of_its_own():
+                self.method.settle(tables)
             if page != NOBODY:
                 assert self.pages is not None
                 self.pages.put(page, tables)
@@ -106,5 +111,18 @@ class Together:
         tables = [pages.table(layer, page, seen) for layer in range(len(self.places))]
         for table, scale in zip(tables, self.scales, strict=True):
             table.note_scale(scale)
-        self.method.catch_up(tables)
+        with _of_its_own():
+            self.method.catch_up(tables)
         pages.put(page, tables)
+
+
+@contextlib.contextmanager
+def _of_its_own() -> Iterator[None]:
+    """A request that is not finite is said so and goes on: an error here would end all requests of the engine.
+
+    It is settled by then, and what is not finite stays in its page.
+    """
+    try:
+        yield
+    except NotFinite as error:
+        log.warning("kvsketch: one request of this step is not finite, and so is its answer: %s", error)
