@@ -43,7 +43,7 @@ from kvsketch.decode.asking import document_ids, repeat_instruction
 from kvsketch.methods import Method, parse_method
 from kvsketch.models.files import place, read_json, write_json
 from kvsketch.serve import held
-from kvsketch.serve.requests import Full
+from kvsketch.serve.requests import Full, not_finite
 from kvsketch.serve.sequential import Cancelled, WatchedCache
 
 ID = re.compile(r"doc-[0-9a-f]{24}")
@@ -354,7 +354,9 @@ class DocumentStore:
         ids = document_ids(self.tokenizer, (path / "text.txt").read_text(encoding="utf-8"))
         said = repeat_instruction(self.tokenizer)
         with _Turn(self.model.device) as turn:
-            prefill(self.model, ids.to(self.model.device), cache, after_chunk=turn.pass_on, instruction=said)
+            logits = prefill(self.model, ids.to(self.model.device), cache, after_chunk=turn.pass_on, instruction=said)
+        if not bool(logits.amax().isfinite()):
+            raise not_finite("the document", self.model)
         cache.read.open, cache.watch = True, None
         found = held.summary(self.model, cache)
         seconds = round(time.perf_counter() - start, 3)
