@@ -81,6 +81,34 @@ def test_one_forward_and_many_leave_the_same_cache(method: str) -> None:
         assert_same_state(caches[0], caches[1])
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        "rehearse:budget=16:sinks=2:recent=4:bits=16",
+        "expected:budget=16:sinks=2",
+        "snapkv:budget=16:window=4:share=model",
+        "h2o:budget=16:sinks=2:recent=4:share=model",
+        "kvzip:budget=16:sinks=2",
+    ],
+)
+def test_a_stream_of_layers_that_decide_together_is_refused_in_one_forward(method: str) -> None:
+    """No layer may read the second chunk before all have read the first; the call to use instead reads it."""
+    model, ids = zoo.build("llama"), zoo.tokens(1, LENGTH)
+    cache, fresh = stream(model, method), stream(model, method)
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(ValueError, match=r"61 tokens in one forward .* kvsketch\.prefill"):
+            model(ids, past_key_values=cache)
+        assert cache.tokens_seen == 0
+        torch.testing.assert_close(kvsketch.prefill(model, ids, cache), kvsketch.prefill(model, ids, fresh))
+        assert_same_state(cache, fresh)
+        cache.reset()
+        fresh.reset()
+    at_once = generate(model, ids, cache, max_new_tokens=3).sequences
+    assert kvsketch.generate(model, ids, fresh, max_new_tokens=3, do_sample=False).tolist() == at_once.tolist()
+    with torch.no_grad():
+        model(ids[:, : CHUNK + 1], past_key_values=CompressedCache(model, method, prefill="stream", chunk=CHUNK))
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_chunk_that_holds_the_prompt_is_exact_prefill(name: str) -> None:
     model = zoo.build("qwen2")

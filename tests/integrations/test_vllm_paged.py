@@ -60,7 +60,8 @@ class Served:
         self.place = Place(1, 3, first_head=4)
         self.layer = PagedLayer(servable(parse_method(text)), self.place, 0.3)
         self.shape = self.layer.page_shape(HEADS, SIZE, SIZE, torch.float32)
-        self.pool = torch.full((6, self.shape.nbytes + 64), 63, dtype=torch.uint8, device=DEVICE)
+        # nan in every float
+        self.pool = torch.full((6, self.shape.nbytes + 64), 255, dtype=torch.uint8, device=DEVICE)
         self.pages = Pages(self.shape, self.pool[:, : self.shape.nbytes])
 
     def tokens(self, n: int) -> list[Tensor]:
@@ -115,6 +116,29 @@ def test_requests_in_pages_are_requests_alone(text: str) -> None:
     assert torch.equal(served.pool[[0, 1, 5]], before[[0, 1, 5]]), "a page of nobody was written"
     end = served.shape.nbytes
     assert torch.equal(served.pool[:, end:], before[:, end:]), "bytes between the pages were written"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("text", METHODS)
+def test_a_request_that_was_not_finite_leaves_nothing_in_its_page(text: str, value: float) -> None:
+    """The next one there begins with a prompt, or with a single token, and is as it would be alone."""
+    served = Served(text)
+    for begins in (7, 1):
+        poison = [torch.full_like(part, value) for part in served.tokens(20)]
+        served.layer.prefill(served.pages, whole(4), 0, *poison)
+        for count in range(5):
+            one = [part[:1] for part in poison]
+            served.layer.decode(served.pages, whole(4), whole(20 + count), *one)
+        alone, seen = Alone(text, served.place), 0
+        for new in (begins, 1, 1, 1):
+            tokens = served.tokens(new)
+            if new > 1:
+                found = served.layer.prefill(served.pages, whole(4), seen, *tokens)
+            else:
+                found = served.layer.decode(served.pages, whole(4), whole(seen), *tokens)
+            torch.testing.assert_close(found, alone.read(*tokens), atol=1e-5, rtol=1e-4)
+            seen += new
+        assert served.kept(4, seen) == kept(alone.table)
 
 
 @needs_triton

@@ -131,6 +131,35 @@ def test_requests_in_pages_are_requests_alone(text: str) -> None:
     served.forward([3, 2], {})
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("text", ["rehearse", "rehearse:share=layer:bits=16"])
+def test_a_request_that_is_not_finite_harms_no_other(text: str, value: float) -> None:
+    """Beside it, and in its page after it; its room for new tokens fills up meanwhile, so that it is settled twice."""
+    served = Served(f"{text}:budget=40:wait=64:recent=8")
+    served.forward([], {4: 90})
+
+    def poison(n: int, seen: int) -> None:
+        served.together.catch_up(served.pool, [(2, seen)])
+        served.together.begin(served.pool)
+        for layer, new in enumerate(served.tokens(n)):
+            spoilt = [torch.full_like(part, value) for part in new]
+            if n > 1:
+                out = served.together.prefill(layer, 2, seen, *spoilt)
+            else:
+                out = served.together.decode(layer, torch.tensor([2]), torch.tensor([seen]), *spoilt)
+            assert not out.isfinite().any()
+        served.together.finish()
+
+    poison(70, 0)
+    for count in range(66):
+        poison(1, 70 + count)
+    served.forward([4], {2: 80})
+    for _ in range(5):
+        served.forward([2, 4], {})
+    for page, request in served.alone.items():
+        assert served.kept(page) == request.kept()
+
+
 def test_heads_and_layers_share_a_page() -> None:
     """With share=model a layer may hold more than its part; the page has room for the sum."""
     served = Served("rehearse:budget=24:wait=64:recent=8:refit=none")
@@ -231,9 +260,11 @@ def test_a_first_token_that_comes_alone_starts_its_page() -> None:
 
 
 @needs_triton
-def test_the_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every operation of a step by its kernel, in Triton's interpreter where there is no GPU."""
-    text = "rehearse:budget=16:wait=64:recent=4:refit=none"
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the pool is on the CPU, where kernels need the interpreter")
+@pytest.mark.parametrize("bits", [4, 16])
+def test_the_kernels_do_the_same(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation of a step by its kernel, in Triton's interpreter; what nobody has written there is nan."""
+    text = f"rehearse:budget=16:wait=64:recent=4:refit=none:bits={bits}"
     by_torch, by_kernel = Served(text), Served(text)
     for served in (by_torch, by_kernel):
         served.forward([], {3: 40, 1: 20})

@@ -31,7 +31,7 @@ from kvsketch.ops.common.ragged import Readers
 from kvsketch.ops.fold_token import Layout as Folded
 from kvsketch.ops.fold_token import State
 from kvsketch.ops.hot_rows import Buffer, Store, new_places
-from kvsketch.ops.page_rows import Rows, Worth
+from kvsketch.ops.page_rows import Rows, Vectors, Worth
 from kvsketch.ops.take_rows import Sources, take_rows_of
 from kvsketch.ops.work_list import fixed_work_list
 from kvsketch.slots.layout import Layout
@@ -278,7 +278,7 @@ def work_list() -> None:
 def page_rows() -> None:
     held = Worth(ints(B, H, S), zeros(B, H, S), zeros(B, H, S))
     rows = Rows(longs(B), longs(B), longs(B))
-    ops.open_rows(held, rows)
+    ops.open_rows(held, rows, Vectors(normal(B, H, S, D), normal(B, H, S, D)))
     ops.close_rows(held, rows, held)
 
 

@@ -134,6 +134,17 @@ def check(attend: Attend, call: Arguments) -> None:
         torch.testing.assert_close(log_sum.double(), exact, atol=1e-4, rtol=1e-4)
 
 
+def test_what_is_not_finite_is_not_hidden(attend: Attend, device: torch.device) -> None:
+    """Keys of which some overflow make nothing of the output of those who read them; others are as they were."""
+    call = make_call(device)
+    wanted = attend(call).out
+    keys = call.k.clone()
+    keys[1, 0, 55] = float("nan")  # in a span
+    found = attend(replace(call, k=keys)).out
+    assert found[1, :2].isnan().all()
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1, 2:], wanted[1, 2:])
+
+
 @pytest.mark.parametrize(
     ("group", "rows", "size", "extras", "dtype", "shared"),
     [

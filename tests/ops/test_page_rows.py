@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvsketch import ops
-from kvsketch.ops.page_rows import Rows, Worth, reference
+from kvsketch.ops.page_rows import Rows, Vectors, Worth, reference
 from kvsketch.ops.weighted_attention import Arguments
 from kvsketch.ops.weighted_attention import reference as attention
 
@@ -23,21 +23,26 @@ def test_out_and_back(device: torch.device, slots: int, scored: bool) -> None:
     planes[0].copy_(torch.randint(-3, 50, planes[0].shape, generator=g).clamp_min(-1))
     planes[0][:, :, -1] = -1
     rows = Rows(*(torch.tensor(x, device=device) for x in ([3, 0, 1, 0], [60, -1, 0, -1], [7, 0, 900, 5])))
+    vectors = torch.full((5, 2 * slots * (24 + 8) + 8), float("nan"))  # side by side
     results = []
     for module in (reference, kernel):
         mine = pool.clone().to(device)
         index, *floats = (mine[:, i * 2 * slots : (i + 1) * 2 * slots].unflatten(1, (2, slots)) for i in range(3))
         log_den, score = (plane.view(torch.float32) for plane in floats)
         held = Worth(index, log_den, score if scored else None)
-        opened, next_slot = module.open_rows(held, rows)
+        own = vectors.to(device, copy=True)
+        keys, values = own[:, : 48 * slots].unflatten(1, (2, slots, 24)), own[:, 48 * slots : 64 * slots]
+        opened, next_slot = module.open_rows(held, rows, Vectors(keys, values.unflatten(1, (2, slots, 8))))
         assert (opened.tokens.gather(2, next_slot) == -1).all()
         changed = Worth(*(None if x is None else x.clone() for x in opened))
         changed.tokens.scatter_(2, next_slot, 1000)
         module.close_rows(held, rows, changed)
-        results.append([x for x in (*opened, next_slot, mine) if x is not None])
+        results.append([x for x in (*opened, next_slot, own, mine) if x is not None])
     for wanted, found in zip(*results, strict=True):
         assert torch.equal(wanted.view(torch.int32), found.view(torch.int32))
-    opened, mine = results[0][0], results[0][-1].cpu()
+    opened, own, mine = results[0][0], results[0][-2].cpu(), results[0][-1].cpu()
+    assert (own[1, : 64 * slots] == 0).all() and own[1, 64 * slots :].isnan().all(), "keys and values of a first token"
+    assert own[[0, 2, 3, 4]].isnan().all(), "those of others"
     assert torch.equal(opened[0].cpu(), torch.where(planes[0][3] >= 0, planes[0][3] + 7, -1))
     assert (opened[2] == -1).all(), "a request that has seen nothing begins empty"
     assert torch.equal(mine[[0, 2, 4]], pool[[0, 2, 4]]), "pages of nobody"

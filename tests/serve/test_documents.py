@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import itertools
 import json
@@ -56,6 +57,17 @@ def opened(model: Any, tokenizer: Any, tmp_path: Path) -> Iterator[Any]:
     yield open_store
     for store in stores:
         store.close()
+
+
+def test_a_document_on_which_the_model_overflows_is_not_kept(opened: Any, model: Any, tokenizer: Any) -> None:
+    """Its questions would all be answered with nothing; others are read as before."""
+    other = copy.deepcopy(model)
+    other.model.embed_tokens.weight.data[tokenizer("~")["input_ids"]] = float("inf")
+    for method in (METHOD, f"{METHOD}:bits=4"):
+        store = opened(model=other, method=method)
+        spoilt, good = (store.wait(store.add(text).id) for text in (TEXT + "~", TEXT))
+        assert spoilt.status == "failed" and "not finite" in spoilt.error
+        assert good.status == "ready"
 
 
 def test_a_document_is_read_once_and_found_after_a_restart(opened: Any, model: Any, tokenizer: Any) -> None:

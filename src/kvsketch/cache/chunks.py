@@ -153,6 +153,19 @@ def chunk_spans(tokens: int, chunk: int | None, keep_last: bool = False) -> list
     return list(zip([0, *cuts], [*cuts, tokens], strict=True))
 
 
+def require_one_chunk(layer: SlotLayer, new: int) -> None:
+    """Raises ValueError where a stream of several chunks comes in one forward and layers decide together: the first
+    layer would read the second chunk before the last has read the first.
+    """
+    chunks = len(chunk_spans(new, layer.chunk))
+    if chunks > 1 and layer.method.settles:
+        raise ValueError(
+            f"{layer.method.name} decides over all layers after each chunk, and {new} tokens in one forward are "
+            f"{chunks} chunks of {layer.chunk}; read them with kvsketch.prefill, kvsketch.generate or model.generate, "
+            "which feed the model chunk by chunk, or make the cache with prefill='exact'"
+        )
+
+
 def require_stream(prefill: str, chunk: int) -> None:
     """Raises ValueError unless the two say how a prompt is read."""
     if prefill not in PREFILLS:

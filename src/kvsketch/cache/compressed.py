@@ -18,7 +18,7 @@ from transformers import Cache, PretrainedConfig
 from kvsketch.cache import attention, families, interrupted, making, repetition, rollback, saving, streaming
 from kvsketch.cache import memory as memory_sizes
 from kvsketch.cache.checks import require_finite
-from kvsketch.cache.chunks import require_stream
+from kvsketch.cache.chunks import require_one_chunk, require_stream
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.read import TextRead
 from kvsketch.cache.saving.model_identity import ModelIdentity
@@ -92,6 +92,7 @@ class CompressedCache(Cache):
         layer = self.layers[layer_idx]
         if layer_idx <= self._last_updated:
             interrupted.require_whole(self.layers, self._broken_off)
+            require_one_chunk(self.slot_layers[0], key_states.shape[2])
             if self.method.settles:
                 # What layers decide together is decided before the first of them goes on.
                 for each in self.slot_layers:

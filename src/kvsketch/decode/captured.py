@@ -325,7 +325,8 @@ class Step:
         fused = fusion.fused(self.model) if self.fused else contextlib.nullcontext()
         with without_masks(self.layers, short=bounded), fused:
             logits = self.model(
-                input_ids=self.token,
+                # A sampler may say that there is no token: what the row does then is not read.
+                input_ids=self.token.clamp_min(0),
                 position_ids=self.position,
                 past_key_values=self.cache,
                 use_cache=True,

@@ -22,10 +22,12 @@ STATELESS = (
     "MinPLogitsWarper",
     "InfNanRemoveLogitsProcessor",
     "Seeded",
+    "Watched",
 )
 OF_HISTORY = ("RepetitionPenaltyLogitsProcessor",)
 OF_LENGTH = ("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
 STOPPING = ("MaxLengthCriteria", "EosTokenCriteria")
+NO_TOKEN = -1  # what is drawn from logits that are not finite
 VOCABULARY_PARTS = 256  # that are searched at the same time, where the vocabulary can be divided so
 
 
@@ -150,13 +152,18 @@ class Draw:
         return Draw.SAMPLE if temperature else Draw.GREEDY
 
     def choose(self, logits: Tensor, mode: int) -> Tensor:  # [B, V] -> [B, 1]
-        """The next token of each row; counts it. `mode`: the largest that any row needs."""
+        """The next token of each row, NO_TOKEN where its logits are not finite; counts it.
+
+        `mode`: the largest that any row needs.
+        """
         scores = logits.float()
         if mode == self.ALL:
             scores = torch.where(
                 self.said, torch.where(scores < 0, scores * self.penalty, scores / self.penalty), scores
             )
         token = largest(scores)
+        # Neither nan nor infinity is less than anything, so that the largest shows them.
+        finite = scores.gather(1, token).isfinite()
         if mode > self.GREEDY:
             scores = scores / torch.where(self.temperature > 0, self.temperature, 1.0)
             if mode == self.ALL:
@@ -168,7 +175,24 @@ class Draw:
         if mode == self.ALL:
             self.said.scatter_(1, token, True)
         self.number += 1
-        return token
+        return torch.where(finite, token, NO_TOKEN)
+
+
+class Watched:
+    """A logits processor that changes nothing and tells the host whether logits were not finite.
+
+    `lost` lies in memory of the host that the device writes: whoever waits for a token may read it, and waits for
+    nothing else.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._lost = torch.zeros(1, dtype=torch.bool, device=device)
+        self.lost = torch.zeros(1, dtype=torch.bool, pin_memory=device.type == "cuda")
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._lost |= ~scores.amax(-1).isfinite().all()
+        self.lost.copy_(self._lost, non_blocking=True)
+        return scores
 
 
 class Seeded:

@@ -62,6 +62,14 @@ def alone(model: Any, method: str | Method) -> str:
     return ""
 
 
+class RowFailed(Exception):
+    """What a method does for one row alone has failed; the other rows are as they were."""
+
+    def __init__(self, row: int, error: Exception) -> None:
+        super().__init__(f"row {row}: {error}")
+        self.row, self.error = row, error
+
+
 class SharedRows:
     """Tables of `rows` rows, and the decode step over the first of them."""
 
@@ -211,7 +219,11 @@ class SharedRows:
         self.padding[row] = self.padding.pop(source)
 
     def step(self, used: int, mode: int) -> Tensor:  # [used, 1]
-        """One token for each of the first `used` rows; `mode`: see `Draw.choose`. Overwritten by the next step."""
+        """One token for each of the first `used` rows; `mode`: see `Draw.choose`. Overwritten by the next step.
+
+        Raises RowFailed before anything is done where the periodic work of a row fails: once that row has left, the
+        others can go on.
+        """
         batch = next(batch for batch in self.batches if batch.rows >= used)
         if self.seen >= table_rows.LATEST:
             self.rewind()
@@ -228,7 +240,10 @@ class SharedRows:
             self.store.count_to(self.seen)
             with plain():
                 tables = self.store.take(row, self.seen - self.padding[row])
-                self.method.catch_up(tables)
+                try:
+                    self.method.catch_up(tables)
+                except Exception as error:
+                    raise RowFailed(row, error) from error
                 self.store.put(row, tables)
 
     def rewind(self) -> None:
@@ -289,7 +304,11 @@ class Batch:
         fused = fusion.fused(self.shared.model) if self.shared.fused else contextlib.nullcontext()
         with without_masks(self.cache.slot_layers, short=True), fused:
             logits = self.shared.model(
-                input_ids=self.token, position_ids=self.position, past_key_values=self.cache, use_cache=True
+                # A row may have no token: what it does then is not read.
+                input_ids=self.token.clamp_min(0),
+                position_ids=self.position,
+                past_key_values=self.cache,
+                use_cache=True,
             ).logits
         self.logits.copy_(logits[:, -1])
         # A row that has left must not run out of positions.

@@ -46,7 +46,7 @@ from kvsketch.methods import Method, parse_method
 from kvsketch.models.files import is_plain_file, place, read_json, remove, write_json
 from kvsketch.serve import held
 from kvsketch.serve.engine import WHOLE
-from kvsketch.serve.requests import Full
+from kvsketch.serve.requests import Full, not_finite
 from kvsketch.serve.sequential import Cancelled, WatchedCache
 
 ID = re.compile(r"doc-[0-9a-f]{24}")
@@ -425,7 +425,9 @@ class DocumentStore:
         ids = document_ids(self.tokenizer, (path / "text.txt").read_text(encoding="utf-8"))
         said = repeat_instruction(self.tokenizer)
         with _Turn(self.model.device) as turn:
-            prefill(self.model, ids.to(self.model.device), cache, after_chunk=turn.pass_on, instruction=said)
+            logits = prefill(self.model, ids.to(self.model.device), cache, after_chunk=turn.pass_on, instruction=said)
+        if not bool(logits.amax().isfinite()):
+            raise not_finite("the document", self.model)
         cache.read.open, cache.watch = True, None
         found = held.summary(self.model, cache)
         seconds = round(time.perf_counter() - start, 3)

@@ -36,12 +36,13 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import read_chunks
 from kvsketch.decode.captured import Step, impossible, turn_of
-from kvsketch.decode.sampling import Draw
-from kvsketch.decode.shared import LONGEST, SharedRows, alone
+from kvsketch.decode.sampling import NO_TOKEN, Draw
+from kvsketch.decode.shared import LONGEST, RowFailed, SharedRows, alone
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
-from kvsketch.serve.requests import Closed, EngineState, FinishReason, Full, Request, Ticket
+from kvsketch.serve.requests import Closed, EngineState, FinishReason, Full, Request, Ticket, not_finite
 from kvsketch.serve.sequential import WatchedCache
+from kvsketch.slots.codes import NotFinite
 
 WHOLE = "full"  # the method of documents that any engine answers
 
@@ -408,7 +409,12 @@ class BatchedEngine:
             return
         self._close_gap(self._shared, runs)
         rows = [run.row for run in runs if run.row is not None]
-        tokens = self._shared.step(max(rows) + 1, max(run.mode for run in runs))
+        try:
+            tokens = self._shared.step(max(rows) + 1, max(run.mode for run in runs))
+        except RowFailed as failed:
+            # The others take their step in the next turn.
+            self._end(next(run for run in runs if run.row == failed.row), "error", failed.error)
+            return
         self._counts.steps += 1
         self._send(Tokens.of(runs, tokens, rows))
 
@@ -451,7 +457,7 @@ class BatchedEngine:
             else:
                 position = torch.full_like(run.token, run.cache.tokens_seen)
                 options: dict[str, Any] = {"position_ids": position} if self._takes_positions else {}
-                out = self.model(run.token, past_key_values=run.cache, use_cache=True, **options)
+                out = self.model(run.token.clamp_min(0), past_key_values=run.cache, use_cache=True, **options)
                 run.token = run.draw.choose(out.logits[:, -1], run.mode)
         self._counts.steps += 1
         self._send(Tokens.of([run], run.token, [0]))
@@ -473,6 +479,8 @@ class BatchedEngine:
                     continue
                 if ticket.cancelled:
                     self._end(run, "cancelled")
+                elif token == NO_TOKEN:
+                    self._end(run, "error", not_finite(f"request {ticket.request.id}", self.model))
                 elif token in ticket.request.stop_ids:
                     self._end(run, "stop")
                 else:
@@ -502,6 +510,8 @@ class BatchedEngine:
 
     def _end(self, run: Run, reason: FinishReason, error: BaseException | None = None) -> None:
         self._leave(run)
+        if isinstance(error, NotFinite) and run.ticket.request.id not in str(error):
+            error = not_finite(f"request {run.ticket.request.id}", self.model, error)
         self._finish(run.ticket, reason, error)
 
     def _finish(self, ticket: Ticket, reason: FinishReason, error: BaseException | None = None) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 from uuid import uuid4
 
+from kvsketch.slots.codes import NotFinite
+
 if TYPE_CHECKING:
     from kvsketch.cache.compressed import CompressedCache
 
@@ -33,6 +35,15 @@ class Full(RuntimeError):
 
 class Closed(RuntimeError):
     """The engine takes no requests any more."""
+
+
+def not_finite(what: str, model: Any, error: BaseException | None = None) -> NotFinite:
+    """What a request or a document ends with when the model overflows on it; `error`: where that was seen."""
+    found, dtype = "" if error is None else f" ({error})", str(model.dtype).removeprefix("torch.")
+    return NotFinite(
+        f"{what}: the activations of the model are not finite{found}, {dtype} overflows on this text; load the model "
+        "in bfloat16 or float32 (--dtype bfloat16), or send another text"
+    )
 
 
 def unused_settings(model: Any) -> dict[str, Any]:

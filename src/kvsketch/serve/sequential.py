@@ -18,10 +18,19 @@ from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode.captured import generate
+from kvsketch.decode.sampling import NO_TOKEN, Watched
 from kvsketch.methods import Method, parse_method
-from kvsketch.serve.requests import Closed, EngineState, FinishReason, Full, Request, Ticket, unused_settings
-
-NO_TOKEN = -1
+from kvsketch.serve.requests import (
+    Closed,
+    EngineState,
+    FinishReason,
+    Full,
+    Request,
+    Ticket,
+    not_finite,
+    unused_settings,
+)
+from kvsketch.slots.codes import NotFinite
 
 
 class Cancelled(Exception):
@@ -142,6 +151,8 @@ class SequentialEngine:
             return self._generate(ticket, self._cache), None
         except Cancelled:
             return "cancelled", None
+        except NotFinite as error:
+            return "error", not_finite(f"request {ticket.request.id}", self.model, error)
         except Exception as error:  # one bad request must not end the thread that serves the others
             return "error", error
 
@@ -165,7 +176,8 @@ class SequentialEngine:
         request = ticket.request
         ids = torch.tensor([request.ids], device=self.model.device)
         mask = torch.ones(1, cache.tokens_seen + ids.shape[1], dtype=torch.long, device=ids.device)
-        listener = _Listener(ticket, cache)
+        watched = Watched(ids.device)
+        listener = _Listener(ticket, cache, watched)
         ends = sorted(request.stop_ids) or None
         # A request says all there is to say: what the model's own settings add is turned off.
         options: dict[str, Any] = {
@@ -175,6 +187,7 @@ class SequentialEngine:
             "pad_token_id": ends[0] if ends else 0,
             "repetition_penalty": request.repetition_penalty,
             "num_beams": 1,
+            "logits_processor": [watched],
             **dict.fromkeys(unused_settings(self.model)),
         }
         if request.temperature > 0:
@@ -193,8 +206,8 @@ class SequentialEngine:
 class _Listener:
     """A streamer of generate that fills a ticket."""
 
-    def __init__(self, ticket: Ticket, cache: CompressedCache) -> None:
-        self.ticket, self.cache, self.last = ticket, cache, NO_TOKEN
+    def __init__(self, ticket: Ticket, cache: CompressedCache, watched: Watched) -> None:
+        self.ticket, self.cache, self.watched, self.last = ticket, cache, watched, NO_TOKEN
         self._heard_prompt = False
 
     def put(self, ids: Tensor) -> None:
@@ -203,6 +216,8 @@ class _Listener:
         if not self._heard_prompt:
             self._heard_prompt = True
             return
+        if bool(self.watched.lost):
+            raise NotFinite(f"after {len(self.ticket.tokens)} tokens of the answer")
         if self.ticket.device_bytes is None:
             self.ticket.tokens_read = len(self.ticket.request.ids)
             self.ticket.tokens_stored, self.ticket.device_bytes = self.cache.tokens_stored, self.cache.device_bytes

@@ -349,6 +349,10 @@ def of_parts(like: Slots, parts: list[Tensor]) -> Slots:
     return parts[0] if isinstance(like, Tensor) else replace(like, codes=parts[0], steps=parts[1].squeeze(-1))
 
 
+class NotFinite(ValueError):
+    """A model has overflowed: what it makes of a text is nan or infinite."""
+
+
 class Doubt(NamedTuple):
     """Vectors of a layer that were coded, and may not be finite."""
 
@@ -365,7 +369,7 @@ class Doubt(NamedTuple):
 
 
 def require_finite(doubts: Sequence[Doubt]) -> None:
-    """Raises ValueError that names the first vector that could not be coded (asks the device once)."""
+    """Raises NotFinite that names the first vector that could not be coded (asks the device once)."""
     if not doubts:
         return
     here = doubts[0].worst.device
@@ -374,10 +378,10 @@ def require_finite(doubts: Sequence[Doubt]) -> None:
         return
     _, at, (_, heads, count), bits, what, layer = doubts[is_bad.index(True)]
     head, slot = divmod(int(at), count)
-    raise ValueError(
+    raise NotFinite(
         f"the {what} of slot {slot} in layer {layer}, batch row {head // heads}, head {head % heads} are not finite "
         f"and cannot be stored in {bits} bits; look for an overflow in the model (float16?), or use bits={PLAIN}"
     )
 
 
-__all__ = ["BITS", "LEAST", "PLAIN", "FewBits", "SlotCodes", "Slots"]
+__all__ = ["BITS", "LEAST", "PLAIN", "FewBits", "NotFinite", "SlotCodes", "Slots"]

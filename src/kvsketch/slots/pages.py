@@ -9,8 +9,8 @@ after the other,
     state [H, S] float32                 what the method remembers of each slot
     prompt [1] int64                     tokens of the prompt, for methods that count from there
 
-How many tokens a request has seen is told at each step, so a page that was given to another request needs no cleaning:
-before the first token it counts as empty.
+How many tokens a request has seen is told at each step, so whoever gives a page to another request need not clean it:
+before the first token it counts as empty, and a prompt or a first token overwrites all keys and values in it.
 
 Rows of one table share a clock, requests do not. `CLOCK` is the clock of every table made of several pages, and a row
 that has seen n tokens is one with a left padding of CLOCK - n; the pages hold positions without padding.
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.ops.page_rows import Rows, Worth
+from kvsketch.ops.page_rows import Rows, Vectors, Worth
 from kvsketch.slots.codes import Slots
 from kvsketch.slots.state import TableState
 from kvsketch.slots.table import Place, SlotTable
@@ -145,7 +145,9 @@ class Pages:
 
     def _open(self, table: SlotTable, kind: type[TableState], rows: Rows) -> None:
         """What the slots are worth, and where the next token goes: any empty slot, for no choice depends on it."""
-        (table.index, table.log_den, score), table.next_slot = ops.open_rows(self.worth, rows)
+        (table.index, table.log_den, score), table.next_slot = ops.open_rows(
+            self.worth, rows, Vectors(self.keys, self.values)
+        )
         table.length = self.shape.slots
         if self.shape.state:
             setattr(table.state_of(kind), self.shape.state, score)

@@ -208,9 +208,9 @@ class RaggedRows(Rows):
         return len(codes.flat(self.singles[0].keys)) + len(codes.flat(self.singles[0].values))
 
     def _clear(self, start: int, size: int) -> None:
-        """Empties slots; keys and values stay, for they are finite and weigh nothing."""
-        for number, held in enumerate(self.flat[self._index :]):
-            held[start : start + size].fill_((-1, NEG_INF, 0)[min(number, 2)])
+        """Empties slots: whatever a row has left there need not be finite, and is multiplied by 0."""
+        for number, held in enumerate(self.flat):
+            held[start : start + size].fill_({self._index: -1, self._index + 1: NEG_INF}.get(number, 0))
 
     def _lay(self, row: int, start: Tensor | int, capacity: Tensor | int) -> None:
         self.start[:, row] = start

@@ -6,8 +6,9 @@ when the clock shows S is a row with S - n tokens of left padding, which every o
 renumbered and nothing else is. Old numbers are no use to anybody, so `rewind` can turn the clock back at any time and
 it never reaches the end of an integer.
 
-The tables of all layers share `padding` and `prompts`. A row that has left is not cleared: it goes on with whatever it
-holds, and nobody reads it.
+The tables of all layers share `padding` and `prompts`. A row that has left goes on with whatever it holds, which need
+not be finite, and nobody reads it. Who joins in its place finds nothing of that: slots that it does not fill are
+cleared, for attention multiplies what they hold by 0.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ class Rows:
             for dtype, targets in views.items():
                 torch._foreach_copy_(targets, new[dtype])
         else:
+            if any(sum(span.size for span in own) < t.length for own, t in zip(spans, self.tables, strict=True)):
+                self._empty(row)
             self._put_spans(row, singles, source, spans)
         for table, single in zip(self.tables, singles, strict=True):
             table.state.put_row(row, single.state, source)
@@ -115,16 +118,19 @@ class Rows:
             self.views[row] = held, [table.index[row] for table in self.tables if table.index is not None]
         return self.views[row]
 
+    def _empty(self, row: int) -> None:
+        """Clears the slots of a row, none of which it may use."""
+        views, indices = self._views(row)
+        for held in views.values():
+            torch._foreach_zero_(held)
+        weights = [w for table in self.tables for w in (table.log_den, table.log_num) if w is not None]
+        torch._foreach_add_(indices, CLOSED)
+        torch._foreach_add_([w[row] for w in weights], NEG_INF)
+
     def _put_spans(self, row: int, singles: Sequence[SlotTable], source: int, spans: list[list[Span]]) -> None:
         """The same where a row has fewer slots than the tables."""
         copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for table, single, own in zip(self.tables, singles, spans, strict=True):
-            assert table.index is not None and table.log_den is not None
-            if sum(span.size for span in own) < table.length:
-                table.index[row].fill_(CLOSED)
-                for weights in (table.log_den, table.log_num):
-                    if weights is not None:
-                        weights[row].fill_(NEG_INF)
             for held, new in _slot_pairs(table, single):
                 for span in own:
                     if span.start < held.shape[2]:

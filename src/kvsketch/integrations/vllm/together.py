@@ -10,7 +10,9 @@ Legend: B requests, n tokens, Hq query heads, H KV heads, D key size, Dv value s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -18,9 +20,11 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.rehearse import Rehearse, Rehearsed
+from kvsketch.slots.codes import NotFinite
 from kvsketch.slots.request_pages import RequestPages, RequestShape, StepRows
 from kvsketch.slots.table import Place, SlotTable
 
+log = logging.getLogger(f"vllm.{__name__}")
 NOBODY = -1  # the page of tokens that are read to measure memory
 
 
@@ -126,7 +130,8 @@ class Together:
         self.forward = None
         for page in [*forward.taken]:
             tables = forward.taken.pop(page)
-            self.method.settle(tables)
+            with _of_its_own():
+                self.method.settle(tables)
             if page != NOBODY:
                 assert forward.pages is not None
                 self._put(forward.pages, page, tables)
@@ -160,5 +165,18 @@ class Together:
             tables = opened.tables(page, seen, self.settled[page])
             for table, scale in zip(tables, self.scales, strict=True):
                 table.note_scale(scale)
-            self.method.catch_up(tables)
+            with _of_its_own():
+                self.method.catch_up(tables)
             self._put(opened, page, tables)
+
+
+@contextlib.contextmanager
+def _of_its_own() -> Iterator[None]:
+    """A request that is not finite is said so and goes on: an error here would end all requests of the engine.
+
+    It is settled by then, and what is not finite stays in its page.
+    """
+    try:
+        yield
+    except NotFinite as error:
+        log.warning("kvsketch: one request of this step is not finite, and so is its answer: %s", error)

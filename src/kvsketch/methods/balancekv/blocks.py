@@ -225,7 +225,7 @@ def _members(signs: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _level(den: Tensor) -> Tensor:
     """How often each token's weight doubled, to the nearest whole number."""
-    return (den.clamp_min(0) / LN2).round().long().clamp_max(HEAVIEST - 1)
+    return (den / LN2).round().long().clamp(0, HEAVIEST - 1)
 
 
 def _level_counts(level: Tensor, candidates: Tensor) -> Tensor:  # [B, H, HEAVIEST]

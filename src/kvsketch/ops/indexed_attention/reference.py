@@ -53,7 +53,7 @@ def indexed_attention(call: Arguments) -> Attended:
     divisor = total
     if call.sink_logits is not None:
         divisor = total + (call.sink_logits.to(dtype).view(1, -1, 1) - origin).exp()
-    out = torch.where(total > 0, out / divisor, 0.0)
+    out = torch.where(total == 0, 0.0, out / divisor)
     log_sums = ((origin + part.log()).float() for part in (total, divisor))
     return Attended(out[:, :, None].to(call.q.dtype), *log_sums)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.kernel import NEG_INF, wait
-from kvsketch.ops.page_rows import Rows, Worth
+from kvsketch.ops.page_rows import Rows, Vectors, Worth
 
 BLOCK = 1024
 
@@ -20,15 +20,29 @@ def supported() -> bool:
 
 
 @triton.jit
+def _clear(numbers, count, BLOCK: tl.constexpr):
+    """Zeros in the place of so many numbers, one behind the other."""
+    zero = tl.zeros([BLOCK], numbers.dtype.element_ty)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(numbers + at, zero, mask=at < count)
+
+
+@triton.jit
 def _open(
-    index, log_den, score, pages, seen, shift, out_index, out_den, out_score, next_slot,
-    index_p, den_p, score_p, heads, slots, HAS_SCORE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    index, log_den, score, pages, seen, shift, keys, values, out_index, out_den, out_score, next_slot,
+    index_p, den_p, score_p, key_p, value_p, key_h, value_h, heads, slots,
+    HAS_SCORE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     b, h = row // heads, row % heads
     page, by = tl.load(pages + b), tl.load(shift + b).to(tl.int32)
-    empty = tl.load(seen + b) <= 0
+    tokens = tl.load(seen + b)
+    empty = tokens <= 0
+    if tokens == 0:
+        _clear(keys + page * key_p + h * key_h, key_h, BLOCK)
+        _clear(values + page * value_p + h * value_h, value_h, BLOCK)
     first = tl.full([], 2147483647, tl.int32)
     for start in range(0, slots, BLOCK):
         s = start + tl.arange(0, BLOCK)
@@ -67,8 +81,9 @@ def _close(
             tl.store(score + page * score_p + h * slots + s, worth, mask=inside)
 
 
-def open_rows(held: Worth, rows: Rows) -> tuple[Worth, Tensor]:
+def open_rows(held: Worth, rows: Rows, vectors: Vectors) -> tuple[Worth, Tensor]:
     """See `kvsketch.ops.open_rows`."""
+    assert all(plane[0].is_contiguous() for plane in vectors), "the slots of a page lie one behind the other"
     index, score = held.tokens, held.score
     shape = (len(rows.pages), *index.shape[1:])
     opened = Worth(
@@ -77,7 +92,8 @@ def open_rows(held: Worth, rows: Rows) -> tuple[Worth, Tensor]:
     )  # fmt: skip
     next_slot = torch.empty((*shape[:2], 1), dtype=torch.int64, device=index.device)
     _open[(shape[0] * shape[1],)](
-        *_filled(held), *rows, *_filled(opened), next_slot, *_strides(held), *shape[1:],
+        *_filled(held), *rows, *vectors, *_filled(opened), next_slot, *_strides(held),
+        *(plane.stride(0) for plane in vectors), *(plane.stride(1) for plane in vectors), *shape[1:],
         HAS_SCORE=score is not None, **_block(shape[2]), **early_start.launch(index.device),
     )  # fmt: skip
     return opened, next_slot
