@@ -192,7 +192,7 @@ def test_the_largest_are_as_many_as_asked_for_also_with_ties() -> None:
 
 
 def test_a_layout_packs_and_unpacks() -> None:
-    layout = Layout.of(torch.tensor([[3, 1], [2, 4]]))
+    layout = Layout.of(torch.tensor([[3, 1], [2, 4]]), coded=False)
     slots = torch.randn(2, 2, 4, 5)
     flat = layout.packed(slots)
     assert flat.shape == (10, 5) and layout.start.tolist() == [[0, 3], [4, 6]]
