@@ -143,6 +143,16 @@ def test_a_short_neighbour_changes_nothing(model: Any, text: Any, refit: str) ->
     torch.testing.assert_close(both[:, :1], alone, atol=1e-3, rtol=1e-3)
 
 
+def test_a_short_row_beside_a_long_one_is_refitted_as_if_alone(model: Any, text: Any) -> None:
+    """The long row steps towards its values; the short one is solved to the end, and rounding is all that differs."""
+    method = Rehearse(bits=16, recent=8)
+    ids, mask = padded(text[0].clone(), [0, 160])
+    both = read(model, CompressedCache(model, method), ids, mask)
+    pieces = [(max(0, start - 160), end - 160) for start, end in PIECES]
+    alone = read(model, CompressedCache(model, method), ids[1:, 160:], mask[1:, 160:], pieces)
+    torch.testing.assert_close(both[:, 1:], alone, atol=1e-4, rtol=1e-4)
+
+
 def test_saved_reordered_and_rolled_back_caches_go_on(model: Any, text: Any, tmp_path: Path) -> None:
     ids, mask = text
     cache = CompressedCache(model, Rehearse(recent=8))
