@@ -32,6 +32,7 @@ VARIANTS = [
     "subgen:budget=16:sinks=2:recent=4:sampling=mixed",
     "balancekv:budget=50%:sinks=2:recent=4",
 ]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 def step(model: Any, ids: torch.Tensor, cache: Any, mask: torch.Tensor) -> torch.Tensor:
@@ -55,8 +56,8 @@ def continued(model: Any, cache: Any, mask: torch.Tensor) -> list[torch.Tensor]:
     """Logits of single tokens, then of several at once, then of single ones again."""
     rows, logits = mask.shape[0], []
     for number, new in enumerate([1] * 5 + [5] + [1] * 2):
-        mask = torch.cat([mask, torch.ones(rows, new, dtype=mask.dtype)], 1)
-        logits.append(step(model, zoo.tokens(rows, new, seed=number), cache, mask))
+        mask = torch.cat([mask, mask.new_ones(rows, new)], 1)
+        logits.append(step(model, zoo.tokens(rows, new, seed=number).to(mask.device), cache, mask))
     return logits
 
 
@@ -84,6 +85,28 @@ def test_loaded_and_copied_caches_go_on_as_the_saved_one(
     assert os.listdir(tmp_path) == ["prompt.kvs"]
     assert loaded.method == cache.method
     assert_goes_on_alike(model, cache, loaded, *([copy.deepcopy(cache)] if steps else []), mask=mask)
+
+
+def held_tensors(cache: CompressedCache) -> list[torch.Tensor]:
+    """All that bounded tables hold, room that nobody has written as zeros."""
+    return [t.nan_to_num() for layer in cache.slot_layers for t in layer.table.tensors()]
+
+
+@pytest.mark.parametrize("method", ["rehearse", "snapkv:share=model", "h2o:share=layer"])
+@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_heads_of_different_sizes_are_cut_up_as_they_were(method: str, bits: int, device: str, tmp_path: Path) -> None:
+    """The work list of a kernel too: other pieces would take other bytes, and round otherwise."""
+    model = zoo.build("llama").to(device)
+    cache = CompressedCache(model, f"{method}:budget=50%:bits={bits}")
+    mask = torch.ones(1, 300, dtype=torch.long, device=device)
+    step(model, zoo.tokens(1, 300).to(device), cache, mask)
+    assert all(layer.table.layout is not None for layer in cache.slot_layers)
+    cache.save(tmp_path / "prompt.kvs")
+    loaded = CompressedCache.load(tmp_path / "prompt.kvs", model)
+    assert loaded.device_bytes == cache.device_bytes
+    assert all(torch.equal(*pair) for pair in zip(held_tensors(cache), held_tensors(loaded), strict=True))
+    assert_goes_on_alike(model, cache, loaded, mask=mask)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "gptj"])

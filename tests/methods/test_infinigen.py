@@ -10,6 +10,7 @@ from kvsketch import CompressedCache
 from kvsketch.methods import InfiniGen
 from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
+from tests.helpers.common import generate, padded, read_pieces
 
 TOKENS, SIZE, GROUP = 90, 16, 2
 
@@ -54,6 +55,35 @@ def test_all_channels_and_no_threshold_choose_the_true_best() -> None:
     best = true_scores(table, query)[..., :TOKENS].topk(19, dim=-1).indices
     for chosen, wanted in zip(rows.flatten(0, 1).tolist(), best.flatten(0, 1).tolist(), strict=True):
         assert set(chosen) == {*wanted, TOKENS}, "the best of the past and the query's own token"
+
+
+def test_every_step_reads_its_own_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the steps at which the index has no room left for it: 64 tokens after the prompt, and again."""
+    model, steps, choose = zoo.build("llama"), 150, InfiniGen.rows_chosen
+    own: list[bool] = []
+
+    def noted(method: InfiniGen, table: SlotTable, query: torch.Tensor) -> torch.Tensor | None:
+        rows = choose(method, table, query)
+        assert rows is not None
+        own.append(bool((rows == table.seen - 1).any(-1).all()))
+        return rows
+
+    monkeypatch.setattr(InfiniGen, "rows_chosen", noted)
+    cache = CompressedCache(model, "infinigen:budget=16:skip_layers=0")
+    generate(model, zoo.tokens(1, 40), cache, max_new_tokens=steps + 1)
+    assert len(own) == steps * len(cache.slot_layers) and all(own)
+
+
+def test_a_row_that_is_indexed_later_than_its_neighbours_reads_what_it_reads_alone() -> None:
+    """Its index has other room, and the own token of a step is read whether or not there is any left."""
+    model, steps = zoo.build("granite"), 70
+    ids, mask = padded(zoo.tokens(2, 45 + steps), [0, 36])
+    pieces = [(0, 45), *((end - 1, end) for end in range(46, 46 + steps))]
+    both = read_pieces(model, CompressedCache(model, "infinigen:budget=12:skip_layers=0"), ids, mask, pieces)
+    pieces = [(max(0, start - 36), end - 36) for start, end in pieces]
+    cache = CompressedCache(model, "infinigen:budget=12:skip_layers=0")
+    alone = read_pieces(model, cache, ids[1:, 36:], mask[1:, 36:], pieces)
+    torch.testing.assert_close(both[:, 1:], alone, atol=1e-4, rtol=1e-4)
 
 
 def test_a_few_channels_find_most_of_the_best() -> None:

@@ -9,6 +9,12 @@ from kvsketch.methods.rehearse import refit as module
 from kvsketch.methods.rehearse.refit import Slots, refit
 
 
+@pytest.fixture(autouse=True, params=[module.SOLVED, 0], ids=["solved", "stepped"])
+def solved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it with values that are solved to the end, and with those of a few steps."""
+    monkeypatch.setattr(module, "SOLVED", request.param)
+
+
 def problem(slots: int = 60, kept: int = 20, queries: int = 400) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(slots)
     q, k = 2.0 * torch.randn(6, queries, 16), torch.randn(6, slots, 16)
@@ -112,6 +118,33 @@ def test_heads_that_keep_fewer_slots_are_fitted_as_if_alone() -> None:
     torch.testing.assert_close(together.values[0, :7], alone.values[0], atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(together.log_weights[0, :7], alone.log_weights[0], atol=1e-2, rtol=1e-2)
     assert (together.log_weights[0, 7:] == 0).all()
+
+
+@pytest.mark.parametrize("solved", [module.SOLVED], indirect=True)
+def test_the_last_bit_of_an_input_does_not_move_the_values_of_few_slots() -> None:
+    """Queries look at all keys nearly alike: the normal matrix has one large eigenvalue, and steps give 0.3 and more."""
+    q, k, v, kept = problem(slots=40, kept=15)
+    q, k = q / 4, k / 2
+    first = refit(q, Slots(k, v, kept, 0.25))
+    again = refit(q, Slots(k * (1 + 1e-7 * torch.randn_like(k)), v, kept, 0.25))
+    assert (first.gain < 1).all()
+    torch.testing.assert_close(first.log_weights, again.log_weights, atol=1e-3, rtol=0)
+    torch.testing.assert_close(first.values, again.values, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("solved", [module.SOLVED], indirect=True)
+def test_values_are_solved_to_the_end() -> None:
+    """The slope of the sum of squares is 0 there."""
+    q, k, v, kept = problem()
+    a, target, share = Slots(k, v, kept, 0.25).seen_by(q)
+    plain, w = rows(v, kept), torch.linspace(0.5, 4.0, 20).expand(6, 20)
+    x = (a * w.unsqueeze(1)).double()
+    ridge = module.RIDGES[1] * x.square().sum(1).mean(-1).view(-1, 1, 1)
+    found, parts = module.solved_values(a, w, plain, target)
+    missing = x @ found.double() - x.sum(-1, keepdim=True) * target.double()
+    slope = x.mT @ missing + ridge * (found - plain).double()
+    assert slope.abs().max() < 1e-4 * (x.mT @ target.double()).abs().max()
+    torch.testing.assert_close(parts, found * w.unsqueeze(-1))
 
 
 def test_inputs_in_bf16_are_fine() -> None:

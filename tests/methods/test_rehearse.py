@@ -15,6 +15,7 @@ from kvsketch import CompressedCache, ops, prefill
 from kvsketch.cache.streaming import read_chunks
 from kvsketch.methods import rehearse as module
 from kvsketch.methods.rehearse import Rehearse
+from kvsketch.methods.rehearse.problems import STEP
 from kvsketch.methods.shared_budget import largest
 from kvsketch.ops.turn_keys import whole_turns
 from kvsketch.slots.layout import Layout
@@ -124,9 +125,10 @@ def test_nothing_of_a_short_text_is_coded_or_dropped(model: Any) -> None:
     assert caches[0].slot_layers[0].table.settled == 66
 
 
-def test_a_padded_row_is_the_row_alone(model: Any, text: Any) -> None:
+@pytest.mark.parametrize("refit", ["none", "full"])
+def test_a_padded_row_is_the_row_alone(model: Any, text: Any, refit: str) -> None:
     ids, mask = text
-    method = Rehearse(refit="none", bits=16, recent=8)
+    method = Rehearse(refit=refit, bits=16, recent=8)
     both = read(model, CompressedCache(model, method), ids, mask)
     pieces = [(max(0, start - 9), end - 9) for start, end in PIECES]
     alone = read(model, CompressedCache(model, method), ids[1:, 9:], mask[1:, 9:], pieces)
@@ -141,6 +143,19 @@ def test_a_short_neighbour_changes_nothing(model: Any, text: Any, refit: str) ->
     alone = read(model, CompressedCache(model, method), ids[:1], mask[:1])
     both = read(model, CompressedCache(model, method), ids, mask)
     torch.testing.assert_close(both[:, :1], alone, atol=1e-3, rtol=1e-3)
+
+
+def test_a_short_row_beside_a_long_one_is_refitted_as_if_alone(
+    model: Any, text: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The long row steps towards its values; the short one is solved to the end, and rounding is all that differs."""
+    monkeypatch.setattr("kvsketch.methods.rehearse.refit.SOLVED", STEP)
+    method = Rehearse(bits=16, recent=8)
+    ids, mask = padded(text[0].clone(), [0, 160])
+    both = read(model, CompressedCache(model, method), ids, mask)
+    pieces = [(max(0, start - 160), end - 160) for start, end in PIECES]
+    alone = read(model, CompressedCache(model, method), ids[1:, 160:], mask[1:, 160:], pieces)
+    torch.testing.assert_close(both[:, 1:], alone, atol=1e-4, rtol=1e-4)
 
 
 def test_saved_reordered_and_rolled_back_caches_go_on(model: Any, text: Any, tmp_path: Path) -> None:
@@ -192,7 +207,7 @@ def test_the_largest_are_as_many_as_asked_for_also_with_ties() -> None:
 
 
 def test_a_layout_packs_and_unpacks() -> None:
-    layout = Layout.of(torch.tensor([[3, 1], [2, 4]]))
+    layout = Layout.of(torch.tensor([[3, 1], [2, 4]]), coded=False)
     slots = torch.randn(2, 2, 4, 5)
     flat = layout.packed(slots)
     assert flat.shape == (10, 5) and layout.start.tolist() == [[0, 3], [4, 6]]

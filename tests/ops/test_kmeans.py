@@ -147,11 +147,22 @@ def test_planted_directions_are_found_whatever_the_lengths(cluster: Cluster, dev
 def test_equal_keys_share_the_first_cluster_and_empty_ones_keep_their_centroid(
     cluster: Cluster, device: torch.device
 ) -> None:
-    keys = normal(1, 1, 1, 16).to(device) * 2.0 ** (torch.arange(40, device=device) % 3)[:, None]
+    """32 times the same whole numbers: sum and mean are exact, so the scores of all clusters are equal in every round."""
+    keys = normal(1, 1, 1, 16).mul(8).round().to(device).expand(1, 1, 32, 16)
     centroids, labels = cluster(keys, 4, 2)
     assert bool((labels == 0).all())
-    torch.testing.assert_close(centroids[:, :, 0], keys.mean(2))
-    torch.testing.assert_close(centroids[:, :, 1:], first_centroids(keys, 4)[:, :, 1:])
+    assert torch.equal(centroids, keys[:, :, :4])
+
+
+def test_parallel_keys_share_the_first_cluster_until_a_mean_is_rounded(cluster: Cluster, device: torch.device) -> None:
+    """Times powers of two a key has the same direction to the last bit, and a mean of such keys nearly."""
+    keys = normal(1, 1, 1, 16).to(device) * 2.0 ** (torch.arange(40, device=device) % 3)[:, None]
+    first = cluster(keys, 4, 0)
+    assert bool((first.labels == 0).all())
+    assert torch.equal(first.centroids, first_centroids(keys, 4))
+    centroids = cluster(keys, 4, 2).centroids
+    cosines = torch.cosine_similarity(centroids, keys[:, :, :1], dim=-1)
+    torch.testing.assert_close(cosines, torch.ones_like(cosines), atol=1e-6, rtol=0.0)
 
 
 def test_keys_of_length_zero_and_opposite_keys(cluster: Cluster, device: torch.device) -> None:

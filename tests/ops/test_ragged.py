@@ -28,7 +28,7 @@ def flat_call(dtype: torch.dtype, group: int, size: int, tied: bool, bits: int, 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    layout = Layout.of(torch.tensor(CAPACITY, device=device))
+    layout = Layout.of(torch.tensor(CAPACITY, device=device), coded=True)
     total = layout.total
     k, v = ((common * normal(1, size) + normal(total, size)).to(dtype) for common in (20.0, 1.0))
     parts: list[Any] = [k, v]

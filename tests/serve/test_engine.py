@@ -180,15 +180,14 @@ def test_recorded_steps_serve_whoever_joins(method: str, start: Any) -> None:
 def test_a_document_is_read_once_and_stays_as_it_is(method: str, start: Any) -> None:
     document = cache_for(method)
     kvsketch.prefill(model(), zoo.tokens(1, 40, seed=9), document)
-    tensors = [t.clone() for layer in document.slot_layers for t in layer.table.tensors()]
+    # Room that nobody has written may hold NaN, which does not equal itself.
+    before = [t.nan_to_num() for layer in document.slot_layers for t in layer.table.tensors()]
     engine = start(method)
     questions = [prompt(i, 3 + i) for i in range(4)]
     tickets = [engine.submit(Request(ids, 8, document=document)) for ids in questions]
     answers = [list(ticket) for ticket in tickets]
-    assert all(
-        torch.equal(*pair)
-        for pair in zip(tensors, (t for layer in document.slot_layers for t in layer.table.tensors()), strict=True)
-    )
+    after = [t.nan_to_num() for layer in document.slot_layers for t in layer.table.tensors()]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     for ids, answer in zip(questions, answers, strict=True):
         again = cache_for(method)
         kvsketch.prefill(model(), zoo.tokens(1, 40, seed=9), again)

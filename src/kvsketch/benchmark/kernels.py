@@ -88,7 +88,8 @@ class Inputs:
             k, v = (_rows(part, rows, rows) for part in (self.k, self.v))
             return Inputs(self.q[rows], k, v, self.log_num[rows], self.log_den[rows])
         first, size = self.layout.start[rows][0, 0], self.layout.capacity[rows].sum()
-        here, layout = slice(int(first), int(first + size)), Layout.of(self.layout.capacity[rows])
+        here = slice(int(first), int(first + size))
+        layout = Layout.of(self.layout.capacity[rows], coded=isinstance(self.k, CodedSlots))
         k, v = (_rows(part, rows, here) for part in (self.k, self.v))
         return Inputs(self.q[rows], k, v, self.log_num[here], self.log_den[here], layout)
 

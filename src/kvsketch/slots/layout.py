@@ -25,7 +25,7 @@ class Layout(Ragged):
     """Where the slots of each head lie."""
 
     @classmethod
-    def of(cls, capacity: Tensor, coded: bool = True, device: torch.device | None = None) -> Layout:
+    def of(cls, capacity: Tensor, coded: bool, device: torch.device | None = None) -> Layout:
         """One head after the other; `coded`: for keys and values in few bits.
 
         Slots are on the device, else on that of the capacity. Asks it unless the capacity lies on the host.

@@ -4,8 +4,8 @@ A compressed layer, its table and the state of its method name what is saved of 
 the fields of a `TableState`, which has a version of its own). What transformers' own layers hold is written as it is.
 A value is written as JSON where it is plain, else as one of
 
-    {"tensor": name}  {"codes": {...}}  {"store": name}  {"dict": [[key, value], ...]}  {"list": [...]}
-    {"dtype": name}  {"device": ...}
+    {"tensor": name}  {"codes": {...}}  {"layout": name}  {"store": name}  {"dict": [[key, value], ...]}
+    {"list": [...]}  {"dtype": name}  {"device": ...}
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class LayerReader:
     def _table(self, new: SlotTable, method: Method, saved: dict[str, Any]) -> SlotTable:
         saved = {"capacity": None, **saved}  # earlier files do not name it
         _require_names("a table", saved, (*SAVED, "state", "hot", "host"))
-        values = {name: self._decode(saved[name]) for name in SAVED}
+        values = {name: self._decode(saved[name]) for name in SAVED if name != "layout"}
+        values["layout"] = self._layout(saved["layout"], coded=bool(new.bits))
         states = {"state": self._state(method.State, saved["state"]), "hot": self._state(HotSet, saved["hot"])}
         table = replace(new, **values, **states)
         require_shapes(table)
@@ -156,6 +157,10 @@ class LayerReader:
         store.write(0, far)
         return store
 
+    def _layout(self, saved: dict[str, str] | None, coded: bool) -> Layout | None:
+        """Where heads of different sizes lie; pieces of work follow from the sizes, the device and the bits."""
+        return None if saved is None else Layout.of(self._tensor(saved["layout"]).to(self._device), coded)
+
     def _codes(self, saved: dict[str, Any]) -> SlotCodes:
         """Keys or values in few bits."""
         names = [part for part in PARTS if part != "fresh" or saved["fresh"]]
@@ -175,8 +180,6 @@ class LayerReader:
         if kind == "tensor":
             tensor = self._tensor(content)
             return tensor if on_host else tensor.to(self._device)
-        if kind == "layout":
-            return Layout.of(self._tensor(content).to(self._device))
         if kind == "codes":
             return self._codes(content)
         if kind == "dict":

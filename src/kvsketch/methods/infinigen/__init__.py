@@ -191,6 +191,8 @@ class InfiniGen(RecallingMethod):
         """The tokens each query head reads, best first, -1 behind the last."""
         if not self.is_indexed(table):
             return None
+        # The step's own token needs a place among the scores.
+        self._reserve(table)
         if self.speculate == "previous" and speculation.can_speculate(table):
             query = speculation.speculate(table, query)
         scores = self._scores(table, query)  # [B, Hq, N]

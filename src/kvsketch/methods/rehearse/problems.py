@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.rehearse.refit import Slots, fold, refit
+from kvsketch.methods.rehearse.refit import Slots, fold, refit, solved
 from kvsketch.ops.common.products import product
 from kvsketch.ops.take_rows import Sources, take_rows_of
 from kvsketch.slots.tensors import rows_of, uploaded
@@ -91,13 +91,15 @@ def refit_layers(layers: Sequence[LayerProblems], counted: Tensor, folds: bool =
 
 
 def _batch_sizes(counts: list[int], layer: LayerProblems) -> list[int]:
-    """How many problems, sorted by what they keep, the most first, are fitted together."""
-    kind, queries, slots = layer.keys.device.type, layer.queries.shape[2], layer.places.shape[1]
-    limit, least = (table.get(kind, table["cpu"]) for table in (MAX_ENTRIES, LEAST))
+    """How many problems, sorted by what they keep, the most first, are fitted together: solved or stepped, never both."""
+    device, queries, slots = layer.keys.device, layer.queries.shape[2], layer.places.shape[1]
+    limit, least = (table.get(device.type, table["cpu"]) for table in (MAX_ENTRIES, LEAST))
     sizes, begin = [], 0
+    stepped = sum(not solved(count, device) for count in counts)
     while begin < len(counts):
         each = queries * max(counts[begin], min(least, slots))
-        sizes.append(min(len(counts) - begin, max(1, limit // max(1, each))))
+        alike = (stepped if begin < stepped else len(counts)) - begin
+        sizes.append(min(alike, max(1, limit // max(1, each))))
         begin += sizes[-1]
     return sizes
 

@@ -3,7 +3,7 @@
 assign: a program holds a tile of keys and walks over the centroids. A score is lifted by |k| r to be positive, r being
 the largest |d_c - m| of the head; then its bits order like the score, and the lowest of them can hold the centroid's
 number in its tile, counted down: one integer maximum finds score and centroid, and the lowest centroid of equals.
-Scores closer than |k| r / 2^16 count as equal.
+Scores closer than |k| r / 2^16 may count as equal.
 begin finds m and, like the means of a round, subtracts it from each direction that it writes: no launch is added.
 Legend: see the package docstring.
 """
