@@ -22,7 +22,7 @@ from kvsketch.serve.engine import BatchedEngine, usual_prefill
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.requests import Engine
 from kvsketch.serve.sequential import SequentialEngine
-from kvsketch.serve.service import Service, longest_context
+from kvsketch.serve.service import ANSWER_SECONDS, Service, longest_context
 
 MOST_CONNECTIONS = 1024
 MOST_ROWS_CPU, MOST_ROWS_GPU = 4, 64  # unless asked for more
@@ -40,12 +40,14 @@ def start_service(
     rows: int | None = None,
     prefill: str | None = None,
     chunk: int = 2048,
+    answer_seconds: float = ANSWER_SECONDS,
 ) -> Service:
     """A service around a model, with the engine that suits its method.
 
     Requests share a decode step where the method allows it and memory holds two rows or more. `rows`: how many; as many
     as `memory` bytes hold, or a quarter of what is free. Requests of other methods run one after the other, or with
     `rows` take turns token by token. `prefill`: that of `usual_prefill`, and whole for one request at a time.
+    `answer_seconds`: how long an answer may take.
     """
     parsed = parse_method(method)
     longest = longest_context(model, parsed, memory)
@@ -61,7 +63,8 @@ def start_service(
     else:
         engine = SequentialEngine(model, parsed, queue=queue, **reading)
     return Service(
-        model, tokenizer, name, parsed, engine=engine, folder=folder, queue=queue, memory=memory, **reading
+        model, tokenizer, name, parsed, engine=engine, folder=folder, queue=queue, memory=memory,
+        answer_seconds=answer_seconds, **reading,
     )  # fmt: skip
 
 
