@@ -86,6 +86,21 @@ def test_what_was_compressed_cannot_be_taken_back(name: str, family: str) -> Non
         assert torch.equal(read(model, cache, ids, [1]), read(model, untouched, ids, [1]))
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_row_that_is_cropped_to_padding_alone_begins_with_the_next_token(name: str) -> None:
+    """The crop takes back the padding behind it too: what comes next is real."""
+    model, (ids, mask) = zoo.build("llama"), padded(zoo.tokens(2, 90), [0, 45])
+    cache, never = (CompressedCache(model, with_budget(name, 62)) for _ in range(2))
+    cache.activate_past_recording()
+    never.activate_past_recording()
+    read(model, cache, ids, [60], mask)
+    cache.crop(-30)
+    mask[1, 30:] = 1
+    read(model, never, ids, [30], mask)
+    found, expected = (read(model, each, ids, [20, 1, 30, 1], mask) for each in (cache, never))
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
 # pieces, tokens taken back; the last two reach behind the last forward
 TALKS = [([50], 3), ([50, 1, 1, 1], 2), ([30, 20], 7), ([30, 20, 1], 1), ([50, 1, 1, 1], 5), ([50, 1, 1, 6], 7)]
 

@@ -73,6 +73,21 @@ def test_what_is_fitted_is_never_worse_than_plain_slots_on_the_fitted_queries() 
     assert (cost(w) <= cost(torch.ones_like(w))).all() and (w >= module.WEIGHTS[0]).all()
 
 
+def test_values_are_held_back_by_what_weights_make_of_their_slots() -> None:
+    """A diag(w) is all that values depend on: nothing changes where slots weigh 16 times as much and are seen as much
+    less, which no rounding notices.
+    """
+    q, k, v, kept = problem()
+    p = (0.25 * q @ k.mT).softmax(-1)
+    a, target = p.gather(2, kept.unsqueeze(1).expand(6, 400, 20)), p @ v
+    w = 0.5 + torch.rand(6, 20, generator=torch.Generator().manual_seed(0))
+    found = []
+    for times in (1.0, 16.0):
+        seen = a / times
+        found.append(module.fitted_values(module.squared(seen), seen, times * w, rows(v, kept), target, 8)[0])
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
 def test_what_rounding_does_to_keys_is_fitted_away() -> None:
     q, k, v, kept = problem(kept=54)
     rough = (k * 2).round() / 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -395,3 +396,60 @@ def test_a_short_turn_adds_little_to_a_document(model: Any) -> None:
         document = cache.device_bytes
         model(ids[:, 500:], past_key_values=cache)
     assert cache.device_bytes < 1.5 * document * (1 + 20 / 250)
+
+
+def scores(cache: Any) -> Tensor:
+    """Replay scores [L, B, H, n] of a cache that keeps all tokens, in the order of the text."""
+    tables = [layer.table for layer in cache.slot_layers]
+    return torch.stack([t.layout.unpacked(t.state.score).gather(2, t.order_slots()[..., -t.seen :]) for t in tables])
+
+
+@pytest.mark.parametrize(
+    ("bits", "turns"), [(16, [100, 130, 150, 180]), (16, [100, 130, 131, 150, 180]), (4, [30, 50, 110])]
+)
+def test_turns_that_wait_are_scored_as_if_they_came_at_once(model: Any, bits: int, turns: list[int]) -> None:
+    """Each has its own queries: behind a rehearsed prompt, and in a text that is too short for codes at first."""
+    method = Rehearse(budget="100%", refit="none", bits=bits, chunk=128, wait=64, recent=8)
+    ids, mask = zoo.tokens(1, turns[-1]), torch.ones(1, turns[-1], dtype=torch.int64)
+    found = []
+    for ends in (turns, [100, 180] if bits == 16 else [110]):
+        cache = CompressedCache(model, method)
+        read(model, cache, ids, mask, [*itertools.pairwise([0, *ends])])
+        found.append(scores(cache))
+    # Queries that wait are rounded to half precision.
+    torch.testing.assert_close(*found, atol=2e-4, rtol=0.03)
+
+
+@pytest.mark.parametrize("replay", ["virtual", "exact"])
+def test_sinks_among_the_tokens_of_a_chunk_are_not_counted_once_more(model: Any, replay: str) -> None:
+    """In a text of one chunk the sinks are its own first tokens: scores are those of a method without sinks."""
+    found = []
+    for sinks in (0, 4):
+        cache = CompressedCache(model, Rehearse(budget="100%", replay=replay, refit="none", sinks=sinks, bits=16))
+        prefill(model, zoo.tokens(1, 90), cache)
+        found.append(scores(cache))
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pads", [[0, 0], [0, 9]])
+def test_a_refit_of_the_first_chunk_knows_its_sinks_once(
+    model: Any, pads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens stay with and without sinks; so their weights and values are the same."""
+
+    def every_third(tables: Any, worth: list[Tensor], *_: Any) -> list[Tensor]:
+        return [(w > -torch.inf) & (torch.arange(w.shape[2]) % 3 == 0) for w in worth]
+
+    monkeypatch.setattr(module, "shared_choice", every_third)
+    ids, mask = padded(zoo.tokens(2, 90), pads)
+    held = []
+    for sinks in (0, 4):
+        cache = CompressedCache(model, Rehearse(sinks=sinks, bits=16))
+        read(model, cache, ids, mask, [(0, 90)])
+        tables = [layer.table for layer in cache.slot_layers]
+        there = [table.log_den > -torch.inf for table in tables]
+        held.append(
+            torch.cat([torch.cat([t.log_den[at, None], t.values[at]], 1) for t, at in zip(tables, there, strict=True)])
+        )
+    torch.testing.assert_close(*held, atol=1e-3, rtol=1e-3)
+    assert held[0][:, 0].abs().max() > 0.1, "weights were refitted"

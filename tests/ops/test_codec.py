@@ -98,6 +98,16 @@ def test_equal_vectors_need_no_step_and_what_is_not_finite_is_marked() -> None:
     assert found.steps.isnan().nonzero().tolist() == [[0, 1, 2], [1, 2, 3]]
 
 
+@pytest.mark.parametrize("exact", [0, 1, 4])
+def test_some_slots_are_decoded_as_all_are(exact: int) -> None:
+    """Each exact one as it is, the last too, wherever it lies; one that was overwritten by its code."""
+    x, center = vectors(64, 21)
+    slots = coded(x, center, 4, exact)
+    at = torch.stack([torch.randperm(21, generator=torch.Generator().manual_seed(n)) for n in range(6)]).view(2, 3, 21)
+    expected = slots.decoded(torch.float32).gather(2, at.unsqueeze(-1).expand(-1, -1, -1, 64))
+    torch.testing.assert_close(slots.decoded_at(at, torch.float32), expected, atol=1e-4, rtol=1e-5)
+
+
 def test_bad_bits_and_sizes_name_the_choices() -> None:
     with pytest.raises(ValueError, match=r"bits=5 is not valid; use 2, 3, 4, 8, or 16"):
         Codec(5, 64)

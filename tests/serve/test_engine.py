@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -492,3 +493,15 @@ def right(ticket: Ticket, expected: list[int]) -> bool:
     """The whole answer, or of a cancelled request the beginning."""
     tokens = list(ticket)
     return tokens == (expected[: len(tokens)] if ticket.finish_reason == "cancelled" else expected)
+
+
+def test_an_engine_whose_thread_dies_ends_all_answers(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(METHODS[0], rows=1)
+    tickets = [engine.submit(Request(prompt(i, 8), 80)) for i in range(2)]
+    next(iter(tickets[0]))
+    monkeypatch.setattr(engine, "_admit", Mock(side_effect=MemoryError("no more")))
+    for ticket in tickets:
+        assert ticket.wait(20) and ticket.finish_reason == "error"
+        assert "no more" in str(ticket.error)
+    with pytest.raises(Closed):
+        engine.submit(Request(prompt(0, 8), 4))

@@ -427,6 +427,27 @@ def test_a_short_document_is_kept_whole_and_listed_so(loaded: tuple[Any, Any], t
     assert about.choices[0].message.content == wanted
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("seconds", [0.02, 6.0])
+def test_an_answer_that_takes_too_long_ends_with_an_error(
+    loaded: tuple[Any, Any], slow: Slow, tmp_path: Path, seconds: float, stream: bool
+) -> None:
+    """One whose tokens come and do not end, and one whose step hangs; then the server answers as before."""
+    service = start_service(*loaded, "tiny", METHOD, folder=tmp_path, rows=2, answer_seconds=0.5)
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 2000, "temperature": 0}
+    with (made := Server(service)).started():
+        slow.seconds = seconds
+        begun = time.monotonic()
+        status, told, _ = call(made, "POST", "/v1/completions", {**body, "stream": stream})
+        took, slow.seconds = time.monotonic() - begun, 0.0
+        error = json.loads(told.strip().rpartition("data: ")[2]) if stream else told
+        assert "longer than 0.5 s" in error["error"]["message"] and "--answer-seconds" in error["error"]["message"]
+        assert (status, error["error"]["code"]) == (200 if stream else 504, "answer_timeout") and took < 5.5
+        assert ("text" in told) == (stream and seconds < 0.5), "what came before is not lost"
+        assert wait_for(lambda: busy(made) == 0)
+        assert call(made, "POST", "/v1/completions", {**body, "max_tokens": 3})[0] == 200
+
+
 def test_a_stop_answers_what_was_accepted(loaded: tuple[Any, Any], slow: Slow, tmp_path: Path) -> None:
     slow.seconds = 0.01
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)

@@ -51,6 +51,9 @@ def serve(
     chunk: Annotated[int, typer.Option(min=2, help="Tokens read at a time with --prefill stream.")] = 2048,
     largest_body: Annotated[str, typer.Option(help="Largest request or document, such as 32MB.")] = "32MB",
     drain: Annotated[int, typer.Option(min=1, help="Seconds that running answers get when the server stops.")] = 60,
+    answer_seconds: Annotated[
+        float, typer.Option(min=1, help="Seconds that an answer may take; one that takes longer ends with an error.")
+    ] = 3600.0,
     device: DeviceOption = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the one that suits the device unless given.")
@@ -83,7 +86,7 @@ def serve(
     loaded, tokenizer = models.load(model, dtype=dtype or quick_dtype(device), device=device)
     service = server.start_service(
         loaded, tokenizer, name or model, parsed, folder=documents, queue=queue, memory=bytes_of_memory, rows=rows,
-        prefill=prefill, chunk=chunk, whole_below=SHORT if method is None else 0,
+        prefill=prefill, chunk=chunk, whole_below=SHORT if method is None else 0, answer_seconds=answer_seconds,
     )  # fmt: skip
     running = server.Server(service, host, port, api_key=api_key, largest_body=most, drain=drain)
     for line in greeting(running, api_key is not None):

@@ -397,17 +397,21 @@ async def _pieces(answer: Answer) -> AsyncIterator[str | None]:
             loop.call_soon_threadsafe(tokens.put_nowait, token)
 
     answer.ticket.on_token(listen)
-    while not answer.text.stopped:
-        try:
-            token = await asyncio.wait_for(tokens.get(), HEARTBEAT)
-        except TimeoutError:
-            yield None
-            continue
-        if token is None:
-            break
-        answer.tokens += 1
-        if piece := answer.text.put(token):
-            yield piece
+    limit = loop.call_later(answer.seconds, answer.expire)
+    try:
+        while not answer.text.stopped:
+            try:
+                token = await asyncio.wait_for(tokens.get(), HEARTBEAT)
+            except TimeoutError:
+                yield None
+                continue
+            if token is None:
+                break
+            answer.tokens += 1
+            if piece := answer.text.put(token):
+                yield piece
+    finally:
+        limit.cancel()
     if rest := answer.text.end():
         yield rest
 
@@ -420,6 +424,8 @@ def _reason(answer: Answer) -> Any:
     if reason == "error":
         log.error("request %s failed", answer.id, exc_info=answer.ticket.error)
         error = answer.ticket.error
+        if isinstance(error, ApiError):
+            raise error
         raise ApiError(500, f"the answer failed: {type(error).__name__}: {error}", "generation_failed")
     if reason == "cancelled":
         raise _stopping("the answer was broken off")

@@ -247,11 +247,18 @@ class BatchedEngine:
 
     def _work(self) -> None:
         on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-        with torch.no_grad(), on_device:
-            while self._wait_for_work():
-                self._turn_once()
+        died: BaseException | None = None
+        try:
+            with torch.no_grad(), on_device:
+                while self._wait_for_work():
+                    self._turn_once()
+        except BaseException as error:
+            # Whoever waits would wait for ever.
+            died = error
+        with self._changed:
+            self._ending = "stop"
         for ticket in self._all_tickets():
-            self._finish(ticket, "cancelled")
+            self._finish(ticket, "cancelled" if died is None else "error", died)
 
     def _wait_for_work(self) -> bool:
         """Whether the thread is to go on."""

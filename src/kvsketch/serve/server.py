@@ -26,7 +26,7 @@ from kvsketch.serve.files import SENT, Limits
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.requests import Engine
 from kvsketch.serve.sequential import SequentialEngine
-from kvsketch.serve.service import Service, longest_context
+from kvsketch.serve.service import ANSWER_SECONDS, Service, longest_context
 
 DEFAULT_METHOD = "rehearse:budget=1/2"
 SHORT = 1024  # tokens of a document below which it is kept whole unless a method is named
@@ -46,6 +46,7 @@ def start_service(
     prefill: str | None = None,
     chunk: int = 2048,
     whole_below: int = 0,
+    answer_seconds: float = ANSWER_SECONDS,
 ) -> Service:
     """A service around a model, with the engine that suits its method.
 
@@ -53,6 +54,7 @@ def start_service(
     as `memory` bytes hold, or a quarter of what is free. Requests of other methods run one after the other, or with
     `rows` take turns token by token. `prefill`: that of `usual_prefill`, and whole for one request at a time.
     `whole_below`: documents of fewer tokens that name no method are kept whole.
+    `answer_seconds`: how long an answer may take.
     """
     parsed = parse_method(method)
     longest = longest_context(model, parsed, memory)
@@ -69,7 +71,7 @@ def start_service(
         engine = SequentialEngine(model, parsed, queue=queue, **reading)
     return Service(
         model, tokenizer, name, parsed, engine=engine, folder=folder, queue=queue, memory=memory,
-        whole_below=whole_below, **reading,
+        whole_below=whole_below, answer_seconds=answer_seconds, **reading,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from kvsketch.serve.text import GrowingText, Template
 BETWEEN = "@"  # model@document, for clients that cannot send a field of their own
 SOON = 2  # seconds until a document that is being read is asked about again
 LONGEST_RETRY = 60
+ANSWER_SECONDS = 3600.0  # that an answer may take
 TASTE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of requests and of generation settings
 log = logging.getLogger("kvsketch.serve")
 
@@ -42,6 +43,16 @@ class Answer:
     wants_usage: bool
     cached_tokens: int = 0
     tokens: int = 0  # that became text
+    seconds: float = ANSWER_SECONDS  # that it may take, from the request to the last token
+
+    def expire(self) -> None:
+        """Ends it with an error, whatever the engine does."""
+        message = (
+            f"the answer took longer than {self.seconds:g} s, the most that this server gives one; ask for fewer "
+            "tokens, try again when it has less to do, or start it with more --answer-seconds"
+        )
+        self.ticket.finish("error", ApiError(504, message, "answer_timeout"))
+        self.ticket.cancel()
 
 
 class Service:
@@ -49,6 +60,7 @@ class Service:
 
     memory: bytes that the cache of a running request may take; None: as many as the model has positions for.
     whole_below: documents of fewer tokens that name no method are kept whole.
+    answer_seconds: how long an answer may take, its wait in the queue included; then it ends with an error.
     """
 
     def __init__(
@@ -65,12 +77,13 @@ class Service:
         prefill: str = "exact",
         chunk: int = 2048,
         whole_below: int = 0,
+        answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         self.model, self.tokenizer, self.name, self.method = model, tokenizer, name, parse_method(method)
         self.template = Template(tokenizer)
         self.context = longest_context(model, self.method, memory)
         self.created = int(time.time())
-        self._queue = queue
+        self._queue, self.answer_seconds = queue, answer_seconds
         if unused := unused_settings(model):
             log.warning("generation settings of %s that are not applied: %s", name, unused)
         reading: dict[str, Any] = {"prefill": prefill, "chunk": chunk}
@@ -140,7 +153,7 @@ class Service:
         growing = GrowingText(self.tokenizer, asked.stops)
         return Answer(
             ticket, growing, asked.model, prefix + uuid4().hex, int(time.time()), bool(asked.stream), asked.wants_usage,
-            before,
+            before, seconds=self.answer_seconds,
         )  # fmt: skip
 
     def _submit(self, request: Request) -> Ticket:

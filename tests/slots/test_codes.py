@@ -1,0 +1,45 @@
+"""Keys and values in few bits: what is written is what is read, wherever exact vectors lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvsketch.slots import codes
+from kvsketch.slots.codes import EXACT, SlotCodes
+from kvsketch.slots.layout import Layout
+
+SLOTS, SIZE = 40, 16
+ROOM = 0.3  # of a vector of unit variance in 8 bits, rounding and all
+
+
+def text() -> tuple[torch.Tensor, SlotCodes]:
+    """Vectors [2, 3, 40, 16] far from each other, and their codes; the first of each row and head are exact."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, SLOTS, SIZE) + 10 * torch.arange(SLOTS).view(-1, 1) / SLOTS
+    slots = codes.coded(x, 8, None)
+    assert isinstance(slots, SlotCodes)
+    return x, slots
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_token_over_an_exact_one_is_what_is_read(packed: bool) -> None:
+    """In each head another exact place is written over, and in one none: the others stay exact."""
+    x, slots = text()
+    at = torch.tensor([[0, 1, 2], [3, 7, SLOTS - 1]]).unsqueeze(-1)
+    new = torch.randn(2, 3, 1, SIZE, generator=torch.Generator().manual_seed(1)) + 5
+    if packed:
+        layout = Layout.of(torch.tensor([[SLOTS, 30, 20], [10, 12, SLOTS]]))
+        flat = codes.packed(slots, layout.packed)
+        codes.write_packed(flat, at, layout.at(at), new)
+        slots, there = codes.unpacked(flat, layout), layout.inside()
+    else:
+        codes.write(slots, at, new)
+        there = torch.ones(2, 3, SLOTS, dtype=torch.bool)
+    expected = x.scatter(2, at.unsqueeze(-1).expand(new.shape), new)
+    torch.testing.assert_close(codes.plain(slots)[there], expected[there], atol=ROOM, rtol=0)
+    for row in range(2):
+        for head in range(3):
+            left = [slot for slot in range(EXACT) if slot != at[row, head, 0]]
+            found = codes.plain(slots)[row, head, left]
+            torch.testing.assert_close(found, x[row, head, left], atol=1e-4, rtol=1e-4)
