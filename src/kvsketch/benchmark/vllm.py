@@ -1,11 +1,12 @@
 """A decode step of vLLM: its own caches beside kvsketch's plugin, every engine in a process of its own.
 
-    kvsketch bench vllm --contenders bf16,fp8,rehearse:budget=16384:wait=128 --batches 1,16,64 --out results/vllm.jsonl
+    kvsketch bench vllm --contenders bf16,fp8,rehearse:budget=16384 --batches 1,16,64 --out results/vllm.jsonl
 
 A contender is one of vLLM's own caches (`bf16`, `fp8`) or a method of the plugin. All get the same model, prompts,
-memory and settings; vLLM's prefix cache is off. An engine reads as many prompts as the batch has rows, then whole steps
-are timed, host included, while every request decodes. The weights are random: these are time and memory. Timed steps
-are too few for a rehearsal; `--rehearsals` goes on until every row has had one, and reports the longest steps.
+memory and settings; vLLM's prefix cache is off, and prompts are read whole. An engine reads as many prompts as the
+batch has rows, then whole steps are timed, host included, while every request decodes. The weights are random: these
+are time and memory. With fewer steps than `wait` no row is rehearsed; `--rehearsals` goes on until each has been, and
+reports the longest step.
 
 First a small model answers requests of mixed lengths, long enough to be rehearsed: a method whose captured tokens are
 not those of the same engine without CUDA graphs has no speed. Needs vLLM (`pip install 'kvsketch[vllm]'`).

@@ -12,6 +12,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from kvsketch.benchmark.runner import FAILED, Row
 from kvsketch.benchmark.shapes import SHAPES
 
@@ -54,31 +56,42 @@ class Engine:
         from vllm import LLM
 
         self.job, self.random = job, random.Random(job.seed)
-        layers = {"num_hidden_layers": job.layers} if job.layers else {}
-        shape = {**SHAPES[job.shape], **layers, "max_position_embeddings": 1 << 17}
-        self.vocabulary = shape["vocab_size"]
+        self.vocabulary = SHAPES[job.shape]["vocab_size"]
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            config = {
-                "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-                "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, **shape,
-            }  # fmt: skip
-            Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+            self._write_model(Path(folder))
             self.llm = LLM(
-                model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=job.seed,
-                max_model_len=job.longest, max_num_seqs=job.rows, max_num_batched_tokens=job.chunk,
-                enable_prefix_caching=False, enforce_eager=job.eager, **self._options(),
+                model=folder, skip_tokenizer_init=True, dtype="bfloat16", seed=job.seed, max_model_len=job.longest,
+                max_num_seqs=job.rows, max_num_batched_tokens=job.chunk, enable_chunked_prefill=False,
+                enable_prefix_caching=False, **self._options(),
             )  # fmt: skip
         self.engine = self.llm.llm_engine
         self.start_s = time.perf_counter() - start
 
+    def _write_model(self, folder: Path) -> None:
+        """The config alone; to answer prompts, weights too, whose next tokens are far from ties."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        layers = {"num_hidden_layers": self.job.layers} if self.job.layers else {}
+        shape = {**SHAPES[self.job.shape], **layers, "max_position_embeddings": 1 << 17}
+        config = LlamaConfig(**shape, architectures=["LlamaForCausalLM"], dtype="bfloat16", initializer_range=0.3)
+        config.save_pretrained(folder)
+        if not self.job.batches:
+            torch.manual_seed(self.job.seed)
+            LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
     def _options(self) -> Row:
         job = self.job
-        found: Row = {}
+        found: Row = {"load_format": "dummy"} if job.batches else {}
         if job.device == "cuda":
             found["gpu_memory_utilization"] = job.share
-        if not job.eager and job.batches:
+        if job.eager or job.device == "cpu":
+            found["enforce_eager"] = True
+        elif job.batches:
             found["compilation_config"] = {"cudagraph_capture_sizes": sorted({*job.batches})}
+        else:
+            # Layers as in an eager engine: what differs is that steps are captured.
+            found["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         if job.contender in OWN:
             return found | OWN[job.contender]
         return found | {"attention_backend": "CUSTOM", "additional_config": {"kvsketch": job.contender}}
@@ -163,7 +176,6 @@ class Engine:
 def work(job: Job) -> Row:
     found: Row = {}
     try:
-        import torch
         import vllm
 
         found |= {"vllm": vllm.__version__, "torch": torch.__version__}

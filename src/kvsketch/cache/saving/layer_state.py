@@ -118,8 +118,8 @@ class LayerReader:
         _require_names("a table", saved, (*SAVED, "state", "hot", "host"))
         values = {name: self._decode(saved[name]) for name in SAVED if name != "layout"}
         values["layout"] = self._layout(saved["layout"], coded=bool(new.bits))
-        states = {"state": self._state(method.State, saved["state"]), "hot": self._state(HotSet, saved["hot"])}
-        table = replace(new, **values, **states)
+        values |= {"state": self._state(method.State, saved["state"]), "hot": self._state(HotSet, saved["hot"])}
+        table = replace(new, **values)
         require_shapes(table)
         method.adopt(table)
         if saved["host"] is not None:
