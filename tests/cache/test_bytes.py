@@ -67,8 +67,8 @@ def test_a_chat_grows_by_less_than_the_full_cache_while_tokens_wait(shape: tuple
         before = cache.device_bytes
         for new in range(1, 280):
             model(ids[:, 199 + new : 200 + new], past_key_values=cache)
-            # One step of room, of 32 tokens, is made before the first of them comes.
-            assert cache.device_bytes - before < 0.85 * token * (new + 32), new
+            # A step of room, of 32 tokens, is made before the first of them comes.
+            assert new < 48 or cache.device_bytes - before < 0.95 * token * new, new
     assert cache.slot_layers[0].table.settled == 200
 
 

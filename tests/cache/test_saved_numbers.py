@@ -26,8 +26,8 @@ MORE = [
     *(method.replace("budget=16", "budget=40%") + ":offload=host" for method in RECALL),
     "kcenter:budget=30%:sinks=2:recent=4",
 ]
-# Hash states, ages and counts say nothing of a place.
-NO_PLACES = ("streams", "last_read", "hot.counts")
+# Hash states, ages, the bytes of coded queries and counts say nothing of a place.
+NO_PLACES = ("streams", "last_read", "queries", "hot.counts")
 # Any count of tokens will do.
 LOWER_ONLY = ("schedule", "limits", "batch")
 
@@ -60,7 +60,7 @@ def test_numbers_that_point_to_nothing_are_refused(method: str, tmp_path: Path) 
                 # A little outside, so that an addition does not wrap around.
                 tensor[-1] = -3 if sign < 0 else min(limit.max, 1 << 20)
 
-            if short in NO_PLACES[:2] or (sign > 0 and short in (*NO_PLACES, *LOWER_ONLY)):
+            if short in NO_PLACES[:3] or (sign > 0 and short in (*NO_PLACES, *LOWER_ONLY)):
                 continue
             path = altered(tmp_path / "whole.kvs", tmp_path / "forged.kvs", change)
             with pytest.raises(ValueError, match=r".{20}"):
@@ -91,6 +91,9 @@ def forged_tables() -> dict[str, tuple[str, Callable[[SlotTable], None]]]:
                                                    counts=t.state.counts[:, :, :1])),
         "whole numbers as scores": ("h2o:budget=16:recent=4", lambda t: setattr(t.state, "score", t.index.long())),
         "shorter scores": ("h2o:budget=16:recent=4", lambda t: setattr(t.state, "score", torch.zeros(1, 2, 3))),
+        "queries of other heads": ("rehearse", lambda t: setattr(t.state, "queries", t.state.queries[:, :3])),
+        "shorter queries": ("rehearse", lambda t: setattr(t.state, "queries", t.state.queries[..., 2:])),
+        "earlier queries of other heads": ("rehearse", lambda t: setattr(t.state, "queries", torch.zeros(1, 3, 50, 8))),
         "whole numbers as keys": ("full", lambda t: setattr(t, "keys", t.keys.long())),
     }  # fmt: skip
 

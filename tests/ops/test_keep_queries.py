@@ -36,7 +36,7 @@ def test_members_of_a_group_take_turns(
     for row, head, i, number in torch.cartesian_prod(*map(torch.arange, (2, 2, 2, count))).tolist():
         token = int(at[row]) + number
         wanted = q[row, 3 * head + (2 * token + i) % 3, number].float()
-        assert (back[row, 2 * head + i, token] - wanted).norm() < 0.3 * wanted.norm()
+        assert (back[row, 2 * head + i, token] - wanted).norm() < 0.5 * wanted.norm()
     untouched = torch.ones(2, ROOM, dtype=torch.bool, device=device)
     for row in range(2):
         untouched[row, int(at[row]) : int(at[row]) + count] = False
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     q, at = queries(1, 64, device), torch.zeros(2, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="5 of 6 queries of a token cannot be kept for 2 KV heads"):
         keep_queries(empty(2, 5, 64, device), q, at, 2)
-    with pytest.raises(ValueError, match=r"held must be torch.uint8 \[2, H m, 1 or more, 34\]"):
+    with pytest.raises(ValueError, match=r"held must be torch.uint8 \[2, H m, 1 or more, 26\]"):
         keep_queries(empty(2, 4, 128, device), q, at, 2)
     with pytest.raises(ValueError, match="at and pages must be"):
         keep_queries(empty(2, 4, 64, device), q, at[:1].expand(3), 2)

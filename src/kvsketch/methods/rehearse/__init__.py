@@ -32,7 +32,7 @@ REPLAYS = VIRTUAL, EXACT = ("virtual", "exact")
 REFITS = ("full", "fold", "none")
 GAP = 24  # positions between the text and its virtual repetition
 ROOM, MOST_ROOM = 32, 256  # slots, and queries, that are added at a time for new tokens
-KEPT = 4  # queries of a token and KV head that wait with it, at most
+KEPT = 4  # queries of a KV head that wait with a token in few bits; of one in 16 bits all do
 MAX_TURNED = {"cuda": 1 << 27}  # entries of turned queries held at once, of more than one chunk; elsewhere one chunk
 QUERIES = 1024  # of a chunk and KV head that a refit takes
 NEG_INF = float("-inf")
@@ -346,7 +346,7 @@ class Rehearse(BudgetedMethod):
 
     def kept_heads(self, heads: int, query_heads: int) -> int:
         """Queries of a token, for all KV heads, that wait with it."""
-        return heads * min(KEPT, query_heads // heads)
+        return min(heads * KEPT, query_heads) if self.stored_bits else query_heads
 
     def _keep(self, table: SlotTable, state: Rehearsed, queries: Tensor, room: int) -> None:
         """Keeps some queries of the newest tokens; where the last of them has no room, there is some for `room`."""

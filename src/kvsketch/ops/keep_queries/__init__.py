@@ -16,7 +16,7 @@ from kvsketch.ops.codec import STEP_DTYPE, Codec, Coded, CodedSlots
 from kvsketch.ops.common.dispatch import implementation
 from kvsketch.ops.common.tensors import block_size
 
-BITS = 4
+BITS = 3
 
 
 def codec_of(size: int) -> Codec:
