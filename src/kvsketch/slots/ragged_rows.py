@@ -279,7 +279,9 @@ class RaggedRows(Rows):
             if stretch.start - end >= size:
                 return end
             end = stretch.start + stretch.size
-        return end if self.slots - end >= size else self._closed_up()
+        end = end if self.slots - end >= size else self._closed_up()
+        assert self.slots - end >= size, "rows hold more slots than their store"
+        return end
 
     def _closed_up(self) -> int:
         """Moves all rows to the front of the store; where they end."""
