@@ -32,9 +32,7 @@ from kvsketch.integrations.vllm.settings import servable
 from kvsketch.methods import parse_method
 from kvsketch.options import option
 
-CHECKED = Job(
-    shape="tiny", layers=2, prompts=(40, 75, 131, 2, 90), rows=2, new_tokens=150, longest=300, chunk=256, share=0.2
-)
+CHECKED = Job(shape="tiny", layers=2, prompts=(40, 75, 131, 2, 90), rows=2, new_tokens=150, longest=300, share=0.2)
 WORKER = "kvsketch.benchmark.vllm_engine"
 
 
@@ -52,7 +50,6 @@ class Vllm(Benchmark):
     prompt: int = option(32768, "tokens of a prompt", least=2)
     batches: tuple[int, ...] = option("1,16,64", "requests at a time, comma-separated", least=1)
     steps: int = option(96, "steps of all requests that are timed", least=2)
-    chunk: int = option(0, "tokens that a forward reads at most; 0: a whole prompt, and a token of each row", least=0)
     share: float = option(0.9, "of the GPU's memory that vLLM may take (gpu_memory_utilization)", least=0.05, most=1)
     rehearsals: bool = option(False, "go on until every row has been rehearsed, and report the longest steps")
     check: bool = option(True, "compare captured tokens with those of eager steps first")
@@ -80,8 +77,7 @@ class Vllm(Benchmark):
         job = Job(
             contender=contender, shape=self.shape, layers=self.layers, prompts=(self.prompt,), rows=max(self.batches),
             batches=self.batches, steps=self.steps, new_tokens=new, longest=self.prompt + new, share=self.share,
-            chunk=self.chunk or self.prompt + max(self.batches), device=self.device, seed=self.seed,
-            rehearsals=self.rehearsals,
+            device=self.device, seed=self.seed, rehearsals=self.rehearsals,
         )  # fmt: skip
         told = run(job)
         times = told.pop("batches", [])

@@ -41,7 +41,6 @@ class Job:
     steps: int = 0
     new_tokens: int = 16
     longest: int = 512
-    chunk: int = 512
     share: float = 0.9
     eager: bool = False
     device: str = "cuda"
@@ -62,7 +61,7 @@ class Engine:
             self._write_model(Path(folder))
             self.llm = LLM(
                 model=folder, skip_tokenizer_init=True, dtype="bfloat16", seed=job.seed, max_model_len=job.longest,
-                max_num_seqs=job.rows, max_num_batched_tokens=job.chunk, enable_chunked_prefill=False,
+                max_num_seqs=job.rows, max_num_batched_tokens=job.longest + job.rows, enable_chunked_prefill=False,
                 enable_prefix_caching=False, **self._options(),
             )  # fmt: skip
         self.engine = self.llm.llm_engine
@@ -78,7 +77,7 @@ class Engine:
         config.save_pretrained(folder)
         if not self.job.batches:
             torch.manual_seed(self.job.seed)
-            LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+            LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
 
     def _options(self) -> Row:
         job = self.job

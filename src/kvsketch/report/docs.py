@@ -36,6 +36,7 @@ from kvsketch.report import (
     recall,
     render,
     streams,
+    vllm,
 )
 from kvsketch.report.contents import Contents, Section, gather
 from kvsketch.report.rows import Row, is_overall
@@ -284,6 +285,14 @@ class Numbers:
 
     def benchmark_page(self) -> str:
         return benchmarks.page(self.benchmarks)
+
+    def vllm_table(self) -> str:
+        return vllm.table(self.benchmarks)
+
+    def vllm_best(self, contender: str, field: str, form: str = ",.0f") -> str:
+        """Of the batch with the most tokens a second."""
+        found = vllm.most(vllm.measured(self.benchmarks), contender)
+        return format(found[field], form) if found.get(field) is not None else NOTHING
 
     def stream_tables(self) -> str:
         return streams.tables(self.streamed)

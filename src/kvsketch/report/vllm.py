@@ -1,0 +1,48 @@
+"""vLLM's own caches beside the plugin: the table of docs/vllm.md, from records of `kvsketch bench vllm`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvsketch.records import FAILED, Record
+from kvsketch.report.benchmarks import last
+from kvsketch.report.blocks import table as markdown
+
+OWN = {"bf16": "vLLM, bf16 cache", "fp8": "vLLM, fp8 cache"}
+
+
+def measured(records: list[Record]) -> list[dict[str, Any]]:
+    """What was measured last of each contender and batch."""
+    return last([r["data"] for r in records if r["kind"] == "vllm"], "contender", "shape", "prompt", "batch")
+
+
+def table(records: list[Record]) -> str:
+    rows = [row for row in measured(records) if not row.get(FAILED)]
+    batches = sorted({row["batch"] for row in rows if row["contender"] not in OWN})
+    base = {name: most(rows, name)["tokens_per_s"] for name in OWN if most(rows, name)}
+    lines = []
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        own = {row["batch"]: row for row in rows if row["contender"] == name}
+        best = most(rows, name)
+        steps = [f"{own[batch]['step_ms']:.2f}" if batch in own else "does not fit" for batch in batches]
+        times = [f"{best['tokens_per_s'] / base[each]:.2f}" if each in base else "" for each in OWN]
+        first = own[min(own)]
+        lines.append(
+            [
+                OWN.get(name, f"`{name}`"),
+                *steps,
+                f"{best['tokens_per_s']:,.0f} ({best['batch']} rows)",
+                *times,
+                f"{first['prefill_s']:.2f}",
+                f"{int(first['rows_that_fit']):,}",
+            ]  # fmt: skip
+        )
+    headings = ["", *(f"step, ms: {batch} row{'s' * (batch > 1)}" for batch in batches), "most tokens/s"]
+    headings += [*(f"times {OWN[name]}" for name in OWN), "prefill of a row, s", "rows that fit"]
+    return markdown(headings, lines)
+
+
+def most(rows: list[dict[str, Any]], contender: str) -> dict[str, Any]:
+    """The batch with the most tokens a second; nothing where none was timed."""
+    own = [row for row in rows if row["contender"] == contender]
+    return max(own, key=lambda row: row["tokens_per_s"], default={})
