@@ -48,7 +48,7 @@ class Vllm(Benchmark):
     shape: str = option("llama-3.1-8b", "a shape with random weights", choices=sorted(SHAPES))
     layers: int = option(0, "the first layers alone; 0: all", least=0)
     prompt: int = option(32768, "tokens of a prompt", least=2)
-    batches: tuple[int, ...] = option("1,16,64", "requests at a time, comma-separated", least=1)
+    batches: tuple[int, ...] = option("1,16,64", "requests at a time, or as many as fit, comma-separated", least=1)
     steps: int = option(96, "steps of all requests that are timed", least=2)
     share: float = option(0.9, "of the GPU's memory that vLLM may take (gpu_memory_utilization)", least=0.05, most=1)
     rehearsals: bool = option(False, "go on until every row has been rehearsed, and report the longest steps")

@@ -26,6 +26,7 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1",
 }
 WARM_UP_STEPS = 8
+CPU_SHARE = 0.1  # of the host's memory, for a try without a GPU
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,10 @@ class Engine:
     def _options(self) -> Row:
         job = self.job
         found: Row = {"load_format": "dummy"} if job.batches else {}
-        if job.device == "cuda":
-            found["gpu_memory_utilization"] = job.share
+        found["gpu_memory_utilization"] = job.share if job.device == "cuda" else CPU_SHARE
         if job.eager or job.device == "cpu":
             found["enforce_eager"] = True
-        elif job.batches:
-            found["compilation_config"] = {"cudagraph_capture_sizes": sorted({*job.batches})}
-        else:
+        elif not job.batches:
             # Layers as in an eager engine: what differs is that steps are captured.
             found["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         if job.contender in OWN:
@@ -183,7 +181,7 @@ def work(job: Job) -> Row:
         if not job.batches:
             return found | {"tokens": engine.answers()}
         found["batches"] = []
-        for batch in job.batches:
+        for batch in sorted({max(1, min(batch, int(engine.rows_that_fit()))) for batch in job.batches}):
             found["batches"].append(engine.timed(batch))
             print(json.dumps(found["batches"][-1])[:300], file=sys.stderr, flush=True)
         if torch.cuda.is_available():

@@ -27,16 +27,9 @@ def table(records: list[Record]) -> str:
         steps = [f"{own[batch]['step_ms']:.2f}" if batch in own else "does not fit" for batch in batches]
         times = [f"{best['tokens_per_s'] / base[each]:.2f}" if each in base else "" for each in OWN]
         first = own[min(own)]
-        lines.append(
-            [
-                OWN.get(name, f"`{name}`"),
-                *steps,
-                f"{best['tokens_per_s']:,.0f} ({best['batch']} rows)",
-                *times,
-                f"{first['prefill_s']:.2f}",
-                f"{int(first['rows_that_fit']):,}",
-            ]  # fmt: skip
-        )
+        speed = f"{best['tokens_per_s']:,.0f} ({best['batch']} rows)"
+        fits = f"{int(first['rows_that_fit']):,}"
+        lines.append([OWN.get(name, f"`{name}`"), *steps, speed, *times, f"{first['prefill_s']:.2f}", fits])
     headings = ["", *(f"step, ms: {batch} row{'s' * (batch > 1)}" for batch in batches), "most tokens/s"]
     headings += [*(f"times {OWN[name]}" for name in OWN), "prefill of a row, s", "rows that fit"]
     return markdown(headings, lines)
