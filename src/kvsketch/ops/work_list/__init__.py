@@ -26,7 +26,7 @@ def most_of_list(heads: int, resident: int) -> int:
 
 
 def fixed_work_list(capacity: Tensor, most: int, by: Readers) -> tuple[Tensor, Tensor]:
-    """`work` [L, P, 5] and `first_piece` [L, A + 1] (`Ragged`) for capacities [L, A] int64, contiguous.
+    """`work` [L, P, 5] and `first_piece` [L, A + 1] (`Ragged`) for capacities [L, A] int64.
 
     Long pieces come first; entries behind the last piece are none. `most`: the largest capacity there may be.
     """
