@@ -149,6 +149,17 @@ def test_values_are_solved_to_the_end() -> None:
     torch.testing.assert_close(parts, found * w.unsqueeze(-1))
 
 
+def test_a_head_with_a_nan_keeps_its_plain_slots_and_the_others_are_fitted() -> None:
+    q, k, v, kept = problem()
+    expected = refit(q, Slots(k, v, kept, 0.25))
+    k[2, 5] = float("nan")
+    found = refit(q, Slots(k, v, kept, 0.25))
+    others = torch.arange(6) != 2
+    assert (found.log_weights[2] == 0).all()
+    torch.testing.assert_close(found.values[2], rows(v, kept)[2])
+    torch.testing.assert_close(found.values[others], expected.values[others])
+
+
 def test_inputs_in_bf16_are_fine() -> None:
     """Queries, keys, values and all products of them rounded to bf16: new queries see no more error."""
     q, k, v, kept = problem()
