@@ -1,6 +1,7 @@
 # make demo    set up .venv, fetch a small real model, compare the methods on it
 # make test    set up .venv, run the tests
-# make check   linters, types, import rules, tests
+# make check   linters, types, import rules, tests, a few of them as on another machine
+# make test-variations   the tests as on other machines: vector instructions, threads, unwritten memory that holds NaN
 # make docs    build docs/ as a site in build/site; to search it: python -m http.server -d build/site
 # make test-vllm     the plugin for vLLM, with a CPU build of vLLM in an environment of its own
 # make wheel-test    build the wheel, install it and what it asks for in an environment of its own, ask it a question
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvsketch-installed
 CPU_TORCH := 2.13.0
 
-.PHONY: demo test check lint docs wheel-check test-vllm wheel-test clean
+.PHONY: demo test test-variations test-one-variation check lint docs wheel-check test-vllm wheel-test clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -32,9 +33,27 @@ test: $(STAMP)
 	$(BIN)/kvsketch models pull smollm2-135m
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
+# Vector instructions of torch ("native": those of this machine), then threads. Memory that nobody wrote holds NaN.
+VARIATIONS := native-1 native-2 avx2-1 avx2-2 default-1 default-2
+VARIATION = $(word $(shell echo $$((0x$$(git rev-parse --short=4 HEAD 2>/dev/null || echo 0) % 6 + 1))),$(VARIATIONS))
+TOUCHY := tests/cache/test_contract.py tests/cache/test_saving.py tests/methods/test_refit.py \
+	tests/methods/test_rehearse.py tests/ops/test_kmeans.py tests/serve/test_engine.py
+
+test-variations: $(VARIATIONS:%=test-as-%)
+
+# The commit's hash chooses which, and the touchy tests are enough: it runs beside all others.
+test-one-variation: $(STAMP)
+	$(MAKE) --no-print-directory test-as-$(VARIATION) JOBS=0 ARGS="$(TOUCHY) -m touchy -q"
+
+test-as-%: $(STAMP)
+	$(BIN)/kvsketch models pull smollm2-135m
+	KVSKETCH_NAN=1 OMP_NUM_THREADS=$(word 2,$(subst -, ,$*)) OMP_WAIT_POLICY=passive \
+	env $(patsubst ATEN_CPU_CAPABILITY=native,-u ATEN_CPU_CAPABILITY,ATEN_CPU_CAPABILITY=$(word 1,$(subst -, ,$*))) \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
 # Side by side: the linters use one core, and the tests take longest, so that their summary ends the output.
 check: $(STAMP)
-	$(MAKE) --no-print-directory --jobs 3 lint wheel-check test
+	$(MAKE) --no-print-directory --jobs 4 lint wheel-check test-one-variation test
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -226,6 +226,8 @@ def start(work: Callable[[], int | None], log: Path = Path(os.devnull)) -> int:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        # The threads of the parent are not there after a fork, and OpenMP would wait for them.
+        torch.set_num_threads(1)
         code = work()
         os._exit(code or 0)
     except BaseException:

@@ -4,6 +4,10 @@ The interpreter replaces the functions of triton.language for each launch, and t
 function by another, tl.sum among them: the latter takes a millisecond, changes nothing and is left out here.
 
 Hypothesis tries the same inputs in every run; KVSKETCH_FUZZ asks for so many new ones.
+
+KVSKETCH_NAN=1 fills memory that nobody has written with NaN, or with the largest number of its type: a test that reads
+it then fails on every machine. torch does so in its deterministic mode only. Operations without a deterministic kind
+warn there and run as ever.
 """
 
 import contextlib
@@ -42,3 +46,6 @@ if not torch.cuda.is_available():
         replace_the_language_once_per_launch()
 settings.register_profile("repeatable", derandomize="KVSKETCH_FUZZ" not in os.environ)
 settings.load_profile("repeatable")
+if os.environ.get("KVSKETCH_NAN") == "1":
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True

@@ -83,6 +83,7 @@ def test_sinks_and_recent_tokens_stay(name: str) -> None:
                     assert {i, i - 1, i - 2, i - 3} <= set(head), "recent window"
 
 
+@pytest.mark.touchy
 @pytest.mark.parametrize("name", [*METHODS, *SHARED])
 def test_a_row_alone_equals_that_row_in_a_left_padded_batch(name: str) -> None:
     """With a share of its own tokens; a number of tokens is tried below."""
@@ -100,6 +101,7 @@ def test_a_row_alone_equals_that_row_in_a_left_padded_batch(name: str) -> None:
             torch.testing.assert_close(a[i], b[0], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.touchy
 @pytest.mark.parametrize(
     "method", [*(n for n in METHODS if n != "full"), *SHARED, "quest:page=4", "clusterkv:recluster=8"]
 )

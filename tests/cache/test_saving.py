@@ -92,6 +92,7 @@ def held_tensors(cache: CompressedCache) -> list[torch.Tensor]:
     return [t.nan_to_num() for layer in cache.slot_layers for t in layer.table.tensors()]
 
 
+@pytest.mark.touchy
 @pytest.mark.parametrize("method", ["rehearse", "snapkv:share=model", "h2o:share=layer"])
 @pytest.mark.parametrize("bits", [4, 16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])

@@ -8,6 +8,8 @@ import torch
 from kvsketch.methods.rehearse import refit as module
 from kvsketch.methods.rehearse.refit import Slots, refit
 
+pytestmark = pytest.mark.touchy
+
 
 @pytest.fixture(autouse=True, params=[module.SOLVED, 0], ids=["solved", "stepped"])
 def solved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +139,7 @@ def test_heads_that_keep_fewer_slots_are_fitted_as_if_alone() -> None:
 
 @pytest.mark.parametrize("solved", [module.SOLVED], indirect=True)
 def test_the_last_bit_of_an_input_does_not_move_the_values_of_few_slots() -> None:
-    """Queries look at all keys nearly alike: the normal matrix has one large eigenvalue, and steps give 0.3 and more."""
+    """Queries see all keys nearly alike: the normal matrix has one large eigenvalue, and steps differ by 0.3."""
     q, k, v, kept = problem(slots=40, kept=15)
     q, k = q / 4, k / 2
     first = refit(q, Slots(k, v, kept, 0.25))
@@ -151,7 +153,7 @@ def test_the_last_bit_of_an_input_does_not_move_the_values_of_few_slots() -> Non
 def test_values_are_solved_to_the_end() -> None:
     """The slope of the sum of squares is 0 there."""
     q, k, v, kept = problem()
-    a, target, share = Slots(k, v, kept, 0.25).seen_by(q)
+    a, target, _ = Slots(k, v, kept, 0.25).seen_by(q)
     plain, w = rows(v, kept), torch.linspace(0.5, 4.0, 20).expand(6, 20)
     x = (a * w.unsqueeze(1)).double()
     ridge = module.RIDGES[1] * x.square().sum(1).mean(-1).view(-1, 1, 1)
@@ -160,6 +162,17 @@ def test_values_are_solved_to_the_end() -> None:
     slope = x.mT @ missing + ridge * (found - plain).double()
     assert slope.abs().max() < 1e-4 * (x.mT @ target.double()).abs().max()
     torch.testing.assert_close(parts, found * w.unsqueeze(-1))
+
+
+def test_a_head_with_a_nan_keeps_its_plain_slots_and_the_others_are_fitted() -> None:
+    q, k, v, kept = problem()
+    expected = refit(q, Slots(k, v, kept, 0.25))
+    k[2, 5] = float("nan")
+    found = refit(q, Slots(k, v, kept, 0.25))
+    others = torch.arange(6) != 2
+    assert (found.log_weights[2] == 0).all()
+    torch.testing.assert_close(found.values[2], rows(v, kept)[2])
+    torch.testing.assert_close(found.values[others], expected.values[others])
 
 
 def test_inputs_in_bf16_are_fine() -> None:

@@ -177,6 +177,7 @@ def test_recorded_steps_serve_whoever_joins(method: str, start: Any) -> None:
     assert graphs == [batch.graph for batch in engine._shared.batches]
 
 
+@pytest.mark.touchy
 @pytest.mark.parametrize("method", [with_budget("snapkv", 16), "rehearse:budget=50%:sinks=2:recent=4"])
 def test_a_document_is_read_once_and_stays_as_it_is(method: str, start: Any) -> None:
     document = cache_for(method)

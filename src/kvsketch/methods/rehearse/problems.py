@@ -91,7 +91,7 @@ def refit_layers(layers: Sequence[LayerProblems], counted: Tensor, folds: bool =
 
 
 def _batch_sizes(counts: list[int], layer: LayerProblems) -> list[int]:
-    """How many problems, sorted by what they keep, the most first, are fitted together: solved or stepped, never both."""
+    """How many problems, sorted by what they keep, the most first, are fitted together: all `solved`, or none."""
     device, queries, slots = layer.keys.device, layer.queries.shape[2], layer.places.shape[1]
     limit, least = (table.get(device.type, table["cpu"]) for table in (MAX_ENTRIES, LEAST))
     sizes, begin = [], 0
