@@ -178,6 +178,24 @@ def test_saved_reordered_and_rolled_back_caches_go_on(model: Any, text: Any, tmp
     torch.testing.assert_close(found.flip(1), expected, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("pads", [[0], [0, 9]])
+def test_queries_wait_alike_however_their_tokens_came(model: Any, pads: list[int]) -> None:
+    """In turns of several tokens, one by one, or behind tokens that were taken back."""
+    ids, mask = padded(zoo.tokens(len(pads), 160), pads)
+    whole, parts = (CompressedCache(model, Rehearse(recent=8)) for _ in "ab")
+    read(model, whole, ids, mask, [(0, 100), (100, 160)])
+    read(model, parts, ids, mask, [(0, 100), (100, 110), (110, 111), *((i, i + 1) for i in range(111, 150))])
+    read(model, parts, ids.flip(1), mask, [(150, 155)])
+    parts.crop(-5)
+    read(model, parts, ids, mask, [(150, 151), (151, 160)])
+    # The queries of the first layer depend on the token alone.
+    first, second = (
+        ops.kept_queries(cache.slot_layers[0].table.state.queries[:, :, :60], 16, torch.float32)
+        for cache in (whole, parts)
+    )
+    assert (first - second).norm() < 0.05 * first.norm() and first.norm(dim=-1).min() > 0
+
+
 @pytest.mark.parametrize("method", ["rehearse", "expected"])
 def test_queries_of_an_earlier_file_are_coded_when_it_is_loaded(model: Any, method: str, tmp_path: Path) -> None:
     """They were all there, in half precision."""

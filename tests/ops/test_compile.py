@@ -31,6 +31,7 @@ from kvsketch.ops.common.ragged import Readers
 from kvsketch.ops.fold_token import Layout as Folded
 from kvsketch.ops.fold_token import State
 from kvsketch.ops.hot_rows import Buffer, Store, new_places
+from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.ops.page_rows import Rows, Vectors, Worth
 from kvsketch.ops.take_rows import Sources, take_rows_of
 from kvsketch.ops.work_list import fixed_work_list
@@ -169,6 +170,11 @@ def refit_steps() -> None:
 def take_rows() -> None:
     ops.take_rows(normal(N, D), longs(S))
     take_rows_of(Sources([normal(N, D)], longs(1)), longs(3), longs(3), longs(3, S), 2)
+
+
+def keep_queries() -> None:
+    held = torch.zeros(B, HQ // H * H, S, row_bytes(D), dtype=torch.uint8, device=longs(1).device)
+    ops.keep_queries(held, normal(B, HQ, 1, D), longs(1), H, longs(B))
 
 
 def turn_queries() -> None:
@@ -348,7 +354,8 @@ CALLS: tuple[Callable[[], None], ...] = (
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
-    refit_steps, take_rows, slot_update, coded_slot_update, work_list, page_rows, reservoir, fold_token, hot_rows,
+    refit_steps, take_rows, keep_queries, slot_update, coded_slot_update, work_list, page_rows, reservoir, fold_token,
+    hot_rows,
     coded_hot_rows,
     decoder_layer, lambda: thin_linear(1), lambda: thin_linear(4),
     *(partial(call, dtype) for call in (replay_scores, balance_walk) for dtype in (torch.bfloat16, torch.float32)),

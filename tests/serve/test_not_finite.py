@@ -58,7 +58,7 @@ def model(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     made = made.to(device, dtype)
     attention = made.model.layers[0].self_attn
     for projection in (attention.k_proj, attention.v_proj):
-        projection.weight.data[:, BY_OVERFLOW] = torch.finfo(dtype).max
+        projection.weight.data[:, BY_OVERFLOW] = torch.finfo(dtype).max / 4  # of a normed vector of 8
     return made
 
 
