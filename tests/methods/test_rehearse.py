@@ -390,19 +390,19 @@ def scores(cache: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("bits", "turns"), [(16, [100, 130, 150, 180]), (16, [100, 130, 131, 150, 180]), (4, [30, 50, 110])]
+    ("bits", "turns"), [(16, [100, 130, 150, 180]), (16, [100, 130, 131, 150, 180]), (4, [30, 40, 50, 110])]
 )
-def test_turns_that_wait_are_scored_as_if_they_came_at_once(model: Any, bits: int, turns: list[int]) -> None:
+def test_turns_that_wait_are_scored_as_tokens_that_come_one_by_one(model: Any, bits: int, turns: list[int]) -> None:
     """Each has its own queries: behind a rehearsed prompt, and in a text that is too short for codes at first."""
     method = Rehearse(budget="100%", refit="none", bits=bits, chunk=128, wait=64, recent=8)
     ids, mask = zoo.tokens(1, turns[-1]), torch.ones(1, turns[-1], dtype=torch.int64)
     found = []
-    for ends in (turns, [100, 180] if bits == 16 else [110]):
+    for ends in (turns, [*range(turns[0], turns[-2] + 1), turns[-1]]):
         cache = CompressedCache(model, method)
         read(model, cache, ids, mask, [*itertools.pairwise([0, *ends])])
         found.append(scores(cache))
-    # Queries that wait are rounded to half precision.
-    torch.testing.assert_close(*found, atol=2e-4, rtol=0.03)
+    # Queries that wait are rounded, and a last bit may round another way.
+    assert (found[0] - found[1]).norm() < 0.02 * found[1].norm()
 
 
 @pytest.mark.parametrize("replay", ["virtual", "exact"])
