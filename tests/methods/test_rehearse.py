@@ -438,3 +438,19 @@ def test_a_refit_of_the_first_chunk_knows_its_sinks_once(
         )
     torch.testing.assert_close(*held, atol=1e-3, rtol=1e-3)
     assert held[0][:, 0].abs().max() > 0.1, "weights were refitted"
+
+
+@pytest.mark.parametrize("turn", [[1] * 20, [20]], ids=["one by one", "at once"])
+@pytest.mark.parametrize("gone", [7, 20])
+def test_tokens_that_wait_can_go_and_leave_their_room_to_others(model: Any, turn: list[int], gone: int) -> None:
+    """With a budget for all tokens, the full cache's logits; as many come after as there is room for, and more."""
+    ids, mask = zoo.tokens(1, 190), torch.ones(1, 190, dtype=torch.int64)
+    caches = CompressedCache(model, Rehearse(budget="100%", **PLAIN)), CompressedCache(model, "full")
+    found = []
+    for cache in caches:
+        cache.activate_past_recording()
+        read(model, cache, ids, mask, [*itertools.pairwise(itertools.accumulate([0, 120, *turn]))])
+        cache.crop(-gone)
+        left = cache.tokens_seen
+        found.append(read(model, cache, ids.flip(1), mask, [(at, at + 1) for at in range(left, left + 45)]))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
