@@ -443,19 +443,19 @@ def scores(cache: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("bits", "turns"), [(16, [100, 130, 150, 180]), (16, [100, 130, 131, 150, 180]), (4, [30, 50, 110])]
+    ("bits", "turns"), [(16, [100, 130, 150, 180]), (16, [100, 130, 131, 150, 180]), (4, [30, 40, 50, 110])]
 )
-def test_turns_that_wait_are_scored_as_if_they_came_at_once(model: Any, bits: int, turns: list[int]) -> None:
+def test_turns_that_wait_are_scored_as_tokens_that_come_one_by_one(model: Any, bits: int, turns: list[int]) -> None:
     """Each has its own queries: behind a rehearsed prompt, and in a text that is too short for codes at first."""
     method = Rehearse(budget="100%", refit="none", bits=bits, chunk=128, wait=64, recent=8)
     ids, mask = zoo.tokens(1, turns[-1]), torch.ones(1, turns[-1], dtype=torch.int64)
     found = []
-    for ends in (turns, [100, 180] if bits == 16 else [110]):
+    for ends in (turns, [*range(turns[0], turns[-2] + 1), turns[-1]]):
         cache = CompressedCache(model, method)
         read(model, cache, ids, mask, [*itertools.pairwise([0, *ends])])
         found.append(scores(cache))
-    # Queries that wait are rounded to half precision.
-    torch.testing.assert_close(*found, atol=2e-4, rtol=0.03)
+    # Queries that wait are rounded, and a last bit may round another way.
+    assert (found[0] - found[1]).norm() < 0.02 * found[1].norm()
 
 
 @pytest.mark.parametrize("replay", ["virtual", "exact"])
@@ -491,3 +491,19 @@ def test_a_refit_of_the_first_chunk_knows_its_sinks_once(
         )
     torch.testing.assert_close(*held, atol=1e-3, rtol=1e-3)
     assert held[0][:, 0].abs().max() > 0.1, "weights were refitted"
+
+
+@pytest.mark.parametrize("turn", [[1] * 20, [20]], ids=["one by one", "at once"])
+@pytest.mark.parametrize("gone", [7, 20])
+def test_tokens_that_wait_can_go_and_leave_their_room_to_others(model: Any, turn: list[int], gone: int) -> None:
+    """With a budget for all tokens, the full cache's logits; as many come after as there is room for, and more."""
+    ids, mask = zoo.tokens(1, 190), torch.ones(1, 190, dtype=torch.int64)
+    caches = CompressedCache(model, Rehearse(budget="100%", **PLAIN)), CompressedCache(model, "full")
+    found = []
+    for cache in caches:
+        cache.activate_past_recording()
+        read(model, cache, ids, mask, [*itertools.pairwise(itertools.accumulate([0, 120, *turn]))])
+        cache.crop(-gone)
+        left = cache.tokens_seen
+        found.append(read(model, cache, ids.flip(1), mask, [(at, at + 1) for at in range(left, left + 45)]))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)

@@ -43,3 +43,17 @@ def test_a_token_over_an_exact_one_is_what_is_read(packed: bool) -> None:
             left = [slot for slot in range(EXACT) if slot != at[row, head, 0]]
             found = codes.plain(slots)[row, head, left]
             torch.testing.assert_close(found, x[row, head, left], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("at", [SLOTS, 30])
+def test_some_slots_are_those_of_all_beside_new_ones(at: int) -> None:
+    """New vectors that are not coded yet lie before slots that carry a key only, or at the end."""
+    _, slots = text()
+    new = torch.randn(2, 3, 5, SIZE, generator=torch.Generator().manual_seed(1))
+    slots = codes.inserted(slots, at, new)
+    everything = codes.plain(slots)
+    assert torch.equal(everything[:, :, at : at + 5], new)
+    order = torch.randperm(SLOTS + 5, generator=torch.Generator().manual_seed(2)).expand(2, 3, -1)
+    found = codes.plain_at(slots, order)
+    torch.testing.assert_close(found, everything[:, :, order[0, 0]], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(codes.part(slots, at - 3, at + 2), everything[:, :, at - 3 : at + 2])

@@ -55,8 +55,11 @@ def _crop(layer: SlotLayer, count: int) -> None:
             if _is_draft(layer, count):
                 layer.table.drop_newest(count)
             else:
+                # What waits to be compressed goes first: a method knows only what it has compressed.
+                drafted = layer.table.new_tokens if layer.pending is not None else 0
+                layer.table.drop_newest(drafted)
                 layer.pending = None
-                layer.method.forget(layer.table, count)
+                layer.method.forget(layer.table, count - drafted)
     if layer.record_past:
         layer.recording = DRAFTS
     layer.settle()
