@@ -29,7 +29,7 @@ def test_a_token_over_an_exact_one_is_what_is_read(packed: bool) -> None:
     at = torch.tensor([[0, 1, 2], [3, 7, SLOTS - 1]]).unsqueeze(-1)
     new = torch.randn(2, 3, 1, SIZE, generator=torch.Generator().manual_seed(1)) + 5
     if packed:
-        layout = Layout.of(torch.tensor([[SLOTS, 30, 20], [10, 12, SLOTS]]))
+        layout = Layout.of(torch.tensor([[SLOTS, 30, 20], [10, 12, SLOTS]]), coded=True)
         flat = codes.packed(slots, layout.packed)
         codes.write_packed(flat, at, layout.at(at), new)
         slots, there = codes.unpacked(flat, layout), layout.inside()

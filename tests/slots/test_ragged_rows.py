@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from kvsketch.ops import codec as codecs
-from kvsketch.ops.common.ragged import fixed_work_list
+from kvsketch.ops.work_list import fixed_work_list
 from kvsketch.slots import codes
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import FewBits
@@ -363,7 +363,9 @@ def test_a_row_that_needs_more_slots_than_there_are_writes_over_nobody() -> None
     machine.begin(seed=0)
     tables, _ = machine._prompt(LONGEST)
     for table in tables:
-        table.keep(torch.ones(table.shape, dtype=torch.bool), Layout.of(torch.full((1, HEADS), LONGEST + SPARE)))
+        table.keep(
+            torch.ones(table.shape, dtype=torch.bool), Layout.of(torch.full((1, HEADS), LONGEST + SPARE), coded=False)
+        )
     before = [tensor.clone() for tensor in machine.store.flat]
     with pytest.raises(AssertionError, match="rows hold more slots than their store"):
         machine.store.put(0, tables)

@@ -6,13 +6,14 @@ known.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvsketch.slots.positions import CACHE, Positions
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 FAMILIES = (
     "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "stablelm",
@@ -33,6 +34,9 @@ def frequencies(config: PretrainedConfig) -> tuple[float, ...]:
         return ()
     kind = rope.get("rope_type", "default")
     if kind in FIXED:
+        # Here, for vLLM's plugin imports this file and not what models are made of.
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         return tuple(ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0].tolist())
     if kind != "default" or "rope_theta" not in rope:
         return ()

@@ -156,7 +156,7 @@ class RequestPages:
     def put(self, page: int, tables: Sequence[SlotTable]) -> None:
         """Writes a whole request, the tables of its layers with one row each; the device is not asked."""
         waiting = tables[0].seen - tables[0].settled
-        layouts = [_packed(table) for table in tables]
+        layouts = [self._packed(table) for table in tables]
         filled = torch.stack([table.next_slot[0, :, 0] for table in tables if table.next_slot is not None])  # [L, H]
         self.planes["kept"][page] = filled - waiting
         self.planes["settled"][page].fill_(tables[0].settled)
@@ -173,6 +173,20 @@ class RequestPages:
             queries = [cast(Waits, table.state_of(self.kind)).queries for table in tables]
             held = torch.cat([each[:, :, :waiting] for each in queries if each is not None])
             self.planes["queries"][page, :, :, :waiting] = held
+
+    def _packed(self, table: SlotTable) -> Layout:
+        """The layout of a table, which gets one of its own; tokens lie before `next_slot`."""
+        if table.exact:
+            table.bound(table.length)
+        capacity = torch.full(table.shape[:2], table.length)
+        if table.layout is not None and table.layout.total == self.total:
+            # It lies in a page.
+            capacity = table.layout.capacity
+            table.unpack()
+        if table.layout is None:
+            table.pack(capacity)
+        assert table.layout is not None
+        return table.layout
 
     def _places(self, layout: Layout, start: Tensor, filled: Tensor, nowhere: int) -> Tensor:  # [N of the layout]
         """Where each slot of a packed table goes: behind the start [H] of its head, those not `filled` [H] nowhere."""
@@ -269,16 +283,6 @@ class RequestPages:
         center, exact, exact_at = (beside[f"{name}.{part}"] for part in ("center", "exact", "exact_at"))
         held, steps = self.stores[f"{name}.codes"], self.stores[f"{name}.steps"]
         return SlotCodes(codec, center, exact, exact_at, held, steps, dtype=self.shape.dtype)
-
-
-def _packed(table: SlotTable) -> Layout:
-    """The layout of a table, which gets one if its heads are equal; tokens lie before `next_slot`."""
-    if table.exact:
-        table.bound(table.length)
-    if table.layout is None:
-        table.pack(torch.full(table.shape[:2], table.length))
-    assert table.layout is not None
-    return table.layout
 
 
 def _flat(table: SlotTable, kind: type[TableState]) -> list[Tensor]:
