@@ -6,8 +6,10 @@ from typing import Any
 
 from kvsketch.records import FAILED, Record
 from kvsketch.report.benchmarks import last
+from kvsketch.report.blocks import Code
 from kvsketch.report.blocks import table as markdown
 
+NOTHING = "not measured"
 OWN = {"bf16": "vLLM, bf16 cache", "fp8": "vLLM, fp8 cache"}
 
 
@@ -18,21 +20,31 @@ def measured(records: list[Record]) -> list[dict[str, Any]]:
 
 def table(records: list[Record]) -> str:
     rows = [row for row in measured(records) if not row.get(FAILED)]
-    batches = sorted({row["batch"] for row in rows if row["contender"] not in OWN})
-    base = {name: most(rows, name)["tokens_per_s"] for name in OWN if most(rows, name)}
+    batches = sorted({row["batch"] for row in rows})
     lines = []
     for name in dict.fromkeys(row["contender"] for row in rows):
         own = {row["batch"]: row for row in rows if row["contender"] == name}
+        steps = [f"{own[batch]['step_ms']:.2f}" if batch in own else NOTHING for batch in batches]
         best = most(rows, name)
-        steps = [f"{own[batch]['step_ms']:.2f}" if batch in own else "does not fit" for batch in batches]
-        times = [f"{best['tokens_per_s'] / base[each]:.2f}" if each in base else "" for each in OWN]
+        times = [_times(best, most(rows, each)) for each in OWN]
         first = own[min(own)]
+        prefill, fits = (
+            _number(first.get(field), form) for field, form in (("prefill_s", ".2f"), ("rows_that_fit", ",.0f"))
+        )
         speed = f"{best['tokens_per_s']:,.0f} ({best['batch']} rows)"
-        fits = f"{int(first['rows_that_fit']):,}"
-        lines.append([OWN.get(name, f"`{name}`"), *steps, speed, *times, f"{first['prefill_s']:.2f}", fits])
+        lines.append([OWN.get(name, Code(name)), *steps, speed, *times, prefill, fits])
     headings = ["", *(f"step, ms: {batch} row{'s' * (batch > 1)}" for batch in batches), "most tokens/s"]
     headings += [*(f"times {OWN[name]}" for name in OWN), "prefill of a row, s", "rows that fit"]
     return markdown(headings, lines)
+
+
+def _times(best: dict[str, Any], base: dict[str, Any]) -> str:
+    """How many times as many tokens a second, each at its best."""
+    return f"{best['tokens_per_s'] / base['tokens_per_s']:.2f}" if base else NOTHING
+
+
+def _number(value: float | None, form: str) -> str:
+    return NOTHING if value is None else format(value, form)
 
 
 def most(rows: list[dict[str, Any]], contender: str) -> dict[str, Any]:
