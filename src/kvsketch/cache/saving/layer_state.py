@@ -117,8 +117,8 @@ class LayerReader:
         saved = {"capacity": None, **saved}  # earlier files do not name it
         _require_names("a table", saved, (*SAVED, "state", "hot", "host"))
         values = {name: self._decode(saved[name]) for name in SAVED}
-        states = {"state": self._state(method.State, saved["state"]), "hot": self._state(HotSet, saved["hot"])}
-        table = replace(new, **values, **states)
+        state, hot = self._state(method.State, saved["state"]), self._state(HotSet, saved["hot"])
+        table = replace(new, **values, state=state, hot=hot)
         require_shapes(table)
         method.adopt(table)
         if saved["host"] is not None:
