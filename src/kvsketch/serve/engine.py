@@ -453,8 +453,8 @@ class BatchedEngine:
         with turn_of(self.device):
             # A row that is too short for codes joins before its step is recorded, and is fused until then.
             short = run.cache.slot_layers[0].table.waits_for_codes
-            alone = self.apart or short or self._differs(run.cache)
-            if run.step is None and alone and impossible(self.model, run.cache, {}) is None:
+            by_itself = self.apart or short or self._differs(run.cache)
+            if run.step is None and by_itself and impossible(self.model, run.cache, {}) is None:
                 left = run.ticket.request.max_new_tokens - run.launched
                 own: Any = OwnDraw(run.draw, run.mode)
                 run.step = Step(self.model, run.cache, own, run.token, run.cache.tokens_seen + left + 1, self._fused)

@@ -278,7 +278,7 @@ class Rehearse(BudgetedMethod):
         return RowNeeds(tokens, max(0, tokens - room), self.most_waiting)
 
     def _take_among_others(self, table: SlotTable, state: Rehearsed, queries: Tensor, settled: Tensor) -> None:
-        """Keeps a token of each row, and its query, in place."""
+        """Keeps a token of each row, and some of its queries, in place."""
         assert state.queries is not None
         ops.keep_queries(state.queries, queries, table.seen_on_device() - (1 + settled), table.shape[1])
         table.advance()
