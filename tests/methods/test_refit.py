@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvsketch.methods.rehearse import refit as module
+from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
 from kvsketch.methods.rehearse.refit import Slots, refit
 
 pytestmark = pytest.mark.touchy
@@ -211,3 +212,29 @@ def test_folding_adds_a_slot_to_the_one_with_its_key() -> None:
     torch.testing.assert_close(found.log_weights.exp(), torch.tensor([[1 + 0.5 + 1.0, 1.0]]))
     torch.testing.assert_close(found.values[0, 0], (v[0, 0] + 0.5 * v[0, 2] + v[0, 3]) / 2.5)
     torch.testing.assert_close(found.values[0, 1], v[0, 1])
+
+
+def changes(chunks: list[range], folds: bool) -> Changes:
+    """The refit of two heads of 30 tokens, of which those of the chunks come again; every third stays."""
+    torch.manual_seed(0)
+    keys, values, queries = torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), torch.randn(2, 30, 64, 8)
+    worth, most = torch.rand(2, 30), max(map(len, chunks))
+    places = torch.tensor([[*chunk, *[-1] * (most - len(chunk))] for chunk in chunks])
+    marks = torch.stack([(places >= 0) & (places % 3 == 0), places >= 0]).unsqueeze(1).expand(-1, 2, -1, -1)
+    asked = queries[:, [chunk[0] for chunk in chunks]]
+    layer = LayerProblems(asked, keys, None, values, worth, places, marks, 0.3, None, 0)
+    return refit_layers([layer], marks.sum(-1).unsqueeze(1), folds)[0]
+
+
+@pytest.mark.parametrize("folds", [False, True])
+def test_a_chunk_is_refitted_alone_beside_a_longer_one(folds: bool) -> None:
+    """What fills up the shorter one is no token of it."""
+    together, first, second = (changes(c, folds) for c in ([range(17), range(17, 30)], [range(17)], [range(17, 30)]))
+    found, alone = (torch.cat([c.log_weights.unsqueeze(1), c.values], 1) for c in (together, _joined(first, second)))
+    order, wanted = together.place.argsort(), _joined(first, second).place.argsort()
+    torch.testing.assert_close(found[order], alone[wanted], atol=1e-3, rtol=1e-3)
+    assert together.log_weights.abs().max() > 0.1, "weights were refitted"
+
+
+def _joined(*parts: Changes) -> Changes:
+    return Changes(*(torch.cat(each) for each in zip(*parts, strict=True)))

@@ -507,3 +507,22 @@ def test_tokens_that_wait_can_go_and_leave_their_room_to_others(model: Any, turn
         left = cache.tokens_seen
         found.append(read(model, cache, ids.flip(1), mask, [(at, at + 1) for at in range(left, left + 45)]))
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
+def test_sinks_and_the_last_tokens_always_stay(model: Any) -> None:
+    """A budget for no others; the second row begins behind its padding."""
+    cache = CompressedCache(model, Rehearse(budget=12, sinks=4, recent=8, refit="none", bits=16))
+    ids, mask = padded(zoo.tokens(2, 90), [0, 9])
+    read(model, cache, ids, mask, [(0, 90)])
+    for layer in cache.slot_layers:
+        for row, first in enumerate((0, 9)):
+            for index in layer.table.index_slots()[row]:
+                assert index[index >= 0].tolist() == [*range(first, first + 4), *range(82, 90)]
+
+
+def test_queries_of_padding_ask_nothing_in_a_refit() -> None:
+    """Two chunks of 20 tokens; of the second row the first 25 are padding."""
+    tokens = torch.arange(40.0).view(1, 1, 40, 1).expand(2, 4, 40, 8)
+    found = module.sampled(tokens, 2, 2, torch.tensor([0, 25]), 64)  # [B, H, P, 64, D]
+    ranges = [[(int(each.min()), int(each.max())) for each in row[0]] for row in found]
+    assert ranges[0] == [(0, 19), (20, 39)] and ranges[1][1] == (25, 39)

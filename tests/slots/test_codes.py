@@ -57,3 +57,10 @@ def test_some_slots_are_those_of_all_beside_new_ones(at: int) -> None:
     found = codes.plain_at(slots, order)
     torch.testing.assert_close(found, everything[:, :, order[0, 0]], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(codes.part(slots, at - 3, at + 2), everything[:, :, at - 3 : at + 2])
+
+
+def test_keys_without_values_are_not_exact() -> None:
+    _, slots = text()
+    found = codes.exact_before(slots, 2)
+    assert isinstance(found, SlotCodes)
+    assert found.exact_at.tolist() == [[[0, 1, -1, -1]] * 3] * 2
