@@ -197,9 +197,11 @@ class TogetherBuilder(StepBuilder):
             numbers = self._last_pages()
             # Page 0 is vLLM's null block: no request.
             self.together.start(pool, [numbers[i] for i in single if self.ends[i] == 1 and numbers[i]])
-        if len(single) == count:
-            return TogetherStep(slice(0, count), pages, seen, [])
-        return self._mixed(starts, lengths, single)
+        if max(lengths) > 1:
+            return self._mixed(starts, lengths, single)
+        # Rows behind these fill up a captured step, which reads the tensors as they are.
+        front = slice(0, len(single))
+        return TogetherStep(front, pages[front], seen[front], [])
 
     def _mixed(self, starts: list[int], lengths: list[int], single: list[int]) -> TogetherStep:
         """A step with prompts; `single`: requests with one token (asks the device)."""
