@@ -289,11 +289,6 @@ class Numbers:
     def vllm_table(self) -> str:
         return vllm.table(self.benchmarks)
 
-    def vllm_best(self, contender: str, field: str, form: str = ",.0f") -> str:
-        """Of the batch with the most tokens a second."""
-        found = vllm.most(vllm.measured(self.benchmarks), contender)
-        return format(found[field], form) if found.get(field) is not None else NOTHING
-
     def stream_tables(self) -> str:
         return streams.tables(self.streamed)
 

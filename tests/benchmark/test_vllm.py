@@ -1,0 +1,72 @@
+"""The benchmark of vLLM, without vLLM: what engines tell becomes rows, and what they get wrong has no speed."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from kvsketch.benchmark import vllm
+from kvsketch.benchmark.runner import FAILED
+from kvsketch.benchmark.vllm_engine import Job
+from kvsketch.integrations.vllm.settings import servable
+from kvsketch.methods import parse_method
+
+METHOD = "rehearse:budget=16384:bits=4"
+
+
+def told(job: Job, tokens: list[int]) -> dict[str, Any]:
+    """What an engine says."""
+    if not job.batches:
+        return {"tokens": [tokens]}
+    rows = [{"batch": b, "step_times_ms": [3.0, 1.0, 2.0], "tokens_per_s": 500.0 * b} for b in job.batches]
+    return {"vllm": "0.32.0", "start_s": 60.0, "rows_that_fit": 160, "batches": rows}
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, eager_tokens: list[int], **options: Any) -> list[dict[str, Any]]:
+    jobs: list[Job] = []
+
+    def run(job: Job) -> dict[str, Any]:
+        jobs.append(job)
+        return told(job, eager_tokens if job.eager else [1, 2, 3])
+
+    monkeypatch.setattr(vllm, "run", run)
+    benchmark = vllm.Vllm(contenders=METHOD, batches="1,16", **options)
+    rows = list(benchmark.measure(METHOD))
+    assert all(job.longest >= max(job.prompts) + job.new_tokens for job in jobs)
+    return rows
+
+
+def test_steps_of_each_batch_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = measured(monkeypatch, [1, 2, 3])
+    assert [(row["batch"], row["step_ms"], row["p99_ms"]) for row in rows] == [(1, 2.0, 3.0), (16, 2.0, 3.0)]
+    assert all(row["contender"] == METHOD and row["rows_that_fit"] == 160 for row in rows)
+
+
+def test_a_method_with_other_tokens_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = measured(monkeypatch, [1, 2, 4])
+    assert "other tokens" in row[FAILED] and "step_ms" not in row
+
+
+def test_an_engine_that_tells_nothing_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "run", lambda job: {FAILED: "the engine ended with 1 and told nothing"})
+    (row,) = vllm.Vllm(contenders="fp8").measure("fp8")
+    assert row[FAILED] == "the engine ended with 1 and told nothing"
+
+
+def test_the_check_is_short_enough_to_be_rehearsed() -> None:
+    short = vllm._shortened(METHOD)
+    assert short == "rehearse:bits=4:budget=48:wait=64"
+    method = servable(parse_method(short))
+    assert vllm.CHECKED.new_tokens > method.most_waiting  # type: ignore[attr-defined]
+    assert vllm._shortened("snapkv:window=8:budget=2048") == "snapkv:window=8:budget=48"
+
+
+def test_what_cannot_run_is_told_before_an_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'kvsketch\[vllm\]'"):
+        vllm.Vllm().check_options()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ValueError, match="budget=25% is a share"):
+        vllm.Vllm(contenders="bf16,snapkv:budget=25%").check_options()
