@@ -68,5 +68,5 @@ def test_what_cannot_run_is_told_before_an_engine_starts(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match=r"pip install 'kvsketch\[vllm\]'"):
         vllm.Vllm().check_options()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(ValueError, match="budget=25% is a share"):
-        vllm.Vllm(contenders="bf16,snapkv:budget=25%").check_options()
+    with pytest.raises(ValueError, match="did you mean 'snapkv'"):
+        vllm.Vllm(contenders="bf16,snapvk:budget=2048").check_options()

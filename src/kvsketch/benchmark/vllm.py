@@ -28,7 +28,6 @@ from kvsketch.benchmark import runner
 from kvsketch.benchmark.runner import FAILED, Benchmark, Row
 from kvsketch.benchmark.shapes import SHAPES
 from kvsketch.benchmark.vllm_engine import OWN, Job
-from kvsketch.integrations.vllm.settings import servable
 from kvsketch.methods import parse_method
 from kvsketch.options import option
 
@@ -59,7 +58,7 @@ class Vllm(Benchmark):
             raise ValueError("vLLM is not installed; pip install 'kvsketch[vllm]'")
         for each in self.texts:
             if each not in OWN:
-                servable(parse_method(each))
+                parse_method(each)
 
     @property
     def texts(self) -> list[str]:
