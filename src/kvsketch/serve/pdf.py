@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 
 def main() -> None:
@@ -37,10 +38,10 @@ class TooMuch(Exception):
     """The name of a limit that a file exceeds."""
 
 
-def texts(reader: object, most_pages: int, most_characters: int) -> Iterator[str]:
+def texts(reader: Any, most_pages: int, most_characters: int) -> Iterator[str]:
     """The text of each page; TooMuch for a file with more than the most pages or characters, 0: no limit."""
     characters = 0
-    for number, page in enumerate(reader.pages, 1):  # type: ignore[attr-defined]
+    for number, page in enumerate(reader.pages, 1):
         if most_pages and number > most_pages:
             raise TooMuch("pages")
         text = page.extract_text()
