@@ -4,9 +4,9 @@
 
 A contender is one of vLLM's own caches (`bf16`, `fp8`) or a method of the plugin. All get the same model, prompts,
 memory and settings; vLLM's prefix cache is off, and prompts are read whole. An engine reads as many prompts as the
-batch has rows, then whole steps are timed, host included, while every request decodes. The weights are random: these
-are time and memory. With fewer steps than `wait` no row is rehearsed; `--rehearsals` goes on until each has been, and
-reports the longest step.
+largest batch has rows, then whole steps are timed, host included, while every request decodes; for a smaller batch some
+requests end. The weights are random: these are time and memory. With fewer steps than `wait` no row is rehearsed;
+`--rehearsals` goes on until each has been, and reports the longest step.
 
 First a small model answers requests of mixed lengths, long enough to be rehearsed: a method whose captured tokens are
 not those of the same engine without CUDA graphs has no speed. Needs vLLM (`pip install 'kvsketch[vllm]'`).
@@ -72,11 +72,12 @@ class Vllm(Benchmark):
         if reason := self._wrong(contender):
             yield row | {FAILED: reason}
             return
-        new = self.steps + max(self.batches) + 64 + (_wait(contender) if self.rehearsals else 0)
+        wait = _wait(contender) if self.rehearsals else 0
+        new = len(self.batches) * (self.steps + wait + 16) + max(self.batches)
         job = Job(
-            contender=contender, shape=self.shape, layers=self.layers, prompts=(self.prompt,), rows=max(self.batches),
-            batches=self.batches, steps=self.steps, new_tokens=new, longest=self.prompt + new, share=self.share,
-            device=self.device, seed=self.seed, rehearsals=self.rehearsals,
+            contender=contender, shape=self.shape, layers=self.layers, prompts=(self.prompt,), batches=self.batches,
+            steps=self.steps, new_tokens=new, longest=self.prompt + new, share=self.share,
+            device=self.device, seed=self.seed, wait=wait,
         )  # fmt: skip
         told = run(job)
         times = told.pop("batches", [])

@@ -1,4 +1,7 @@
-"""One engine of vLLM for one job, in this process; prints one line of JSON. `benchmark.vllm` starts it."""
+"""One engine of vLLM for one job, in this process; prints lines of JSON, the last one whole.
+
+`benchmark.vllm` starts it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,13 +35,13 @@ CPU_SHARE = 0.1  # of the host's memory, for a try without a GPU
 
 @dataclass(frozen=True)
 class Job:
-    """What an engine is to do: time steps of `batches`, or without any answer the prompts, `rows` at a time."""
+    """What an engine is to do: time steps of `batches`, or without any answer the prompts, at most `rows` at a time."""
 
     contender: str = "bf16"
     shape: str = "tiny"
     layers: int = 0
     prompts: tuple[int, ...] = ()  # tokens of each; of `batches` the first counts
-    rows: int = 1
+    rows: int = 0  # 0: as many as vLLM takes by itself
     batches: tuple[int, ...] = ()
     steps: int = 0
     new_tokens: int = 16
@@ -46,7 +50,7 @@ class Job:
     eager: bool = False
     device: str = "cuda"
     seed: int = 0
-    rehearsals: bool = False
+    wait: int = 0  # more steps, in which every row is rehearsed once
 
 
 class Engine:
@@ -62,7 +66,7 @@ class Engine:
             self._write_model(Path(folder))
             self.llm = LLM(
                 model=folder, skip_tokenizer_init=True, dtype="bfloat16", seed=job.seed, max_model_len=job.longest,
-                max_num_seqs=job.rows, max_num_batched_tokens=job.longest + job.rows, enable_chunked_prefill=False,
+                max_num_batched_tokens=job.longest + max(job.rows, *job.batches, 0), enable_chunked_prefill=False,
                 enable_prefix_caching=False, **self._options(),
             )  # fmt: skip
         self.engine = self.llm.llm_engine
@@ -83,6 +87,8 @@ class Engine:
     def _options(self) -> Row:
         job = self.job
         found: Row = {"load_format": "dummy"} if job.batches else {}
+        if job.rows:
+            found["max_num_seqs"] = job.rows
         found["gpu_memory_utilization"] = job.share if job.device == "cuda" else CPU_SHARE
         if job.eager or job.device == "cpu":
             found["enforce_eager"] = True
@@ -133,31 +139,29 @@ class Engine:
             self.step(made)
         return [made[name] for name in names]
 
-    def timed(self, batch: int) -> Row:
-        """Steps of so many requests, once all of them decode."""
-        names = [f"{batch}-{number}" for number in range(batch)]
+    def timed(self, batches: list[int]) -> Iterator[Row]:
+        """Steps of so many requests, the most first: they are read once, and some end before fewer are timed."""
+        names = [f"{number}" for number in range(max(batches))]
         made: dict[str, list[int]] = {}
         start = time.perf_counter()
         for name in names:
             self.add(name, self.job.prompts[0])
-        while len(made) < batch:
+        while len(made) < len(names):
             self.step(made)
-        prefill = time.perf_counter() - start
+        prefill = (time.perf_counter() - start) / len(names)
+        for batch in sorted(batches, reverse=True):
+            self.engine.abort_request(names[batch:])
+            yield self._timed(batch, made) | {"prefill_s": prefill}
+
+    def _timed(self, batch: int, made: dict[str, list[int]]) -> Row:
         for _ in range(WARM_UP_STEPS):
             self.step(made)
         times, tokens = self._steps(made, self.job.steps)
-        found: Row = {
-            "batch": batch, "step_times_ms": times, "tokens_per_s": 1e3 * tokens / sum(times),
-            "prefill_s": prefill / batch,
-        }  # fmt: skip
+        found: Row = {"batch": batch, "step_times_ms": times, "tokens_per_s": 1e3 * tokens / sum(times)}
         if tokens < batch * len(times):
             found[FAILED] = f"{tokens / len(times):.1f} of {batch} requests ran at a time"
-        if self.job.rehearsals:
-            left = self.job.new_tokens - max(len(each) for each in made.values()) - 1
-            found["longest_ms"] = max(self._steps(made, left)[0])
-        self.engine.abort_request(names)
-        while self.engine.has_unfinished_requests():
-            self.step({})
+        if self.job.wait:
+            found["longest_ms"] = max(self._steps(made, self.job.wait)[0])
         return found
 
     def _steps(self, made: dict[str, list[int]], count: int) -> tuple[list[float], int]:
@@ -181,9 +185,9 @@ def work(job: Job) -> Row:
         if not job.batches:
             return found | {"tokens": engine.answers()}
         found["batches"] = []
-        for batch in sorted({max(1, min(batch, int(engine.rows_that_fit()))) for batch in job.batches}):
-            found["batches"].append(engine.timed(batch))
-            print(json.dumps(found["batches"][-1])[:300], file=sys.stderr, flush=True)
+        for row in engine.timed([*{max(1, min(batch, int(engine.rows_that_fit()))) for batch in job.batches}]):
+            found["batches"].append(row)
+            print(json.dumps(found), flush=True)  # who stops this process has what was timed so far
         if torch.cuda.is_available():
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
     except Exception as error:  # told to who started this process
