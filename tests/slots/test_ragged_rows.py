@@ -133,23 +133,28 @@ class Machine(RuleBasedStateMachine):
 
     def _decide(self, tables: list[SlotTable], row: Row) -> None:
         """Some tokens go, and the others get weights: in the tables, which hold equal heads, and in the model."""
-        for layer, table in enumerate(tables):
-            index = table.index_slots()
+        layers = iter(range(LAYERS))
+        for table in tables:
             stays, weights = torch.zeros(table.shape, dtype=torch.bool), torch.zeros(table.shape)
-            drawn = [torch.rand(1000, generator=self.random) for _ in range(1 if self.equal else HEADS)]
-            for head in range(HEADS):
-                # The newest token stays, and no more than did at first: that is what a row has room for.
-                luck = drawn[head % len(drawn)]
-                kept = [t for t in row.heads[layer, head] if luck[t.number] < 0.5 or t.number == row.seen - 1]
-                kept = kept[-row.budgets.setdefault((layer, head), len(kept)) :]
-                for token in kept:
-                    token.held[-2] = torch.randn((), generator=self.random)
-                    at = (index[0, head] == token.number).nonzero().item()
-                    stays[0, head, at], weights[0, head, at] = True, token.held[-2]
-                row.heads[layer, head] = kept
+            for index, *chosen in zip(table.index_slots(), stays, weights, strict=True):
+                self._decide_layer(next(layers), row, index, *chosen)
             table.keep(stays, Layout.of(stays.sum(-1) + SPARE, bool(self.bits)), weights)
             table.note_settled()
         row.settled, row.left = row.seen, WAIT
+
+    def _decide_layer(self, layer: int, row: Row, index: Tensor, stays: Tensor, weights: Tensor) -> None:
+        """Of one layer, by the tokens [H, S] of its slots."""
+        drawn = [torch.rand(1000, generator=self.random) for _ in range(1 if self.equal else HEADS)]
+        for head in range(HEADS):
+            # The newest token stays, and no more than did at first: that is what a row has room for.
+            luck = drawn[head % len(drawn)]
+            kept = [t for t in row.heads[layer, head] if luck[t.number] < 0.5 or t.number == row.seen - 1]
+            kept = kept[-row.budgets.setdefault((layer, head), len(kept)) :]
+            for token in kept:
+                token.held[-2] = torch.randn((), generator=self.random)
+                at = (index[head] == token.number).nonzero().item()
+                stays[head, at], weights[head, at] = True, token.held[-2]
+            row.heads[layer, head] = kept
 
     # the store
 
@@ -215,22 +220,22 @@ class Machine(RuleBasedStateMachine):
         self.rows[row] = model
 
     def _taken(self, row: int, decides: bool) -> tuple[list[SlotTable], Row]:
-        """The tables of a row after its method's work, and its model."""
+        """The table of a row after its method's work, and its model."""
         model = self.rows.pop(row)
         self.store.count_to(self.clock)
-        tables = self.store.take(row, model.seen)
+        table = self.store.take(row, model.seen)
         assert row not in self.store.rows
-        self._check(model, [read(table) for table in tables], 0, 0)
-        counts = [(t.seen, t.settled, t.prompt_tokens, int(t.clock)) for t in tables if t.clock is not None]
-        assert counts == [(model.seen, model.settled, model.prompt, model.seen)] * LAYERS
-        assert all(int(t.index.min()) >= -1 for t in tables if t.index is not None), "an empty slot is -1"
+        index, whole = read(table)
+        self._check(model, [(index[layer : layer + 1], whole[layer : layer + 1]) for layer in range(LAYERS)], 0, 0)
+        assert table.clock is not None and table.index is not None
+        assert (table.seen, table.settled, table.prompt_tokens) == (model.seen, model.settled, model.prompt)
+        assert int(table.clock) == model.seen and int(table.index.min()) >= -1, "an empty slot is -1"
         if decides:
-            self._decide(tables, model)
+            self._decide([table], model)
         else:
-            for table in tables:
-                there = table.index_slots() >= 0
-                table.keep(there, Layout.of(there.sum(-1) + 1, bool(self.bits)))
-        return tables, model
+            there = table.index_slots() >= 0
+            table.keep(there, Layout.of(there.sum(-1) + 1, bool(self.bits)))
+        return [table], model
 
     @precondition(lambda self: self.rows)
     @rule(more=st.integers(0, 2), tokens=st.sampled_from([1, 1, 2, 5]))

@@ -239,12 +239,12 @@ class SharedRows:
             assert isinstance(self.store, RaggedRows)
             self.store.count_to(self.seen)
             with plain():
-                tables = self.store.take(row, self.seen - self.padding[row])
+                taken = self.store.take(row, self.seen - self.padding[row])
                 try:
-                    self.method.catch_up(tables)
+                    self.method.catch_up([taken])
                 except Exception as error:
                     raise RowFailed(row, error) from error
-                self.store.put(row, tables)
+                self.store.put(row, [taken])
 
     def rewind(self) -> None:
         """Turns the clock back as far as the rows in use allow, and the longest that may still join."""

@@ -5,8 +5,9 @@ row gets a stretch of it, as long as its heads are together, however they are di
 are numbers in tensors of fixed shape, and so is the list of pieces that kernels read: a captured step goes on when rows
 join, leave, or lie elsewhere.
 
-A row brings room for the tokens that it takes until its method has periodic work to do. Then `take` makes tables of one
-row of it, which the method works on as it would alone, and `put` puts them back. Other rows notice nothing. A row that
+A row brings room for the tokens that it takes until its method has periodic work to do. Then `take` makes a table of it
+whose batch rows are its layers, which the method works on as it would alone, in as many launches as for one layer, and
+`put` puts it back. Other rows notice nothing. A row that
 has left writes its tokens into slots that no request has.
 
 Legend: L layers, B rows, H KV heads, N slots of the store.
@@ -172,10 +173,11 @@ class RaggedRows(Rows):
         return ""
 
     def _size(self, singles: Sequence[SlotTable]) -> int:
-        more = self.needs(singles[0]).slots * singles[0].shape[1]
-        return sum(more + single.layout.total for single in singles if single.layout is not None)
+        more = self.needs(singles[0]).slots * self.start.shape[0] * self.start.shape[2]
+        return more + sum(single.layout.total for single in singles if single.layout is not None)
 
     def put(self, row: int, singles: Sequence[SlotTable], source: int = 0) -> None:
+        """Lays a request into `row`: tables of one row, or the one table that `take` has made."""
         assert source == 0 and row not in self.rows
         single, needs = singles[0], self.needs(singles[0])
         layouts = [each.layout for each in singles if each.layout is not None]
@@ -183,7 +185,7 @@ class RaggedRows(Rows):
         start = self._allocated(size)
         self.rows[row] = Stretch(start, size, needs.tokens, single.settled, single.prompt_tokens)
         # Heads lie in the same order as in the tables of one row, each with more room behind it.
-        old = torch.stack([layout.capacity[0] for layout in layouts]).flatten()  # [L H]
+        old = torch.cat([layout.capacity for layout in layouts]).flatten()  # [L H]
         new = old + needs.slots
         begin = new.cumsum(0) - new + start
         count = sum(layout.total for layout in layouts)
@@ -196,9 +198,10 @@ class RaggedRows(Rows):
         index += shift * (index >= 0)
         for whole, parts in zip(self.own, zip(*map(_of_rows, singles), strict=True), strict=True):
             whole[:, row] = torch.cat(parts)
-        for table, each in zip(self.tables, singles, strict=True):
-            table.state.put_row(row, each.state, 0)
-        self._lay(row, begin.view(len(singles), -1), new.view(len(singles), -1))
+        states = [(each.state, layer) for each in singles for layer in range(each.shape[0])]
+        for table, (state, layer) in zip(self.tables, states, strict=True):
+            table.state.put_row(row, state, layer)
+        self._lay(row, begin.view(len(self.tables), -1), new.view(len(self.tables), -1))
         self.settled_at[row].fill_(single.settled + shift)
         self.place(row, single, 0)
 
@@ -217,29 +220,28 @@ class RaggedRows(Rows):
         self.capacity[:, row] = capacity
         self.changes += 1
 
-    def take(self, row: int, seen: int) -> list[SlotTable]:
-        """Takes a row of `seen` tokens out, as tables of one row with equal heads (asks the device)."""
-        stretch, part = self.rows.pop(row), slice(row, row + 1)
-        most = self.capacity[:, row].amax(1).tolist()
-        taken = []
-        for layer, (table, single) in enumerate(zip(self.tables, self.singles, strict=True)):
-            assert table.layout is not None and table.index is not None and table.next_slot is not None
-            layout = replace(
-                table.layout, start=self.start[layer, part], capacity=self.capacity[layer, part], most=most[layer],
-            )  # fmt: skip
-            one = replace(
-                single, keys=_part(table.keys, part), values=_part(table.values, part), index=table.index,
-                log_den=table.log_den, next_slot=table.next_slot[part].clone(), layout=layout,
-                clock=torch.full((1,), seen, device=table.device),
-                state=table.state.of_row(row, seen - stretch.settled), seen=seen, length=layout.most,
-                appended=1, new_tokens=1, settled=stretch.settled, prompt_tokens=stretch.prompt_tokens,
-            )  # fmt: skip
-            one.unpack()
-            # What is left of the shared tensors: those of the row, which `put` overwrites.
-            one.keys, one.values = (_owned(slots) for slots in (one.keys, one.values))
-            assert one.index is not None
-            one.index -= (table.seen - seen) * (one.index >= 0)
-            taken.append(one)
+    def take(self, row: int, seen: int) -> SlotTable:
+        """Takes a row of `seen` tokens out, as a table of equal heads with a batch row for each layer (asks the device).
+
+        Its slots lie in the order of the text: a row with periodic work only writes behind them.
+        """
+        stretch, table, capacity = self.rows.pop(row), self.tables[0], self.capacity[:, row]
+        assert table.layout is not None
+        states = [each.state.of_row(row, seen - stretch.settled) for each in self.tables]
+        # Copies: `put` overwrites what the row has.
+        own, flat = iter([tensor[:, row].clone() for tensor in self.own]), iter(self.flat)
+        next_slot = next(own)
+        keys, values = (_assembled(part, own, flat) for part in (self.singles[0].keys, self.singles[0].values))
+        layout = replace(table.layout, start=self.start[:, row], capacity=capacity, most=int(capacity.max()))
+        taken = replace(
+            self.singles[0], keys=keys, values=values, index=table.index, log_den=table.log_den, next_slot=next_slot,
+            layout=layout, clock=torch.full((1,), seen, device=table.device), state=states[0].stacked(states),
+            seen=seen, length=layout.most, appended=1, new_tokens=1, settled=stretch.settled,
+            prompt_tokens=stretch.prompt_tokens, stacked=True,
+        )  # fmt: skip
+        taken.unpack()
+        assert taken.index is not None
+        taken.index -= (table.seen - seen) * (taken.index >= 0)
         return taken
 
     def move(self, source: int, row: int) -> None:
@@ -332,14 +334,6 @@ def _part(slots: Slots | None, rows: slice) -> Slots:
     if isinstance(slots, Tensor):
         return slots
     return replace(slots, center=slots.center[rows], exact=slots.exact[rows], exact_at=slots.exact_at[rows])
-
-
-def _owned(slots: Slots | None) -> Slots:
-    assert slots is not None
-    if isinstance(slots, Tensor):
-        return slots
-    parts = (slots.center.clone(), slots.exact.clone(), slots.exact_at.clone())
-    return replace(slots, center=parts[0], exact=parts[1], exact_at=parts[2])
 
 
 def _kinds(table: SlotTable) -> list[object]:

@@ -130,41 +130,53 @@ class RequestPages:
 
         What they read lies in the page. Asks the device.
         """
-        waiting, kept, start = seen - settled, self.planes["kept"][page], self.planes["start"][page]
-        new = torch.arange(waiting, device=self.device)
-        # A step of single tokens does not write their numbers.
-        at = ((start + kept).unsqueeze(-1) + new).flatten()
-        self.stores["index"].index_copy_(0, at, (settled + new).int().repeat(kept.numel()))
-        capacity, rows = kept + waiting, torch.tensor([page], device=self.device)
+        capacity = self._numbered(page, seen, settled)
         most = capacity.amax(-1).tolist()
-        return [self._table(layer, rows, start, capacity, most[layer], seen, settled) for layer in range(len(most))]
+        each = [slice(layer, layer + 1) for layer in range(self.shape.layers)]
+        return [self._table(page, own, capacity, size, seen, settled) for own, size in zip(each, most, strict=True)]
 
-    def _table(
-        self, layer: int, rows: Tensor, start: Tensor, capacity: Tensor, most: int, seen: int, settled: int
-    ) -> SlotTable:
-        table = self._open(layer, {name: plane.index_select(0, rows)[:, layer] for name, plane in self._beside()})
-        none, own = torch.empty(0, 5, dtype=torch.int32, device=self.device), slice(layer, layer + 1)
-        table.layout = Layout(start[own], capacity[own], most, self.total, none, none[:, 0], 0)
-        table.length, table.next_slot = most, capacity[own].unsqueeze(-1).clone()
+    def stack(self, page: int, seen: int, settled: int) -> SlotTable:
+        """The same as one table with a batch row for each layer: a method works on it in as many launches as on one."""
+        capacity = self._numbered(page, seen, settled)
+        table = self._table(page, slice(None), capacity, int(capacity.max()), seen, settled)
+        table.stacked = True
+        return table
+
+    def _numbered(self, page: int, seen: int, settled: int) -> Tensor:  # [L, H]
+        """The slots of each head in use; steps of single tokens do not write which tokens lie there."""
+        kept, new = self.planes["kept"][page], torch.arange(seen - settled, device=self.device)
+        at = ((self.planes["start"][page] + kept).unsqueeze(-1) + new).flatten()
+        self.stores["index"].index_copy_(0, at, (settled + new).int().repeat(kept.numel()))
+        return kept + (seen - settled)
+
+    def _table(self, page: int, layers: slice, capacity: Tensor, most: int, seen: int, settled: int) -> SlotTable:
+        """A table with these layers of a request as its batch rows; only what lies in slots is still in the page."""
+        first = layers.start or 0
+        table = self._open(first, {name: plane[page, layers].clone() for name, plane in self._beside()})
+        none = torch.empty(0, 5, dtype=torch.int32, device=self.device)
+        start, own = self.planes["start"][page, layers].clone(), capacity[layers]
+        table.layout = Layout(start, own, most, self.total, none, none[:, 0], 0)
+        table.length, table.next_slot = most, own.unsqueeze(-1).clone()
         table.clock = torch.full((1,), seen, device=self.device)
         table.seen = table.prompt_tokens = seen
         table.settled = settled
         table.appended = table.new_tokens = 1
-        cast(Waits, table.state).queries = self.planes["queries"].index_select(0, rows)[:, layer]
+        cast(Waits, table.state).queries = self.planes["queries"][page, layers].clone()
         return table
 
     def put(self, page: int, tables: Sequence[SlotTable]) -> None:
-        """Writes a whole request, the tables of its layers with one row each; the device is not asked."""
+        """Writes a whole request, tables whose batch rows are its layers, together; the device is not asked."""
         waiting = tables[0].seen - tables[0].settled
         layouts = [self._packed(table) for table in tables]
-        filled = torch.stack([table.next_slot[0, :, 0] for table in tables if table.next_slot is not None])  # [L, H]
+        filled = torch.cat([table.next_slot[:, :, 0] for table in tables if table.next_slot is not None])  # [L, H]
         self.planes["kept"][page] = filled - waiting
         self.planes["settled"][page].fill_(tables[0].settled)
         room = (filled - waiting + self.shape.room).flatten()
         start = (room.cumsum(0) - room + page * self.shape.rows).view(filled.shape)
         self.planes["start"][page] = start
-        for layer, (table, layout) in enumerate(zip(tables, layouts, strict=True)):
-            at = self._places(layout, start[layer], filled[layer], (page + 1) * self.shape.rows - 1)
+        parts = [len(layout.start) for layout in layouts]
+        for table, layout, begin, count in zip(tables, layouts, start.split(parts), filled.split(parts), strict=True):
+            at = self._places(layout, begin, count, (page + 1) * self.shape.rows - 1)
             for store, slots in zip(self._flat(), _flat(table, self.kind), strict=True):
                 wide(store).index_copy_(0, at, wide(slots))
         for (_, plane), parts in zip(self._beside(), zip(*map(_beside, tables), strict=True), strict=True):
@@ -189,10 +201,10 @@ class RequestPages:
         return table.layout
 
     def _places(self, layout: Layout, start: Tensor, filled: Tensor, nowhere: int) -> Tensor:  # [N of the layout]
-        """Where each slot of a packed table goes: behind the start [H] of its head, those not `filled` [H] nowhere."""
-        old = layout.capacity[0]
+        """Where each slot of a packed table goes: behind the start [B, H] of its head, those not `filled` nowhere."""
+        old, start, filled = layout.capacity.flatten(), start.flatten(), filled.flatten()
         head = torch.arange(len(old), device=self.device).repeat_interleave(old, output_size=layout.total)
-        slot = torch.arange(layout.total, device=self.device) - layout.start[0][head]
+        slot = torch.arange(layout.total, device=self.device) - layout.start.flatten()[head]
         # A page never writes into another's, whatever a method keeps.
         return torch.where(slot < filled[head], start[head] + slot, nowhere).clamp_max_(nowhere)
 

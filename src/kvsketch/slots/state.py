@@ -14,7 +14,7 @@ other memory. So a tensor of integers declares its allowed range (`whole`), and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -122,6 +122,11 @@ class TableState:
     def of_row(self, row: int, waiting: int) -> Self:
         """A copy of one row, which has taken `waiting` tokens; what follows the slots is not moved here."""
         return replace(self, **{name: tensor[row : row + 1].clone() for name, tensor in self.named(ROW, HOST)})
+
+    def stacked(self, states: Sequence[Self]) -> Self:
+        """The rows of several states, this one's kind, one after the other; what follows the slots is this one's."""
+        rows = {name: torch.cat([getattr(state, name) for state in states]) for name, _ in self.named(ROW, HOST)}
+        return replace(self, **rows)
 
     @property
     def indexed(self) -> bool:

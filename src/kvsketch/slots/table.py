@@ -85,6 +85,7 @@ class SlotTable(Place):
     settled_at: Tensor | None = None  # [B] int64, settled of each row where rows with heads that differ come and go
     layout: Layout | None = None  # where the slots of each head lie when they differ; None: equal heads
     capacity: Tensor | None = None  # [B, H] int64, slots of heads that differ, while several new tokens are beside them
+    stacked: bool = False  # whether batch rows are the layers of one request, with slots in the order of the text
     state: TableState = field(default_factory=TableState)  # what the method remembers (`state_of`)
     host: HostStore | None = None  # keys and values in host memory (`offloaded`)
     hot: HotSet = field(default_factory=HotSet)  # which of them also lie on the device
@@ -486,7 +487,7 @@ class SlotTable(Place):
         self.unpack()
         assert self.log_num is None
         rank = stays.cumsum(-1)
-        if not self.exact:
+        if not self.exact and not self.stacked:
             order = self.order_slots()
             rank = torch.empty_like(order).scatter_(2, order, stays.gather(2, order).cumsum(-1))
         to = torch.where(stays, rank - 1, -1)

@@ -316,12 +316,13 @@ class KVSketchImpl(AttentionImpl[Any]):
             layer.kv_sharing_target_layer_name = name
         assert self.together is not None
         mine, leads = (
-            (each.num_kv_heads, each.num_heads, each.head_size, each.head_size_v) for each in (layer, first)
+            (each.num_kv_heads, each.num_heads, each.head_size, each.head_size_v, each.impl.scale)
+            for each in (layer, first)
         )  # fmt: skip
         if mine != leads:
             raise ValueError(
-                f"kvsketch cannot serve {method.name} in vLLM for layers of different heads, {mine} beside {leads}; "
-                "use a method such as snapkv"
+                f"kvsketch cannot serve {method.name} in vLLM for layers of different heads or scales, {mine} beside "
+                f"{leads}; use a method such as snapkv"
             )
         self.number = self.together.join(place, self.scale)
 

@@ -162,12 +162,11 @@ class Together:
         opened = self.pages(pool) if due else None
         for page, seen in due:
             assert opened is not None
-            tables = opened.tables(page, seen, self.settled[page])
-            for table, scale in zip(tables, self.scales, strict=True):
-                table.note_scale(scale)
+            table = opened.stack(page, seen, self.settled[page])
+            table.note_scale(self.scales[0])
             with _of_its_own():
-                self.method.catch_up(tables)
-            self._put(opened, page, tables)
+                self.method.catch_up([table])
+            self._put(opened, page, [table])
 
 
 @contextlib.contextmanager

@@ -504,7 +504,7 @@ class Rehearse(BudgetedMethod):
         held = None
         if table.bits.keys != PLAIN:
             table.code("keys")
-            held = at_newest(table, table.key_slots(), slots)
+            held = newest(table, slots)[0]
         folds = self.refit == "fold"
         worth = at_newest(table, self._worth(table), slots) if folds else slots[:, :, :0].float()
         start, places = table.seen - sum(lengths), state.places(table.device)
@@ -568,6 +568,8 @@ def shared_choice(tables: Sequence[SlotTable], worth: list[Tensor], counts: list
         return [largest(w, count) for w, count in zip(worth, counts, strict=True)]
     everywhere = [of_all_heads(w, table, NEG_INF) for w, table in zip(worth, tables, strict=True)]
     flat = [w.view(len(w), 1, -1) for w in everywhere]
+    if share == MODEL and tables[0].stacked:
+        flat, counts = [everywhere[0].reshape(1, 1, -1)], [len(everywhere[0]) * counts[0]]
     if share == LAYER:
         best = [largest(w, e.shape[1] * count) for w, e, count in zip(flat, everywhere, counts, strict=True)]
     else:
@@ -605,6 +607,10 @@ def newest_slots(table: SlotTable, count: int) -> Tensor:  # [B, H, count]
     """The slots of the last `count` tokens, in the order of the text."""
     if table.exact:
         return torch.arange(table.length - count, table.length, device=table.device).expand(*table.shape[:2], -1)
+    if table.stacked:
+        # They lie one behind the other.
+        last = (table.index_slots() == table.seen - 1).int().argmax(-1, keepdim=True)
+        return last - (count - 1) + torch.arange(count, device=table.device)
     # Left padding has negative numbers in `index_slots`; the newest tokens are told by their own.
     return table.order_slots()[:, :, -count:]
 
