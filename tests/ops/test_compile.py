@@ -31,6 +31,7 @@ from kvsketch.ops.common.ragged import Readers
 from kvsketch.ops.fold_token import Layout as Folded
 from kvsketch.ops.fold_token import State
 from kvsketch.ops.hot_rows import Buffer, Store, new_places
+from kvsketch.ops.join_attention import Part
 from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.ops.page_rows import Rows, Vectors, Worth
 from kvsketch.ops.take_rows import Sources, take_rows_of
@@ -175,6 +176,13 @@ def take_rows() -> None:
 def keep_queries() -> None:
     held = torch.zeros(B, HQ // H * H, S, row_bytes(D), dtype=torch.uint8, device=longs(1).device)
     ops.keep_queries(held, normal(B, HQ, 1, D), longs(1), H, longs(B))
+
+
+def join_attention() -> None:
+    parts = [Part(normal(B, HQ, N, D), normal(B, HQ, N).float()) for _ in range(2)]
+    ops.join_attention(*parts)
+    rows = Part(normal(B, HQ, 1, D), normal(B, HQ, 1).float())
+    ops.join_attention(rows, parts[0], longs(B))
 
 
 def turn_queries() -> None:
@@ -352,7 +360,7 @@ CALLS: tuple[Callable[[], None], ...] = (
     weighted_attention, encoded, coded_attention, mixed_attention, short_coded_attention, decoded, ragged_attention,
     paged_attention,
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention,
-    mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries,
+    mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries, join_attention,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
     refit_steps, take_rows, keep_queries, slot_update, coded_slot_update, work_list, page_rows, reservoir, fold_token,
     hot_rows,

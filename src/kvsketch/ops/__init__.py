@@ -2,6 +2,7 @@
 
 reading keys and values
     weighted_attention   attention over weighted slots: how every compressed cache is read
+    join_attention       attention to two sets of tokens, from that to each
     chunk_attention      attention of a chunk of new tokens, to weighted slots and causally to exact tokens
     indexed_attention    attention of one query to chosen rows of a store, without a copy
     attention_mass       attention that each token received: column sums of the softmax
@@ -59,6 +60,7 @@ from kvsketch.ops.farthest_first import farthest_first, nearest_center
 from kvsketch.ops.fold_token import fold_token
 from kvsketch.ops.hot_rows import hot_rows
 from kvsketch.ops.indexed_attention import indexed_attention
+from kvsketch.ops.join_attention import join_attention
 from kvsketch.ops.keep_queries import keep_queries, kept_queries
 from kvsketch.ops.kept_attention import kept_attention
 from kvsketch.ops.kmeans import kmeans
@@ -93,6 +95,7 @@ __all__ = [
     "gumbel",
     "hot_rows",
     "indexed_attention",
+    "join_attention",
     "keep_queries",
     "kept_attention",
     "kept_queries",
