@@ -221,7 +221,7 @@ class RaggedRows(Rows):
         self.changes += 1
 
     def take(self, row: int, seen: int) -> SlotTable:
-        """Takes a row of `seen` tokens out, as a table of equal heads with a batch row for each layer (asks the device).
+        """Takes a row of `seen` tokens out: a table of equal heads with a batch row for each layer (asks the device).
 
         Its slots lie in the order of the text: a row with periodic work only writes behind them.
         """
