@@ -47,7 +47,13 @@ def test_an_engine_that_asks_for_more_is_refused() -> None:
         return SimpleNamespace(model_config=model, parallel_config=parallel, **(plain | given))
 
     refuse_config(config())
-    wrong = {"speculative_config": 1, "kv_transfer_config": 1, "dcp": 2, "use_mla": True, "is_hybrid": True}
+    wrong = {
+        "speculative_config": 1,
+        "kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector"),
+        "dcp": 2,
+        "use_mla": True,
+        "is_hybrid": True,
+    }
     for name, value in wrong.items():
         with pytest.raises(ValueError, match="kvsketch cannot serve"):
             refuse_config(config(**{name: value}))

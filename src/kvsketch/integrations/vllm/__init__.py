@@ -12,6 +12,7 @@ import warnings
 
 from packaging.version import Version
 
+CONNECTOR = "KVSketchDocuments"  # documents that requests share (`connector`)
 OLDEST = "0.29"  # the first that keeps one block per request and lets a backend say what it stores
 
 
@@ -26,10 +27,13 @@ def register() -> None:
             stacklevel=2,
         )
         return
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.backend.KVSketchBackend")
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, f"{__name__}.connector", CONNECTOR)
     if current_platform.is_cpu():
         # On a CPU vLLM asks for its own backend, whatever was chosen.
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.cpu.Backend")

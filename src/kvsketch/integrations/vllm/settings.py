@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from kvsketch.cache import rotary
+from kvsketch.integrations.vllm import CONNECTOR
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.rehearse import VIRTUAL, Rehearse
@@ -55,6 +57,35 @@ def servable(method: Method) -> BudgetedMethod:
     return method
 
 
+class DocumentsAsked(NamedTuple):
+    """What the connector was asked for."""
+
+    budget: int  # tokens of a document that each KV head keeps, on average
+    count: int  # documents that memory is set aside for
+
+
+def documents_asked(config: Any) -> DocumentsAsked | None:
+    """The documents that requests are to share; None: none. ValueError, in one line, for wrong settings."""
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != CONNECTOR:
+        return None
+    given = {"count": 4, **transfer.kv_connector_extra_config}
+    for name in {"budget", "count"} | given.keys():
+        value = given.get(name)
+        if name not in DocumentsAsked._fields:
+            raise ValueError(f"{CONNECTOR} knows no {name!r}; use budget and count")
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{CONNECTOR}: {name}={value!r} is no whole number of 1 or more")
+    return DocumentsAsked(**given)
+
+
+def document_method(method: BudgetedMethod, asked: DocumentsAsked) -> Rehearse:
+    """The method that reads documents; ValueError for one that cannot share them."""
+    if not isinstance(method, Rehearse):
+        raise ValueError(f"{CONNECTOR} shares documents of rehearse, and {method.name} was named")
+    return replace(method, budget=asked.budget)
+
+
 def rotary_angles(method: Rehearse, config: Any) -> tuple[float, ...]:
     """Radians per position of the model with this config; ValueError where they are not known."""
     angles = rotary.frequencies(config)
@@ -83,7 +114,7 @@ def refuse_config(config: Any) -> None:
     model, parallel = config.model_config, config.parallel_config
     asked = {
         "speculative decoding": config.speculative_config is not None,
-        "a KV connector": config.kv_transfer_config is not None,
+        "another KV connector than its own": config.kv_transfer_config is not None and documents_asked(config) is None,
         "decode context parallel": parallel.decode_context_parallel_size > 1,
         "multi-head latent attention (MLA)": model.use_mla,
         "layers of linear attention": model.is_hybrid,

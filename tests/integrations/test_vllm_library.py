@@ -1,0 +1,102 @@
+"""Documents that requests share, without vLLM: who finds which, and which makes room."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvsketch.integrations.vllm.library import LEAST, Library, Use
+from kvsketch.integrations.vllm.settings import DocumentsAsked, document_method, documents_asked, refuse_config
+from kvsketch.methods import parse_method
+
+HANDBOOK, NOVEL = [*range(100)], [*range(500, 700)]
+
+
+def library(count: int = 2) -> Library:
+    found = Library(count)
+    found.store("a", "handbook", HANDBOOK)
+    found.store("b", "novel", NOVEL)
+    for request in "ab":
+        found.release(request)
+    return found
+
+
+def test_a_prompt_that_begins_with_a_document_continues_it() -> None:
+    books = library()
+    assert books.use("c", [*HANDBOOK, 7, 8], None) == Use(place=1, before=100)
+    assert books.use("d", [*NOVEL, 7], None) == Use(place=2, before=200)
+    assert books.use("e", HANDBOOK, None) == Use(), "nothing would be left to read"
+    assert books.use("f", [*HANDBOOK[:-1], 3, 3, 3], None) == Use()
+
+
+def test_a_prompt_may_name_what_it_follows() -> None:
+    books = library()
+    assert books.use("c", [1, 2, 3], "novel") == Use(place=2, turn=200)
+    assert books.use("d", [*NOVEL, 4], "novel") == Use(place=2, before=200)
+    with pytest.raises(KeyError, match="no document 'plan' is stored; documents: handbook, novel"):
+        books.use("e", [1, 2], "plan")
+
+
+def test_the_longest_document_counts() -> None:
+    books = Library(2)
+    books.store("a", "part", HANDBOOK[:LEAST])
+    books.store("b", "whole", HANDBOOK)
+    assert books.use("c", [*HANDBOOK, 1], None).before == 100
+
+
+def test_who_was_used_longest_ago_makes_room() -> None:
+    books = library()
+    books.use("c", [*HANDBOOK, 1], None)
+    books.release("c")
+    document = books.store("d", "third", NOVEL[:80])
+    assert document.place == 2 and {*books.documents} == {"handbook", "third"}
+
+
+def test_a_document_in_use_stays() -> None:
+    books = library()
+    books.use("c", [1], "handbook")
+    books.use("d", [1], "novel")
+    with pytest.raises(ValueError, match="all 2 documents are in use"):
+        books.store("e", "third", NOVEL)
+    with pytest.raises(ValueError, match="'novel' is in use by 1 requests"):
+        books.store("e", "novel", NOVEL)
+    books.release("d")
+    assert books.store("e", "novel", NOVEL[:90]).place == 2
+    assert books.use("f", [*NOVEL[:90], 1], None).before == 90, "it has replaced the one of its name"
+
+
+def test_a_short_text_is_no_document() -> None:
+    with pytest.raises(ValueError, match="a document of 10 tokens is too short; 64 or more"):
+        Library(1).store("a", "note", [*range(10)])
+
+
+def config(connector: str | None, **extra: Any) -> Any:
+    transfer = None if connector is None else SimpleNamespace(kv_connector=connector, kv_connector_extra_config=extra)
+    parallel = SimpleNamespace(decode_context_parallel_size=1)
+    model = SimpleNamespace(use_mla=False, is_hybrid=False)
+    return SimpleNamespace(
+        kv_transfer_config=transfer, speculative_config=None, parallel_config=parallel, model_config=model
+    )
+
+
+def test_settings_of_the_connector() -> None:
+    assert documents_asked(config(None)) is None
+    assert documents_asked(config("KVSketchDocuments", budget=16384, count=8)) == DocumentsAsked(16384, 8)
+    assert documents_asked(config("KVSketchDocuments", budget=512)).count == 4  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="budget=None is no whole number"):
+        documents_asked(config("KVSketchDocuments"))
+    with pytest.raises(ValueError, match="knows no 'budgets'; use budget and count"):
+        documents_asked(config("KVSketchDocuments", budget=5, budgets=6))
+    with pytest.raises(ValueError, match="another KV connector than its own"):
+        refuse_config(config("NixlConnector"))
+    refuse_config(config("KVSketchDocuments", budget=5))
+
+
+def test_documents_are_read_by_the_method_with_their_budget() -> None:
+    asked = DocumentsAsked(16384, 8)
+    method = document_method(parse_method("rehearse:budget=2048:wait=128"), asked)  # type: ignore[arg-type]
+    assert str(method) == "rehearse:budget=16384:wait=128"
+    with pytest.raises(ValueError, match="shares documents of rehearse, and snapkv was named"):
+        document_method(parse_method("snapkv:budget=2048"), asked)  # type: ignore[arg-type]
