@@ -20,11 +20,16 @@ def test_each_contender_has_its_steps_and_its_best() -> None:
         record("snapkv:budget=2048", 16, 9.0),
         record("snapkv:budget=2048", 16, 8.0),
         record("snapkv:budget=2048", 64, 9.0, failed="out of memory"),
+        record("rehearse:budget=64", 64, 16.0, sustained_per_s=3000.0),
         {"kind": "serve", "data": {"method": "full"}},
     ]
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in vllm.table(records).splitlines()]
-    assert lines[0][1:4] == ["step, ms: 1 row", "step, ms: 16 rows", "most tokens/s"]
-    nothing = "not measured"
-    assert lines[2] == ["vLLM, bf16 cache", "6.00", "20.00", "800 (16 rows)", "1.00", nothing, "1.20", "27"]
-    method = ["`snapkv:budget=2048`", "5.00", "8.00", "2,000 (16 rows)", "2.50", nothing, "1.10", "424"]
+    assert lines[0][1:5] == ["step, ms: 1 row", "step, ms: 16 rows", "step, ms: 64 rows", "most tokens/s"]
+    nothing, speed = "not measured", "800 (16 rows)"
+    assert lines[2] == [
+        "vLLM, bf16 cache", "6.00", "20.00", "does not fit", speed, "1.00", nothing, speed, "1.20", "27",
+    ]  # fmt: skip
+    speed = "2,000 (16 rows)"
+    method = ["`snapkv:budget=2048`", "5.00", "8.00", nothing, speed, "2.50", nothing, speed, "1.10", "424"]
     assert lines[3] == method, "the last of each batch counts, and what failed does not"
+    assert lines[4][1:8] == [nothing, nothing, "16.00", "4,000 (64 rows)", "5.00", nothing, "3,000"]

@@ -6,7 +6,7 @@ A contender is one of vLLM's own caches (`bf16`, `fp8`) or a method of the plugi
 memory and settings; vLLM's prefix cache is off, and prompts are read whole. An engine reads as many prompts as the
 largest batch has rows, then whole steps are timed, host included, while every request decodes; for a smaller batch some
 requests end. The weights are random: these are time and memory. With fewer steps than `wait` no row is rehearsed;
-`--rehearsals` goes on until each has been, and reports the longest step.
+`--rehearsals` goes on until each has been, and reports the longest step and the tokens per second of all these.
 
 First a small model answers requests of mixed lengths, long enough to be rehearsed: a method whose captured tokens are
 not those of the same engine without CUDA graphs has no speed. Needs vLLM (`pip install 'kvsketch[vllm]'`).
@@ -41,7 +41,7 @@ class Vllm(Benchmark):
     columns = (
         "contender | batch:d | step ms=step_ms:.2f | p99 ms=p99_ms:.2f | tokens/s=tokens_per_s:,.0f | "
         "prefill of a row s=prefill_s:.2f | rows that fit=rows_that_fit:,.0f | start s=start_s:.0f | "
-        "longest step ms=longest_ms:.1f"
+        "longest step ms=longest_ms:.1f | tokens/s with rehearsals=sustained_per_s:,.0f"
     )
     contenders: str = option("bf16,fp8,snapkv:budget=2048", "caches of vLLM's own or methods, comma-separated")
     shape: str = option("llama-3.1-8b", "a shape with random weights", choices=sorted(SHAPES))
@@ -50,7 +50,7 @@ class Vllm(Benchmark):
     batches: tuple[int, ...] = option("1,16,64", "requests at a time, or as many as fit, comma-separated", least=1)
     steps: int = option(96, "steps of all requests that are timed", least=2)
     share: float = option(0.9, "of the GPU's memory that vLLM may take (gpu_memory_utilization)", least=0.05, most=1)
-    rehearsals: bool = option(False, "go on until every row has been rehearsed, and report the longest steps")
+    rehearsals: bool = option(False, "go on until every row has been rehearsed, and report steps and tokens of that")
     check: bool = option(True, "compare captured tokens with those of eager steps first")
 
     def check_options(self) -> None:

@@ -20,11 +20,11 @@ def measured(records: list[Record]) -> list[dict[str, Any]]:
 
 def table(records: list[Record]) -> str:
     rows = [row for row in measured(records) if not row.get(FAILED)]
-    batches = sorted({row["batch"] for row in rows})
+    batches = sorted({row["batch"] for row in rows if row["contender"] not in OWN} or {row["batch"] for row in rows})
     lines = []
     for name in dict.fromkeys(row["contender"] for row in rows):
         own = {row["batch"]: row for row in rows if row["contender"] == name}
-        steps = [f"{own[batch]['step_ms']:.2f}" if batch in own else NOTHING for batch in batches]
+        steps = [_step(own, batch) for batch in batches]
         best = most(rows, name)
         times = [_times(best, most(rows, each)) for each in OWN]
         first = own[min(own)]
@@ -32,10 +32,21 @@ def table(records: list[Record]) -> str:
             _number(first.get(field), form) for field, form in (("prefill_s", ".2f"), ("rows_that_fit", ",.0f"))
         )
         speed = f"{best['tokens_per_s']:,.0f} ({best['batch']} rows)"
-        lines.append([OWN.get(name, Code(name)), *steps, speed, *times, prefill, fits])
+        # What never rehearses goes on as it is.
+        lasting = _number(best.get("sustained_per_s"), ",.0f") if name.startswith("rehearse") else speed
+        lines.append([OWN.get(name, Code(name)), *steps, speed, *times, lasting, prefill, fits])
     headings = ["", *(f"step, ms: {batch} row{'s' * (batch > 1)}" for batch in batches), "most tokens/s"]
-    headings += [*(f"times {OWN[name]}" for name in OWN), "prefill of a row, s", "rows that fit"]
+    headings += [*(f"times {OWN[name]}" for name in OWN), "the same, rehearsals included", "prefill of a row, s"]
+    headings += ["rows that fit"]
     return markdown(headings, lines)
+
+
+def _step(own: dict[int, dict[str, Any]], batch: int) -> str:
+    """The time of a step of so many rows, of one contender's by batch."""
+    if batch in own:
+        return f"{own[batch]['step_ms']:.2f}"
+    fits = next(iter(own.values())).get("rows_that_fit")
+    return "does not fit" if fits is not None and fits < batch else NOTHING
 
 
 def _times(best: dict[str, Any], base: dict[str, Any]) -> str:
