@@ -28,7 +28,7 @@ from kvsketch.methods.base import Method
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import LEAST
 from kvsketch.slots.heads import spread_over
-from kvsketch.slots.rows import RaggedRows, Rows, slots_within
+from kvsketch.slots.rows import EqualRows, RaggedRows, Rows, slots_within
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
@@ -150,7 +150,7 @@ class SharedRows:
             table.set_prompt(self.longest)
             self.method.bound(table, self.longest)
             table.set_prompt(1)
-        return Rows(singles, rows, slots, clock), logits.shape[1]
+        return EqualRows(singles, rows, slots, clock), logits.shape[1]
 
     def slots_for(self, tokens: int) -> int:
         """The most slots of the store that a row takes until it has seen so many tokens; 0 where rows are equal."""

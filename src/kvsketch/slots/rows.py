@@ -18,15 +18,16 @@ Legend: L layers, H KV heads.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvsketch.slots.state import ROW, TableState
-from kvsketch.slots.store import EMPTY, Equal, Parts, Ragged, row_parts, slot_parts
+from kvsketch.slots.store import EMPTY, Equal, Ragged, row_parts, slot_parts
 from kvsketch.slots.table import SlotTable
 
 LATEST = 1 << 29  # the clock is turned back before this; operations take numbers up to 2^30
@@ -52,53 +53,47 @@ class Stretch:
     prompt_tokens: int
 
 
-class Rows:
-    """Tables of `rows` rows like the bounded tables `singles` of one row, of at least `slots` slots by layer.
+class Rows(ABC):
+    """Tables of many rows on one clock: what is told of each row, whatever the store."""
 
-    `clock`: what it shows at first, not less than the longest row that will join.
-    """
-
-    slots = 0  # that rows of different sizes divide among them
-    slot_bytes = 0  # of all these
-
-    def __init__(self, singles: Sequence[SlotTable], rows: int, slots: Sequence[int], clock: int) -> None:
-        self.store: Any = Equal(singles, rows, slots)
-        self._begin(self.store.tables, rows, clock)
-        shift = clock - singles[0].seen
-        self.padding.fill_(shift)
-        for table in self.tables:
-            assert table.index is not None
-            table.index += shift * (table.index >= 0)
-            table.state.shift_rows(slice(None), shift)
-        for row in range(rows):
-            self.retire(row)
+    store: Equal | Ragged
+    tables: list[SlotTable]  # of all rows
 
     def _begin(self, tables: list[SlotTable], rows: int, clock: int) -> None:
-        """Puts tables of all rows on the clock."""
+        """Puts tables on the clock, which shows at first what the longest row that will join may have seen."""
         self.tables, device = tables, tables[0].device
         self.padding, self.prompts = (torch.full((rows,), clock, device=device) for _ in "ab")
         for table in tables:
             table.positions = replace(table.positions, trained=None)
             table.clock = torch.full((1,), clock, device=device)
             table.padding, table.prompts, table.seen = self.padding, self.prompts, clock
+        for row in range(rows):
+            self.retire(row)
 
+    @property
+    def slots(self) -> int:
+        """Slots that rows of different sizes divide among them."""
+        return 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of these."""
+        return 0
+
+    @abstractmethod
     def first(self, rows: int) -> list[SlotTable]:
         """Tables that share the tensors of the first rows: what is written into one is in the other."""
-        told = {"padding": self.padding[:rows], "prompts": self.prompts[:rows]}
-        return [replace(table, **told) for table in self.store.first(rows)]
 
     def misfit(self, singles: Sequence[SlotTable]) -> str:
         """Why rows of `singles` cannot be put into the tables; empty: they can. Asks nothing of the device."""
         most = self.tables[0].seen
         if (seen := singles[0].seen) > most:
             return f"it has read {seen} tokens, more than the {most} on the clock of the shared table"
-        reason: str = self.store.misfit(singles)
-        return reason
+        return self.store.misfit(singles)
 
+    @abstractmethod
     def put(self, row: int, singles: Sequence[SlotTable]) -> None:
         """Copies tables of one row over row `row`, in place."""
-        self.store.put(row, singles)
-        self._place(row, singles[0], self.store.numbers(row))
 
     def _place(self, row: int, single: SlotTable, numbers: list[Tensor]) -> None:
         """Puts a row that has just been copied, and the tokens of its slots, on the clock."""
@@ -117,10 +112,9 @@ class Rows:
         ):  # fmt: skip
             told[row].fill_(count + shift) if own is None else told[row].copy_(own[0]).add_(shift)
 
+    @abstractmethod
     def move(self, source: int, row: int) -> None:
         """Row `source` goes on as row `row`, which is free."""
-        self.store.put(row, self.tables, source)
-        self._follow(source, row)
 
     def _follow(self, source: int, row: int) -> None:
         """What is told of row `source` is told of `row`, and nobody reads the first any more."""
@@ -152,7 +146,8 @@ class Rows:
 
     def release(self) -> None:
         """Gives the memory back."""
-        self.tables, self.store = [], None
+        self.tables = []
+        del self.store
 
     # periodic work of rows whose heads differ
 
@@ -161,10 +156,10 @@ class Rows:
         return []
 
     def take(self, row: int, seen: int) -> list[SlotTable]:
-        """Takes a row of `seen` tokens out, as tables of one row with equal heads (asks the device)."""
-        raise NotImplementedError("rows of equal heads have no periodic work of their own")
+        """Takes a row of `seen` tokens that is due out, as tables of one row with equal heads (asks the device)."""
+        raise NotImplementedError("no row of equal heads is ever due")
 
-    def before_step(self, tables: Sequence[SlotTable]) -> None:
+    def before_step(self, tables: Sequence[SlotTable]) -> None:  # noqa: B027
         """What `first` has made is about to take a token."""
 
 
@@ -173,11 +168,40 @@ def count_to(tables: Sequence[SlotTable], seen: int) -> None:
         table.seen = seen
 
 
+class EqualRows(Rows):
+    """Rows like the bounded tables `singles` of one row, of at least `slots` slots by layer."""
+
+    store: Equal
+
+    def __init__(self, singles: Sequence[SlotTable], rows: int, slots: Sequence[int], clock: int) -> None:
+        self.store, shift = Equal(singles, rows, slots), clock - singles[0].seen
+        for table in self.store.tables:
+            assert table.index is not None
+            table.index += shift * (table.index >= 0)
+            table.state.shift_rows(slice(None), shift)
+        self._begin(self.store.tables, rows, clock)
+        self.padding.fill_(shift)
+
+    def first(self, rows: int) -> list[SlotTable]:
+        padding, prompts = self.padding[:rows], self.prompts[:rows]
+        return [replace(table, padding=padding, prompts=prompts) for table in self.store.first(rows)]
+
+    def put(self, row: int, singles: Sequence[SlotTable]) -> None:
+        self.store.put(row, singles)
+        self._place(row, singles[0], self.store.numbers(row))
+
+    def move(self, source: int, row: int) -> None:
+        self.store.put(row, self.tables, source)
+        self._follow(source, row)
+
+
 class RaggedRows(Rows):
     """Tables of `rows` rows like the packed tables `singles` of one row, over a store of `slots` slots.
 
     `most`: more slots than any head will have. `needs`: what the method asks for a row.
     """
+
+    store: Ragged
 
     def __init__(
         self,
@@ -188,7 +212,7 @@ class RaggedRows(Rows):
         most: int,
         needs: Callable[[SlotTable], RowNeeds],
     ) -> None:
-        self.slots, self.needs = slots, needs
+        self.needs, self._slots = needs, slots
         self.rows: dict[int, Stretch] = {}
         self.changes = 0  # of capacities, which the work lists follow
         self.arranged: dict[int, int] = {}  # by the rows of a step, the changes that its lists know
@@ -205,30 +229,30 @@ class RaggedRows(Rows):
         states = [each.state.for_rows(rows, room) for each in singles]
         tables = [self._table(layer, rows, state) for layer, state in enumerate(states)]
         self._begin(tables, rows, clock)
-        for row in range(rows):
-            self.retire(row)
 
     @property
-    def slot_bytes(self) -> int:  # type: ignore[override]
+    def slots(self) -> int:
+        return self._slots
+
+    @property
+    def slot_bytes(self) -> int:
         return sum(part.nbytes for part in self.store.slots.values())
 
     def _table(self, layer: int, rows: int, state: TableState) -> SlotTable:
         """A table of the first rows."""
         if rows not in self.lists:
             self.lists[rows] = self.store.empty_lists(rows)
-        parts: Parts = self.store.first(layer, rows)
-        layout = self.store.layout(parts["start"], parts["capacity"], lists=[part[layer] for part in self.lists[rows]])
-        table: SlotTable = self.store.table(
-            layer, parts, layout, state=state, previous=None, settled_at=self.settled_at[:rows]
-        )
-        return table
+        own, lists = self.store.first(rows), [part[layer] for part in self.lists[rows]]
+        layout = self.store.layout(own["start"][layer], own["capacity"][layer], lists=lists)
+        return self.store.table(layer, own, layout, state=state, previous=None, settled_at=self.settled_at[:rows])
 
     def first(self, rows: int) -> list[SlotTable]:
         found = []
         for layer, whole in enumerate(self.tables):
             table = self._table(layer, rows, whole.state.first_rows(rows))
-            told = {"padding": self.padding[:rows], "prompts": self.prompts[:rows], "clock": whole.clock}
-            found.append(replace(table, positions=whole.positions, seen=whole.seen, **told))
+            table.positions, table.clock, table.seen = whole.positions, whole.clock, whole.seen
+            table.padding, table.prompts = self.padding[:rows], self.prompts[:rows]
+            found.append(table)
         return found
 
     def before_step(self, tables: Sequence[SlotTable]) -> None:
@@ -291,7 +315,7 @@ class RaggedRows(Rows):
         stretch, own = self.rows.pop(row), self.store.own
         states = [table.state.of_row(row, seen - stretch.settled) for table in self.tables]
         entry = torch.tensor([row], device=self.padding.device)
-        taken: list[SlotTable] = self.store.take(
+        taken = self.store.take(
             entry, own["start"][:, row], own["capacity"][:, row], states, seen=seen, settled=stretch.settled,
             prompt_tokens=stretch.prompt_tokens,
         )  # fmt: skip

@@ -93,7 +93,7 @@ class Span(NamedTuple):
     """Slots [source, source + size) of one table, and where they go in another."""
 
     source: int
-    start: int
+    to: int
     size: int
 
 
@@ -148,19 +148,15 @@ class Equal:
 
         if any(sum(span.size for span in each) < t.length for each, t in zip(spans, self.tables, strict=True)):
             self.clear(entry, CLOSED)
-        for number, (table, single, each) in enumerate(zip(self.tables, singles, spans, strict=True)):
-            whole = _is_whole(each, table)
+        for number, (single, each) in enumerate(zip(singles, spans, strict=True)):
             for name, new in slot_parts(single).items():
                 target, value = slots[number][name], new[source]
-                for span in each if not whole else []:
-                    if span.start < target.shape[1]:
-                        end = span.source + span.size
-                        copy(target[:, span.start : span.start + span.size], value[:, span.source : end])
-                if whole:
-                    copy(target, value)
+                for start, to, size in each:
+                    if to < target.shape[1]:
+                        copy(target[:, to : to + size], value[:, start : start + size])
             for name, new in row_parts(single).items():
-                is_slot = name.endswith(("next_slot", "exact_at"))
-                copy(own[number][name], _moved(new[source], each) if is_slot and not whole else new[source])
+                moves = name.endswith(("next_slot", "exact_at"))
+                copy(own[number][name], _moved(new[source], each) if moves else new[source])
         # One launch copies many tensors of one dtype.
         for targets, values in copies.values():
             torch._foreach_copy_(targets, values)
@@ -192,24 +188,22 @@ class Equal:
 
 
 def _spans(single: SlotTable, table: SlotTable) -> list[Span]:
-    spans, source, start = [], 0, 0
+    spans, source, to = [], 0, 0
     for have, room in zip(single.state.sections(single), table.state.sections(table), strict=True):
         if have:
-            spans.append(Span(source, start, have))
-        source, start = source + have, start + room
-    return spans
-
-
-def _is_whole(spans: list[Span], table: SlotTable) -> bool:
-    return all(span.source == span.start for span in spans) and sum(span.size for span in spans) == table.length
+            spans.append(Span(source, to, have))
+        source, to = source + have, to + room
+    whole = all(span.source == span.to for span in spans) and sum(span.size for span in spans) == table.length
+    return [Span(0, 0, table.length)] if whole else spans
 
 
 def _moved(numbers: Tensor, spans: list[Span]) -> Tensor:
     """Slot numbers after the move; negative ones stay."""
     moved = numbers
     for span in spans:
-        inside = (numbers >= span.source) & (numbers < span.source + span.size)
-        moved = torch.where(inside, numbers + (span.start - span.source), moved)
+        if span.source != span.to:
+            inside = (numbers >= span.source) & (numbers < span.source + span.size)
+            moved = torch.where(inside, numbers + (span.to - span.source), moved)
     return moved
 
 
@@ -254,26 +248,27 @@ class Ragged:
 
     # tables
 
-    def first(self, layer: int, count: int) -> Parts:
-        """The parts of a layer, those of the first entries."""
-        return self.slots | {name: part[layer, :count] for name, part in self.own.items()}
+    def first(self, count: int) -> Parts:
+        """What the first entries have beside their slots, in place."""
+        return {name: part[:, :count] for name, part in self.own.items()}
 
-    def named(self, entries: Tensor) -> list[Parts]:
-        """The parts of each layer, those of the entries [B]: copies of what lies beside the slots."""
-        own = {name: part.index_select(1, entries) for name, part in self.own.items()}
-        return [self.slots | {name: part[layer] for name, part in own.items()} for layer in range(len(self.like))]
+    def named(self, entries: Tensor) -> Parts:
+        """What the entries [B] have beside their slots, [L, B, ...]: copies."""
+        return {name: part.index_select(1, entries) for name, part in self.own.items()}
 
-    def table(self, layer: int, parts: Parts, layout: Layout, **others: Any) -> SlotTable:
-        """A table of a layer with these parts."""
+    def table(self, layer: int, own: Parts, layout: Layout, **others: Any) -> SlotTable:
+        """A table of a layer over the store, of rows that have `own` [L, B, ...] beside their slots."""
+        parts = self.slots | {name: part[layer] for name, part in own.items()}
         return table_of(self.like[layer], parts, layout=layout, length=layout.most, **others)
 
-    def layout(self, start: Tensor, capacity: Tensor, most: int | None = None, lists: Any = None) -> Layout:
+    def layout(self, start: Tensor, capacity: Tensor, most: int | None = None, lists: Sequence[Tensor] = ()) -> Layout:
         """Of heads that begin at `start` [B, H]; `lists`: a work list, which a step of single tokens reads."""
         most = self.most if most is None else most
-        if lists is None:
+        if not lists:
             none = torch.empty(0, 5, dtype=torch.int32, device=self.device)
             return Layout(start, capacity, most, self.total, none, none[:, 0], 0)
-        return Layout(start, capacity, most, self.total, *lists, -(-(most + EXACT_SLOTS) // UNIT))
+        work, first = lists
+        return Layout(start, capacity, most, self.total, work, first, -(-(most + EXACT_SLOTS) // UNIT))
 
     def empty_lists(self, rows: int) -> tuple[Tensor, Tensor]:
         """Room for the work lists of all layers, for so many rows."""
@@ -320,11 +315,12 @@ class Ragged:
         self, entry: Tensor, start: Tensor, capacity: Tensor, states: Sequence[TableState], **counts: Any
     ) -> list[SlotTable]:
         """The entry [1] as tables of one row, whose heads lie in the store, [L, H] (asks the device)."""
+        own = {"next_slot": capacity.unsqueeze(1).unsqueeze(-1).clone()} | self.named(entry)
         most, found = capacity.amax(1).tolist(), []
-        for layer, parts in enumerate(self.named(entry)):
-            own = slice(layer, layer + 1)
-            layout = self.layout(start[own], capacity[own], most[layer])
+        for layer, state in enumerate(states):
+            only = slice(layer, layer + 1)
+            layout = self.layout(start[only], capacity[only], most[layer])
             clock = torch.full((1,), counts["seen"], device=self.device)
-            others = {"state": states[layer], "clock": clock, "appended": 1, "new_tokens": 1} | counts
-            found.append(self.table(layer, parts, layout, **others))
+            others = {"state": state, "clock": clock, "appended": 1, "new_tokens": 1} | counts
+            found.append(self.table(layer, own, layout, **others))
         return found

@@ -9,15 +9,14 @@ from kvsketch.cache import rotary
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.rehearse import VIRTUAL, Rehearse
-from kvsketch.slots.codes import PLAIN
 from kvsketch.slots.positions import TEXT
 
 KEY = "kvsketch"
 EXAMPLE = """--additional-config '{"kvsketch": "h2o:budget=1024"}'"""
 SERVED = ("streamingllm", "uniform", "kcenter", "h2o", "keyformer", "snapkv", "pyramidkv", "rehearse")
-# A page has one size, equal heads and plain keys, which are read as they were written.
-FIXED = {"share": "head", "positions": TEXT, "bits": PLAIN, "key_bits": None, "value_bits": None, "slide": True}
-# A page of all layers holds heads that differ, in few bits; nobody repeats a prompt there.
+# A page has one size and equal heads, whose keys are read as they were written.
+FIXED = {"share": "head", "positions": TEXT, "slide": True}
+# A page of all layers holds heads that differ; nobody repeats a prompt there.
 TOGETHER = {"replay": VIRTUAL, "positions": TEXT}
 PART_FOR_GRAPHS = 0.75  # of the free memory, that pages may take while vLLM measures its graphs
 
