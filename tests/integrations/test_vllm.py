@@ -131,6 +131,18 @@ def test_tokens_are_those_of_transformers(folder: Path, method: str) -> None:
     assert served(llm, texts) == alone(folder, method, texts)
 
 
+FEW_BITS = [f"{method}:bits=4" for method in METHODS] + ["h2o:budget=24:key_bits=8", "snapkv:budget=80:value_bits=4"]
+
+
+# A code of 4 bits that rounding flips moves a logit of this model by up to 0.3.
+@pytest.mark.parametrize("method", FEW_BITS)
+def test_few_bits(folder: Path, method: str) -> None:
+    llm = engine(folder, method, num_gpu_blocks_override=3)
+    # A cache on transformers codes nothing before it has 64 tokens.
+    texts = prompts(70, 64, 90, 100)
+    require_same(served(llm, texts), answers(folder, method, texts, NEW), tie=0.5)
+
+
 @pytest.mark.parametrize("method", ["h2o:budget=24", "snapkv:budget=24:window=8", "pyramidkv:budget=24:window=8"])
 def test_chunked_prefill_is_a_streamed_prompt(folder: Path, method: str) -> None:
     llm = engine(folder, method, max_num_batched_tokens=68, long_prefill_token_threshold=16)

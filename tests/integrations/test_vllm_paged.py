@@ -13,7 +13,9 @@ from kvsketch import ops
 from kvsketch.integrations.vllm.paged import PagedLayer
 from kvsketch.integrations.vllm.settings import servable
 from kvsketch.methods import parse_method
+from kvsketch.methods.received import Scores
 from kvsketch.ops.common import dispatch
+from kvsketch.slots.codes import SlotCodes
 from kvsketch.slots.pages import Pages
 from kvsketch.slots.table import Place, SlotTable
 from tests.ops.formula import needs_triton
@@ -31,8 +33,20 @@ METHODS = [
 ]
 
 
+FEW_BITS = [f"{text}:bits=4" for text in METHODS] + [
+    "streamingllm:budget=12:sinks=2:bits=8",
+    "h2o:budget=12:key_bits=4",
+    "keyformer:budget=12:horizon=6:value_bits=3",
+    "snapkv:budget=12:window=4:key_bits=4:value_bits=2",
+]
+
+
 class Alone:
-    """A request by itself: a table that is exact until something has to go, as in a compressed cache."""
+    """A request by itself: a table that is exact until something has to go, as in a compressed cache.
+
+    In few bits it is coded after its first tokens, as a cache does with 64 of them. A first token that comes alone has
+    no mean to be coded around.
+    """
 
     def __init__(self, text: str, place: Place) -> None:
         self.method, self.table = parse_method(text), SlotTable(**vars(place))
@@ -40,13 +54,33 @@ class Alone:
     def read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         table, past = self.table, None
-        if not table.empty:
-            past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
-        out = ops.chunk_attention(q, k, v, 0.3, past=past)
-        table.append(k, v, whole=1000 if self.method.name == "pyramidkv" else None)
+        if table.bits and table.empty and q.shape[2] == 1:
+            self._begin_around_zero(k, v)
+        if table.bits and not table.empty and q.shape[2] == 1:
+            table.append(k, v)
+            out = ops.weighted_attention(q, *table.read_slots(), *table.read_weights(), 0.3)
+        else:
+            if not table.empty:
+                past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
+            out = ops.chunk_attention(q, k, v, 0.3, past=past)
+            table.append(k, v, whole=1000 if self.method.name == "pyramidkv" else None)
         table.note_scale(0.3)
         self.method.compress(table, q)
+        if table.bits and table.exact:
+            self.method.bound(table, table.seen)
         return out[0].transpose(0, 1)
+
+    def _begin_around_zero(self, k: Tensor, v: Tensor) -> None:
+        table = self.table
+        table.append(torch.zeros_like(k), torch.zeros_like(v), whole=1000)
+        table.bound(self.method.budget_tokens(table))
+        table.drop_in_order(1)
+        table.set_prompt(0)
+        if self.method.State is Scores:
+            table.state_of(Scores).score = torch.zeros(table.shape, device=k.device)
+        for slots in (table.keys, table.values):
+            if isinstance(slots, SlotCodes):
+                slots.exact_at.fill_(-1)
 
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,21 +89,22 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 class Served:
     """A layer with six pages, which lie apart and hold what others have left there."""
 
-    def __init__(self, text: str) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-        self.place = Place(1, 3, first_head=4)
-        self.layer = PagedLayer(servable(parse_method(text)), self.place, 0.3)
-        self.shape = self.layer.page_shape(HEADS, SIZE, SIZE, torch.float32)
+    def __init__(self, text: str, size: int = SIZE) -> None:
+        self.generator, self.size = torch.Generator().manual_seed(0), size
+        method = servable(parse_method(text))
+        self.place = Place(1, 3, first_head=4, bits=method.stored_bits)
+        self.layer = PagedLayer(method, self.place, 0.3)
+        self.shape = self.layer.page_shape(HEADS, size, size, torch.float32)
         # nan in every float
         self.pool = torch.full((6, self.shape.nbytes + 64), 255, dtype=torch.uint8, device=DEVICE)
         self.pages = Pages(self.shape, self.pool[:, : self.shape.nbytes])
 
     def tokens(self, n: int) -> list[Tensor]:
-        sizes = ((n, heads, SIZE) for heads in (HEADS * GROUP, HEADS, HEADS))
+        sizes = ((n, heads, self.size) for heads in (HEADS * GROUP, HEADS, HEADS))
         return [torch.randn(size, generator=self.generator).to(DEVICE) for size in sizes]
 
     def kept(self, page: int, seen: int) -> list[list[int]]:
-        return kept(self.pages.one(self.place, self.layer.method.State, whole(page), seen))
+        return kept(self.pages.one(whole(page), seen))
 
 
 def kept(table: SlotTable) -> list[list[int]]:
@@ -80,7 +115,7 @@ def whole(*numbers: int) -> Tensor:
     return torch.tensor(numbers, device=DEVICE)
 
 
-@pytest.mark.parametrize("text", METHODS)
+@pytest.mark.parametrize("text", METHODS + FEW_BITS)
 def test_requests_in_pages_are_requests_alone(text: str) -> None:
     served = Served(text)
     before = served.pool.clone()
@@ -119,7 +154,7 @@ def test_requests_in_pages_are_requests_alone(text: str) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("text", METHODS)
+@pytest.mark.parametrize("text", METHODS + FEW_BITS)
 def test_a_request_that_was_not_finite_leaves_nothing_in_its_page(text: str, value: float) -> None:
     """The next one there begins with a prompt, or with a single token, and is as it would be alone."""
     served = Served(text)
@@ -142,9 +177,10 @@ def test_a_request_that_was_not_finite_leaves_nothing_in_its_page(text: str, val
 
 
 @needs_triton
-def test_the_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bits", [16, 4])
+def test_the_kernels_do_the_same(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operation of a step by its kernel, in Triton's interpreter where there is no GPU."""
-    by_torch, by_kernel = Served("h2o:budget=2"), Served("h2o:budget=2")
+    by_torch, by_kernel = (Served(f"h2o:budget=2:bits={bits}", size=16) for _ in range(2))
 
     def kernel_for(operation: str, device: torch.device) -> Any:
         used.add(operation)
@@ -165,7 +201,7 @@ def test_the_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("text", METHODS)
+@pytest.mark.parametrize("text", METHODS + FEW_BITS)
 def test_a_captured_step_serves_other_requests(text: str) -> None:
     """vLLM records the step once and replays it for whatever requests its rows stand for."""
     eager, captured = Served(text), Served(text)

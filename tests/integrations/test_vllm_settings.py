@@ -13,8 +13,9 @@ from kvsketch.integrations.vllm import register
 from kvsketch.integrations.vllm.settings import SERVED, bound_captures, chosen_method, refuse_config, refuse_layer
 
 
-def test_every_served_method_is_found() -> None:
-    assert [chosen_method({"kvsketch": f"{name}:budget=256"}).name for name in SERVED] == list(SERVED)
+@pytest.mark.parametrize("bits", ["", ":bits=4", ":key_bits=8:value_bits=3"])
+def test_every_served_method_is_found(bits: str) -> None:
+    assert [chosen_method({"kvsketch": f"{name}:budget=256{bits}"}).name for name in SERVED] == list(SERVED)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def test_every_served_method_is_found() -> None:
         ({"kvsketch": "rehearse:budget=64:replay=exact"}, ["replay=exact", "use replay=virtual"]),
         ({"kvsketch": "full"}, ["full cannot be served", "snapkv"]),
         ({"kvsketch": "keyformer"}, ["budget=60%", "budget=1024"]),
-        ({"kvsketch": "h2o:budget=64:bits=4"}, ["bits=4", "use bits=16"]),
+        ({"kvsketch": "h2o:budget=64:bits=5"}, ["bits=5", "2, 3, 4, 8, or 16"]),
         ({"kvsketch": "h2o:budget=64:share=layer"}, ["share=layer", "use share=head"]),
         ({"kvsketch": "kcenter:budget=64:slide=false"}, ["slide=false", "use slide=true"]),
         ({"kvsketch": "streamingllm:positions=cache"}, ["positions=cache", "use positions=text"]),

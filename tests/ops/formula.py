@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvsketch.ops.codec import Codec, CodedSlots, encode
 from kvsketch.ops.weighted_attention import Arguments, Attended, reference
 
 Attend = Callable[..., Attended]
@@ -137,3 +138,35 @@ def by_kernel(
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of the expected; NaN in either makes it NaN, which no bound accepts."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def few_bits(x: Tensor, bits: int, exact: int = 4) -> Tensor | CodedSlots:
+    """Vectors [B, H, S, D] in so many bits around their mean; exact ones lie anywhere, and one is overwritten."""
+    if bits == 16:
+        return x
+    codec, center = Codec(bits, x.shape[-1]), x.float().mean(2)
+    at = torch.arange(exact, device=x.device).expand(*x.shape[:2], -1) * 7 % x.shape[2]
+    rotated = codec.rotated(x.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])).float() - center.unsqueeze(2))
+    at = at.int().clone()
+    at[:, 0, -1] = -1
+    return CodedSlots(codec, center, rotated, at, *encode(x, center, codec))
+
+
+def in_pages(parts: list[Tensor | CodedSlots], rows: list[int], count: int) -> tuple[Tensor, list[Tensor | CodedSlots]]:
+    """A pool of so many pages, which lie apart and hold nan, and keys and values whose row b is page rows[b] of it."""
+    names = ("center", "exact", "exact_at", "codes", "steps")
+    held = [[p] if isinstance(p, Tensor) else [getattr(p, name) for name in names] for p in parts]
+    sizes = [part[0].nbytes for each in held for part in each]
+    starts = [sum(-(-size // 64) * 64 for size in sizes[:n]) for n in range(len(sizes))]
+    pool = torch.full((count, starts[-1] + sizes[-1] + 128), 255, dtype=torch.uint8, device=held[0][0].device)
+    pool = pool[:, : pool.shape[1] // 64 * 64].contiguous()
+    found, place = [], iter(zip(starts, sizes, strict=True))
+    for like, each in zip(parts, held, strict=True):
+        planes = []
+        for part in each:
+            start, size = next(place)
+            plane = pool[:, start : start + size].view(part.dtype).unflatten(1, part.shape[1:])
+            plane[rows] = part
+            planes.append(plane)
+        found.append(planes[0] if isinstance(like, Tensor) else CodedSlots(like.codec, *planes))
+    return pool, found

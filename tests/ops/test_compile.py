@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from kvsketch.ops.fold_token import State
 from kvsketch.ops.hot_rows import Buffer, Store, new_places
 from kvsketch.ops.join_attention import Part
 from kvsketch.ops.keep_queries import row_bytes
-from kvsketch.ops.page_rows import Rows, Vectors, Worth
+from kvsketch.ops.page_rows import Front, Rows, Worth
 from kvsketch.ops.take_rows import Sources, take_rows_of
 from kvsketch.ops.work_list import fixed_work_list
 from kvsketch.slots.layout import Layout
@@ -144,6 +145,30 @@ def ragged_attention() -> None:
 def paged_attention() -> None:
     pool, weights = normal(5, H, S, D), zeros(B, H, S)
     ops.weighted_attention(normal(B, HQ, 1, D), pool, pool, weights, weights, 0.1, pages=longs(B), return_logits=True)
+
+
+def coded_pages() -> CodedSlots:
+    codec, spans, end = Codec(4, D), [], 0
+    shapes = ((H, D), (H, 4, D), (H, 4), (H, S, codec.code_bytes), (H, S))
+    dtypes = (torch.float32, torch.float32, torch.int32, torch.uint8, torch.float16)
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        spans.append((end, end := end + prod(shape) * dtype.itemsize))
+    pool = zeros(5, end, dtype=torch.uint8)
+    parts = (pool[:, a:b].view(t).unflatten(1, s) for (a, b), t, s in zip(spans, dtypes, shapes, strict=True))
+    return CodedSlots(codec, *parts)
+
+
+def coded_paged_attention() -> None:
+    slots, weights = coded_pages(), zeros(B, H, S)
+    ops.weighted_attention(normal(B, HQ, 1, D), slots, slots, weights, weights, 0.1, pages=longs(B), return_logits=True)
+
+
+def coded_paged_slot_update() -> None:
+    slots, new, shape = coded_pages(), normal(B, H, 1, D), (B, H, S)
+    ops.write_coded_token(
+        slots, slots, ints(*shape), zeros(*shape), None, longs(B, H, 1), longs(1), new, new, zeros(*shape),
+        pages=longs(B),
+    )  # fmt: skip
 
 
 def decoded() -> None:
@@ -292,7 +317,7 @@ def work_list() -> None:
 def page_rows() -> None:
     held = Worth(ints(B, H, S), zeros(B, H, S), zeros(B, H, S))
     rows = Rows(longs(B), longs(B), longs(B))
-    ops.open_rows(held, rows, Vectors(normal(B, H, S, D), normal(B, H, S, D)))
+    ops.open_rows(held, rows, Front(longs(B, S), S - 3, 2))
     ops.close_rows(held, rows, held)
 
 
@@ -358,7 +383,7 @@ def thin_linear(rows: int) -> None:
 
 CALLS: tuple[Callable[[], None], ...] = (
     weighted_attention, encoded, coded_attention, mixed_attention, short_coded_attention, decoded, ragged_attention,
-    paged_attention,
+    paged_attention, coded_paged_attention, coded_paged_slot_update,
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries, join_attention,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from kvsketch import ops
-from kvsketch.ops.page_rows import Rows, Vectors, Worth, reference
+from kvsketch.ops.page_rows import Front, Rows, Worth, reference
 from kvsketch.ops.weighted_attention import Arguments
 from kvsketch.ops.weighted_attention import reference as attention
+from tests.ops.formula import few_bits, in_pages
 
 kernel = pytest.importorskip("kvsketch.ops.page_rows.kernel", reason="needs Triton")
 attention_kernel = pytest.importorskip("kvsketch.ops.weighted_attention.kernel", reason="needs Triton")
@@ -23,16 +24,16 @@ def test_out_and_back(device: torch.device, slots: int, scored: bool) -> None:
     planes[0].copy_(torch.randint(-3, 50, planes[0].shape, generator=g).clamp_min(-1))
     planes[0][:, :, -1] = -1
     rows = Rows(*(torch.tensor(x, device=device) for x in ([3, 0, 1, 0], [60, -1, 0, -1], [7, 0, 900, 5])))
-    vectors = torch.full((5, 2 * slots * (24 + 8) + 8), float("nan"))  # side by side
+    zeros, ones = 24 * slots, 3  # words of 8 bytes
+    front = torch.full((5, zeros + ones + 4), 7)
     results = []
     for module in (reference, kernel):
         mine = pool.clone().to(device)
         index, *floats = (mine[:, i * 2 * slots : (i + 1) * 2 * slots].unflatten(1, (2, slots)) for i in range(3))
         log_den, score = (plane.view(torch.float32) for plane in floats)
         held = Worth(index, log_den, score if scored else None)
-        own = vectors.to(device, copy=True)
-        keys, values = own[:, : 48 * slots].unflatten(1, (2, slots, 24)), own[:, 48 * slots : 64 * slots]
-        opened, next_slot = module.open_rows(held, rows, Vectors(keys, values.unflatten(1, (2, slots, 8))))
+        own = front.to(device, copy=True)
+        opened, next_slot = module.open_rows(held, rows, Front(own[:, : zeros + ones], zeros, ones))
         assert (opened.tokens.gather(2, next_slot) == -1).all()
         changed = Worth(*(None if x is None else x.clone() for x in opened))
         changed.tokens.scatter_(2, next_slot, 1000)
@@ -41,8 +42,8 @@ def test_out_and_back(device: torch.device, slots: int, scored: bool) -> None:
     for wanted, found in zip(*results, strict=True):
         assert torch.equal(wanted.view(torch.int32), found.view(torch.int32))
     opened, own, mine = results[0][0], results[0][-2].cpu(), results[0][-1].cpu()
-    assert (own[1, : 64 * slots] == 0).all() and own[1, 64 * slots :].isnan().all(), "keys and values of a first token"
-    assert own[[0, 2, 3, 4]].isnan().all(), "those of others"
+    assert own[1].tolist() == [0] * zeros + [-1] * ones + [7] * 4, "the front of the page of a first token"
+    assert (own[[0, 2, 3, 4]] == 7).all(), "those of others"
     assert torch.equal(opened[0].cpu(), torch.where(planes[0][3] >= 0, planes[0][3] + 7, -1))
     assert (opened[2] == -1).all(), "a request that has seen nothing begins empty"
     assert torch.equal(mine[[0, 2, 4]], pool[[0, 2, 4]]), "pages of nobody"
@@ -60,3 +61,43 @@ def test_attention_reads_the_page_of_a_row(device: torch.device) -> None:
     call = Arguments(q, k, v, weights, weights, 0.2, return_logits=True, pages=pages)
     for found in (attention.weighted_attention(call), attention_kernel.weighted_attention(call)):
         torch.testing.assert_close((found.out, found.logits), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
+@pytest.mark.parametrize("asked", [False, True], ids=["output", "logits"])
+@pytest.mark.parametrize(
+    ("bits", "value_bits", "size", "dtype"),
+    [
+        (4, 4, 64, torch.bfloat16),
+        (4, 16, 64, torch.bfloat16),
+        (16, 4, 64, torch.bfloat16),
+        (8, 2, 32, torch.float16),
+        (4, 3, 24, torch.float32),
+    ],
+)
+def test_attention_reads_codes_in_the_page_of_a_row(
+    device: torch.device, bits: int, value_bits: int, size: int, dtype: torch.dtype, asked: bool
+) -> None:
+    """As it reads them row by row; keys have a large common part, and pages of others hold nan."""
+    g = torch.Generator().manual_seed(0)
+    x = [torch.randn(3, 2, 70, size, generator=g) + 8 * torch.randn(1, 2, 1, size, generator=g) for _ in range(2)]
+    parts = [few_bits(part.to(dtype).to(device), b) for part, b in zip(x, (bits, value_bits), strict=True)]
+    q, weights = torch.randn(3, 8, 1, size, generator=g).to(dtype).to(device), torch.randn(3, 2, 70, generator=g)
+    weights[:, :, 50:60] = float("-inf")
+    weights, pages = weights.to(device), torch.tensor([4, 1, 2], device=device)
+    by_row = Arguments(q, *parts, weights, weights, 0.02, return_logits=asked)
+    paged = by_row._replace(pages=pages)
+    paged = paged._replace(**dict(zip("kv", in_pages(parts, pages.tolist(), 6)[1], strict=True)))
+    paged.check()
+    for module in (attention, attention_kernel):
+        wanted, found = module.weighted_attention(by_row), module.weighted_attention(paged)
+        assert torch.equal(found.out, wanted.out) and found.out.isfinite().all()
+        assert torch.equal(found.log_sum_den, wanted.log_sum_den)
+        assert not asked or torch.equal(found.logits, wanted.logits)
+
+
+def test_pages_whose_parts_lie_differently_are_refused() -> None:
+    part = few_bits(torch.randn(3, 2, 70, 16), 4)
+    q, weights = torch.randn(3, 2, 1, 16), torch.zeros(3, 2, 70)
+    with pytest.raises(ValueError, match="equally far apart"):
+        ops.weighted_attention(q, part, part, weights, weights, 1.0, pages=torch.tensor([2, 1, 0]))

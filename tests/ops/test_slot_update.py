@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsketch.ops.codec import Codec, CodedSlots
+from kvsketch.ops.codec import Codec, CodedSlots, encode
 from kvsketch.ops.slot_update import Ranking, Slots, Token, reference
+from kvsketch.ops.weighted_attention.call import rows_in
+from tests.ops.formula import few_bits, in_pages
 
 kernel = pytest.importorskip("kvsketch.ops.slot_update.kernel", reason="needs Triton")
 
@@ -104,6 +106,43 @@ def test_a_token_goes_to_the_page_of_its_row(device: torch.device) -> None:
     assert all(torch.equal(wanted, found) for wanted, found in zip(*results, strict=True))
     mine = results[0][0].cpu()
     assert torch.equal(mine[:4], pool[:4]) and (mine[4] != pool[4]).sum() == 3 * 64
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
+@pytest.mark.parametrize(("bits", "value_bits"), [(4, 4), (8, 3), (4, 16)])
+def test_a_coded_token_goes_to_the_page_of_its_row(device: torch.device, bits: int, value_bits: int) -> None:
+    """What it writes there is what it writes row by row; rows of nobody, and other pages, keep what they hold."""
+    g = torch.Generator().manual_seed(0)
+    x = [(9 + torch.randn(2, 3, 20, 32, generator=g)).bfloat16().to(device) for _ in range(2)]
+    parts = [few_bits(part, b) for part, b in zip(x, (bits, value_bits), strict=True)]
+    new = [(9 + torch.randn(3, 3, 1, 32, generator=g)).bfloat16().to(device) for _ in range(2)]
+    pages = torch.tensor([4, -1, 2], device=device)
+    pools = []
+    for module in (reference, kernel):
+        if module is kernel and value_bits == 16:
+            assert not kernel.supported(*parts)
+            continue
+        t = make_table(device, 20, torch.float32)
+        slot = torch.tensor([[[7], [0], [14]]] * 3, device=device)
+        rows = [torch.zeros(3, 3, 20, dtype=dtype, device=device) for dtype in (torch.int32, *[torch.float32] * 2)]
+        pool, held = in_pages(parts, [4, 2], 5)
+        before, clock = pool.clone(), t["clock"].clone()
+        module.write_coded_token(*held, Slots(*rows[:2], None), Token(*new, slot, clock, pages), rows[2], None)
+        assert clock == t["clock"] + 1 and (rows[0].gather(2, slot)[[0, 2]] == t["clock"]).all()
+        assert torch.equal(before[[0, 1, 3]], pool[[0, 1, 3]]), "a page of nobody was written"
+        for row, page in ((0, 4), (2, 2)):
+            for stored, vector in zip(held, new, strict=True):
+                if isinstance(stored, torch.Tensor):
+                    assert torch.equal(stored[page].gather(1, slot[row].unsqueeze(-1).expand(-1, 1, 32)), vector[row])
+                    continue
+                alone = rows_in(stored, torch.tensor([page], device=device))
+                wanted = encode(vector[row : row + 1], alone.center, alone.codec)
+                at = slot[row : row + 1].unsqueeze(-1).expand(-1, -1, 1, alone.codes.shape[3])
+                assert torch.equal(alone.codes.gather(2, at), wanted.codes)
+                assert torch.equal(alone.steps.gather(2, slot[row : row + 1]), wanted.steps)
+                assert not (alone.exact_at == slot[row : row + 1]).any()
+        pools.append(pool)
+    assert all(torch.equal(pool, pools[0]) for pool in pools)
 
 
 @pytest.mark.parametrize("slots", [1, 100, 2500])

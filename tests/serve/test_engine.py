@@ -114,13 +114,13 @@ def test_other_families(family: str) -> None:
 
 def test_a_wrong_shift_is_noticed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: a row that joins with its tokens misnumbered gives other tokens."""
-    put = table_rows.Rows.put
+    put = table_rows.EqualRows.put
 
     def misnumbered(self: Any, row: int, *args: Any) -> None:
         put(self, row, *args)
         self.padding[row] += 7
 
-    monkeypatch.setattr(table_rows.Rows, "put", misnumbered)
+    monkeypatch.setattr(table_rows.EqualRows, "put", misnumbered)
     method = with_budget("uniform", 16)
     assert list(start(method).submit(Request(prompt(0, 37), 20))) != answer_alone(method, prompt(0, 37), 20)
 
@@ -428,7 +428,7 @@ def test_rows_move_together_where_no_stretch_is_long_enough() -> None:
     shared.leave(0)
     shared.leave(2)
     store: Any = shared.store
-    store.slots = store.rows[3].start + store.rows[3].size
+    store._slots = store.rows[3].start + store.rows[3].size
     places = store.rows[1].start, store.rows[3].start
     join(2, 40)
     assert store.rows[1].start == 0 < places[0] and store.rows[3].start < places[1]

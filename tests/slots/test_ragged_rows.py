@@ -29,7 +29,7 @@ from kvsketch.slots import codes
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import FewBits
 from kvsketch.slots.layout import Layout
-from kvsketch.slots.ragged_rows import RaggedRows, RowNeeds
+from kvsketch.slots.rows import RaggedRows, RowNeeds
 from kvsketch.slots.state import TableState, per_row, per_slot
 from kvsketch.slots.table import SlotTable
 
@@ -317,15 +317,16 @@ class Machine(RuleBasedStateMachine):
         owner: dict[int, int] = {}
         assert self.store.rows.keys() == self.rows.keys()
         for row in range(ROWS):
-            starts, sizes = self.store.start[:, row].flatten().tolist(), self.store.capacity[:, row].flatten().tolist()
+            starts, sizes = (part[:, row].flatten().tolist() for part in self._places())
             slots = [slot for start, size in zip(starts, sizes, strict=True) for slot in range(start, start + size)]
             stretch = self.store.rows.get(row)
             if stretch is None:
                 # Layers take their steps one after the other, and may share these.
                 own = SLOTS + HEADS * row
                 assert set(slots) == {*range(own, own + HEADS)} and set(sizes) == {1}
-                following, *beside = (t[:, row] for t in self.store.own if not t.is_floating_point())
-                assert (following == 0).all() and all((exact_at == -1).all() for exact_at in beside)
+                left = {name: part[:, row] for name, part in self.store.store.own.items()}
+                assert (left["next_slot"] == 0).all()
+                assert all((part == -1).all() for name, part in left.items() if name.endswith("exact_at"))
                 slots = sorted(set(slots))
             else:
                 assert slots == [*range(stretch.start, stretch.start + stretch.size)] and slots[-1] < SLOTS
@@ -334,10 +335,10 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def slots_behind_the_tokens_of_a_row_are_empty(self) -> None:
-        index, log_den = self.store.flat[self.store._index : self.store._index + 2]
+        index, log_den = (self.store.store.slots[name] for name in ("index", "log_den"))
         for number, row in self.rows.items():
             for (layer, head), held in row.heads.items():
-                start, size = (int(t[layer, number, head]) for t in (self.store.start, self.store.capacity))
+                start, size = (int(t[layer, number, head]) for t in self._places())
                 behind = slice(start + len(held), start + size)
                 assert (index[behind] == -1).all() and (log_den[behind] == NEG_INF).all()
 
@@ -345,13 +346,18 @@ class Machine(RuleBasedStateMachine):
     def no_address_changes(self) -> None:
         assert self._addresses() == self.addresses
 
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Where heads begin, and their slots, [layers, rows, heads]."""
+        return self.store.store.own["start"], self.store.store.own["capacity"]
+
     def _check_lists(self, tables: list[SlotTable]) -> None:
         """The list of pieces is that of the capacities, which rows that come and go have changed."""
         for layer, table in enumerate(tables):
             assert table.layout is not None
-            wanted = fixed_work_list(table.layout.capacity.reshape(1, -1), self.store.most, self.store._readers)
+            flat = self.store.store
+            wanted = fixed_work_list(table.layout.capacity.reshape(1, -1), flat.most, flat.readers)
             assert torch.equal(table.layout.work, wanted[0][0]) and torch.equal(table.layout.first_piece, wanted[1][0])
-            assert torch.equal(table.layout.capacity, self.store.capacity[layer, : table.shape[0]])
+            assert torch.equal(table.layout.capacity, self._places()[1][layer, : table.shape[0]])
 
 
 @pytest.mark.parametrize("equal", [False, True], ids=["differing heads", "equal heads"])
@@ -371,7 +377,7 @@ def test_a_row_that_needs_more_slots_than_there_are_writes_over_nobody() -> None
         table.keep(
             torch.ones(table.shape, dtype=torch.bool), Layout.of(torch.full((1, HEADS), LONGEST + SPARE), coded=False)
         )
-    before = [tensor.clone() for tensor in machine.store.flat]
+    before = [tensor.clone() for tensor in machine.store.store.slots.values()]
     with pytest.raises(AssertionError, match="rows hold more slots than their store"):
         machine.store.put(0, tables)
-    assert all(map(torch.equal, before, machine.store.flat))
+    assert all(map(torch.equal, before, machine.store.store.slots.values()))

@@ -26,7 +26,7 @@ from kvsketch.ops import codec as codecs
 from kvsketch.slots import codes
 from kvsketch.slots.codes import FewBits
 from kvsketch.slots.layout import Layout
-from kvsketch.slots.request_pages import RequestPages, RequestShape
+from kvsketch.slots.pages import RequestPages, RequestShape, like_table
 from kvsketch.slots.state import TableState, per_row, per_slot
 from kvsketch.slots.table import Place, SlotTable
 
@@ -81,16 +81,17 @@ class Machine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 2**20))
     def begin(self, seed: int) -> None:
         self.random = torch.Generator().manual_seed(seed)
-        shape = RequestShape(LAYERS, HEADS, QUERY_HEADS, SLOTS, ROOM, SIZE, SIZE, torch.float32, self.bits, LONGEST)
-        places = [Place(layer, LAYERS, bits=self.bits) for layer in range(LAYERS)]
+        self.places = [Place(layer, LAYERS, bits=self.bits) for layer in range(LAYERS)]
+        like = [like_table(place, Waiting, HEADS, SIZE, SIZE, torch.float32) for place in self.places]
+        shape = RequestShape(like[0], LAYERS, QUERY_HEADS, SLOTS, ROOM, LONGEST)
         # Memory that others have used: as floating point numbers it is nan.
         pool = torch.full((1 + PAGES, shape.nbytes), 255, dtype=torch.uint8)
-        self.pages = RequestPages(shape, pool, places, Waiting)
+        self.pages = RequestPages(shape, pool, like)
         self.requests: dict[int, Held] = {}
         self.addresses = self._addresses()
 
     def _addresses(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in (*self.pages.planes.values(), *self.pages.stores.values())]
+        return [tensor.data_ptr() for tensor in (*self.pages.planes.values(), *self.pages.store.slots.values())]
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.random)
@@ -103,7 +104,7 @@ class Machine(RuleBasedStateMachine):
     @rule(page=st.integers(1, PAGES), tokens=st.integers(2, 40), cut=st.booleans())
     def put(self, page: int, tokens: int, cut: bool) -> None:
         """A request that begins; the page may be another's, who has gone. A short one may be put as it was read."""
-        tables = [SlotTable(**vars(place)) for place in self.pages.places]
+        tables = [SlotTable(**vars(place)) for place in self.places]
         request = Held({}, [], tokens, tokens)
         for layer, table in enumerate(tables):
             pair = {name: self._random(1, HEADS, tokens, SIZE) for name in ("keys", "values")}

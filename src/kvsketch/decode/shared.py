@@ -28,7 +28,7 @@ from kvsketch.methods.base import Method
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import LEAST
 from kvsketch.slots.heads import spread_over
-from kvsketch.slots.ragged_rows import RaggedRows, slots_within
+from kvsketch.slots.rows import EqualRows, RaggedRows, Rows, slots_within
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
@@ -126,10 +126,9 @@ class SharedRows:
     @property
     def bytes_beside(self) -> int:
         """Bytes of the tables that a row has for itself, beside its part of the store where rows differ in size."""
-        store = sum(tensor.nbytes for tensor in self.store.flat) if isinstance(self.store, RaggedRows) else 0
-        return (self.device_bytes - store) // self.rows
+        return (self.device_bytes - self.store.slot_bytes) // self.rows
 
-    def _rows_of_one(self, rows: int) -> tuple[table_rows.Rows, int]:
+    def _rows_of_one(self, rows: int) -> tuple[Rows, int]:
         """Shared tables like those of a short text, and the size of the vocabulary."""
         cache = CompressedCache(self.model, self.method, seed=self.seed)
         # Heads get their sizes after a prompt, and what waits for the next time comes token by token.
@@ -151,11 +150,11 @@ class SharedRows:
             table.set_prompt(self.longest)
             self.method.bound(table, self.longest)
             table.set_prompt(1)
-        return table_rows.Rows(singles, rows, slots, clock), logits.shape[1]
+        return EqualRows(singles, rows, slots, clock), logits.shape[1]
 
     def slots_for(self, tokens: int) -> int:
         """The most slots of the store that a row takes until it has seen so many tokens; 0 where rows are equal."""
-        if not isinstance(self.store, RaggedRows):
+        if not self.store.slots:
             return 0
         if tokens not in self._slots_for:
             each = [self.method.most_slots(table, tokens) for table in self.tables]
@@ -165,7 +164,7 @@ class SharedRows:
     @property
     def slots(self) -> int:
         """What the rows in use divide among them."""
-        return self.store.slots if isinstance(self.store, RaggedRows) else 0
+        return self.store.slots
 
     def _with_heads_of_their_own(self, table: SlotTable) -> None:
         """A text within its budget has equal heads; they lie in a flat store like others."""
@@ -236,7 +235,6 @@ class SharedRows:
     def _catch_up(self) -> None:
         """Rows whose method has periodic work to do are taken out for it, one by one, and put back."""
         for row in self.store.due():
-            assert isinstance(self.store, RaggedRows)
             self.store.count_to(self.seen)
             with plain():
                 taken = self.store.take(row, self.seen - self.padding[row])

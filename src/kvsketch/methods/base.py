@@ -25,7 +25,7 @@ from kvsketch.ops.slot_update.reference import rank, sort_keys
 from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.codes import BITS, PLAIN, FewBits
 from kvsketch.slots.positions import CACHE, POSITIONS, TEXT
-from kvsketch.slots.ragged_rows import RowNeeds
+from kvsketch.slots.rows import RowNeeds
 from kvsketch.slots.state import TableState
 from kvsketch.slots.table import SlotTable
 

@@ -1,11 +1,16 @@
 """What is stored, and the code that writes it.
 
 table.py        the table of weighted slots of one layer, and every way to write it
-rows.py         bounded tables whose rows come and go
+codes.py        keys and values in few bits
+layout.py       where the slots of heads that differ in size lie
 state.py        what a method remembers beside the slots
+store.py        tables of many requests in one store, and the verbs that write them
+rows.py         the store of our engine: rows on one clock, stretches of memory
+pages.py        the store of vLLM: pages of a pool, requests that count their own tokens
 padding.py      left padding
 positions.py    how far a query finds itself from a slot
 tensors.py      moves of the tensors that a table holds
+bytes.py        bytes that a table will take
 checks.py       what a table from a file must fulfil
 host.py         keys and values in host memory
 hot_set.py      host rows that also lie on the device

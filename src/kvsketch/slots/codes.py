@@ -313,14 +313,6 @@ def rows_of(slots: Slots, rows: Tensor) -> Slots:
     return replace(slots, **parts)
 
 
-def first_rows(slots: Slots, count: int) -> Slots:
-    """The first batch rows, in the same memory."""
-    if isinstance(slots, Tensor):
-        return slots[:count]
-    parts: dict[str, Any] = {name: None if part is None else part[:count] for name, part in slots.parts().items()}
-    return replace(slots, **parts)
-
-
 def held(slots: Slots | None) -> list[Tensor]:
     """Every tensor that keys or values consist of."""
     if slots is None or isinstance(slots, Tensor):

@@ -1,84 +1,117 @@
-"""Tables of many requests in one pool of memory: a page holds the bounded table of one request.
+"""Pages of vLLM: tables of many requests in a pool of memory that belongs to somebody else.
 
-A serving engine hands out memory in pages of one size and knows nothing of what they hold. Page p holds, one plane
-after the other,
+A serving engine hands out memory in pages of one size and knows nothing of what they hold. A page is an entry of a
+store (`store`): the bounded table of a request in one layer, with equal heads (`Pages`), or in all layers, with heads
+that differ (`RequestPages`). Its planes are the parts of such a table, in 16 or few bits, and some numbers.
 
-    keys [H, S, D], values [H, S, Dv]    in the dtype of the model
-    index [H, S] int32                   token of each slot, counted from the first of its request; -1 empty
-    log_den [H, S] float32               weight in both sums
-    state [H, S] float32                 what the method remembers of each slot
-    prompt [1] int64                     tokens of the prompt, for methods that count from there
+How many tokens a request has seen is told at each step, so whoever gives a page to another request need not clean it.
+A page never says more than its request has written there: before the first token it counts as empty.
 
-How many tokens a request has seen is told at each step, so whoever gives a page to another request need not clean it:
-before the first token it counts as empty, and a prompt or a first token overwrites all keys and values in it.
+Everything here is a view of the pool. Who makes one lets it go after the forward.
 
-Rows of one table share a clock, requests do not. `CLOCK` is the clock of every table made of several pages, and a row
-that has seen n tokens is one with a left padding of CLOCK - n; the pages hold positions without padding.
-
-Legend: P pages, B rows, H KV heads, S slots, D key size, Dv value size.
+Legend: P pages, B requests, L layers, H KV heads, Hq query heads, S slots of a head, N slots of a page, R room for new
+tokens, D key size, Dv value size.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from math import prod
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.ops.page_rows import Rows, Vectors, Worth
+from kvsketch.ops.keep_queries import row_bytes
+from kvsketch.ops.page_rows import Front, Rows, Worth
+from kvsketch.slots import codes
 from kvsketch.slots.codes import Slots
-from kvsketch.slots.state import TableState
+from kvsketch.slots.state import SLOT, TableState
+from kvsketch.slots.store import EMPTY, STATE, Parts, Ragged, row_parts, slot_parts, table_of
 from kvsketch.slots.table import Place, SlotTable
 
 CLOCK = 1 << 24  # above the length of any text
 ALIGNED = 64  # bytes of a plane are a multiple of it: kernels then know that rows of any dtype begin at a vector
-Plane: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]  # name, shape, dtype
+Plane: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # of one page
+
+
+def like_table(
+    place: Place, kind: type[TableState], heads: int, key_size: int, value_size: int, dtype: torch.dtype
+) -> SlotTable:
+    """A bounded table of one row at that place: what a page holds is like it, but for the number of slots."""
+    table = SlotTable(**vars(place))
+    keys, values = (torch.zeros(1, heads, 1, size, dtype=dtype) for size in (key_size, value_size))
+    table.append(keys, values)
+    table.bound(1)
+    state = table.state_of(kind)
+    for each in fields(kind):
+        if each.metadata["role"] == SLOT:
+            setattr(state, each.name, torch.zeros(table.shape))
+    return table
 
 
 class Planes(ABC):
-    """What lies in a page, one plane after the other."""
+    """What lies in a page."""
 
     @abstractmethod
-    def planes(self) -> Iterator[Plane]:
-        """Name, shape and dtype of each."""
+    def planes(self) -> dict[str, Plane]:
+        """Shape and dtype of each plane, by name."""
 
-    def sizes(self) -> list[int]:
-        """Bytes of each plane."""
-        return [-(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED for _, shape, dtype in self.planes()]
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each."""
+        return {
+            name: -(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
+            for name, (shape, dtype) in self.planes().items()
+        }
 
     @property
     def nbytes(self) -> int:
-        return sum(self.sizes())
+        return sum(self.sizes().values())
+
+    def _spans(self, pages: int = 1) -> list[tuple[str, Plane, int, int]]:
+        """Name, plane, first byte and the one behind the last, where each plane has those of so many pages."""
+        ends = pairwise(accumulate((size * pages for size in self.sizes().values()), initial=0))
+        return [(name, plane, *span) for (name, plane), span in zip(self.planes().items(), ends, strict=True)]
 
 
-@dataclass(frozen=True)
+# one layer
+
+
+@dataclass(frozen=True, eq=False)
 class PageShape(Planes):
-    """What lies in a page: the table of one request in one layer."""
+    """A page is the table of one request in one layer; where pages begin, and how far apart they are, is the pool's."""
 
-    heads: int
-    slots: int
-    key_size: int
-    value_size: int
-    dtype: torch.dtype
-    state: str = ""  # name of the number that a method remembers of each slot; "": none
+    like: SlotTable
+    slots: int  # S
     prompt: bool = False  # whether the length of the prompt is known later
 
-    def planes(self) -> Iterator[Plane]:
-        each = (self.heads, self.slots)
-        yield "keys", (*each, self.key_size), self.dtype
-        yield "values", (*each, self.value_size), self.dtype
-        yield "index", each, torch.int32
-        yield "log_den", each, torch.float32
-        if self.state:
-            yield self.state, each, torch.float32
+    def planes(self) -> dict[str, Plane]:
+        """Vectors come first, places of exact ones next: that is what a page is cleared of."""
+        heads = self.like.shape[1]
+        each = {n: ((heads, self.slots, *part.shape[3:]), part.dtype) for n, part in slot_parts(self.like).items()}
+        each |= {n: (tuple(part.shape[1:]), part.dtype) for n, part in row_parts(self.like).items()}
+        del each["next_slot"]
         if self.prompt:
-            yield "prompt", (1,), torch.int64
+            each["prompt"] = (1,), torch.int64
+        return {name: each[name] for name in sorted(each, key=_order)}
+
+    def of(self, pool: Tensor) -> Parts:  # [P, ...]
+        return {
+            name: pool[:, start:end].view(dtype)[:, : prod(shape)].unflatten(1, shape)
+            for name, (shape, dtype), start, end in self._spans()
+        }
+
+    def front(self, pool: Tensor) -> Front:
+        words = [sum(size // 8 for name, size in self.sizes().items() if _order(name) == order) for order in range(2)]
+        return Front(pool[:, : 8 * sum(words)].view(torch.int64), *words)
+
+
+def _order(name: str) -> int:
+    return 2 if not name.startswith(("keys", "values")) else int(name.endswith("exact_at"))
 
 
 @dataclass
@@ -91,72 +124,69 @@ class PagedTable(SlotTable):
     pages: Tensor | None = None  # [B] int64
 
     def _equal(self, slots: Slots | None) -> Slots:
-        assert isinstance(slots, Tensor) and self.pages is not None
-        return slots[self.pages.clamp_min(0)]
+        assert slots is not None and self.pages is not None
+        return codes.rows_of(slots, self.pages.clamp_min(0))
 
     def _write_next(self, keys: Tensor, values: Tensor) -> None:
-        assert isinstance(self.keys, Tensor) and isinstance(self.values, Tensor) and self.index is not None
+        assert self.keys is not None and self.values is not None and self.index is not None
         assert self.log_den is not None and self.next_slot is not None and self.clock is not None
         score = next(iter(self.state.slot_tensors()), None)
-        ops.write_token(
-            self.keys, self.values, self.index, self.log_den, None, self.next_slot, self.clock, keys, values, score,
-            self.pages,
-        )  # fmt: skip
+        own = self.index, self.log_den, None, self.next_slot, self.clock, keys, values, score
+        if isinstance(self.keys, Tensor) and isinstance(self.values, Tensor):
+            ops.write_token(self.keys, self.values, *own, self.pages)
+        else:
+            ops.write_coded_token(self.keys, self.values, *own, pages=self.pages)
 
 
 class Pages:
-    """The pages of one layer."""
+    """The pages of one layer.
+
+    Rows of one table share a clock, requests do not. CLOCK is the clock of every table made of several pages, and a row
+    that has seen n tokens is one with a left padding of CLOCK - n; the pages hold positions without padding.
+    """
 
     def __init__(self, shape: PageShape, pool: Tensor) -> None:
         """`pool` [P, bytes of a page] uint8; pages may lie apart."""
-        self.shape = shape
-        spans = pairwise(accumulate(shape.sizes(), initial=0))
-        planes = {
-            name: pool[:, start:end].view(dtype)[:, : prod(size)].unflatten(1, size)
-            for (name, size, dtype), (start, end) in zip(shape.planes(), spans, strict=True)
-        }
-        self.keys, self.values, self.prompt = planes["keys"], planes["values"], planes.get("prompt")
-        self.worth = Worth(planes["index"], planes["log_den"], planes[shape.state] if shape.state else None)
+        self.shape, parts = shape, shape.of(pool)
+        self.prompt = parts.pop("prompt", None)
+        self.score = next((name for name in parts if name.startswith(STATE)), "")
+        self.worth = Worth(parts["index"], parts["log_den"], parts.get(self.score))
+        self.vectors = {name: part for name, part in parts.items() if _order(name) < 2}
+        self.front = shape.front(pool)
 
-    def one(self, place: Place, kind: type[TableState], page: Tensor, seen: int) -> SlotTable:
+    def one(self, page: Tensor, seen: int) -> SlotTable:
         """The table of the request in `page` [1], a copy ready for several tokens; `seen` of its tokens are there."""
         clock = torch.full((1,), seen, device=page.device)
-        table = SlotTable(**vars(place))
-        self._open(table, kind, Rows(page, clock, torch.zeros_like(clock)))
-        table.keys, table.values = self.keys[page], self.values[page]
-        table.clock, table.seen = clock, seen
-        return table
+        parts = self._opened(Rows(page, clock, torch.zeros_like(clock)))
+        parts |= {name: part[page] for name, part in self.vectors.items()}
+        return table_of(self.shape.like, parts, clock=clock, length=self.shape.slots, **_counts(seen, 0))
 
-    def rows(self, place: Place, kind: type[TableState], pages: Tensor, seen: Tensor) -> PagedTable:
+    def rows(self, pages: Tensor, seen: Tensor) -> PagedTable:
         """A table of one request per row, in `pages` [B], ready for one token each.
 
         `seen` [B]: tokens each request has seen; negative where a row stands for none.
         """
-        table, padding = PagedTable(**vars(place)), CLOCK - seen
-        self._open(table, kind, Rows(pages, seen, padding))
-        table.keys, table.values = self.keys, self.values
-        table.pages = torch.where(seen < 0, -1, pages)
-        table.clock, table.padding = torch.full((1,), CLOCK, device=pages.device), padding
-        table.seen = table.prompt_tokens = CLOCK
+        padding, clock = CLOCK - seen, torch.full((1,), CLOCK, device=pages.device)
+        parts = self.vectors | self._opened(Rows(pages, seen, padding))
+        table = table_of(
+            self.shape.like, parts, clock=clock, padding=padding, length=self.shape.slots, **_counts(CLOCK, CLOCK)
+        )
         if self.prompt is not None:
             # A single token that comes first is the prompt.
             table.prompts = padding + torch.where(seen > 0, self.prompt[pages, 0], 1)
-        return table
+        return PagedTable(**vars(table), pages=torch.where(seen < 0, -1, pages))
 
-    def _open(self, table: SlotTable, kind: type[TableState], rows: Rows) -> None:
+    def _opened(self, rows: Rows) -> Parts:
         """What the slots are worth, and where the next token goes: any empty slot, for no choice depends on it."""
-        (table.index, table.log_den, score), table.next_slot = ops.open_rows(
-            self.worth, rows, Vectors(self.keys, self.values)
-        )
-        table.length = self.shape.slots
-        if self.shape.state:
-            setattr(table.state_of(kind), self.shape.state, score)
+        (index, log_den, score), next_slot = ops.open_rows(self.worth, rows, self.front)
+        parts = {"index": index, "log_den": log_den, "next_slot": next_slot}
+        return parts if score is None else parts | {self.score: score}
 
     def put(self, page: Tensor, table: SlotTable) -> None:
-        """Writes the whole table of one request into `page` [1]."""
-        keys, values = table.buffers()
-        self.keys.index_copy_(0, page, keys)
-        self.values.index_copy_(0, page, values)
+        """Writes the whole table of one request, of S slots, into `page` [1]."""
+        new = slot_parts(table) | row_parts(table)
+        for name, part in self.vectors.items():
+            part.index_copy_(0, page, new[name])
         if self.prompt is not None:
             self.prompt.index_fill_(0, page, table.prompt_tokens)
         none = torch.zeros_like(page)
@@ -174,6 +204,194 @@ class Pages:
         self._close(Rows(pages, seen, table.padding), table)
 
     def _close(self, rows: Rows, table: SlotTable) -> None:
-        assert table.index is not None and table.log_den is not None
-        score = getattr(table.state, self.shape.state) if self.shape.state else None
-        ops.close_rows(self.worth, rows, Worth(table.index, table.log_den, score))
+        new = slot_parts(table)
+        ops.close_rows(self.worth, rows, Worth(new["index"], new["log_den"], new.get(self.score)))
+
+
+def _counts(seen: int, prompt: int) -> dict[str, Any]:
+    """What the host counts of a table that is opened."""
+    return {"seen": seen, "prompt_tokens": prompt, "appended": 0, "new_tokens": 0}
+
+
+# all layers
+
+
+@dataclass(frozen=True, eq=False)
+class RequestShape(Planes):
+    """A page is the tables of one request in all layers.
+
+    Heads and layers of a request hold very different numbers of slots, but their sum is known: the page is one store of
+    that many slots, and each head has a part of it. Behind the slots that the last decision has left (`kept`) each head
+    has room for new tokens, which wait there, with their queries, for the next decision.
+    """
+
+    like: SlotTable  # of the first layer
+    layers: int
+    kept_heads: int  # queries of a token that wait with it
+    slots: int  # of a head, on average
+    room: int  # new tokens of a head that wait
+    longest: int  # tokens of a request at most, and so slots of a head
+
+    @property
+    def rows(self) -> int:
+        """N; one slot takes what belongs nowhere."""
+        return self.layers * self.like.shape[1] * (self.slots + self.room) + 1
+
+    def planes(self) -> dict[str, Plane]:
+        heads, size = self.like.shape[1], self.like.stores()[0].shape[3]
+        each = {n: ((self.rows, *part.shape[3:]), part.dtype) for n, part in slot_parts(self.like).items()}
+        each |= {n: ((self.layers, *part.shape[1:]), part.dtype) for n, part in row_parts(self.like).items()}
+        del each["next_slot"]
+        each["queries"] = (self.layers, self.kept_heads, self.room, row_bytes(size)), torch.uint8
+        each["start"] = each["kept"] = (self.layers, heads), torch.int64
+        each["settled"] = (1,), torch.int64  # tokens of the request when it was last decided what stays
+        return each
+
+    def of(self, pool: Tensor) -> Parts:  # [P, ...]
+        """The pool is divided by planes first and by pages second: slots of all pages are one flat store."""
+        assert pool.is_contiguous(), "pages of requests lie one behind the other"
+        count = len(pool)
+        return {
+            name: pool.view(-1)[start:].view(dtype)[: count * prod(shape)].view(count, *shape)
+            for name, (shape, dtype), start, _ in self._spans(count)
+        }
+
+
+class StepRows(NamedTuple):
+    """A step of single tokens of B requests, in all layers."""
+
+    pages: Tensor  # [B] int64
+    waiting: Tensor  # [B] int64, tokens that wait before it
+    tables: list[SlotTable]  # of each layer, one row per request; slots lie in the pages
+
+
+class RequestPages:
+    """The pages of a model, or of the layers of it that are in this process.
+
+    `put` writes a whole request; between two decisions single tokens are written behind the others, and nothing moves.
+    Where heads lie stands in the pages themselves: a step of single tokens (`rows`) finds it on the device, so that a
+    captured step serves any requests. Slots that no token of the request has taken are never read.
+    """
+
+    def __init__(self, shape: RequestShape, pool: Tensor, like: Sequence[SlotTable]) -> None:
+        """`pool` [P, bytes of a page] uint8; `like`: a table of one row of each layer."""
+        self.shape, self.planes = shape, shape.of(pool)
+        slots = {name: self.planes[name].flatten(0, 1) for name in slot_parts(shape.like)}
+        own = {
+            name: self.planes[name].transpose(0, 1)
+            for name in ("start", "kept", *row_parts(shape.like))
+            if name in self.planes
+        }
+        self.store = Ragged(like, slots, own, shape.longest)
+
+    # one request
+
+    def tables(self, page: int, seen: int, settled: int) -> list[SlotTable]:
+        """The tables of a request in all layers; `seen` of its tokens are there, `settled` of them decided about.
+
+        What they read lies in the page. Asks the device.
+        """
+        lie = self._numbered(page, seen, settled)
+        return self.store.take(page, *lie, seen=seen, settled=settled, prompt_tokens=seen)
+
+    def stack(self, page: int, seen: int, settled: int) -> SlotTable:
+        """The same as one table with a batch row for each layer."""
+        lie = self._numbered(page, seen, settled)
+        return self.store.stack(page, *lie, seen=seen, settled=settled, prompt_tokens=seen)
+
+    def _numbered(self, page: int, seen: int, settled: int) -> tuple[Tensor, Tensor, list[TableState]]:
+        """Where the heads of a request begin, how many slots they have, [L, H], and the state of each layer.
+
+        Steps of single tokens do not write which tokens lie in their slots: that is done here.
+        """
+        waiting, kept, start = seen - settled, self.planes["kept"][page], self.planes["start"][page].clone()
+        new = torch.arange(waiting, device=start.device)
+        at = ((start + kept).unsqueeze(-1) + new).flatten()
+        self.store.slots["index"].index_copy_(0, at, (settled + new).int().repeat(kept.numel()))
+        queries = self.planes["queries"][page].clone().split(1)
+        states = [_with_queries(like.state, own) for like, own in zip(self.store.like, queries, strict=True)]
+        return start, kept + waiting, states
+
+    def put(self, page: int, tables: Sequence[SlotTable]) -> None:
+        """Writes a whole request, tables whose batch rows are its layers; the device is not asked."""
+        waiting = tables[0].seen - tables[0].settled
+        for table in tables:
+            self._pack(table)
+        filled = torch.cat([table.next_slot[:, :, 0] for table in tables if table.next_slot is not None])  # [L, H]
+        kept = filled - waiting
+        room = (kept + self.shape.room).flatten()
+        start = (room.cumsum(0) - room + page * self.shape.rows).view(filled.shape)
+        self.planes["kept"][page], self.planes["start"][page] = kept, start
+        self.planes["settled"][page].fill_(tables[0].settled)
+        # A page never writes into another's, whatever a method keeps.
+        self.store.put(page, tables, start, filled, end=(page + 1) * self.shape.rows - 1)
+        if waiting:
+            queries = torch.cat([_queries(table.state)[:, :, :waiting] for table in tables])
+            self.planes["queries"][page, :, :, :waiting] = queries
+
+    def _pack(self, table: SlotTable) -> None:
+        """Gives a table a layout of its own; tokens lie before `next_slot`."""
+        if table.exact:
+            table.bound(table.length)
+        state: Any = table.state_of(type(self.shape.like.state))
+        if state.score is None:
+            state.score = torch.zeros(table.shape, device=table.device)
+        capacity = torch.full(table.shape[:2], table.length)
+        if table.layout is not None and table.layout.total == self.store.total:
+            # It lies in a page.
+            capacity = table.layout.capacity
+            table.unpack()
+        if table.layout is None:
+            table.pack(capacity)
+
+    def clear(self, pages: Tensor) -> None:
+        """Requests in `pages` [n] have no token yet: the first comes alone."""
+        each = self.planes["start"].shape[1:]
+        begin = (torch.arange(prod(each), device=pages.device) * self.shape.room).view(each)
+        self.planes["start"].index_copy_(0, pages, begin + (pages * self.shape.rows).view(-1, 1, 1))
+        for name in ("settled", *self.store.own.keys() - {"start"}):
+            self.planes[name].index_fill_(0, pages, EMPTY.get(name, 0))
+
+    # single tokens of many requests
+
+    def rows(self, pages: Tensor, seen: Tensor) -> StepRows:
+        """The step of the requests in `pages` [B] that have seen so many tokens, [B]; the device is not asked.
+
+        Page 0, or a negative number of tokens, is no request: what it reads and writes is the first slot of page 0.
+        """
+        there, own = (seen >= 0) & (pages > 0), self.store.named(pages)
+        waiting = (seen - self.planes["settled"][:, 0].index_select(0, pages)).clamp_(0, self.shape.room - 1)
+        waiting *= there
+        start, kept = (own.pop(name) * there.view(-1, 1) for name in ("start", "kept"))  # [L, B, H]
+        next_slot = kept + waiting.view(-1, 1)
+        capacity, clock = next_slot + 1, torch.zeros(self.shape.layers, dtype=torch.int64, device=pages.device)
+        # The definition in torch reads as many slots of every head as the largest may have.
+        most = self.shape.longest if capacity.is_cuda else int(capacity.max())
+        work, first = self.store.lists(capacity, most)
+        own["next_slot"] = next_slot.unsqueeze(-1)
+        tables = []
+        for layer in range(self.shape.layers):
+            layout = self.store.layout(start[layer], capacity[layer], most, (work[layer], first[layer]))
+            tables.append(self.store.table(layer, own, layout, clock=clock[layer : layer + 1], **_counts(0, 0)))
+        return StepRows(pages, waiting, tables)
+
+    def write(self, step: StepRows, layer: int, q: Tensor, k: Tensor, v: Tensor) -> SlotTable:
+        """Writes one token of each request behind those that wait, and returns the layer's table.
+
+        q [B, Hq, D], k [B, H, D], v [B, H, Dv]. Their numbers in the text are not written (`tables`).
+        """
+        table = step.tables[layer]
+        table.append(k.unsqueeze(2), v.unsqueeze(2))
+        ops.keep_queries(self.planes["queries"][:, layer], q.unsqueeze(2), step.waiting, k.shape[1], step.pages)
+        return table
+
+
+def _queries(state: Any) -> Tensor:
+    """The queries of tokens that wait."""
+    assert state.queries is not None
+    return state.queries
+
+
+def _with_queries(state: Any, queries: Tensor) -> TableState:
+    kept: TableState = replace(state, queries=queries)
+    return kept

@@ -1,164 +1,125 @@
-"""Bounded tables whose rows come and go: one row for each request that is being served.
+"""Rows of our engine: requests that come and go while one captured step serves them all.
 
-A request reads its prompt alone, into tables of one row. `put` copies that row into a row of the shared tables, in
-place: no address changes, so a captured step goes on as it is. All rows have one clock. A row of n tokens that joins
-when the clock shows S is a row with S - n tokens of left padding, which every operation knows already: its tokens are
-renumbered and nothing else is. Old numbers are no use to anybody, so `rewind` can turn the clock back at any time and
-it never reaches the end of an integer.
+A request reads its prompt alone, into tables of one row. `put` copies them into an entry of the store, in place: no
+address changes, so a captured step goes on as it is. A row that has left goes on with whatever it holds, which need not
+be finite, and nobody reads it. Who joins in its place finds nothing of that.
 
-The tables of all layers share `padding` and `prompts`. A row that has left goes on with whatever it holds, which need
-not be finite, and nobody reads it. Who joins in its place finds nothing of that: slots that it does not fill are
-cleared, for attention multiplies what they hold by 0.
+All rows have one clock. A row of n tokens that joins when the clock shows S is a row with S - n tokens of left padding,
+which every operation knows already: its tokens are renumbered and nothing else is. Old numbers are no use to anybody,
+so `rewind` can turn the clock back at any time and it never reaches the end of an integer.
+
+Where heads differ in size (`RaggedRows`), a row gets a stretch of the store, as long as its heads are together, with
+room for the tokens that it takes until its method has periodic work to do. Then `take` makes a table of it whose batch
+rows are its layers, which the method works on as it would alone, and `put` puts it back. Other rows notice nothing. A
+row that has left writes its tokens into slots that no request has.
+
+Legend: L layers, H KV heads.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvsketch.ops.slot_update import CLOSED
-from kvsketch.slots import codes
-from kvsketch.slots.codes import Slots
-from kvsketch.slots.state import HOST, ROW, SLOT
-from kvsketch.slots.table import NEG_INF, SlotTable
+from kvsketch.slots.state import ROW, TableState
+from kvsketch.slots.store import EMPTY, Equal, Ragged, row_parts, slot_parts
+from kvsketch.slots.table import SlotTable
 
 LATEST = 1 << 29  # the clock is turned back before this; operations take numbers up to 2^30
+NEVER = 1 << 62
 
 
-class Span(NamedTuple):
-    """Slots [source, source + size) of one table, and where they go in another."""
+class RowNeeds(NamedTuple):
+    """What a method asks for a row that joins, where heads differ."""
 
-    source: int
+    tokens: int = NEVER  # that the row may take until the method has periodic work to do
+    slots: int = 0  # that each of its heads lacks for them
+    room: int = 0  # tokens that any row takes between two such times, at most
+
+
+@dataclass
+class Stretch:
+    """A row in use: where it lies, and what the host counts."""
+
     start: int
     size: int
+    left: int  # tokens that it may still take
+    settled: int
+    prompt_tokens: int
 
 
-class Rows:
-    """Tables of `rows` rows like the bounded tables `singles` of one row, of at least `slots` slots by layer.
+class Rows(ABC):
+    """Tables of many rows on one clock: what is told of each row, whatever the store."""
 
-    Every row holds what the single one does and is to be overwritten. `clock`: what it shows at first, not less than
-    the longest row that will join.
-    """
+    store: Equal | Ragged
+    tables: list[SlotTable]  # of all rows
 
-    def __init__(self, singles: Sequence[SlotTable], rows: int, slots: Sequence[int], clock: int) -> None:
-        device = singles[0].device
-        self.padding = torch.full((rows,), clock - singles[0].seen, device=device)
-        self.prompts = torch.full((rows,), clock, device=device)
-        self.tables: list[SlotTable] = []
-        self.views: dict[int, tuple[dict[torch.dtype, list[Tensor]], list[Tensor]]] = {}
-        for single, least in zip(singles, slots, strict=True):
-            table = replace(single, positions=replace(single.positions, trained=None), previous=None)
-            table.select_rows(torch.zeros(rows, dtype=torch.int64, device=device))
-            # No row may use these.
-            table.widen(least - table.length, CLOSED)
+    def _begin(self, tables: list[SlotTable], rows: int, clock: int) -> None:
+        """Puts tables on the clock, which shows at first what the longest row that will join may have seen."""
+        self.tables, device = tables, tables[0].device
+        self.padding, self.prompts = (torch.full((rows,), clock, device=device) for _ in "ab")
+        for table in tables:
+            table.positions = replace(table.positions, trained=None)
             table.clock = torch.full((1,), clock, device=device)
             table.padding, table.prompts, table.seen = self.padding, self.prompts, clock
-            table.state.shift_rows(slice(None), clock - single.seen)
-            assert table.index is not None
-            table.index.copy_(_shifted(table.index, clock - single.seen))
-            self.tables.append(table)
-        self.kinds = [_kinds(table) for table in self.tables]
         for row in range(rows):
             self.retire(row)
 
+    @property
+    def slots(self) -> int:
+        """Slots that rows of different sizes divide among them."""
+        return 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of these."""
+        return 0
+
+    @abstractmethod
     def first(self, rows: int) -> list[SlotTable]:
         """Tables that share the tensors of the first rows: what is written into one is in the other."""
-        return [_first(table, rows) for table in self.tables]
 
     def misfit(self, singles: Sequence[SlotTable]) -> str:
         """Why rows of `singles` cannot be put into the tables; empty: they can. Asks nothing of the device."""
-        for table, single, kinds in zip(self.tables, singles, self.kinds, strict=True):
-            if single.exact or single.layout is not None or single.host is not None:
-                return f"layer {single.layer_idx} has no fixed shape"
-            if single.seen > table.seen:
-                return f"it has read {single.seen} tokens, more than the {table.seen} on the clock of the shared table"
-            if kinds != _kinds(single):
-                return f"layer {single.layer_idx} holds other tensors than the shared table"
-            if any(have > room for have, room in zip(*(t.state.sections(t) for t in (single, table)), strict=True)):
-                return (
-                    f"layer {single.layer_idx} has {single.length} slots, more than the {table.length} of the shared "
-                    "table"
-                )
-        return ""
+        most = self.tables[0].seen
+        if (seen := singles[0].seen) > most:
+            return f"it has read {seen} tokens, more than the {most} on the clock of the shared table"
+        return self.store.misfit(singles)
 
-    def put(self, row: int, singles: Sequence[SlotTable], source: int = 0) -> None:
-        """Copies row `source` of `singles`, which may be the tables themselves, over row `row`, in place."""
-        shift = self.tables[0].seen - singles[0].seen
-        spans = [_spans(single, table) for table, single in zip(self.tables, singles, strict=True)]
-        views, indices = self._views(row)
-        if singles[0].shape[0] == 1 and all(map(_is_whole, spans, self.tables)):
-            new = _by_dtype(tensor for single in singles for tensor in _held(single))
-            for dtype, targets in views.items():
-                torch._foreach_copy_(targets, new[dtype])
-        else:
-            if any(sum(span.size for span in own) < t.length for own, t in zip(spans, self.tables, strict=True)):
-                self._empty(row)
-            self._put_spans(row, singles, source, spans)
-        for table, single in zip(self.tables, singles, strict=True):
-            table.state.put_row(row, single.state, source)
+    @abstractmethod
+    def put(self, row: int, singles: Sequence[SlotTable]) -> None:
+        """Copies tables of one row over row `row`, in place."""
+
+    def _place(self, row: int, single: SlotTable, numbers: list[Tensor]) -> None:
+        """Puts a row that has just been copied, and the tokens of its slots, on the clock."""
+        shift = self.tables[0].seen - single.seen
+        for table in self.tables:
             table.state.shift_rows(slice(row, row + 1), shift)
         if shift:
             # 1 where there is a token, else 0.
-            there = torch._foreach_clamp_min(indices, -1)
+            there = torch._foreach_clamp_min(numbers, -1)
             torch._foreach_add_(there, 1)
             torch._foreach_clamp_max_(there, 1)
             torch._foreach_mul_(there, shift)
-            torch._foreach_add_(indices, there)
-        self.place(row, singles[0], source)
+            torch._foreach_add_(numbers, there)
+        for told, own, count in (
+            (self.prompts, single.prompts, single.prompt_tokens), (self.padding, single.padding, 0)
+        ):  # fmt: skip
+            told[row].fill_(count + shift) if own is None else told[row].copy_(own[0]).add_(shift)
 
-    def _views(self, row: int) -> tuple[dict[torch.dtype, list[Tensor]], list[Tensor]]:
-        """The tensors of one row, [1, ...], and each index; made once, for they take longer to make than to write."""
-        if row not in self.views:
-            held = _by_dtype(tensor[row : row + 1] for table in self.tables for tensor in _held(table))
-            self.views[row] = held, [table.index[row] for table in self.tables if table.index is not None]
-        return self.views[row]
-
-    def _empty(self, row: int) -> None:
-        """Clears the slots of a row, none of which it may use."""
-        views, indices = self._views(row)
-        for held in views.values():
-            torch._foreach_zero_(held)
-        weights = [w for table in self.tables for w in (table.log_den, table.log_num) if w is not None]
-        torch._foreach_add_(indices, CLOSED)
-        torch._foreach_add_([w[row] for w in weights], NEG_INF)
-
-    def _put_spans(self, row: int, singles: Sequence[SlotTable], source: int, spans: list[list[Span]]) -> None:
-        """The same where a row has fewer slots than the tables."""
-        copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for table, single, own in zip(self.tables, singles, spans, strict=True):
-            for held, new in _slot_pairs(table, single):
-                for span in own:
-                    if span.start < held.shape[2]:
-                        targets, values = copies[held.dtype]
-                        targets.append(held[row, :, span.start : span.start + span.size])
-                        values.append(new[source, :, span.source : span.source + span.size])
-            for held, new in _row_pairs(table, single, own):
-                targets, values = copies[held.dtype]
-                targets.append(held[row])
-                values.append(new[source])
-        for targets, values in copies.values():
-            torch._foreach_copy_(targets, values)
-
-    def place(self, row: int, single: SlotTable, source: int) -> None:
-        """Where the row begins and where its prompt ends, on the clock."""
-        shift = self.tables[0].seen - single.seen
-        if single.prompts is None:
-            self.prompts[row].fill_(single.prompt_tokens + shift)
-        else:
-            self.prompts[row].copy_(single.prompts[source]).add_(shift)
-        if single.padding is None:
-            self.padding[row].fill_(shift)
-        else:
-            self.padding[row].copy_(single.padding[source]).add_(shift)
-
+    @abstractmethod
     def move(self, source: int, row: int) -> None:
         """Row `source` goes on as row `row`, which is free."""
-        self.put(row, self.tables, source)
+
+    def _follow(self, source: int, row: int) -> None:
+        """What is told of row `source` is told of `row`, and nobody reads the first any more."""
+        for told in (self.padding, self.prompts):
+            told[row] = told[source]
         self.retire(source)
 
     def retire(self, row: int) -> None:
@@ -185,15 +146,23 @@ class Rows:
 
     def release(self) -> None:
         """Gives the memory back."""
-        self.tables, self.views = [], {}
+        self.tables = []
+        del self.store
 
-    # rows with periodic work of their own (`ragged_rows`)
+    # periodic work of rows whose heads differ
 
     def due(self) -> list[int]:
         """Rows that must be taken out for their method's periodic work before the next step."""
         return []
 
-    def before_step(self, tables: Sequence[SlotTable]) -> None:
+    def take(self, row: int, seen: int) -> SlotTable:
+        """Takes a row of `seen` tokens that is due out: a table of equal heads with a batch row for each layer.
+
+        Asks the device.
+        """
+        raise NotImplementedError("no row of equal heads is ever due")
+
+    def before_step(self, tables: Sequence[SlotTable]) -> None:  # noqa: B027
         """What `first` has made is about to take a token."""
 
 
@@ -202,85 +171,214 @@ def count_to(tables: Sequence[SlotTable], seen: int) -> None:
         table.seen = seen
 
 
-def _first(table: SlotTable, rows: int) -> SlotTable:
-    """A table that shares the tensors of the first rows: what is written into one is in the other."""
-    named = {name: getattr(table, name) for name in ("index", "log_num", "log_den", "next_slot", "padding", "prompts")}
-    parts: dict[str, Any] = {name: None if tensor is None else tensor[:rows] for name, tensor in named.items()}
-    assert table.keys is not None and table.values is not None
-    keys, values = codes.first_rows(table.keys, rows), codes.first_rows(table.values, rows)
-    return replace(table, keys=keys, values=values, state=table.state.first_rows(rows), **parts)
+class EqualRows(Rows):
+    """Rows like the bounded tables `singles` of one row, of at least `slots` slots by layer."""
+
+    store: Equal
+
+    def __init__(self, singles: Sequence[SlotTable], rows: int, slots: Sequence[int], clock: int) -> None:
+        self.store, shift = Equal(singles, rows, slots), clock - singles[0].seen
+        for table in self.store.tables:
+            assert table.index is not None
+            table.index += shift * (table.index >= 0)
+            table.state.shift_rows(slice(None), shift)
+        self._begin(self.store.tables, rows, clock)
+        self.padding.fill_(shift)
+
+    def first(self, rows: int) -> list[SlotTable]:
+        padding, prompts = self.padding[:rows], self.prompts[:rows]
+        return [replace(table, padding=padding, prompts=prompts) for table in self.store.first(rows)]
+
+    def put(self, row: int, singles: Sequence[SlotTable]) -> None:
+        self.store.put(row, singles)
+        self._place(row, singles[0], self.store.numbers(row))
+
+    def move(self, source: int, row: int) -> None:
+        self.store.put(row, self.tables, source)
+        self._follow(source, row)
 
 
-def _kinds(table: SlotTable) -> list[object]:
-    """What a table holds of each row, but for the number of slots."""
-    own: list[object] = [(table.log_num is None, table.shape[1])]
-    for slots in (table.keys, table.values):
-        own += [(slots.shape[3], slots.dtype, type(slots))] if slots is not None else [None]
-    own += [(name, tensor.dtype, tensor.shape[3:]) for name, tensor in table.state.named(SLOT)]
-    return own + [(name, tensor.dtype, tensor.shape[1:]) for name, tensor in table.state.named(ROW, HOST)]
+class RaggedRows(Rows):
+    """Tables of `rows` rows like the packed tables `singles` of one row, over a store of `slots` slots.
+
+    `most`: more slots than any head will have. `needs`: what the method asks for a row.
+    """
+
+    store: Ragged
+
+    def __init__(
+        self,
+        singles: Sequence[SlotTable],
+        rows: int,
+        slots: int,
+        clock: int,
+        most: int,
+        needs: Callable[[SlotTable], RowNeeds],
+    ) -> None:
+        self.needs, self._slots = needs, slots
+        self.rows: dict[int, Stretch] = {}
+        self.changes = 0  # of capacities, which the work lists follow
+        self.arranged: dict[int, int] = {}  # by the rows of a step, the changes that its lists know
+        self.lists: dict[int, tuple[Tensor, Tensor]] = {}
+        single, layers = singles[0], len(singles)
+        heads, room = single.shape[1], needs(single).room
+        # Behind the store a slot for each head of a row that has left.
+        total = slots + rows * heads
+        flat = {name: part.new_zeros(total, *part.shape[1:]) for name, part in slot_parts(single).items()}
+        own = {name: part.new_zeros(layers, rows, *part.shape[1:]) for name, part in row_parts(single).items()}
+        places = {name: torch.zeros_like(own["next_slot"][..., 0]) for name in ("start", "capacity")}
+        self.store = Ragged(singles, flat, own | places, most)
+        self.settled_at = torch.full((rows,), clock, device=single.device)
+        states = [each.state.for_rows(rows, room) for each in singles]
+        tables = [self._table(layer, rows, state) for layer, state in enumerate(states)]
+        self._begin(tables, rows, clock)
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(part.nbytes for part in self.store.slots.values())
+
+    def _table(self, layer: int, rows: int, state: TableState) -> SlotTable:
+        """A table of the first rows."""
+        if rows not in self.lists:
+            self.lists[rows] = self.store.empty_lists(rows)
+        own, lists = self.store.first(rows), [part[layer] for part in self.lists[rows]]
+        layout = self.store.layout(own["start"][layer], own["capacity"][layer], lists=lists)
+        return self.store.table(layer, own, layout, state=state, previous=None, settled_at=self.settled_at[:rows])
+
+    def first(self, rows: int) -> list[SlotTable]:
+        found = []
+        for layer, whole in enumerate(self.tables):
+            table = self._table(layer, rows, whole.state.first_rows(rows))
+            table.positions, table.clock, table.seen = whole.positions, whole.clock, whole.seen
+            table.padding, table.prompts = self.padding[:rows], self.prompts[:rows]
+            found.append(table)
+        return found
+
+    def before_step(self, tables: Sequence[SlotTable]) -> None:
+        rows = tables[0].shape[0]
+        for row, stretch in self.rows.items():
+            stretch.left -= row < rows
+        if self.arranged.get(rows) == self.changes:
+            return
+        self.arranged[rows] = self.changes
+        capacity = self.store.own["capacity"][:, :rows]
+        for held, new in zip(self.lists[rows], self.store.lists(capacity), strict=True):
+            held.copy_(new)
+        if not capacity.is_cuda:
+            # The definition in torch reads as many slots of every head as the largest has.
+            for table in tables:
+                assert table.layout is not None
+                table.layout.most = table.length = int(table.layout.capacity.max())
+
+    def due(self) -> list[int]:
+        return [row for row, stretch in self.rows.items() if stretch.left <= 0]
+
+    def misfit(self, singles: Sequence[SlotTable]) -> str:
+        if reason := super().misfit(singles):
+            return reason
+        for single in singles:
+            if single.layout is not None and single.layout.most + self.needs(single).slots > self.store.most:
+                largest = single.layout.most
+                return f"a head of layer {single.layer_idx} has {largest} slots, more than {self.store.most}"
+        free = self.slots - sum(stretch.size for stretch in self.rows.values())
+        if self._size(singles) > free:
+            return f"it needs {self._size(singles)} slots, and {free} are free"
+        return ""
+
+    def _size(self, singles: Sequence[SlotTable]) -> int:
+        more = self.needs(singles[0]).slots * len(self.tables) * singles[0].shape[1]
+        return more + sum(single.layout.total for single in singles if single.layout is not None)
+
+    def put(self, row: int, singles: Sequence[SlotTable]) -> None:
+        assert row not in self.rows
+        single, needs, size = singles[0], self.needs(singles[0]), self._size(singles)
+        start = self._allocated(size)
+        self.rows[row] = Stretch(start, size, needs.tokens, single.settled, single.prompt_tokens)
+        # Heads lie in the same order as in the tables of one row, each with more room behind it.
+        capacity = torch.cat([each.layout.capacity for each in singles if each.layout is not None]) + needs.slots
+        begin = start + (capacity.flatten().cumsum(0).view(capacity.shape) - capacity)
+        self.store.clear(start, size)
+        self.store.put(row, singles, begin)
+        states = [(each.state, layer) for each in singles for layer in range(each.shape[0])]
+        for table, (state, layer) in zip(self.tables, states, strict=True):
+            table.state.put_row(row, state, layer)
+        self._lay(row, begin, capacity)
+        self.settled_at[row].fill_(single.settled + self.tables[0].seen - single.seen)
+        self._place(row, single, [self.store.slots["index"][start : start + size]])
+
+    def _lay(self, row: int, start: Tensor | int, capacity: Tensor | int) -> None:
+        self.store.own["start"][:, row] = start
+        self.store.own["capacity"][:, row] = capacity
+        self.changes += 1
+
+    def take(self, row: int, seen: int) -> SlotTable:
+        stretch, own = self.rows.pop(row), self.store.own
+        states = [table.state.of_row(row, seen - stretch.settled) for table in self.tables]
+        # A row with periodic work only writes behind its slots, so they stay in the order of the text.
+        taken = self.store.stack(
+            row, own["start"][:, row], own["capacity"][:, row], states, seen=seen, settled=stretch.settled,
+            prompt_tokens=stretch.prompt_tokens,
+        )  # fmt: skip
+        taken.unpack()
+        assert taken.index is not None
+        taken.index -= (self.tables[0].seen - seen) * (taken.index >= 0)
+        return taken
+
+    def move(self, source: int, row: int) -> None:
+        for part in self.store.own.values():
+            part[:, row] = part[:, source]
+        self.settled_at[row] = self.settled_at[source]
+        for table in self.tables:
+            table.state.put_row(row, table.state, source)
+        self.rows[row] = self.rows.pop(source)
+        self._follow(source, row)
+
+    def retire(self, row: int) -> None:
+        super().retire(row)
+        self.rows.pop(row, None)
+        heads = self.tables[0].shape[1]
+        self._lay(row, torch.arange(heads, device=self.padding.device) + self.slots + row * heads, 1)
+        for name, part in self.store.own.items():
+            if name.endswith(("next_slot", "exact_at")):
+                part[:, row] = EMPTY.get(name, 0)
+
+    def rewind(self, count: int) -> None:
+        super().rewind(count)
+        self.settled_at.sub_(count).clamp_min_(0)
+
+    # stretches of the store
+
+    def _allocated(self, size: int) -> int:
+        """The first slot of a free stretch; what lies in the way moves to the front."""
+        end = 0
+        for stretch in sorted(self.rows.values(), key=lambda stretch: stretch.start):
+            if stretch.start - end >= size:
+                return end
+            end = stretch.start + stretch.size
+        end = end if self.slots - end >= size else self._closed_up()
+        assert self.slots - end >= size, "rows hold more slots than their store"
+        return end
+
+    def _closed_up(self) -> int:
+        """Moves all rows to the front of the store; where they end."""
+        end = 0
+        for row, stretch in sorted(self.rows.items(), key=lambda item: item[1].start):
+            if stretch.start > end:
+                for held in self.store.slots.values():
+                    held[end : end + stretch.size] = held[stretch.start : stretch.start + stretch.size].clone()
+                self.store.own["start"][:, row] += end - stretch.start
+                stretch.start = end
+            end += stretch.size
+        return end
 
 
-def _spans(single: SlotTable, table: SlotTable) -> list[Span]:
-    spans, source, start = [], 0, 0
-    for have, room in zip(single.state.sections(single), table.state.sections(table), strict=True):
-        if have:
-            spans.append(Span(source, start, have))
-        source, start = source + have, start + room
-    return spans
-
-
-def _is_whole(spans: list[Span], table: SlotTable) -> bool:
-    return all(span.source == span.start for span in spans) and sum(span.size for span in spans) == table.length
-
-
-def _held(table: SlotTable) -> list[Tensor]:
-    """What a table holds of its rows, [B, ...], beside what its state has by rows."""
-    own = (table.index, table.log_den, table.log_num, table.next_slot, *table.state.slot_tensors())
-    return [*codes.held(table.keys), *codes.held(table.values), *(tensor for tensor in own if tensor is not None)]
-
-
-def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    """One launch copies many tensors of one dtype."""
-    found: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        found[tensor.dtype].append(tensor)
-    return found
-
-
-def _slot_pairs(table: SlotTable, single: SlotTable) -> list[tuple[Tensor, Tensor]]:
-    """Tensors [B, H, S, ...] of the two tables."""
-    pairs = [*zip(codes.flat(table.keys), codes.flat(single.keys), strict=True)]
-    pairs += zip(codes.flat(table.values), codes.flat(single.values), strict=True)
-    pairs += [(table.index, single.index), (table.log_den, single.log_den), (table.log_num, single.log_num)]
-    pairs += zip(table.state.slot_tensors(), single.state.slot_tensors(), strict=True)
-    return [(held, new) for held, new in pairs if held is not None and new is not None]
-
-
-def _row_pairs(table: SlotTable, single: SlotTable, spans: list[Span]) -> list[tuple[Tensor, Tensor]]:
-    """Tensors [B, ...] of the two tables that do not follow the slots, with slot numbers as they will be."""
-    assert table.next_slot is not None and single.next_slot is not None
-    pairs = [(table.next_slot, _moved(single.next_slot, spans))]
-    for held, new in ((table.keys, single.keys), (table.values, single.values)):
-        pairs += _codec_pairs(held, new, spans)
-    return pairs
-
-
-def _codec_pairs(held: Slots | None, new: Slots | None, spans: list[Span]) -> list[tuple[Tensor, Tensor]]:
-    if held is None or new is None or isinstance(held, Tensor) or isinstance(new, Tensor):
-        return []
-    return [(held.center, new.center), (held.exact, new.exact), (held.exact_at, _moved(new.exact_at, spans))]
-
-
-def _moved(numbers: Tensor, spans: list[Span]) -> Tensor:
-    """Slot numbers after the move; negative ones stay."""
-    if all(span.source == span.start for span in spans):
-        return numbers
-    moved = numbers
-    for span in spans:
-        inside = (numbers >= span.source) & (numbers < span.source + span.size)
-        moved = torch.where(inside, numbers + (span.start - span.source), moved)
-    return moved
-
-
-def _shifted(index: Tensor, by: int) -> Tensor:
-    return torch.where(index >= 0, index + by, index)
+def slots_within(singles: Sequence[SlotTable], rows: int, room: int, memory: int) -> int:
+    """Slots of a store that takes `memory` bytes together with what `rows` rows have beside it."""
+    slot = sum(part[:1].nbytes for part in slot_parts(singles[0]).values())
+    beside = sum(part[:1].nbytes for single in singles for part in row_parts(single).values())
+    beside += sum(t.nbytes for single in singles for _, t in single.state.for_rows(1, room).named(ROW))
+    return (memory - rows * beside) // slot

@@ -112,8 +112,8 @@ class TableState:
         """Nobody reads this row any more: it asks for no more work on the host."""
 
     def first_rows(self, count: int) -> Self:
-        """A state that shares the tensors of the first rows."""
-        return replace(self, **{name: tensor[:count] for name, tensor in self.named()})
+        """A state that shares the tensors of the first rows; what follows the slots is not looked at here."""
+        return replace(self, **{name: tensor[:count] for name, tensor in self.named(ROW, HOST)})
 
     def for_rows(self, rows: int, room: int) -> Self:
         """A state of so many rows like this one's, which take up to `room` tokens between two `of_row`."""

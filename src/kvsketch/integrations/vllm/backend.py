@@ -276,8 +276,9 @@ class KVSketchImpl(AttentionImpl[Any]):
         heads = model.get_total_num_kv_heads() * get_tensor_model_parallel_rank() // parallel.tensor_parallel_size
         place = Place(extract_layer_index(name), model.get_total_num_hidden_layers(), first_head=heads)
         block_size = int(self.method.budget_size.of(CLOCK)) + 1
+        place.bits = self.method.stored_bits
         if isinstance(self.method, Rehearse):
-            place.rotary, place.bits = rotary_angles(self.method, model.hf_text_config), self.method.stored_bits
+            place.rotary = rotary_angles(self.method, model.hf_text_config)
             self._join(self.method, layer, ours, place, block_size)
         else:
             self.layer = PagedLayer(self.method, place, self.scale)

@@ -52,21 +52,21 @@ class Asked:
     failed: bool = False
 
 
-class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
     """The scheduler's side and the workers' side, one object each."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         asked = documents_asked(vllm_config)
         assert asked is not None
-        self.library, self.requests = Library(asked.count), {}
+        self.library = Library(asked.count)
+        self.requests: dict[str, Asked] = {}
         self.group = next(
             (n for n, each in enumerate(kv_cache_config.kv_cache_groups) if _is_ours(each.kv_cache_spec)), None
         )
         if role == KVConnectorRole.SCHEDULER and self.group is None:
             raise ValueError("KVSketchDocuments needs --attention-backend CUSTOM and a method of kvsketch's")
         self.failed: set[int] = set()
-        self.requests: dict[str, Asked]
 
     @property
     def requires_kv_delivery(self) -> bool:

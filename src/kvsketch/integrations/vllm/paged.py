@@ -17,7 +17,7 @@ from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.keyformer import Keyformer
 from kvsketch.methods.pyramidkv import PyramidKV
-from kvsketch.slots.pages import CLOCK, Pages, PageShape
+from kvsketch.slots.pages import CLOCK, Pages, PageShape, like_table
 from kvsketch.slots.state import SLOT
 from kvsketch.slots.table import Place, SlotTable
 
@@ -38,10 +38,10 @@ class PagedLayer:
         return self.method.budget_tokens(table) + 1
 
     def page_shape(self, heads: int, key_size: int, value_size: int, dtype: torch.dtype) -> PageShape:
-        state, *others = [f.name for f in fields(self.method.State) if f.metadata["role"] == SLOT] or [""]
-        assert not others, f"{self.method.name} remembers more of a slot than a page holds"
-        counts = isinstance(self.method, Keyformer)
-        return PageShape(heads, self.slots, key_size, value_size, dtype, state, prompt=counts)
+        remembered = [each for each in fields(self.method.State) if each.metadata["role"] == SLOT]
+        assert len(remembered) < 2, f"{self.method.name} remembers more of a slot than a page holds"
+        like = like_table(self.place, self.method.State, heads, key_size, value_size, dtype)
+        return PageShape(like, self.slots, prompt=isinstance(self.method, Keyformer))
 
     def _empty(self) -> SlotTable:
         return SlotTable(**vars(self.place))
@@ -52,11 +52,12 @@ class PagedLayer:
         `rows` [B]: the page of each request; `seen` [B]: tokens before this one, negative where a row stands for no
         request: its page stays as it is. Asks the device for nothing.
         """
-        table = pages.rows(self.place, self.method.State, rows, seen)
+        table = pages.rows(rows, seen)
+        assert table.keys is not None and table.values is not None
         table.append(k.unsqueeze(2), v.unsqueeze(2))
         query, wanted = q.unsqueeze(2), self.method.wants_logits
         attended = ops.weighted_attention(
-            query, pages.keys, pages.values, *table.log_weights(), self.scale,
+            query, table.keys, table.values, *table.log_weights(), self.scale,
             clip=self.method.clip, pages=table.pages, return_state=wanted, return_logits=wanted,
         )  # fmt: skip
         if wanted:
@@ -70,7 +71,7 @@ class PagedLayer:
     def prefill(self, pages: Pages, page: Tensor, seen: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Several tokens of one request in `page` [1]: q [n, Hq, D], k [n, H, D], v [n, H, Dv]; returns [n, Hq, Dv]."""
         query, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        table = pages.one(self.place, self.method.State, page, seen) if seen else self._empty()
+        table = pages.one(page, seen) if seen else self._empty()
         past = None if table.empty else ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
         attended, (_, row_lse) = ops.chunk_attention(
             query, keys, values, self.scale, past=past, clip=self.method.clip, return_state=True

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from kvsketch.cache import rotary
 from kvsketch.integrations.vllm import CONNECTOR
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.rehearse import VIRTUAL, Rehearse
-from kvsketch.slots.codes import PLAIN
 from kvsketch.slots.positions import TEXT
 
 KEY = "kvsketch"
 EXAMPLE = """--additional-config '{"kvsketch": "h2o:budget=1024"}'"""
 SERVED = ("streamingllm", "uniform", "kcenter", "h2o", "keyformer", "snapkv", "pyramidkv", "rehearse")
-# A page has one size, equal heads and plain keys, which are read as they were written.
-FIXED = {"share": "head", "positions": TEXT, "bits": PLAIN, "key_bits": None, "value_bits": None, "slide": True}
-# A page of all layers holds heads that differ, in few bits; nobody repeats a prompt there.
+# A page has one size and equal heads, whose keys are read as they were written.
+FIXED = {"share": "head", "positions": TEXT, "slide": True}
+# A page of all layers holds heads that differ; nobody repeats a prompt there.
 TOGETHER = {"replay": VIRTUAL, "positions": TEXT}
 PART_FOR_GRAPHS = 0.75  # of the free memory, that pages may take while vLLM measures its graphs
 
@@ -57,7 +56,8 @@ def servable(method: Method) -> BudgetedMethod:
     return method
 
 
-class DocumentsAsked(NamedTuple):
+@dataclass(frozen=True)
+class DocumentsAsked:
     """What the connector was asked for."""
 
     budget: int  # tokens of a document that each KV head keeps, on average
@@ -72,8 +72,8 @@ def documents_asked(config: Any) -> DocumentsAsked | None:
     given = {"count": 4, **transfer.kv_connector_extra_config}
     for name in {"budget", "count"} | given.keys():
         value = given.get(name)
-        if name not in DocumentsAsked._fields:
-            raise ValueError(f"{CONNECTOR} knows no {name!r}; use budget and count")
+        if name not in (known := [field.name for field in fields(DocumentsAsked)]):
+            raise ValueError(f"{CONNECTOR} knows no {name!r}; use {' and '.join(known)}")
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{CONNECTOR}: {name}={value!r} is no whole number of 1 or more")
     return DocumentsAsked(**given)

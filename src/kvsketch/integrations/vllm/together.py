@@ -1,6 +1,6 @@
 """Attention of layers that decide together what stays (`rehearse`), over pages that hold one request each.
 
-A page holds all layers of a request (`slots.request_pages`). What a forward brings is taken layer by layer. After the
+A page holds all layers of a request (`slots.pages`). What a forward brings is taken layer by layer. After the
 last layer the method settles the prompts, or chunks of prompts, that it does not let wait. A request whose room for new
 tokens is full is settled before the next forward (`catch_up`), so that a step of single tokens is the same work
 whichever requests it serves, and can be captured. Knows nothing of vLLM.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.rehearse import Rehearse, Rehearsed
 from kvsketch.slots.codes import NotFinite
-from kvsketch.slots.request_pages import RequestPages, RequestShape, StepRows
+from kvsketch.slots.pages import RequestPages, RequestShape, StepRows, like_table
 from kvsketch.slots.table import Place, SlotTable
 
 log = logging.getLogger(f"vllm.{__name__}")
@@ -46,6 +46,7 @@ class Together:
     places: list[Place] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     page: RequestShape | None = None
+    like: list[SlotTable] = field(default_factory=list)  # a table of each layer, once all have joined
     settled: dict[int, int] = field(default_factory=dict)  # by page, tokens when it was last decided what stays
     forward: Forward | None = None
 
@@ -68,16 +69,19 @@ class Together:
         """What a page holds when all layers have joined; `longest`: the most tokens of a request."""
         slots = self.method.budget_size.tokens
         assert slots is not None
+        place = Place(0, layers, bits=self.method.stored_bits)
         self.page = RequestShape(
-            layers, heads, self.method.kept_heads(heads, query_heads), slots, self.method.most_waiting, key_size,
-            value_size, dtype, self.method.stored_bits, longest,
+            like_table(place, Rehearsed, heads, key_size, value_size, dtype), layers,
+            self.method.kept_heads(heads, query_heads), slots, self.method.most_waiting, longest,
         )  # fmt: skip
         return self.page
 
     def pages(self, pool: Tensor) -> RequestPages:
         """The pages in `pool` [P, bytes of a page]: views of it."""
         assert self.page is not None
-        return RequestPages(self.page, pool, self.places, Rehearsed)
+        if len(self.like) < len(self.places):
+            self.like = [replace(self.page.like, **vars(place)) for place in self.places]
+        return RequestPages(self.page, pool, self.like)
 
     # a forward, layer by layer
 

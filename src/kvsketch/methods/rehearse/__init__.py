@@ -23,7 +23,7 @@ from kvsketch.slots.codes import LEAST, PLAIN
 from kvsketch.slots.heads import of_all_heads
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.padding import most_of
-from kvsketch.slots.ragged_rows import RowNeeds
+from kvsketch.slots.rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable, require_finite
 from kvsketch.slots.tensors import fetching, gather_slots, uploaded

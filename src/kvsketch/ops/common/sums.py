@@ -27,13 +27,14 @@ COMBINE_COLUMNS, COMBINE_SPLITS = 64, 128  # that one program reads at a time
 def combine(
     acc: Tensor, sums: Tensor, out: Tensor, state: Tensor, splits: int, sink_logits: Tensor | None,
     tied: bool, log2_clip: float | None, overlap: bool, ragged: Ragged | None = None,
-    turned: CodedSlots | None = None, turned_splits: int | None = None,
+    turned: CodedSlots | None = None, turned_splits: int | None = None, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes out [B, Hq, N, Dv] and state [2 or 3, B, Hq, N] from acc [B, Hq, N, splits, Dv] and sums [.., splits, 4].
 
     `log2_clip` bounds the denominator, None: not; `overlap` starts the programs while those of the splits still run.
     Where heads are ragged, acc and sums have the rows of a head for each piece: [P, G N, Dv] and [P, G N, 4].
     `turned`: values in few bits, whose sums are rotated back here; those of the first `turned_splits`, None: of all.
+    `pages` [B]: the pages in which its centers lie, None: row by row.
     """
     query_heads, queries, value_size = out.shape[1:]
     most = splits if ragged is None else ragged.most_pieces
@@ -43,12 +44,14 @@ def combine(
     assert most <= block or turned_splits is None, f"splits of two kinds are combined at once: {most} exceed {block}"
     combine_kernel[(out.shape[0] * query_heads * queries, triton.cdiv(value_size, columns))](
         acc, sums, sink_logits, None if ragged is None else ragged.first_piece,
-        None if turned is None else turned.center.contiguous(),
+        None if turned is None else turned.center if pages is not None else turned.center.contiguous(),
         None if turned is None else turned.codec.signs(out.device),
-        out, state, log2_clip or 0.0, splits, queries, query_heads, query_heads // heads * queries, turned_splits or 0,
+        pages, out, state, log2_clip or 0.0, 0 if turned is None else turned.center.stride(0), heads,
+        splits, queries, query_heads, query_heads // heads * queries, turned_splits or 0,
         DV=value_size, COLUMNS=columns, BLOCK_SPLITS=block, MANY=most > block, MIXED=turned_splits is not None,
         TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
         RATIO=state.shape[0] == 3, RAGGED=ragged is not None, TURN=turned is not None,
+        PAGED=turned is not None and pages is not None,
         num_warps=4 if block * columns <= 8192 else 8, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
@@ -138,11 +141,11 @@ def load_pieces(acc_ptr, place, column, inside, DV: tl.constexpr):
 
 @triton.jit(do_not_specialize=["splits", "queries", "head_rows", "turned_splits"])
 def combine_kernel(
-    acc_ptr, sums_ptr, sink_ptr, first_ptr, center_ptr, sign_ptr, out_ptr, state_ptr,
-    log2_clip, splits, queries, query_heads, head_rows, turned_splits,
+    acc_ptr, sums_ptr, sink_ptr, first_ptr, center_ptr, sign_ptr, page_ptr, out_ptr, state_ptr,
+    log2_clip, center_p, kv_heads, splits, queries, query_heads, head_rows, turned_splits,
     DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, MANY: tl.constexpr, MIXED: tl.constexpr,
     TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
-    RATIO: tl.constexpr, RAGGED: tl.constexpr, TURN: tl.constexpr,
+    RATIO: tl.constexpr, RAGGED: tl.constexpr, TURN: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """Output of one row, COLUMNS of it, from the sums of its splits.
 
@@ -152,13 +155,18 @@ def combine_kernel(
     head = row // head_rows
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if TURN:
-        center, sign = tl.load(center_ptr + head * DV + column), tl.load(sign_ptr + column)
+        sign = tl.load(sign_ptr + column)
+        if not PAGED:
+            center = tl.load(center_ptr + head * DV + column)
     count, base, apart = splits, row * splits, 1
     if RAGGED:
         first = tl.load(first_ptr + head)
         count = tl.load(first_ptr + head + 1) - first
         base, apart = first.to(tl.int64) * head_rows + row % head_rows, head_rows
     begin(OVERLAP, OVERLAP)
+    if PAGED:
+        page = tl.maximum(tl.load(page_ptr + head // kv_heads), 0)
+        center = tl.load(center_ptr + page * center_p + head % kv_heads * DV + column)
     split = tl.arange(0, BLOCK_SPLITS)
     place, inside = base + split * apart, split < count
     origins, totals = load_sums(sums_ptr + place * 4, inside)

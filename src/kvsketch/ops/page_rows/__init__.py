@@ -2,11 +2,11 @@
 
 A pool holds a page for each request, and a step takes some of them, in any order. `open_rows` copies what the slots are
 worth (not keys and values: they stay where they are) into rows next to each other, `close_rows` writes it back. What
-another request has left in a page need not be finite, and attention multiplies the vectors of empty slots by 0: those
-of a page are cleared when it is opened for a first token. The host reads nothing back, so a captured graph can replay
-both. `reference.py` is the definition in torch, `kernel.py` one launch for each.
+another request has left in a page need not be finite, and attention multiplies the vectors of empty slots by 0: the
+front of a page, where they lie, is cleared when it is opened for a first token. The host reads nothing back, so a
+captured graph can replay both. `reference.py` is the definition in torch, `kernel.py` one launch for each.
 
-Legend: P pages, B rows, H KV heads, S slots, D and Dv sizes of keys and values.
+Legend: P pages, B rows, H KV heads, S slots.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ class Rows(NamedTuple):
     shift: Tensor  # [B] int64, what a token's number in the page is less than in the row
 
 
-class Vectors(NamedTuple):
-    """Keys and values in pages, which may lie apart."""
+class Front(NamedTuple):
+    """The front of pages, which may lie apart: what it holds when a request begins there."""
 
-    keys: Tensor  # [P, H, S, D]
-    values: Tensor  # [P, H, S, Dv]
+    words: Tensor  # [P, words] int64
+    zeros: int  # so many words of 0
+    ones: int  # and so many behind them in which all bits are 1: whole numbers of -1
 
 
-def open_rows(held: Worth, rows: Rows, vectors: Vectors) -> tuple[Worth, Tensor]:
+def open_rows(held: Worth, rows: Rows, front: Front) -> tuple[Worth, Tensor]:
     """The slots of the rows, and the first empty slot of each head, [B, H, 1] int64.
 
-    A request that has seen no token has empty slots (-1, log_den -inf, score 0) whatever its page holds, and its keys
-    and values there become 0.
+    A request that has seen no token has empty slots (-1, log_den -inf, score 0) whatever its page holds, and the front
+    of its page is cleared.
     """
     with on(held.tokens.device):
-        opened: tuple[Worth, Tensor] = implementation("page_rows", held.tokens.device).open_rows(held, rows, vectors)
+        opened: tuple[Worth, Tensor] = implementation("page_rows", held.tokens.device).open_rows(held, rows, front)
     return opened
 
 

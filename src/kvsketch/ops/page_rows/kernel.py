@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.kernel import NEG_INF, wait
-from kvsketch.ops.page_rows import Rows, Vectors, Worth
+from kvsketch.ops.page_rows import Front, Rows, Worth
 
 BLOCK = 1024
 
@@ -20,18 +20,17 @@ def supported() -> bool:
 
 
 @triton.jit
-def _clear(numbers, count, BLOCK: tl.constexpr):
-    """Zeros in the place of so many numbers, one behind the other."""
-    zero = tl.zeros([BLOCK], numbers.dtype.element_ty)
-    for start in range(0, count, BLOCK):
+def _clear(words, zeros, count, first, step, BLOCK: tl.constexpr):
+    """Every `step`-th block of so many words from block `first` on: zeros, and -1 behind them."""
+    for start in range(first * BLOCK, count, step * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        tl.store(numbers + at, zero, mask=at < count)
+        tl.store(words + at, tl.where(at < zeros, 0, -1).to(tl.int64), mask=at < count)
 
 
 @triton.jit
 def _open(
-    index, log_den, score, pages, seen, shift, keys, values, out_index, out_den, out_score, next_slot,
-    index_p, den_p, score_p, key_p, value_p, key_h, value_h, heads, slots,
+    index, log_den, score, pages, seen, shift, words, zeros, cleared, out_index, out_den, out_score, next_slot,
+    word_p, index_p, den_p, score_p, heads, slots,
     HAS_SCORE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
@@ -41,8 +40,7 @@ def _open(
     tokens = tl.load(seen + b)
     empty = tokens <= 0
     if tokens == 0:
-        _clear(keys + page * key_p + h * key_h, key_h, BLOCK)
-        _clear(values + page * value_p + h * value_h, value_h, BLOCK)
+        _clear(words + page * word_p, zeros, cleared, h.to(tl.int32), heads, BLOCK)
     first = tl.full([], 2147483647, tl.int32)
     for start in range(0, slots, BLOCK):
         s = start + tl.arange(0, BLOCK)
@@ -81,9 +79,8 @@ def _close(
             tl.store(score + page * score_p + h * slots + s, worth, mask=inside)
 
 
-def open_rows(held: Worth, rows: Rows, vectors: Vectors) -> tuple[Worth, Tensor]:
+def open_rows(held: Worth, rows: Rows, front: Front) -> tuple[Worth, Tensor]:
     """See `kvsketch.ops.open_rows`."""
-    assert all(plane[0].is_contiguous() for plane in vectors), "the slots of a page lie one behind the other"
     index, score = held.tokens, held.score
     shape = (len(rows.pages), *index.shape[1:])
     opened = Worth(
@@ -92,8 +89,8 @@ def open_rows(held: Worth, rows: Rows, vectors: Vectors) -> tuple[Worth, Tensor]
     )  # fmt: skip
     next_slot = torch.empty((*shape[:2], 1), dtype=torch.int64, device=index.device)
     _open[(shape[0] * shape[1],)](
-        *_filled(held), *rows, *vectors, *_filled(opened), next_slot, *_strides(held),
-        *(plane.stride(0) for plane in vectors), *(plane.stride(1) for plane in vectors), *shape[1:],
+        *_filled(held), *rows, front.words, front.zeros, front.zeros + front.ones, *_filled(opened), next_slot,
+        front.words.stride(0), *_strides(held), *shape[1:],
         HAS_SCORE=score is not None, **_block(shape[2]), **early_start.launch(index.device),
     )  # fmt: skip
     return opened, next_slot

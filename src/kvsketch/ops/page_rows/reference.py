@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.ops.page_rows import Rows, Vectors, Worth
+from kvsketch.ops.page_rows import Front, Rows, Worth
 
 NEG_INF = float("-inf")
 
 
-def open_rows(held: Worth, rows: Rows, vectors: Vectors) -> tuple[Worth, Tensor]:
+def open_rows(held: Worth, rows: Rows, front: Front) -> tuple[Worth, Tensor]:
     """See `kvsketch.ops.open_rows`."""
-    for plane in vectors:
-        plane[rows.pages[rows.seen == 0]] = 0
+    first = rows.pages[rows.seen == 0]
+    front.words[first, : front.zeros] = 0
+    front.words[first, front.zeros : front.zeros + front.ones] = -1
     empty = (rows.seen <= 0).view(-1, 1, 1)
     index = held.tokens[rows.pages].masked_fill(empty, -1)
     log_den = held.log_den[rows.pages].masked_fill(empty, NEG_INF)

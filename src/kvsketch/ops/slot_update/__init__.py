@@ -74,8 +74,8 @@ def write_token(
 
 
 def write_coded_token(
-    keys: CodedSlots,
-    values: CodedSlots,
+    keys: Tensor | CodedSlots,
+    values: Tensor | CodedSlots,
     index: Tensor,
     log_den: Tensor,
     log_num: Tensor | None,
@@ -85,13 +85,16 @@ def write_coded_token(
     new_value: Tensor,
     score: Tensor | None = None,
     start: Tensor | None = None,
+    pages: Tensor | None = None,
 ) -> None:
-    """`write_token` where keys and values are held in few bits (`ops.codec`).
+    """`write_token` where keys and values are held in few bits (`ops.codec`); in pages one of them may not be.
 
     start [B, H] int64: slots are counted from there in a flat store, in which codes, index, log_den, log_num and score
     have one dimension [slots of all heads] in place of [B, H, S].
+    pages [B] int64: keys and values of row b, and what they have beside them, lie in page pages[b], and all of that is
+    as many bytes apart as pages are. Where it is negative nothing is written there; page 0 belongs to no row then.
     """
-    slots, token = Slots(index, log_den, log_num), Token(new_key, new_value, slot, clock)
+    slots, token = Slots(index, log_den, log_num), Token(new_key, new_value, slot, clock, pages)
     with on(index.device):
         chosen = implementation("slot_update", index.device, keys, values)
         chosen.write_coded_token(keys, values, slots, token, score, start)

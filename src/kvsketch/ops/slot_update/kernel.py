@@ -20,9 +20,9 @@ ROWS_OF_ONE_PROGRAM = 16
 ASKED = tl.constexpr(1 << 40)  # above what a clock can show
 
 
-def supported(*coded: CodedSlots) -> bool:
-    """True when the kernels serve the call: codes need one Hadamard matrix for all channels."""
-    return all(codec_kernel.supported(slots.codec) for slots in coded)
+def supported(*slots: Tensor | CodedSlots) -> bool:
+    """True when the kernels serve the call: both in few bits, with one Hadamard matrix for all channels."""
+    return all(isinstance(part, CodedSlots) and codec_kernel.supported(part.codec) for part in slots)
 
 
 @triton.jit
@@ -114,14 +114,15 @@ def encode_token(
 @triton.jit
 def _write_coded_token(
     new_key, new_value, k_center, v_center, k_signs, v_signs, k_codes, v_codes, k_steps, v_steps, k_exact, v_exact,
-    index, log_den, log_num, score, slot, start, clock, heads, slots, k_slots, v_slots,
+    index, log_den, log_num, score, slot, start, pages, clock, heads, slots, k_slots, v_slots, page_bytes,
     new_key_b, new_key_h, new_value_b, new_value_h, k_unit, v_unit, k_norm, v_norm, largest_step,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     EXACT: tl.constexpr, V_EXACT: tl.constexpr,
-    HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, FLAT: tl.constexpr, LONG: tl.constexpr,
+    HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, FLAT: tl.constexpr, PAGED: tl.constexpr, LONG: tl.constexpr,
     EARLY: tl.constexpr, EXACT_BLOCK: tl.constexpr = 8,
 ):  # fmt: skip
-    """The key of one row and head, or, along axis 1, its value; centers and signs are loaded before the wait.
+    """The key of one row and head, or, along axis 1, its value; centers and signs are loaded before the wait, unless
+    they lie in pages, which are known after it.
 
     LONG: the kernel that reads the slots starts when no other but this one holds multiprocessors.
     """
@@ -129,28 +130,44 @@ def _write_coded_token(
     row = tl.program_id(0).to(tl.int64)
     b, h = row // heads, row % heads
     first, k_first, v_first = row * slots, row * k_slots, row * v_slots
+    # What a head has beside its slots is that of head `own`.
+    own, there = row, True
     if FLAT:
         first = tl.load(start + row)
         k_first, v_first = first, first
-    if tl.program_id(1) == 0:
-        k_mean, k_sign = tl.load(k_center + row * D + tl.arange(0, D)[None, :]), tl.load(k_signs + tl.arange(0, D))
+    if PAGED:
         begin(False, EARLY)
+        page = tl.load(pages + b)
+        there = page >= 0
+        page = tl.maximum(page, 0) * page_bytes
+        own, k_first, v_first = h, h * k_slots, h * v_slots
+        k_codes, v_codes, k_steps, v_steps = k_codes + page, v_codes + page, k_steps + page // 2, v_steps + page // 2
+        k_center, v_center, k_exact, v_exact = (
+            k_center + page // 4, v_center + page // 4, k_exact + page // 4, v_exact + page // 4,
+        )  # fmt: skip
+    if tl.program_id(1) == 0:
+        k_mean, k_sign = tl.load(k_center + own * D + tl.arange(0, D)[None, :]), tl.load(k_signs + tl.arange(0, D))
+        if not PAGED:
+            begin(False, EARLY)
         begin(EARLY and LONG, False)
         s, now = tl.load(slot + row), counted(clock)
-        encode_token(
-            new_key + b * new_key_b + h * new_key_h, row, s, k_first + s, k_mean, k_sign, k_codes, k_steps, k_exact,
-            k_unit, k_norm, largest_step, K_BITS, D, EXACT, EXACT_BLOCK,
-        )  # fmt: skip
+        if there:
+            encode_token(
+                new_key + b * new_key_b + h * new_key_h, own, s, k_first + s, k_mean, k_sign, k_codes, k_steps,
+                k_exact, k_unit, k_norm, largest_step, K_BITS, D, EXACT, EXACT_BLOCK,
+            )  # fmt: skip
         tl.store(index + first + s, now.to(tl.int32))
     else:
-        v_mean, v_sign = tl.load(v_center + row * DV + tl.arange(0, DV)[None, :]), tl.load(v_signs + tl.arange(0, DV))
-        begin(False, EARLY)
+        v_mean, v_sign = tl.load(v_center + own * DV + tl.arange(0, DV)[None, :]), tl.load(v_signs + tl.arange(0, DV))
+        if not PAGED:
+            begin(False, EARLY)
         begin(EARLY and LONG, False)
         s = tl.load(slot + row)
-        encode_token(
-            new_value + b * new_value_b + h * new_value_h, row, s, v_first + s, v_mean, v_sign, v_codes, v_steps,
-            v_exact, v_unit, v_norm, largest_step, V_BITS, DV, V_EXACT, EXACT_BLOCK,
-        )  # fmt: skip
+        if there:
+            encode_token(
+                new_value + b * new_value_b + h * new_value_h, own, s, v_first + s, v_mean, v_sign, v_codes, v_steps,
+                v_exact, v_unit, v_norm, largest_step, V_BITS, DV, V_EXACT, EXACT_BLOCK,
+            )  # fmt: skip
         tl.store(log_den + first + s, 0.0)
         if HAS_NUM:
             tl.store(log_num + first + s, 0.0)
@@ -169,12 +186,15 @@ def write_coded_token(
         key, value, keys.center, values.center, *(codec.signs(index.device) for codec in codecs),
         keys.codes, values.codes, keys.steps, values.steps, keys.exact_at, values.exact_at,
         index, log_den, log_den if log_num is None else log_num, log_den if score is None else score,
-        token.slot, token.slot if start is None else start, token.clock, token.slot.shape[1],
-        *(part.shape[-1] for part in (index, keys.steps, values.steps)), *key.stride()[:2], *value.stride()[:2],
+        token.slot, token.slot if start is None else start, token.slot if token.pages is None else token.pages,
+        token.clock, token.slot.shape[1],
+        *(part.shape[-1] for part in (index, keys.steps, values.steps)), keys.codes.stride(0),
+        *key.stride()[:2], *value.stride()[:2],
         *(codec.unit for codec in codecs), *(codec.norm for codec in codecs), LARGEST_STEP,
         K_BITS=keys.codec.bits, V_BITS=values.codec.bits, D=keys.codec.size, DV=values.codec.size,
         EXACT=keys.exact_at.shape[2], V_EXACT=values.exact_at.shape[2],
         HAS_NUM=log_num is not None, HAS_SCORE=score is not None, FLAT=start is not None,
+        PAGED=token.pages is not None,
         LONG=keys.codes.nbytes + values.codes.nbytes > early_start.LONG_BYTES,
         num_warps=1 if max(keys.codec.size, values.codec.size) <= 128 else 4, **early_start.launch(index.device),
     )  # fmt: skip

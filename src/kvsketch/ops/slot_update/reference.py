@@ -29,7 +29,12 @@ def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score:
 
 
 def write_coded_token(
-    keys: CodedSlots, values: CodedSlots, slots: Slots, token: Token, score: Tensor | None, start: Tensor | None
+    keys: Tensor | CodedSlots,
+    values: Tensor | CodedSlots,
+    slots: Slots,
+    token: Token,
+    score: Tensor | None,
+    start: Tensor | None,
 ) -> None:
     """See `kvsketch.ops.write_coded_token`."""
 
@@ -39,6 +44,10 @@ def write_coded_token(
         return first.flatten() + token.slot.flatten()
 
     for stored, new in ((keys, token.key), (values, token.value)):
+        if token.pages is not None:
+            _write_paged(stored, new, token.slot, token.pages)
+            continue
+        assert isinstance(stored, CodedSlots)
         coded, at = encode(new, stored.center, stored.codec), places(stored.steps)
         stored.codes.view(-1, stored.codes.shape[-1]).index_copy_(0, at, coded.codes.flatten(0, 2))
         stored.steps.view(-1).index_copy_(0, at, coded.steps.flatten())
@@ -49,6 +58,24 @@ def write_coded_token(
         if numbers is not None:
             numbers.view(-1).index_fill_(0, at, 0.0)
     token.clock.add_(1)
+
+
+def _write_paged(stored: Tensor | CodedSlots, new: Tensor, slot: Tensor, pages: Tensor) -> None:
+    """A vector of each row and head [B, H, 1, D] into its page; a row of none writes what is there."""
+    page, live = pages.clamp_min(0), (pages >= 0).view(-1, 1, 1)
+    place = page.view(-1, 1), torch.arange(slot.shape[1], device=slot.device), slot[:, :, 0]
+
+    def write(held: Tensor, x: Tensor) -> None:
+        held[place] = torch.where(live, x, held[place])
+
+    if isinstance(stored, Tensor):
+        write(stored, new[:, :, 0])
+        return
+    coded = encode(new, stored.center[page], stored.codec)
+    write(stored.codes, coded.codes[:, :, 0])
+    write(stored.steps.unsqueeze(-1), coded.steps)
+    exact_at = stored.exact_at[page]
+    stored.exact_at[page] = torch.where(live & (exact_at == slot), -1, exact_at)
 
 
 def free_lowest(slots: Slots, ranking: Ranking, next_slot: Tensor) -> None:

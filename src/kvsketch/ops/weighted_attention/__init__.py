@@ -55,8 +55,8 @@ def weighted_attention(
       joins it; the sums returned are those before.
     ragged: heads of different sizes in one flat store; k, v and the weights are [slots of all heads, ...] then, S the
       largest head, and slots behind a head do not exist.
-    pages [B] int64: k [P, H, S, D] and v [P, H, Sv, Dv] of row b lie in page pages[b], in the dtype of q; a negative
-      number reads page 0.
+    pages [B] int64: k [P, H, S, D] and v [P, H, Sv, Dv] of row b, and what codes have beside them, lie in page
+      pages[b]; a negative number reads page 0.
     An empty numerator or denominator gives 0. Internally float32 (float64 for float64); the result has the dtype of q.
 
     Returns out [B, Hq, N, Dv]. With return_state, (out, (log of the numerator's weights, log of the denominator)), each

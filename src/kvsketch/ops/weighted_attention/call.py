@@ -66,9 +66,8 @@ class Arguments(NamedTuple):
         """The same call with keys and values row by row, and equal heads, whose lengths are those of the heads."""
         ragged = self.ragged
         if self.pages is not None:
-            assert isinstance(self.k, Tensor) and isinstance(self.v, Tensor)
-            at = self.pages.clamp_min(0)
-            return self._replace(k=self.k[at], v=self.v[at], pages=None)
+            k, v = (rows_in(part, self.pages.clamp_min(0)) for part in (self.k, self.v))
+            return self._replace(k=k, v=v, pages=None)
         if ragged is None:
             return self
         k, v = (
@@ -111,9 +110,12 @@ class Arguments(NamedTuple):
         for name, weights in (("log_num", self.log_num), ("log_den", self.log_den)):
             if weights is not None and list(weights.shape) != each:
                 raise ValueError(f"{name} must be {each}, one per slot, got {_shape(weights)}.")
-        paged = self.pages is not None
-        if paged and (self.ragged is not None or isinstance(k, CodedSlots) or isinstance(v, CodedSlots)):
-            raise ValueError("pages hold keys and values in the dtype of q, with heads of one size.")
+        if self.pages is not None and self.ragged is not None:
+            raise ValueError("pages hold heads of one size; ragged heads say themselves where they lie.")
+        coded = [part for part in (k, v) if isinstance(part, CodedSlots)]
+        apart = {part.stride(0) for each in coded for part in (each.center, each.exact, each.exact_at)}
+        if self.pages is not None and len(apart) > 1:
+            raise ValueError("centers and exact slots of pages lie in the pages, equally far apart.")
         if self.ragged is not None and self.lengths is not None:
             raise ValueError("lengths belong to heads of one size; a ragged head has its capacity.")
         if self.lengths is not None and tuple(self.lengths.shape) != (batch, kv_heads):
@@ -140,6 +142,16 @@ class Arguments(NamedTuple):
             raise ValueError(f"bias must be {valid}, got {_shape(bias)}.")
         if bias.dtype != torch.bool and not bias.is_floating_point():
             raise ValueError(f"bias must be boolean (True: visible) or floating point (added), got {bias.dtype}.")
+
+
+def rows_in(part: Tensor | CodedSlots, pages: Tensor) -> Tensor | CodedSlots:
+    """Keys or values [B, H, S, D] of pages [B]."""
+    if isinstance(part, Tensor):
+        return part[pages]
+    center, exact, exact_at = (each[pages] for each in (part.center, part.exact, part.exact_at))
+    return replace(
+        part, center=center, exact=exact, exact_at=exact_at, codes=part.codes[pages], steps=part.steps[pages]
+    )
 
 
 def _shape(tensor: Tensor | CodedSlots) -> list[int]:

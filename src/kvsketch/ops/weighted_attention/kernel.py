@@ -116,15 +116,17 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     """See `kvsketch.ops.weighted_attention`; `launch` overrides the plan."""
     batch, query_heads, queries, size = call.q.shape
     kv_heads, slots, value_slots, value_size = call.sizes
-    group, ragged = query_heads // kv_heads, call.ragged
-    q, key, value = dense_last(call.q), _stored(call.k, call.q.dtype), _stored(call.v, call.q.dtype)
+    group, ragged, paged = query_heads // kv_heads, call.ragged, call.pages is not None
+    q, key, value = dense_last(call.q), _stored(call.k, call.q.dtype, paged), _stored(call.v, call.q.dtype, paged)
     center, signs = None, None
     turn = key.words and key.is_one_block
     if isinstance(call.k, CodedSlots) and turn:
-        center, signs = call.k.center.contiguous(), call.k.codec.signs(q.device)
+        center, signs = _beside(call.k.center, paged), call.k.codec.signs(q.device)
     elif isinstance(call.k, CodedSlots):
-        q, center = _rotated(call.q, call.k, torch.float32 if key.words else call.q.dtype)
-    exact_at = next((part.exact_at.contiguous() for part in (call.k, call.v) if _some_exact(part)), None)
+        q, center = _rotated(call.q, _centers(call.k, call.pages), call.k, torch.float32 if key.words else call.q.dtype)
+    exact_at = next((_beside(part.exact_at, paged) for part in (call.k, call.v) if _some_exact(part)), None)
+    # What pages in few bits hold beside their codes is equally far apart.
+    apart = next((part.center.stride(0) for part in (call.k, call.v) if isinstance(part, CodedSlots)), 0)
     tied = call.tied
     log_num, log_den = float_weights(call.log_num), float_weights(call.log_den)
     sink_logits = contiguous(call.sink_logits)
@@ -159,6 +161,7 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     masked = lengths is not None or slots % launch.block_n > 0 or value_slots % launch.block_n > 0
     # Which codes a program reads is known before it waits, and all slots have a value.
     foreseen = key.words and value.words and value_slots == slots and (lengths is None or ragged is not None)
+    foreseen = foreseen and not paged
     # Values in few bits are summed rotated; the sum of all splits is rotated back.
     direct = launch.splits == 1 and ragged is None and not key.words and isinstance(call.v, Tensor)
     turned = call.v if isinstance(call.v, CodedSlots) and value.is_one_block else None
@@ -182,7 +185,7 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
             center, signs, key.steps, value.steps, key.exact, value.exact, exact_at,
             out, state, logits, acc, sums,
             call.scale, call.softcap or 0.0, bias_floor, log2_clip or 0.0,
-            slots, value_slots, room, launch.splits, queries, kv_heads,
+            slots, value_slots, room, launch.splits, queries, kv_heads, apart,
             *q.stride()[:3], *_slot_strides(key.data), *_slot_strides(value.data),
             *outer_strides(key.steps), *outer_strides(value.steps),
             *outer_strides(log_num), *outer_strides(log_den), *bias_strides,
@@ -193,7 +196,7 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
             TIED=tied, NUM=log_num is not None, DEN=log_den is not None, TAIL=value_slots < slots, BIAS=bias_kind,
             CAPPED=call.softcap is not None, SINKS=sink_logits is not None, LENGTHS=lengths is not None,
             CLIPPED=log2_clip is not None, LOGITS=call.return_logits, MASKED=masked, SHIFTED=masked and shifted,
-            DIRECT=direct, RAGGED=ragged is not None, PAGED=call.pages is not None,
+            DIRECT=direct, RAGGED=ragged is not None, PAGED=paged,
             KEY_BITS=key.bits, VALUE_BITS=value.bits, KEY_WORDS=key.words, VALUE_WORDS=value.words,
             KEY_DENSE=key.words and _slot_strides(key.data)[2] == size // 4,
             VALUE_DENSE=value.words and _slot_strides(value.data)[2] == value_size // 4,
@@ -205,9 +208,12 @@ def weighted_attention(call: Arguments, launch: Plan | None = None) -> Attended:
             **({"maxnreg": launch.registers} if launch.registers and PTX.value else {}),
         )  # fmt: skip
         if not direct:
-            combine(acc, sums, out, state, launch.splits, sink_logits, tied, log2_clip, launch.overlap, ragged, turned)
+            combine(
+                acc, sums, out, state, launch.splits, sink_logits, tied, log2_clip, launch.overlap, ragged, turned,
+                None, call.pages,
+            )  # fmt: skip
     if isinstance(call.v, CodedSlots) and late:
-        out = _rotated_back(out, state[2], call.v).to(call.q.dtype)
+        out = _rotated_back(out, state[2], _centers(call.v, call.pages), call.v).to(call.q.dtype)
     return Attended(out, state[0], state[1], logits)
 
 
@@ -219,17 +225,27 @@ class Stored(NamedTuple):
     words: bool = False  # whether codes are read two bytes at a time
     is_one_block: bool = False  # whether one Hadamard matrix rotates all channels: kernels do that themselves
     steps: Tensor | None = None  # [B, H, S]
-    exact: Tensor | None = None  # [B, H, E, D] float32, contiguous
+    exact: Tensor | None = None  # [B, H, E, D] float32, contiguous; pages may lie apart
 
 
-def _stored(part: Tensor | CodedSlots, dtype: torch.dtype) -> Stored:
+def _stored(part: Tensor | CodedSlots, dtype: torch.dtype, paged: bool) -> Stored:
     if isinstance(part, Tensor):
         return Stored(dense_last(part))
     codes, words = dense_last(part.codes), part.codec.bits == 4 and dtype != torch.float32
-    steps, exact = dense_last(part.steps), part.exact.contiguous()
+    steps, exact = dense_last(part.steps), _beside(part.exact, paged)
     codec = part.codec
     one_block = codec.block == codec.size >= 32
     return Stored(codes.view(torch.int16) if words else codes, codec.bits, words, one_block, steps, exact)
+
+
+def _beside(part: Tensor, paged: bool) -> Tensor:
+    """What codes have beside them, as kernels take it: pages stay where they are."""
+    return part if paged else part.contiguous()
+
+
+def _centers(part: CodedSlots, pages: Tensor | None) -> Tensor:  # [B, H, D]
+    """The centers row by row."""
+    return part.center if pages is None else part.center[pages.clamp_min(0)]
 
 
 def _slot_strides(data: Tensor) -> tuple[int, ...]:
@@ -241,19 +257,19 @@ def _some_exact(part: Tensor | CodedSlots) -> TypeGuard[CodedSlots]:
     return isinstance(part, CodedSlots) and part.exact.shape[2] > 0
 
 
-def _rotated(q: Tensor, keys: CodedSlots, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rotated(q: Tensor, centers: Tensor, keys: CodedSlots, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """R q [B, Hq, N, D], and <q, center> [B, Hq, N] float32."""
     batch, query_heads, queries, size = q.shape
     exact = q.float()
-    grouped = exact.reshape(batch, keys.center.shape[1], -1, size)
-    center = (grouped @ keys.center.unsqueeze(-1)).view(batch, query_heads, queries)
+    grouped = exact.reshape(batch, centers.shape[1], -1, size)
+    center = (grouped @ centers.unsqueeze(-1)).view(batch, query_heads, queries)
     return (exact @ keys.codec.rotation(q.device).T).to(dtype).contiguous(), center
 
 
-def _rotated_back(out: Tensor, ratio: Tensor, values: CodedSlots) -> Tensor:
+def _rotated_back(out: Tensor, ratio: Tensor, centers: Tensor, values: CodedSlots) -> Tensor:
     """The output in the model's coordinates; `ratio` [B, Hq, N]: the numerator's sum of weights by the denominator."""
     batch, query_heads, queries, size = out.shape
-    center = values.center.unsqueeze(2) * ratio.view(batch, values.center.shape[1], -1, 1)
+    center = centers.unsqueeze(2) * ratio.view(batch, centers.shape[1], -1, 1)
     return out @ values.codec.rotation(out.device) + center.view(batch, query_heads, queries, size)
 
 
@@ -483,7 +499,7 @@ def split_kernel(
     center_ptr, sign_ptr, k_step_ptr, v_step_ptr, k_exact_ptr, v_exact_ptr, exact_ptr,
     out_ptr, state_ptr, logits_ptr, acc_ptr, sums_ptr,
     scale, softcap, bias_floor, log2_clip,
-    slots_total, value_slots, room, splits, queries, kv_heads,
+    slots_total, value_slots, room, splits, queries, kv_heads, apart,
     q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s,
     k_step_b, k_step_h, v_step_b, v_step_h, num_b, num_h, den_b, den_h, bias_b, bias_h, bias_g, bias_n,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -498,7 +514,8 @@ def split_kernel(
 ):  # fmt: skip
     """Sums over one piece of the slots of one KV head; the output itself when there is one piece (DIRECT).
 
-    What never changes within a step is loaded before the kernel before has ended: centers, signs, the work list.
+    What never changes within a step is loaded before the kernel before has ended: centers, signs, the work list. Pages
+    are known after that: what row b reads lies in page page_ptr[b], and `apart` are those of centers and exact slots.
     """
     begin(OVERLAP, False)
     split = tl.program_id(0)
@@ -520,6 +537,12 @@ def split_kernel(
         k_s = D // 4
     if VALUE_DENSE:
         v_s = DV // 4
+    # What a head has beside its slots: that of head `own`, behind the pages before it.
+    own, beside_at, page = batch_head.to(tl.int64), tl.zeros([], tl.int64), b
+    if PAGED:
+        begin(False, EARLY)
+        page = tl.maximum(tl.load(page_ptr + b), 0)
+        own, beside_at = h, page * apart
     # Rows of a flat store begin where their head does.
     k_base, v_base, k_step, v_step = k_ptr, v_ptr, k_step_ptr, v_step_ptr
     num_base, den_base = num_ptr, den_ptr
@@ -536,14 +559,13 @@ def split_kernel(
             num_base += at
         if DEN:
             den_base += at
-    elif not PAGED:
-        k_base += b * k_b + h * k_h
-        v_base += b * v_b + h * v_h
     if not RAGGED:
+        k_base += page * k_b + h * k_h
+        v_base += page * v_b + h * v_h
         if KEY_BITS != 16:
-            k_step += b * k_step_b + h * k_step_h
+            k_step += page * k_step_b + h * k_step_h
         if VALUE_BITS != 16:
-            v_step += b * v_step_b + h * v_step_h
+            v_step += page * v_step_b + h * v_step_h
         if NUM:
             num_base += b * num_b + h * num_h
         if DEN:
@@ -567,9 +589,10 @@ def split_kernel(
             if DEN and not TIED:
                 prefetch(den_base + at, count, 4)
     if TURN:
-        c0, c1, c2, c3 = load_of_words(center_ptr + batch_head.to(tl.int64) * D, D, BLOCK_D)
+        c0, c1, c2, c3 = load_of_words(center_ptr + beside_at + own * D, D, BLOCK_D)
         s0, s1, s2, s3 = load_of_words(sign_ptr, D, BLOCK_D)
-    begin(False, EARLY)
+    if not PAGED:
+        begin(False, EARLY)
     if RAGGED:  # noqa: SIM102
         if from_slot > to_slot:
             # A list of fixed length has entries that are none.
@@ -599,10 +622,6 @@ def split_kernel(
     else:
         q = load_columns(q_rows, row_inside, 0, 1, D, BLOCK_D)
         q1, q2, q3, q_lift = q, q, q, scale
-    if PAGED:
-        page = tl.maximum(tl.load(page_ptr + b), 0)
-        k_base += page * k_b + h * k_h
-        v_base += page * v_b + h * v_h
     bias_rows, exact_at = bias_ptr, exact_ptr
     if BIAS != "none":
         bias_rows += b * bias_b + h * bias_h
@@ -626,7 +645,7 @@ def split_kernel(
     if EXACT > 0:
         if RAGGED:
             exact_limit = tl.load(length_ptr + batch_head).to(tl.int32)
-        exact_at += batch_head.to(tl.int64) * EXACT
+        exact_at += beside_at + own * EXACT
         place = tl.arange(0, EXACT_BLOCK)
         least_exact = tl.min(tl.load(exact_at + place, mask=place < EXACT, other=2147483647), 0)
         most_exact = tl.max(tl.load(exact_at + place, mask=place < EXACT, other=-1), 0)
@@ -719,7 +738,7 @@ def split_kernel(
             # Exact vectors lie in order: they are asked for before it is known which slots they belong to.
             k_exact, k_places, k_row, k_there = k_base, slots, k_s, there
             if KEY_BITS != 16:
-                k_exact, k_places, k_row = k_exact_ptr + batch_head.to(tl.int64) * EXACT * D, place, D
+                k_exact, k_places, k_row = k_exact_ptr + beside_at + own * EXACT * D, place, D
                 k_there = place < EXACT
             if KEY_WORDS:
                 k0, k1, k2, k3 = load_by_words(k_exact + k_places * k_row, k_there, D, BLOCK_D)
@@ -741,7 +760,7 @@ def split_kernel(
             num_origin, num_total, terms, shrink = add_terms(num_origin, num_total, x_num)
             v_exact, v_places, v_row, v_there = v_base, slots, v_s, valued
             if VALUE_BITS != 16:
-                v_exact, v_places, v_row = v_exact_ptr + batch_head.to(tl.int64) * EXACT * DV, place, DV
+                v_exact, v_places, v_row = v_exact_ptr + beside_at + own * EXACT * DV, place, DV
                 v_there = place < EXACT
             parts, shrink = parts_of(terms, q.dtype, KEY_WORDS), of_rows(shrink, KEY_WORDS)
             if VALUE_WORDS:

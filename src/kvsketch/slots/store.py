@@ -1,0 +1,346 @@
+"""Tables of many requests in one store: where their slots lie, and the verbs that write them.
+
+An entry is what one request has in the layers of a store: a row of our engine (`rows`), a page of vLLM (`pages`). What
+follows the slots of all entries lies in flat tensors [N, ...]: a head has `capacity` slots from `start` on, and nothing
+else ties a slot to an entry or to a layer (`Ragged`). What an entry has beside its slots, such as the centers of its
+codes, lies in tensors [L, E, ...]. Where each head of a layer has S slots, the flat tensors are seen as [E, H, S, ...],
+and kernels need no list of what to read (`Equal`). All these tensors stay where they are, for captured steps read them.
+
+Tables read the first entries in place, or any entries that a tensor names: one by several rows, or by none. Who owns
+the memory, who hands it out, and how the tokens of an entry are counted is not known here.
+
+Legend: L layers, E entries, B rows of a step, H KV heads, S slots of an equal head, N slots of all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvsketch.ops.common.device import device_traits
+from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT, Readers, readers
+from kvsketch.ops.slot_update import CLOSED
+from kvsketch.ops.work_list import fixed_work_list, most_of_list
+from kvsketch.slots.codes import SlotCodes, Slots
+from kvsketch.slots.layout import Layout
+from kvsketch.slots.state import HOST, ROW, SLOT, TableState
+from kvsketch.slots.table import NEG_INF, SlotTable
+from kvsketch.slots.tensors import wide
+
+Parts: TypeAlias = dict[str, Tensor]
+BESIDE = ("center", "exact", "exact_at")  # of keys or values in few bits
+STATE = "state."
+EMPTY = {"index": -1, "log_den": NEG_INF, "log_num": NEG_INF, "keys.exact_at": -1, "values.exact_at": -1}  # else 0
+
+
+def slot_parts(table: SlotTable) -> Parts:
+    """What follows the slots of a table, by name: [B, H, S, ...], or [N, ...] of a packed one."""
+    parts: Parts = {}
+    for name in ("keys", "values"):
+        slots = getattr(table, name)
+        coded = isinstance(slots, SlotCodes)
+        parts |= {f"{name}.codes": slots.codes, f"{name}.steps": slots.steps} if coded else {name: slots}
+    own = {name: getattr(table, name) for name in ("index", "log_den", "log_num")}
+    parts |= {name: tensor for name, tensor in own.items() if tensor is not None}
+    return parts | {STATE + name: tensor for name, tensor in table.state.named(SLOT)}
+
+
+def row_parts(table: SlotTable) -> Parts:
+    """What follows its rows, [B, H, ...], beside the state."""
+    assert table.next_slot is not None
+    coded = {name: getattr(table, name) for name in ("keys", "values") if isinstance(getattr(table, name), SlotCodes)}
+    beside = {f"{name}.{part}": getattr(slots, part) for name, slots in coded.items() for part in BESIDE}
+    return {"next_slot": table.next_slot} | beside
+
+
+def table_of(like: SlotTable, parts: Parts, state: TableState | None = None, **others: Any) -> SlotTable:
+    """A table like another with these parts, and other fields."""
+    held = {name: _slots(getattr(like, name), name, parts) for name in ("keys", "values")}
+    own = {name: parts.get(name) for name in ("index", "log_den", "log_num", "next_slot")}
+    states = {name.removeprefix(STATE): part for name, part in parts.items() if name.startswith(STATE)}
+    fields: dict[str, Any] = {"doubts": [], **held, **own, **others}
+    return replace(like, state=replace(state or like.state, **states), **fields)
+
+
+def _slots(like: Slots, name: str, parts: Parts) -> Slots:
+    if isinstance(like, Tensor):
+        return parts[name]
+    of_codes: dict[str, Any] = {part: parts[f"{name}.{part}"] for part in (*BESIDE, "codes", "steps")}
+    return replace(like, **of_codes)
+
+
+def kind_of(table: SlotTable) -> list[object]:
+    """What a table holds, but for the numbers of rows, slots and tokens that wait."""
+    packed = table.layout is not None
+    own: list[object] = [
+        (name, part.dtype, part.shape[1 if packed else 3 :]) for name, part in slot_parts(table).items()
+    ]
+    own += [(name, part.dtype, part.shape[1:]) for name, part in row_parts(table).items()]
+    by_row = [] if packed else table.state.named(ROW, HOST)
+    return own + [(name, part.dtype, part.shape[1:]) for name, part in by_row]
+
+
+# heads of one size
+
+
+class Span(NamedTuple):
+    """Slots [source, source + size) of one table, and where they go in another."""
+
+    source: int
+    to: int
+    size: int
+
+
+class Equal:
+    """Entries like the bounded tables `singles` of one row, of at least `slots` slots by layer.
+
+    Every entry holds what the single one does and is to be overwritten.
+    """
+
+    def __init__(self, singles: Sequence[SlotTable], entries: int, slots: Sequence[int]) -> None:
+        self.tables: list[SlotTable] = []
+        self.views: dict[int, tuple[list[Parts], list[Parts]]] = {}
+        for single, least in zip(singles, slots, strict=True):
+            table = replace(single, state=replace(single.state), previous=None, doubts=[])
+            table.select_rows(torch.zeros(entries, dtype=torch.int64, device=single.device))
+            # No entry may use these.
+            table.widen(least - table.length, CLOSED)
+            self.tables.append(table)
+        self.kinds = [kind_of(table) for table in self.tables]
+
+    def misfit(self, singles: Sequence[SlotTable]) -> str:
+        """Why `singles` cannot be put into an entry; empty: they can. Asks nothing of the device."""
+        for table, single, kind in zip(self.tables, singles, self.kinds, strict=True):
+            if single.exact or single.layout is not None or single.host is not None:
+                return f"layer {single.layer_idx} has no fixed shape"
+            if kind != kind_of(single):
+                return f"layer {single.layer_idx} holds other tensors than the shared table"
+            if any(have > room for have, room in zip(*(t.state.sections(t) for t in (single, table)), strict=True)):
+                return (
+                    f"layer {single.layer_idx} has {single.length} slots, more than the {table.length} of the shared "
+                    "table"
+                )
+        return ""
+
+    def first(self, count: int) -> list[SlotTable]:
+        """Tables that share the tensors of the first entries: what is written into one is in the other."""
+        found = []
+        for table in self.tables:
+            parts = {name: part[:count] for name, part in (slot_parts(table) | row_parts(table)).items()}
+            found.append(table_of(table, parts, table.state.first_rows(count)))
+        return found
+
+    def put(self, entry: int, singles: Sequence[SlotTable], source: int = 0) -> None:
+        """Copies row `source` of `singles`, which may be the tables themselves, over an entry, in place."""
+        spans = [_spans(single, table) for table, single in zip(self.tables, singles, strict=True)]
+        slots, own = self._views(entry)
+        copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+
+        def copy(target: Tensor, value: Tensor) -> None:
+            for held, new in zip(copies[target.dtype], (target, value), strict=True):
+                held.append(new)
+
+        if any(sum(span.size for span in each) < t.length for each, t in zip(spans, self.tables, strict=True)):
+            self.clear(entry, CLOSED)
+        for number, (single, each) in enumerate(zip(singles, spans, strict=True)):
+            for name, new in slot_parts(single).items():
+                target, value = slots[number][name], new[source]
+                for start, to, size in each:
+                    if to < target.shape[1]:
+                        copy(target[:, to : to + size], value[:, start : start + size])
+            for name, new in row_parts(single).items():
+                moves = name.endswith(("next_slot", "exact_at"))
+                copy(own[number][name], _moved(new[source], each) if moves else new[source])
+        # One launch copies many tensors of one dtype.
+        for targets, values in copies.values():
+            torch._foreach_copy_(targets, values)
+        for table, single in zip(self.tables, singles, strict=True):
+            table.state.put_row(entry, single.state, source)
+
+    def clear(self, entry: int, index: int = -1) -> None:
+        """Empties the slots of an entry: what lies there need not be finite, and attention multiplies it by 0."""
+        alike: dict[tuple[float, torch.dtype], list[Tensor]] = defaultdict(list)
+        for slots in self._views(entry)[0]:
+            for name, part in slots.items():
+                alike[index if name == "index" else EMPTY.get(name, 0), part.dtype].append(part)
+        for (value, _), parts in alike.items():
+            torch._foreach_zero_(parts)
+            if value:
+                torch._foreach_add_(parts, value)
+
+    def numbers(self, entry: int) -> list[Tensor]:
+        """The tokens of its slots."""
+        return [slots["index"] for slots in self._views(entry)[0]]
+
+    def _views(self, entry: int) -> tuple[list[Parts], list[Parts]]:
+        """Tensors of one entry, by layer; made once, for they take longer to make than to write."""
+        if entry not in self.views:
+            both = ([of(table) for table in self.tables] for of in (slot_parts, row_parts))
+            slots, own = ([{name: part[entry] for name, part in each.items()} for each in parts] for parts in both)
+            self.views[entry] = slots, own
+        return self.views[entry]
+
+
+def _spans(single: SlotTable, table: SlotTable) -> list[Span]:
+    spans, source, to = [], 0, 0
+    for have, room in zip(single.state.sections(single), table.state.sections(table), strict=True):
+        if have:
+            spans.append(Span(source, to, have))
+        source, to = source + have, to + room
+    whole = all(span.source == span.to for span in spans) and sum(span.size for span in spans) == table.length
+    return [Span(0, 0, table.length)] if whole else spans
+
+
+def _moved(numbers: Tensor, spans: list[Span]) -> Tensor:
+    """Slot numbers after the move; negative ones stay."""
+    moved = numbers
+    for span in spans:
+        if span.source != span.to:
+            inside = (numbers >= span.source) & (numbers < span.source + span.size)
+            moved = torch.where(inside, numbers + (span.to - span.source), moved)
+    return moved
+
+
+# heads that differ in size
+
+
+class Ragged:
+    """Entries like the packed tables `like` of one row, all layers in one flat store.
+
+    `slots` [N, ...] and `own` [L, E, ...]: the parts, and `own` says where the heads of each entry begin, [L, E, H].
+    `most`: more slots than any head has.
+    """
+
+    def __init__(self, like: Sequence[SlotTable], slots: Parts, own: Parts, most: int) -> None:
+        self.like, self.slots, self.own, self.most = like, slots, own, most
+
+    @functools.cached_property
+    def kinds(self) -> list[list[object]]:
+        return [kind_of(table) for table in self.like]
+
+    @property
+    def total(self) -> int:
+        """N."""
+        return len(self.slots["index"])
+
+    @property
+    def device(self) -> torch.device:
+        return self.slots["index"].device
+
+    @property
+    def readers(self) -> Readers:
+        return readers(bool(self.like[0].bits), device_traits(self.device).multiprocessors)
+
+    def misfit(self, singles: Sequence[SlotTable]) -> str:
+        """Why `singles` cannot be put into an entry; empty: they can. Asks nothing of the device."""
+        for single, kind in zip(singles, self.kinds, strict=True):
+            if single.exact or single.layout is None or single.log_num is not None:
+                return f"layer {single.layer_idx} has no heads of their own sizes"
+            if kind != kind_of(single):
+                return f"layer {single.layer_idx} holds other tensors than the shared table"
+        return ""
+
+    # tables
+
+    def first(self, count: int) -> Parts:
+        """What the first entries have beside their slots, in place."""
+        return {name: part[:, :count] for name, part in self.own.items()}
+
+    def named(self, entries: Tensor) -> Parts:
+        """What the entries [B] have beside their slots, [L, B, ...]: copies."""
+        return {name: part.index_select(1, entries) for name, part in self.own.items()}
+
+    def table(self, layer: int, own: Parts, layout: Layout, **others: Any) -> SlotTable:
+        """A table of a layer over the store, of rows that have `own` [L, B, ...] beside their slots."""
+        parts = self.slots | {name: part[layer] for name, part in own.items()}
+        return table_of(self.like[layer], parts, layout=layout, length=layout.most, **others)
+
+    def layout(self, start: Tensor, capacity: Tensor, most: int | None = None, lists: Sequence[Tensor] = ()) -> Layout:
+        """Of heads that begin at `start` [B, H]; `lists`: a work list, which a step of single tokens reads."""
+        most = self.most if most is None else most
+        if not lists:
+            none = torch.empty(0, 5, dtype=torch.int32, device=self.device)
+            return Layout(start, capacity, most, self.total, none, none[:, 0], 0)
+        work, first = lists
+        return Layout(start, capacity, most, self.total, work, first, -(-(most + EXACT_SLOTS) // UNIT))
+
+    def empty_lists(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Room for the work lists of all layers, for so many rows."""
+        layers, heads = len(self.like), rows * self.own["start"].shape[2]
+        shapes = (layers, most_of_list(heads, self.readers.resident), 5), (layers, heads + 1)
+        work, first = (torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in shapes)
+        return work, first
+
+    def lists(self, capacity: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
+        """The work lists of all layers for capacities [L, B, H]."""
+        return fixed_work_list(capacity.flatten(1), self.most if most is None else most, self.readers)
+
+    # entries
+
+    def put(
+        self, entry: int, singles: Sequence[SlotTable], begin: Tensor, filled: Tensor | None = None, end: int = 0
+    ) -> None:
+        """Copies packed tables, whose batch rows are the layers, over an entry whose heads begin at `begin` [L, H].
+
+        Of each head the first `filled` [L, H] slots, None: all. Others, and those that would lie behind it, go to the
+        slot `end`, which takes what belongs nowhere. Asks nothing of the device.
+        """
+        layouts = [each.layout for each in singles if each.layout is not None]
+        capacity = torch.cat([layout.capacity.flatten() for layout in layouts])  # [L H]
+        count = sum(layout.total for layout in layouts)
+        first = capacity.cumsum(0) - capacity
+        place = torch.arange(count, device=self.device)
+        at = place + (begin.flatten() - first).repeat_interleave(capacity, output_size=count)
+        if filled is not None:
+            there = place < (first + filled.flatten()).repeat_interleave(capacity, output_size=count)
+            at = torch.where(there, at, end).clamp_max_(end)
+        slots, own = ([of(single) for single in singles] for of in (slot_parts, row_parts))
+        for name, held in self.slots.items():
+            wide(held).index_copy_(0, at, wide(torch.cat([parts[name] for parts in slots])))
+        for name in self.own.keys() & own[0].keys():
+            self.own[name][:, entry] = torch.cat([parts[name] for parts in own])
+
+    def clear(self, start: int, size: int) -> None:
+        """Empties slots: what lies there need not be finite, and attention multiplies it by 0."""
+        for name, held in self.slots.items():
+            held[start : start + size].fill_(EMPTY.get(name, 0))
+
+    def take(
+        self, entry: int, start: Tensor, capacity: Tensor, states: Sequence[TableState], **counts: Any
+    ) -> list[SlotTable]:
+        """The entry as tables of one row, whose heads lie in the store, [L, H] (asks the device)."""
+        most, own = capacity.amax(1).tolist(), self._beside(entry, capacity)
+        return [
+            self._taken(own, slice(layer, layer + 1), start, capacity, most[layer], state, **counts)
+            for layer, state in enumerate(states)
+        ]
+
+    def stack(
+        self, entry: int, start: Tensor, capacity: Tensor, states: Sequence[TableState], **counts: Any
+    ) -> SlotTable:
+        """The same as one table with a batch row for each layer, for an entry whose slots lie in the order of the text.
+
+        A method works on it in as many launches as on one layer.
+        """
+        own, state = self._beside(entry, capacity), states[0].stacked(states)
+        return self._taken(own, slice(None), start, capacity, int(capacity.max()), state, stacked=True, **counts)
+
+    def _beside(self, entry: int, capacity: Tensor) -> Parts:  # [L, ...]
+        """What an entry has beside its slots: copies."""
+        own = {name: part[:, entry].clone() for name, part in self.own.items()}
+        return {"next_slot": capacity.unsqueeze(-1).clone()} | own
+
+    def _taken(
+        self, own: Parts, layers: slice, start: Tensor, capacity: Tensor, most: int, state: TableState, **counts: Any
+    ) -> SlotTable:
+        """A table whose batch rows are these layers of an entry."""
+        parts = self.slots | {name: part[layers] for name, part in own.items()}
+        layout = self.layout(start[layers], capacity[layers], most)
+        others = {"clock": torch.full((1,), counts["seen"], device=self.device), "appended": 1, "new_tokens": 1}
+        return table_of(self.like[layers.start or 0], parts, state, layout=layout, length=most, **others, **counts)

@@ -1,0 +1,493 @@
+"""One store in all its forms, against a plain model: lists of the tokens that each head of each request holds.
+
+Requests are put into entries, take single tokens in batches, are decided upon, moved, and leave, in any order, and what
+has been in an entry before is nan. What a request reads is what it brought and what was appended since, whatever the
+others do. The forms: heads of one size or of their own, memory of ours or a pool of pages, 16 or few bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import Tensor
+
+from kvsketch.ops import codec as codecs
+from kvsketch.slots import codes
+from kvsketch.slots.codes import FewBits
+from kvsketch.slots.layout import Layout
+from kvsketch.slots.pages import Pages, PageShape, RequestPages, RequestShape, like_table
+from kvsketch.slots.rows import EqualRows, RaggedRows, RowNeeds, count_to
+from kvsketch.slots.state import TableState, per_row, per_slot
+from kvsketch.slots.table import Place, SlotTable
+
+LAYERS, HEADS, QUERY_HEADS, SIZE = 2, 2, 4, 16
+ENTRIES, BUDGET, ROOM = 4, 10, 5  # slots of a head (on average), new tokens that wait where heads differ
+LONGEST = 60
+NEG_INF, NAN = float("-inf"), float("nan")
+BITS = {"16 bits": FewBits(), "4 bits": FewBits(4, 4), "keys in 4 bits": FewBits(4, 16)}
+
+
+@dataclass
+class Scored(TableState):
+    score: Tensor | None = per_slot()  # [B, H, S]
+
+
+@dataclass
+class Waiting(Scored):
+    queries: Tensor | None = per_row()  # of tokens that wait, [B, heads, room, ...]
+
+
+@dataclass
+class Token:
+    number: int
+    held: Tensor  # key, value, logarithm of the weight, score, one after the other
+
+
+@dataclass
+class Request:
+    heads: dict[tuple[int, int], list[Token]] = field(default_factory=dict)  # by layer and head
+    centers: list[dict[str, Tensor]] = field(default_factory=list)  # of each layer
+    seen: int = 0
+    settled: int = 0
+    capacity: int = BUDGET + 1  # slots of a head, where tokens that come evict the oldest
+
+    @property
+    def waiting(self) -> int:
+        return self.seen - self.settled
+
+
+class Form:
+    """A store and who owns it."""
+
+    evicts: ClassVar[bool]  # whether a new token takes the place of the oldest; else it waits
+    begins_alone: ClassVar[bool] = False  # whether a request may begin with a single token
+    on_one_clock: ClassVar[bool] = False
+    State: ClassVar[type[TableState]] = Scored
+
+    def __init__(self, bits: FewBits, example: list[SlotTable]) -> None:
+        self.places = [Place(layer, LAYERS, bits=bits) for layer in range(LAYERS)]
+
+    def put(self, entry: int, tables: list[SlotTable]) -> None:
+        raise NotImplementedError
+
+    def take(self, entry: int, request: Request) -> list[SlotTable] | None:
+        """The request as tables whose batch rows are its layers; None: there is no such verb."""
+        return None
+
+    def step(self, requests: dict[int, Request], new: Tensor) -> None:
+        """A token of each, keys and values [L, 2, E, H, 1, D] by entry."""
+        raise NotImplementedError
+
+    def read(self, entry: int, request: Request) -> list[SlotTable]:
+        """The request as tables of one row, or of several with it in row `row`."""
+        raise NotImplementedError
+
+    def row(self, entry: int) -> int:
+        return 0
+
+    def begin_alone(self, entry: int) -> None:
+        """A request comes whose first token comes alone."""
+
+    def retire(self, entry: int) -> None:
+        """A request has left."""
+
+    def memory(self) -> list[Tensor]:
+        """Tensors whose addresses stay."""
+        raise NotImplementedError
+
+
+class OnOneClock(Form):
+    on_one_clock = True
+    rows: EqualRows | RaggedRows
+    clock = LONGEST + 1
+
+    def _first(self, count: int) -> list[SlotTable]:
+        if count not in self.firsts:
+            self.firsts[count] = self.rows.first(count)
+        return self.firsts[count]
+
+    def put(self, entry: int, tables: list[SlotTable]) -> None:
+        self.rows.count_to(self.clock)
+        assert tables[0].stacked or self.rows.misfit(tables) == ""
+        self.rows.put(entry, tables)
+
+    def step(self, requests: dict[int, Request], new: Tensor) -> None:
+        count = max(requests) + 1
+        tables = self._first(count)
+        count_to(tables, self.clock)
+        self.rows.before_step(tables)
+        for table, (keys, values) in zip(tables, new, strict=True):
+            table.append(keys[:count], values[:count])
+            table.free_lowest(None, 0, 0) if self.evicts else table.advance()
+        self.clock += 1
+
+    def read(self, entry: int, request: Request) -> list[SlotTable]:
+        self.rows.count_to(self.clock)
+        begins = self.clock - request.seen
+        assert int(self.rows.padding[entry]) == begins
+        return self.rows.tables
+
+    def row(self, entry: int) -> int:
+        return entry
+
+    def retire(self, entry: int) -> None:
+        self.rows.retire(entry)
+
+    def move(self, source: int, entry: int) -> None:
+        self.rows.count_to(self.clock)
+        self.rows.move(source, entry)
+
+    def rewind(self, requests: dict[int, Request], part: int) -> None:
+        most = min([self.clock - request.seen for request in requests.values()] + [self.clock - LONGEST - 1])
+        self.rows.count_to(self.clock)
+        self.rows.rewind(most * part // 100)
+        self.clock -= most * part // 100
+
+    def memory(self) -> list[Tensor]:
+        return [tensor for table in self.rows.tables for tensor in table.tensors()]
+
+
+class EqualInOurs(OnOneClock):
+    evicts = True
+
+    def __init__(self, bits: FewBits, example: list[SlotTable]) -> None:
+        super().__init__(bits, example)
+        self.rows, self.firsts = EqualRows(example, ENTRIES, [BUDGET + 1] * LAYERS, self.clock), {}
+
+
+class RaggedInOurs(OnOneClock):
+    evicts = False
+
+    def __init__(self, bits: FewBits, example: list[SlotTable]) -> None:
+        super().__init__(bits, example)
+        slots = LAYERS * HEADS * (BUDGET + ROOM + 2) * ENTRIES
+        self.rows, self.firsts = RaggedRows(example, ENTRIES, slots, self.clock, 4 * LONGEST, self._needs), {}
+
+    @staticmethod
+    def _needs(table: SlotTable) -> RowNeeds:
+        assert table.layout is not None and table.next_slot is not None
+        tokens = ROOM - (table.seen - table.settled)
+        spare = int((table.layout.capacity - table.next_slot.squeeze(-1)).min()) - 1
+        return RowNeeds(tokens, max(0, tokens - spare), ROOM)
+
+    def take(self, entry: int, request: Request) -> list[SlotTable] | None:
+        self.rows.count_to(self.clock)
+        assert (request.waiting == ROOM) == (entry in self.rows.due())
+        return [self.rows.take(entry, request.seen)]
+
+    def read(self, entry: int, request: Request) -> list[SlotTable]:
+        found = super().read(entry, request)
+        for table in found:
+            # A step learns the largest head.
+            table.layout.most = table.length = int(table.layout.capacity.max())
+        return found
+
+
+class EqualInPages(Form):
+    evicts = begins_alone = True
+
+    def __init__(self, bits: FewBits, example: list[SlotTable]) -> None:
+        super().__init__(bits, example)
+        self.pages = []
+        for place in self.places:
+            shape = PageShape(like_table(place, Scored, HEADS, SIZE, SIZE, torch.float32), BUDGET + 1)
+            # Memory that others have used: as floating point numbers it is nan. Pages lie apart.
+            pool = torch.full((1 + ENTRIES, shape.nbytes + 64), 255, dtype=torch.uint8)
+            self.pages.append(Pages(shape, pool[:, : shape.nbytes]))
+
+    def put(self, entry: int, tables: list[SlotTable]) -> None:
+        for pages, table in zip(self.pages, tables, strict=True):
+            pages.put(torch.tensor([1 + entry]), table)
+
+    def take(self, entry: int, request: Request) -> list[SlotTable] | None:
+        return [pages.one(torch.tensor([1 + entry]), request.seen) for pages in self.pages]
+
+    def read(self, entry: int, request: Request) -> list[SlotTable]:
+        return [pages.one(torch.tensor([1 + entry]), request.seen) for pages in self.pages]
+
+    def step(self, requests: dict[int, Request], new: Tensor) -> None:
+        # Two rows stand for no request.
+        at = torch.tensor([0, *(1 + entry for entry in requests), 0])
+        seen = torch.tensor([-1, *(request.seen for request in requests.values()), -1])
+        for pages, (keys, values) in zip(self.pages, new, strict=True):
+            table = pages.rows(at, seen)
+            table.append(keys[at - 1], values[at - 1])
+            table.free_lowest(None, 0, 0)
+            pages.put_step(at, table, seen)
+
+    def memory(self) -> list[Tensor]:
+        return [part for pages in self.pages for part in pages.vectors.values()]
+
+
+class RaggedInPages(Form):
+    evicts, begins_alone = False, True
+    State = Waiting
+    stacks = False
+
+    def __init__(self, bits: FewBits, example: list[SlotTable]) -> None:
+        super().__init__(bits, example)
+        like = [like_table(place, Waiting, HEADS, SIZE, SIZE, torch.float32) for place in self.places]
+        shape = RequestShape(like[0], LAYERS, QUERY_HEADS, BUDGET, ROOM, LONGEST * 10)
+        self.pages = RequestPages(shape, torch.full((1 + ENTRIES, shape.nbytes), 255, dtype=torch.uint8), like)
+
+    def put(self, entry: int, tables: list[SlotTable]) -> None:
+        self.pages.put(1 + entry, tables)
+
+    def take(self, entry: int, request: Request) -> list[SlotTable] | None:
+        # Several tokens are added to tables of one layer each.
+        self.stacks = not self.stacks
+        taken = self.pages.stack if self.stacks else self.pages.tables
+        found = taken(1 + entry, request.seen, request.settled)
+        return [found] if isinstance(found, SlotTable) else found
+
+    def read(self, entry: int, request: Request) -> list[SlotTable]:
+        return self.pages.tables(1 + entry, request.seen, request.settled)
+
+    def begin_alone(self, entry: int) -> None:
+        self.pages.clear(torch.tensor([1 + entry]))
+
+    def step(self, requests: dict[int, Request], new: Tensor) -> None:
+        at = torch.tensor([0, *(1 + entry for entry in requests), 0])
+        seen = torch.tensor([-1, *(request.seen for request in requests.values()), 700])
+        step = self.pages.rows(at, seen)
+        for layer, (keys, values) in enumerate(new[:, :, at - 1, :, 0]):
+            self.pages.write(step, layer, keys.repeat_interleave(QUERY_HEADS // HEADS, 1), keys, values)
+
+    def memory(self) -> list[Tensor]:
+        return [*self.pages.planes.values(), *self.pages.store.slots.values()]
+
+
+def read(table: SlotTable) -> tuple[Tensor, Tensor]:
+    """The tokens of the slots [B, H, S], and key, value, logarithm of the weight and score of each, [B, H, S, n]."""
+    index, score, log_den = table.held_index(), table.state.score, table.log_weights()[1]
+    assert index is not None and log_den is not None
+    score = score if table.layout is None else table.layout.unpacked(score)
+    return index, torch.cat([table.key_slots(), table.value_slots(), log_den.unsqueeze(-1), score.unsqueeze(-1)], 3)
+
+
+class Machine(RuleBasedStateMachine):
+    """`form` and `bits` say which store it is."""
+
+    form: ClassVar[type[Form]]
+    bits: ClassVar[FewBits]
+
+    @initialize(seed=st.integers(0, 2**20))
+    def begin(self, seed: int) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.requests: dict[int, Request] = {}
+        self.store = self.form(self.bits, self._prompt(codes.EXACT + 3)[0])
+        self.addresses = [tensor.data_ptr() for tensor in self.store.memory()]
+
+    # requests alone
+
+    def _prompt(self, tokens: int, value: float | None = None) -> tuple[list[SlotTable], Request]:
+        """Tables of a request that has read so many tokens and decided what stays, and its model."""
+        tables, request = [], Request(seen=tokens)
+        for layer in range(LAYERS):
+            keys, values = torch.randn(2, 1, HEADS, tokens, SIZE, generator=self.random)
+            # The first tokens are unlike the others, and stay exact.
+            keys[:, :, : codes.EXACT] *= 20
+            if value is not None:
+                keys, values = torch.full_like(keys, value), torch.full_like(values, value)
+            table = SlotTable(layer, LAYERS, bits=self.bits)
+            table.append(keys, values)
+            score = torch.rand(1, HEADS, tokens, generator=self.random)
+            table.state_of(self.form.State).score = score
+            pair = {"keys": (keys, self.bits.keys), "values": (values, self.bits.values)}
+            held = [codes.plain(codes.coded(x, bits, None)) for x, bits in pair.values()]
+            whole = torch.cat([*held, torch.zeros(1, HEADS, tokens, 1), score.unsqueeze(-1)], 3)[0]
+            request.centers.append(
+                {name: codes.center_of(x) for name, (x, bits) in pair.items() if bits != codes.PLAIN}
+            )
+            for head in range(HEADS):
+                request.heads[layer, head] = [Token(n, whole[head, n]) for n in range(tokens)]
+            tables.append(table)
+        self._decide(tables, request)
+        return tables, request
+
+    def _decide(self, tables: list[SlotTable], request: Request) -> None:
+        """Some tokens go, and the others get weights: in the tables and in the model."""
+        equal = int(torch.randint(1, BUDGET + 1, (), generator=self.random))
+        # A row of our own may have fewer slots than the others; all pages have one size.
+        request.capacity = BUDGET + 1 if self.form is EqualInPages else equal + 1
+        layers = iter(range(LAYERS))
+        for table in tables:
+            table.unpack()
+            index = table.index_slots()
+            stays, weights = torch.zeros(table.shape, dtype=torch.bool), torch.zeros(table.shape)
+            for row in range(table.shape[0]):
+                more = int(torch.randint(1 - BUDGET, BUDGET, (), generator=self.random))
+                counts = (equal, equal) if self.form.evicts else (BUDGET + more, BUDGET - more)
+                self._keep(request, next(layers), counts, index[row], stays[row], weights[row])
+            if self.form.evicts:
+                # Slots that stay, in the order of the text.
+                chosen = index.masked_fill(~stays, 1 << 30).argsort(-1)[:, :, : int(stays.sum(-1).max())]
+                table.rebuild(chosen, request.capacity - 1, weights.gather(2, chosen))
+            else:
+                table.keep(stays, Layout.of(stays.sum(-1) + 1, bool(self.bits)), weights)
+            table.note_settled()
+        request.settled = request.seen
+
+    def _keep(
+        self, request: Request, layer: int, counts: tuple[int, ...], index: Tensor, stays: Tensor, weights: Tensor
+    ) -> None:
+        """Some tokens of a layer, whose slots [H, S] hold the tokens `index`."""
+        for head, count in enumerate(counts):
+            held = request.heads[layer, head]
+            drawn = torch.randperm(len(held), generator=self.random).tolist()[:count]
+            request.heads[layer, head] = [held[at] for at in sorted(drawn)]
+            for token in request.heads[layer, head]:
+                token.held[-2] = torch.randn((), generator=self.random)
+                at = int((index[head] == token.number).nonzero())
+                stays[head, at], weights[head, at] = True, token.held[-2]
+
+    # entries
+
+    def _entry(self, number: int, free: bool) -> int:
+        entries = [entry for entry in range(ENTRIES) if (entry in self.requests) != free]
+        return entries[number % len(entries)]
+
+    @precondition(lambda self: len(self.requests) < ENTRIES)
+    @rule(number=st.integers(0, 11), tokens=st.integers(2, 40), spoilt=st.sampled_from([0, 0, 1, 3]))
+    def put(self, number: int, tokens: int, spoilt: int) -> None:
+        """A request begins; whoever was there before may have left nan in all slots."""
+        entry = self._entry(number, free=True)
+        if spoilt:
+            tables, other = self._prompt(tokens, NAN)
+            self.store.put(entry, tables)
+            for _ in range(spoilt):
+                self._step({**self.requests, entry: other}, NAN)
+            self.store.retire(entry)
+        if self.form.begins_alone and tokens == 2:
+            self._put_alone(entry)
+            return
+        tables, request = self._prompt(tokens)
+        self.store.put(entry, tables)
+        self.requests[entry] = request
+
+    def _put_alone(self, entry: int) -> None:
+        """The first token comes alone: there is no mean, and later tokens are coded around zero."""
+        zero = {name: torch.zeros(1, HEADS, SIZE) for name in ("keys", "values") if self._coded(name)}
+        heads = {(layer, head): [] for layer in range(LAYERS) for head in range(HEADS)}
+        self.requests[entry] = Request(heads, [zero] * LAYERS)
+        self.store.begin_alone(entry)
+        self._step(self.requests)
+
+    def _coded(self, name: str) -> bool:
+        return bool(getattr(self.bits, name) != codes.PLAIN)
+
+    @precondition(lambda self: self.requests)
+    @rule(tokens=st.sampled_from([1, 1, 2, 7]))
+    def step(self, tokens: int) -> None:
+        for _ in range(tokens):
+            self._step(self.requests)
+
+    def _step(self, requests: dict[int, Request], value: float | None = None) -> None:
+        """A token of each request, of `value` for the last one; those that have no room are decided upon before."""
+        for entry, request in requests.items():
+            if not self.form.evicts and request.waiting == ROOM:
+                self._decided(entry, request)
+        new = torch.randn(LAYERS, 2, ENTRIES, HEADS, 1, SIZE, generator=self.random)
+        # What nobody reads may be anything.
+        new[:, :, [entry for entry in range(ENTRIES) if entry not in self.requests]] = NAN
+        self.store.step(requests, new)
+        for entry, request in requests.items():
+            for layer in range(LAYERS):
+                self._append(request, layer, *(part[entry : entry + 1] for part in new[layer]))
+            request.seen += 1
+
+    def _decided(self, entry: int, request: Request, more: int = 0) -> None:
+        tables = self.store.take(entry, request)
+        if tables is None:
+            return
+        more = more if len(tables) == LAYERS else 0
+        for layer, table in enumerate(tables if more else []):
+            keys, values = torch.randn(2, 1, HEADS, more, SIZE, generator=self.random)
+            table.append(keys, values)
+            self._append(request, layer, keys, values, evict=False)
+        request.seen += more
+        self._decide(tables, request)
+        self.store.put(entry, tables)
+
+    def _append(self, request: Request, layer: int, keys: Tensor, values: Tensor, evict: bool = True) -> None:
+        pair = []
+        for name, x in (("keys", keys), ("values", values)):
+            if self._coded(name):
+                center, codec = request.centers[layer][name], codecs.Codec(getattr(self.bits, name), SIZE)
+                none, at = x.new_zeros(1, HEADS, 0, SIZE), torch.zeros(1, HEADS, 0, dtype=torch.int32)
+                x = codecs.CodedSlots(codec, center, none, at, *codecs.encode(x, center, codec)).decoded(x.dtype)
+            pair.append(x)
+        whole = torch.cat([*pair, torch.zeros(*keys.shape[:3], 2)], 3)[0]
+        for head in range(HEADS):
+            held = request.heads[layer, head]
+            held.extend(Token(request.seen + n, whole[head, n]) for n in range(whole.shape[1]))
+            if self.form.evicts and evict and len(held) == request.capacity:
+                del held[0]
+
+    @precondition(lambda self: self.requests)
+    @rule(number=st.integers(0, 11), more=st.integers(0, 6))
+    def decide(self, number: int, more: int) -> None:
+        """A request is taken out and put back after a decision, in pages perhaps with more tokens."""
+        entry = self._entry(number, free=False)
+        self._decided(entry, self.requests[entry], more if more > 1 and self.form.begins_alone else 0)
+
+    @precondition(lambda self: self.requests)
+    @rule(number=st.integers(0, 11))
+    def retire(self, number: int) -> None:
+        entry = self._entry(number, free=False)
+        del self.requests[entry]
+        self.store.retire(entry)
+
+    @precondition(lambda self: self.form.on_one_clock and 0 < len(self.requests) < ENTRIES)
+    @rule(source=st.integers(0, 11), to=st.integers(0, 11))
+    def move(self, source: int, to: int) -> None:
+        old, new = self._entry(source, free=False), self._entry(to, free=True)
+        self.store.move(old, new)
+        self.requests[new] = self.requests.pop(old)
+
+    @precondition(lambda self: self.form.on_one_clock)
+    @rule(part=st.integers(0, 100))
+    def rewind(self, part: int) -> None:
+        self.store.rewind(self.requests, part)
+
+    # what holds at any time
+
+    @invariant()
+    def each_request_reads_what_it_holds(self) -> None:
+        for entry, request in self.requests.items():
+            tables, row = self.store.read(entry, request), self.store.row(entry)
+            shift = self.store.clock - request.seen if self.form.on_one_clock else 0
+            for (layer, head), held in request.heads.items():
+                index, whole = (part[row, head] for part in read(tables[layer]))
+                order = index.argsort()[(index < 0).sum() :]
+                assert index[order].tolist() == [token.number + shift for token in held]
+                wanted = torch.stack([token.held for token in held])
+                assert torch.allclose(whole[order], wanted, atol=1e-4, rtol=1e-4), (whole[order], wanted)
+                empty = whole[index < 0]
+                assert (empty[:, -2] == NEG_INF).all()
+                assert empty[:, : 2 * SIZE].isfinite().all(), "what weighs nothing must not be nan"
+
+    @invariant()
+    def no_address_changes(self) -> None:
+        assert [tensor.data_ptr() for tensor in self.store.memory()] == self.addresses
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("form", [EqualInOurs, RaggedInOurs, EqualInPages, RaggedInPages])
+def test_a_store_holds_what_lists_hold(form: type[Form], bits: str) -> None:
+    kind = type("Machine", (Machine,), {"bits": BITS[bits], "form": form})
+    bounded = settings(max_examples=6, stateful_step_count=20, deadline=None, phases=[Phase.generate])
+    run_state_machine_as_test(kind, settings=bounded)
