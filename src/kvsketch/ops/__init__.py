@@ -10,7 +10,7 @@ reading keys and values
     kept_attention       what queries see of the slots that are kept, beside the output of all
     replay_scores        how much a text would look at its own tokens if it came again
     turn_keys            keys rotated to their positions in the cache, so that rotary distances skip dropped tokens
-    turn_queries         queries rotated to later positions
+    turn_queries         queries rotated to later positions; angles_of, turn_by: by angles that several calls share
 choosing what a query reads
     cluster_scores       inner products of a query with centroids
     select_clusters      the tokens of the best clusters, as many as the budget
@@ -74,7 +74,7 @@ from kvsketch.ops.select_pages import select_pages, widen_pages
 from kvsketch.ops.slot_update import free_lowest, write_coded_token, write_token
 from kvsketch.ops.take_rows import take_rows
 from kvsketch.ops.turn_keys import turn_keys
-from kvsketch.ops.turn_queries import turn_queries
+from kvsketch.ops.turn_queries import angles_of, turn_by, turn_queries
 from kvsketch.ops.weighted_attention import weighted_attention
 
 __all__ = [
@@ -82,6 +82,7 @@ __all__ = [
     "Past",
     "RowLogits",
     "Temperature",
+    "angles_of",
     "attention_mass",
     "balance_walk",
     "chunk_attention",
@@ -110,6 +111,7 @@ __all__ = [
     "select_clusters",
     "select_pages",
     "take_rows",
+    "turn_by",
     "turn_keys",
     "turn_queries",
     "uniform",

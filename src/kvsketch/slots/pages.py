@@ -231,6 +231,7 @@ class RequestShape(Planes):
     slots: int  # of a head, on average
     room: int  # new tokens of a head that wait
     longest: int  # tokens of a request at most, and so slots of a head
+    shares: bool = False  # whether a page says which document its request continues
 
     @property
     def rows(self) -> int:
@@ -245,6 +246,11 @@ class RequestShape(Planes):
         each["queries"] = (self.layers, self.kept_heads, self.room, row_bytes(size)), torch.uint8
         each["start"] = each["kept"] = (self.layers, heads), torch.int64
         each["settled"] = (1,), torch.int64  # tokens of the request when it was last decided what stays
+        if self.shares:
+            each["uses"] = (
+                (3,),
+                torch.int64,
+            )  # place of the document, its tokens before those here, positions to turn by
         return each
 
     def of(self, pool: Tensor) -> Parts:  # [P, ...]

@@ -32,6 +32,8 @@ from kvsketch.integrations.vllm.paged import PagedLayer
 from kvsketch.integrations.vllm.settings import (
     bound_captures,
     chosen_method,
+    document_method,
+    documents_asked,
     refuse_config,
     refuse_layer,
     rotary_angles,
@@ -72,7 +74,7 @@ class KVSketchBackend(AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        return False
+        return True  # its own; others are refused in one line
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -298,13 +300,15 @@ class KVSketchImpl(AttentionImpl[Any]):
             shapes = {id(each.attn_backend): each.attn_backend.page for each in ours.values()}
             shapes = shapes if self.together else {id(each): each.attn_backend.page for each in ours.values()}
             free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+            if self.together is not None and (asked := documents_asked(self.config)) is not None:
+                free = self.together.open_shelf(document_method(self.method, asked), asked.count, free)
             bound_captures(self.config.compilation_config, sum(page.nbytes for page in shapes.values()), free)
 
     def _join(self, method: Rehearse, layer: Any, ours: dict[str, Any], place: Place, block_size: int) -> None:
         """The first layer has the pages, the others share them."""
         name, first = next(iter(ours.items()))
         if layer is first:
-            self.together = Together(method)
+            self.together = Together(method, shares=documents_asked(self.config) is not None)
             shape = self.together.shape(
                 len(ours), self.num_kv_heads, self.num_heads, self.head_size, layer.head_size_v,
                 layer.kv_cache_torch_dtype, self.config.model_config.max_model_len,

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 
+from kvsketch.integrations.vllm.backend import pool_of
 from kvsketch.integrations.vllm.library import NAME, STORE, Library, Use
 from kvsketch.integrations.vllm.settings import documents_asked
 from kvsketch.integrations.vllm.together import Together
@@ -67,6 +68,7 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER and self.group is None:
             raise ValueError("KVSketchDocuments needs --attention-backend CUSTOM and a method of kvsketch's")
         self.failed: set[int] = set()
+        self.pool: torch.Tensor | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -140,20 +142,26 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Told)
         self.failed |= connector_metadata.failed
-        if together := self._together():
-            together.begin_requests(connector_metadata.uses, connector_metadata.stores)
+        together = self._together()
+        if together is not None and self.pool is not None:
+            together.begin_requests(self.pool, connector_metadata.uses, connector_metadata.stores)
 
     def _together(self) -> Together | None:
-        layers = self._vllm_config.compilation_config.static_forward_context.values()
-        found = (getattr(getattr(layer, "impl", None), "together", None) for layer in layers)
+        found = (getattr(layer.impl, "together", None) for layer in self._layers().values())
         return next((each for each in found if each is not None), None)
+
+    def _layers(self) -> dict[str, Any]:
+        every = self._vllm_config.compilation_config.static_forward_context
+        return {name: layer for name, layer in every.items() if getattr(layer, "impl", None) is not None}
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self.failed = self.failed, set()
         return failed
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Pages are written by the layers themselves."""
+        """Pages are written by the layers themselves, but for the document that a request continues."""
+        first = next(name for name, layer in self._layers().items() if getattr(layer.impl, "together", None))
+        self.pool = pool_of(kv_caches[first])
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is moved."""

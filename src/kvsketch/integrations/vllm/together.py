@@ -14,12 +14,16 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.integrations.vllm.library import Use
+from kvsketch.integrations.vllm.shelf import Beside, Shelf
 from kvsketch.methods.rehearse import Rehearse, Rehearsed
+from kvsketch.ops.join_attention import Part
 from kvsketch.slots.codes import NotFinite
 from kvsketch.slots.pages import RequestPages, RequestShape, StepRows, like_table
 from kvsketch.slots.table import Place, SlotTable
@@ -34,7 +38,9 @@ class Forward:
 
     pages: RequestPages | None  # None: memory is measured
     step: StepRows | None = None  # of single tokens
+    documents: Beside | None = None  # that these continue
     past: dict[int, list[SlotTable]] = field(default_factory=dict)  # by page, what was there before
+    beside: dict[int, Beside] = field(default_factory=dict)  # by page, the document that a prompt continues
     taken: dict[int, list[SlotTable]] = field(default_factory=dict)  # by page, what the layers have read so far
 
 
@@ -43,12 +49,16 @@ class Together:
     """The layers of a model that are in this process."""
 
     method: Rehearse
+    shares: bool = False  # whether requests may continue documents
     places: list[Place] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     page: RequestShape | None = None
     like: list[SlotTable] = field(default_factory=list)  # a table of each layer, once all have joined
     settled: dict[int, int] = field(default_factory=dict)  # by page, tokens when it was last decided what stays
     forward: Forward | None = None
+    shelf: Shelf | None = None  # of documents that requests continue
+    uses: dict[int, Use] = field(default_factory=dict)  # by page, the document that its request continues
+    stores: dict[int, int] = field(default_factory=dict)  # by page, the place of a document that is about to be read
 
     def join(self, place: Place, scale: float) -> int:
         """The number of one more layer."""
@@ -72,16 +82,68 @@ class Together:
         place = Place(0, layers, bits=self.method.stored_bits)
         self.page = RequestShape(
             like_table(place, Rehearsed, heads, key_size, value_size, dtype), layers,
-            self.method.kept_heads(heads, query_heads), slots, self.method.most_waiting, longest,
+            self.method.kept_heads(heads, query_heads), slots, self.method.most_waiting, longest, self.shares,
         )  # fmt: skip
         return self.page
 
     def pages(self, pool: Tensor) -> RequestPages:
         """The pages in `pool` [P, bytes of a page]: views of it."""
         assert self.page is not None
+        return RequestPages(self.page, pool, self.tables_like())
+
+    def tables_like(self) -> list[SlotTable]:
+        """A table of each layer, when all have joined."""
+        assert self.page is not None
         if len(self.like) < len(self.places):
             self.like = [replace(self.page.like, **vars(place)) for place in self.places]
-        return RequestPages(self.page, pool, self.like)
+        return self.like
+
+    # documents
+
+    def open_shelf(self, method: Rehearse, count: int, free: int | None) -> int | None:
+        """Sets memory aside for so many documents, when all layers have joined; bytes that are left of the `free` ones.
+
+        ValueError, in one line, where there are too few.
+        """
+        assert self.page is not None
+        place = Shelf.shape(method, self.page).nbytes
+        if free is not None and (1 + count) * place > free:
+            raise ValueError(
+                f"{count} documents of {place / 1e6:,.0f} MB each do not fit into {free / 1e6:,.0f} MB of free memory; "
+                f"use a smaller count, or a budget below {method.budget_size}"
+            )
+        device = torch.device("cpu" if free is None else "cuda")
+        self.shelf = Shelf.of(method, self.page, count, self.tables_like(), device)
+        log.info("kvsketch: %d documents of %.1f MB that requests may share, %s", count, place / 1e6, method)
+        return None if free is None else free - (1 + count) * place
+
+    def begin_requests(self, pool: Tensor, uses: dict[int, Use], stores: dict[int, int]) -> None:
+        """Requests begin in these pages, and continue documents, or are read as documents, into these places."""
+        assert self.shelf is not None
+        self.uses.update(uses)
+        self.stores = stores
+        if uses:
+            pages = torch.tensor([*uses], device=pool.device)
+            told = torch.tensor([[use.place, use.before, use.turn] for use in uses.values()], device=pool.device)
+            opened = self.pages(pool)
+            opened.planes["uses"].index_copy_(0, pages, told)
+            # Whatever comes first finds an empty page.
+            opened.clear(pages)
+            self.settled.update(dict.fromkeys(uses, 0))
+
+    def own_tokens(self, page: int, seen: int) -> int:
+        """Of so many tokens that vLLM counts, those behind the document."""
+        return seen - self.uses[page].before if page in self.uses else seen
+
+    def _lay(self, pages: RequestPages, page: int, place: int, tables: list[SlotTable]) -> None:
+        """A prompt that was read as a document lies on the shelf, and its request continues it."""
+        assert self.shelf is not None
+        self.shelf.put(place, tables)
+        self.uses[page] = Use(place, tables[0].seen)
+        told = torch.tensor([place, tables[0].seen, 0], device=tables[0].device)
+        pages.planes["uses"][page] = told
+        pages.clear(torch.tensor([page], device=told.device))
+        self.settled[page] = 0
 
     # a forward, layer by layer
 
@@ -95,22 +157,33 @@ class Together:
         `pages` [B]: where each request lies; `seen` [B]: tokens before this one. Page 0, or a negative number, is no
         request. Asks the device for nothing.
         """
-        forward = self._forward()
+        forward, query = self._forward(), q.unsqueeze(2)
         assert forward.pages is not None
         if forward.step is None:
+            if self.shelf is not None:
+                uses = forward.pages.planes["uses"].index_select(0, pages)
+                forward.documents, seen = self.shelf.beside(uses, q.dtype), seen - uses[:, 1]
             forward.step = forward.pages.rows(pages, seen)
-        table = forward.pages.write(forward.step, layer, q, k, v)
+        if forward.documents is not None:
+            query, k = forward.documents.turn.of(query), forward.documents.turn.of(k.unsqueeze(2)).squeeze(2)
+        table = forward.pages.write(forward.step, layer, query.squeeze(2), k, v)
         assert table.keys is not None and table.values is not None
-        attended: Tensor = ops.weighted_attention(
-            q.unsqueeze(2), table.keys, table.values, table.log_den, table.log_den, self.scales[layer],
-            clip=self.method.clip, ragged=table.layout,
+        attended = ops.weighted_attention(
+            query, table.keys, table.values, table.log_den, table.log_den, self.scales[layer],
+            clip=self.method.clip, ragged=table.layout, return_state=forward.documents is not None,
         )  # fmt: skip
-        return attended[:, :, 0]
+        if forward.documents is not None:
+            out, (_, log_sum) = attended
+            attended = forward.documents.joined(layer, query, Part(out, log_sum), self.scales[layer])
+        return cast(Tensor, attended[:, :, 0])
 
     def prefill(self, layer: int, page: int, seen: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Several tokens, or the first, of one request: q [n, Hq, D], k [n, H, D], v [n, H, Dv]; gives [n, Hq, Dv]."""
         query, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        forward = self._forward()
+        forward, seen = self._forward(), self.own_tokens(page, seen)
+        document = self._document(forward, page, q.dtype)
+        if document is not None:
+            query, keys = document.turn.of(query), document.turn.of(keys)
         if seen:
             assert forward.pages is not None
             if page not in forward.past:
@@ -119,14 +192,31 @@ class Together:
             past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
         else:
             table, past = SlotTable(**vars(self.places[layer])), None
-        attended: Tensor = ops.chunk_attention(
-            query, keys, values, self.scales[layer], past=past, clip=self.method.clip
-        )
+        attended = ops.chunk_attention(
+            query, keys, values, self.scales[layer], past=past, clip=self.method.clip,
+            return_state=document is not None,
+        )  # fmt: skip
+        if document is not None:
+            out, (_, log_sum) = attended
+            attended = document.joined(layer, query, Part(out, log_sum), self.scales[layer])
         table.append(keys, values)
         table.note_scale(self.scales[layer])
-        self.method.compress(table, query)
+        self._reader(page).compress(table, query)
         forward.taken.setdefault(page, []).append(table)
-        return attended[0].transpose(0, 1)
+        return cast(Tensor, attended[0].transpose(0, 1))
+
+    def _document(self, forward: Forward, page: int, dtype: torch.dtype) -> Beside | None:
+        """The document that a prompt continues."""
+        if self.shelf is None or not self.uses.get(page, Use()).place:
+            return None
+        if page not in forward.beside:
+            assert forward.pages is not None
+            forward.beside[page] = self.shelf.beside(forward.pages.planes["uses"][page : page + 1], dtype)
+        return forward.beside[page]
+
+    def _reader(self, page: int) -> Rehearse:
+        """The method that reads what comes in a page."""
+        return self.shelf.method if self.shelf is not None and page in self.stores else self.method
 
     def finish(self) -> None:
         """The last layer has taken the tokens."""
@@ -135,10 +225,14 @@ class Together:
         for page in [*forward.taken]:
             tables = forward.taken.pop(page)
             with _of_its_own():
-                self.method.settle(tables)
+                self._reader(page).settle(tables)
             if page != NOBODY:
                 assert forward.pages is not None
-                self._put(forward.pages, page, tables)
+                if page in self.stores:
+                    self._lay(forward.pages, page, self.stores[page], tables)
+                else:
+                    self._put(forward.pages, page, tables)
+        self.stores = {}
 
     def _forward(self) -> Forward:
         assert self.forward is not None, "no forward is under way"
@@ -162,7 +256,8 @@ class Together:
 
     def catch_up(self, pool: Tensor, requests: Iterable[tuple[int, int]]) -> None:
         """Settles the requests that are due, of these pages and the tokens that each has seen."""
-        due = [(page, seen) for page, seen in requests if self.due(page, seen)]
+        counted = ((page, self.own_tokens(page, seen)) for page, seen in requests)
+        due = [(page, seen) for page, seen in counted if self.due(page, seen)]
         opened = self.pages(pool) if due else None
         for page, seen in due:
             assert opened is not None

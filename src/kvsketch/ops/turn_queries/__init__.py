@@ -28,9 +28,18 @@ def turn_queries(q: Tensor, positions: Tensor, turns: Tensor) -> Tensor:
             f"{list(q.shape)}."
         )
     check_turns(turns, q.shape[3])
-    phase = positions.unsqueeze(-1) * turns  # [B, P, half]
+    return turn_by(q, *angles_of(positions, turns, q.dtype))
+
+
+def angles_of(positions: Tensor, turns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [B, P, half] each
+    """Cosine and sine of the angles of so many positions [B, P], for `turn_by` of vectors of a dtype."""
+    phase = positions.unsqueeze(-1) * turns
     phase = ((phase + TURN // 2) & (TURN - 1)) - TURN // 2
-    angle = phase.to(torch.promote_types(q.dtype, torch.float32)) * (2 * math.pi / TURN)
-    made = implementation("turn_queries", q.device, q)
-    turned: Tensor = made.turn_queries(q, angle.cos(), angle.sin())
+    angle = phase.to(torch.promote_types(dtype, torch.float32)) * (2 * math.pi / TURN)
+    return angle.cos(), angle.sin()
+
+
+def turn_by(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries [B, Hq, P C, D] turned by angles that several calls share; keys are turned alike."""
+    turned: Tensor = implementation("turn_queries", q.device, q).turn_queries(q, cos, sin)
     return turned

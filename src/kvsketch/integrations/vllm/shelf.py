@@ -1,0 +1,101 @@
+"""Documents that requests continue, beside the pages of their own tokens: the workers' side (`library` is the other).
+
+A document is read once, rehearsed with a budget of its own and laid on a shelf: memory apart from vLLM's, with places
+of one size, which nobody writes until another document takes the place. A request that continues it has a page for its
+own tokens, which says where the document lies. Queries read both, and the two are joined (`ops.join_attention`).
+
+Positions: a prompt that begins with the document's tokens has its own tokens behind them, as the model wants it. One
+that only names it has them from 0 on: its queries and keys are turned to where they belong. Knows nothing of vLLM.
+
+Legend: L layers, B requests, n tokens, Hq query heads, H KV heads, D key size, Dv value size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.methods.rehearse import Rehearse
+from kvsketch.ops.join_attention import Part
+from kvsketch.ops.turn_keys import whole_turns
+from kvsketch.slots.pages import RequestPages, RequestShape
+from kvsketch.slots.table import SlotTable
+
+
+class Turn(NamedTuple):
+    """Angles by which the tokens of each row are turned, [B, 1, half]."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def of(self, x: Tensor) -> Tensor:  # [B, heads, n, D]
+        return ops.turn_by(x, self.cos, self.sin)
+
+
+class Beside(NamedTuple):
+    """The documents of the rows of a step, or of one prompt."""
+
+    tables: list[SlotTable]  # of each layer; their slots lie on the shelf
+    turn: Turn
+
+    def joined(self, layer: int, q: Tensor, own: Part, scale: float) -> Tensor:  # [B, Hq, n, Dv]
+        """Attention of q [B, Hq, n, D] to its own tokens, and to the document."""
+        table = self.tables[layer]
+        assert table.keys is not None and table.values is not None
+        out, (_, log_sum) = ops.weighted_attention(
+            q, table.keys, table.values, table.log_den, table.log_den, scale, ragged=table.layout, return_state=True
+        )
+        return ops.join_attention(own, Part(out, log_sum))
+
+
+@dataclass
+class Shelf:
+    """`count` places, numbered from 1 on; 0 is no document."""
+
+    method: Rehearse  # with the budget of documents
+    pages: RequestPages
+    angles: tuple[float, ...]
+
+    @classmethod
+    def of(
+        cls, method: Rehearse, page: RequestShape, count: int, like: Sequence[SlotTable], device: torch.device
+    ) -> Shelf:
+        """Memory for documents like the requests of a `page`."""
+        shape = cls.shape(method, page)
+        pool = torch.zeros(1 + count, shape.nbytes, dtype=torch.uint8, device=device)
+        shelf = cls(method, RequestPages(shape, pool, like), tuple(like[0].rotary))
+        whole_turns(shelf.angles, device)  # no step that is captured uploads them
+        return shelf
+
+    @staticmethod
+    def shape(method: Rehearse, page: RequestShape) -> RequestShape:
+        """What a place holds: no token waits there."""
+        slots = method.budget_size.tokens
+        assert slots is not None
+        return replace(page, slots=slots, room=0, shares=False)
+
+    def put(self, place: int, tables: Sequence[SlotTable]) -> None:
+        """Lays a document that was just read into its place."""
+        self.pages.put(place, tables)
+
+    def beside(self, uses: Tensor, dtype: torch.dtype) -> Beside:
+        """The documents of B rows; uses [B, 3]: place, tokens before the row's own, positions to turn by.
+
+        Asks the device for nothing on a GPU.
+        """
+        store, (places, _, turn) = self.pages.store, uses.T.contiguous()
+        own = store.named(places.clamp(0, len(self.pages.planes["kept"]) - 1))
+        start, kept = own.pop("start"), own.pop("kept") * (places > 0).view(-1, 1)  # [L, B, H]
+        # The definition in torch reads as many slots of every head as the largest has.
+        most = self.pages.shape.longest if kept.is_cuda else max(1, int(kept.max()))
+        work, first = store.lists(kept, most)
+        own["next_slot"] = kept.unsqueeze(-1)
+        layouts = [store.layout(start[n], kept[n], most, (work[n], first[n])) for n in range(len(kept))]
+        tables = [store.table(layer, own, layout) for layer, layout in enumerate(layouts)]
+        turns = whole_turns(self.angles, places.device)
+        return Beside(tables, Turn(*ops.angles_of(turn.view(-1, 1), turns, dtype)))

@@ -1,0 +1,176 @@
+"""Documents that requests in pages continue, without vLLM: queries see the document and their own tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsketch.integrations.vllm.library import Use
+from kvsketch.integrations.vllm.settings import servable
+from kvsketch.integrations.vllm.together import Together
+from kvsketch.methods import parse_method
+from kvsketch.methods.rehearse import Rehearse
+from kvsketch.ops import turn_queries
+from kvsketch.ops.turn_keys import whole_turns
+from tests.integrations.test_vllm_together import GROUP, HEADS, LAYERS, SCALE, SIZE, places
+
+DOCUMENT = 100  # tokens
+Tokens = list[tuple[Tensor, Tensor, Tensor]]  # q [n, Hq, D], k and v [n, H, D] of each layer
+
+
+class Served:
+    """Four pages, and two places for documents."""
+
+    def __init__(self, bits: int) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        method = servable(parse_method(f"rehearse:budget=40:wait=64:recent=8:bits={bits}"))
+        assert isinstance(method, Rehearse)
+        self.together = Together(method, shares=True)
+        for place in places(method):
+            self.together.join(place, SCALE)
+        shape = self.together.shape(LAYERS, HEADS, HEADS * GROUP, SIZE, SIZE, torch.float32, longest=400)
+        self.together.open_shelf(replace(method, budget=60), 2, None)
+        self.pool = torch.zeros((4, shape.nbytes), dtype=torch.uint8)
+        self.pool[1:] = 255  # what others have left there
+
+    def tokens(self, n: int) -> Tokens:
+        return [
+            tuple(torch.randn(n, heads, SIZE, generator=self.generator) for heads in (HEADS * GROUP, HEADS, HEADS))
+            for _ in range(LAYERS)
+        ]  # type: ignore[misc]
+
+    def begin(self, uses: dict[int, Use], stores: dict[int, int] | None = None) -> None:
+        self.together.begin_requests(self.pool, uses, stores or {})
+
+    def read(self, page: int, seen: int, new: Tokens) -> list[Tensor]:
+        self.together.begin(self.pool)
+        found = [self.together.prefill(layer, page, seen, *part) for layer, part in enumerate(new)]
+        self.together.finish()
+        return found
+
+    def step(self, seen: dict[int, int], new: dict[int, Tokens]) -> dict[int, list[Tensor]]:
+        """A token of each request, by page; the first row of the step is none."""
+        self.together.catch_up(self.pool, seen.items())
+        self.together.begin(self.pool)
+        pages, counts = torch.tensor([0, *seen]), torch.tensor([-1, *seen.values()])
+        found: dict[int, list[Tensor]] = {page: [] for page in seen}
+        for layer in range(LAYERS):
+            parts = [torch.cat([new[page][layer][part] for page in (next(iter(seen)), *seen)]) for part in range(3)]
+            out = self.together.decode(layer, pages, counts, *parts)
+            for row, page in enumerate(seen):
+                found[page].append(out[row + 1 : row + 2])
+        self.together.finish()
+        return found
+
+    def stored(self) -> None:
+        self.begin({1: Use()}, {1: 1})
+        self.read(1, 0, self.tokens(DOCUMENT))
+
+    def on_the_shelf(self, place: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Keys, values [H, S, D] and log-weights [H, S] of a document, by layer."""
+        assert self.together.shelf is not None
+        beside = self.together.shelf.beside(torch.tensor([[place, 0, 0]]), torch.float32)
+        found = []
+        for table in beside.tables:
+            weights = table.log_weights()[1]
+            assert weights is not None
+            found.append((table.key_slots()[0], table.value_slots()[0], weights[0]))
+        return found
+
+
+def attended(q: Tensor, parts: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:  # [1, Hq, D]
+    """Attention of q [1, Hq, D] to slots of several kinds, in one softmax."""
+    keys, values, weights = (torch.cat(part, 1).double() for part in zip(*parts, strict=True))
+    logits = torch.einsum("hgd,hsd->hgs", q[0].double().view(HEADS, GROUP, SIZE), keys) * SCALE + weights.unsqueeze(1)
+    return torch.einsum("hgs,hsd->hgd", logits.softmax(-1), values).reshape(1, -1, SIZE).float()
+
+
+def own(tokens: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [H, n, D] of one layer's tokens, which weigh 1."""
+    keys, values = (torch.cat([part[at] for part in tokens]).transpose(0, 1) for at in (1, 2))
+    return keys, values, torch.zeros(keys.shape[:2])
+
+
+@pytest.mark.parametrize("turn", [0, DOCUMENT], ids=["begins with it", "names it"])
+def test_a_request_sees_the_document_and_its_own_tokens(turn: int) -> None:
+    served = Served(bits=16)
+    served.stored()
+    use = Use(1, 0 if turn else DOCUMENT, turn)
+    served.begin({2: use, 3: use})
+    books = served.on_the_shelf(1)
+    assert sum(keys.shape[1] for keys, _, _ in books) > 0
+    said: list[Tokens] = [served.tokens(5)]
+    turns = whole_turns(tuple(served.together.places[0].rotary), torch.device("cpu"))
+
+    def placed(part: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys where they belong, behind the document."""
+        q, k = (
+            turn_queries(x.transpose(0, 1).unsqueeze(0), torch.tensor([[turn]]), turns)[0].transpose(0, 1)
+            for x in part[:2]
+        )
+        return q, k, part[2]
+
+    found = served.read(2, use.before, said[0])
+    for layer in range(LAYERS):
+        q, k, v = placed(said[0][layer])
+        for last in range(5):
+            wanted = attended(q[last : last + 1], [books[layer], own([(q, k[: last + 1], v[: last + 1])])])
+            torch.testing.assert_close(found[layer][last : last + 1], wanted, atol=2e-5, rtol=1e-4)
+    # The first token of the other request comes alone.
+    first = served.tokens(1)
+    for count in range(4):
+        new = served.tokens(1)
+        said.append(new)
+        other = first if count == 0 else served.tokens(1)
+        out = served.step({2: use.before + 5 + count, 3: use.before + count}, {2: new, 3: other})
+        for layer in range(LAYERS):
+            mine = [placed(part[layer]) for part in said]
+            wanted = attended(mine[-1][0], [books[layer], own(mine)])
+            torch.testing.assert_close(out[2][layer], wanted, atol=2e-5, rtol=1e-4)
+            if count == 0:
+                alone = placed(first[layer])
+                wanted = attended(alone[0], [books[layer], own([alone])])
+                torch.testing.assert_close(out[3][layer], wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_document_never_changes_and_others_do_not_see_it(bits: int) -> None:
+    served, plain = Served(bits), Served(bits)
+    served.stored()
+    before = [part.clone() for layer in served.on_the_shelf(1) for part in layer]
+    served.begin({2: Use(1, DOCUMENT), 3: Use()})
+    plain.begin({3: Use()})
+    prompt = plain.tokens(70)
+    torch.testing.assert_close(served.read(3, 0, prompt), plain.read(3, 0, prompt))
+    for count in range(140):
+        # Both are rehearsed twice meanwhile.
+        new, other = served.tokens(1), served.tokens(1)
+        found = served.step({2: DOCUMENT + count, 3: 70 + count}, {2: other, 3: new})
+        wanted = plain.step({3: 70 + count}, {3: new})
+        torch.testing.assert_close(found[3], wanted[3], atol=2e-5, rtol=1e-4)
+        assert all(part.isfinite().all() for part in found[2])
+    assert served.together.settled[2] == 128
+    after = [part for layer in served.on_the_shelf(1) for part in layer]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_the_request_that_stores_a_document_goes_on_behind_it() -> None:
+    served = Served(bits=16)
+    served.stored()
+    assert served.together.uses[1] == Use(1, DOCUMENT) and served.together.settled[1] == 0
+    new = served.tokens(1)
+    found = served.step({1: DOCUMENT}, {1: new})
+    for layer, book in enumerate(served.on_the_shelf(1)):
+        wanted = attended(new[layer][0], [book, own([new[layer]])])
+        torch.testing.assert_close(found[1][layer], wanted, atol=2e-5, rtol=1e-4)
+    kept = [int(keys.shape[1]) for keys, _, _ in served.on_the_shelf(1)]
+    assert max(kept) < DOCUMENT, "documents have a budget"
+
+
+def test_documents_that_do_not_fit_are_refused() -> None:
+    served = Served(bits=4)
+    with pytest.raises(ValueError, match=r"9 documents of [\d,]+ MB each do not fit into 1 MB of free memory"):
+        served.together.open_shelf(replace(served.together.method, budget=5000), 9, 1_000_000)
