@@ -2,11 +2,15 @@
 
     kvsketch bench vllm --contenders bf16,fp8,rehearse:budget=16384 --batches 1,16,64 --out results/vllm.jsonl
 
-A contender is one of vLLM's own caches (`bf16`, `fp8`) or a method of the plugin. All get the same model, prompts,
+A contender is one of vLLM's own caches (`bf16`, `fp8`, and `bf16-cascade`, which reads a shared prefix once for all) or
+a method of the plugin. All get the same model, prompts,
 memory and settings; vLLM's prefix cache is off, and prompts are read whole. An engine reads as many prompts as the
 largest batch has rows, then whole steps are timed, host included, while every request decodes; for a smaller batch some
 requests end. The weights are random: these are time and memory. With fewer steps than `wait` no row is rehearsed;
 `--rehearsals` goes on until each has been, and reports the longest step and the tokens per second of all these.
+
+With `--question N` all requests share one document: vLLM's own caches with its prefix caching, a method with the
+documents of the plugin, of which it keeps `--kept` tokens; its own budget is for what a request says itself.
 
 First a small model answers requests of mixed lengths, long enough to be rehearsed: a method whose captured tokens are
 not those of the same engine without CUDA graphs has no speed. Needs vLLM (`pip install 'kvsketch[vllm]'`).
@@ -41,7 +45,8 @@ class Vllm(Benchmark):
     columns = (
         "contender | batch:d | step ms=step_ms:.2f | p99 ms=p99_ms:.2f | tokens/s=tokens_per_s:,.0f | "
         "prefill of a row s=prefill_s:.2f | rows that fit=rows_that_fit:,.0f | start s=start_s:.0f | "
-        "longest step ms=longest_ms:.1f | tokens/s with rehearsals=sustained_per_s:,.0f"
+        "longest step ms=longest_ms:.1f | tokens/s with rehearsals=sustained_per_s:,.0f | "
+        "document s=document_s:.2f | GB of caches=cache_bytes/1e9:.2f"
     )
     contenders: str = option("bf16,fp8,snapkv:budget=2048", "caches of vLLM's own or methods, comma-separated")
     shape: str = option("llama-3.1-8b", "a shape with random weights", choices=sorted(SHAPES))
@@ -51,6 +56,8 @@ class Vllm(Benchmark):
     steps: int = option(96, "steps of all requests that are timed", least=2)
     share: float = option(0.9, "of the GPU's memory that vLLM may take (gpu_memory_utilization)", least=0.05, most=1)
     rehearsals: bool = option(False, "go on until every row has been rehearsed, and report steps and tokens of that")
+    question: int = option(0, "tokens behind one document of `prompt` tokens that all share; 0: each reads its own")
+    kept: int = option(0, "tokens of that document that methods keep; 0: half", least=0)
     check: bool = option(True, "compare captured tokens with those of eager steps first")
 
     def check_options(self) -> None:
@@ -72,12 +79,14 @@ class Vllm(Benchmark):
         if reason := self._wrong(contender):
             yield row | {FAILED: reason}
             return
+        row |= {"question": self.question} if self.question else {}
         wait = _wait(contender) if self.rehearsals else 0
         new = len(self.batches) * (self.steps + wait + 16) + max(self.batches)
         job = Job(
             contender=contender, shape=self.shape, layers=self.layers, prompts=(self.prompt,), batches=self.batches,
-            steps=self.steps, new_tokens=new, longest=self.prompt + new, share=self.share,
-            device=self.device, seed=self.seed, wait=wait,
+            steps=self.steps, new_tokens=new, longest=self.prompt + self.question + new, share=self.share,
+            device=self.device, seed=self.seed, wait=wait, question=self.question,
+            kept=(self.kept or self.prompt // 2) if self.question else 0,
         )  # fmt: skip
         told = run(job)
         times = told.pop("batches", [])

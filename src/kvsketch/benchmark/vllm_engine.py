@@ -15,13 +15,20 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kvsketch.benchmark.runner import FAILED, Row
 from kvsketch.benchmark.shapes import SHAPES
 
-OWN = {"bf16": {}, "fp8": {"kv_cache_dtype": "fp8"}}  # caches of vLLM's own
+# Caches of vLLM's own; cascade: where requests share a prefix, it is read once for all of them.
+OWN: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "bf16-cascade": {"disable_cascade_attn": False},
+}
+CONNECTOR = "KVSketchDocuments"
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -51,6 +58,8 @@ class Job:
     device: str = "cuda"
     seed: int = 0
     wait: int = 0  # more steps, in which every row is rehearsed once
+    question: int = 0  # tokens behind one document, the first prompt, that all requests share; 0: they share nothing
+    kept: int = 0  # tokens of the document that a method keeps
 
 
 class Engine:
@@ -67,9 +76,9 @@ class Engine:
             self.llm = LLM(
                 model=folder, skip_tokenizer_init=True, dtype="bfloat16", seed=job.seed, max_model_len=job.longest,
                 max_num_batched_tokens=job.longest + max(job.rows, *job.batches, 0), enable_chunked_prefill=False,
-                enable_prefix_caching=False, **self._options(),
+                enable_prefix_caching=job.question > 0 and job.contender in OWN, **self._options(),
             )  # fmt: skip
-        self.engine = self.llm.llm_engine
+        self.engine, self.document = self.llm.llm_engine, self.prompt(job.prompts[0]) if job.question else []
         self.start_s = time.perf_counter() - start
 
     def _write_model(self, folder: Path) -> None:
@@ -97,7 +106,13 @@ class Engine:
             found["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         if job.contender in OWN:
             return found | OWN[job.contender]
-        return found | {"attention_backend": "CUSTOM", "additional_config": {"kvsketch": job.contender}}
+        found |= {"attention_backend": "CUSTOM", "additional_config": {"kvsketch": job.contender}}
+        if job.question:
+            extra = {"budget": job.kept, "count": 1}
+            found["kv_transfer_config"] = {
+                "kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": extra,
+            }  # fmt: skip
+        return found
 
     def rows_that_fit(self) -> float:
         """Requests of the longest length that memory holds."""
@@ -105,20 +120,40 @@ class Engine:
         blocks = int(cache.num_gpu_blocks or 0)
         if self.job.contender not in OWN:
             return blocks - 1
-        return blocks * int(cache.block_size) / self.job.longest
+        shared = len(self.document)
+        return (blocks * int(cache.block_size) - shared) / (self.job.longest - shared)
 
     def prompt(self, tokens: int) -> list[int]:
         return [self.random.randrange(3, self.vocabulary) for _ in range(tokens)]
 
-    def add(self, name: str, tokens: int) -> None:
+    def add(self, name: str, prompt: list[int], new_tokens: int | None = None, **given: str) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            max_tokens=self.job.new_tokens, ignore_eos=True, temperature=0, detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            max_tokens=new_tokens or self.job.new_tokens, ignore_eos=True, temperature=0, detokenize=False,
+            output_kind=RequestOutputKind.DELTA, extra_args={"kv_transfer_params": given} if given else None,
         )  # fmt: skip
-        self.engine.add_request(name, {"prompt_token_ids": self.prompt(tokens)}, params)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def read_document(self) -> Row:
+        """The document that all requests share is read once."""
+        start = time.perf_counter()
+        given = {} if self.job.contender in OWN else {"kvsketch_store": "document"}
+        self.add("document", self.document, 1, **given)
+        while self.engine.has_unfinished_requests():
+            self.step({})
+        return {"document_s": time.perf_counter() - start}
+
+    def cache_bytes(self, requests: int) -> int:
+        """Bytes that the caches of so many requests take, with the document that they share."""
+        layers = self.engine.vllm_config.compilation_config.static_forward_context.values()
+        if self.job.contender not in OWN:
+            together = next(iter(layers)).impl.together
+            return int(together.shelf.pages.shape.nbytes + requests * together.page.nbytes)
+        own = self.job.question + self.job.new_tokens
+        each = sum(2 * layer.num_kv_heads * layer.head_size * layer.kv_cache_torch_dtype.itemsize for layer in layers)
+        return int(each * (len(self.document) + requests * own))
 
     def step(self, made: dict[str, list[int]]) -> int:
         """One step; adds the new tokens of each request to `made`, and says how many they are."""
@@ -133,7 +168,7 @@ class Engine:
         """The tokens that follow each prompt."""
         names = [f"{number}" for number in range(len(self.job.prompts))]
         for name, tokens in zip(names, self.job.prompts, strict=True):
-            self.add(name, tokens)
+            self.add(name, self.prompt(tokens))
         made: dict[str, list[int]] = {}
         while self.engine.has_unfinished_requests():
             self.step(made)
@@ -143,15 +178,18 @@ class Engine:
         """Steps of so many requests, the most first: they are read once, and some end before fewer are timed."""
         names = [f"{number}" for number in range(max(batches))]
         made: dict[str, list[int]] = {}
+        told = self.read_document() if self.job.question else {}
         start = time.perf_counter()
         for name in names:
-            self.add(name, self.job.prompts[0])
+            self.add(name, self.document + self.prompt(self.job.question or self.job.prompts[0]))
         while len(made) < len(names):
             self.step(made)
         prefill = (time.perf_counter() - start) / len(names)
         for batch in sorted(batches, reverse=True):
             self.engine.abort_request(names[batch:])
-            yield self._timed(batch, made) | {"prefill_s": prefill}
+            if self.job.question:
+                told["cache_bytes"] = self.cache_bytes(batch)
+            yield self._timed(batch, made) | {"prefill_s": prefill} | told
 
     def _timed(self, batch: int, made: dict[str, list[int]]) -> Row:
         for _ in range(WARM_UP_STEPS):

@@ -11,15 +11,37 @@ from kvsketch.report.blocks import table as markdown
 
 NOTHING = "not measured"
 OWN = {"bf16": "vLLM, bf16 cache", "fp8": "vLLM, fp8 cache"}
+SHARED = {
+    "bf16": "vLLM, prefix caching, bf16",
+    "fp8": "vLLM, prefix caching, fp8",
+    "bf16-cascade": "vLLM, prefix caching, bf16, cascade attention",
+}
 
 
-def measured(records: list[Record]) -> list[dict[str, Any]]:
-    """What was measured last of each contender and batch."""
-    return last([r["data"] for r in records if r["kind"] == "vllm"], "contender", "shape", "prompt", "batch")
+def measured(records: list[Record], shares: bool = False) -> list[dict[str, Any]]:
+    """What was measured last of each contender and batch, of requests with prompts of their own or a document."""
+    rows = [r["data"] for r in records if r["kind"] == "vllm" and bool(r["data"].get("question")) == shares]
+    return [row for row in last(rows, "contender", "shape", "prompt", "batch") if not row.get(FAILED)]
+
+
+def documents(records: list[Record]) -> str:
+    """Requests that share one document, as many as were timed of all contenders."""
+    rows = measured(records, shares=True)
+    if not rows:
+        return f"{NOTHING.capitalize()} yet."
+    lines = []
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        row = max((row for row in rows if row["contender"] == name), key=lambda row: row["batch"])
+        lines.append([
+            SHARED.get(name, Code(name)), f"{row['batch']}", f"{row['step_ms']:.2f}", f"{row['tokens_per_s']:,.0f}",
+            f"{row['cache_bytes'] / 1e9:.2f}", f"{row['document_s']:.2f}", f"{1e3 * row['prefill_s']:.0f}",
+        ])  # fmt: skip
+    headings = ["", "requests", "step, ms", "tokens/s", "GB of their caches", "document read in, s"]
+    return markdown([*headings, "a request begins in, ms"], lines)
 
 
 def table(records: list[Record]) -> str:
-    rows = [row for row in measured(records) if not row.get(FAILED)]
+    rows = measured(records)
     batches = sorted({row["batch"] for row in rows if row["contender"] not in OWN} or {row["batch"] for row in rows})
     lines = []
     for name in dict.fromkeys(row["contender"] for row in rows):
