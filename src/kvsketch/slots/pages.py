@@ -15,8 +15,10 @@ tokens, D key size, Dv value size.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from math import prod
@@ -44,38 +46,55 @@ def like_table(
 ) -> SlotTable:
     """A bounded table of one row at that place: what a page holds is like it, but for the number of slots."""
     table = SlotTable(**vars(place))
-    keys, values = (torch.zeros(1, heads, 1, size, dtype=dtype) for size in (key_size, value_size))
-    table.append(keys, values)
-    table.bound(1)
-    state = table.state_of(kind)
-    for each in fields(kind):
-        if each.metadata["role"] == SLOT:
-            setattr(state, each.name, torch.zeros(table.shape))
+    with _on_the_host():
+        keys, values = (torch.zeros(1, heads, 1, size, dtype=dtype) for size in (key_size, value_size))
+        table.append(keys, values)
+        table.bound(1)
+        state = table.state_of(kind)
+        for each in fields(kind):
+            if each.metadata["role"] == SLOT:
+                setattr(state, each.name, torch.zeros(table.shape))
     return table
+
+
+@contextlib.contextmanager
+def _on_the_host() -> Iterator[None]:
+    """vLLM loads a model under a default dtype and a default device of its own."""
+    given = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(given)
 
 
 class Planes(ABC):
     """What lies in a page."""
 
-    @abstractmethod
+    @functools.cached_property
     def planes(self) -> dict[str, Plane]:
         """Shape and dtype of each plane, by name."""
+        return self._planes()
 
+    @abstractmethod
+    def _planes(self) -> dict[str, Plane]: ...
+
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Bytes of each."""
         return {
-            name: -(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
-            for name, (shape, dtype) in self.planes().items()
+            name: -(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED for name, (shape, dtype) in self.planes.items()
         }
 
     @property
     def nbytes(self) -> int:
-        return sum(self.sizes().values())
+        return sum(self.sizes.values())
 
     def _spans(self, pages: int = 1) -> list[tuple[str, Plane, int, int]]:
         """Name, plane, first byte and the one behind the last, where each plane has those of so many pages."""
-        ends = pairwise(accumulate((size * pages for size in self.sizes().values()), initial=0))
-        return [(name, plane, *span) for (name, plane), span in zip(self.planes().items(), ends, strict=True)]
+        ends = pairwise(accumulate((size * pages for size in self.sizes.values()), initial=0))
+        return [(name, plane, *span) for (name, plane), span in zip(self.planes.items(), ends, strict=True)]
 
 
 # one layer
@@ -89,7 +108,7 @@ class PageShape(Planes):
     slots: int  # S
     prompt: bool = False  # whether the length of the prompt is known later
 
-    def planes(self) -> dict[str, Plane]:
+    def _planes(self) -> dict[str, Plane]:
         """Vectors come first, places of exact ones next: that is what a page is cleared of."""
         heads = self.like.shape[1]
         each = {n: ((heads, self.slots, *part.shape[3:]), part.dtype) for n, part in slot_parts(self.like).items()}
@@ -106,7 +125,7 @@ class PageShape(Planes):
         }
 
     def front(self, pool: Tensor) -> Front:
-        words = [sum(size // 8 for name, size in self.sizes().items() if _order(name) == order) for order in range(2)]
+        words = [sum(size // 8 for name, size in self.sizes.items() if _order(name) == order) for order in range(2)]
         return Front(pool[:, : 8 * sum(words)].view(torch.int64), *words)
 
 
@@ -237,7 +256,7 @@ class RequestShape(Planes):
         """N; one slot takes what belongs nowhere."""
         return self.layers * self.like.shape[1] * (self.slots + self.room) + 1
 
-    def planes(self) -> dict[str, Plane]:
+    def _planes(self) -> dict[str, Plane]:
         heads, size = self.like.shape[1], self.like.stores()[0].shape[3]
         each = {n: ((self.rows, *part.shape[3:]), part.dtype) for n, part in slot_parts(self.like).items()}
         each |= {n: ((self.layers, *part.shape[1:]), part.dtype) for n, part in row_parts(self.like).items()}

@@ -9,6 +9,8 @@ from kvsketch.cache import rotary
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.rehearse import VIRTUAL, Rehearse
+from kvsketch.ops.codec import Codec
+from kvsketch.slots.codes import PLAIN
 from kvsketch.slots.positions import TEXT
 
 KEY = "kvsketch"
@@ -52,6 +54,12 @@ def servable(method: Method) -> BudgetedMethod:
                 f"{method.name}: {name}={str(given).lower()} cannot be served by vLLM; use {name}={wanted}"
             )
     return method
+
+
+def refuse_bits(method: Method, size: int) -> None:
+    """Raises ValueError, in one line, where heads of this size cannot be held in the bits of the method."""
+    for bits in {*method.stored_bits.pair} - {PLAIN}:
+        Codec(bits, size)
 
 
 def rotary_angles(method: Rehearse, config: Any) -> tuple[float, ...]:
