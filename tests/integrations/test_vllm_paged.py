@@ -104,7 +104,7 @@ class Served:
         return [torch.randn(size, generator=self.generator).to(DEVICE) for size in sizes]
 
     def kept(self, page: int, seen: int) -> list[list[int]]:
-        return kept(self.pages.one(whole(page), seen))
+        return kept(self.pages.take(whole(page), seen))
 
 
 def kept(table: SlotTable) -> list[list[int]]:

@@ -173,7 +173,7 @@ class Pages:
         self.vectors = {name: part for name, part in parts.items() if _order(name) < 2}
         self.front = shape.front(pool)
 
-    def one(self, page: Tensor, seen: int) -> SlotTable:
+    def take(self, page: Tensor, seen: int) -> SlotTable:
         """The table of the request in `page` [1], a copy ready for several tokens; `seen` of its tokens are there."""
         clock = torch.full((1,), seen, device=page.device)
         parts = self._opened(Rows(page, clock, torch.zeros_like(clock)))
@@ -305,7 +305,7 @@ class RequestPages:
 
     # one request
 
-    def tables(self, page: int, seen: int, settled: int) -> list[SlotTable]:
+    def take(self, page: int, seen: int, settled: int) -> list[SlotTable]:
         """The tables of a request in all layers; `seen` of its tokens are there, `settled` of them decided about.
 
         What they read lies in the page. Asks the device.
@@ -317,7 +317,8 @@ class RequestPages:
         self.store.slots["index"].index_copy_(0, at, (settled + new).int().repeat(kept.numel()))
         entry = torch.tensor([page], device=start.device)
         queries = self.planes["queries"].index_select(0, entry)
-        states = [_with_queries(like.state, queries[:, layer]) for layer, like in enumerate(self.store.like)]
+        kinds: list[Any] = [like.state for like in self.store.like]
+        states = [replace(state, queries=queries[:, layer]) for layer, state in enumerate(kinds)]
         return self.store.take(entry, start, kept + waiting, states, seen=seen, settled=settled, prompt_tokens=seen)
 
     def put(self, page: int, tables: Sequence[SlotTable]) -> None:
@@ -334,8 +335,8 @@ class RequestPages:
         # A page never writes into another's, whatever a method keeps.
         self.store.put(page, tables, start, filled, end=(page + 1) * self.shape.rows - 1)
         if waiting:
-            queries = torch.cat([_queries(table.state)[:, :, :waiting] for table in tables])
-            self.planes["queries"][page, :, :, :waiting] = queries
+            states: list[Any] = [table.state for table in tables]
+            self.planes["queries"][page, :, :, :waiting] = torch.cat([s.queries[:, :, :waiting] for s in states])
 
     def _pack(self, table: SlotTable) -> None:
         """Gives a table a layout of its own; tokens lie before `next_slot`."""
@@ -386,20 +387,9 @@ class RequestPages:
     def write(self, step: StepRows, layer: int, q: Tensor, k: Tensor, v: Tensor) -> SlotTable:
         """Writes one token of each request behind those that wait, and returns the layer's table.
 
-        q [B, Hq, D], k [B, H, D], v [B, H, Dv]. Their numbers in the text are not written (`tables`).
+        q [B, Hq, D], k [B, H, D], v [B, H, Dv]. Their numbers in the text are not written (`take`).
         """
         table = step.tables[layer]
         table.append(k.unsqueeze(2), v.unsqueeze(2))
         ops.keep_queries(self.planes["queries"][:, layer], q.unsqueeze(2), step.waiting, k.shape[1], step.pages)
         return table
-
-
-def _queries(state: Any) -> Tensor:
-    """The queries of tokens that wait."""
-    assert state.queries is not None
-    return state.queries
-
-
-def _with_queries(state: Any, queries: Tensor) -> TableState:
-    kept: TableState = replace(state, queries=queries)
-    return kept

@@ -114,7 +114,7 @@ class Together:
         if seen:
             assert forward.pages is not None
             if page not in forward.past:
-                forward.past[page] = forward.pages.tables(page, seen, self.settled[page])
+                forward.past[page] = forward.pages.take(page, seen, self.settled[page])
             table = forward.past[page][layer]
             past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
         else:
@@ -166,7 +166,7 @@ class Together:
         opened = self.pages(pool) if due else None
         for page, seen in due:
             assert opened is not None
-            tables = opened.tables(page, seen, self.settled[page])
+            tables = opened.take(page, seen, self.settled[page])
             for table, scale in zip(tables, self.scales, strict=True):
                 table.note_scale(scale)
             with _of_its_own():
