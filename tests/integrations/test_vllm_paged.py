@@ -15,7 +15,7 @@ from kvsketch.integrations.vllm.settings import servable
 from kvsketch.methods import parse_method
 from kvsketch.methods.received import Scores
 from kvsketch.ops.common import dispatch
-from kvsketch.slots.codes import SlotCodes
+from kvsketch.slots.codes import FewBits, SlotCodes
 from kvsketch.slots.pages import Pages
 from kvsketch.slots.table import Place, SlotTable
 from tests.ops.formula import needs_triton
@@ -104,7 +104,7 @@ class Served:
         return [torch.randn(size, generator=self.generator).to(DEVICE) for size in sizes]
 
     def kept(self, page: int, seen: int) -> list[list[int]]:
-        return kept(self.pages.one(whole(page), seen))
+        return kept(self.pages.take(whole(page), seen))
 
 
 def kept(table: SlotTable) -> list[list[int]]:
@@ -174,6 +174,20 @@ def test_a_request_that_was_not_finite_leaves_nothing_in_its_page(text: str, val
             torch.testing.assert_close(found, alone.read(*tokens), atol=1e-5, rtol=1e-4)
             seen += new
         assert served.kept(4, seen) == kept(alone.table)
+
+
+def test_a_page_is_the_same_under_the_defaults_of_a_loader() -> None:
+    """vLLM asks for the shape of a page where new tensors have the dtype and the device of the model."""
+    text = "h2o:budget=12:bits=4"
+    wanted = Served(text).shape
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = PagedLayer(parse_method(text), Place(1, 3, bits=FewBits(4, 4)), 0.3)
+            shape = found.page_shape(HEADS, SIZE, SIZE, torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert shape.planes == wanted.planes and shape.nbytes == wanted.nbytes
 
 
 @needs_triton

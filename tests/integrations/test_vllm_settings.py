@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from kvsketch.integrations.vllm import register
-from kvsketch.integrations.vllm.settings import SERVED, bound_captures, chosen_method, refuse_config, refuse_layer
+from kvsketch.integrations.vllm.settings import (
+    SERVED,
+    bound_captures,
+    chosen_method,
+    refuse_bits,
+    refuse_config,
+    refuse_layer,
+)
 
 
 @pytest.mark.parametrize("bits", ["", ":bits=4", ":key_bits=8:value_bits=3"])
@@ -66,6 +73,13 @@ def test_a_layer_with_more_than_causal_attention_is_refused() -> None:
         refuse_layer(sliding_window=4096)
     with pytest.raises(ValueError, match="kv_cache_dtype=fp8 in vLLM; leave out --kv-cache-dtype"):
         refuse_layer(kv_cache_dtype="fp8")
+
+
+def test_heads_that_cannot_be_coded_are_refused() -> None:
+    refuse_bits(chosen_method({"kvsketch": "h2o:budget=64"}), 20)
+    refuse_bits(chosen_method({"kvsketch": "h2o:budget=64:bits=4"}), 24)
+    with pytest.raises(ValueError, match=r"bits=4 cannot code heads of size 20, only multiples of 8; use bits=16"):
+        refuse_bits(chosen_method({"kvsketch": "h2o:budget=64:key_bits=4"}), 20)
 
 
 def test_an_older_vllm_starts_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ class Served:
 
     def kept(self, page: int) -> list[list[list[int]]]:
         self.together.catch_up(self.pool, self.seen.items())
-        tables = self.together.pages(self.pool).tables(page, self.seen[page], self.together.settled[page])
+        tables = self.together.pages(self.pool).take(page, self.seen[page], self.together.settled[page])
         return [kept(table) for table in tables]
 
 

@@ -428,7 +428,7 @@ def test_rows_move_together_where_no_stretch_is_long_enough() -> None:
     shared.leave(0)
     shared.leave(2)
     store: Any = shared.store
-    store._slots = store.rows[3].start + store.rows[3].size
+    store.slots = store.rows[3].start + store.rows[3].size
     places = store.rows[1].start, store.rows[3].start
     join(2, 40)
     assert store.rows[1].start == 0 < places[0] and store.rows[3].start < places[1]

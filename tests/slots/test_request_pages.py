@@ -147,7 +147,7 @@ class Machine(RuleBasedStateMachine):
         request.settled, request.queries = request.seen, [[] for _ in range(LAYERS)]
 
     def _tables(self, page: int) -> list[SlotTable]:
-        return self.pages.tables(page, self.requests[page].seen, self.requests[page].settled)
+        return self.pages.take(page, self.requests[page].seen, self.requests[page].settled)
 
     @precondition(lambda self: self.requests)
     @rule(number=st.integers(0, 11), decides=st.booleans(), more=st.integers(0, 6))

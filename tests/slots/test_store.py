@@ -93,7 +93,7 @@ class Form:
 
     def read(self, entry: int, request: Request) -> list[SlotTable]:
         """The request as tables of one row, or of several with it in row `row`."""
-        raise NotImplementedError
+        return self.take(entry, request)
 
     def row(self, entry: int) -> int:
         return 0
@@ -213,10 +213,7 @@ class EqualInPages(Form):
             pages.put(torch.tensor([1 + entry]), table)
 
     def take(self, entry: int, request: Request) -> list[SlotTable] | None:
-        return [pages.one(torch.tensor([1 + entry]), request.seen) for pages in self.pages]
-
-    def read(self, entry: int, request: Request) -> list[SlotTable]:
-        return [pages.one(torch.tensor([1 + entry]), request.seen) for pages in self.pages]
+        return [pages.take(torch.tensor([1 + entry]), request.seen) for pages in self.pages]
 
     def step(self, requests: dict[int, Request], new: Tensor) -> None:
         # Two rows stand for no request.
@@ -249,12 +246,12 @@ class RaggedInPages(Form):
     def take(self, entry: int, request: Request) -> list[SlotTable] | None:
         # Several tokens are added to tables of one layer each.
         self.stacks = not self.stacks
-        taken = self.pages.stack if self.stacks else self.pages.tables
+        taken = self.pages.stack if self.stacks else self.pages.take
         found = taken(1 + entry, request.seen, request.settled)
         return [found] if isinstance(found, SlotTable) else found
 
     def read(self, entry: int, request: Request) -> list[SlotTable]:
-        return self.pages.tables(1 + entry, request.seen, request.settled)
+        return self.pages.take(1 + entry, request.seen, request.settled)
 
     def begin_alone(self, entry: int) -> None:
         self.pages.clear(torch.tensor([1 + entry]))

@@ -15,8 +15,10 @@ tokens, D key size, Dv value size.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from math import prod
@@ -44,38 +46,55 @@ def like_table(
 ) -> SlotTable:
     """A bounded table of one row at that place: what a page holds is like it, but for the number of slots."""
     table = SlotTable(**vars(place))
-    keys, values = (torch.zeros(1, heads, 1, size, dtype=dtype) for size in (key_size, value_size))
-    table.append(keys, values)
-    table.bound(1)
-    state = table.state_of(kind)
-    for each in fields(kind):
-        if each.metadata["role"] == SLOT:
-            setattr(state, each.name, torch.zeros(table.shape))
+    with _on_the_host():
+        keys, values = (torch.zeros(1, heads, 1, size, dtype=dtype) for size in (key_size, value_size))
+        table.append(keys, values)
+        table.bound(1)
+        state = table.state_of(kind)
+        for each in fields(kind):
+            if each.metadata["role"] == SLOT:
+                setattr(state, each.name, torch.zeros(table.shape))
     return table
+
+
+@contextlib.contextmanager
+def _on_the_host() -> Iterator[None]:
+    """vLLM loads a model under a default dtype and a default device of its own."""
+    given = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(given)
 
 
 class Planes(ABC):
     """What lies in a page."""
 
-    @abstractmethod
+    @functools.cached_property
     def planes(self) -> dict[str, Plane]:
         """Shape and dtype of each plane, by name."""
+        return self._planes()
 
+    @abstractmethod
+    def _planes(self) -> dict[str, Plane]: ...
+
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Bytes of each."""
         return {
-            name: -(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
-            for name, (shape, dtype) in self.planes().items()
+            name: -(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED for name, (shape, dtype) in self.planes.items()
         }
 
     @property
     def nbytes(self) -> int:
-        return sum(self.sizes().values())
+        return sum(self.sizes.values())
 
     def _spans(self, pages: int = 1) -> list[tuple[str, Plane, int, int]]:
         """Name, plane, first byte and the one behind the last, where each plane has those of so many pages."""
-        ends = pairwise(accumulate((size * pages for size in self.sizes().values()), initial=0))
-        return [(name, plane, *span) for (name, plane), span in zip(self.planes().items(), ends, strict=True)]
+        ends = pairwise(accumulate((size * pages for size in self.sizes.values()), initial=0))
+        return [(name, plane, *span) for (name, plane), span in zip(self.planes.items(), ends, strict=True)]
 
 
 # one layer
@@ -89,7 +108,7 @@ class PageShape(Planes):
     slots: int  # S
     prompt: bool = False  # whether the length of the prompt is known later
 
-    def planes(self) -> dict[str, Plane]:
+    def _planes(self) -> dict[str, Plane]:
         """Vectors come first, places of exact ones next: that is what a page is cleared of."""
         heads = self.like.shape[1]
         each = {n: ((heads, self.slots, *part.shape[3:]), part.dtype) for n, part in slot_parts(self.like).items()}
@@ -106,7 +125,7 @@ class PageShape(Planes):
         }
 
     def front(self, pool: Tensor) -> Front:
-        words = [sum(size // 8 for name, size in self.sizes().items() if _order(name) == order) for order in range(2)]
+        words = [sum(size // 8 for name, size in self.sizes.items() if _order(name) == order) for order in range(2)]
         return Front(pool[:, : 8 * sum(words)].view(torch.int64), *words)
 
 
@@ -154,7 +173,7 @@ class Pages:
         self.vectors = {name: part for name, part in parts.items() if _order(name) < 2}
         self.front = shape.front(pool)
 
-    def one(self, page: Tensor, seen: int) -> SlotTable:
+    def take(self, page: Tensor, seen: int) -> SlotTable:
         """The table of the request in `page` [1], a copy ready for several tokens; `seen` of its tokens are there."""
         clock = torch.full((1,), seen, device=page.device)
         parts = self._opened(Rows(page, clock, torch.zeros_like(clock)))
@@ -238,7 +257,7 @@ class RequestShape(Planes):
         """N; one slot takes what belongs nowhere."""
         return self.layers * self.like.shape[1] * (self.slots + self.room) + 1
 
-    def planes(self) -> dict[str, Plane]:
+    def _planes(self) -> dict[str, Plane]:
         heads, size = self.like.shape[1], self.like.stores()[0].shape[3]
         each = {n: ((self.rows, *part.shape[3:]), part.dtype) for n, part in slot_parts(self.like).items()}
         each |= {n: ((self.layers, *part.shape[1:]), part.dtype) for n, part in row_parts(self.like).items()}
@@ -292,7 +311,7 @@ class RequestPages:
 
     # one request
 
-    def tables(self, page: int, seen: int, settled: int) -> list[SlotTable]:
+    def take(self, page: int, seen: int, settled: int) -> list[SlotTable]:
         """The tables of a request in all layers; `seen` of its tokens are there, `settled` of them decided about.
 
         What they read lies in the page. Asks the device.
@@ -315,7 +334,8 @@ class RequestPages:
         at = ((start + kept).unsqueeze(-1) + new).flatten()
         self.store.slots["index"].index_copy_(0, at, (settled + new).int().repeat(kept.numel()))
         queries = self.planes["queries"][page].clone().split(1)
-        states = [_with_queries(like.state, own) for like, own in zip(self.store.like, queries, strict=True)]
+        kinds: list[Any] = [like.state for like in self.store.like]
+        states = [replace(state, queries=own) for state, own in zip(kinds, queries, strict=True)]
         return start, kept + waiting, states
 
     def put(self, page: int, tables: Sequence[SlotTable]) -> None:
@@ -332,8 +352,8 @@ class RequestPages:
         # A page never writes into another's, whatever a method keeps.
         self.store.put(page, tables, start, filled, end=(page + 1) * self.shape.rows - 1)
         if waiting:
-            queries = torch.cat([_queries(table.state)[:, :, :waiting] for table in tables])
-            self.planes["queries"][page, :, :, :waiting] = queries
+            states: list[Any] = [table.state for table in tables]
+            self.planes["queries"][page, :, :, :waiting] = torch.cat([s.queries[:, :, :waiting] for s in states])
 
     def _pack(self, table: SlotTable) -> None:
         """Gives a table a layout of its own; tokens lie before `next_slot`."""
@@ -384,20 +404,9 @@ class RequestPages:
     def write(self, step: StepRows, layer: int, q: Tensor, k: Tensor, v: Tensor) -> SlotTable:
         """Writes one token of each request behind those that wait, and returns the layer's table.
 
-        q [B, Hq, D], k [B, H, D], v [B, H, Dv]. Their numbers in the text are not written (`tables`).
+        q [B, Hq, D], k [B, H, D], v [B, H, Dv]. Their numbers in the text are not written (`take`).
         """
         table = step.tables[layer]
         table.append(k.unsqueeze(2), v.unsqueeze(2))
         ops.keep_queries(self.planes["queries"][:, layer], q.unsqueeze(2), step.waiting, k.shape[1], step.pages)
         return table
-
-
-def _queries(state: Any) -> Tensor:
-    """The queries of tokens that wait."""
-    assert state.queries is not None
-    return state.queries
-
-
-def _with_queries(state: Any, queries: Tensor) -> TableState:
-    kept: TableState = replace(state, queries=queries)
-    return kept

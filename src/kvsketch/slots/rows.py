@@ -58,6 +58,8 @@ class Rows(ABC):
 
     store: Equal | Ragged
     tables: list[SlotTable]  # of all rows
+    slots = 0  # that rows of different sizes divide among them
+    slot_bytes = 0  # of these
 
     def _begin(self, tables: list[SlotTable], rows: int, clock: int) -> None:
         """Puts tables on the clock, which shows at first what the longest row that will join may have seen."""
@@ -69,16 +71,6 @@ class Rows(ABC):
             table.padding, table.prompts, table.seen = self.padding, self.prompts, clock
         for row in range(rows):
             self.retire(row)
-
-    @property
-    def slots(self) -> int:
-        """Slots that rows of different sizes divide among them."""
-        return 0
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of these."""
-        return 0
 
     @abstractmethod
     def first(self, rows: int) -> list[SlotTable]:
@@ -215,7 +207,7 @@ class RaggedRows(Rows):
         most: int,
         needs: Callable[[SlotTable], RowNeeds],
     ) -> None:
-        self.needs, self._slots = needs, slots
+        self.needs, self.slots = needs, slots
         self.rows: dict[int, Stretch] = {}
         self.changes = 0  # of capacities, which the work lists follow
         self.arranged: dict[int, int] = {}  # by the rows of a step, the changes that its lists know
@@ -231,15 +223,8 @@ class RaggedRows(Rows):
         self.settled_at = torch.full((rows,), clock, device=single.device)
         states = [each.state.for_rows(rows, room) for each in singles]
         tables = [self._table(layer, rows, state) for layer, state in enumerate(states)]
+        self.slot_bytes = sum(part.nbytes for part in flat.values())
         self._begin(tables, rows, clock)
-
-    @property
-    def slots(self) -> int:
-        return self._slots
-
-    @property
-    def slot_bytes(self) -> int:
-        return sum(part.nbytes for part in self.store.slots.values())
 
     def _table(self, layer: int, rows: int, state: TableState) -> SlotTable:
         """A table of the first rows."""

@@ -34,6 +34,7 @@ from kvsketch.integrations.vllm.settings import (
     chosen_method,
     document_method,
     documents_asked,
+    refuse_bits,
     refuse_config,
     refuse_layer,
     rotary_angles,
@@ -249,6 +250,7 @@ class KVSketchImpl(AttentionImpl[Any]):
         self.config = get_current_vllm_config()
         self.method = chosen_method(self.config.additional_config)
         refuse_config(self.config)
+        refuse_bits(self.method, head_size)
         model_dtype = str(torch.get_default_dtype()).removeprefix("torch.")
         refuse_layer(
             sliding_window=sliding_window, alibi_slopes=alibi_slopes, logits_soft_cap=logits_soft_cap, sinks=sinks,

@@ -71,7 +71,7 @@ class PagedLayer:
     def prefill(self, pages: Pages, page: Tensor, seen: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Several tokens of one request in `page` [1]: q [n, Hq, D], k [n, H, D], v [n, H, Dv]; returns [n, Hq, Dv]."""
         query, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        table = pages.one(page, seen) if seen else self._empty()
+        table = pages.take(page, seen) if seen else self._empty()
         past = None if table.empty else ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
         attended, (_, row_lse) = ops.chunk_attention(
             query, keys, values, self.scale, past=past, clip=self.method.clip, return_state=True

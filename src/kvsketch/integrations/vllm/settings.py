@@ -11,6 +11,8 @@ from kvsketch.integrations.vllm import CONNECTOR
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.rehearse import VIRTUAL, Rehearse
+from kvsketch.ops.codec import Codec
+from kvsketch.slots.codes import PLAIN
 from kvsketch.slots.positions import TEXT
 
 KEY = "kvsketch"
@@ -84,6 +86,12 @@ def document_method(method: BudgetedMethod, asked: DocumentsAsked) -> Rehearse:
     if not isinstance(method, Rehearse):
         raise ValueError(f"{CONNECTOR} shares documents of rehearse, and {method.name} was named")
     return replace(method, budget=asked.budget)
+
+
+def refuse_bits(method: Method, size: int) -> None:
+    """Raises ValueError, in one line, where heads of this size cannot be held in the bits of the method."""
+    for bits in {*method.stored_bits.pair} - {PLAIN}:
+        Codec(bits, size)
 
 
 def rotary_angles(method: Rehearse, config: Any) -> tuple[float, ...]:

@@ -187,7 +187,7 @@ class Together:
         if seen:
             assert forward.pages is not None
             if page not in forward.past:
-                forward.past[page] = forward.pages.tables(page, seen, self.settled[page])
+                forward.past[page] = forward.pages.take(page, seen, self.settled[page])
             table = forward.past[page][layer]
             past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
         else:
