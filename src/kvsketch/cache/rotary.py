@@ -1,7 +1,7 @@
 """The rotary embedding of a model, as far as its config tells: the angle by which a position turns a pair of channels.
 
-Knows configs alone, no model. Families are listed whose channels i and i + half form a pair; for others nothing is
-known.
+Knows configs alone, no model. Families are listed whose channels i and i + half form a pair, in latent attention those
+of the slots (`slots.latent`); for others nothing is known.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES = (
-    "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "stablelm",
-    "starcoder2",
+    "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_neox", "granite", "llama", "minicpm3", "mistral",
+    "olmo2", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "stablelm", "starcoder2", "youtu",
 )  # fmt: skip
 # Those whose angles do not change with the length of the text.
 FIXED = ("linear", "llama3", "yarn")
