@@ -138,7 +138,8 @@ def _compare(family: str, model: Any) -> Row:
     native = Counter(type(layer).__name__ for layer in cache.layers if not isinstance(layer, SlotLayer))
     kinds = [kind for word, kind in (("Sliding", "sliding-window"), ("Linear", "linear")) if word in " ".join(native)]
     notes = [f"its {' and '.join(kinds or ['other'])} layers stay native"] if native else []
-    notes += ["its latent vectors are compressed"] if any(isinstance(each, LatentLayer) for each in cache.layers) else []
+    if any(isinstance(layer, LatentLayer) for layer in cache.layers):
+        notes.append("its latent vectors are compressed")
     return Row(family, "served", "; ".join([*notes, *(["adapter"] if family in ADAPTED else [])]))
 
 

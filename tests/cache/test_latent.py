@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import AutoConfig, DynamicCache
 
 import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.cache import attention
 from kvsketch.cache.latent import Absorbed, LatentLayer, expands
 from kvsketch.cache.memory import sizes_of
+from kvsketch.methods import parse_method
 from kvsketch.slots.heads import head_share
 from tests.cache.test_tensor_parallel import Mesh
 from tests.helpers import zoo
@@ -35,6 +36,7 @@ MODELS = {
 }
 METHODS = ["streamingllm", "uniform", "h2o", "keyformer", "snapkv", "pyramidkv", "kcenter", "rehearse:refit=none"]
 RANK, ROTARY, LAYERS = 16, 8, 2
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def build(name: str, **changes: Any) -> Any:
@@ -139,9 +141,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "bits"), [("v2", 16), ("v2", 4), ("v3 with whole queries, yarn", 8), ("v3 turned by halves", 2)]
 )
-def test_a_step_reads_what_the_heads_of_the_model_would(
-    name: str, method: str, bits: int, steps: list[float]
-) -> None:
+def test_a_step_reads_what_the_heads_of_the_model_would(name: str, method: str, bits: int, steps: list[float]) -> None:
     model, ids = build(name), zoo.tokens(2, 110)
     cache = CompressedCache(model, with_budget(f"{method}:bits={bits}", 24))
     fed(model, cache, ids, [80, *[1] * 5, 20, *[1] * 5])
@@ -243,7 +243,9 @@ def test_bytes_are_those_that_were_foretold(method: str, tokens: int) -> None:
     cache = CompressedCache(model, method)
     fed(model, cache, zoo.tokens(2, tokens), [tokens])
     foretold = sizes_of(model, tokens, batch=2).bytes(cache.method, more=0)
-    assert foretold is not None and foretold * 0.6 < cache.device_bytes <= foretold
+    assert foretold is not None and cache.device_bytes <= foretold
+    # A short text is foretold with the room that it gets when it grows.
+    assert tokens < 64 or cache.device_bytes > foretold * 0.6
 
 
 def test_codes_take_the_bytes_of_their_sizes() -> None:
@@ -255,6 +257,20 @@ def test_codes_take_the_bytes_of_their_sizes() -> None:
     more = caches[1].device_bytes - caches[0].device_bytes
     score = 4
     assert more == LAYERS * 100 * ((RANK + ROTARY) // 2 + 2 * 2 + 8 + score)
+
+
+@pytest.mark.parametrize(
+    ("method", "size"), [("full:bits=8", 588), ("full:bits=4", 300), ("full:bits=2", 156), ("rehearse:refit=none", 152)]
+)
+def test_the_page_says_what_a_token_of_deepseek_v3_takes(method: str, size: int) -> None:
+    config, tokens = AutoConfig.for_model("deepseek_v3", dtype="bfloat16"), 1_000_000
+    sizes = sizes_of(config, tokens)
+    assert sizes.full == tokens * config.num_hidden_layers * 1152
+    held_by_all = sizes.bytes(parse_method(method), more=0)
+    assert held_by_all is not None
+    # A table that grows has up to a 64th more slots than tokens, and pieces of work of a large head are listed.
+    assert 1.0 <= held_by_all / (tokens * config.num_hidden_layers * size) < 1.02
+    assert f"{size}" in (DOCS / "latent.md").read_text(encoding="utf-8")
 
 
 def test_a_budget_from_memory_counts_latents() -> None:

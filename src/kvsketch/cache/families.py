@@ -31,8 +31,8 @@ class UnsupportedModelError(ValueError):
 
 def adapt(config: PretrainedConfig) -> None:
     """Installs the adapter that the family of `config` needs, if any."""
-    for owner in latent.attention_classes(config.get_text_config(decoder=True)):
-        _patches.setdefault(owner.__qualname__, Patch(owner, latent.EXPAND, latent.expand_kv)).install()
+    for expanding in latent.attention_classes(config.get_text_config(decoder=True)):
+        _patches.setdefault(expanding.__qualname__, Patch(expanding, latent.EXPAND, latent.expand_kv)).install()
     family = str(getattr(config, "model_type", ""))
     if family not in ADAPTED:
         return

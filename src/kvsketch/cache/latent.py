@@ -70,7 +70,9 @@ def require_latent_slots(method: Method, name: str) -> None:
 
 
 class LatentLayer(SlotLayer):
-    """A layer whose table holds latents; `update` takes and returns them as the model does, [B, 1, n, R] and [.., E]."""
+    """A layer whose table holds latents. `update` takes and returns c [B, 1, n, R] and r [B, 1, n, E], as the model
+    caches them.
+    """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         latents, rotary = key_states, value_states
@@ -124,7 +126,7 @@ class Absorbed:
 
     def __init__(self, module: Any, layer: LatentLayer) -> None:
         projection, self.layer = module.kv_b_proj, layer
-        if type(projection) is not nn.Linear or projection.bias is not None or projection.weight.is_meta:
+        if type(projection) not in (nn.Linear,) or projection.bias is not None or projection.weight.is_meta:
             raise ValueError(
                 f"{type(module).__name__} of {layer.model_name} holds kv_b_proj as {type(projection).__name__}, and "
                 "latents are read with its plain weights: load the model without quantization, adapters on kv_b_proj "
