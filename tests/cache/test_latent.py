@@ -128,7 +128,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         if not view.appended or expands(view):
             return real(view, module, query, scale, *rest, **options)
         size = module.qk_rope_head_dim
-        latents, rotary = view.keys[..., size:], view.layer.neighbours(view.keys[..., :size])
+        slots = view.layer.table.key_slots()
+        latents, rotary = slots[..., size:], view.layer.neighbours(slots[..., :size])
         keys, values = module.expand_kv(latents, rotary)
         logits = query @ keys.mT * scale
         logits = logits if view.log_den is None else logits + view.log_den.unsqueeze(2)
@@ -225,6 +226,23 @@ def test_methods_see_the_products_of_the_models_own_heads(
     layer.settle()
     assert given[1][0].shape[2] == {"snapkv:window=8": 8, "streamingllm": 2}.get(method, 60)
     assert torch.equal(layer.table.index_slots(), again.slot_layers[0].table.index_slots())
+
+
+@pytest.mark.parametrize("method", ["h2o", "snapkv:window=8", "keyformer", "h2o:share=model"])
+@pytest.mark.parametrize("pads", [[0], [0, 6]], ids=["alone", "left-padded"])
+def test_scores_from_the_logits_of_codes_are_those_of_the_decoded_keys(
+    method: str, pads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step leaves its logits, in the channels of the codes; without them keys are decoded and multiplied again."""
+    model = build("v2")
+    ids, mask = padded(zoo.tokens(len(pads), 100), pads)
+    scores = []
+    for wanted in (True, False):
+        cache = CompressedCache(model, with_budget(f"{method}:bits=4", 24))
+        monkeypatch.setattr(type(cache.method), "wants_logits", wanted)
+        fed(model, cache, ids, [80, *[1] * 20], mask)
+        scores.append(torch.cat([cache.method.worth(layer.table).flatten() for layer in cache.slot_layers]))
+    assert torch.allclose(*scores, rtol=1e-4, atol=1e-5)
 
 
 # bytes

@@ -69,10 +69,24 @@ def require_latent_slots(method: Method, name: str) -> None:
         )
 
 
+class LatentView(LayerView):
+    """What a forward reads of latents."""
+
+    def attend(self, query: Tensor, scale: float, mask: Any, bias: Tensor | None = None, **options: Any) -> Tensor:
+        table = self.layer.table
+        assert isinstance(table, LatentTable)
+        if not table.reads_codes:
+            return super().attend(query, scale, mask, bias, **options)
+        sums = super().attend(table.turned(query), scale, mask, bias, **options)
+        return table.turned_back(sums).to(query.dtype)
+
+
 class LatentLayer(SlotLayer):
     """A layer whose table holds latents. `update` takes and returns c [B, 1, n, R] and r [B, 1, n, E], as the model
     caches them.
     """
+
+    View = LatentView
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         latents, rotary = key_states, value_states

@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ class SlotLayer(CacheLayerMixin):
     SAVED = ("pending", "recording", "seen_before", "prompt_before", "read_before", "is_initialized")
 
     is_sliding, is_compileable, is_croppable = False, False, True
+    View: ClassVar[type[LayerView]]  # what a forward reads of it
 
     def __init__(
         self, table: SlotTable, method: Method, model_name: str, keys_are_shared: bool = False, chunk: int | None = None
@@ -125,7 +126,7 @@ class SlotLayer(CacheLayerMixin):
             return LayerView(self, keys.view_as(keys), values.view_as(values), exact=False, seen=seen, appended=False)
         self.whole = False
         self.table.append(keys, values)
-        view = LayerView.of(self)
+        view = self.View.of(self)
         return view.kept() if self.keys_are_shared else view
 
     def note_padding(self, mask: Any) -> None:
@@ -300,3 +301,6 @@ class LayerView:
 
     def is_owner(self, module: nn.Module) -> bool:
         return getattr(module, "layer_idx", self.layer.table.layer_idx) == self.layer.table.layer_idx
+
+
+SlotLayer.View = LayerView
