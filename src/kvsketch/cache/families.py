@@ -31,7 +31,7 @@ class UnsupportedModelError(ValueError):
 
 def adapt(config: PretrainedConfig) -> None:
     """Installs the adapter that the family of `config` needs, if any."""
-    for expanding in latent.attention_classes(config.get_text_config(decoder=True)):
+    for expanding in latent.attention_classes(config):
         _patches.setdefault(expanding.__qualname__, Patch(expanding, latent.EXPAND, latent.expand_kv)).install()
     family = str(getattr(config, "model_type", ""))
     if family not in ADAPTED:

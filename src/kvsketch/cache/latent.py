@@ -27,8 +27,7 @@ from kvsketch.methods.base import Method
 from kvsketch.slots.latent import LatentTable
 
 EXPAND = "expand_kv"
-# Families that turn the rotary channels 2i and 2i + 1 together. All others turn i and i + half.
-NEIGHBOURS = ("deepseek_v2",)
+NEIGHBOURS = ("deepseek_v2",)  # families that turn neighbouring rotary channels together
 
 
 class LatentSizes(NamedTuple):
@@ -41,14 +40,14 @@ class LatentSizes(NamedTuple):
 def sizes_of(config: PretrainedConfig) -> LatentSizes | None:
     """What a model caches of a token if its attention is latent, else None."""
     text = config.get_text_config(decoder=True)
-    rank = getattr(text, "kv_lora_rank", None)
-    return LatentSizes(rank, text.qk_rope_head_dim) if rank and any(attention_classes(text)) else None
+    return LatentSizes(text.kv_lora_rank, text.qk_rope_head_dim) if any(attention_classes(config)) else None
 
 
-def attention_classes(text: PretrainedConfig) -> Iterator[type]:
+def attention_classes(config: PretrainedConfig) -> Iterator[type]:
     """The attention classes of a model in transformers that expand latents behind the cache."""
+    text = config.get_text_config(decoder=True)
     home = type(text).__module__
-    if not home.startswith("transformers.models.") or ".configuration_" not in home:
+    if not getattr(text, "kv_lora_rank", None) or not home.startswith("transformers.models."):
         return
     name = home.replace(".configuration_", ".modeling_")
     for found in list(vars(sys.modules.get(name) or importlib.import_module(name)).values()):
@@ -86,7 +85,7 @@ class LatentLayer(SlotLayer):
     caches them.
     """
 
-    View = LatentView
+    turns_neighbours = False  # whether the model turns the rotary channels 2i and 2i + 1 together, not i and i + half
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         latents, rotary = key_states, value_states
@@ -100,6 +99,9 @@ class LatentLayer(SlotLayer):
         setattr(latents, TAG, view)
         return latents, rotary
 
+    def view(self) -> LayerView:
+        return LatentView.of(self)
+
     @property
     def asked(self) -> int:
         """How many of the newest queries of several tokens are absorbed: those that the method looks at."""
@@ -107,16 +109,24 @@ class LatentLayer(SlotLayer):
         return self.table.new_tokens if last is None else max(2, last)
 
     def halves(self, rotary: Tensor) -> Tensor:
-        """Rotary channels of a model, [..., E], with those that turn together half of the size apart."""
-        if self.model_name not in NEIGHBOURS:
-            return rotary
-        return rotary.unflatten(-1, (-1, 2)).mT.flatten(-2)
+        """Rotary channels of the model, [..., E], with those that turn together half of the size apart."""
+        return rotary.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.turns_neighbours else rotary
 
     def neighbours(self, rotary: Tensor) -> Tensor:
         """The same back."""
-        if self.model_name not in NEIGHBOURS:
-            return rotary
-        return rotary.unflatten(-1, (2, -1)).mT.flatten(-2)
+        return rotary.unflatten(-1, (2, -1)).mT.flatten(-2) if self.turns_neighbours else rotary
+
+
+class PairedLatentLayer(LatentLayer):
+    """The same for models that turn neighbouring channels together."""
+
+    turns_neighbours = True
+
+
+def layer_kind(config: PretrainedConfig) -> type[LatentLayer]:
+    """The class of the layers of a model with latent attention."""
+    paired = config.get_text_config(decoder=True).model_type in NEIGHBOURS
+    return PairedLatentLayer if paired else LatentLayer
 
 
 def expands(view: LayerView) -> bool:
@@ -158,6 +168,3 @@ class Absorbed:
     def heads(self, latents: Tensor) -> Tensor:  # [B, n, Hq, values]
         """Sums of latents, [B, n, Hq, R], as the outputs of the heads."""
         return (latents.transpose(1, 2) @ self.values.mT).transpose(1, 2).contiguous()
-
-
-__all__ = ["Absorbed", "LatentLayer", "LatentTable", "attention_classes", "expand_kv", "expands", "sizes_of"]

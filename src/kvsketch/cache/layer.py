@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,6 @@ class SlotLayer(CacheLayerMixin):
     SAVED = ("pending", "recording", "seen_before", "prompt_before", "read_before", "is_initialized")
 
     is_sliding, is_compileable, is_croppable = False, False, True
-    View: ClassVar[type[LayerView]]  # what a forward reads of it
 
     def __init__(
         self, table: SlotTable, method: Method, model_name: str, keys_are_shared: bool = False, chunk: int | None = None
@@ -126,8 +125,12 @@ class SlotLayer(CacheLayerMixin):
             return LayerView(self, keys.view_as(keys), values.view_as(values), exact=False, seen=seen, appended=False)
         self.whole = False
         self.table.append(keys, values)
-        view = self.View.of(self)
+        view = self.view()
         return view.kept() if self.keys_are_shared else view
+
+    def view(self) -> LayerView:
+        """What this forward reads."""
+        return LayerView.of(self)
 
     def note_padding(self, mask: Any) -> None:
         """Learns each row's left padding from what the newest query may see."""
@@ -301,6 +304,3 @@ class LayerView:
 
     def is_owner(self, module: nn.Module) -> bool:
         return getattr(module, "layer_idx", self.layer.table.layer_idx) == self.layer.table.layer_idx
-
-
-SlotLayer.View = LayerView

@@ -16,6 +16,7 @@ from kvsketch.methods.base import Method
 from kvsketch.ops.codec import Codec
 from kvsketch.slots.codes import PLAIN, FewBits
 from kvsketch.slots.heads import require_one_device
+from kvsketch.slots.latent import LatentTable
 from kvsketch.slots.table import SlotTable
 
 
@@ -67,7 +68,7 @@ def compressed_layers(
         raise ValueError(
             f"{method.name} {what} by the rotary angles of the model, and {rotary.unknown(config, instead)}"
         )
-    kinds = (SlotTable, SlotLayer) if latents is None else (latent.LatentTable, latent.LatentLayer)
+    kinds = (SlotTable, SlotLayer) if latents is None else (LatentTable, latent.layer_kind(config))
     layers = list(native)
     compressed = [i for i, layer in enumerate(native) if is_compressible(layer)]
     for rank, i in enumerate(compressed):
