@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvsketch import CompressedCache
 from kvsketch.cache.families import ADAPTED
+from kvsketch.cache.latent import LatentLayer
 from kvsketch.cache.layer import SlotLayer
 from tests.helpers import zoo
 
@@ -137,6 +138,8 @@ def _compare(family: str, model: Any) -> Row:
     native = Counter(type(layer).__name__ for layer in cache.layers if not isinstance(layer, SlotLayer))
     kinds = [kind for word, kind in (("Sliding", "sliding-window"), ("Linear", "linear")) if word in " ".join(native)]
     notes = [f"its {' and '.join(kinds or ['other'])} layers stay native"] if native else []
+    if any(isinstance(layer, LatentLayer) for layer in cache.layers):
+        notes.append("its latent vectors are compressed")
     return Row(family, "served", "; ".join([*notes, *(["adapter"] if family in ADAPTED else [])]))
 
 

@@ -33,6 +33,13 @@ _GPT = dict(
     pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 
+_LATENT = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=4, v_head_dim=12,
+    n_routed_experts=2, moe_intermediate_size=16, first_k_dense_replace=1, max_position_embeddings=512,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
 # family -> (model type, changes to the base config)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _LLAMA),
@@ -59,6 +66,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {**_LLAMA, "sliding_window": None}),
     "stablelm": ("stablelm", _LLAMA),
     "cohere": ("cohere", _LLAMA),
+    "deepseek_v2": ("deepseek_v2", {**_LATENT, "q_lora_rank": None, "num_experts_per_tok": 1}),
+    "deepseek_v3": ("deepseek_v3", {**_LATENT, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1}),
     "qwen3_moe": ("qwen3_moe", {**_LLAMA, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}),
 }  # fmt: skip
 
@@ -66,11 +75,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", dict(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)),
     "falcon": ("falcon", dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)),
-    "deepseek_v3": ("deepseek_v3", dict(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
-        n_routed_experts=2, n_group=1, topk_group=1, num_experts_per_tok=1, first_k_dense_replace=2,
-    )),
 }  # fmt: skip
 
 

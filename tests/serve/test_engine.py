@@ -99,10 +99,18 @@ def test_a_request_gets_the_tokens_it_would_get_alone(method: str, start: Any, m
     assert engine._shared.seen <= 120
 
 
-@pytest.mark.parametrize("family", ["gptj", "gpt2"])
-def test_other_families(family: str) -> None:
-    """Attention outside the interface, which reads masks itself; positions that are learned, and end."""
-    other, method = zoo.build(family), with_budget("h2o", 12)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        ("gptj", with_budget("h2o", 12)),
+        ("gpt2", with_budget("h2o", 12)),
+        ("deepseek_v3", with_budget("h2o:bits=4", 12)),
+        ("deepseek_v2", "rehearse:budget=50%:sinks=2:recent=4:refit=none"),
+    ],
+)
+def test_other_families(family: str, method: str) -> None:
+    """Attention outside the interface, which reads masks itself; positions that are learned, and end; latents."""
+    other = zoo.build(family)
     engine = BatchedEngine(other, method, rows=2, longest=60, chunk=CHUNK)
     tickets = [engine.submit(Request(prompt(i, 9 + 8 * i), 5)) for i in range(3)]
     for number, ticket in enumerate(tickets):

@@ -13,6 +13,7 @@ row_sums.py     sums that the model's own attention computes anyway
 checks.py       what is refused: attention that a table cannot serve, nan and inf
 interrupted.py  forwards that were broken off
 rollback.py     taking tokens back
+latent.py       multi-head latent attention: slots of latent vectors
 families.py     adapters for families that bypass seam 2
 rotary.py       angles of a model's rotary embedding
 streaming.py    how a prompt gets in: whole or chunk by chunk, by itself or under generate

@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from kvsketch.cache import chunks
 from kvsketch.cache.checks import require_supported
+from kvsketch.cache.latent import Absorbed, LatentLayer, expands
 from kvsketch.cache.layer import TAG, LayerView
 from kvsketch.cache.patches import Patch
 from kvsketch.cache.row_sums import RowSums
@@ -67,7 +68,30 @@ def _attend_module(
         sums.leave(query, key, scale)
         return output, weights
 
-    return attend(view, module, query, scale, attention_mask, read_exactly, **options)
+    read = _attend_latents if isinstance(view.layer, LatentLayer) else attend
+    return read(view, module, query, scale, attention_mask, read_exactly, **options)
+
+
+def _attend_latents(
+    view: LayerView,
+    module: nn.Module,
+    query: Tensor,
+    scale: float,
+    mask: Any,
+    own: Callable[[], tuple[Tensor, Tensor | None]],
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`attend` where a view holds latents: they are read with absorbed queries, or expanded and read by `own`."""
+    assert isinstance(view.layer, LatentLayer)
+    form = Absorbed(module, view.layer)
+    if expands(view):
+        return attend(view, module, form.queries(query[:, :, -view.layer.asked :]), scale, mask, own, **options)
+    absorbed = form.queries(query)
+
+    def read_exactly() -> tuple[Tensor, None]:
+        return view.attend(absorbed, scale, mask, **options).transpose(1, 2), None
+
+    return form.heads(attend(view, module, absorbed, scale, mask, read_exactly, **options)[0]), None
 
 
 def attend(

@@ -80,7 +80,7 @@ def _attend_chunk(view: LayerView, call: _Call, prompt: masks.Prompt, start: int
     if masked or exact:
         take()
     if masked:
-        view.reading = _Reading(keys, values, view=LayerView.of(layer))
+        view.reading = _Reading(keys, values, view=layer.view())
     elif exact:
         view.reading = _Reading(table.read_keys(), table.value_slots(), hidden=prompt.hidden_from(0))
     else:

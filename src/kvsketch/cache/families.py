@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from kvsketch.cache import latent
 from kvsketch.cache.attention import attend
 from kvsketch.cache.layer import TAG
 from kvsketch.cache.patches import Patch
 
-_patches: dict[str, Patch] = {}  # family -> its adapter, once it was needed
+_patches: dict[str, Patch] = {}  # family or attention class -> its adapter, once it was needed
 
 
 class UnsupportedModelError(ValueError):
@@ -30,6 +31,8 @@ class UnsupportedModelError(ValueError):
 
 def adapt(config: PretrainedConfig) -> None:
     """Installs the adapter that the family of `config` needs, if any."""
+    for expanding in latent.attention_classes(config):
+        _patches.setdefault(expanding.__qualname__, Patch(expanding, latent.EXPAND, latent.expand_kv)).install()
     family = str(getattr(config, "model_type", ""))
     if family not in ADAPTED:
         return
@@ -68,8 +71,8 @@ def unread(name: str, layer: int, keys: Sequence[int], values: Sequence[int]) ->
     """The error for a layer whose keys and values, of shapes [B, H, S, D], nobody read."""
     if keys[1] == 1 and keys[-1] != values[-1]:
         reason = (
-            "it caches the latent vectors of multi-head latent attention and makes keys and values of them behind the "
-            "cache, where kvsketch does not compress"
+            "it caches the latent vectors of multi-head latent attention, and its attention has no expand_kv in which "
+            "kvsketch could read them"
         )
     else:
         reason = (

@@ -125,8 +125,12 @@ class SlotLayer(CacheLayerMixin):
             return LayerView(self, keys.view_as(keys), values.view_as(values), exact=False, seen=seen, appended=False)
         self.whole = False
         self.table.append(keys, values)
-        view = LayerView.of(self)
+        view = self.view()
         return view.kept() if self.keys_are_shared else view
+
+    def view(self) -> LayerView:
+        """What this forward reads."""
+        return LayerView.of(self)
 
     def note_padding(self, mask: Any) -> None:
         """Learns each row's left padding from what the newest query may see."""

@@ -10,12 +10,13 @@ from typing import Any
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from kvsketch.cache import families, rotary
+from kvsketch.cache import families, latent, rotary
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import Codec
 from kvsketch.slots.codes import PLAIN, FewBits
 from kvsketch.slots.heads import require_one_device
+from kvsketch.slots.latent import LatentTable
 from kvsketch.slots.table import SlotTable
 
 
@@ -53,7 +54,10 @@ def compressed_layers(
     chunk: tokens of a prompt that are read at once; None: all of them.
     """
     text = config.get_text_config(decoder=True)
-    _require_codable(method.stored_bits, text)
+    latents = latent.sizes_of(config)
+    if latents is not None:
+        latent.require_latent_slots(method, config.model_type)
+    _require_codable(method.stored_bits, text, latents)
     shared = bool(getattr(text, "num_kv_shared_layers", 0))
     if shared:
         require_one_device(model)
@@ -64,11 +68,12 @@ def compressed_layers(
         raise ValueError(
             f"{method.name} {what} by the rotary angles of the model, and {rotary.unknown(config, instead)}"
         )
+    kinds = (SlotTable, SlotLayer) if latents is None else (LatentTable, latent.layer_kind(config))
     layers = list(native)
     compressed = [i for i, layer in enumerate(native) if is_compressible(layer)]
     for rank, i in enumerate(compressed):
-        table = SlotTable(i, len(native), seed, rank, len(compressed), angles, positions, bits=method.stored_bits)
-        layers[i] = SlotLayer(table, method, config.model_type, shared, chunk)
+        table = kinds[0](i, len(native), seed, rank, len(compressed), angles, positions, bits=method.stored_bits)
+        layers[i] = kinds[1](table, method, config.model_type, shared, chunk)
     layers[compressed[-1]].together = [layers[i] for i in compressed[:-1]]
     for before, after in itertools.pairwise(layers):
         # Layers that share keys read one table with different queries; there is no single query to learn from.
@@ -77,8 +82,9 @@ def compressed_layers(
     return layers
 
 
-def _require_codable(bits: FewBits, text: PretrainedConfig) -> None:
+def _require_codable(bits: FewBits, text: PretrainedConfig, latents: latent.LatentSizes | None) -> None:
     """Raises ValueError when heads of the model's size cannot be held in so few bits."""
     size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, text.num_attention_heads)
     for count in {bits.keys, bits.values} - {PLAIN}:
-        Codec(count, size)
+        for each in latents or (size,):
+            Codec(count, each)

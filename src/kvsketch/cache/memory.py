@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from kvsketch.cache import latent
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.making import is_compressible, native_layers
 from kvsketch.methods import parse_method
@@ -67,18 +68,22 @@ class Sizes:
     itemsize: int
     native: int  # bytes of layers that are not compressed
     places: Sequence[SlotTable]  # empty tables of those that are
+    held: tuple[int, ...] = ()  # sizes of what is stored of a key and of a value; empty: `size` of both
 
     @property
     def full(self) -> int:
         """Bytes of all keys and values as the model computes them."""
-        return self.native + 2 * self.batch * self.heads * self.size * self.itemsize * self.context * len(self.places)
+        token = sum(self.held or (self.size, self.size)) * self.itemsize
+        return self.native + self.batch * self.heads * token * self.context * len(self.places)
 
     def bytes(self, method: Method, more: int | None = None) -> int | None:
         """Bytes on the device after the prompts and `more` tokens (None: any number); None: nothing is promised."""
         total = self.native
         for place in self.places:
             table = replace(place, bits=method.stored_bits, prompt_tokens=self.context)
-            shape = LayerShape(table, self.batch, self.heads, self.query_heads, self.size, self.itemsize, more)
+            shape = LayerShape(
+                table, self.batch, self.heads, self.query_heads, self.size, self.itemsize, more, self.held
+            )
             held = method.held_bytes(shape)
             if held is None:
                 return None
@@ -99,11 +104,14 @@ def sizes_of(model: Any, context: int | None, batch: int = 1) -> Sizes:
     query_heads, parts = text.num_attention_heads, 1 if share is None else share.parts
     heads = (getattr(text, "num_key_value_heads", None) or query_heads) // parts
     size = getattr(text, "head_dim", None) or text.hidden_size // query_heads
+    latents = latent.sizes_of(config)
+    if latents is not None:
+        heads, size = 1, sum(latents)
     windows = [getattr(layer, "sliding_window", None) for layer in native if not is_compressible(layer)]
     others = 2 * batch * heads * size * dtype.itemsize * sum(min(window, context) for window in windows if window)
     compressed = [i for i, layer in enumerate(native) if is_compressible(layer)]
     places = [SlotTable(i, len(native), 0, rank, len(compressed)) for rank, i in enumerate(compressed)]
-    return Sizes(context, batch, heads, query_heads // parts, size, dtype.itemsize, others, places)
+    return Sizes(context, batch, heads, query_heads // parts, size, dtype.itemsize, others, places, latents or ())
 
 
 def fitted_to(memory: float | str | None, context: int | None, batch: int, method: Method, model: Any) -> Method:

@@ -1,7 +1,7 @@
 """The rotary embedding of a model, as far as its config tells: the angle by which a position turns a pair of channels.
 
-Knows configs alone, no model. Families are listed whose channels i and i + half form a pair; for others nothing is
-known.
+Knows configs alone, no model. Families are listed whose channels i and i + half form a pair, in latent attention those
+of the slots (`slots.latent`); for others nothing is known.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES = (
-    "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "stablelm",
-    "starcoder2",
+    "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_neox", "granite", "llama", "minicpm3", "mistral",
+    "olmo2", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "stablelm", "starcoder2", "youtu",
 )  # fmt: skip
 # Those whose angles do not change with the length of the text.
 FIXED = ("linear", "llama3", "yarn")
@@ -30,7 +30,7 @@ def frequencies(config: PretrainedConfig) -> tuple[float, ...]:
     """Radians per position of channel pairs (i, i + half), i < half; empty where the config does not tell."""
     config = config.get_text_config(decoder=True)
     rope = _rope(config)
-    if config.model_type not in FAMILIES or rope is None:
+    if config.model_type not in FAMILIES or rope is None or _expands_before_the_cache(config):
         return ()
     kind = rope.get("rope_type", "default")
     if kind in FIXED:
@@ -94,6 +94,16 @@ def unknown(config: PretrainedConfig, instead: str = "positions=text") -> str:
             f"use {instead}, or a config with one of: default, {', '.join(FIXED)}"
         )
     return f"{config.model_type} has none that are known; use {instead}, or a model of: {', '.join(FAMILIES)}"
+
+
+def _expands_before_the_cache(config: PretrainedConfig) -> bool:
+    """Whether latent attention caches the keys of all heads, whose rotary channels come last (earlier releases)."""
+    if not getattr(config, "kv_lora_rank", None):
+        return False
+    # Here, for vLLM's plugin imports this file and not what models are made of.
+    from kvsketch.cache import latent
+
+    return latent.sizes_of(config) is None
 
 
 def _rope(config: PretrainedConfig) -> dict[str, Any] | None:

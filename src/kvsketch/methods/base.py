@@ -97,6 +97,16 @@ class Method:
         return FewBits(keys, values)
 
     @property
+    def apart(self) -> str:
+        """Why it cannot work where a value is a part of its key (`slots.latent`); empty: it can."""
+        return "it reads or rewrites values apart from keys"
+
+    @property
+    def last_queries(self) -> int | None:
+        """How many of the newest queries `compress` looks at; None: all of them."""
+        return None
+
+    @property
     def needs_angles(self) -> tuple[str, str] | None:
         """What it turns by the rotary angles of the model, and what to use where they are not known; None: nothing."""
         return None
@@ -353,6 +363,10 @@ class EvictingMethod(BudgetedMethod):
     """Keeps the sinks, the recent window and the slots with the largest score; every kept slot has weight 1."""
 
     family: ClassVar[str] = "evict"
+
+    @property
+    def apart(self) -> str:
+        return ""
 
     @property
     def alone(self) -> str:

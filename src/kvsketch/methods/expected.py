@@ -57,6 +57,10 @@ class Expected(Rehearse):
         return "for it expects queries at the distances of the text"
 
     @property
+    def apart(self) -> str:
+        return "it weighs a token by the norm of its value in each head"
+
+    @property
     def needs_angles(self) -> tuple[str, str]:
         return "turns queries", "kvzip"
 

@@ -23,6 +23,14 @@ class Full(Method):
     ignores_hidden_tokens: ClassVar[bool] = True
 
     @property
+    def apart(self) -> str:
+        return ""
+
+    @property
+    def last_queries(self) -> int:
+        return 0
+
+    @property
     def alone(self) -> str:
         return ""
 

@@ -82,6 +82,14 @@ class KCenter(BudgetedMethod):
         return Budget(total, self.sinks, self.recent_size.of(total))
 
     @property
+    def apart(self) -> str:
+        return ""
+
+    @property
+    def last_queries(self) -> int:
+        return 0
+
+    @property
     def alone(self) -> str:
         return "" if self.slide else "with slide=false its tables grow with what is generated"
 

@@ -57,6 +57,10 @@ class SnapKV(AttentionScored):
         self._require("kernel", odd, "an odd number of positions, 1 (no pooling) or more")
         super().__post_init__()
 
+    @property
+    def last_queries(self) -> int:
+        return self.window
+
     def allot(self, table: SlotTable, prompt: Tokens) -> Budget:
         total = self.budget_size.of(prompt)
         return Budget(total, self.sinks, clamp((total - self.sinks) // 2, 1, self.window))

@@ -26,3 +26,7 @@ class StreamingLLM(EvictingMethod):
     look: ClassVar[tuple[str, ...]] = ("#1b6ca8", "o")
     ignores_hidden_tokens: ClassVar[bool] = True
     recent: Size | int | str = field(default=0, init=False, repr=False)
+
+    @property
+    def last_queries(self) -> int:
+        return 0

@@ -56,6 +56,14 @@ class Uniform(BudgetedMethod):
     weights: bool = option(True, "false reads the sample with weight 1")
 
     @property
+    def apart(self) -> str:
+        return ""
+
+    @property
+    def last_queries(self) -> int:
+        return 0
+
+    @property
     def alone(self) -> str:
         return ""
 

@@ -28,6 +28,7 @@ class LayerShape:
     size: int  # D
     itemsize: int
     more: int | None = None  # tokens that come after the prompt; None: any number
+    held: tuple[int, ...] = ()  # sizes of what is stored of a key and of a value; empty: D and D
 
     @property
     def tokens(self) -> int:
@@ -38,14 +39,19 @@ class LayerShape:
         """Rows times KV heads."""
         return self.batch * self.heads
 
-    def vector(self, bits: int = PLAIN) -> int:
-        """Bytes of one key or value."""
-        return self.size * self.itemsize if bits == PLAIN else self.size * bits // 8 + STEP
+    def vector(self) -> int:
+        """Bytes of one key in the dtype of the model."""
+        return self.size * self.itemsize
+
+    @property
+    def stored(self) -> list[tuple[int, int]]:
+        """Size and bits of what is stored of a key, and of a value."""
+        return list(zip(self.held or (self.size, self.size), self.table.bits.pair, strict=True))
 
     @property
     def pair(self) -> int:
         """Bytes of a key and its value as they are held."""
-        return self.vector(self.table.bits.keys) + self.vector(self.table.bits.values)
+        return sum(size * self.itemsize if bits == PLAIN else size * bits // 8 + STEP for size, bits in self.stored)
 
     def bounded(self, slots: int, beside: int = 0, two_sums: bool = False) -> int:
         """A bounded table of so many slots for each head; `beside`: bytes of what a method remembers of a slot."""
@@ -61,7 +67,8 @@ class LayerShape:
         """All tokens, and the room that a table has at its end, exact or bounded."""
         slots = grown(self.tokens)
         # A short text is not coded yet.
-        short = 2 * self.vector() * self.all_heads * slots + self._once() if self.tokens < LEAST else 0
+        plain = sum(size for size, _ in self.stored) * self.itemsize
+        short = plain * self.all_heads * slots + self._once() if self.tokens < LEAST else 0
         return max(self.bounded(slots), short)
 
     def offloaded(self, sinks: int, tail: int, places: int) -> int:
@@ -72,8 +79,7 @@ class LayerShape:
 
     def _once(self) -> int:
         """What does not depend on the number of slots: next slot, clock, padding and prompts, centers of codes."""
-        coded = sum(bits != PLAIN for bits in (self.table.bits.keys, self.table.bits.values))
-        exact = coded * (4 * self.size + EXACT * (4 * self.size + 4))
+        exact = sum(4 * size + EXACT * (4 * size + 4) for size, bits in self.stored if bits != PLAIN)
         return self.all_heads * (8 + exact) + 8 + 2 * 8 * self.batch
 
 

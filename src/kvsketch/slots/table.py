@@ -196,6 +196,15 @@ class SlotTable(Place):
     def value_slots(self) -> Tensor:  # [B, H, S, Dv]
         return codes.plain(self._equal(self.values))[:, :, : self.length]
 
+    def held_slots(self) -> tuple[Tensor, Tensor]:
+        """What is stored of keys and of values, decoded."""
+        return self.key_slots(), self.value_slots()
+
+    @property
+    def key_size(self) -> int:
+        """D, the size of a key."""
+        return self.stores()[0].shape[3]
+
     def tokens_at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, m, D] of the slots [B, H, m] alone."""
         keys, values = self.stores()
@@ -782,7 +791,7 @@ class SlotTable(Place):
 
     def cleared(self) -> SlotTable:
         """An empty table for the same layer."""
-        return SlotTable(**{f.name: getattr(self, f.name) for f in fields(Place)})
+        return type(self)(**{f.name: getattr(self, f.name) for f in fields(Place)})
 
 
 def require_finite(tables: Sequence[SlotTable]) -> None:

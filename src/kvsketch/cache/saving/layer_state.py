@@ -40,7 +40,7 @@ def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str,
     values = {field: getattr(table, field) for field in SAVED} | {"host": table.host}
     if table.exact and not table.empty:
         # What lies beyond the tokens in use was never written.
-        values |= {"keys": table.key_slots(), "values": table.value_slots()}
+        values |= dict(zip(("keys", "values"), table.held_slots(), strict=True))
     states = {"state": table.state_of(layer.method.State), "hot": table.hot}
     return {
         "class": type(layer).__name__,

@@ -75,7 +75,7 @@ class Rehearsed(TableState):
     def misfit(self, table: SlotTable) -> str:
         if self.queries is None:
             return ""
-        heads, size = table.shape[1], table.stores()[0].shape[3]
+        heads, size = table.shape[1], table.key_size
         if self.queries.dim() == 4 and not self.queries.shape[1] % heads and self.queries.shape[3] == row_bytes(size):
             return ""
         return f"queries {list(self.queries.shape)} are not those of {heads} KV heads of size {size}"
@@ -134,6 +134,10 @@ class Rehearse(BudgetedMethod):
     @property
     def placeless(self) -> str:
         return "for its weights are refitted to the distances of the text"
+
+    @property
+    def apart(self) -> str:
+        return "" if self.refit == "none" else f"refit={self.refit} rewrites values"
 
     @property
     def needs_angles(self) -> tuple[str, str] | None:
@@ -367,8 +371,7 @@ class Rehearse(BudgetedMethod):
         """The queries of the first `count` tokens that wait."""
         assert state.queries is not None
         table.unpack()
-        keys = table.stores()[0]
-        return ops.kept_queries(state.queries[:, :, :count], keys.shape[3], keys.dtype)
+        return ops.kept_queries(state.queries[:, :, :count], table.key_size, table.stores()[0].dtype)
 
     def _make_room(self, table: SlotTable, room: int) -> None:
         """Heads of their own sizes again, with all that they hold and room for so many tokens."""

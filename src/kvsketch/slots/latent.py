@@ -1,0 +1,82 @@
+"""Slots of multi-head latent attention: one latent vector and one rotary key for each token, shared by all heads.
+
+    key_i = [r_i; c_i],   value_i = c_i
+
+c_i is stored once: where other tables have keys, this one has the latents [B, 1, S, R], and where they have values the
+rotary keys [B, 1, S, E]. Each has a codec of its own in few bits. Methods and attention see the keys and values above;
+the rotary channels come first, as in partial rotary embeddings.
+
+A step reads codes as y = T (x - center), T the rotation of the codec, for to turn every slot back would cost more than
+attention does. The product of a query with the center is the same for all slots and falls out of the softmax:
+
+    sum_i p_i c_i = center + T' sum_i p_i y_i,     p = softmax of scale <T q, y_i>
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsketch.slots.codes import SlotCodes
+from kvsketch.slots.layout import Layout
+from kvsketch.slots.table import SlotTable
+
+
+class LatentTable(SlotTable):
+    """A table whose values are a part of its keys."""
+
+    def held_slots(self) -> tuple[Tensor, Tensor]:
+        """The latents [B, 1, S, R] and the rotary keys [B, 1, S, E]."""
+        return super().key_slots(), super().value_slots()
+
+    @property
+    def key_size(self) -> int:
+        return sum(slots.shape[3] for slots in self.stores())
+
+    def key_slots(self) -> Tensor:  # [B, 1, S, E + R]
+        latents, rotary = self.held_slots()
+        return torch.cat([rotary, latents], -1)
+
+    def value_slots(self) -> Tensor:  # [B, 1, S, R]
+        return super().key_slots()
+
+    def tokens_at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        latents, rotary = super().tokens_at(slots)
+        return torch.cat([rotary, latents], -1), latents
+
+    @property
+    def read_layout(self) -> Layout | None:
+        return None
+
+    @property
+    def reads_codes(self) -> bool:
+        """Whether attention reads codes as they are: for queries that are `turned`, and sums that are `turned_back`."""
+        return self.in_place and bool(self.bits) and not self.positions.turned_by
+
+    def read_slots(self) -> tuple[Tensor, Tensor]:
+        if self.reads_codes:
+            self._note_reach()
+            latents, rotary = self._coded()
+            keys = torch.cat([rotary.rotated(), latents.rotated()], -1)
+        else:
+            keys = self.read_keys()
+        return keys, keys[..., self.stores()[1].shape[3] :]
+
+    def turned(self, queries: Tensor) -> Tensor:  # [B, Hq, n, E + R] float32
+        """Queries [B, Hq, n, E + R] in the channels of the codes."""
+        latents, rotary = (part.codec.rotation(queries.device) for part in self._coded())
+        both = queries.float().split([len(rotary), len(latents)], -1)
+        return torch.cat([part @ turn.T for part, turn in zip(both, (rotary, latents), strict=True)], -1)
+
+    def turned_back(self, sums: Tensor) -> Tensor:  # [B, Hq, n, R]
+        """Weighted sums of codes, [B, Hq, n, R], as those of latents."""
+        latents = self._coded()[0]
+        return sums @ latents.codec.rotation(sums.device) + latents.center.unsqueeze(2)
+
+    def _coded(self) -> tuple[SlotCodes, SlotCodes]:
+        latents, rotary = self.stores()
+        assert isinstance(latents, SlotCodes) and isinstance(rotary, SlotCodes)
+        return latents, rotary
+
+    def append(self, keys: Tensor, values: Tensor, whole: int | None = None) -> None:
+        super().append(values, keys[..., : keys.shape[3] - values.shape[3]], whole)
