@@ -289,6 +289,9 @@ class Numbers:
     def vllm_table(self) -> str:
         return vllm.table(self.benchmarks)
 
+    def vllm_documents(self) -> str:
+        return vllm.documents(self.benchmarks)
+
     def stream_tables(self) -> str:
         return streams.tables(self.streamed)
 

@@ -58,7 +58,7 @@ def table(records: list[Record]) -> str:
         lasting = _number(best.get("sustained_per_s"), ",.0f") if name.startswith("rehearse") else speed
         lines.append([OWN.get(name, Code(name)), *steps, speed, *times, lasting, prefill, fits])
     headings = ["", *(f"step, ms: {batch} row{'s' * (batch > 1)}" for batch in batches), "most tokens/s"]
-    headings += [*(f"times {OWN[name]}" for name in OWN), "the same, rehearsals included", "prefill of a row, s"]
+    headings += [*(f"times {OWN[name]}" for name in OWN), "tokens/s, rehearsals included", "prefill of a row, s"]
     headings += ["rows that fit"]
     return markdown(headings, lines)
 
