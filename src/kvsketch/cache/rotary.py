@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES = (
-    "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "stablelm",
-    "starcoder2",
+    "gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "olmo2", "olmo3", "phi", "phi3",
+    "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "stablelm", "starcoder2",
 )  # fmt: skip
 # Those whose angles do not change with the length of the text.
 FIXED = ("linear", "llama3", "yarn")
