@@ -34,15 +34,15 @@ METHODS = [
 class Alone:
     """A request by itself: a table that is exact until something has to go, as in a compressed cache."""
 
-    def __init__(self, text: str, place: Place) -> None:
-        self.method, self.table = parse_method(text), SlotTable(**vars(place))
+    def __init__(self, text: str, place: Place, options: dict[str, Any] | None = None) -> None:
+        self.method, self.table, self.options = parse_method(text), SlotTable(**vars(place)), options or {}
 
     def read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         table, past = self.table, None
         if not table.empty:
             past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
-        out = ops.chunk_attention(q, k, v, 0.3, past=past)
+        out = ops.chunk_attention(q, k, v, 0.3, past=past, **self.options)
         table.append(k, v, whole=1000 if self.method.name == "pyramidkv" else None)
         table.note_scale(0.3)
         self.method.compress(table, q)
@@ -55,10 +55,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 class Served:
     """A layer with six pages, which lie apart and hold what others have left there."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, options: dict[str, Any] | None = None) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.place = Place(1, 3, first_head=4)
-        self.layer = PagedLayer(servable(parse_method(text)), self.place, 0.3)
+        self.layer = PagedLayer(servable(parse_method(text)), self.place, 0.3, options or {})
         self.shape = self.layer.page_shape(HEADS, SIZE, SIZE, torch.float32)
         # nan in every float
         self.pool = torch.full((6, self.shape.nbytes + 64), 255, dtype=torch.uint8, device=DEVICE)
@@ -80,11 +80,24 @@ def whole(*numbers: int) -> Tensor:
     return torch.tensor(numbers, device=DEVICE)
 
 
-@pytest.mark.parametrize("text", METHODS)
-def test_requests_in_pages_are_requests_alone(text: str) -> None:
-    served = Served(text)
+CAPPED = {"softcap": 0.5}
+WITH_SINKS = {"sink_logits": torch.tensor([-1.0, 0.0, 1.0, 3.0], device=DEVICE)}
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        *((text, {}) for text in METHODS),
+        ("h2o:budget=12", CAPPED),
+        ("snapkv:budget=12:window=4", CAPPED),
+        ("h2o:budget=12", WITH_SINKS),
+        ("snapkv:budget=12:window=4", CAPPED | WITH_SINKS),
+    ],
+)
+def test_requests_in_pages_are_requests_alone(text: str, options: dict[str, Any]) -> None:
+    served = Served(text, options)
     before = served.pool.clone()
-    alone = {page: Alone(text, served.place) for page in (4, 2, 3)}
+    alone = {page: Alone(text, served.place, options) for page in (4, 2, 3)}
     seen = dict.fromkeys(alone, 0)
 
     def prompt(page: int, n: int) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,14 +46,16 @@ class Together:
     method: Rehearse
     places: list[Place] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
+    options: list[dict[str, Any]] = field(default_factory=list)  # softcap and sink_logits of each layer's attention
     page: RequestShape | None = None
     settled: dict[int, int] = field(default_factory=dict)  # by page, tokens when it was last decided what stays
     forward: Forward | None = None
 
-    def join(self, place: Place, scale: float) -> int:
+    def join(self, place: Place, scale: float, options: dict[str, Any] | None = None) -> int:
         """The number of one more layer."""
         self.places.append(place)
         self.scales.append(scale)
+        self.options.append(options or {})
         return len(self.places) - 1
 
     def shape(
@@ -99,7 +102,7 @@ class Together:
         assert table.keys is not None and table.values is not None
         attended: Tensor = ops.weighted_attention(
             q.unsqueeze(2), table.keys, table.values, table.log_den, table.log_den, self.scales[layer],
-            clip=self.method.clip, ragged=table.layout,
+            clip=self.method.clip, ragged=table.layout, **self.options[layer],
         )  # fmt: skip
         return attended[:, :, 0]
 
@@ -116,7 +119,7 @@ class Together:
         else:
             table, past = SlotTable(**vars(self.places[layer])), None
         attended: Tensor = ops.chunk_attention(
-            query, keys, values, self.scales[layer], past=past, clip=self.method.clip
+            query, keys, values, self.scales[layer], past=past, clip=self.method.clip, **self.options[layer]
         )
         table.append(keys, values)
         table.note_scale(self.scales[layer])
