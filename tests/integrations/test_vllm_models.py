@@ -6,7 +6,6 @@ Their tokens are those of kvsketch on transformers, where layers of full attenti
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvsketch
+from kvsketch.integrations.vllm import settings
 from tests.integrations.test_vllm import engine, prompts, require_same, served
+
+from kvsketch.integrations.vllm import backend  # isort: skip, vLLM is there
 
 NEW = 16
 SNAPKV, REHEARSE = "snapkv:budget=24:window=8", "rehearse:budget=40:wait=64:recent=8:bits=16"
@@ -147,17 +149,18 @@ def test_linear_attention_stays_vllms_own(folders: Any, method: str) -> None:
     require_same(served(llm, texts), wanted(folders("qwen3_next"), method, texts, dtype=torch.bfloat16), tie=0.3)
 
 
-def test_the_whole_model_is_counted(folders: Any, caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("vllm")
-    logger.addHandler(caplog.handler)
-    try:
-        with caplog.at_level(logging.INFO, "vllm"):
-            engine(folders("gemma3"), "streamingllm:budget=100")
-    finally:
-        logger.removeHandler(caplog.handler)
-    told = next(line for line in caplog.messages if "a request of 512 tokens" in line)
+def test_the_whole_model_is_counted(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def one_request(*given: Any) -> str:
+        told.append(settings.one_request(*given))
+        return told[-1]
+
+    monkeypatch.setattr(backend, "one_request", one_request)
+    engine(folders("gemma3"), "streamingllm:budget=100")
     # Five blocks of 128 tokens in each of the others: all 512 tokens may be new, and begin inside a block.
-    assert "in 1 of 4 layers" in told and "1.0 MB in the other 3, whose attention and cache are vLLM's own" in told
+    assert "in 1 of 4 layers; a request of 512 tokens takes" in told[0]
+    assert "1.0 MB in the other 3, whose attention and cache are vLLM's own" in told[0]
 
 
 @pytest.mark.parametrize(
