@@ -31,8 +31,21 @@ from tests.helpers.common import generate, padded, with_budget
 
 STREAMING = f"streamingllm:budget={BUDGET}:sinks={SINKS}"
 BY_PLACE = f"{STREAMING}:positions=cache"
-EXTRA = {"phi": ("phi", {**zoo.FAMILIES["llama"][1], "partial_rotary_factor": 0.5})}
+LINEAR: dict[str, Any] = {
+    **zoo.FAMILIES["llama"][1], "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+EXTRA = {
+    "phi": ("phi", {**zoo.FAMILIES["llama"][1], "partial_rotary_factor": 0.5}),
+    "qwen3_5": ("qwen3_5_text", LINEAR),
+    "qwen3_next": ("qwen3_next", {**LINEAR, **EXPERTS}),
+}
 FAMILIES = sorted([f for f, (kind, _) in zoo.FAMILIES.items() if kind in rotary.FAMILIES] + list(EXTRA))
+# Families whose layers differ, of which those of full attention are compressed.
+DIFFER = ("gemma2", "gemma3", "gpt_oss", "olmo3", "qwen3_5", "qwen3_next")
 PLACED = [n for n, m in kvsketch.METHODS.items() if n != "subgen" and not getattr(m(), "placeless", "-")]
 
 
@@ -71,7 +84,8 @@ def distance(ours: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_one_layer_equals_the_model_on_the_kept_tokens(family: str) -> None:
-    model, ids = build(family, num_hidden_layers=1), zoo.tokens(2, 50)
+    kinds = {"layer_types": ["full_attention"]} if family in DIFFER else {}
+    model, ids = build(family, num_hidden_layers=1, **kinds), zoo.tokens(2, 50)
     expected = on_kept_tokens(model, ids, 30)
     assert distance(by_steps(model, CompressedCache(model, BY_PLACE), ids, 30), expected) < 1e-5
     assert distance(by_steps(model, CompressedCache(model, STREAMING), ids, 30), expected) > 1e-3
@@ -107,7 +121,8 @@ def test_one_position_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_angles_are_the_models_own_numbers(family: str) -> None:
     model = build(family)
-    own = next(buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq"))
+    own = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    own = next((buffer for name, buffer in own.items() if "full_attention" in name), next(iter(own.values())))
     assert rotary.frequencies(model.config) == tuple(own.tolist())
 
 
@@ -511,7 +526,7 @@ def test_places_end_with_budget_and_chunk() -> None:
     assert "41 slots and 0 new tokens" in messages[0] and "prefill='stream'" in messages[0]
 
 
-@pytest.mark.parametrize("family", ["mpt", "opt", "gpt2", "gemma3"])
+@pytest.mark.parametrize("family", ["mpt", "opt", "gpt2", "cohere"])
 def test_positions_end_where_the_config_says(family: str) -> None:
     model = zoo.build(family)
     assert rotary.trained_positions(model.config) == (None if family == "mpt" else 512)

@@ -101,9 +101,10 @@ def require_same(found: list[list[int]], wanted: list[tuple[list[int], torch.Ten
 def engine(folder: Path, method: str, **options: Any) -> LLM:
     settings = {
         "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 1024, "attention_backend": "CUSTOM",
+        "dtype": "float32",
     } | options  # fmt: skip
     return LLM(
-        str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, disable_log_stats=True,
+        str(folder), skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=True,
         additional_config={"kvsketch": method}, **settings,
     )  # fmt: skip
 

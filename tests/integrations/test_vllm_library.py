@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from kvsketch.integrations.vllm.library import LEAST, Library, Use
-from kvsketch.integrations.vllm.settings import DocumentsAsked, document_method, documents_asked, refuse_config
+from kvsketch.integrations.vllm.settings import (
+    DocumentsAsked,
+    document_method,
+    documents_asked,
+    refuse_config,
+    refuse_shelf,
+)
 from kvsketch.methods import parse_method
 
 HANDBOOK, NOVEL = [*range(100)], [*range(500, 700)]
@@ -75,7 +81,7 @@ def test_a_short_text_is_no_document() -> None:
 def config(connector: str | None, **extra: Any) -> Any:
     transfer = None if connector is None else SimpleNamespace(kv_connector=connector, kv_connector_extra_config=extra)
     parallel = SimpleNamespace(decode_context_parallel_size=1)
-    model = SimpleNamespace(use_mla=False, is_hybrid=False)
+    model = SimpleNamespace(use_mla=False, is_hybrid=False, hf_text_config=None)
     return SimpleNamespace(
         kv_transfer_config=transfer, speculative_config=None, parallel_config=parallel, model_config=model
     )
@@ -92,6 +98,9 @@ def test_settings_of_the_connector() -> None:
     with pytest.raises(ValueError, match="another KV connector than its own"):
         refuse_config(config("NixlConnector"))
     refuse_config(config("KVSketchDocuments", budget=5))
+    refuse_shelf(config(None))
+    with pytest.raises(ValueError, match="layers are all of full attention"):
+        refuse_shelf(config("KVSketchDocuments", budget=5))
 
 
 def test_documents_are_read_by_the_method_with_their_budget() -> None:

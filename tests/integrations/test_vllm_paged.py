@@ -48,8 +48,8 @@ class Alone:
     no mean to be coded around.
     """
 
-    def __init__(self, text: str, place: Place) -> None:
-        self.method, self.table = parse_method(text), SlotTable(**vars(place))
+    def __init__(self, text: str, place: Place, options: dict[str, Any] | None = None) -> None:
+        self.method, self.table, self.options = parse_method(text), SlotTable(**vars(place)), options or {}
 
     def read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -58,11 +58,11 @@ class Alone:
             self._begin_around_zero(k, v)
         if table.bits and not table.empty and q.shape[2] == 1:
             table.append(k, v)
-            out = ops.weighted_attention(q, *table.read_slots(), *table.read_weights(), 0.3)
+            out = ops.weighted_attention(q, *table.read_slots(), *table.read_weights(), 0.3, **self.options)
         else:
             if not table.empty:
                 past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
-            out = ops.chunk_attention(q, k, v, 0.3, past=past)
+            out = ops.chunk_attention(q, k, v, 0.3, past=past, **self.options)
             table.append(k, v, whole=1000 if self.method.name == "pyramidkv" else None)
         table.note_scale(0.3)
         self.method.compress(table, q)
@@ -89,11 +89,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 class Served:
     """A layer with six pages, which lie apart and hold what others have left there."""
 
-    def __init__(self, text: str, size: int = SIZE) -> None:
+    def __init__(self, text: str, options: dict[str, Any] | None = None, size: int = SIZE) -> None:
         self.generator, self.size = torch.Generator().manual_seed(0), size
         method = servable(parse_method(text))
         self.place = Place(1, 3, first_head=4, bits=method.stored_bits)
-        self.layer = PagedLayer(method, self.place, 0.3)
+        self.layer = PagedLayer(method, self.place, 0.3, options or {})
         self.shape = self.layer.page_shape(HEADS, size, size, torch.float32)
         # nan in every float
         self.pool = torch.full((6, self.shape.nbytes + 64), 255, dtype=torch.uint8, device=DEVICE)
@@ -115,11 +115,24 @@ def whole(*numbers: int) -> Tensor:
     return torch.tensor(numbers, device=DEVICE)
 
 
-@pytest.mark.parametrize("text", METHODS + FEW_BITS)
-def test_requests_in_pages_are_requests_alone(text: str) -> None:
-    served = Served(text)
+CAPPED = {"softcap": 0.5}
+WITH_SINKS = {"sink_logits": torch.tensor([-1.0, 0.0, 1.0, 3.0], device=DEVICE)}
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        *((text, {}) for text in METHODS + FEW_BITS),
+        ("h2o:budget=12", CAPPED),
+        ("snapkv:budget=12:window=4", CAPPED),
+        ("h2o:budget=12", WITH_SINKS),
+        ("snapkv:budget=12:window=4", CAPPED | WITH_SINKS),
+    ],
+)
+def test_requests_in_pages_are_requests_alone(text: str, options: dict[str, Any]) -> None:
+    served = Served(text, options)
     before = served.pool.clone()
-    alone = {page: Alone(text, served.place) for page in (4, 2, 3)}
+    alone = {page: Alone(text, served.place, options) for page in (4, 2, 3)}
     seen = dict.fromkeys(alone, 0)
 
     def prompt(page: int, n: int) -> None:

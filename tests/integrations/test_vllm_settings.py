@@ -12,11 +12,16 @@ import pytest
 from kvsketch.integrations.vllm import register
 from kvsketch.integrations.vllm.settings import (
     SERVED,
+    Share,
     bound_captures,
     chosen_method,
+    one_request,
+    rank_of,
     refuse_bits,
     refuse_config,
     refuse_layer,
+    refuse_pages,
+    refuse_windows,
 )
 
 
@@ -49,28 +54,33 @@ def test_a_method_that_cannot_be_served_is_refused_in_one_line(given: Any, words
 
 def test_an_engine_that_asks_for_more_is_refused() -> None:
     def config(**given: Any) -> SimpleNamespace:
-        model = SimpleNamespace(use_mla=given.pop("use_mla", False), is_hybrid=given.pop("is_hybrid", False))
+        model = SimpleNamespace(
+            use_mla=given.pop("use_mla", False), is_hybrid=given.pop("is_hybrid", False),
+            hf_text_config=SimpleNamespace(attention_chunk_size=given.pop("chunk", None)),
+        )  # fmt: skip
         parallel = SimpleNamespace(decode_context_parallel_size=given.pop("dcp", 1))
-        plain = {"speculative_config": None, "kv_transfer_config": None}
+        cache = SimpleNamespace(enable_prefix_caching=given.pop("prefixes", True))
+        plain = {"speculative_config": None, "kv_transfer_config": None, "cache_config": cache}
         return SimpleNamespace(model_config=model, parallel_config=parallel, **(plain | given))
 
     refuse_config(config())
+    refuse_config(config(is_hybrid=True, prefixes=False))
+    transfer = SimpleNamespace(kv_connector="NixlConnector")
     wrong = {
-        "speculative_config": 1,
-        "kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector"),
-        "dcp": 2,
-        "use_mla": True,
-        "is_hybrid": True,
-    }
+        "speculative_config": 1, "kv_transfer_config": transfer, "dcp": 2, "use_mla": True, "is_hybrid": True,
+        "chunk": 8192,
+    }  # fmt: skip
     for name, value in wrong.items():
         with pytest.raises(ValueError, match="kvsketch cannot serve"):
             refuse_config(config(**{name: value}))
 
 
 def test_a_layer_with_more_than_causal_attention_is_refused() -> None:
-    refuse_layer(sliding_window=None, sinks=None)
-    with pytest.raises(ValueError, match="sliding_window=4096"):
-        refuse_layer(sliding_window=4096)
+    refuse_layer(alibi_slopes=None, kv_sharing_target_layer_name=None)
+    with pytest.raises(ValueError, match=r"alibi_slopes=set in vLLM; use another attention backend"):
+        refuse_layer(alibi_slopes=[0.5, 0.25])
+    with pytest.raises(ValueError, match=r"kv_sharing_target_layer_name=model\.layers\.3"):
+        refuse_layer(kv_sharing_target_layer_name="model.layers.3")
     with pytest.raises(ValueError, match="kv_cache_dtype=fp8 in vLLM; leave out --kv-cache-dtype"):
         refuse_layer(kv_cache_dtype="fp8")
 
@@ -80,6 +90,43 @@ def test_heads_that_cannot_be_coded_are_refused() -> None:
     refuse_bits(chosen_method({"kvsketch": "h2o:budget=64:bits=4"}), 24)
     with pytest.raises(ValueError, match=r"bits=4 cannot code heads of size 20, only multiples of 8; use bits=16"):
         refuse_bits(chosen_method({"kvsketch": "h2o:budget=64:key_bits=4"}), 20)
+
+
+def test_windows_that_cannot_stay_vllms_own_are_refused() -> None:
+    def config(window: int | None, unified: bool, stages: int = 1) -> SimpleNamespace:
+        return SimpleNamespace(
+            cache_config=SimpleNamespace(sliding_window=window),
+            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=unified),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        )
+
+    refuse_windows(config(None, False))
+    with pytest.raises(ValueError, match=r"nothing to compress.*window of 4096 tokens; drop --attention-backend"):
+        refuse_windows(config(4096, False))
+    with pytest.raises(ValueError, match="leave out --disable-hybrid-kv-cache-manager"):
+        refuse_windows(config(None, True))
+    with pytest.raises(ValueError, match=r"pipeline parallel.*use --tensor-parallel-size"):
+        refuse_windows(config(None, False, stages=2))
+
+
+def test_pages_of_all_requests_must_fit() -> None:
+    refuse_pages("snapkv:budget=64", 10**6, 10**6, None)
+    refuse_pages("snapkv:budget=64", 75, 10**9, 100 * 10**9)
+    with pytest.raises(ValueError, match=r"max_num_seqs=76 pages of 1000.0 MB do not fit.*100.0 GB.*--max-num-seqs 75"):
+        refuse_pages("snapkv:budget=64", 76, 10**9, 100 * 10**9)
+
+
+def test_a_request_is_told_with_all_layers_of_the_model() -> None:
+    alone = one_request("h2o:budget=64", 4096, Share(4, 2_500_000), Share(0, 0))
+    assert alone == "kvsketch: h2o:budget=64 in 4 of 4 layers; a request of 4,096 tokens takes 2.5 MB"
+    mixed = one_request("h2o:budget=64", 4096, Share(4, 2_500_000), Share(20, 7_000_000))
+    assert "in 4 of 24 layers; a request of 4,096 tokens takes 9.5 MB at most: 2.5 MB in these layers, 7.0 MB" in mixed
+
+
+def test_layers_of_full_attention_are_counted_among_themselves() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 3
+    assert [rank_of(i, 6, kinds) for i in (1, 3, 5)] == [(0, 3), (1, 3), (2, 3)]
+    assert rank_of(5, 6, None) == (5, 6)
 
 
 def test_an_older_vllm_starts_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +147,7 @@ def test_steps_are_captured_for_no_more_requests_than_memory_holds(free: int | N
 
 def test_the_plugin_imports_what_attention_needs_alone() -> None:
     """A model library that is broken, or slow to import, must not end the start of vLLM."""
-    modules = "together, settings, paged"
+    modules = "together, settings, paged, page_book"
     told = subprocess.run(
         [sys.executable, "-c", f"from kvsketch.integrations.vllm import {modules}; import sys; print(*sys.modules)"],
         capture_output=True, text=True, check=True,

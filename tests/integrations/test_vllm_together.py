@@ -31,8 +31,9 @@ def places(method: Rehearse) -> list[Place]:
 class Alone:
     """A request by itself, as in a compressed cache."""
 
-    def __init__(self, method: Rehearse) -> None:
+    def __init__(self, method: Rehearse, options: dict[str, Any]) -> None:
         self.method, self.tables = method, [SlotTable(**vars(place)) for place in places(method)]
+        self.options = options
 
     def read(self, tokens: list[list[Tensor]]) -> list[Tensor]:
         """Attention in each layer of new tokens, q, k and v of each layer."""
@@ -43,11 +44,11 @@ class Alone:
             if not table.empty:
                 past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
             single = table.layout is not None and q.shape[2] == 1
-            out = None if single else ops.chunk_attention(q, k, v, SCALE, past=past)
+            out = None if single else ops.chunk_attention(q, k, v, SCALE, past=past, **self.options)
             table.append(k, v)
             if out is None:  # a new token is read as it is stored
                 out = ops.weighted_attention(
-                    q, table.keys, table.values, *table.read_weights(), SCALE, ragged=table.layout
+                    q, table.keys, table.values, *table.read_weights(), SCALE, ragged=table.layout, **self.options
                 )
             table.note_scale(SCALE)
             self.method.compress(table, q)
@@ -66,13 +67,13 @@ def kept(table: SlotTable) -> list[list[int]]:
 class Served:
     """Five pages that hold what others have left there."""
 
-    def __init__(self, text: str) -> None:
-        self.generator = torch.Generator().manual_seed(0)
+    def __init__(self, text: str, options: dict[str, Any] | None = None) -> None:
+        self.generator, self.options = torch.Generator().manual_seed(0), options or {}
         method = servable(parse_method(text))
         assert isinstance(method, Rehearse)
         self.method, self.together = method, Together(method)
         for place in places(method):
-            self.together.join(place, SCALE)
+            self.together.join(place, SCALE, self.options)
         shape = self.together.shape(LAYERS, HEADS, HEADS * GROUP, SIZE, SIZE, torch.float32, longest=400)
         self.pool = torch.full((5, shape.nbytes), 255, dtype=torch.uint8)  # nan in every float
         self.alone: dict[int, Alone] = {}
@@ -87,7 +88,7 @@ class Served:
         """One forward: a token of each request in `singles`, and so many of each in `prompts`; all as if alone."""
         for page in prompts:
             if page not in self.seen:
-                self.alone[page], self.seen[page] = Alone(self.method), 0
+                self.alone[page], self.seen[page] = Alone(self.method, self.options), 0
         news = {page: self.tokens(n) for page, n in (dict.fromkeys(singles, 1) | prompts).items()}
         found: dict[int, list[Tensor]] = {page: [] for page in news}
         self.together.catch_up(self.pool, self.seen.items())
@@ -129,6 +130,15 @@ def test_requests_in_pages_are_requests_alone(text: str) -> None:
     del served.seen[3]  # the next request in that page
     served.forward([4], {3: 64})
     served.forward([3, 2], {})
+
+
+def test_softcap_and_sinks_of_a_layer_count() -> None:
+    options = {"softcap": 0.5, "sink_logits": torch.tensor([-1.0, 0.0, 1.0, 3.0])}
+    served = Served("rehearse:budget=40:wait=64:recent=8:bits=16", options)
+    served.forward([], {4: 90, 2: 70})
+    served.forward([4], {2: 45})
+    for _ in range(3):
+        served.forward([2, 4], {})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -252,7 +262,7 @@ def test_a_first_token_that_comes_alone_starts_its_page() -> None:
     """A captured step takes a prompt of one token like any other; what the page held before is not seen."""
     served = Served("rehearse:budget=40:wait=64:bits=16")
     served.forward([], {2: 90})
-    served.alone[2], served.seen[2] = Alone(served.method), 0
+    served.alone[2], served.seen[2] = Alone(served.method, served.options), 0
     served.together.start(served.pool, [2])
     for _ in range(5):
         served.forward([2], {})

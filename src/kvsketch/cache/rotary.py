@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES = (
-    "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_neox", "granite", "llama", "minicpm3", "mistral",
-    "olmo2", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "stablelm", "starcoder2", "youtu",
+    "axk1", "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite",
+    "llama", "minicpm3", "mistral", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe",
+    "qwen3_next", "stablelm", "starcoder2", "youtu",
 )  # fmt: skip
 # Those whose angles do not change with the length of the text.
 FIXED = ("linear", "llama3", "yarn")

@@ -3,7 +3,8 @@
     vllm serve MODEL --attention-backend CUSTOM --additional-config '{"kvsketch": "h2o:budget=1024"}'
 
 vLLM calls `register` in each of its processes. `settings` reads the method and refuses what cannot be served, `paged`
-is attention over pages that hold one request each, `backend` is what vLLM asks of an attention backend.
+is attention over pages that hold one request each, `backend` is what vLLM asks of an attention backend, and `layers`
+leaves layers with a sliding window to vLLM.
 """
 
 from __future__ import annotations

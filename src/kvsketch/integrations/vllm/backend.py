@@ -8,7 +8,8 @@ decide together what stays, all of them: the layers then share the cache of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from inspect import signature
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -28,15 +29,22 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec
 
+from kvsketch.integrations.vllm import layers
+from kvsketch.integrations.vllm.page_book import PageBook
 from kvsketch.integrations.vllm.paged import PagedLayer
 from kvsketch.integrations.vllm.settings import (
     bound_captures,
     chosen_method,
     document_method,
     documents_asked,
+    one_request,
+    rank_of,
     refuse_bits,
     refuse_config,
     refuse_layer,
+    refuse_pages,
+    refuse_shelf,
+    refuse_windows,
     rotary_angles,
 )
 from kvsketch.integrations.vllm.together import NOBODY, Together
@@ -54,6 +62,7 @@ class KVSketchBackend(AttentionBackend):
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
     page: ClassVar[Planes | None] = None  # set in a subclass for each shape of a layer
     block_size: ClassVar[int] = 0
+    outside: ClassVar[int] = 0  # bytes of a block that stands for a page in a pool of its own; 0: pages are blocks
 
     @classmethod
     def of(cls, page: Planes, block_size: int, builder: type[AttentionMetadataBuilder[Any]]) -> type[KVSketchBackend]:
@@ -78,10 +87,20 @@ class KVSketchBackend(AttentionBackend):
         return True  # its own; others are refused in one line
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True  # a layer that has one is handed over to vLLM
+
+    @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """One block per request, which vLLM sees as a single vector of bytes."""
-        if cls.page is None:
-            return spec  # before the layers are there
+        if cls.page is None or spec.block_size == 1:
+            return spec  # before the layers are there, or asked what a token takes
+        if cls.outside:
+            return layers.RequestSpec.beside(spec, cls.outside)
         return CircularBufferSpec(
             block_size=cls.block_size,
             tokens_per_state=cls.block_size,
@@ -117,6 +136,12 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         most = max(vllm_config.scheduler_config.max_num_seqs, vllm_config.scheduler_config.max_num_batched_tokens)
         self.pages = torch.zeros(most, dtype=torch.int64, device=device)
         self.seen = torch.zeros(most, dtype=torch.int64, device=device)
+        self.layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self.book: PageBook | None = self.layer.impl.book
+        on_gpu = device.type == "cuda"
+        self.copied = torch.zeros(most, dtype=torch.int64, pin_memory=on_gpu)
+        self.event = torch.cuda.Event() if on_gpu else None
+        self.ends: list[int] = []  # of the last step, tokens of each request after it
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -125,23 +150,56 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         starts = common.query_start_loc_cpu[: count + 1].tolist()
         lengths = [end - start for start, end in pairwise(starts)]
         singles = next((i for i, length in enumerate(lengths) if length != 1), count)
-        pages, seen = self._requests(common)
+        last = [] if self.book is None else self._last_pages()
+        if self.book is not None or singles < count:
+            self.ends = self._ends(common)
+        pages, seen = self._requests(common, lengths, last)
         spans = []
         if singles < count:
-            known = common.seq_lens_cpu_upper_bound
-            ends = (common.seq_lens if known is None else known)[:count].tolist()
+            ends = self.ends
             spans = [(i, starts[i], starts[i + 1], ends[i] - lengths[i]) for i in range(singles, count) if lengths[i]]
         return Step(pages, seen, singles, spans)
 
-    def _requests(self, common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
-        """`pages` and `seen` of a step."""
+    @staticmethod
+    def _ends(common: CommonAttentionMetadata) -> list[int]:
+        known = common.seq_lens_cpu_upper_bound
+        ends: list[int] = (common.seq_lens if known is None else known)[: common.num_reqs].tolist()
+        return ends
+
+    def _requests(self, common: CommonAttentionMetadata, lengths: list[int], last: list[int]) -> tuple[Tensor, Tensor]:
+        """`pages` and `seen` of a step; `last`: the pages of the one before."""
         count = common.num_reqs
         pages, seen = self.pages[:count], self.seen[:count]
         pages.copy_(common.block_table_tensor[:count, 0])
+        if self.book is not None:
+            self._look_up(self.book, pages, lengths, last)
+            self._copy(pages)
         # One token for each row of a captured step, also for those that no request stands behind.
         new = common.query_start_loc[1 : count + 1] - common.query_start_loc[:count]
         seen.copy_(common.seq_lens[:count] - new.clamp_min(1))
         return pages, seen
+
+    def _look_up(self, book: PageBook, blocks: Tensor, lengths: list[int], last: list[int]) -> None:
+        """Pages instead of `blocks`, in place; new requests get one (asks the device)."""
+        book.cover(len(pool_of(self.layer.kv_cache)))
+        book.use(last)
+        new = [i for i, (end, length) in enumerate(zip(self.ends, lengths, strict=True)) if 0 < end == length]
+        if new:
+            running = blocks.tolist()
+            book.begin([running[i] for i in new if running[i]], running)
+        blocks.copy_(book.pages(blocks))
+
+    def _copy(self, pages: Tensor) -> None:
+        """Brings the pages to the host while the step runs."""
+        self.copied[: len(pages)].copy_(pages, non_blocking=True)
+        if self.event is not None:
+            self.event.record()
+
+    def _last_pages(self) -> list[int]:
+        """The pages of the last step that was built."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.copied[: len(self.ends)].tolist()
 
 
 class Prompt(NamedTuple):
@@ -170,36 +228,25 @@ class TogetherBuilder(StepBuilder):
     meanwhile: it waits for nothing, and a request is settled as soon as its room is full.
     """
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self.together: Together = self.layer.impl.together
-        on_gpu = device.type == "cuda"
-        self.copied = torch.zeros(len(self.pages), dtype=torch.int64, pin_memory=on_gpu)
-        self.event = torch.cuda.Event() if on_gpu else None
-        self.ends: list[int] = []  # of the last step, tokens of each request after it
-
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
         common, count = common_attn_metadata, common_attn_metadata.num_reqs
-        pool = pool_of(self.layer.kv_cache)
-        self.together.catch_up(pool, zip(self._last_pages(), self.ends, strict=True))
-        pages, seen = self._requests(common)
+        impl: KVSketchImpl = self.layer.impl
+        together, pool, last = impl.together, impl.pool(self.layer.kv_cache), self._last_pages()
+        assert together is not None
+        together.catch_up(pool, zip(last, self.ends, strict=True))
         starts = common.query_start_loc_cpu[: count + 1].tolist()
-        known = common.seq_lens_cpu_upper_bound
-        self.ends = (common.seq_lens if known is None else known)[:count].tolist()
-        self.copied[:count].copy_(pages, non_blocking=True)
-        if self.event is not None:
-            self.event.record()
         lengths = [end - start for start, end in pairwise(starts)]
+        self.ends = self._ends(common)
+        pages, seen = self._requests(common, lengths, last)
+        if self.book is None:
+            self._copy(pages)
         single = [i for i, length in enumerate(lengths) if length == 1]
         if any(self.ends[i] == 1 for i in single):
             numbers = self._last_pages()
             # Page 0 is vLLM's null block: no request.
-            self.together.start(pool, [numbers[i] for i in single if self.ends[i] == 1 and numbers[i]])
+            together.start(pool, [numbers[i] for i in single if self.ends[i] == 1 and numbers[i]])
         if max(lengths) > 1:
             return self._mixed(starts, lengths, single)
         # Rows behind these fill up a captured step, which reads the tensors as they are.
@@ -219,15 +266,24 @@ class TogetherBuilder(StepBuilder):
         rows, at = (torch.tensor(each, device=self.device) for each in (single, [starts[i] for i in single]))
         return TogetherStep(at, self.pages[rows], self.seen[rows], prompts)
 
-    def _last_pages(self) -> list[int]:
-        """The pages of the last step that was built."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.copied[: len(self.ends)].tolist()
-
 
 class KVSketchImpl(AttentionImpl[Any]):
     """Attention of one layer."""
+
+    def __new__(cls, *given: Any, **named: Any) -> Any:
+        """Where the layer has a sliding window, what vLLM's own backend computes it with."""
+        asked = signature(cls.__init__).bind(None, *given, **named).arguments
+        if asked.get("sliding_window") is None:
+            return super().__new__(cls, *given, **named)
+        config = get_current_vllm_config()
+        refuse_config(config)
+        refuse_windows(config)
+        own = layers.own_backend(
+            config, head_size=asked["head_size"], dtype=torch.get_default_dtype(),
+            kv_cache_dtype=asked["kv_cache_dtype"], has_sink=asked.get("sinks") is not None,
+            attn_type=asked["attn_type"], has_sliding_window=True,
+        )  # fmt: skip
+        return own.get_impl_cls()(*given, **named)
 
     def __init__(
         self,
@@ -253,7 +309,7 @@ class KVSketchImpl(AttentionImpl[Any]):
         refuse_bits(self.method, head_size)
         model_dtype = str(torch.get_default_dtype()).removeprefix("torch.")
         refuse_layer(
-            sliding_window=sliding_window, alibi_slopes=alibi_slopes, logits_soft_cap=logits_soft_cap, sinks=sinks,
+            alibi_slopes=alibi_slopes,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             attn_type=None if attn_type == AttentionType.DECODER else attn_type,
             kv_cache_dtype=None if kv_cache_dtype in ("auto", model_dtype) else kv_cache_dtype,
@@ -264,9 +320,12 @@ class KVSketchImpl(AttentionImpl[Any]):
                 "kvsketch: prefix caching finds nothing, for a compressed page belongs to one request; "
                 "--no-enable-prefix-caching saves its bookkeeping."
             )
+        self.options = {"softcap": logits_soft_cap, "sink_logits": sinks}  # the weights of sinks are loaded later
         self.layer: PagedLayer | None = None
         self.together: Together | None = None
         self.number = 0  # of this layer among those that decide together
+        self.book: PageBook | None = None  # where pages lie in a pool of their own
+        self.inside = 0  # where the part of this layer begins in such a page
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Learns which layer this is, and tells vLLM its page."""
@@ -278,14 +337,16 @@ class KVSketchImpl(AttentionImpl[Any]):
         name, layer = next((name, layer) for name, layer in ours.items() if layer.impl is self)
         model, parallel = self.config.model_config, self.config.parallel_config
         heads = model.get_total_num_kv_heads() * get_tensor_model_parallel_rank() // parallel.tensor_parallel_size
-        place = Place(extract_layer_index(name), model.get_total_num_hidden_layers(), first_head=heads)
+        index, total = extract_layer_index(name), model.get_total_num_hidden_layers()
+        rank, compressed = rank_of(index, total, getattr(model.hf_text_config, "layer_types", None))
+        place = Place(index, total, rank=rank, compressed_layers=compressed, first_head=heads)
         block_size = int(self.method.budget_size.of(CLOCK)) + 1
         place.bits = self.method.stored_bits
         if isinstance(self.method, Rehearse):
             place.rotary = rotary_angles(self.method, model.hf_text_config)
             self._join(self.method, layer, ours, place, block_size)
         else:
-            self.layer = PagedLayer(self.method, place, self.scale)
+            self.layer = PagedLayer(self.method, place, self.scale, self.options)
             sizes = self.head_size, layer.head_size_v
             shape = self.layer.page_shape(self.num_kv_heads, *sizes, layer.kv_cache_torch_dtype)
             layer.attn_backend = KVSketchBackend.of(shape, block_size, StepBuilder)
@@ -298,13 +359,30 @@ class KVSketchImpl(AttentionImpl[Any]):
         if self.layer is not None:
             logger.info_once("kvsketch: %s, at most %d slots per request, KV head and layer", str(self.method), slots)
         if layer is [*ours.values()][-1]:
-            # Layers that share pages have one backend.
-            shapes = {id(each.attn_backend): each.attn_backend.page for each in ours.values()}
-            shapes = shapes if self.together else {id(each): each.attn_backend.page for each in ours.values()}
-            free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
-            if self.together is not None and (asked := documents_asked(self.config)) is not None:
-                free = self.together.open_shelf(document_method(self.method, asked), asked.count, free)
-            bound_captures(self.config.compilation_config, sum(page.nbytes for page in shapes.values()), free)
+            self._all_are_known(ours)
+
+    def _all_are_known(self, ours: dict[str, Any]) -> None:
+        """The last layer has its page: vLLM's own layers come beside them."""
+        free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+        sizes = [layer.attn_backend.page.nbytes for layer in ours.values()]
+        size, outside = sizes[0] if self.together else sum(sizes), 0
+        if layers.hand_over(self.config, KVSketchBackend):
+            outside, requests = size, self.config.scheduler_config.max_num_seqs
+            refuse_pages(str(self.method), requests, size, free)
+            refuse_shelf(self.config)
+            book = PageBook(requests, size, torch.device(self.config.device_config.device_type))
+            block, one_group = layers.beside(self.config, ours)
+            first = None if one_group else next(iter(ours))
+            for (name, layer), begin in zip(ours.items(), accumulate(sizes, initial=0), strict=False):
+                layer.impl.book, layer.impl.inside = book, 0 if self.together else begin
+                layer.attn_backend.outside = block
+                # All have one block of a request, in one group of vLLM or that of the first.
+                layer.kv_sharing_target_layer_name = None if name == first else first
+        if self.together is not None and (asked := documents_asked(self.config)) is not None:
+            free = self.together.open_shelf(document_method(self.method, asked), asked.count, free)
+        pages, others = layers.shares(self.config, outside)
+        logger.info_once(one_request(str(self.method), self.config.model_config.max_model_len, pages, others))
+        bound_captures(self.config.compilation_config, pages.nbytes + others.nbytes - outside, free)
 
     def _join(self, method: Rehearse, layer: Any, ours: dict[str, Any], place: Place, block_size: int) -> None:
         """The first layer has the pages, the others share them."""
@@ -316,8 +394,6 @@ class KVSketchImpl(AttentionImpl[Any]):
                 layer.kv_cache_torch_dtype, self.config.model_config.max_model_len,
             )  # fmt: skip
             layer.attn_backend = KVSketchBackend.of(shape, block_size, TogetherBuilder)
-            size = shape.nbytes / 1e6
-            logger.info_once("kvsketch: %s, %.1f MB per request, new tokens that wait included", str(method), size)
         else:
             self.together, layer.attn_backend = first.impl.together, first.attn_backend
             layer.kv_sharing_target_layer_name = name
@@ -331,7 +407,7 @@ class KVSketchImpl(AttentionImpl[Any]):
                 f"kvsketch cannot serve {method.name} in vLLM for layers of different heads or scales, {mine} beside "
                 f"{leads}; use a method such as snapkv"
             )
-        self.number = self.together.join(place, self.scale)
+        self.number = self.together.join(place, self.scale, self.options)
 
     def forward(
         self,
@@ -348,7 +424,7 @@ class KVSketchImpl(AttentionImpl[Any]):
         """Writes the attention of all new tokens [tokens, Hq, D] to `output` [tokens, Hq, Dv]."""
         # The pool is vLLM's, which gives it back after its test forwards: no view of it outlives this call.
         if isinstance(attn_metadata, Step):
-            pages = Pages(layer.attn_backend.page, pool_of(kv_cache))
+            pages = Pages(layer.attn_backend.page, self.pool(kv_cache))
             self._forward(attn_metadata, pages, query, key, value, output)
         elif attn_metadata is not None:
             self._forward_together(attn_metadata, kv_cache, query, key, value, output)
@@ -360,6 +436,10 @@ class KVSketchImpl(AttentionImpl[Any]):
                 self.together.prefill(self.number, NOBODY, 0, query, key, value)
                 self._finish(self.together)
         return output
+
+    def pool(self, kv_cache: Any) -> Tensor:  # [P, bytes of a page] uint8
+        """The pages of this layer, or of all that share it."""
+        return pool_of(kv_cache) if self.book is None else self.book.pool[:, self.inside :]
 
     def _forward(self, step: Step, pages: Pages, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         assert self.layer is not None
@@ -382,7 +462,7 @@ class KVSketchImpl(AttentionImpl[Any]):
         together, at = self.together, step.singles
         assert together is not None
         if self.number == 0:
-            together.begin(pool_of(kv_cache))
+            together.begin(self.pool(kv_cache))
         if len(step.pages):
             output[at] = together.decode(self.number, step.pages, step.seen, query[at], key[at], value[at])
         for page, start, end, seen in step.prompts:
@@ -395,7 +475,7 @@ class KVSketchImpl(AttentionImpl[Any]):
             together.finish()
 
 
-def pool_of(kv_cache: Any) -> Tensor:  # [P, bytes of a page] uint8
-    """The pages of a layer, or of all that share it."""
+def pool_of(kv_cache: Any) -> Tensor:  # [P, bytes of a block] uint8
+    """What vLLM holds for a layer, or for all that share it."""
     cache: Tensor = kv_cache[0] if isinstance(kv_cache, list) else kv_cache
     return cache[:, 0, 0].view(torch.uint8)

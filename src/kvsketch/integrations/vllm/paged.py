@@ -8,7 +8,8 @@ Legend: B requests, n tokens, Hq query heads, H KV heads, D key size, Dv value s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ class PagedLayer:
     method: BudgetedMethod
     place: Place
     scale: float
+    options: dict[str, Any] = field(default_factory=dict)  # softcap and sink_logits of its attention
+
+    @property
+    def plain(self) -> bool:
+        return all(option is None for option in self.options.values())
 
     @property
     def slots(self) -> int:
@@ -55,10 +61,10 @@ class PagedLayer:
         table = pages.rows(rows, seen)
         assert table.keys is not None and table.values is not None
         table.append(k.unsqueeze(2), v.unsqueeze(2))
-        query, wanted = q.unsqueeze(2), self.method.wants_logits
+        query, wanted = q.unsqueeze(2), self.method.wants_logits and self.options.get("softcap") is None
         attended = ops.weighted_attention(
             query, table.keys, table.values, *table.log_weights(), self.scale,
-            clip=self.method.clip, pages=table.pages, return_state=wanted, return_logits=wanted,
+            clip=self.method.clip, pages=table.pages, return_state=wanted, return_logits=wanted, **self.options,
         )  # fmt: skip
         if wanted:
             attended, (row_lse, _), logits = attended
@@ -74,12 +80,12 @@ class PagedLayer:
         table = pages.take(page, seen) if seen else self._empty()
         past = None if table.empty else ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
         attended, (_, row_lse) = ops.chunk_attention(
-            query, keys, values, self.scale, past=past, clip=self.method.clip, return_state=True
+            query, keys, values, self.scale, past=past, clip=self.method.clip, return_state=True, **self.options
         )
         # All pages of a layer have the size that a long prompt leaves there, however long this one is.
         table.append(keys, values, CLOCK if isinstance(self.method, PyramidKV) else None)
         table.note_scale(self.scale)
-        table.note_attention(row_lse if self.method.wants_row_lse else None)
+        table.note_attention(row_lse if self.method.wants_row_lse and self.plain else None)
         self.method.compress(table, query)
         if table.exact:
             table.bound(self.slots - 1)

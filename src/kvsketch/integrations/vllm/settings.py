@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvsketch.cache import rotary
 from kvsketch.integrations.vllm import CONNECTOR
@@ -88,6 +88,12 @@ def document_method(method: BudgetedMethod, asked: DocumentsAsked) -> Rehearse:
     return replace(method, budget=asked.budget)
 
 
+def refuse_shelf(config: Any) -> None:
+    """Raises ValueError, in one line, for documents beside layers that stay vLLM's own."""
+    if documents_asked(config) is not None:
+        raise ValueError(f"{CONNECTOR} shares documents of models whose layers are all of full attention; drop it")
+
+
 def refuse_bits(method: Method, size: int) -> None:
     """Raises ValueError, in one line, where heads of this size cannot be held in the bits of the method."""
     for bits in {*method.stored_bits.pair} - {PLAIN}:
@@ -101,6 +107,12 @@ def rotary_angles(method: Rehearse, config: Any) -> tuple[float, ...]:
         what = f"{method.name} turns queries by the rotary angles of the model"
         raise ValueError(f"{what}, and {rotary.unknown(config, 'another method, such as snapkv')}")
     return angles
+
+
+def rank_of(index: int, total: int, kinds: list[str] | None) -> tuple[int, int]:
+    """The place of a layer among those of full attention, and how many those are; `kinds`: of all `total` layers."""
+    full = [i for i, kind in enumerate(kinds or []) if kind == "full_attention"]
+    return (full.index(index), len(full)) if index in full else (index, total)
 
 
 def bound_captures(compilation: Any, request: int, free: int | None) -> None:
@@ -117,6 +129,25 @@ def bound_captures(compilation: Any, request: int, free: int | None) -> None:
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = fitting, max(fitting)
 
 
+class Share(NamedTuple):
+    """What layers of one kind take for one request."""
+
+    layers: int
+    nbytes: int
+
+
+def one_request(method: str, tokens: int, pages: Share, others: Share) -> str:
+    """How much memory the whole model takes for a request, in words."""
+    total, size = pages.layers + others.layers, (pages.nbytes + others.nbytes) / 1e6
+    told = f"kvsketch: {method} in {pages.layers} of {total} layers; a request of {tokens:,} tokens takes {size:.1f} MB"
+    if not others.layers:
+        return told
+    return (
+        f"{told} at most: {pages.nbytes / 1e6:.1f} MB in these layers, {others.nbytes / 1e6:.1f} MB in the other "
+        f"{others.layers}, whose attention and cache are vLLM's own"
+    )
+
+
 def refuse_config(config: Any) -> None:
     """Raises ValueError, in one line, for an engine that asks for what a compressed page cannot give."""
     model, parallel = config.model_config, config.parallel_config
@@ -125,11 +156,48 @@ def refuse_config(config: Any) -> None:
         "another KV connector than its own": config.kv_transfer_config is not None and documents_asked(config) is None,
         "decode context parallel": parallel.decode_context_parallel_size > 1,
         "multi-head latent attention (MLA)": model.use_mla,
-        "layers of linear attention": model.is_hybrid,
+        "prefix caching (--no-enable-prefix-caching) beside linear attention": (
+            model.is_hybrid and config.cache_config.enable_prefix_caching
+        ),
+        "chunked attention (attention_chunk_size)": bool(getattr(model.hf_text_config, "attention_chunk_size", None)),
     }
     for what, is_asked in asked.items():
         if is_asked:
             raise ValueError(f"kvsketch cannot serve {what} in vLLM; turn it off, or drop --attention-backend CUSTOM")
+
+
+def refuse_windows(config: Any) -> None:
+    """Raises ValueError, in one line, where layers with a sliding window cannot stay vLLM's own."""
+    window = config.cache_config.sliding_window
+    if window is not None:
+        raise ValueError(
+            f"kvsketch has nothing to compress: every layer of this model has a sliding window of {window} tokens; "
+            "drop --attention-backend CUSTOM"
+        )
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError(
+            "kvsketch cannot serve sliding windows with pipeline parallel, where a process may have no other layers; "
+            "use --tensor-parallel-size"
+        )
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise ValueError(
+            "kvsketch cannot serve sliding windows where vLLM gives all layers blocks of one kind; leave out "
+            "--disable-hybrid-kv-cache-manager and what turns it on"
+        )
+
+
+def refuse_pages(method: str, requests: int, page: int, free: int | None) -> None:
+    """Raises ValueError, in one line, where a page for each of the `requests` takes too much of the `free` bytes.
+
+    None: there is no GPU.
+    """
+    if free is not None and requests * page > PART_FOR_GRAPHS * free:
+        fitting = int(PART_FOR_GRAPHS * free) // page
+        raise ValueError(
+            f"{method}: beside layers of vLLM's own every request that may run has its page from the start; "
+            f"max_num_seqs={requests} pages of {page / 1e6:.1f} MB do not fit in {free / 1e9:.1f} GB; use a smaller "
+            f"budget, or --max-num-seqs {fitting} or less"
+        )
 
 
 def refuse_layer(**given: Any) -> None:

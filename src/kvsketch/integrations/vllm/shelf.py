@@ -43,13 +43,16 @@ class Beside(NamedTuple):
     tables: list[SlotTable]  # of each layer; their slots lie on the shelf
     turn: Turn
 
-    def joined(self, layer: int, q: Tensor, own: Part, scale: float) -> Tensor:  # [B, Hq, n, Dv]
-        """Attention of q [B, Hq, n, D] to its own tokens, and to the document."""
+    def joined(
+        self, layer: int, q: Tensor, own: Part, scale: float, softcap: float | None = None
+    ) -> Tensor:  # [B, Hq, n, Dv]
+        """Attention of q [B, Hq, n, D] to its own tokens, attention sinks among them, and to the document."""
         table = self.tables[layer]
         assert table.keys is not None and table.values is not None
         out, (_, log_sum) = ops.weighted_attention(
-            q, table.keys, table.values, table.log_den, table.log_den, scale, ragged=table.layout, return_state=True
-        )
+            q, table.keys, table.values, table.log_den, table.log_den, scale, softcap=softcap, ragged=table.layout,
+            return_state=True,
+        )  # fmt: skip
         return ops.join_attention(own, Part(out, log_sum))
 
 

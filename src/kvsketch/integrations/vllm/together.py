@@ -14,7 +14,7 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class Together:
     shares: bool = False  # whether requests may continue documents
     places: list[Place] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
+    options: list[dict[str, Any]] = field(default_factory=list)  # softcap and sink_logits of each layer's attention
     page: RequestShape | None = None
     like: list[SlotTable] = field(default_factory=list)  # a table of each layer, once all have joined
     settled: dict[int, int] = field(default_factory=dict)  # by page, tokens when it was last decided what stays
@@ -60,10 +61,11 @@ class Together:
     uses: dict[int, Use] = field(default_factory=dict)  # by page, the document that its request continues
     stores: dict[int, int] = field(default_factory=dict)  # by page, the place of a document that is about to be read
 
-    def join(self, place: Place, scale: float) -> int:
+    def join(self, place: Place, scale: float, options: dict[str, Any] | None = None) -> int:
         """The number of one more layer."""
         self.places.append(place)
         self.scales.append(scale)
+        self.options.append(options or {})
         return len(self.places) - 1
 
     def shape(
@@ -171,10 +173,13 @@ class Together:
         attended = ops.weighted_attention(
             query, table.keys, table.values, table.log_den, table.log_den, self.scales[layer],
             clip=self.method.clip, ragged=table.layout, return_state=forward.documents is not None,
+            **self.options[layer],
         )  # fmt: skip
         if forward.documents is not None:
             out, (_, log_sum) = attended
-            attended = forward.documents.joined(layer, query, Part(out, log_sum), self.scales[layer])
+            attended = forward.documents.joined(
+                layer, query, Part(out, log_sum), self.scales[layer], self.options[layer].get("softcap")
+            )
         return cast(Tensor, attended[:, :, 0])
 
     def prefill(self, layer: int, page: int, seen: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -194,11 +199,13 @@ class Together:
             table, past = SlotTable(**vars(self.places[layer])), None
         attended = ops.chunk_attention(
             query, keys, values, self.scales[layer], past=past, clip=self.method.clip,
-            return_state=document is not None,
+            return_state=document is not None, **self.options[layer],
         )  # fmt: skip
         if document is not None:
             out, (_, log_sum) = attended
-            attended = document.joined(layer, query, Part(out, log_sum), self.scales[layer])
+            attended = document.joined(
+                layer, query, Part(out, log_sum), self.scales[layer], self.options[layer].get("softcap")
+            )
         table.append(keys, values)
         table.note_scale(self.scales[layer])
         self._reader(page).compress(table, query)
