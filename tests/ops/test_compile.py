@@ -34,6 +34,7 @@ from kvsketch.ops.hot_rows import Buffer, Store, new_places
 from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.ops.page_rows import Rows, Vectors, Worth
 from kvsketch.ops.take_rows import Sources, take_rows_of
+from kvsketch.ops.token_blocks import BlockShape, Reading, TokenBlocks, block_attention, write_tokens
 from kvsketch.ops.work_list import fixed_work_list
 from kvsketch.slots.layout import Layout
 from tests.ops.formula import needs_triton
@@ -143,6 +144,13 @@ def ragged_attention() -> None:
 def paged_attention() -> None:
     pool, weights = normal(5, H, S, D), zeros(B, H, S)
     ops.weighted_attention(normal(B, HQ, 1, D), pool, pool, weights, weights, 0.1, pages=longs(B), return_logits=True)
+
+
+def token_blocks(*bits: int) -> None:
+    shape = BlockShape(H, *(Codec(each, D) for each in bits))
+    blocks = TokenBlocks.of(shape, zeros(5, shape.nbytes, dtype=torch.uint8), zeros(H, D), zeros(H, D))
+    write_tokens(blocks, normal(S, H, D), normal(S, H, D), longs(S))
+    block_attention(normal(B, HQ, D), blocks, Reading.of(ints(B, 4), ints(B), shape), 0.1)
 
 
 def decoded() -> None:
@@ -350,7 +358,7 @@ def thin_linear(rows: int) -> None:
 
 CALLS: tuple[Callable[[], None], ...] = (
     weighted_attention, encoded, coded_attention, mixed_attention, short_coded_attention, decoded, ragged_attention,
-    paged_attention,
+    paged_attention, partial(token_blocks, 4, 4), partial(token_blocks, 8, 3),
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,

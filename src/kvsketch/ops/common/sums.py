@@ -34,6 +34,7 @@ def combine(
     `log2_clip` bounds the denominator, None: not; `overlap` starts the programs while those of the splits still run.
     Where heads are ragged, acc and sums have the rows of a head for each piece: [P, G N, Dv] and [P, G N, 4].
     `turned`: values in few bits, whose sums are rotated back here; those of the first `turned_splits`, None: of all.
+    Their centers [B, H, Dv] may be [1, H, Dv], the same for all rows.
     """
     query_heads, queries, value_size = out.shape[1:]
     most = splits if ragged is None else ragged.most_pieces
@@ -49,6 +50,7 @@ def combine(
         DV=value_size, COLUMNS=columns, BLOCK_SPLITS=block, MANY=most > block, MIXED=turned_splits is not None,
         TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
         RATIO=state.shape[0] == 3, RAGGED=ragged is not None, TURN=turned is not None,
+        CENTERS=0 if turned is None or len(turned.center) == len(out) else heads,
         num_warps=4 if block * columns <= 8192 else 8, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
@@ -142,7 +144,7 @@ def combine_kernel(
     log2_clip, splits, queries, query_heads, head_rows, turned_splits,
     DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, MANY: tl.constexpr, MIXED: tl.constexpr,
     TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
-    RATIO: tl.constexpr, RAGGED: tl.constexpr, TURN: tl.constexpr,
+    RATIO: tl.constexpr, RAGGED: tl.constexpr, TURN: tl.constexpr, CENTERS: tl.constexpr,
 ):  # fmt: skip
     """Output of one row, COLUMNS of it, from the sums of its splits.
 
@@ -152,7 +154,8 @@ def combine_kernel(
     head = row // head_rows
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if TURN:
-        center, sign = tl.load(center_ptr + head * DV + column), tl.load(sign_ptr + column)
+        of_head = head % CENTERS if CENTERS > 0 else head
+        center, sign = tl.load(center_ptr + of_head * DV + column), tl.load(sign_ptr + column)
     count, base, apart = splits, row * splits, 1
     if RAGGED:
         first = tl.load(first_ptr + head)
