@@ -3,7 +3,8 @@
     vllm serve MODEL --attention-backend CUSTOM --additional-config '{"kvsketch": "h2o:budget=1024"}'
 
 vLLM calls `register` in each of its processes. `settings` reads the method and refuses what cannot be served, `paged`
-is attention over pages that hold one request each, `backend` is what vLLM asks of an attention backend.
+is attention over pages that hold one request each, `backend` is what vLLM asks of an attention backend. `blocks` and
+`block_backend` are the same over vLLM's own token blocks, for `full` in few bits; `chosen` decides between the two.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.backend.KVSketchBackend")
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.chosen.ChosenBackend")
     if current_platform.is_cpu():
         # On a CPU vLLM asks for its own backend, whatever was chosen.
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.cpu.Backend")

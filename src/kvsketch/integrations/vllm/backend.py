@@ -245,7 +245,7 @@ class KVSketchImpl(AttentionImpl[Any]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.config = get_current_vllm_config()
-        self.method = chosen_method(self.config.additional_config)
+        self._begin()
         refuse_config(self.config)
         model_dtype = str(torch.get_default_dtype()).removeprefix("torch.")
         refuse_layer(
@@ -255,6 +255,10 @@ class KVSketchImpl(AttentionImpl[Any]):
             kv_cache_dtype=None if kv_cache_dtype in ("auto", model_dtype) else kv_cache_dtype,
             **others,
         )  # fmt: skip
+
+    def _begin(self) -> None:
+        """Reads the method."""
+        self.method = chosen_method(self.config.additional_config)
         if self.config.cache_config.enable_prefix_caching:
             logger.warning_once(
                 "kvsketch: prefix caching finds nothing, for a compressed page belongs to one request; "
