@@ -29,6 +29,11 @@ WARM_UP_STEPS = 8
 CPU_SHARE = 0.1  # of the host's memory, for a try without a GPU
 
 
+def keeps_all(contender: str) -> bool:
+    """Whether a request has blocks of tokens, which grow with its text, and no page of one size."""
+    return contender in OWN or contender.partition(":")[0] == "full"
+
+
 @dataclass(frozen=True)
 class Job:
     """What an engine is to do: time steps of `batches`, or without any answer the prompts, `rows` at a time."""
@@ -97,7 +102,7 @@ class Engine:
         """Requests of the longest length that memory holds."""
         cache = self.engine.vllm_config.cache_config
         blocks = int(cache.num_gpu_blocks or 0)
-        if self.job.contender not in OWN:
+        if not keeps_all(self.job.contender):
             return blocks - 1
         return blocks * int(cache.block_size) / self.job.longest
 
