@@ -22,7 +22,7 @@ FIXED = {"share": "head", "positions": TEXT, "bits": PLAIN, "key_bits": None, "v
 # A page of all layers holds heads that differ, in few bits; nobody repeats a prompt there.
 TOGETHER = {"replay": VIRTUAL, "positions": TEXT}
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # of heads whose tokens lie in blocks
-FIRST_KEYS = 8  # bits of the keys of the first layer at least: with fewer, answers of Qwen models are spoilt there
+FIRST_KEYS = 8  # bits of the first layer's keys at least: fewer do most of the harm to qwen2.5-coder-0.5b
 PART_FOR_GRAPHS = 0.75  # of the free memory, that pages may take while vLLM measures its graphs
 
 
