@@ -76,7 +76,7 @@ wheel-check: $(STAMP)
 # vLLM as it is, and what it asks for; the packages that are built for another torch go again.
 VLLM := build/vllm-env
 test-vllm: $(VLLM)/.kvsketch-installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest $(addprefix tests/integrations/test_vllm,.py _models.py _documents.py) $(ARGS)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest $(addprefix tests/integrations/test_vllm,.py _models.py _documents.py _blocks.py) $(ARGS)
 
 $(VLLM)/.kvsketch-installed: pyproject.toml tests/vllm.txt
 	rm -rf $(VLLM)

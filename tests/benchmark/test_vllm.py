@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvsketch.benchmark import vllm
 from kvsketch.benchmark.runner import FAILED
-from kvsketch.benchmark.vllm_engine import Job
+from kvsketch.benchmark.vllm_engine import Engine, Job
 from kvsketch.integrations.vllm.settings import servable
 from kvsketch.methods import parse_method
 
@@ -61,6 +62,17 @@ def test_the_check_is_short_enough_to_be_rehearsed() -> None:
     method = servable(parse_method(short))
     assert vllm.CHECKED.new_tokens > method.most_waiting  # type: ignore[attr-defined]
     assert vllm._shortened("snapkv:window=8:budget=2048") == "snapkv:window=8:budget=48"
+    assert vllm._shortened("full:bits=4") == "full:bits=4"
+
+
+@pytest.mark.parametrize(("contender", "rows"), [("bf16", 9.6), ("full:bits=4", 9.6), ("snapkv:budget=2048", 149)])
+def test_rows_that_fit_are_those_of_token_blocks_or_of_pages(contender: str, rows: float) -> None:
+    cache = SimpleNamespace(num_gpu_blocks=150, block_size=64)
+    engine = Engine.__new__(Engine)
+    engine.document = []
+    engine.job = Job(contender=contender, longest=1000)
+    engine.engine = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache))
+    assert engine.rows_that_fit() == rows
 
 
 def test_what_cannot_run_is_told_before_an_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,15 @@ from kvsketch.integrations.vllm import register
 from kvsketch.integrations.vllm.settings import (
     SERVED,
     Share,
+    block_codecs,
     bound_captures,
+    chosen_full,
     chosen_method,
+    keeps_all,
     one_request,
     rank_of,
     refuse_bits,
+    refuse_block_size,
     refuse_config,
     refuse_layer,
     refuse_pages,
@@ -38,7 +42,7 @@ def test_every_served_method_is_found(bits: str) -> None:
         ({"kvsketch": "subgen:budget=64"}, ["subgen cannot be served", "snapkv", "rehearse"]),
         ({"kvsketch": "rehearse"}, ["budget=50%", "budget=1024"]),
         ({"kvsketch": "rehearse:budget=64:replay=exact"}, ["replay=exact", "use replay=virtual"]),
-        ({"kvsketch": "full"}, ["full cannot be served", "snapkv"]),
+        ({"kvsketch": "quest"}, ["quest cannot be served", "snapkv", "full:bits=4"]),
         ({"kvsketch": "keyformer"}, ["budget=60%", "budget=1024"]),
         ({"kvsketch": "h2o:budget=64:bits=5"}, ["bits=5", "2, 3, 4, 8, or 16"]),
         ({"kvsketch": "h2o:budget=64:share=layer"}, ["share=layer", "use share=head"]),
@@ -50,6 +54,36 @@ def test_a_method_that_cannot_be_served_is_refused_in_one_line(given: Any, words
     with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
         chosen_method(given)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("text", ["full:bits=4", "full:bits=8", "full:key_bits=8:value_bits=4"])
+def test_all_tokens_in_few_bits_are_served(text: str) -> None:
+    given = {"kvsketch": text}
+    assert keeps_all(given) and not keeps_all({"kvsketch": "h2o:budget=64"})
+    key, value = block_codecs(chosen_full(given), 1, 128, 64)
+    assert (key.bits, value.bits) == chosen_full(given).stored_bits.pair and (key.size, value.size) == (128, 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"), [("full:bits=4", 8), ("full:bits=8", 8), ("full:key_bits=4:value_bits=4", 4)]
+)
+def test_keys_of_the_first_layer_have_8_bits_unless_told_otherwise(text: str, bits: int) -> None:
+    assert block_codecs(chosen_full({"kvsketch": text}), 0, 64, 64)[0].bits == bits
+
+
+@pytest.mark.parametrize("text", ["full", "full:key_bits=4"])
+def test_all_tokens_in_16_bits_are_left_to_vllm(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"\A{text} keeps keys or values in 16 bits.*drop --attention.*full:bits=4"):
+        chosen_full({"kvsketch": text})
+
+
+def test_heads_and_blocks_that_no_kernel_serves_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\Afull:bits=4 cannot serve heads of size 96 in vLLM, only 16, 32, 64, 128"):
+        block_codecs(chosen_full({"kvsketch": "full:bits=4"}), 1, 96, 96)
+    refuse_block_size(SimpleNamespace(user_specified_block_size=True, block_size=128), 64)
+    refuse_block_size(SimpleNamespace(user_specified_block_size=False, block_size=16), 64)
+    with pytest.raises(ValueError, match=r"--block-size 32; leave it out, or use a multiple of 64"):
+        refuse_block_size(SimpleNamespace(user_specified_block_size=True, block_size=32), 64)
 
 
 def test_an_engine_that_asks_for_more_is_refused() -> None:
@@ -147,7 +181,7 @@ def test_steps_are_captured_for_no_more_requests_than_memory_holds(free: int | N
 
 def test_the_plugin_imports_what_attention_needs_alone() -> None:
     """A model library that is broken, or slow to import, must not end the start of vLLM."""
-    modules = "together, settings, paged, page_book"
+    modules = "together, settings, paged, page_book, blocks"
     told = subprocess.run(
         [sys.executable, "-c", f"from kvsketch.integrations.vllm import {modules}; import sys; print(*sys.modules)"],
         capture_output=True, text=True, check=True,

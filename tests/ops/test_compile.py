@@ -36,6 +36,7 @@ from kvsketch.ops.join_attention import Part
 from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.ops.page_rows import Front, Rows, Worth
 from kvsketch.ops.take_rows import Sources, take_rows_of
+from kvsketch.ops.token_blocks import BlockShape, Reading, TokenBlocks, block_attention, write_tokens
 from kvsketch.ops.work_list import fixed_work_list
 from kvsketch.slots.layout import Layout
 from tests.ops.formula import needs_triton
@@ -169,6 +170,13 @@ def coded_paged_slot_update() -> None:
         slots, slots, ints(*shape), zeros(*shape), None, longs(B, H, 1), longs(1), new, new, zeros(*shape),
         pages=longs(B),
     )  # fmt: skip
+
+
+def token_blocks(*bits: int) -> None:
+    shape = BlockShape(H, *(Codec(each, D) for each in bits))
+    blocks = TokenBlocks.of(shape, zeros(5, shape.nbytes, dtype=torch.uint8), zeros(H, D), zeros(H, D))
+    write_tokens(blocks, normal(S, H, D), normal(S, H, D), longs(S))
+    block_attention(normal(B, HQ, D), blocks, Reading.of(ints(B, 4), ints(B), shape), 0.1)
 
 
 def decoded() -> None:
@@ -384,6 +392,7 @@ def thin_linear(rows: int) -> None:
 CALLS: tuple[Callable[[], None], ...] = (
     weighted_attention, encoded, coded_attention, mixed_attention, short_coded_attention, decoded, ragged_attention,
     paged_attention, coded_paged_attention, coded_paged_slot_update,
+    partial(token_blocks, 4, 4), partial(token_blocks, 8, 3),
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries, join_attention,
     kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,

@@ -31,7 +31,7 @@ from typing import Any
 from kvsketch.benchmark import runner
 from kvsketch.benchmark.runner import FAILED, Benchmark, Row
 from kvsketch.benchmark.shapes import SHAPES
-from kvsketch.benchmark.vllm_engine import OWN, Job
+from kvsketch.benchmark.vllm_engine import OWN, Job, keeps_all
 from kvsketch.methods import parse_method
 from kvsketch.options import option
 
@@ -113,6 +113,8 @@ class Vllm(Benchmark):
 
 def _shortened(method: str) -> str:
     """The method with a budget, and a time between rehearsals, that the check's short texts exceed."""
+    if keeps_all(method):
+        return method
     parts = [part for part in method.split(":") if not part.startswith(("budget=", "wait="))]
     return ":".join([*parts, "budget=48", *(["wait=64"] if parts[0] == "rehearse" else [])])
 

@@ -29,6 +29,7 @@ OWN: dict[str, dict[str, Any]] = {
     "bf16-cascade": {"disable_cascade_attn": False},
 }
 CONNECTOR = "KVSketchDocuments"
+BLOCK = 64  # tokens of a block in few bits
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -38,6 +39,11 @@ SETTINGS = {
 }
 WARM_UP_STEPS = 8
 CPU_SHARE = 0.1  # of the host's memory, for a try without a GPU
+
+
+def keeps_all(contender: str) -> bool:
+    """Whether a request has blocks of tokens, which grow with its text, and no page of one size."""
+    return contender in OWN or contender.partition(":")[0] == "full"
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Engine:
             self.llm = LLM(
                 model=folder, skip_tokenizer_init=True, dtype="bfloat16", seed=job.seed, max_model_len=job.longest,
                 max_num_batched_tokens=job.longest + max(job.rows, *job.batches, 0), enable_chunked_prefill=False,
-                enable_prefix_caching=job.question > 0 and job.contender in OWN, **self._options(),
+                enable_prefix_caching=job.question > 0 and keeps_all(job.contender), **self._options(),
             )  # fmt: skip
         self.engine, self.document = self.llm.llm_engine, self.prompt(job.prompts[0]) if job.question else []
         self.start_s = time.perf_counter() - start
@@ -107,7 +113,7 @@ class Engine:
         if job.contender in OWN:
             return found | OWN[job.contender]
         found |= {"attention_backend": "CUSTOM", "additional_config": {"kvsketch": job.contender}}
-        if job.question:
+        if job.question and not keeps_all(job.contender):
             extra = {"budget": job.kept, "count": 1}
             found["kv_transfer_config"] = {
                 "kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": extra,
@@ -118,7 +124,7 @@ class Engine:
         """Requests of the longest length that memory holds."""
         cache = self.engine.vllm_config.cache_config
         blocks = int(cache.num_gpu_blocks or 0)
-        if self.job.contender not in OWN:
+        if not keeps_all(self.job.contender):
             return blocks - 1
         shared = len(self.document)
         return (blocks * int(cache.block_size) - shared) / (self.job.longest - shared)
@@ -139,7 +145,7 @@ class Engine:
     def read_document(self) -> Row:
         """The document that all requests share is read once."""
         start = time.perf_counter()
-        given = {} if self.job.contender in OWN else {"kvsketch_store": "document"}
+        given = {} if keeps_all(self.job.contender) else {"kvsketch_store": "document"}
         self.add("document", self.document, 1, **given)
         while self.engine.has_unfinished_requests():
             self.step({})
@@ -148,12 +154,14 @@ class Engine:
     def cache_bytes(self, requests: int) -> int:
         """Bytes that the caches of so many requests take, with the document that they share."""
         layers = self.engine.vllm_config.compilation_config.static_forward_context.values()
-        if self.job.contender not in OWN:
+        if not keeps_all(self.job.contender):
             together = next(iter(layers)).impl.together
             return int(together.shelf.pages.shape.nbytes + requests * together.page.nbytes)
-        own = self.job.question + self.job.new_tokens
+        tokens = len(self.document) + requests * (self.job.question + self.job.new_tokens)
+        if self.job.contender not in OWN:
+            return sum(layer.impl.blocks.shape.nbytes for layer in layers) * tokens // BLOCK
         each = sum(2 * layer.num_kv_heads * layer.head_size * layer.kv_cache_torch_dtype.itemsize for layer in layers)
-        return int(each * (len(self.document) + requests * own))
+        return int(each * tokens)
 
     def step(self, made: dict[str, list[int]]) -> int:
         """One step; adds the new tokens of each request to `made`, and says how many they are."""

@@ -36,6 +36,7 @@ fitting slots
     refit_steps          steps of many small least-squares problems at once
 few bits
     codec                vectors in 8, 4, 3 or 2 bits, which weighted_attention reads as they are
+    token_blocks         tokens in few bits in blocks that requests share: written by slot, read through a table
 random numbers
     uniform, gumbel      draws that depend only on seed and coordinates
 parts of a model's decode step, called by their kernels (`kernel_for`)

@@ -4,7 +4,8 @@
 
 vLLM calls `register` in each of its processes. `settings` reads the method and refuses what cannot be served, `paged`
 is attention over pages that hold one request each, `backend` is what vLLM asks of an attention backend, and `layers`
-leaves layers with a sliding window to vLLM.
+leaves layers with a sliding window to vLLM. `blocks` and `block_backend` are the same over vLLM's own token blocks, for
+`full` in few bits; `chosen` decides between the two. `connector`, `library` and `shelf`: documents that requests share.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.backend.KVSketchBackend")
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.chosen.ChosenBackend")
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, f"{__name__}.connector", CONNECTOR)
     if current_platform.is_cpu():

@@ -304,9 +304,9 @@ class KVSketchImpl(AttentionImpl[Any]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.config = get_current_vllm_config()
-        self.method = chosen_method(self.config.additional_config)
+        self.options = {"softcap": logits_soft_cap, "sink_logits": sinks}  # the weights of sinks are loaded later
+        self._begin()
         refuse_config(self.config)
-        refuse_bits(self.method, head_size)
         model_dtype = str(torch.get_default_dtype()).removeprefix("torch.")
         refuse_layer(
             alibi_slopes=alibi_slopes,
@@ -315,12 +315,16 @@ class KVSketchImpl(AttentionImpl[Any]):
             kv_cache_dtype=None if kv_cache_dtype in ("auto", model_dtype) else kv_cache_dtype,
             **others,
         )  # fmt: skip
+
+    def _begin(self) -> None:
+        """Reads the method."""
+        self.method = chosen_method(self.config.additional_config)
+        refuse_bits(self.method, self.head_size)
         if self.config.cache_config.enable_prefix_caching:
             logger.warning_once(
                 "kvsketch: prefix caching finds nothing, for a compressed page belongs to one request; "
                 "--no-enable-prefix-caching saves its bookkeeping."
             )
-        self.options = {"softcap": logits_soft_cap, "sink_logits": sinks}  # the weights of sinks are loaded later
         self.layer: PagedLayer | None = None
         self.together: Together | None = None
         self.number = 0  # of this layer among those that decide together

@@ -13,9 +13,9 @@ def __getattr__(name: str) -> Any:
     if name != "Backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if get_current_vllm_config().attention_config.backend is AttentionBackendEnum.CUSTOM:
-        from kvsketch.integrations.vllm.backend import KVSketchBackend
+        from kvsketch.integrations.vllm.chosen import ChosenBackend
 
-        return KVSketchBackend
+        return ChosenBackend
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     return CPUAttentionBackend

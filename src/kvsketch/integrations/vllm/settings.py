@@ -10,6 +10,7 @@ from kvsketch.cache import rotary
 from kvsketch.integrations.vllm import CONNECTOR
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
+from kvsketch.methods.full import Full
 from kvsketch.methods.rehearse import VIRTUAL, Rehearse
 from kvsketch.ops.codec import Codec
 from kvsketch.slots.codes import PLAIN
@@ -22,18 +23,63 @@ SERVED = ("streamingllm", "uniform", "kcenter", "h2o", "keyformer", "snapkv", "p
 FIXED = {"share": "head", "positions": TEXT, "slide": True}
 # A page of all layers holds heads that differ; nobody repeats a prompt there.
 TOGETHER = {"replay": VIRTUAL, "positions": TEXT}
+BLOCK_SIZES = (16, 32, 64, 128, 256)  # of heads whose tokens lie in blocks
+FIRST_KEYS = 8  # bits of the first layer's keys at least: fewer do most of the harm to qwen2.5-coder-0.5b
 PART_FOR_GRAPHS = 0.75  # of the free memory, that pages may take while vLLM measures its graphs
 
 
 def chosen_method(additional_config: Any) -> BudgetedMethod:
     """The method in vLLM's `additional_config`; ValueError, in one line, for one that cannot be served."""
+    return servable(_named(additional_config))
+
+
+def keeps_all(additional_config: Any) -> bool:
+    """Whether the method keeps every token, in vLLM's own blocks."""
+    return isinstance(_named(additional_config), Full)
+
+
+def chosen_full(additional_config: Any) -> Full:
+    """The method, if it keeps every token in few bits; ValueError, in one line, for one that does not."""
+    method = _named(additional_config)
+    assert isinstance(method, Full)
+    if PLAIN in method.stored_bits.pair:
+        raise ValueError(
+            f"{method} keeps keys or values in 16 bits, which vLLM does by itself: drop --attention-backend CUSTOM, "
+            f"or use full:bits=4 or full:bits=8"
+        )
+    return method
+
+
+def block_codecs(method: Full, layer: int, key_size: int, value_size: int) -> tuple[Codec, Codec]:
+    """How a layer's keys and values are coded; ValueError for heads that no kernel serves."""
+    for size in (key_size, value_size):
+        if size not in BLOCK_SIZES:
+            raise ValueError(
+                f"{method} cannot serve heads of size {size} in vLLM, only {', '.join(map(str, BLOCK_SIZES))}; drop "
+                "--attention-backend CUSTOM"
+            )
+    keys, values = method.stored_bits.pair
+    if layer == 0 and method.key_bits is None:
+        keys = max(keys, FIRST_KEYS)
+    return Codec(keys, key_size), Codec(values, value_size)
+
+
+def refuse_block_size(cache: Any, tokens: int) -> None:
+    """Raises ValueError, in one line, for a --block-size that is no whole number of our blocks."""
+    if cache.user_specified_block_size and cache.block_size % tokens:
+        raise ValueError(
+            f"kvsketch cannot serve --block-size {cache.block_size}; leave it out, or use a multiple of {tokens}"
+        )
+
+
+def _named(additional_config: Any) -> Method:
     text = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
     if not text:
         raise ValueError(
             f"the attention backend CUSTOM is kvsketch's, and no method was named; add {EXAMPLE}; methods: "
-            f"{', '.join(SERVED)}"
+            f"{', '.join(SERVED)}, full:bits=4"
         )
-    return servable(parse_method(text))
+    return parse_method(text)
 
 
 def servable(method: Method) -> BudgetedMethod:
@@ -41,7 +87,7 @@ def servable(method: Method) -> BudgetedMethod:
     if method.name not in SERVED or not isinstance(method, BudgetedMethod):
         raise ValueError(
             f"{method.name} cannot be served by vLLM: its memory does not fit pages of one size; use "
-            f"{', '.join(SERVED)}, or kvsketch.generate"
+            f"{', '.join(SERVED)}, full:bits=4, or kvsketch.generate"
         )
     if method.budget_size.tokens is None:
         raise ValueError(

@@ -35,6 +35,7 @@ def combine(
     Where heads are ragged, acc and sums have the rows of a head for each piece: [P, G N, Dv] and [P, G N, 4].
     `turned`: values in few bits, whose sums are rotated back here; those of the first `turned_splits`, None: of all.
     `pages` [B]: the pages in which its centers lie, None: row by row.
+    Their centers [B, H, Dv] may be [1, H, Dv], the same for all rows.
     """
     query_heads, queries, value_size = out.shape[1:]
     most = splits if ragged is None else ragged.most_pieces
@@ -52,6 +53,7 @@ def combine(
         TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
         RATIO=state.shape[0] == 3, RAGGED=ragged is not None, TURN=turned is not None,
         PAGED=turned is not None and pages is not None,
+        CENTERS=0 if turned is None or len(turned.center) == len(out) else heads,
         num_warps=4 if block * columns <= 8192 else 8, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
@@ -145,7 +147,7 @@ def combine_kernel(
     log2_clip, center_p, kv_heads, splits, queries, query_heads, head_rows, turned_splits,
     DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, MANY: tl.constexpr, MIXED: tl.constexpr,
     TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
-    RATIO: tl.constexpr, RAGGED: tl.constexpr, TURN: tl.constexpr, PAGED: tl.constexpr,
+    RATIO: tl.constexpr, RAGGED: tl.constexpr, TURN: tl.constexpr, PAGED: tl.constexpr, CENTERS: tl.constexpr,
 ):  # fmt: skip
     """Output of one row, COLUMNS of it, from the sums of its splits.
 
@@ -157,7 +159,8 @@ def combine_kernel(
     if TURN:
         sign = tl.load(sign_ptr + column)
         if not PAGED:
-            center = tl.load(center_ptr + head * DV + column)
+            of_head = head % CENTERS if CENTERS > 0 else head
+            center = tl.load(center_ptr + of_head * DV + column)
     count, base, apart = splits, row * splits, 1
     if RAGGED:
         first = tl.load(first_ptr + head)

@@ -1,0 +1,100 @@
+"""Attention of one layer over blocks of tokens in few bits, which requests share; knows nothing of vLLM.
+
+New tokens are written first. Single tokens of many requests are one batch, and read blocks alone. Several tokens, a
+prompt or a chunk of it, are read request by request: they attend to each other as they are, and to those before them
+as the blocks hold them.
+
+A block may serve any request, so that the centers belong to the layer and not to a text: they are the mean of the
+first prompt that is read. What is common to keys is the model's, and a text is centered almost as well by another one
+as by itself. A short prompt is a poor mean. The centers move when a prompt comes that is much longer, until one of
+ENOUGH tokens has come; what lies in blocks by then is coded anew.
+
+Legend: B requests, n tokens, Hq query heads, H KV heads, D key size, Dv value size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.ops.codec import STEP_DTYPE
+from kvsketch.ops.token_blocks import TOKENS, BlockShape, Reading, TokenBlocks, block_attention, write_tokens
+from kvsketch.slots.codes import EXACT
+
+ENOUGH = 512  # tokens after which the centers stay
+GROWTH = 4  # a prompt moves the centers if it has so many times the tokens that they are the mean of
+
+
+@dataclass
+class BlockLayer:
+    """One layer, and the centers that its blocks are coded around."""
+
+    shape: BlockShape
+    scale: float
+    key_center: Tensor  # [H, D] float32
+    value_center: Tensor  # [H, Dv] float32
+    known: int = 0  # tokens that the centers are the mean of
+
+    @classmethod
+    def of(cls, shape: BlockShape, scale: float, device: torch.device) -> BlockLayer:
+        """A layer that has read nothing: its centers are zero."""
+        key, value = (torch.zeros(shape.heads, codec.size, device=device) for codec in (shape.key, shape.value))
+        return cls(shape, scale, key, value)
+
+    def blocks(self, pool: Tensor) -> TokenBlocks:
+        """The blocks in `pool` [P, bytes of a block]: views of it."""
+        return TokenBlocks.of(self.shape, pool, self.key_center, self.value_center)
+
+    def past_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """That a chunk behind so many tokens takes while it reads them: their codes, twice, and what they stand for."""
+        each = sum(
+            2 * (codec.code_bytes + STEP_DTYPE.itemsize) + codec.size * dtype.itemsize
+            for codec in (self.shape.key, self.shape.value)
+        )
+        return each * self.shape.heads * tokens
+
+    def learns_from(self, tokens: int) -> bool:
+        """Whether a prompt of so many tokens, the first ones not counted, moves the centers."""
+        return tokens > 0 and self.known < ENOUGH and tokens >= min(ENOUGH, GROWTH * self.known)
+
+    def learn(self, pool: Tensor, seen: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Moves the centers to the mean of tokens k [n, H, D], v [n, H, Dv] of a request that has `seen` others.
+
+        The first tokens of a text are unlike all others and do not count. Nothing is learnt from tokens that are not
+        finite, or that go nowhere: those of a test. Asks the device, and only where there is something to learn.
+        """
+        first = max(0, EXACT - seen)
+        if not self.learns_from(len(k) - first) or not bool((slots >= TOKENS).all()):
+            return
+        centers = [x[first:].mean(0, dtype=torch.float32) for x in (k, v)]
+        if all(bool(center.isfinite().all()) for center in centers):
+            self.blocks(pool).move(*centers)
+            self.known = len(k) - first
+
+    def write(self, pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Puts tokens k [n, H, D], v [n, H, Dv] into their slots [n]; -1: nowhere. Asks the device for nothing."""
+        write_tokens(self.blocks(pool), k, v, slots)
+
+    def decode(self, pool: Tensor, reading: Reading, q: Tensor) -> Tensor:
+        """One token of each of B requests, which is written: q [B, Hq, D]; returns [B, Hq, Dv].
+
+        Asks the device for nothing.
+        """
+        return block_attention(q, self.blocks(pool), reading, self.scale)
+
+    def prefill(self, pool: Tensor, table: Tensor, seen: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Several tokens of one request, behind `seen` others in the blocks `table` [at least those].
+
+        q [n, Hq, D], k [n, H, D], v [n, H, Dv]; returns [n, Hq, Dv].
+        """
+        query, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        past = None
+        if seen:
+            owned = table[: -(-seen // TOKENS)].long().unsqueeze(0)
+            before = [part.of_requests(owned).decoded(q.dtype)[:, :, :seen] for part in self.blocks(pool).parts]
+            past = ops.Past(before[0], before[1], None, None)
+        attended: Tensor = ops.chunk_attention(query, keys, values, self.scale, past=past)
+        return attended[0].transpose(0, 1)
