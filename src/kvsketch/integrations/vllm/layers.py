@@ -69,7 +69,7 @@ def hand_over(config: VllmConfig, backend: type[AttentionBackend]) -> bool:
     context = config.compilation_config.static_forward_context
     windows = [layer for layer in context.values() if getattr(layer, "sliding_window", None) is not None]
     for layer in windows:
-        if layer.attn_backend is backend:
+        if issubclass(layer.attn_backend, backend):
             layer.attn_backend = own_backend(
                 config, head_size=layer.head_size, dtype=layer.dtype, kv_cache_dtype=layer.kv_cache_dtype,
                 has_sink=layer.has_sink, attn_type=layer.attn_type, has_sliding_window=True,
