@@ -14,8 +14,8 @@ __all__ = ["folder"]
 NEW = 80  # tokens, of which the first 64 are rehearsed
 
 
-def sharing(folder: Path, method: str, count: int = 2) -> LLM:
-    extra = {"budget": 400, "count": count}
+def sharing(folder: Path, method: str, count: int = 2, files: Path | None = None) -> LLM:
+    extra = {"budget": 400, "count": count} | ({"folder": str(files)} if files else {})
     transfer = {"kv_connector": "KVSketchDocuments", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     return engine(folder, method, kv_transfer_config=transfer, enable_chunked_prefill=False)
 
@@ -69,3 +69,16 @@ def test_a_document_makes_room_for_another(folder: Path) -> None:
     assert asked(llm, [question], document="first")[0].outputs[0].finish_reason == "error"
     asked(llm, [first], store="first")
     assert tokens(asked(llm, [question], document="first")) == answer
+
+
+def test_documents_are_kept_over_a_restart(folder: Path, tmp_path: Path) -> None:
+    method, (document, question) = "rehearse:budget=100:wait=64", prompts(200, 30)
+    llm = sharing(folder, method, files=tmp_path)
+    asked(llm, [document], store="book")
+    answer = tokens(asked(llm, [question], document="book"))
+    del llm
+    gc.collect()
+    again = sharing(folder, method, files=tmp_path)
+    assert tokens(asked(again, [question], document="book")) == answer
+    begun = asked(again, [document + question])
+    assert begun[0].num_cached_tokens == 200

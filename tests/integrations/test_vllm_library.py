@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvsketch.integrations.vllm.library import LEAST, Library, Use
+from kvsketch.integrations.vllm.files import Filed
+from kvsketch.integrations.vllm.library import LEAST, Library, Use, digest
 from kvsketch.integrations.vllm.settings import (
     DocumentsAsked,
     document_method,
@@ -73,6 +75,23 @@ def test_a_document_in_use_stays() -> None:
     assert books.use("f", [*NOVEL[:90], 1], None).before == 90, "it has replaced the one of its name"
 
 
+def test_a_document_in_a_file_is_read_when_it_is_asked_for() -> None:
+    books = library()
+    books.files = {
+        "plan": Filed(Path("plan.kvs"), 80, digest(NOVEL[:80])),
+        "read at home": Filed(Path("home.kvs"), 90, None),
+    }
+    assert books.use("c", [1, 2], "plan") == Use(place=1, turn=80) and books.loads == {1: Path("plan.kvs")}
+    assert {*books.documents} == {"novel", "plan"}
+    books.loads = {}
+    assert books.use("d", [*NOVEL[:80], 5], None) == Use(place=1, before=80) and not books.loads, "it is there"
+    assert books.use("e", [7], "read at home").turn == 90 and books.loads == {2: Path("home.kvs")}
+    with pytest.raises(ValueError, match="all 2 documents are in use"):
+        books.store("f", "third", NOVEL)
+    with pytest.raises(KeyError, match="documents: plan, read at home"):
+        books.use("g", [7], "novel")
+
+
 def test_a_short_text_is_no_document() -> None:
     with pytest.raises(ValueError, match="a document of 10 tokens is too short; 64 or more"):
         Library(1).store("a", "note", [*range(10)])
@@ -93,7 +112,7 @@ def test_settings_of_the_connector() -> None:
     assert documents_asked(config("KVSketchDocuments", budget=512)).count == 4  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="budget=None is no whole number"):
         documents_asked(config("KVSketchDocuments"))
-    with pytest.raises(ValueError, match="knows no 'budgets'; use budget and count"):
+    with pytest.raises(ValueError, match="knows no 'budgets'; use budget, count, folder"):
         documents_asked(config("KVSketchDocuments", budget=5, budgets=6))
     with pytest.raises(ValueError, match="another KV connector than its own"):
         refuse_config(config("NixlConnector"))

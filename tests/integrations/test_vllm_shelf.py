@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
-from kvsketch.integrations.vllm.library import Use
+from kvsketch.integrations.vllm.files import Filed, listed, path_of
+from kvsketch.integrations.vllm.library import Stored, Use
 from kvsketch.integrations.vllm.settings import servable
+from kvsketch.integrations.vllm.shelf import Shelf
 from kvsketch.integrations.vllm.together import Together
 from kvsketch.methods import parse_method
 from kvsketch.methods.rehearse import Rehearse
@@ -36,13 +41,18 @@ class Served:
         self.pool = torch.zeros((4, shape.nbytes), dtype=torch.uint8)
         self.pool[1:] = 255  # what others have left there
 
+    @property
+    def shelf(self) -> Shelf:
+        assert self.together.shelf is not None
+        return self.together.shelf
+
     def tokens(self, n: int) -> Tokens:
         return [
             tuple(torch.randn(n, heads, SIZE, generator=self.generator) for heads in (HEADS * GROUP, HEADS, HEADS))
             for _ in range(LAYERS)
         ]  # type: ignore[misc]
 
-    def begin(self, uses: dict[int, Use], stores: dict[int, int] | None = None) -> None:
+    def begin(self, uses: dict[int, Use], stores: dict[int, Stored] | None = None) -> None:
         self.together.begin_requests(self.pool, uses, stores or {})
 
     def read(self, page: int, seen: int, new: Tokens) -> list[Tensor]:
@@ -66,13 +76,12 @@ class Served:
         return found
 
     def stored(self) -> None:
-        self.begin({1: Use()}, {1: 1})
+        self.begin({1: Use()}, {1: Stored(1)})
         self.read(1, 0, self.tokens(DOCUMENT))
 
     def on_the_shelf(self, place: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Keys, values [H, S, D] and log-weights [H, S] of a document, by layer."""
-        assert self.together.shelf is not None
-        beside = self.together.shelf.beside(torch.tensor([[place, 0, 0]]), torch.float32)
+        beside = self.shelf.beside(torch.tensor([[place, 0, 0]]), torch.float32)
         found = []
         for table in beside.tables:
             weights = table.log_weights()[1]
@@ -168,6 +177,59 @@ def test_the_request_that_stores_a_document_goes_on_behind_it() -> None:
         torch.testing.assert_close(found[1][layer], wanted, atol=2e-5, rtol=1e-4)
     kept = [int(keys.shape[1]) for keys, _, _ in served.on_the_shelf(1)]
     assert max(kept) < DOCUMENT, "documents have a budget"
+
+
+CONFIG = LlamaConfig(
+    vocab_size=96, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=HEADS * GROUP,
+    num_key_value_heads=HEADS, head_dim=SIZE,
+)  # fmt: skip
+
+
+def kept_in(folder: Path) -> tuple[Served, Path]:
+    """A document of 100 tokens that was stored, and its file."""
+    served, path = Served(bits=4), path_of(folder, "the / book")
+    served.together.config = CONFIG
+    served.begin({1: Use()}, {1: Stored(1, path, "digest of its tokens")})
+    served.read(1, 0, served.tokens(DOCUMENT))
+    for writer in served.together.writers:
+        writer.join()
+    return served, path
+
+
+def test_a_document_is_kept_as_a_file(tmp_path: Path) -> None:
+    served, path = kept_in(tmp_path)
+    again = Served(bits=4)
+    again.together.config = CONFIG
+    assert listed(tmp_path, CONFIG, again.shelf.method) == {"the / book": Filed(path, DOCUMENT, "digest of its tokens")}
+    assert again.together.begin_requests(again.pool, {2: Use(2, DOCUMENT)}, {}, {2: path}) == set()
+    for before, after in zip(served.on_the_shelf(1), again.on_the_shelf(2), strict=True):
+        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_a_file_of_another_kind_is_no_document(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    served, path = kept_in(tmp_path)
+    method = served.shelf.method
+
+    def refused(config: Any, method: Rehearse) -> str:
+        caplog.clear()
+        assert listed(tmp_path, config, method) == {}
+        return caplog.text
+
+    other = LlamaConfig(**{**CONFIG.to_dict(), "head_dim": 2 * SIZE})
+    assert f"head_dim is {SIZE} in the file and {2 * SIZE} here" in refused(other, method)
+    assert "it was read with rehearse:budget=60" in refused(CONFIG, replace(method, wait=128))
+    assert "it holds 60 tokens per head, and documents have 20 here" in refused(CONFIG, replace(method, budget=20))
+    path.write_bytes(path.read_bytes()[:-8])
+    assert "the%20" not in path.name and "is no document here" in refused(CONFIG, method)
+    assert served.together.begin_requests(served.pool, {2: Use(2), 3: Use(1)}, {}, {2: path}) == {2}
+    assert "a document cannot be read" in caplog.text
+
+
+def test_names_that_no_file_can_have_are_refused(tmp_path: Path) -> None:
+    assert path_of(tmp_path, "../a").parent == tmp_path
+    for name in ("", "x" * 201):
+        with pytest.raises(ValueError, match=r"cannot be a file; use 1 to 200"):
+            path_of(tmp_path, name)
 
 
 def test_documents_that_do_not_fit_are_refused() -> None:

@@ -210,7 +210,7 @@ def tensors_over(storages: set[int]) -> int:
     return sum(each.untyped_storage().data_ptr() in storages for each in found)
 
 
-def test_nothing_of_a_forward_outlives_it() -> None:
+def test_nothing_of_a_forward_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM measures memory with forwards over pages that it gives back, and calls what is held then its own."""
     served = Served("rehearse:budget=40:wait=64:recent=8")
     served.forward([], {1: 90, 2: 70})
@@ -220,11 +220,21 @@ def test_nothing_of_a_forward_outlives_it() -> None:
     assert tensors_over({served.pool.untyped_storage().data_ptr()}) == 1
     news = served.tokens(100)
     held = {each.untyped_storage().data_ptr() for layer in news for each in layer}
+    known, rehearsed = dict(served.together.settled), []
+    catch_up = Rehearse.catch_up
+
+    def noted(method: Rehearse, tables: list[SlotTable]) -> None:
+        rehearsed.append(tables[0].seen)
+        catch_up(method, tables)
+
+    monkeypatch.setattr(Rehearse, "catch_up", noted)
     served.together.begin(None)
     for layer in range(LAYERS):
         served.together.prefill(layer, NOBODY, 0, *news[layer])
     served.together.finish()
     assert tensors_over(held) == 3 * LAYERS
+    assert rehearsed == [164], "what new tokens take is measured too"
+    assert served.together.settled == known
 
 
 def test_a_later_chunk_holds_no_product_that_its_keys_are_a_part_of() -> None:

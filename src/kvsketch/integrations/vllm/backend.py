@@ -41,6 +41,7 @@ from kvsketch.integrations.vllm.settings import (
     rank_of,
     refuse_bits,
     refuse_config,
+    refuse_files,
     refuse_layer,
     refuse_pages,
     refuse_shelf,
@@ -383,6 +384,8 @@ class KVSketchImpl(AttentionImpl[Any]):
                 # All have one block of a request, in one group of vLLM or that of the first.
                 layer.kv_sharing_target_layer_name = None if name == first else first
         if self.together is not None and (asked := documents_asked(self.config)) is not None:
+            refuse_files(self.config, asked)
+            self.together.config = self.config.model_config.hf_text_config
             free = self.together.open_shelf(document_method(self.method, asked), asked.count, free)
         pages, others = layers.shares(self.config, outside)
         logger.info_once(one_request(str(self.method), self.config.model_config.max_model_len, pages, others))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 
 from kvsketch.integrations.vllm.backend import pool_of
-from kvsketch.integrations.vllm.library import NAME, STORE, Library, Use
-from kvsketch.integrations.vllm.settings import documents_asked
+from kvsketch.integrations.vllm.files import Filed, listed, path_of
+from kvsketch.integrations.vllm.library import NAME, STORE, Library, Stored, Use
+from kvsketch.integrations.vllm.settings import chosen_method, document_method, documents_asked
 from kvsketch.integrations.vllm.together import Together
 
 logger = init_logger(f"vllm.{__name__}")
@@ -38,7 +40,8 @@ class Told(KVConnectorMetadata):
     """What the workers are told before a forward, by page."""
 
     uses: dict[int, Use] = field(default_factory=dict)  # of requests that begin
-    stores: dict[int, int] = field(default_factory=dict)  # places of prompts that are read as documents
+    stores: dict[int, Stored] = field(default_factory=dict)  # prompts that are read as documents
+    loads: dict[int, Path] = field(default_factory=dict)  # by place, files that are read before
     failed: set[int] = field(default_factory=set)  # of requests that name a document that is not there
 
 
@@ -60,7 +63,11 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         asked = documents_asked(vllm_config)
         assert asked is not None
-        self.library = Library(asked.count)
+        method = document_method(chosen_method(vllm_config.additional_config), asked)
+        files, self.folder = {}, asked.path
+        if role == KVConnectorRole.SCHEDULER and self.folder is not None:
+            files = listed(self.folder, vllm_config.model_config.hf_text_config, method)
+        self.library = Library(asked.count, files)
         self.requests: dict[str, Asked] = {}
         self.group = next(
             (n for n, each in enumerate(kv_cache_config.kv_cache_groups) if _is_ours(each.kv_cache_spec)), None
@@ -85,7 +92,7 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         prompt = request.prompt_token_ids or []
         try:
             asked.use = self.library.use(request.request_id, prompt, given.get(NAME))
-        except KeyError as error:
+        except (KeyError, ValueError) as error:
             asked.failed, asked.answer = True, {"kvsketch_error": str(error.args[0])}
             logger.warning("kvsketch: request %s: %s", request.request_id, error.args[0])
             # Tokens that fail to load are how a connector ends a request with an error.
@@ -98,7 +105,7 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         self.requests[request.request_id].page = blocks.get_block_ids()[self.group][0]
 
     def build_connector_meta(self, scheduler_output: Any) -> Told:
-        told = Told()
+        told, self.library.loads = Told(loads=self.library.loads), {}
         for new in scheduler_output.scheduled_new_reqs:
             scheduled = scheduler_output.num_scheduled_tokens[new.req_id]
             self._tell(told, new.req_id, new.prompt_token_ids or [], scheduled)
@@ -120,12 +127,15 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
                     f"a document of {len(prompt)} tokens is read in pieces of {scheduled}; use "
                     f"--no-enable-chunked-prefill and --max-num-batched-tokens of {len(prompt)} or more"
                 )
+            path = None if self.folder is None else path_of(self.folder, asked.stores)
             document = self.library.store(request, asked.stores, prompt)
         except ValueError as error:
             asked.answer = {"kvsketch_error": str(error)}
             logger.warning("kvsketch: request %s: %s", request, error)
             return
-        told.stores[asked.page] = document.place
+        told.stores[asked.page] = Stored(document.place, path, document.digest or "")
+        if path is not None:
+            self.library.files[document.name] = Filed(path, document.tokens, document.digest)
         asked.answer = {NAME: document.name, "kvsketch_tokens": document.tokens}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -144,7 +154,8 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         self.failed |= connector_metadata.failed
         together = self._together()
         if together is not None and self.pool is not None:
-            together.begin_requests(self.pool, connector_metadata.uses, connector_metadata.stores)
+            told = connector_metadata
+            self.failed |= together.begin_requests(self.pool, told.uses, told.stores, told.loads)
 
     def _together(self) -> Together | None:
         found = (getattr(layer.impl, "together", None) for layer in self._layers().values())

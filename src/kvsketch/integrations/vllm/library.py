@@ -3,7 +3,8 @@
 A request whose parameters have `kvsketch_store` reads its prompt as a document of that name. Later requests name it
 (`kvsketch_document`), and their prompt is what follows, or their prompt begins with its tokens. Each has one page of
 its own for its own tokens alone. Documents lie in places of one size; one that nobody uses makes room for another, the
-one that was used longest ago first. Knows nothing of vLLM.
+one that was used longest ago first. One that has a file is read from it when it is asked for again. Knows nothing of
+vLLM.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvsketch.integrations.vllm.files import Filed
 
 STORE, NAME = "kvsketch_store", "kvsketch_document"
 LEAST = 64  # tokens of a document: codes need some to find their center
@@ -22,7 +26,7 @@ class Document:
     name: str
     place: int  # from 1 on
     tokens: int
-    digest: bytes
+    digest: str | None  # of its tokens; None: it can only be named
     users: set[str] = field(default_factory=set)
     used: int = 0  # when, by the library's own count
 
@@ -36,38 +40,55 @@ class Use:
     turn: int = 0  # positions that its tokens stand behind those that vLLM gives them
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A prompt that is about to be read as a document."""
+
+    place: int
+    path: Path | None = None  # of the file that keeps it
+    digest: str = ""
+
+
 @dataclass
 class Library:
-    """`count` places."""
+    """`count` places, and the documents in files."""
 
     count: int
+    files: dict[str, Filed] = field(default_factory=dict)
     documents: dict[str, Document] = field(default_factory=dict)
+    loads: dict[int, Path] = field(default_factory=dict)  # places, and the files that are to be read into them
     clock: int = 0
 
     def use(self, request: str, prompt: Sequence[int], name: str | None) -> Use:
         """How a request continues the document that it names, or the longest that its prompt begins with.
 
-        KeyError, in one line, for a name that is not there.
+        KeyError or ValueError, in one line, for a name that is not there, or has no place to be read to.
         """
-        if name is not None and name not in self.documents:
-            known = ", ".join(self.documents) or "none"
-            raise KeyError(f"no document {name!r} is stored; documents: {known}")
-        if name is not None:
-            document = self.documents[name]
-            whole = self._begins(prompt, document)
-        else:
-            fitting = [d for d in self.documents.values() if self._begins(prompt, d)]
+        known: dict[str, Document | Filed] = {**self.files, **self.documents}
+        if name is not None and name not in known:
+            raise KeyError(f"no document {name!r} is stored; documents: {', '.join(known) or 'none'}")
+        whole = name is None or self._begins(prompt, known[name])
+        if name is None:
+            fitting = [each for each in known if self._begins(prompt, known[each])]
             if not fitting:
                 return Use()
-            document, whole = max(fitting, key=lambda d: d.tokens), True
+            name = max(fitting, key=lambda each: known[each].tokens)
+        document = self.documents.get(name) or self._loaded(name)
         self._touch(document)
         document.users.add(request)
         return Use(document.place, document.tokens if whole else 0, 0 if whole else document.tokens)
 
     @staticmethod
-    def _begins(prompt: Sequence[int], document: Document) -> bool:
+    def _begins(prompt: Sequence[int], document: Document | Filed) -> bool:
         """Whether a prompt has the tokens of a document and at least one more."""
         return len(prompt) > document.tokens and digest(prompt[: document.tokens]) == document.digest
+
+    def _loaded(self, name: str) -> Document:
+        """A document that is read from its file before the next forward."""
+        filed = self.files[name]
+        document = Document(name, self._place(), filed.tokens, filed.digest)
+        self.documents[name], self.loads[document.place] = document, filed.path
+        return document
 
     def store(self, request: str, name: str, prompt: Sequence[int]) -> Document:
         """A place for a prompt that is about to be read as a document.
@@ -79,24 +100,24 @@ class Library:
         old = self.documents.get(name)
         if old is not None and old.users:
             raise ValueError(f"document {name!r} is in use by {len(old.users)} requests; store it under another name")
-        if old is not None:
-            del self.documents[name]
-        free = {*range(1, self.count + 1)} - {document.place for document in self.documents.values()}
-        if not free:
-            idle = [document for document in self.documents.values() if not document.users]
-            if not idle:
-                raise ValueError(f"all {self.count} documents are in use; give the connector a larger count")
-            oldest = min(idle, key=lambda document: document.used)
-            del self.documents[oldest.name]
-            free = {oldest.place}
-        document = Document(name, min(free), len(prompt), digest(prompt), {request})
+        self.documents.pop(name, None)
+        document = Document(name, self._place(), len(prompt), digest(prompt), {request})
+        self.loads.pop(document.place, None)
         self._touch(document)
         self.documents[name] = document
         return document
 
-    def forget(self, name: str) -> None:
-        """The document was not stored after all."""
-        self.documents.pop(name, None)
+    def _place(self) -> int:
+        """A place that is free, or that of the document that was used longest ago and that nobody uses."""
+        free = {*range(1, self.count + 1)} - {document.place for document in self.documents.values()}
+        if free:
+            return min(free)
+        idle = [document for document in self.documents.values() if not document.users]
+        if not idle:
+            raise ValueError(f"all {self.count} documents are in use; give the connector a larger count")
+        oldest = min(idle, key=lambda document: document.used)
+        del self.documents[oldest.name]
+        return oldest.place
 
     def release(self, request: str) -> None:
         """The request has ended."""
@@ -108,5 +129,5 @@ class Library:
         document.used = self.clock
 
 
-def digest(tokens: Sequence[int]) -> bytes:
-    return hashlib.sha256(array("q", tokens).tobytes()).digest()
+def digest(tokens: Sequence[int]) -> str:
+    return hashlib.sha256(array("q", tokens).tobytes()).hexdigest()

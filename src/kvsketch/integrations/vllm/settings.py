@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvsketch.cache import rotary
@@ -110,6 +111,11 @@ class DocumentsAsked:
 
     budget: int  # tokens of a document that each KV head keeps, on average
     count: int  # documents that memory is set aside for
+    folder: str | None = None  # of the files that keep them
+
+    @property
+    def path(self) -> Path | None:
+        return None if self.folder is None else Path(self.folder)
 
 
 def documents_asked(config: Any) -> DocumentsAsked | None:
@@ -121,7 +127,9 @@ def documents_asked(config: Any) -> DocumentsAsked | None:
     for name in {"budget", "count"} | given.keys():
         value = given.get(name)
         if name not in (known := [field.name for field in fields(DocumentsAsked)]):
-            raise ValueError(f"{CONNECTOR} knows no {name!r}; use {' and '.join(known)}")
+            raise ValueError(f"{CONNECTOR} knows no {name!r}; use {', '.join(known)}")
+        if name == "folder":
+            continue
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{CONNECTOR}: {name}={value!r} is no whole number of 1 or more")
     return DocumentsAsked(**given)
@@ -132,6 +140,13 @@ def document_method(method: BudgetedMethod, asked: DocumentsAsked) -> Rehearse:
     if not isinstance(method, Rehearse):
         raise ValueError(f"{CONNECTOR} shares documents of rehearse, and {method.name} was named")
     return replace(method, budget=asked.budget)
+
+
+def refuse_files(config: Any, asked: DocumentsAsked) -> None:
+    """Raises ValueError, in one line, for files of documents that several processes would hold parts of."""
+    processes = config.parallel_config.tensor_parallel_size * config.parallel_config.pipeline_parallel_size
+    if asked.folder is not None and processes > 1:
+        raise ValueError(f"{CONNECTOR}: files of documents are written by one process, not by {processes}; drop folder")
 
 
 def refuse_shelf(config: Any) -> None:

@@ -14,13 +14,16 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Thread
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.integrations.vllm.library import Use
+from kvsketch.integrations.vllm.files import read, write
+from kvsketch.integrations.vllm.library import Stored, Use
 from kvsketch.integrations.vllm.shelf import Beside, Shelf
 from kvsketch.methods.rehearse import Rehearse, Rehearsed
 from kvsketch.ops.join_attention import Part
@@ -59,7 +62,9 @@ class Together:
     forward: Forward | None = None
     shelf: Shelf | None = None  # of documents that requests continue
     uses: dict[int, Use] = field(default_factory=dict)  # by page, the document that its request continues
-    stores: dict[int, int] = field(default_factory=dict)  # by page, the place of a document that is about to be read
+    stores: dict[int, Stored] = field(default_factory=dict)  # by page, documents that are about to be read
+    config: Any = None  # of the model, which files of documents belong to
+    writers: list[Thread] = field(default_factory=list)  # of such files
 
     def join(self, place: Place, scale: float, options: dict[str, Any] | None = None) -> int:
         """The number of one more layer."""
@@ -119,9 +124,14 @@ class Together:
         log.info("kvsketch: %d documents of %.1f MB that requests may share, %s", count, place / 1e6, method)
         return None if free is None else free - (1 + count) * place
 
-    def begin_requests(self, pool: Tensor, uses: dict[int, Use], stores: dict[int, int]) -> None:
-        """Requests begin in these pages, and continue documents, or are read as documents, into these places."""
-        assert self.shelf is not None
+    def begin_requests(
+        self, pool: Tensor, uses: dict[int, Use], stores: dict[int, Stored], loads: dict[int, Path] | None = None
+    ) -> set[int]:
+        """Requests begin in these pages, and continue documents, or are read as documents.
+
+        `loads`: places of documents that are read from files before; returns the pages whose document cannot be.
+        """
+        failed = {place for place, path in (loads or {}).items() if not self._load(place, path)}
         self.uses.update(uses)
         self.stores = stores
         if uses:
@@ -132,15 +142,33 @@ class Together:
             # Whatever comes first finds an empty page.
             opened.clear(pages)
             self.settled.update(dict.fromkeys(uses, 0))
+        return {page for page, use in uses.items() if use.place in failed}
+
+    def _load(self, place: int, path: Path) -> bool:
+        """Whether a document could be read from its file."""
+        assert self.shelf is not None
+        for writer in self.writers:
+            writer.join()
+        self.writers.clear()
+        try:
+            device = self.shelf.pages.planes["kept"].device
+            self.shelf.put(place, read(path, self.config, self.shelf.method, device))
+        except (ValueError, OSError) as error:
+            log.warning("kvsketch: a document cannot be read: %s", error)
+            return False
+        return True
 
     def own_tokens(self, page: int, seen: int) -> int:
         """Of so many tokens that vLLM counts, those behind the document."""
         return seen - self.uses[page].before if page in self.uses else seen
 
-    def _lay(self, pages: RequestPages, page: int, place: int, tables: list[SlotTable]) -> None:
+    def _lay(self, pages: RequestPages, page: int, stored: Stored, tables: list[SlotTable]) -> None:
         """A prompt that was read as a document lies on the shelf, and its request continues it."""
         assert self.shelf is not None
+        place = stored.place
         self.shelf.put(place, tables)
+        if stored.path is not None:
+            self.writers.append(write(stored.path, self.config, self.shelf.method, tables, stored.digest))
         self.uses[page] = Use(place, tables[0].seen)
         told = torch.tensor([place, tables[0].seen, 0], device=tables[0].device)
         pages.planes["uses"][page] = told
@@ -233,13 +261,26 @@ class Together:
             tables = forward.taken.pop(page)
             with _of_its_own():
                 self._reader(page).settle(tables)
-            if page != NOBODY:
+            if page == NOBODY:
+                self._try_to_catch_up(tables)
+            else:
                 assert forward.pages is not None
                 if page in self.stores:
                     self._lay(forward.pages, page, self.stores[page], tables)
                 else:
                     self._put(forward.pages, page, tables)
         self.stores = {}
+
+    def _try_to_catch_up(self, tables: list[SlotTable]) -> None:
+        """Memory is measured of this too; and no request waits for its kernels to be compiled."""
+        if self.page is None or tables[0].settled < tables[0].seen:
+            return
+        pool = torch.zeros(2, self.page.nbytes, dtype=torch.uint8, device=tables[0].device)
+        known, self.settled = self.settled, {}
+        self._put(self.pages(pool), 1, tables)
+        tables.clear()
+        self.catch_up(pool, [(1, self.settled[1] + self.method.most_waiting)])
+        self.settled = known
 
     def _forward(self) -> Forward:
         assert self.forward is not None, "no forward is under way"
