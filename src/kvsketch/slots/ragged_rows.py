@@ -7,8 +7,7 @@ join, leave, or lie elsewhere.
 
 A row brings room for the tokens that it takes until its method has periodic work to do. Then `take` makes a table of it
 whose batch rows are its layers, which the method works on as it would alone, in as many launches as for one layer, and
-`put` puts it back. Other rows notice nothing. A row that
-has left writes its tokens into slots that no request has.
+`put` puts it back. Other rows notice nothing. A row that has left writes its tokens into slots that no request has.
 
 Legend: L layers, B rows, H KV heads, N slots of the store.
 """
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from kvsketch.slots.table import NEG_INF, SlotTable
 from kvsketch.slots.tensors import wide
 
 NEVER = 1 << 62
+Lists: TypeAlias = dict[int, tuple[Tensor, Tensor]]  # `work` and `first_piece` of all layers, by number of rows
 
 
 class RowNeeds(NamedTuple):
@@ -44,12 +44,18 @@ class RowNeeds(NamedTuple):
     room: int = 0  # tokens that any row takes between two such times, at most
 
 
-@dataclass
+@dataclass(eq=False)
 class Stretch:
-    """A row in use: where it lies, and what the host counts."""
+    """Slots of the store that somebody has."""
 
     start: int
     size: int
+
+
+@dataclass(eq=False)
+class RowStretch(Stretch):
+    """A row in use: where it lies, and what the host counts."""
+
     left: int  # tokens that it may still take
     settled: int
     prompt_tokens: int
@@ -71,10 +77,10 @@ class RaggedRows(Rows):
         needs: Callable[[SlotTable], RowNeeds],
     ) -> None:
         self.singles, self.slots, self.most, self.needs = singles, slots, most, needs
-        self.rows: dict[int, Stretch] = {}
+        self.rows: dict[int, RowStretch] = {}
         self.changes = 0  # of capacities, which the lists of pieces follow
         self.arranged: dict[int, int] = {}
-        self.lists: dict[int, tuple[Tensor, Tensor]] = {}
+        self.lists: Lists = {}
         single, device = singles[0], singles[0].device
         layers, heads = len(singles), single.shape[1]
         # Behind the store a slot for each head of a row that has left.
@@ -107,15 +113,19 @@ class RaggedRows(Rows):
         return table
 
     def _layout(self, layer: int, rows: int) -> Layout:
-        if rows not in self.lists:
-            heads = rows * self.start.shape[2]
+        return self._layout_of(self.start, self.capacity, self.lists, layer, rows)
+
+    def _layout_of(self, start: Tensor, capacity: Tensor, lists: Lists, layer: int, rows: int) -> Layout:
+        """Where the first rows of a layer lie; `lists`: those of the pieces of all layers, by the number of rows."""
+        if rows not in lists:
+            heads = rows * start.shape[2]
             pieces = most_of_list(heads, self._readers.resident)
             shapes = ((len(self.singles), pieces, 5), (len(self.singles), heads + 1))
-            work, first = (torch.zeros(shape, dtype=torch.int32, device=self.start.device) for shape in shapes)
-            self.lists[rows] = work, first
-        work, first = self.lists[rows]
+            work, first = (torch.zeros(shape, dtype=torch.int32, device=start.device) for shape in shapes)
+            lists[rows] = work, first
+        work, first = lists[rows]
         return Layout(
-            self.start[layer, :rows], self.capacity[layer, :rows], self.most, len(self.flat[0]), work[layer],
+            start[layer, :rows], capacity[layer, :rows], self.most, len(self.flat[0]), work[layer],
             first[layer], -(-(self.most + EXACT_SLOTS) // UNIT),
         )  # fmt: skip
 
@@ -143,34 +153,46 @@ class RaggedRows(Rows):
         if self.arranged.get(rows) == self.changes:
             return
         self.arranged[rows] = self.changes
-        capacity = self.capacity[:, :rows].flatten(1)
-        for held, new in zip(self.lists[rows], fixed_work_list(capacity, self.most, self._readers), strict=True):
+        self._arrange(self.capacity, self.lists, tables)
+
+    def _arrange(self, capacity: Tensor, lists: Lists, tables: Sequence[SlotTable]) -> None:
+        """Makes the lists of pieces anew, for tables of the first rows."""
+        rows = tables[0].shape[0]
+        capacity = capacity[:, :rows].flatten(1)
+        for held, new in zip(lists[rows], fixed_work_list(capacity, self.most, self._readers), strict=True):
             held.copy_(new)
         if not capacity.is_cuda:
             # The definition in torch reads as many slots of every head as the largest has.
             for table in tables:
                 assert table.layout is not None
-                table.layout.most = table.length = int(table.layout.capacity.max())
+                table.layout.most = table.length = max(1, int(table.layout.capacity.max()))
 
     def due(self) -> list[int]:
         return [row for row, stretch in self.rows.items() if stretch.left <= 0]
 
     # rows
 
-    def misfit(self, singles: Sequence[SlotTable]) -> str:
+    def misfit(self, singles: Sequence[SlotTable], more: int = 0) -> str:
+        """As in `Rows`; `more`: slots that are needed beside the row's own."""
         for table, single, kinds in zip(self.tables, singles, self.kinds, strict=True):
-            if single.exact or single.layout is None or single.log_num is not None:
-                return f"layer {single.layer_idx} has no heads of their own sizes"
             if single.seen > table.seen:
                 return f"it has read {single.seen} tokens, more than the {table.seen} on the clock of the shared table"
-            if single.layout.most + self.needs(single).slots > self.most:
-                return f"a head of layer {single.layer_idx} has {single.layout.most} slots, more than {self.most}"
-            if kinds != _kinds(single):
-                return f"layer {single.layer_idx} holds other tensors than the shared table"
-        free = self.slots - sum(stretch.size for stretch in self.rows.values())
-        if self._size(singles) > free:
-            return f"it needs {self._size(singles)} slots, and {free} are free"
-        return ""
+            if reason := self._other_kind(single, kinds, self.needs(single).slots):
+                return reason
+        needed, free = more + self._size(singles), self._free()
+        return f"it needs {needed} slots, and {free} are free" if needed > free else ""
+
+    def _other_kind(self, single: SlotTable, kinds: list[object], more: int) -> str:
+        """Why a table cannot lie in the store with `more` slots for each head; empty: it can."""
+        if single.exact or single.layout is None or single.log_num is not None:
+            return f"layer {single.layer_idx} has no heads of their own sizes"
+        if single.layout.most + more > self.most:
+            return f"a head of layer {single.layer_idx} has {single.layout.most} slots, more than {self.most}"
+        return f"layer {single.layer_idx} holds other tensors than the shared table" if kinds != _kinds(single) else ""
+
+    def _free(self) -> int:
+        """Slots that nobody needs."""
+        return self.slots - sum(stretch.size for stretch in self.rows.values())
 
     def _size(self, singles: Sequence[SlotTable]) -> int:
         more = self.needs(singles[0]).slots * self.start.shape[0] * self.start.shape[2]
@@ -183,7 +205,7 @@ class RaggedRows(Rows):
         layouts = [each.layout for each in singles if each.layout is not None]
         size, shift = self._size(singles), self.tables[0].seen - single.seen
         start = self._allocated(size)
-        self.rows[row] = Stretch(start, size, needs.tokens, single.settled, single.prompt_tokens)
+        self.rows[row] = RowStretch(start, size, needs.tokens, single.settled, single.prompt_tokens)
         # Heads lie in the same order as in the tables of one row, each with more room behind it.
         old = torch.cat([layout.capacity for layout in layouts]).flatten()  # [L H]
         new = old + needs.slots
@@ -221,9 +243,9 @@ class RaggedRows(Rows):
         self.changes += 1
 
     def take(self, row: int, seen: int) -> SlotTable:
-        """Takes a row of `seen` tokens out, as a table of equal heads with a batch row for each layer (asks the device).
+        """Takes a row of `seen` tokens out, as a table of equal heads with a batch row for each layer.
 
-        Its slots lie in the order of the text: a row with periodic work only writes behind them.
+        Asks the device. Its slots lie in the order of the text: a row with periodic work only writes behind them.
         """
         stretch, table, capacity = self.rows.pop(row), self.tables[0], self.capacity[:, row]
         assert table.layout is not None
@@ -277,7 +299,7 @@ class RaggedRows(Rows):
     def _allocated(self, size: int) -> int:
         """The first slot of a free stretch; what lies in the way moves to the front."""
         end = 0
-        for stretch in sorted(self.rows.values(), key=lambda stretch: stretch.start):
+        for stretch in sorted(self._stretches(), key=lambda stretch: stretch.start):
             if stretch.start - end >= size:
                 return end
             end = stretch.start + stretch.size
@@ -285,17 +307,25 @@ class RaggedRows(Rows):
         assert self.slots - end >= size, "rows hold more slots than their store"
         return end
 
+    def _stretches(self) -> list[Stretch]:
+        return [*self.rows.values()]
+
     def _closed_up(self) -> int:
-        """Moves all rows to the front of the store; where they end."""
+        """Moves all stretches to the front of the store; where they end."""
         end = 0
-        for row, stretch in sorted(self.rows.items(), key=lambda item: item[1].start):
+        for stretch in sorted(self._stretches(), key=lambda stretch: stretch.start):
             if stretch.start > end:
                 for held in self.flat:
                     held[end : end + stretch.size] = held[stretch.start : stretch.start + stretch.size].clone()
-                self.start[:, row] += end - stretch.start
+                self._moved(stretch, end - stretch.start)
                 stretch.start = end
             end += stretch.size
         return end
+
+    def _moved(self, stretch: Stretch, by: int) -> None:
+        """Slots of the store have moved."""
+        row = next(row for row, each in self.rows.items() if each is stretch)
+        self.start[:, row] += by
 
 
 def slots_within(singles: Sequence[SlotTable], rows: int, room: int, memory: int) -> int:
