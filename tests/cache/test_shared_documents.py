@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
 
 import kvsketch
 from kvsketch import CompressedCache
@@ -18,6 +18,7 @@ from kvsketch.cache.document import attention_to, joined
 from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate
+from tests.helpers.tiny import save_tiny_model
 
 LENGTH, ASKED = 150, 21
 REHEARSE = "rehearse:chunk=64:wait=64"
@@ -362,6 +363,19 @@ def test_another_text_is_refused() -> None:
     text[1, 7] += 1
     with pytest.raises(ValueError, match="are not the text that this cache has read"):
         generate(model, text, document.continued())
+
+
+def test_questions_are_those_about_a_copy(tmp_path: Path) -> None:
+    """`ask` goes on in the user's turn that the text has opened, and a second question in a turn of its own."""
+    folder = save_tiny_model(tmp_path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    document = CompressedCache(model, "full")
+    kvsketch.read(model, tokenizer, document, "The harbour was rebuilt in 1921. " * 4)
+    caches = copy.deepcopy(document), document.continued(), document.continued()
+    for question in ("When was it rebuilt?", "And before?"):
+        answers = [kvsketch.ask(model, tokenizer, cache, question, max_new_tokens=8) for cache in caches]
+        assert answers[0] == answers[1] == answers[2]
+    assert caches[0].tokens_seen == caches[1].tokens_seen > document.tokens_seen
 
 
 def test_what_it_takes_and_what_it_shares() -> None:
