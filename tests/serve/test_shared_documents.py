@@ -20,6 +20,7 @@ from kvsketch.serve.requests import Request
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.documents import DocumentRows
 from tests.helpers import zoo
+from tests.serve.test_engine import AsksNothing
 
 METHODS = [
     "rehearse:budget=50%:sinks=2:recent=4:wait=64:chunk=64",
@@ -205,6 +206,41 @@ def test_no_address_changes_when_documents_come_and_go() -> None:
         shared.step(2, Draw.GREEDY)
         shared.leave(number % 2)
     assert addresses() == before and shared.device_bytes == held
+
+
+def test_a_step_asks_the_device_for_nothing() -> None:
+    shared = shared_rows.SharedRows(model(), METHOD, rows=2, longest=400, documents=True)
+    assert joined(shared, 0, prompt(1, 5), read(METHOD, 90, 150)) == ""
+    shared.step(2, Draw.GREEDY)
+    with AsksNothing():
+        shared.step(2, Draw.GREEDY)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("method", METHODS)
+def test_recorded_steps_serve_whichever_document_is_read(method: str) -> None:
+    """On a GPU: from graphs that were recorded before the first document came."""
+    on_gpu = zoo.build("llama").to("cuda")
+    options: dict[str, Any] = {"prefill": "stream", "chunk": CHUNK}
+    engine = BatchedEngine(on_gpu, method, rows=4, longest=400, documents=True, **options)
+    try:
+        graphs = [batch.graph for batch in engine._shared.batches]
+        documents = [CompressedCache(on_gpu, method, **options) for _ in range(2)]
+        for number, document in enumerate(documents):
+            kvsketch.prefill(on_gpu, torch.tensor([prompt(90 + number, 150)], device="cuda"), document)
+        asked = [(documents[i % 2], 5 + i, 12 + 20 * (i % 3)) for i in range(7)]
+        tickets = [
+            engine.submit(Request(prompt(i, n), count, document=text)) for i, (text, n, count) in enumerate(asked)
+        ]
+        for number, (ticket, (text, length, count)) in enumerate(zip(tickets, asked, strict=True)):
+            ids = torch.tensor([prompt(number, length)], device="cuda")
+            inputs = {"input_ids": ids, "attention_mask": ids.new_ones(1, 150 + length)}
+            found = kvsketch.generate(on_gpu, inputs, text.continued(), max_new_tokens=count, do_sample=False)
+            assert list(ticket) == found[0, length:].tolist(), f"request {number}"
+        assert graphs == [batch.graph for batch in engine._shared.batches] and engine.state().documents_laid == 2
+    finally:
+        engine.close(drain=False)
 
 
 def test_a_request_that_ends_early_leaves_the_others(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
