@@ -15,6 +15,7 @@ import contextlib
 import inspect
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -100,6 +101,8 @@ class SharedRows:
         self.longest = min(longest, LONGEST)
         self.memory, self.documents = memory, documents and self.method.ragged and self.method.continues
         self._slots_for: dict[int, int] = {}
+        # With the tokens that it had then: asked for at every step while requests wait.
+        self._document_slots: WeakKeyDictionary[CompressedCache, tuple[int, int]] = WeakKeyDictionary()
         self.device: torch.device = model.device
         self.fused = fused and self.device.type == "cuda"
         with torch.no_grad():
@@ -184,6 +187,13 @@ class SharedRows:
 
     def document_slots(self, document: CompressedCache) -> int:
         """Slots that a document takes in the store, however many rows continue it; 0: it cannot lie there."""
+        tokens, size = self._document_slots.get(document, (-1, 0))
+        if tokens != document.tokens_seen:
+            tokens, size = document.tokens_seen, self._slots_of(document)
+            self._document_slots[document] = tokens, size
+        return size
+
+    def _slots_of(self, document: CompressedCache) -> int:
         tables = [layer.table for layer in document.slot_layers]
         if not isinstance(self.store, DocumentRows) or document.tokens_before or tables[0].empty:
             return 0
