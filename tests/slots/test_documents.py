@@ -12,6 +12,7 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.decode.sampling import Draw
 from kvsketch.decode.shared import SharedRows
+from kvsketch.slots import documents as shared_documents
 from kvsketch.slots.documents import DocumentRows
 from kvsketch.slots.ragged_rows import _flat, _of_rows
 from tests.helpers import zoo
@@ -27,6 +28,14 @@ def read(model: Any, number: int, length: int) -> CompressedCache:
 
 
 def check(store: DocumentRows, documents: list[CompressedCache], reads: dict[int, CompressedCache]) -> None:
+    store._group(ROWS)
+    at, most = store.at.tolist(), store.members.shape[1]
+    groups = {row: place // most for row, place in enumerate(at) if place >= 0}
+    assert groups.keys() == reads.keys() and len({place for place in at if place >= 0}) == len(reads)
+    assert all(store.members.flatten()[at[row]] == row for row in reads)
+    # As few groups as can be, and nothing lies in the others.
+    needed = sum(-(-[*reads.values()].count(document) // most) for document in documents)
+    assert {*groups.values()} == {*range(needed)} and (store.document_capacity[:, needed:] == 0).all()
     ends = 0
     for stretch in sorted(store._stretches(), key=lambda stretch: stretch.start):
         assert stretch.start >= ends
@@ -47,17 +56,19 @@ def check(store: DocumentRows, documents: list[CompressedCache], reads: dict[int
             assert table.layout is not None
             begin = first + table.layout.start[0]
             first += table.layout.total
-            for row in (row for row, each in reads.items() if each is document):
-                assert torch.equal(store.document_start[layer, row], begin)
-                assert torch.equal(store.document_capacity[layer, row], table.layout.capacity[0])
+            for group in {groups[row] for row, each in reads.items() if each is document}:
+                assert torch.equal(store.document_start[layer, group], begin)
+                assert torch.equal(store.document_capacity[layer, group], table.layout.capacity[0])
                 for whole, own in zip(store.document_own, _of_rows(table)[1:], strict=True):
-                    assert torch.equal(whole[layer, row], own[0])
-    others = [row for row in range(ROWS) if row not in reads]
-    assert (store.document_capacity[:, others] == 0).all()
+                    assert torch.equal(whole[layer, group], own[0])
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_documents_stay_whole_while_rows_and_documents_come_and_go(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "together"), [(0, 16), (1, 4), (2, 1)])
+def test_documents_stay_whole_while_rows_and_documents_come_and_go(
+    seed: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In groups of eight rows, of two and of one."""
+    monkeypatch.setattr(shared_documents, "TOGETHER", together)
     chance, model = random.Random(seed), zoo.build("llama")
     documents = [read(model, 90 + i, length) for i, length in enumerate((150, 90, 120))]
     shared = SharedRows(model, METHOD, rows=ROWS, longest=300, documents=True)

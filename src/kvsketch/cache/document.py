@@ -2,7 +2,8 @@
 
     out(q) = attention to the document and to the own tokens, joined by their denominators (`ops.join_attention`)
 
-Rows of a batch that continue one document read it as queries of one row, so that it is read once for several of them.
+Rows of a batch that continue one document read it as queries of one row, so that it is read once for several of them;
+where rows come and go, those that read the same one are found in groups (`slots.documents`).
 """
 
 from __future__ import annotations
@@ -24,16 +25,19 @@ def joined(
     out, log_sum [B, Hq, n]: the latter, and the logarithm of its denominator.
     """
     assert table.document is not None
-    other = attention_to(table.document, query, scale, softcap)
-    return ops.join_attention(ops.Part(out, log_sum), other)
+    own = ops.Part(out, log_sum)
+    if table.document.groups is None:
+        return ops.join_attention(own, attention_to(table.document, query, scale, softcap))
+    members, at = table.document.groups
+    queries = query[:, :, 0].index_select(0, members.flatten()).unflatten(0, members.shape)  # [G, n, Hq, D]
+    return ops.join_attention(own, _read(table.document, queries.transpose(1, 2), scale, softcap), at)
 
 
 def attention_to(document: SlotTable, query: Tensor, scale: float, softcap: float | None) -> ops.Part:
-    """Attention of [B, Hq, n, D] queries to all slots of a document, of one row for all or of one for each."""
+    """Attention of [B, Hq, n, D] queries to all slots of a document of one row."""
     batch, heads, new, size = query.shape
-    if document.shape[0] == batch and new == 1:
+    if batch == new == 1:
         return _read(document, query, scale, softcap)
-    assert document.shape[0] == 1, "several queries read a document of one row"
     queries = query.transpose(0, 1).reshape(1, heads, batch * new, size)
     if new > 1:
         read = _read_by_many(document, queries, scale, softcap)

@@ -158,8 +158,10 @@ class SharedRows:
                 memory = self.memory - (rows * bytes_of_row(singles) if self.documents else 0)
                 room = min(room, max(one, slots_within(singles, rows, needs(singles[0]).room, memory)))
             most = self.longest + max(slots) if needs(singles[0]).room else MOST_OF_EQUAL * max(slots)
-            kind = DocumentRows if self.documents else RaggedRows
-            return kind(singles, rows, room, clock, most, needs), logits.shape[1]
+            if self.documents:
+                query_heads = self.model.config.get_text_config(decoder=True).num_attention_heads
+                return DocumentRows(singles, rows, room, clock, most, needs, query_heads), logits.shape[1]
+            return RaggedRows(singles, rows, room, clock, most, needs), logits.shape[1]
         for table in singles:
             table.set_prompt(self.longest)
             self.method.bound(table, self.longest)

@@ -1,12 +1,13 @@
 """Documents that many rows share, in the store of those rows (`ragged_rows`): each lies there once, whoever reads it.
 
-A document is a stretch without a row. A row that continues one has its own tokens in its own stretch, and beside them,
-in tensors of fixed shape, where the heads of its document begin and how long they are: 0 for a row without one. A step
-reads both and joins them (`SlotTable.document`), and a captured one goes on when documents come and go.
+A document is a stretch without a row. A row that continues one has its own tokens in its own stretch. Rows of one
+document stand in groups of a few, whose queries read it together. Tensors of fixed shape say where the heads of a
+group's document begin and how long they are (0 for a group without rows), and which rows are in it. A step reads
+documents and rows and joins them (`SlotTable.document`), and a captured one goes on when documents come and go.
 
 A document stays while there is room. The one that was used least recently goes first, never one that a row reads.
 
-Legend: L layers, B rows, H KV heads.
+Legend: L layers, B rows, H KV heads, G groups (as many as rows), n rows of a group at most.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from torch import Tensor
 
 from kvsketch.slots.ragged_rows import Lists, RaggedRows, RowNeeds, Stretch, _assembled, _flat, _of_rows
 from kvsketch.slots.state import TableState
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import Groups, SlotTable
 from kvsketch.slots.tensors import wide
+
+TOGETHER = 16  # queries that a program reads codes for at no more cost than for one
 
 
 @dataclass(eq=False)
@@ -51,6 +54,7 @@ class DocumentRows(RaggedRows):
         clock: int,
         most: int,
         needs: Callable[[SlotTable], RowNeeds],
+        query_heads: int,
     ) -> None:
         layers, heads, device = len(singles), singles[0].shape[1], singles[0].device
         self.laid: dict[int, LaidDocument] = {}  # by the number of the document
@@ -60,17 +64,20 @@ class DocumentRows(RaggedRows):
             torch.zeros(layers, rows, heads, dtype=torch.int64, device=device) for _ in "ab"
         )
         self.document_own = [_rows_like(tensor, layers, rows) for tensor in _of_rows(singles[0])[1:]]
+        self.members = torch.zeros(rows, max(1, TOGETHER * heads // query_heads), dtype=torch.int64, device=device)
+        self.at = torch.full((rows,), -1, device=device)
         # A document takes no token; a table says by this how many rows and heads it has.
         self.no_slot = torch.zeros(rows, heads, 1, dtype=torch.int64, device=device)
         self.document_lists: Lists = {}
         self.document_changes = 0
-        self.document_arranged: dict[int, int] = {}
+        self.grouped = (-1, 0)  # the changes and the rows for which groups were made
         super().__init__(singles, rows, slots, clock, most, needs)
 
     def document_tensors(self) -> list[Tensor]:
         """What rows hold of their documents, beside the store."""
         lists = [tensor for pair in self.document_lists.values() for tensor in pair]
-        return [self.document_start, self.document_capacity, *self.document_own, self.no_slot, *lists]
+        of_groups = [self.document_start, self.document_capacity, *self.document_own, self.members, self.at]
+        return [*of_groups, self.no_slot, *lists]
 
     # steps
 
@@ -78,7 +85,7 @@ class DocumentRows(RaggedRows):
         return [replace(table, document=self._text(layer, rows)) for layer, table in enumerate(super().first(rows))]
 
     def _text(self, layer: int, rows: int) -> SlotTable:
-        """The documents of the first rows, as tables of a layer."""
+        """The documents of the first groups, as tables of a layer."""
         single = self.singles[layer]
         own, flat = iter([tensor[layer, :rows] for tensor in self.document_own]), iter(self.flat)
         keys, values = (_assembled(part, own, flat) for part in (single.keys, single.values))
@@ -86,15 +93,35 @@ class DocumentRows(RaggedRows):
         return replace(
             single, keys=keys, values=values, index=next(flat), log_den=next(flat), next_slot=self.no_slot[:rows],
             layout=layout, length=layout.most, state=TableState(), seen=0, settled=0, prompt_tokens=0, previous=None,
+            groups=Groups(self.members[:rows], self.at[:rows]),
         )  # fmt: skip
 
     def before_step(self, tables: Sequence[SlotTable]) -> None:
         super().before_step(tables)
         rows = tables[0].shape[0]
-        if self.document_arranged.get(rows) != self.document_changes:
-            self.document_arranged[rows] = self.document_changes
+        if self.grouped != (self.document_changes, rows):
+            self.grouped = self.document_changes, rows
+            self._group(rows)
             texts = [table.document for table in tables if table.document is not None]
             self._arrange(self.document_capacity, self.document_lists, texts)
+
+    def _group(self, rows: int) -> None:
+        """Puts the first rows into groups."""
+        most = self.members.shape[1]
+        members, at = torch.zeros(self.members.shape, dtype=torch.int64), torch.full(self.at.shape, -1)
+        self.document_capacity.zero_()
+        end = 0
+        for laid in self.laid.values():
+            readers = [row for row in sorted(self.read_by) if row < rows and self.read_by[row] is laid]
+            places = end * most + torch.arange(len(readers))
+            members.view(-1)[places], at[readers] = torch.tensor(readers, dtype=torch.int64), places
+            begin, end = end, end + -(-len(readers) // most)
+            self.document_start[:, begin:end] = laid.begin.unsqueeze(1)
+            self.document_capacity[:, begin:end] = laid.capacity.unsqueeze(1)
+            for whole, own in zip(self.document_own, laid.own, strict=True):
+                whole[:, begin:end] = own.unsqueeze(1)
+        self.members.copy_(members)
+        self.at.copy_(at)
 
     # documents
 
@@ -125,9 +152,6 @@ class DocumentRows(RaggedRows):
 
     def read(self, row: int, laid: LaidDocument) -> None:
         """A row continues a document."""
-        self.document_start[:, row], self.document_capacity[:, row] = laid.begin, laid.capacity
-        for whole, own in zip(self.document_own, laid.own, strict=True):
-            whole[:, row] = own
         self.read_by[row] = laid
         self.document_changes += 1
         laid.used = next(self.time)
@@ -137,9 +161,6 @@ class DocumentRows(RaggedRows):
         if laid is None:
             return
         laid.used = next(self.time)
-        self.document_capacity[:, row] = 0
-        for whole in self.document_own:
-            whole[:, row] = 0
         self.document_changes += 1
 
     def is_read(self, laid: LaidDocument) -> bool:
@@ -190,9 +211,7 @@ class DocumentRows(RaggedRows):
             super()._moved(stretch, by)
             return
         stretch.begin += by
-        for row, laid in self.read_by.items():
-            if laid is stretch:
-                self.document_start[:, row] += by
+        self.document_changes += 1
 
 
 def bytes_of_row(singles: Sequence[SlotTable]) -> int:

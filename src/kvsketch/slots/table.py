@@ -58,6 +58,13 @@ class HeldSlots(NamedTuple):
     layout: Layout | None  # where the slots of heads that differ lie; None: equal heads
 
 
+class Groups(NamedTuple):
+    """Rows that read the rows of a table of documents, several of them one."""
+
+    members: Tensor  # [G, n] int64, rows that read row G; of those that are too many anything
+    at: Tensor  # [B] int64, where row b is among the members, -1: it reads none
+
+
 @dataclass
 class Place:
     """Where a table stands in its model: what is known before the first token and stays until the last."""
@@ -97,6 +104,7 @@ class SlotTable(Place):
     settled_at: Tensor | None = None  # [B] int64, settled of each row where rows with heads that differ come and go
     layout: Layout | None = None  # where the slots of each head lie when they differ; None: equal heads
     capacity: Tensor | None = None  # [B, H] int64, slots of heads that differ, while several new tokens are beside them
+    groups: Groups | None = None  # who reads it, where its rows are documents (`documents`)
     stacked: bool = False  # whether batch rows are the layers of one request, with slots in the order of the text
     state: TableState = field(default_factory=TableState)  # what the method remembers (`state_of`)
     host: HostStore | None = None  # keys and values in host memory (`offloaded`)
