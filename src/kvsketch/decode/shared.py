@@ -93,7 +93,7 @@ class SharedRows:
 
         `memory`: bytes of the tables where rows differ in size. Then all rows may be in use only while some are short;
         at least one of the longest fits in any case. `documents`: rows may continue documents, which then lie in the
-        tables once; a step takes a little longer for it.
+        tables once; a step has four more launches a layer for it.
         """
         if reason := alone(model, method):
             raise ValueError(reason)

@@ -141,7 +141,7 @@ class BatchedEngine:
     that of `usual_prefill` unless given, `chunk` and `seed` are those of `CompressedCache`: a greedy request gets the
     tokens of `kvsketch.generate` with such a cache. `documents`: those that requests name lie in the tables once for
     all of them, and a greedy request gets the tokens of `kvsketch.generate` with `document.continued()`; without it a
-    step takes a little less time and every row holds a copy. `apart` says why requests share no tables and take turns;
+    step has fewer launches and every row holds a copy. `apart` says why requests share no tables and take turns;
     empty: one step serves them all.
     """
 

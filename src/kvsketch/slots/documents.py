@@ -26,7 +26,7 @@ from kvsketch.slots.state import TableState
 from kvsketch.slots.table import Groups, SlotTable
 from kvsketch.slots.tensors import wide
 
-TOGETHER = 16  # queries that a program reads codes for at no more cost than for one
+TOGETHER = 16  # queries of a KV head for which one program of `weighted_attention` reads codes, at most
 
 
 @dataclass(eq=False)
