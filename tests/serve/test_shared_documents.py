@@ -303,10 +303,16 @@ def test_documents_that_are_kept_whole_are_not_copied(start: Any, monkeypatch: p
         assert list(ticket) == alone("full", prompt(number, 6), 10, document)
 
 
-@pytest.mark.parametrize("method", ["rehearse:budget=50%:sinks=2:recent=4:refit=none", "full"])
-def test_documents_of_latents_are_copied(method: str) -> None:
+LATENT = "rehearse:budget=50%:sinks=2:recent=4:refit=none"
+
+
+@pytest.mark.parametrize(
+    ("family", "served", "method"),
+    [("deepseek_v3", LATENT, LATENT), ("deepseek_v3", LATENT, "full"), ("mpt", "h2o:budget=32", "full")],
+)
+def test_documents_that_cannot_be_shared_are_copied(family: str, served: str, method: str) -> None:
     """Of the engine's method, whose rows share a store, and kept whole, whose requests take their own steps."""
-    other, served = zoo.build("deepseek_v3"), "rehearse:budget=50%:sinks=2:recent=4:refit=none"
+    other = zoo.build(family)
     document = CompressedCache(other, method, prefill="stream", chunk=CHUNK)
     kvsketch.prefill(other, torch.tensor([prompt(90, 70)]), document)
     engine = BatchedEngine(other, served, rows=2, longest=120, chunk=CHUNK, documents=True)

@@ -111,11 +111,6 @@ def attend(
     """
     layer, attended, weights = view.layer, None, None
     layer.is_read = True
-    if bias is not None and layer.table.document is not None:
-        raise ValueError(
-            f"{layer.model_name} adds a bias to its logits, which is not known for a document that others share; "
-            "continue a copy.deepcopy of the cache instead"
-        )
     if layer.mask_free and not view.exact:
         mask = None
     if not view.appended:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvsketch.cache import families
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.making import link
 from kvsketch.methods import METHODS
@@ -34,6 +35,8 @@ def refusal(layers: Sequence[Any], method: Method, model_name: str, broken_off: 
         return f"{model_name} has sliding-window or linear layers, which are not shared; use a copy.deepcopy(cache)"
     if not table.can_be_document:
         return f"{model_name} has latent attention, whose slots are not shared; use a copy.deepcopy(cache)"
+    if model_name in families.BIASED:
+        return f"{model_name} adds a bias to its logits, unknown for a document; use a copy.deepcopy(cache)"
     if slots[0].prompt is not None:
         return "this cache is in the middle of a prompt; continue it when the whole prompt has been read"
     if broken_off:
