@@ -54,6 +54,19 @@ def test_every_benchmark_runs_on_a_cpu_with_small_shapes(name: str, tmp_path: Pa
     assert found and not any(record["data"].get("failed") for record in found)
 
 
+def test_requests_share_one_document(tmp_path: Path) -> None:
+    """A row holds its tail, and the document is counted by itself."""
+    out = tmp_path / "records.jsonl"
+    options = "--shape tiny --layers 1 --prompt 300 --rows 3 --steps 2 --chunk 64 --tail 8 --device cpu"
+    done = bench("serve", "--out", str(out), "--methods", "rehearse:budget=50%", *options.split())
+    assert done.exit_code == 0, done.output
+    (found,) = [record["data"] for record in records.read(out)]
+    assert not found.get("failed") and (found["rows"], found["tail"]) == (3, 8)
+    assert 0 < found["document_bytes"] < found["device_bytes"] and found["tokens_per_s"] > 0
+    done = bench("serve", "--methods", "snapkv:budget=32", *options.split())
+    assert done.exit_code != 0 and "rows of snapkv:budget=32 copy their documents" in done.output
+
+
 def test_a_method_that_cannot_be_served_says_so_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,37 @@ def test_same_tokens_as_generate(name: str, mode: str, pads: list[int], length: 
     assert caches[0].tokens_stored == caches[1].tokens_stored
 
 
+DOCUMENTS = [
+    "rehearse:wait=64:chunk=64",
+    "rehearse:wait=64:chunk=64:bits=16",
+    "expected:wait=64",
+    "full",
+    "full:bits=4",
+]
+
+
+@pytest.mark.parametrize("method", DOCUMENTS)
+@pytest.mark.parametrize("pads", [[0], [0, 4, 7]])
+def test_same_tokens_beside_a_document(method: str, pads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document lies where it lay when the step was recorded; the new tokens are rehearsed on the way."""
+    model, recorded = zoo.build("llama").to(DEVICE), []
+    record = decoding.Step._record
+    monkeypatch.setattr(decoding.Step, "_record", lambda self: recorded.append(self) or record(self))
+    document = CompressedCache(model, method)
+    kvsketch.prefill(model, zoo.tokens(1, 150, seed=1).to(DEVICE), document)
+    ids, mask = (t.to(DEVICE) for t in padded(zoo.tokens(len(pads), 9), pads))
+    inputs = {"input_ids": ids, "attention_mask": torch.cat([mask.new_ones(len(ids), 150), mask], 1)}
+    options = {"max_new_tokens": 70, "do_sample": False, "eos_token_id": None}
+    caches = [document.continued() for _ in range(2)]
+    expected = model.generate(**inputs, past_key_values=caches[0], **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        ours = kvsketch.generate(model, inputs, caches[1], **options)
+    assert ours.tolist() == expected.tolist() and recorded
+    assert caches[0].tokens_seen == caches[1].tokens_seen == 150 + 9 + 69
+    assert caches[0].tokens_stored == caches[1].tokens_stored
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_second_turn_after_captured_decoding(name: str) -> None:
     model = zoo.build("llama").to(DEVICE)
@@ -248,6 +279,29 @@ def test_a_decode_step_never_waits_for_the_device(method: str) -> None:
             step._forward(bounded=True)
             with pytest.raises(RuntimeError, match="synchroniz"):
                 step.token.tolist()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("method", DOCUMENTS)
+def test_a_step_beside_a_document_never_waits_for_the_device(method: str) -> None:
+    model, ids = zoo.build("llama").to(DEVICE), zoo.tokens(2, 9).to(DEVICE)
+    document = CompressedCache(model, method)
+    kvsketch.prefill(model, zoo.tokens(1, 150, seed=1).to(DEVICE), document)
+    cache = document.continued()
+    with torch.no_grad():
+        logits = kvsketch.prefill(model, ids, cache)
+        sampler = Sampler([], ids, 90, None, None, do_sample=False)
+        sampler.before_step()
+        step = decoding.Step(model, cache, sampler, sampler.choose(logits), 240)
+        for _ in range(3):
+            step.run()
+        sampler.before_step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step._forward(bounded=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

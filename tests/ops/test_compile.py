@@ -133,14 +133,16 @@ def short_coded_attention() -> None:
     ops.weighted_attention(normal(B, HQ, 1, D).half(), slots, slots, zeros(B, H, S), zeros(B, H, S), 0.1)
 
 
-def ragged_attention() -> None:
+def ragged_attention(queries: int = 1) -> None:
+    """Of one query, or of those of rows that read a document together, each head of which lies apart."""
     # So many pieces are combined in a loop.
     layout = replace(Layout.of(longs(B, H) + S, coded=True), most_pieces=400)
     codec, center = Codec(4, D), zeros(B, H, D)
     codes, steps = zeros(layout.total, D // 2, dtype=torch.uint8), zeros(layout.total, dtype=torch.float16)
     slots = CodedSlots(codec, center, zeros(B, H, 4, D), ints(B, H, 4), codes, steps)
     weights = zeros(layout.total)
-    ops.weighted_attention(normal(B, HQ, 1, D), slots, slots, weights, weights, 0.1, ragged=layout)
+    q = normal(B, queries, HQ, D).transpose(1, 2)
+    ops.weighted_attention(q, slots, slots, weights, weights, 0.1, ragged=layout)
 
 
 def paged_attention() -> None:
@@ -391,7 +393,7 @@ def thin_linear(rows: int) -> None:
 
 CALLS: tuple[Callable[[], None], ...] = (
     weighted_attention, encoded, coded_attention, mixed_attention, short_coded_attention, decoded, ragged_attention,
-    paged_attention, coded_paged_attention, coded_paged_slot_update,
+    lambda: ragged_attention(4), paged_attention, coded_paged_attention, coded_paged_slot_update,
     partial(token_blocks, 4, 4), partial(token_blocks, 8, 3),
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries, join_attention,

@@ -122,6 +122,34 @@ def test_kernel_reads_a_list_of_fixed_length(device: torch.device, monkeypatch: 
     assert relative_error(found.out, expected.out) < 1e-2
 
 
+@needs_triton
+@pytest.mark.parametrize(("bits", "group", "size"), [(4, 4, 128), (4, 2, 80), (16, 4, 64)])
+def test_kernel_reads_for_several_queries_together(
+    bits: int, group: int, size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one document are such: heads next to each other, and a list of fixed length."""
+    from kvsketch.ops.weighted_attention import kernel
+
+    call = flat_call(torch.bfloat16, group, size, True, bits, device)._replace(
+        bias=None, sink_logits=None, clip=None, return_logits=False
+    )
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(2, 4, 3 * group, size, generator=generator).to(device, torch.bfloat16).transpose(1, 2)
+    layout = call.ragged
+    assert layout is not None
+    work, first = fixed_work_list(layout.capacity.view(1, -1), most=1000, by=Readers(3, EXACT_SLOTS * (bits == 4)))
+    fixed = Layout(layout.start, layout.capacity, 1000, layout.total, work[0], first[0], most_pieces=8)
+    expected = attention_reference.weighted_attention(call._replace(q=q))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+    found: Attended = kernel.weighted_attention(call._replace(q=q, ragged=fixed))
+    assert relative_error(found.out, expected.out) < 1e-2
+    # The head without slots.
+    assert (found.out[0, group : 2 * group] == 0).all()
+    assert (found.log_sum_den[0, group : 2 * group] == float("-inf")).all()
+    torch.testing.assert_close(found.log_sum_den, expected.log_sum_den, atol=0.2, rtol=1e-2)
+
+
 @pytest.mark.parametrize("lead", [0, EXACT_SLOTS])
 @pytest.mark.parametrize("resident", [1, 8, 1000])
 def test_work_covers_every_slot_once_in_pieces_of_one_size(resident: int, lead: int) -> None:

@@ -4,9 +4,11 @@ compressed.py   seam 1, the cache that transformers sees; `update` is where a ke
 layer.py        one layer of it: a slot table, the method that rewrites it, and what a forward reads
 attention.py    seam 2, the function that models call to attend
 chunks.py       several new tokens for a bounded table, and prompts that are streamed
+document.py     attention to a text that others continue too
 
 Beside this path:
 
+continuing.py   caches that continue one document
 making.py       which layers of a model are compressed, and with what
 masks.py        what a query may see
 row_sums.py     sums that the model's own attention computes anyway

@@ -121,7 +121,7 @@ def attend(
         layer.table.note_scale(scale)
         with plain():
             attended = layer.method.attend(layer.table, query, **options)
-    if attended is None and view.exact:
+    if attended is None and view.exact and layer.table.document is None:
         output, weights = own()
     else:
         if attended is None:

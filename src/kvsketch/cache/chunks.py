@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from kvsketch import ops
-from kvsketch.cache import masks
+from kvsketch.cache import document, masks
 from kvsketch.cache.layer import LayerView, SlotLayer
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.offloaded import require_on_device
@@ -128,7 +128,9 @@ class _Call(NamedTuple):
         )  # fmt: skip
         if method.wants_row_lse and reading.hidden is None and all(option is None for option in self.options.values()):
             table.note_attention(row_lse)
-        return out
+        if table.document is None:
+            return out
+        return document.joined(table, query, out, row_lse, self.scale, self.options.get("softcap"))
 
 
 def _described(layer: SlotLayer, mask: Any, new: int) -> masks.Prompt:

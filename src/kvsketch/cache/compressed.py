@@ -15,12 +15,22 @@ from typing import Any, Self
 from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
 
-from kvsketch.cache import attention, families, interrupted, making, repetition, rollback, saving, streaming
+from kvsketch.cache import (
+    attention,
+    continuing,
+    families,
+    interrupted,
+    making,
+    repetition,
+    rollback,
+    saving,
+    streaming,
+)
 from kvsketch.cache import memory as memory_sizes
 from kvsketch.cache.checks import require_finite
 from kvsketch.cache.chunks import require_one_chunk, require_stream
 from kvsketch.cache.layer import SlotLayer
-from kvsketch.cache.read import TextRead
+from kvsketch.cache.read import ReadBehind, TextRead
 from kvsketch.cache.saving.model_identity import ModelIdentity
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
@@ -74,12 +84,46 @@ class CompressedCache(Cache):
         self._empty = {i: copy.deepcopy(layer) for i, layer in enumerate(self.layers) if layer is native[i]}
         self._last_updated = len(self.layers)  # updated last; an index not above it starts a new forward
         self._broken_off = ""
+        self.is_document = False  # whether others continue it, so that it must not change
         self.read = TextRead()
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
         """The layers that the method compresses."""
         return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+
+    def continued(self) -> Self:
+        """A cache that goes on after this one, the document, which it reads where it lies and never changes.
+
+        It holds what comes after alone, in any number of rows, compressed by the same method under a budget of its own:
+        a share is one of its own tokens. `tokens_seen` counts the document too. Any number of caches may continue one
+        document; it takes no more tokens itself until `reset`, which leaves them as they are.
+        """
+        if reason := self.why_not_continued():
+            raise ValueError(reason)
+        self.end_recording()
+        self.is_document = True
+        made = copy.copy(self)
+        made.layers, made.is_document = [*continuing.layers_after(self.slot_layers)], False
+        made.read = ReadBehind.of(self.read)
+        return made
+
+    def why_not_continued(self) -> str:
+        """Why `continued` refuses; empty: it does not."""
+        return continuing.refusal(self.layers, self.method, self.model_name, self.broken_off())
+
+    @property
+    def tokens_before(self) -> int:
+        """Tokens of the document that this cache continues; 0: of none."""
+        return self.slot_layers[0].table.before
+
+    def _require_own(self) -> None:
+        """Raises RuntimeError where others continue what this cache holds."""
+        if self.is_document:
+            raise RuntimeError(
+                f"others continue the {self.tokens_seen} tokens of this cache, so that it cannot change; "
+                f"{continuing.INSTEAD}"
+            )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -91,6 +135,7 @@ class CompressedCache(Cache):
             )
         layer = self.layers[layer_idx]
         if layer_idx <= self._last_updated:
+            self._require_own()
             interrupted.require_whole(self.layers, self._broken_off)
             require_one_chunk(self.slot_layers[0], key_states.shape[2])
             if self.method.settles:
@@ -124,33 +169,39 @@ class CompressedCache(Cache):
         return interrupted.lengths(self.layers)
 
     def reset(self) -> None:
-        """Forgets everything; the cache is empty again."""
+        """Forgets everything; the cache is empty again, or as it was right after the document that it continues."""
         for layer in self.slot_layers:
             layer.reset()
         for number, native in self._empty.items():
             self.layers[number] = copy.deepcopy(native)
         self._last_updated, self._broken_off = len(self.layers), ""
-        self.read.forget()
+        self.is_document = False
+        self.read = self.read.start_over()
 
     def crop(self, tokens_to_remove: int) -> None:
         """`crop(-k)` forgets the newest k tokens, as if they had never been read.
 
         After `activate_past_recording()` this works for the tokens of the last forward. Without it, it works while the
-        method has not dropped, summarised or scored any of them. Otherwise RuntimeError, and nothing changes.
+        method has not dropped, summarised or scored any of them. Otherwise RuntimeError, and nothing changes. Tokens of
+        a document that this cache continues are never forgotten.
         """
-        rollback.crop(self.layers, self.tokens_seen, -int(tokens_to_remove), self._broken_off)
+        self._require_own()
+        rollback.crop(self.layers, self.tokens_seen, -int(tokens_to_remove), self._broken_off, self.tokens_before)
         if self.tokens_seen < self.read.tokens:
             self.read.forget()
 
     def reorder_cache(self, beam_idx: Any) -> None:
+        self._require_own()
         super().reorder_cache(beam_idx)
         self.read.forget()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._require_own()
         super().batch_repeat_interleave(repeats)
         self.read.forget()
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self._require_own()
         super().batch_select_indices(indices)
         self.read.forget()
 
@@ -170,7 +221,7 @@ class CompressedCache(Cache):
     @property
     def tokens_seen(self) -> int:
         """Tokens the model has read into this cache."""
-        return self.slot_layers[0].table.seen
+        return self.tokens_before + self.slot_layers[0].table.seen
 
     @property
     def tokens_stored(self) -> int:
@@ -185,7 +236,10 @@ class CompressedCache(Cache):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of every tensor on the model's device: keys, values, weights, index, state, native layers included."""
+        """Bytes of every tensor on the model's device: keys, values, weights, index, state, native layers included.
+
+        Those of a document that it continues are not its own.
+        """
         return memory_sizes.held_bytes(self.layers)
 
     @property
@@ -205,6 +259,8 @@ class CompressedCache(Cache):
     def save(self, path: str | os.PathLike[str], about: Mapping[str, str] | None = None) -> None:
         """Writes the cache to a file, in one step; see `saving`. `about`: words of your own, for `saving.about`."""
         saving.require_complete(self.layers, self.broken_off())
+        if self.tokens_before:
+            raise ValueError("a cache that continues a document is not saved; save the document, and read what follows")
         # `check` is a debugging option and is not saved.
         options = {"seed": self.slot_layers[0].table.seed, "prefill": self.prefill, "chunk": self.chunk}
         model, read = self.identity.describe(self.head_share), dataclasses.asdict(self.read)
@@ -227,9 +283,10 @@ class CompressedCache(Cache):
         with plain():
             memo.update(copies(tensor for table in tables for tensor in table.tensors()))
         # What never changes is shared.
-        memo |= {id(each): each for table in tables for each in (table.rotary, self.method)}
+        memo |= {id(each): each for table in tables for each in (table.rotary, table.document, self.method)}
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
         vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        made.is_document = False
         return made
 
     def __repr__(self) -> str:

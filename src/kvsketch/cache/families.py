@@ -157,3 +157,4 @@ ADAPTED: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "mpt": ("MptAttention", "forward", _mpt_forward),
     "phi3": ("Phi3ForCausalLM", "prepare_inputs_for_generation", _keep_cache_at_rope_switch),
 }
+BIASED = ("mpt",)  # adapters that add a bias to the logits

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvsketch import ops
-from kvsketch.cache import masks
+from kvsketch.cache import document, masks
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.slots.layout import Layout
@@ -70,13 +70,14 @@ class SlotLayer(CacheLayerMixin):
     # what transformers asks, in logical coordinates
 
     def get_seq_length(self) -> int:
-        return self.table.seen
+        return self.table.before + self.table.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.prompt is not None or self.short_mask:
             # No mask is needed: ask for one over the new tokens alone, which transformers omits when it is causal.
-            return int(query_length), self.table.seen
-        return self.table.seen + int(query_length), 0
+            return int(query_length), self.get_seq_length()
+        # Every query sees all of a document.
+        return self.table.seen + int(query_length), self.table.before
 
     def get_max_length(self) -> int:
         return -1
@@ -102,7 +103,7 @@ class SlotLayer(CacheLayerMixin):
         self.table.note_previous(None if self.before is None else self.before.table)
         with plain():
             view = self._append(key_states, value_states)
-        if key_states.requires_grad and view.exact and self.seen_before == 0:
+        if key_states.requires_grad and view.exact and self.seen_before == self.table.before == 0:
             # The table holds no gradient. A prompt that the model's own kernel reads whole keeps its gradients.
             view.keys, view.values = key_states.view_as(key_states), value_states.view_as(value_states)
         self.waiting, self.whole = view, False
@@ -120,7 +121,7 @@ class SlotLayer(CacheLayerMixin):
         several = keys.shape[2] > 1
         if not several or self.chunk is None:
             self.method.prepare(self.table, keys, values)
-        if several and (self.chunk is not None or not self.table.exact):
+        if several and (self.chunk is not None or not self.table.exact or self.table.document is not None):
             seen = self.table.seen + keys.shape[2]
             return LayerView(self, keys.view_as(keys), values.view_as(values), exact=False, seen=seen, appended=False)
         self.whole = False
@@ -279,14 +280,17 @@ class LayerView:
         table, method = self.layer.table, self.layer.method
         require_on_device(table, self.layer.model_name)
         wanted = method.wants_logits and not self.exact and query.shape[2] == 1 and options.get("softcap") is None
+        shared = table.document is not None
         with plain():
             slot_bias = masks.mask_at_slots(mask, query, lambda: self.index, self.seen, table.shape[1])
             if bias is not None:
                 slot_bias = masks.add_bias(slot_bias, masks.at_slots(bias, self.index, query.shape[1]))
             attended = ops.weighted_attention(
                 query, self.keys, self.values, self.log_num, self.log_den, scale, bias=slot_bias,
-                clip=method.clip, ragged=self.layout, return_state=wanted, return_logits=wanted, **options,
+                clip=method.clip, ragged=self.layout, return_state=wanted or shared, return_logits=wanted, **options,
             )  # fmt: skip
+            if shared:
+                return document.joined(table, query, attended[0], attended[1][1], scale, options.get("softcap"))
         if not wanted:
             return attended
         out, (row_lse, _), logits = attended

@@ -74,12 +74,18 @@ def compressed_layers(
     for rank, i in enumerate(compressed):
         table = kinds[0](i, len(native), seed, rank, len(compressed), angles, positions, bits=method.stored_bits)
         layers[i] = kinds[1](table, method, config.model_type, shared, chunk)
-    layers[compressed[-1]].together = [layers[i] for i in compressed[:-1]]
+    link(layers, shared)
+    return layers
+
+
+def link(layers: Sequence[Any], shared: bool) -> None:
+    """Tells slot layers of the others; `shared`: whether layers of the model share keys."""
+    compressed = [layer for layer in layers if isinstance(layer, SlotLayer)]
+    compressed[-1].together = compressed[:-1]
     for before, after in itertools.pairwise(layers):
         # Layers that share keys read one table with different queries; there is no single query to learn from.
         if isinstance(before, SlotLayer) and isinstance(after, SlotLayer) and not shared:
             after.before = before
-    return layers
 
 
 def _require_codable(bits: FewBits, text: PretrainedConfig, latents: latent.LatentSizes | None) -> None:

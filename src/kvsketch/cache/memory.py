@@ -53,6 +53,10 @@ def description(layers: Sequence[SlotLayer]) -> str:
         lines.append(f"{table.layer_idx:5}  {slots:16}  {f'{bits.keys}/{bits.values}':8} {held_bytes([layer]):13,}")
         if offloaded:
             lines[-1] += f" {sum(tensor.nbytes for tensor in table.host_tensors()):16,}"
+    if layers[0].table.document is not None:
+        tensors = [t for layer in layers if layer.table.document is not None for t in layer.table.document.tensors()]
+        shared = sum(tensor.nbytes for tensor in tensors)
+        lines.append(f"beside a document of {layers[0].table.before:,} tokens, {shared:,} bytes that others may share")
     return "\n".join(lines)
 
 

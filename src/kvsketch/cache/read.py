@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class TextRead:
         """`ids` [B, n] are read as tokens `start` and on; those from 0 on replace what was noted."""
         if start not in (0, self.tokens) or ids.shape[1] == 0 or (start and ids.shape[1] == 1):
             return
-        self.checksum = _checksum(ids, mask, self.checksum if start else 0)
+        self.checksum = self._sum(ids, mask, self.checksum if start else None)
         self.tokens, self.open = start + ids.shape[1], False
 
     def require(self, ids: Tensor, seen: int, mask: Any = None) -> None:
@@ -43,7 +43,7 @@ class TextRead:
         known = min(self.tokens, seen)
         if (
             known == self.tokens
-            and _checksum(ids[:, :known], None if mask is None else mask[:, :known]) != self.checksum
+            and self._sum(ids[:, :known], None if mask is None else mask[:, :known]) != self.checksum
         ):
             raise ValueError(
                 f"the first {known} tokens of input_ids are not the text that this cache has read: pass that text and "
@@ -53,6 +53,37 @@ class TextRead:
     def forget(self) -> None:
         """Rows or tokens have changed: nothing is known any more."""
         self.tokens, self.checksum, self.open = 0, 0, False
+
+    def start_over(self) -> TextRead:
+        """What a cache has read when it is reset."""
+        return TextRead()
+
+    def _sum(self, ids: Tensor, mask: Any, before: int | None = None) -> int:
+        """The checksum of ids that follow what has the checksum `before`; None: of a whole text."""
+        return _checksum(ids, mask, before or 0)
+
+
+@dataclass
+class ReadBehind(TextRead):
+    """The same of a cache that continues a document, whose `document` tokens are the same for all its rows."""
+
+    document: TextRead = field(default_factory=TextRead)
+
+    @classmethod
+    def of(cls, document: TextRead) -> ReadBehind:
+        return cls(document.tokens, document.checksum, document.open, replace(document))
+
+    def start_over(self) -> TextRead:
+        return ReadBehind.of(self.document)
+
+    def _sum(self, ids: Tensor, mask: Any, before: int | None = None) -> int:
+        first = self.document.tokens
+        if before is not None:
+            return _checksum(ids, mask, before)
+        # One row stands for all where they are the same; else the sum is that of no document.
+        alike = bool((ids[:, :first] == ids[:1, :first]).all())
+        shared = _checksum(ids[:1, :first] if alike else ids[:, :first], None)
+        return _checksum(ids[:, first:], None if mask is None else mask[:, first:], shared)
 
 
 def _checksum(ids: Tensor, mask: Any, before: int = 0) -> int:

@@ -10,14 +10,21 @@ from kvsketch.cache.layer import DRAFTS, OVER, SlotLayer
 from kvsketch.slots.tensors import plain
 
 
-def crop(layers: Sequence[Any], seen: int, count: int, broken_off: str) -> None:
-    """Forgets the newest `count` of `seen` tokens in all layers, or in none: RuntimeError."""
+def crop(layers: Sequence[Any], seen: int, count: int, broken_off: str, before: int = 0) -> None:
+    """Forgets the newest `count` of `seen` tokens in all layers, or in none: RuntimeError.
+
+    before: the first tokens, of a document that others read too.
+    """
     if count < 0:
         raise ValueError(f"crop takes a negative number of tokens to remove, such as -{-count}, not {-count}")
     if count:
         require_whole(layers, broken_off)
     if count > seen:
         raise ValueError(f"crop({-count}) takes more than the {seen} tokens that the cache has seen")
+    if count > seen - before:
+        raise ValueError(
+            f"crop({-count}) takes tokens of the document that this cache continues; it has {seen - before} of its own"
+        )
     for number, layer in enumerate(layers if count else ()):
         reason = _refuses(layer, count) if isinstance(layer, SlotLayer) else _native_refuses(layer, count)
         if reason:

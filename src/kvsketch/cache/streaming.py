@@ -26,6 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvsketch.cache import masks, rollback
 from kvsketch.cache.chunks import chunk_spans
+from kvsketch.cache.continuing import require_visible
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.patches import Patch
 from kvsketch.cache.read import TextRead
@@ -55,6 +56,8 @@ class Reader(Protocol):
     def slot_layers(self) -> list[SlotLayer]: ...
     @property
     def tokens_seen(self) -> int: ...
+    @property
+    def tokens_before(self) -> int: ...
     def layer_lengths(self) -> list[int]: ...
     @property
     def method(self) -> Method: ...
@@ -117,7 +120,7 @@ def read_chunks(
             _repeat(model, input_ids, cache, instruction)
             yield new, logits
         else:
-            prompt = masks.Prompt(seen + new, padding, causal=True)
+            prompt = masks.Prompt(seen - cache.tokens_before + new, padding, causal=True)
             for layer in cache.slot_layers:
                 layer.prompt = prompt
             for start, end in chunk_spans(new, cache.chunk):
@@ -166,6 +169,7 @@ def _read_prompt(
         return original(model, input_ids, generation_config, model_kwargs, *args, **options)
     cache.identity.require(model.config)
     mask, seen = model_kwargs.get("attention_mask"), cache.tokens_seen
+    require_visible(mask, cache.tokens_before, seen)
     length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[-1]
     # The ids are the whole text, or new ones alone under a mask for all.
     whole = length == input_ids.shape[1]
@@ -196,7 +200,10 @@ def _can_stream(cache: Reader, config: Any, model_kwargs: dict[str, Any]) -> boo
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return False
     mask = model_kwargs.get("attention_mask")
-    if mask is not None and (mask.dim() != 2 or masks.hidden_inside(mask, mask.shape[1]) is not None):
+    if mask is not None and mask.dim() != 2:
+        return False
+    own = None if mask is None else mask[:, cache.tokens_before :]
+    if own is not None and masks.hidden_inside(own, own.shape[1]) is not None:
         return False
     return {name for name, value in model_kwargs.items() if value is not None} <= PLAIN_ARGUMENTS
 
@@ -225,7 +232,8 @@ class _Feed:
 
     def mask(self, seen: int) -> Tensor | None:  # [B, seen]
         """The mask that left padding needs."""
-        mask = left_padding.mask(self.padding, seen)
+        before = self.cache.tokens_before
+        mask = left_padding.mask(self.padding, seen - before, before)
         return None if mask is None else mask.long()
 
     def mask_of_native_layers(self, seen: int) -> Tensor | None:
@@ -258,10 +266,11 @@ def _left_padding(input_ids: Tensor, cache: Reader, mask: Tensor | None) -> Tens
             f"attention_mask must be [{batch}, {new}], or [{batch}, {seen + new}] with the {seen} tokens read before, "
             f"got {list(mask.shape)}"
         )
-    fresh = mask[:, -new:].bool()
-    padding = left_padding.learned(before, fresh, seen)
-    expected = left_padding.mask(padding, seen + new)
-    if not bool((fresh if expected is None else fresh == expected[:, seen:]).all()):
+    require_visible(mask, cache.tokens_before, seen + new)
+    fresh, own = mask[:, -new:].bool(), seen - cache.tokens_before
+    padding = left_padding.learned(before, fresh, own)
+    expected = left_padding.mask(padding, own + new)
+    if not bool((fresh if expected is None else fresh == expected[:, own:]).all()):
         raise ValueError(
             "attention_mask hides tokens that are not at the start of their row; a stream takes left padding only: "
             "pad on the left, and a later turn not at all"

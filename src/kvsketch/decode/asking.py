@@ -46,10 +46,11 @@ def ask(model: Any, tokenizer: Any, cache: CompressedCache, question: str, **opt
     """The model's answer to a question about what the cache has read; question and answer are added to the cache.
 
     `options` are those of `model.generate`; without them the answer is greedy and has at most 128 tokens. To ask many
-    questions about the same text, load the saved cache for each, or ask a `copy.deepcopy(cache)`.
+    questions about the same text, ask a `cache.continued()` for each, or a `copy.deepcopy(cache)`.
     """
-    if cache.tokens_seen and cache.slot_layers[0].table.shape[0] != 1:
-        raise ValueError(f"ask takes a cache of one text, and this one holds {cache.slot_layers[0].table.shape[0]}")
+    table = cache.slot_layers[0].table
+    if not table.empty and table.shape[0] != 1:
+        raise ValueError(f"ask takes a cache of one text, and this one holds {table.shape[0]}")
     inputs = question_inputs(tokenizer, cache, question).to(model.device)
     output = generate(model, inputs, cache, **{"max_new_tokens": 128, "do_sample": False, **options})
     return str(tokenizer.decode(finish(model, cache, inputs, output), skip_special_tokens=True))
@@ -87,7 +88,7 @@ def question_inputs(tokenizer: Any, cache: CompressedCache, question: str) -> An
     mask = torch.ones(1, seen + ids.shape[1], dtype=torch.long)
     padding = cache.slot_layers[0].table.padding
     if padding is not None:
-        mask[:, : int(padding)] = 0
+        mask[:, cache.tokens_before : cache.tokens_before + int(padding)] = 0
     return BatchEncoding({"input_ids": ids, "attention_mask": mask})
 
 

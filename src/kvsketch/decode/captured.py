@@ -122,7 +122,8 @@ def _captured_loop(
 ) -> Tensor:
     """transformers' sampling loop, with the steps after prefill captured."""
     names = unsupported(logits_processor, stopping_criteria)
-    names += ["synced_gpus"] * synced_gpus + _masked(model_kwargs.get("attention_mask"))
+    mask, before = model_kwargs.get("attention_mask"), model_kwargs["past_key_values"].tokens_before
+    names += ["synced_gpus"] * synced_gpus + _masked(mask, before)
     if seed is not None and generation_config.do_sample:
         logits_processor.append(Seeded(seed, len(input_ids), input_ids.device))
     if names and captured:
@@ -169,14 +170,18 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _masked(mask: Any) -> list[str]:
-    """What a mask says that a captured step, which reads none, does not know: anything but left padding."""
+def _masked(mask: Any, before: int) -> list[str]:
+    """What a mask says that a captured step, which reads none, does not know: anything but left padding, behind the
+    `before` tokens of a document.
+    """
     if mask is None:
         return []
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return ["an attention_mask that is not [batch, tokens]"]
-    hidden = masks.hidden_inside(mask, mask.shape[1])
-    return [] if hidden is None else [f"an attention_mask that hides token {hidden[1]} inside batch row {hidden[0]}"]
+    hidden = masks.hidden_inside(mask[:, before:], mask.shape[1] - before)
+    if hidden is None:
+        return []
+    return [f"an attention_mask that hides token {before + hidden[1]} inside batch row {hidden[0]}"]
 
 
 def _stream(streamer: Any, token: Tensor) -> None:
@@ -259,13 +264,13 @@ class Step:
         self.layers = cache.slot_layers
         self.token = token.clone()
         table = self.layers[0].table
-        self.position = left_padding.positions(table.padding, torch.full_like(token, table.seen))
+        self.position = left_padding.positions(table.padding, torch.full_like(token, cache.tokens_seen))
         self.graph: Any = None
         self.addresses: list[int] = []
         self.regime: list[object] = []
         self.ahead: tuple[bool, bool, list[object]] | None = None
         self.steps = 0
-        self.max_length = max_length
+        self.max_length = max_length - cache.tokens_before  # of the cache's own tokens
         self._make_room()
 
     def _make_room(self) -> None:
@@ -321,7 +326,7 @@ class Step:
     def _forward(self, bounded: bool) -> None:
         table = self.layers[0].table
         # Tables that are still exact are read under a mask.
-        mask = None if bounded else left_padding.mask(table.padding, table.seen + 1)
+        mask = None if bounded else left_padding.mask(table.padding, table.seen + 1, table.before)
         fused = fusion.fused(self.model) if self.fused else contextlib.nullcontext()
         with without_masks(self.layers, short=bounded), fused:
             logits = self.model(

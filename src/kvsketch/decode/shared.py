@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,8 +27,10 @@ from kvsketch.decode.captured import WARM_UP_STEPS, aside, capture_stream, turn_
 from kvsketch.decode.sampling import Draw
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
+from kvsketch.methods.rehearse import sink_keys
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import LEAST
+from kvsketch.slots.documents import DocumentRows, LaidDocument, bytes_of_row
 from kvsketch.slots.heads import spread_over
 from kvsketch.slots.rows import EqualRows, RaggedRows, Rows, slots_within
 from kvsketch.slots.table import SlotTable
@@ -83,18 +87,22 @@ class SharedRows:
         memory: int | None = None,
         seed: int = 0,
         fused: bool = True,
+        documents: bool = False,
     ) -> None:
         """`longest`: the most tokens that a row will ever have seen; shares of a prompt get room for that.
 
         `memory`: bytes of the tables where rows differ in size. Then all rows may be in use only while some are short;
-        at least one of the longest fits in any case.
+        at least one of the longest fits in any case. `documents`: rows may continue documents, which then lie in the
+        tables once; a step has four more launches a layer for it.
         """
         if reason := alone(model, method):
             raise ValueError(reason)
         self.model, self.method, self.seed = model, parse_method(method), seed
         self.longest = min(longest, LONGEST)
-        self.memory = memory
+        self.memory, self.documents = memory, documents and self.method.ragged and self.method.continues
         self._slots_for: dict[int, int] = {}
+        # With the tokens that it had then: asked for at every step while requests wait.
+        self._document_slots: WeakKeyDictionary[CompressedCache, tuple[int, int]] = WeakKeyDictionary()
         self.device: torch.device = model.device
         self.fused = fused and self.device.type == "cuda"
         with torch.no_grad():
@@ -120,7 +128,10 @@ class SharedRows:
     @property
     def device_bytes(self) -> int:
         """Bytes of the tables."""
-        tensors = {t.data_ptr(): t for table in self.tables for t in table.tensors() if t.device == self.device}
+        held = [t for table in self.tables for t in table.tensors()]
+        if isinstance(self.store, DocumentRows):
+            held += self.store.document_tensors()
+        tensors = {t.data_ptr(): t for t in held if t.device == self.device}
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
     @property
@@ -135,6 +146,7 @@ class SharedRows:
         for count in (LEAST, 1) if self.method.ragged else (1,):
             logits = prefill(self.model, torch.zeros(1, count, dtype=torch.int64, device=self.device), cache)
         singles = [layer.table for layer in cache.slot_layers]
+        self.documents = self.documents and singles[0].can_be_document
         slots, clock = [self.method.most_slots(table, self.longest) for table in singles], self.longest + 1
         if self.method.ragged:
             for table in singles:
@@ -143,8 +155,12 @@ class SharedRows:
             one = sum(singles[0].shape[1] * each for each in slots)
             room = rows * one
             if self.memory is not None:
-                room = min(room, max(one, slots_within(singles, rows, needs(singles[0]).room, self.memory)))
+                memory = self.memory - (rows * bytes_of_row(singles) if self.documents else 0)
+                room = min(room, max(one, slots_within(singles, rows, needs(singles[0]).room, memory)))
             most = self.longest + max(slots) if needs(singles[0]).room else MOST_OF_EQUAL * max(slots)
+            if self.documents:
+                query_heads = self.model.config.get_text_config(decoder=True).num_attention_heads
+                return DocumentRows(singles, rows, room, clock, most, needs, query_heads), logits.shape[1]
             return RaggedRows(singles, rows, room, clock, most, needs), logits.shape[1]
         for table in singles:
             table.set_prompt(self.longest)
@@ -162,9 +178,45 @@ class SharedRows:
         return self._slots_for[tokens]
 
     @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of a slot of the store; 0 where rows are equal."""
+        return self.store.slot_bytes // self.store.store.total if isinstance(self.store, RaggedRows) else 0
+
+    @property
     def slots(self) -> int:
         """What the rows in use divide among them."""
         return self.store.slots
+
+    def document_slots(self, document: CompressedCache) -> int:
+        """Slots that a document takes in the store, however many rows continue it; 0: it cannot lie there."""
+        tokens, size = self._document_slots.get(document, (-1, 0))
+        if tokens != document.tokens_seen:
+            tokens, size = document.tokens_seen, self._slots_of(document)
+            self._document_slots[document] = tokens, size
+        return size
+
+    def _slots_of(self, document: CompressedCache) -> int:
+        tables = [layer.table for layer in document.slot_layers]
+        if not isinstance(self.store, DocumentRows) or document.tokens_before or tables[0].empty:
+            return 0
+        if document.method != self.method or self.store.misfit_of_document(tables):
+            return 0
+        return sum(table.layout.total for table in tables if table.layout is not None)
+
+    @property
+    def laid_documents(self) -> int:
+        """Documents that lie in the store."""
+        return len(self.store.laid) if isinstance(self.store, DocumentRows) else 0
+
+    def _laid(self, document: CompressedCache) -> LaidDocument:
+        """A document as it lies in the store; it is laid there if it does not."""
+        assert isinstance(self.store, DocumentRows)
+        if (found := self.store.lying(document)) is not None:
+            return found
+        tables = [layer.table for layer in document.slot_layers]
+        first = torch.cat([sink_keys(table, getattr(self.method, "sinks", 0)) for table in tables])  # [L, H, sinks, D]
+        text = replace(tables[0].cleared(), keys=first, values=first, length=first.shape[2], seen=tables[0].seen)
+        return self.store.lay(document, tables, text)
 
     def _with_heads_of_their_own(self, table: SlotTable) -> None:
         """A text within its budget has equal heads; they lie in a flat store like others."""
@@ -177,11 +229,15 @@ class SharedRows:
         """Whether the row of a cache can join as it is: codes need some tokens to find their center."""
         return not cache.slot_layers[0].table.waits_for_codes
 
-    def join(self, row: int, cache: CompressedCache, token: Tensor, draw: Draw) -> str:
+    def join(
+        self, row: int, cache: CompressedCache, token: Tensor, draw: Draw, document: CompressedCache | None = None
+    ) -> str:
         """Copies the only row of `cache` into `row`, to go on with `token` [1, 1] as `draw` says.
 
+        `document`: what the cache continues, for which `document_slots` are known; only the first row copies it.
         Returns why it does not fit, or nothing. The cache is bounded by this and may be reused after a reset.
         """
+        assert bool(cache.tokens_before) == (document is not None), "a row joins with the document that it continues"
         tables = [layer.table for layer in cache.slot_layers]
         with torch.no_grad(), plain():
             for table in tables:
@@ -190,16 +246,27 @@ class SharedRows:
                 elif table.exact:
                     self.method.bound(table, table.seen + 1)
             self.store.count_to(self.seen)
-            if reason := self.store.misfit(tables):
+            if reason := self._misfit(tables, document):
                 return reason
+            if document is not None and isinstance(self.store, DocumentRows):
+                self.store.read(row, self._laid(document))
             self.store.put(row, tables)
             self.padding[row] = self.seen - tables[0].seen
             self.token[row].copy_(token[0])
-            self.position[row].fill_(tables[0].seen)
+            self.position[row].fill_(cache.tokens_seen)
             self.live[row].fill_(1)
             for own, new in zip(self.draw.tensors(), draw.tensors(), strict=True):
                 own[row].copy_(new[0])
         return ""
+
+    def _misfit(self, tables: list[SlotTable], document: CompressedCache | None) -> str:
+        """Why a row cannot join; empty: it can."""
+        if document is None or not isinstance(self.store, DocumentRows):
+            return self.store.misfit(tables)
+        laid = self.store.lying(document)
+        # One that lies there and is not read counts as free.
+        more = 0 if laid is not None and self.store.is_read(laid) else self.document_slots(document)
+        return self.store.misfit(tables, more)
 
     def leave(self, row: int) -> None:
         """Nobody reads the row any more."""

@@ -198,6 +198,13 @@ class Method:
         return longest
 
     @property
+    def continues(self) -> bool:
+        """Whether what it keeps of a text can be continued in tables beside it (`CompressedCache.continued`): nothing
+        that comes later changes it, and what comes later is compressed by itself.
+        """
+        return False
+
+    @property
     def ragged(self) -> bool:
         """Whether the heads of its bounded tables hold different numbers of slots."""
         return False

@@ -77,9 +77,9 @@ class Expected(Rehearse):
         table.unpack()
         slots = newest_slots(table, queries.shape[2])  # [B, H, n]
         position = table.position_slots().gather(2, slots)[:, 0]  # [B, n]
-        counted = position >= self.sinks
-        mean, covariance = moments(queries, table.rotary, position, counted)
-        places = table.real_tokens()[:, :, 0] + torch.arange(self.future, device=table.device)  # [B, T]
+        counted = position >= self._own_sinks(table)
+        mean, covariance = moments(queries, table.rotary, table.before + position, counted)
+        places = table.before + table.real_tokens()[:, :, 0] + torch.arange(self.future, device=table.device)  # [B, T]
         mean, covariance = turned_on_average(mean, covariance, table.rotary, places)
         keys, values = newest(table, slots)
         logits = expected_logits(keys, mean, covariance, table.scale)  # [B, H, G, n]
@@ -87,7 +87,7 @@ class Expected(Rehearse):
         # Times the number of tokens: a part of a text then counts as the whole does.
         count = counted.sum(1, keepdim=True)[..., None]
         whole = torch.maximum(table.real_tokens(), torch.zeros_like(count) + row_prompts(table))
-        score = (attention * count + self.epsilon * (whole - self.sinks)) * values.float().norm(dim=-1)
+        score = (attention * count + self.epsilon * (whole - self._own_sinks(table))) * values.float().norm(dim=-1)
         none = queries.new_zeros(*slots.shape[:2], 1, 0, queries.shape[3])
         # In [0, 1) and in the same order: tokens that stay are worth more.
         self._note(table, state, slots, score / (1 + score), none, [queries.shape[2]])

@@ -34,6 +34,10 @@ class Full(Method):
     def alone(self) -> str:
         return ""
 
+    @property
+    def continues(self) -> bool:
+        return True
+
     def bound(self, table: SlotTable, max_length: int) -> None:
         table.bound(max_length)
 

@@ -61,7 +61,7 @@ from kvsketch.ops.farthest_first import farthest_first, nearest_center
 from kvsketch.ops.fold_token import fold_token
 from kvsketch.ops.hot_rows import hot_rows
 from kvsketch.ops.indexed_attention import indexed_attention
-from kvsketch.ops.join_attention import join_attention
+from kvsketch.ops.join_attention import Part, join_attention
 from kvsketch.ops.keep_queries import keep_queries, kept_queries
 from kvsketch.ops.kept_attention import kept_attention
 from kvsketch.ops.kmeans import kmeans
@@ -80,6 +80,7 @@ from kvsketch.ops.weighted_attention import weighted_attention
 
 __all__ = [
     "Noise",
+    "Part",
     "Past",
     "RowLogits",
     "Temperature",

@@ -231,7 +231,7 @@ class DocumentStore:
         return (self._path(number) / "text.txt").read_text(encoding="utf-8")
 
     def cache(self, number: str) -> CompressedCache:
-        """The cache that has read a document; to be copied, never changed. NotReady while there is none."""
+        """The cache that has read a document, never to be changed by others. NotReady while there is none."""
         document = self.get(number)
         if document.status == "other_model":
             raise ValueError(document.error)

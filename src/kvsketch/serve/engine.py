@@ -12,6 +12,9 @@ first, so that none waits for ever, and the one with the least left, so that a s
 A prompt that is read whole (prefill="exact") lets the others take a step between its layers, after as much work.
 The tokens of a step are read while the next one runs on the device; what a row does after its end is thrown away.
 
+Requests that name a document continue it (`CompressedCache.continued`): it lies in the tables once, and their rows hold
+what they have read and said themselves.
+
 A request whose row cannot join yet, or not at all, takes its steps by itself, in turn with the others: texts too short
 for codes, rows of a document that was read under other settings or is kept whole, and all requests of a method whose
 rows share no tables (`decode.shared.alone`).
@@ -67,6 +70,7 @@ class Run:
     draw: Draw
     mode: int
     slots: int  # of the shared store that it may need
+    shares: bool = False  # whether its row continues a document that lies in the store
     chunks: Generator[tuple[int, Tensor], None, None] | None = None  # of a prompt that is being read
     work: int = 0  # tokens that layers have read since the others last took a step
     token: Tensor | None = None  # [1, 1], the last one, of a request that takes its steps by itself
@@ -135,8 +139,10 @@ class BatchedEngine:
     `longest`: the most tokens of a prompt and its answer together. `queue`: how many requests may wait. `memory`: bytes
     of the tables where rows differ in size, so that fewer long requests run at a time, and more short ones. `prefill`,
     that of `usual_prefill` unless given, `chunk` and `seed` are those of `CompressedCache`: a greedy request gets the
-    tokens of `kvsketch.generate` with such a cache. `apart` says why requests share no tables and take turns; empty:
-    one step serves them all.
+    tokens of `kvsketch.generate` with such a cache. `documents`: those that requests name lie in the tables once for
+    all of them, and a greedy request gets the tokens of `kvsketch.generate` with `document.continued()`; without it a
+    step has fewer launches and every row holds a copy. `apart` says why requests share no tables and take turns;
+    empty: one step serves them all.
     """
 
     def __init__(
@@ -153,6 +159,7 @@ class BatchedEngine:
         memory: int | None = None,
         seed: int = 0,
         fused: bool = True,
+        documents: bool = False,
     ) -> None:
         for name, value in (("rows", rows), ("longest", longest), ("readers", readers)):
             if value < 1:
@@ -163,6 +170,7 @@ class BatchedEngine:
         self._options: dict[str, Any] = {"seed": seed, "prefill": self.prefill, "chunk": chunk}
         self._shared_options: dict[str, Any] = {
             "rows": rows, "longest": longest, "memory": memory, "seed": seed, "fused": fused,
+            "documents": documents,
         }  # fmt: skip
         self.apart = alone(model, self.method)
         self.rows, self.device, self.longest = rows, torch.device(model.device), min(longest, LONGEST)
@@ -210,6 +218,7 @@ class BatchedEngine:
                 tokens_seen=sum(seen), tokens_stored=sum(stored),
                 device_bytes=shared + sum(cache.device_bytes for cache in own),
                 bytes_per_row=self.bytes_per_row,
+                documents_laid=0 if self._shared is None else self._shared.laid_documents,
                 steps=counts.steps, prompt_tokens=counts.prompt_tokens, generated_tokens=counts.generated_tokens,
                 finished=dict(counts.finished),
             )  # fmt: skip
@@ -299,42 +308,56 @@ class BatchedEngine:
         """Starts to read prompts while there are rows for them."""
         while self._free_rows() and len(self._reading) < self.readers:
             with self._changed:
-                slots = self._slots_for(self._waiting[0]) if self._waiting else None
-                if slots is None:
+                found = self._slots_for(self._waiting[0]) if self._waiting else None
+                if found is None:
                     return
                 ticket = self._waiting.popleft()
             try:
-                self._start(ticket, slots)
+                self._start(ticket, *found)
             except Exception as error:
                 self._finish(ticket, "error", error)
 
-    def _slots_for(self, ticket: Ticket) -> int | None:
-        """Slots of the shared store that a request may need; None while the others leave too few."""
-        document = ticket.request.document
+    def _slots_for(self, ticket: Ticket) -> tuple[int, bool] | None:
+        """Slots of the shared store that a request may need, and whether it shares its document; None while the others
+        leave too few.
+        """
+        request, document = ticket.request, ticket.request.document
         if self._shared is None or (document is not None and self._differs(document)):
-            return 0
-        slots = self._shared.slots_for(ticket.prompt_tokens + ticket.request.max_new_tokens)
-        taken = sum(run.slots for run in (*self._reading, *self._running))
-        return None if taken + slots > self._shared.slots else slots
+            return 0, False
+        runs = [*self._reading, *self._running]
+        shared = {id(each): each for each in (run.ticket.request.document for run in runs if run.shares) if each}
+        taken = sum(run.slots for run in runs) + sum(map(self._shared.document_slots, shared.values()))
+        if document is not None and (size := self._shared.document_slots(document)):
+            slots = self._shared.slots_for(len(request.ids) + request.max_new_tokens)
+            if size + slots <= self._shared.slots:
+                more = 0 if id(document) in shared else size
+                return None if taken + more + slots > self._shared.slots else (slots, True)
+        slots = self._shared.slots_for(ticket.prompt_tokens + request.max_new_tokens)
+        return None if taken + slots > self._shared.slots else (slots, False)
 
-    def _start(self, ticket: Ticket, slots: int) -> None:
+    def _start(self, ticket: Ticket, slots: int, shares: bool) -> None:
         request = ticket.request
         cache: CompressedCache
         if request.document is None:
             cache = self._spare.pop() if self._spare else WatchedCache(self.model, self.method, **self._options)
         else:
-            cache = copy.deepcopy(request.document)
+            cache = self._after(request.document, shares)
         draw = Draw(1, self.device, self._vocabulary)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         taste = (request.top_k, request.min_p, request.repetition_penalty)
         draw.set(0, request.temperature, request.top_p, seed, *taste, request.ids)
         ids = torch.tensor([request.ids], device=self.device)
         mode = Draw.mode(request.temperature, request.top_p, *taste)
-        run = Run(ticket, cache, draw, mode, slots, read_chunks(self.model, ids, cache))
+        run = Run(ticket, cache, draw, mode, slots, shares, read_chunks(self.model, ids, cache))
         if isinstance(cache, WatchedCache):
             cache.watch = functools.partial(self._between_layers, run) if cache.prefill == "exact" else None
         with self._changed:
             self._reading.append(run)
+
+    def _after(self, document: CompressedCache, shares: bool) -> CompressedCache:
+        """A cache that goes on after a document: beside it, or after a copy where rows hold all that they read."""
+        beside = self._differs(document) and not document.why_not_continued()
+        return document.continued() if shares or beside else copy.deepcopy(document)
 
     # reading
 
@@ -390,9 +413,12 @@ class BatchedEngine:
         """Puts a row into the shared tables if it fits."""
         if self._shared is None or self._differs(run.cache) or not self._shared.ready(run.cache):
             return
+        if run.cache.tokens_before and not run.shares:
+            return
         assert run.token is not None
         row = min({*range(self.rows)} - {other.row for other in self._running})
-        if self._shared.join(row, run.cache, run.token, run.draw):
+        document = run.ticket.request.document if run.shares else None
+        if self._shared.join(row, run.cache, run.token, run.draw, document):
             return
         run.row, run.token, run.step = row, None, None
         self._give_back(run)

@@ -23,6 +23,7 @@ MEASURED = {
     "tokens_stored": "Slots that they hold per KV head.",
     "device_bytes": "Device memory of the caches.",
     "bytes_per_row": "Device memory of one running request.",
+    "documents_laid": "Documents in the tables that running requests share.",
 }
 
 

@@ -56,7 +56,8 @@ def unused_settings(model: Any) -> dict[str, Any]:
 class Request:
     """One text to continue.
 
-    `document` is a cache of one row that has read what comes before `ids`; the engine copies it and leaves it as it is.
+    `document` is a cache of one row that has read what comes before `ids`; the engine leaves it as it is, and so must
+    everybody while requests name it.
     `temperature` 0 takes the most likely token. A request with a `seed` gives the same tokens whoever shares the batch
     and whichever engine serves it: those of `kvsketch.generate(..., seed=seed)`. Without one the engine draws a seed.
     `top_k` 0 sets no limit; `min_p` rules out tokens that are less than so many times as likely as the likeliest, after
@@ -239,6 +240,8 @@ class EngineState:
     generated_tokens: int
     finished: dict[str, int]
     """Requests that have ended, by finish_reason."""
+    documents_laid: int = 0
+    """Documents that lie in the tables, each once for all requests that name it."""
 
 
 class Engine(Protocol):

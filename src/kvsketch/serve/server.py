@@ -66,7 +66,8 @@ def start_service(
     reading: dict[str, Any] = {"prefill": prefill or usual, "chunk": chunk}
     engine: Engine
     if wanted > 1:
-        engine = BatchedEngine(model, parsed, rows=wanted, longest=longest, queue=queue, memory=held, **reading)
+        options: dict[str, Any] = {"rows": wanted, "longest": longest, "queue": queue, "memory": held}
+        engine = BatchedEngine(model, parsed, documents=True, **options, **reading)
     else:
         engine = SequentialEngine(model, parsed, queue=queue, **reading)
     return Service(
@@ -112,7 +113,7 @@ def _rows_that_fit(model: Any, method: Method, longest: int, memory: int | None)
     if longest * full_cache_bytes(model, 1) > memory:
         # Not even one prompt would fit: its row is not worth a measurement.
         return 1, None
-    shared, most = SharedRows(model, method, 1, longest), MOST_ROWS_GPU if on_gpu else MOST_ROWS_CPU
+    shared, most = SharedRows(model, method, 1, longest, documents=True), MOST_ROWS_GPU if on_gpu else MOST_ROWS_CPU
     one = shared.device_bytes
     # One row's worth stays free for the prompt that is being read.
     held = memory - one

@@ -6,6 +6,7 @@ layout.py       where the slots of heads that differ in size lie
 state.py        what a method remembers beside the slots
 store.py        tables of many requests in one store, and the verbs that write them
 rows.py         the store of our engine: rows on one clock, stretches of memory
+documents.py    documents in the store of our engine, shared by its rows
 pages.py        the store of vLLM: pages of a pool, requests that count their own tokens
 padding.py      left padding
 positions.py    how far a query finds itself from a slot

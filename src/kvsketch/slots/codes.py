@@ -122,6 +122,18 @@ def coded(slots: Slots, bits: int, padding: Tensor | None) -> Slots:
     return SlotCodes(codec, center, exact, at.int(), *codecs.encode(slots, center, codec), dtype=slots.dtype)
 
 
+def coded_like(slots: Tensor, like: SlotCodes) -> SlotCodes:
+    """The slots around the center of another text's, which has one row; none of them stays exact."""
+    rows = len(slots)
+    center = like.center.expand(rows, -1, -1).contiguous()
+    exact = torch.zeros_like(like.exact).expand(rows, -1, -1, -1).contiguous()
+    at = torch.full_like(like.exact_at, -1).expand(rows, -1, -1).contiguous()
+    return replace(
+        like, center=center, exact=exact, exact_at=at, fresh=None, tail=0, dtype=slots.dtype,
+        **codecs.encode(slots, center, like.codec)._asdict(),
+    )  # fmt: skip
+
+
 def first_tokens(count: int, slots: Tensor, padding: Tensor | None) -> Tensor:  # [B, H, count] int64
     """Where the first tokens of a text lie in slots [B, H, S, ...] that hold it in order; -1: nowhere."""
     at = torch.arange(count, device=slots.device)

@@ -49,6 +49,10 @@ class LatentTable(SlotTable):
         return None
 
     @property
+    def can_be_document(self) -> bool:
+        return False
+
+    @property
     def reads_codes(self) -> bool:
         """Whether attention reads codes as they are: for queries that are `turned`, and sums that are `turned_back`."""
         return self.in_place and bool(self.bits) and not self.positions.turned_by

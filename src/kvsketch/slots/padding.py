@@ -38,9 +38,12 @@ def hides(padding: Tensor, token: Tensor) -> Tensor:  # [B, n] bool
     return token < padding.view(-1, 1)
 
 
-def mask(padding: Tensor | None, seen: int) -> Tensor | None:  # [B, seen] bool
-    """Which of the first `seen` tokens are there."""
-    return None if padding is None else ~hides(padding, torch.arange(seen, device=padding.device))
+def mask(padding: Tensor | None, seen: int, before: int = 0) -> Tensor | None:  # [B, before + seen] bool
+    """Which of the first `seen` tokens are there; `before`: tokens that every row has in front of its padding."""
+    if padding is None:
+        return None
+    token = torch.arange(-before, seen, device=padding.device)
+    return (token < 0) | ~hides(padding, token)
 
 
 def positions(padding: Tensor | None, index: Tensor) -> Tensor:

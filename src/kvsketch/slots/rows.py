@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.slots.state import ROW, TableState
-from kvsketch.slots.store import EMPTY, Equal, Ragged, row_parts, slot_parts
+from kvsketch.slots.store import EMPTY, Equal, Ragged, head_places, row_parts, slot_parts
 from kvsketch.slots.table import SlotTable
 
 LATEST = 1 << 29  # the clock is turned back before this; operations take numbers up to 2^30
@@ -42,12 +42,18 @@ class RowNeeds(NamedTuple):
     room: int = 0  # tokens that any row takes between two such times, at most
 
 
-@dataclass
+@dataclass(eq=False)
 class Stretch:
-    """A row in use: where it lies, and what the host counts."""
+    """Slots of the store that somebody has."""
 
     start: int
     size: int
+
+
+@dataclass(eq=False)
+class RowStretch(Stretch):
+    """A row in use: where it lies, and what the host counts."""
+
     left: int  # tokens that it may still take
     settled: int
     prompt_tokens: int
@@ -208,10 +214,9 @@ class RaggedRows(Rows):
         needs: Callable[[SlotTable], RowNeeds],
     ) -> None:
         self.needs, self.slots = needs, slots
-        self.rows: dict[int, Stretch] = {}
+        self.rows: dict[int, RowStretch] = {}
         self.changes = 0  # of capacities, which the work lists follow
         self.arranged: dict[int, int] = {}  # by the rows of a step, the changes that its lists know
-        self.lists: dict[int, tuple[Tensor, Tensor]] = {}
         single, layers = singles[0], len(singles)
         heads, room = single.shape[1], needs(single).room
         # Behind the store a slot for each head of a row that has left.
@@ -228,11 +233,7 @@ class RaggedRows(Rows):
 
     def _table(self, layer: int, rows: int, state: TableState) -> SlotTable:
         """A table of the first rows."""
-        if rows not in self.lists:
-            self.lists[rows] = self.store.empty_lists(rows)
-        own, lists = self.store.first(rows), [part[layer] for part in self.lists[rows]]
-        layout = self.store.layout(own["start"][layer], own["capacity"][layer], lists=lists)
-        return self.store.table(layer, own, layout, state=state, previous=None, settled_at=self.settled_at[:rows])
+        return self.store.first_table(layer, rows, state=state, previous=None, settled_at=self.settled_at[:rows])
 
     def first(self, rows: int) -> list[SlotTable]:
         found = []
@@ -247,32 +248,31 @@ class RaggedRows(Rows):
         rows = tables[0].shape[0]
         for row, stretch in self.rows.items():
             stretch.left -= row < rows
-        if self.arranged.get(rows) == self.changes:
-            return
-        self.arranged[rows] = self.changes
-        capacity = self.store.own["capacity"][:, :rows]
-        for held, new in zip(self.lists[rows], self.store.lists(capacity), strict=True):
-            held.copy_(new)
-        if not capacity.is_cuda:
-            # The definition in torch reads as many slots of every head as the largest has.
-            for table in tables:
-                assert table.layout is not None
-                table.layout.most = table.length = int(table.layout.capacity.max())
+        if self.arranged.get(rows) != self.changes:
+            self.arranged[rows] = self.changes
+            self.store.arrange(tables)
 
     def due(self) -> list[int]:
         return [row for row, stretch in self.rows.items() if stretch.left <= 0]
 
-    def misfit(self, singles: Sequence[SlotTable]) -> str:
-        if reason := super().misfit(singles):
+    def misfit(self, singles: Sequence[SlotTable], more: int = 0) -> str:
+        """As in `Rows`; `more`: slots that are needed beside the row's own."""
+        if reason := super().misfit(singles) or self._too_large(singles, self.needs(singles[0]).slots):
             return reason
+        needed, free = more + self._size(singles), self._free()
+        return f"it needs {needed} slots, and {free} are free" if needed > free else ""
+
+    def _too_large(self, singles: Sequence[SlotTable], more: int) -> str:
+        """Which head is too large with `more` slots; empty: none."""
         for single in singles:
-            if single.layout is not None and single.layout.most + self.needs(single).slots > self.store.most:
+            if single.layout is not None and single.layout.most + more > self.store.most:
                 largest = single.layout.most
                 return f"a head of layer {single.layer_idx} has {largest} slots, more than {self.store.most}"
-        free = self.slots - sum(stretch.size for stretch in self.rows.values())
-        if self._size(singles) > free:
-            return f"it needs {self._size(singles)} slots, and {free} are free"
         return ""
+
+    def _free(self) -> int:
+        """Slots that nobody needs."""
+        return self.slots - sum(stretch.size for stretch in self.rows.values())
 
     def _size(self, singles: Sequence[SlotTable]) -> int:
         more = self.needs(singles[0]).slots * len(self.tables) * singles[0].shape[1]
@@ -282,16 +282,15 @@ class RaggedRows(Rows):
         assert row not in self.rows
         single, needs, size = singles[0], self.needs(singles[0]), self._size(singles)
         start = self._allocated(size)
-        self.rows[row] = Stretch(start, size, needs.tokens, single.settled, single.prompt_tokens)
+        self.rows[row] = RowStretch(start, size, needs.tokens, single.settled, single.prompt_tokens)
         # Heads lie in the same order as in the tables of one row, each with more room behind it.
-        capacity = torch.cat([each.layout.capacity for each in singles if each.layout is not None]) + needs.slots
-        begin = start + (capacity.flatten().cumsum(0).view(capacity.shape) - capacity)
+        places = head_places(singles, start, needs.slots)
         self.store.clear(start, size)
-        self.store.put(row, singles, begin)
+        self.store.put(row, singles, places["start"])
         states = [(each.state, layer) for each in singles for layer in range(each.shape[0])]
         for table, (state, layer) in zip(self.tables, states, strict=True):
             table.state.put_row(row, state, layer)
-        self._lay(row, begin, capacity)
+        self._lay(row, places["start"], places["capacity"])
         self.settled_at[row].fill_(single.settled + self.tables[0].seen - single.seen)
         self._place(row, single, [self.store.slots["index"][start : start + size]])
 
@@ -340,7 +339,7 @@ class RaggedRows(Rows):
     def _allocated(self, size: int) -> int:
         """The first slot of a free stretch; what lies in the way moves to the front."""
         end = 0
-        for stretch in sorted(self.rows.values(), key=lambda stretch: stretch.start):
+        for stretch in self._stretches():
             if stretch.start - end >= size:
                 return end
             end = stretch.start + stretch.size
@@ -348,17 +347,29 @@ class RaggedRows(Rows):
         assert self.slots - end >= size, "rows hold more slots than their store"
         return end
 
+    def _stretches(self) -> list[Stretch]:
+        """All of them, in their order in the store."""
+        return sorted(self._held(), key=lambda stretch: stretch.start)
+
+    def _held(self) -> Sequence[Stretch]:
+        return [*self.rows.values()]
+
     def _closed_up(self) -> int:
-        """Moves all rows to the front of the store; where they end."""
+        """Moves all stretches to the front of the store; where they end."""
         end = 0
-        for row, stretch in sorted(self.rows.items(), key=lambda item: item[1].start):
+        for stretch in self._stretches():
             if stretch.start > end:
                 for held in self.store.slots.values():
                     held[end : end + stretch.size] = held[stretch.start : stretch.start + stretch.size].clone()
-                self.store.own["start"][:, row] += end - stretch.start
+                self._moved(stretch, end - stretch.start)
                 stretch.start = end
             end += stretch.size
         return end
+
+    def _moved(self, stretch: Stretch, by: int) -> None:
+        """The slots of a stretch have moved."""
+        row = next(row for row, each in self.rows.items() if each is stretch)
+        self.store.own["start"][:, row] += by
 
 
 def slots_within(singles: Sequence[SlotTable], rows: int, room: int, memory: int) -> int:

@@ -59,6 +59,18 @@ def row_parts(table: SlotTable) -> Parts:
     return {"next_slot": table.next_slot} | beside
 
 
+def all_row_parts(singles: Sequence[SlotTable]) -> Parts:
+    """The same of all layers, [L, H, ...]: tables of one row, or one whose batch rows are the layers."""
+    own = [row_parts(single) for single in singles]
+    return {name: torch.cat([parts[name] for parts in own]) for name in own[0]}
+
+
+def head_places(singles: Sequence[SlotTable], start: int, more: int = 0) -> Parts:
+    """Where the heads of packed tables lie from `start` on, in their order and each with `more` slots, [L, H]."""
+    capacity = torch.cat([single.layout.capacity for single in singles if single.layout is not None]) + more
+    return {"start": start + (capacity.flatten().cumsum(0).view(capacity.shape) - capacity), "capacity": capacity}
+
+
 def table_of(like: SlotTable, parts: Parts, state: TableState | None = None, **others: Any) -> SlotTable:
     """A table like another with these parts, and other fields."""
     held = {name: _slots(getattr(like, name), name, parts) for name in ("keys", "values")}
@@ -219,6 +231,7 @@ class Ragged:
 
     def __init__(self, like: Sequence[SlotTable], slots: Parts, own: Parts, most: int) -> None:
         self.like, self.slots, self.own, self.most = like, slots, own, most
+        self.held_lists: dict[int, tuple[Tensor, Tensor]] = {}  # by the number of first entries that a step reads
 
     @functools.cached_property
     def kinds(self) -> list[list[object]]:
@@ -270,7 +283,27 @@ class Ragged:
         work, first = lists
         return Layout(start, capacity, most, self.total, work, first, -(-(most + EXACT_SLOTS) // UNIT))
 
-    def empty_lists(self, rows: int) -> tuple[Tensor, Tensor]:
+    def first_table(self, layer: int, count: int, **others: Any) -> SlotTable:
+        """A table of the first entries, whose capacities are among `own`; `arrange` writes what it reads."""
+        if count not in self.held_lists:
+            self.held_lists[count] = self._empty_lists(count)
+        own, lists = self.first(count), [part[layer] for part in self.held_lists[count]]
+        layout = self.layout(own["start"][layer], own["capacity"][layer], lists=lists)
+        return self.table(layer, own, layout, **others)
+
+    def arrange(self, tables: Sequence[SlotTable]) -> None:
+        """Writes the work lists of tables of the first entries, in place, for the capacities that they have."""
+        count = tables[0].shape[0]
+        capacity = self.own["capacity"][:, :count]
+        for held, new in zip(self.held_lists[count], self.lists(capacity), strict=True):
+            held.copy_(new)
+        if not capacity.is_cuda:
+            # The definition in torch reads as many slots of every head as the largest has.
+            for table in tables:
+                assert table.layout is not None
+                table.layout.most = table.length = max(1, int(table.layout.capacity.max()))
+
+    def _empty_lists(self, rows: int) -> tuple[Tensor, Tensor]:
         """Room for the work lists of all layers, for so many rows."""
         layers, heads = len(self.like), rows * self.own["start"].shape[2]
         shapes = (layers, most_of_list(heads, self.readers.resident), 5), (layers, heads + 1)
@@ -286,7 +319,16 @@ class Ragged:
     def put(
         self, entry: int, singles: Sequence[SlotTable], begin: Tensor, filled: Tensor | None = None, end: int = 0
     ) -> None:
-        """Copies packed tables, whose batch rows are the layers, over an entry whose heads begin at `begin` [L, H].
+        """Copies packed tables, whose batch rows are the layers, over an entry whose heads begin at `begin` [L, H]."""
+        self.put_slots(singles, begin, filled, end)
+        own = all_row_parts(singles)
+        for name in self.own.keys() & own.keys():
+            self.own[name][:, entry] = own[name]
+
+    def put_slots(
+        self, singles: Sequence[SlotTable], begin: Tensor, filled: Tensor | None = None, end: int = 0
+    ) -> None:
+        """Copies the slots alone: an entry that names them may come later, or several.
 
         Of each head the first `filled` [L, H] slots, None: all. Others, and those that would lie behind it, go to the
         slot `end`, which takes what belongs nowhere. Asks nothing of the device.
@@ -300,11 +342,9 @@ class Ragged:
         if filled is not None:
             there = place < (first + filled.flatten()).repeat_interleave(capacity, output_size=count)
             at = torch.where(there, at, end).clamp_max_(end)
-        slots, own = ([of(single) for single in singles] for of in (slot_parts, row_parts))
+        slots = [slot_parts(single) for single in singles]
         for name, held in self.slots.items():
             wide(held).index_copy_(0, at, wide(torch.cat([parts[name] for parts in slots])))
-        for name in self.own.keys() & own[0].keys():
-            self.own[name][:, entry] = torch.cat([parts[name] for parts in own])
 
     def clear(self, start: int, size: int) -> None:
         """Empties slots: what lies there need not be finite, and attention multiplies it by 0."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,23 @@ SAVED = (
 S = TypeVar("S", bound=TableState)
 
 
+class HeldSlots(NamedTuple):
+    """What attention reads of a table."""
+
+    keys: Tensor | CodedSlots
+    values: Tensor | CodedSlots
+    log_num: Tensor | None
+    log_den: Tensor | None
+    layout: Layout | None  # where the slots of heads that differ lie; None: equal heads
+
+
+class Groups(NamedTuple):
+    """Rows that read the rows of a table of documents, several of them one."""
+
+    members: Tensor  # [G, n] int64, rows that read row G; of those that are too many anything
+    at: Tensor  # [B] int64, where row b is among the members, -1: it reads none
+
+
 @dataclass
 class Place:
     """Where a table stands in its model: what is known before the first token and stays until the last."""
@@ -62,6 +79,8 @@ class Place:
     first_head: int = 0  # number of the first KV head in the whole model (`heads`)
     bits: FewBits = field(default_factory=FewBits)  # of keys and values once the table is bounded
     head_group: str = ""  # processes among which the layer's heads are divided; "": this one holds them all
+    # The table of a text that this one continues: read by any number of others, and never written.
+    document: SlotTable | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.rank = self.layer_idx if self.rank < 0 else self.rank
@@ -85,6 +104,7 @@ class SlotTable(Place):
     settled_at: Tensor | None = None  # [B] int64, settled of each row where rows with heads that differ come and go
     layout: Layout | None = None  # where the slots of each head lie when they differ; None: equal heads
     capacity: Tensor | None = None  # [B, H] int64, slots of heads that differ, while several new tokens are beside them
+    groups: Groups | None = None  # who reads it, where its rows are documents (`documents`)
     stacked: bool = False  # whether batch rows are the layers of one request, with slots in the order of the text
     state: TableState = field(default_factory=TableState)  # what the method remembers (`state_of`)
     host: HostStore | None = None  # keys and values in host memory (`offloaded`)
@@ -116,7 +136,13 @@ class SlotTable(Place):
     @property
     def waits_for_codes(self) -> bool:
         """Whether it is to have few bits, and has too few tokens for a center."""
-        return self.exact and bool(self.bits) and self.seen < codes.LEAST
+        has_center = self.document is not None and not self.document.exact
+        return self.exact and bool(self.bits) and self.seen < codes.LEAST and not has_center
+
+    @property
+    def before(self) -> int:
+        """Tokens of the text that this one continues."""
+        return 0 if self.document is None else self.document.seen
 
     @property
     def is_offloaded(self) -> bool:
@@ -183,6 +209,20 @@ class SlotTable(Place):
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
+    @property
+    def can_be_document(self) -> bool:
+        """Whether others can read its slots where they lie (`document`)."""
+        return True
+
+    def as_held(self) -> HeldSlots:
+        """All slots of a table that is not written any more, as they are held."""
+        assert self.keys is not None and self.values is not None
+        if self.exact:
+            return HeldSlots(self.key_slots(), self.value_slots(), None, None, None)
+        return HeldSlots(
+            self.keys, self.values, self.log_den if self.log_num is None else self.log_num, self.log_den, self.layout
+        )
+
     def read_weights(self) -> tuple[Tensor | None, Tensor | None]:
         """`log_weights` as attention reads them."""
         if self.read_layout is None:
@@ -191,7 +231,7 @@ class SlotTable(Place):
 
     def _note_reach(self, coming: int = 0) -> None:
         # A bounded table keeps one slot free for a single token to come.
-        self.positions.note(self.seen, self.length - (coming > 0 and not self.exact), coming)
+        self.positions.note(self.before + self.seen, self.length - (coming > 0 and not self.exact), coming)
 
     def value_slots(self) -> Tensor:  # [B, H, S, Dv]
         return codes.plain(self._equal(self.values))[:, :, : self.length]
@@ -577,9 +617,12 @@ class SlotTable(Place):
     def _storable(self, what: str) -> Slots:
         """Keys or values of all slots in as many bits as they are to have; `require_finite` says if that failed."""
         held: Slots = getattr(self, what)
-        slots = codes.coded(
-            held[:, :, : self.length] if isinstance(held, Tensor) else held, getattr(self.bits, what), self.padding
-        )
+        held = held[:, :, : self.length] if isinstance(held, Tensor) else held
+        like = None if self.document is None else getattr(self.document, what)
+        if isinstance(held, Tensor) and isinstance(like, SlotCodes):
+            slots: Slots = codes.coded_like(held, like)
+        else:
+            slots = codes.coded(held, getattr(self.bits, what), self.padding)
         # A decode step does not ask, except for the one after which a short text is coded.
         asks = self.appended > 1 or (self.exact and self.seen >= codes.LEAST)
         if asks and isinstance(slots, SlotCodes) and slots is not held:

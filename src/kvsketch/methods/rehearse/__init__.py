@@ -251,6 +251,8 @@ class Rehearse(BudgetedMethod):
         state.again, state.chunks = again, chunks
 
     def _is_first(self, table: SlotTable) -> bool:
+        if table.document is not None:
+            return False
         return table.settled == 0 or most_of(table.padding) > table.settled
 
     def maintenance_due(self, table: SlotTable) -> bool:
@@ -268,6 +270,10 @@ class Rehearse(BudgetedMethod):
     @property
     def ragged(self) -> bool:
         return True
+
+    @property
+    def continues(self) -> bool:
+        return not self.repeats
 
     def most_slots(self, table: SlotTable, longest: int) -> int:
         budget = super().most_slots(table, longest)
@@ -382,7 +388,7 @@ class Rehearse(BudgetedMethod):
         """A text that was too short for a rehearsal takes its fixed shape when it is long enough for codes."""
         state, waiting = table.state_of(Rehearsed), self.beyond_budget(table)
         under_way = state.again is not None or state.owed > 0
-        if under_way or state.queries is None or (table.bits and waiting < LEAST):
+        if under_way or state.queries is None or table.waits_for_codes:
             return
         room = self._room(table.settled, waiting)
         state.queries = lengthened(state.queries, waiting + room)
@@ -398,7 +404,7 @@ class Rehearse(BudgetedMethod):
         slots = newest_slots(table, new)  # [B, H, n]
         keys = newest(table, slots)[0]
         queries, pads = queries.to(keys.dtype), table.padding
-        first = sink_keys(table, self.sinks) if table.seen > self.sinks else keys[:, :, :0]
+        first, sinks = self._first_keys(table), self._own_sinks(table)
         turns = whole_turns(tuple(table.rotary), queries.device)
         lengths, done = divided(new, self.chunk), 0
         most = MAX_TURNED.get(keys.device.type, 1) // queries[:, :, : lengths[0]].numel()
@@ -410,15 +416,25 @@ class Rehearse(BudgetedMethod):
             asked_from = begins if pads is None else torch.maximum(begins, pads.view(-1, 1))
             repeated = ops.turn_queries(q, GAP + table.seen - asked_from, turns)
             hidden = None if pads is None else (pads - begin).clamp_min(0)
-            bare: Tokens = sum(b < self.sinks for b in range(begin, begin + count * length, length))
+            bare: Tokens = sum(b < sinks for b in range(begin, begin + count * length, length))
             if pads is not None:
-                bare = (begins < pads.view(-1, 1) + self.sinks).sum(1)
+                bare = (begins < pads.view(-1, 1) + sinks).sum(1)
             found = ops.replay_scores(repeated, q, k, first, table.scale, chunks=count, bare=bare, hidden=hidden)
             scores.append(found)
             again.append(sampled(repeated, k.shape[1], count, hidden, self._sample))
             done = end
         found, asked = (part[0] if len(part) == 1 else torch.cat(part, 2) for part in (scores, again))
         self._note(table, state, slots, found, asked, lengths)
+
+    def _own_sinks(self, table: SlotTable) -> int:
+        """First tokens that always stay: a text that continues another has none."""
+        return self.sinks if table.document is None else 0
+
+    def _first_keys(self, table: SlotTable) -> Tensor:  # [B, H, sinks, D]
+        """The keys of the first tokens of the whole text, none where it has no more than these."""
+        text = table if table.document is None else table.document
+        count = self.sinks if text.seen > self.sinks else 0
+        return sink_keys(text, count).expand(table.shape[0], -1, -1, -1)
 
     def held_bytes(self, shape: LayerShape) -> int:
         # New tokens and their queries wait beside the budget until they make a chunk.
@@ -463,7 +479,7 @@ class Rehearse(BudgetedMethod):
         score, position = table.state_of(Rehearsed).score, table.position_slots()
         assert score is not None
         seen, each = table.real_tokens(), self._each(table)
-        always = (position < self.sinks) | (position >= seen - self.row_budget(table).recent)
+        always = (position < self._own_sinks(table)) | (position >= seen - self.row_budget(table).recent)
         if table.settled:
             # What was refitted before stays as it is while the budget grows with the text; else old and new compete.
             index = table.index_slots()
@@ -474,8 +490,8 @@ class Rehearse(BudgetedMethod):
 
     def _each(self, table: SlotTable) -> Tokens:
         """Mean tokens of a head, by row: of a prompt that is read in part that part; never less than what stays."""
-        total, sinks, recent = self.row_budget(table)
-        prompts = row_prompts(table)
+        total, _, recent = self.row_budget(table)
+        prompts, sinks = row_prompts(table), self._own_sinks(table)
         if not isinstance(prompts, Tensor):
             # Rows are alike, and the host knows.
             return max(min(table.seen, prompts) * int(total) // prompts, sinks + int(recent))
@@ -503,7 +519,8 @@ class Rehearse(BudgetedMethod):
         lengths = state.chunks[0].tolist()
         slots = newest_slots(table, sum(lengths))  # [B, H, m]
         keys, values = newest(table, slots)
-        sinks = sink_keys(table, self.sinks).flatten(0, 1) if self.sinks else None
+        first = self._first_keys(table)
+        sinks = first.flatten(0, 1) if first.shape[2] else None
         held = None
         if table.bits.keys != PLAIN:
             table.code("keys")
@@ -511,9 +528,10 @@ class Rehearse(BudgetedMethod):
         folds = self.refit == "fold"
         worth = at_newest(table, self._worth(table), slots) if folds else slots[:, :, :0].float()
         start, places = table.seen - sum(lengths), state.places(table.device)
-        bare: Tokens = sum(begin < self.sinks for begin in itertools.accumulate(lengths[:-1], initial=start))
+        own = self._own_sinks(table)
+        bare: Tokens = sum(begin < own for begin in itertools.accumulate(lengths[:-1], initial=start))
         if table.padding is not None:
-            bare = (start + places[:, 0] < table.padding.view(-1, 1) + self.sinks).sum(1)
+            bare = (start + places[:, 0] < table.padding.view(-1, 1) + own).sum(1)
         return LayerProblems(
             state.again.flatten(0, 1), keys, held, values, worth.flatten(0, 1), places, marks,
             table.scale, sinks, bare,

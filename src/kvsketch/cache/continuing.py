@@ -1,0 +1,76 @@
+"""`CompressedCache.continued`: layers that go on after a text which others go on after too.
+
+The document stays as it is and is read where it lies (document.py). Each of its continuations has tables of its own for
+what comes after, compressed by themselves, and counts the tokens of the model behind the document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from kvsketch.cache import families
+from kvsketch.cache.layer import SlotLayer
+from kvsketch.cache.making import link
+from kvsketch.methods import METHODS
+from kvsketch.methods.base import Method
+
+INSTEAD = "go on with cache.continued() or a copy.deepcopy(cache), or call cache.reset()"
+
+
+def refusal(layers: Sequence[Any], method: Method, model_name: str, broken_off: str) -> str:
+    """Why others cannot continue what these layers hold; empty: they can."""
+    slots = [layer for layer in layers if isinstance(layer, SlotLayer)]
+    table = slots[0].table
+    if not method.continues:
+        names = ", ".join(name for name, kind in METHODS.items() if kind().continues)
+        return (
+            f"{method} cannot be continued beside other texts, for what comes later changes what it keeps; use one of "
+            f"{names} (rehearse with replay=virtual), or a copy.deepcopy(cache)"
+        )
+    if len(slots) < len(layers):
+        return f"{model_name} has sliding-window or linear layers, which are not shared; use a copy.deepcopy(cache)"
+    if not table.can_be_document:
+        return f"{model_name} has latent attention, whose slots are not shared; use a copy.deepcopy(cache)"
+    if model_name in families.BIASED:
+        return f"{model_name} adds a bias to its logits, unknown for a document; use a copy.deepcopy(cache)"
+    if slots[0].prompt is not None:
+        return "this cache is in the middle of a prompt; continue it when the whole prompt has been read"
+    if broken_off:
+        return f"what was last read into this cache was broken off: {broken_off}; begin with cache.reset()"
+    if table.document is not None:
+        return "this cache continues a document itself; call continued() of the document"
+    if table.empty:
+        return "the cache has read nothing yet; read a text with kvsketch.prefill first"
+    if table.shape[0] != 1 or table.padding is not None:
+        return f"a document is one text without padding, and this cache has {table.shape[0]} row(s)"
+    return ""
+
+
+def layers_after(layers: Sequence[SlotLayer]) -> list[SlotLayer]:
+    """Empty layers that continue what `layers` hold."""
+    positions = replace(layers[0].table.positions)
+    made = []
+    for layer in layers:
+        table = replace(layer.table.cleared(), document=layer.table, positions=positions)
+        after = SlotLayer(table, layer.method, layer.model_name, layer.keys_are_shared, layer.chunk)
+        after.is_read = True
+        made.append(after)
+    link(made, made[0].keys_are_shared)
+    return made
+
+
+def require_visible(mask: Tensor | None, before: int, seen: int) -> None:
+    """Raises ValueError where a mask [B, at least `seen` tokens] hides one of the `before` tokens of a document."""
+    if mask is None or not before or mask.dim() != 2 or mask.shape[1] < seen:
+        return
+    shown = mask[:, :before].bool()
+    if not bool(shown.all()):
+        row, token = (~shown).nonzero()[0].tolist()
+        raise ValueError(
+            f"attention_mask hides token {token} of the document from batch row {row}; a batch of questions is padded "
+            f"on the left of the questions, behind the {before} tokens of the document"
+        )
