@@ -166,6 +166,22 @@ def test_a_document_never_changes_and_others_do_not_see_it(bits: int) -> None:
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
+def test_what_a_request_says_is_coded_around_the_center_of_the_document() -> None:
+    """A short question, and a first token that comes alone, have no mean of their own to speak of."""
+    served = Served(bits=4)
+    served.begin({1: Use()}, {1: Stored(1)})
+    served.read(1, 0, [(q, k + 7, v - 3) for q, k, v in served.tokens(DOCUMENT)])
+    served.begin({2: Use(1, 0, DOCUMENT), 3: Use()})
+    served.read(2, 0, served.tokens(5))
+    planes, shelf = served.together.pages(served.pool).planes, served.shelf.pages.planes
+    for name in ("keys.center", "values.center"):
+        assert shelf[name][1].abs().mean() > 2
+        for page in (1, 2):
+            assert torch.equal(planes[name][page], shelf[name][1])
+        assert not planes[name][3].any(), "others begin around zero"
+    assert served.together.settled[2] == 0, "a question waits until more is said"
+
+
 def test_the_request_that_stores_a_document_goes_on_behind_it() -> None:
     served = Served(bits=16)
     served.stored()

@@ -39,6 +39,11 @@ class Use:
     before: int = 0  # tokens of the document that vLLM counts as the request's own
     turn: int = 0  # positions that its tokens stand behind those that vLLM gives them
 
+    @property
+    def tokens(self) -> int:
+        """Of the document."""
+        return self.before or self.turn
+
 
 @dataclass(frozen=True)
 class Stored:

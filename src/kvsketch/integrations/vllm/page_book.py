@@ -1,8 +1,8 @@
 """Pages outside of vLLM's pool, and which request each belongs to; knows nothing of vLLM.
 
-The pages of `slots.request_pages` fill a pool of their own: all keys of all pages lie together, then all values. A pool
-whose blocks are divided with layers of vLLM cannot hold them. There each request still has one block of vLLM for its
-whole life, and the book says which page that block stands for.
+The pages of all layers (`slots.pages`) fill a pool of their own: all keys of all pages lie together, then all values. A
+pool whose blocks are divided with layers of vLLM cannot hold them. There each request still has one block of vLLM for
+its whole life, and the book says which page that block stands for.
 
 Nobody tells when a request ends. Its block is given to another then, and its page is free as soon as all others were
 used since: no more requests run together than there are pages.

@@ -139,8 +139,9 @@ class Together:
             told = torch.tensor([[use.place, use.before, use.turn] for use in uses.values()], device=pool.device)
             opened = self.pages(pool)
             opened.planes["uses"].index_copy_(0, pages, told)
-            # Whatever comes first finds an empty page.
+            # Whatever comes first finds an empty page, and is coded around the center of the document.
             opened.clear(pages)
+            self._around(opened, pages, told[:, 0])
             self.settled.update(dict.fromkeys(uses, 0))
         return {page for page, use in uses.items() if use.place in failed}
 
@@ -172,8 +173,17 @@ class Together:
         self.uses[page] = Use(place, tables[0].seen)
         told = torch.tensor([place, tables[0].seen, 0], device=tables[0].device)
         pages.planes["uses"][page] = told
-        pages.clear(torch.tensor([page], device=told.device))
+        at = torch.tensor([page], device=told.device)
+        pages.clear(at)
+        self._around(pages, at, told[:1])
         self.settled[page] = 0
+
+    def _around(self, pages: RequestPages, at: Tensor, places: Tensor) -> None:
+        """Pages `at` [n] get the centers of the documents in `places` [n]; those of place 0 are zero."""
+        assert self.shelf is not None
+        for name, plane in self.shelf.pages.planes.items():
+            if name.endswith(".center"):
+                pages.planes[name].index_copy_(0, at, plane.index_select(0, places))
 
     # a forward, layer by layer
 
@@ -225,6 +235,9 @@ class Together:
             past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
         else:
             table, past = SlotTable(**vars(self.places[layer])), None
+            if document is not None:
+                # Coded around its center, and rehearsed behind its first tokens.
+                table.document = replace(document.tables[layer], seen=self.uses[page].tokens)
         attended = ops.chunk_attention(
             query, keys, values, self.scales[layer], past=past, clip=self.method.clip,
             return_state=document is not None, **self.options[layer],
@@ -311,6 +324,8 @@ class Together:
             assert opened is not None
             table = opened.stack(page, seen, self.settled[page])
             table.note_scale(self.scales[0])
+            if self.shelf is not None and (use := self.uses.get(page, Use())).place:
+                table.document = self.shelf.pages.stack(use.place, use.tokens, use.tokens)
             with _of_its_own():
                 self.method.catch_up([table])
             self._put(opened, page, [table])
