@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,16 @@ __all__ = ["folder"]
 NEW = 80  # tokens, of which the first 64 are rehearsed
 
 
-def sharing(folder: Path, method: str, count: int = 2, files: Path | None = None) -> LLM:
+@contextmanager
+def sharing(folder: Path, method: str, count: int = 2, files: Path | None = None) -> Iterator[LLM]:
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
     extra = {"budget": 400, "count": count} | ({"folder": str(files)} if files else {})
     transfer = {"kv_connector": "KVSketchDocuments", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    return engine(folder, method, kv_transfer_config=transfer, enable_chunked_prefill=False)
+    yield engine(folder, method, kv_transfer_config=transfer, enable_chunked_prefill=False)
+    # A process has one connector, that of its first engine, until it is told that there is none.
+    ensure_kv_transfer_shutdown()
+    gc.collect()
 
 
 def asked(llm: LLM, texts: list[list[int]], **given: str) -> list[Any]:
@@ -45,40 +53,38 @@ def whole(folder: Path) -> list[list[int]]:
 def test_a_document_that_is_kept_whole_gives_the_answers_of_the_whole_prompt(
     folder: Path, whole: list[list[int]]
 ) -> None:
-    llm = sharing(folder, "rehearse:budget=300:wait=64:bits=16")
-    document, *questions = prompts(200, 7, 90, 1, 20)
-    stored = asked(llm, [document], store="book")
-    assert stored[0].kv_transfer_params == {"kvsketch_document": "book", "kvsketch_tokens": 200}
-    assert tokens(stored) == whole[:1]
-    begun = asked(llm, [document + question for question in questions])
-    assert [each.num_cached_tokens for each in begun] == [200] * 4 and tokens(begun) == whole[1:]
-    assert tokens(asked(llm, questions, document="book")) == whole[1:]
-    # Others beside them, and one that is told what is wrong.
-    wrong = asked(llm, questions[:1], document="bok")
-    assert wrong[0].outputs[0].finish_reason == "error"
-    assert tokens(asked(llm, [document[:150]])) == tokens(asked(llm, [document[:150]]))
+    with sharing(folder, "rehearse:budget=300:wait=64:bits=16") as llm:
+        document, *questions = prompts(200, 7, 90, 1, 20)
+        stored = asked(llm, [document], store="book")
+        assert stored[0].kv_transfer_params == {"kvsketch_document": "book", "kvsketch_tokens": 200}
+        assert tokens(stored) == whole[:1]
+        begun = asked(llm, [document + question for question in questions])
+        assert [each.num_cached_tokens for each in begun] == [200] * 4 and tokens(begun) == whole[1:]
+        assert tokens(asked(llm, questions, document="book")) == whole[1:]
+        # Others beside them, and one that is told what is wrong.
+        wrong = asked(llm, questions[:1], document="bok")
+        assert wrong[0].outputs[0].finish_reason == "error"
+        assert tokens(asked(llm, [document[:150]])) == tokens(asked(llm, [document[:150]]))
 
 
 def test_a_document_makes_room_for_another(folder: Path) -> None:
-    llm = sharing(folder, "rehearse:budget=100:wait=64", count=1)
-    first, second, question = prompts(200, 180, 30)
-    asked(llm, [first], store="first")
-    answer = tokens(asked(llm, [question], document="first"))
-    asked(llm, [second], store="second")
-    assert tokens(asked(llm, [question], document="second")) != answer
-    assert asked(llm, [question], document="first")[0].outputs[0].finish_reason == "error"
-    asked(llm, [first], store="first")
-    assert tokens(asked(llm, [question], document="first")) == answer
+    with sharing(folder, "rehearse:budget=100:wait=64", count=1) as llm:
+        first, second, question = prompts(200, 180, 30)
+        asked(llm, [first], store="first")
+        answer = tokens(asked(llm, [question], document="first"))
+        asked(llm, [second], store="second")
+        assert tokens(asked(llm, [question], document="second")) != answer
+        assert asked(llm, [question], document="first")[0].outputs[0].finish_reason == "error"
+        asked(llm, [first], store="first")
+        assert tokens(asked(llm, [question], document="first")) == answer
 
 
 def test_documents_are_kept_over_a_restart(folder: Path, tmp_path: Path) -> None:
     method, (document, question) = "rehearse:budget=100:wait=64", prompts(200, 30)
-    llm = sharing(folder, method, files=tmp_path)
-    asked(llm, [document], store="book")
-    answer = tokens(asked(llm, [question], document="book"))
-    del llm
-    gc.collect()
-    again = sharing(folder, method, files=tmp_path)
-    assert tokens(asked(again, [question], document="book")) == answer
-    begun = asked(again, [document + question])
-    assert begun[0].num_cached_tokens == 200
+    with sharing(folder, method, files=tmp_path) as llm:
+        asked(llm, [document], store="book")
+        answer = tokens(asked(llm, [question], document="book"))
+    with sharing(folder, method, files=tmp_path) as again:
+        assert tokens(asked(again, [question], document="book")) == answer
+        begun = asked(again, [document + question])
+        assert begun[0].num_cached_tokens == 200
