@@ -364,7 +364,7 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.parametrize("bits", BITS)
 def test_rows_that_come_and_go_hold_what_lists_hold(bits: str, equal: bool) -> None:
     kind = type("Machine", (Machine,), {"bits": BITS[bits], "equal": equal})
-    bounded = settings(max_examples=6, stateful_step_count=25, deadline=None, phases=[Phase.generate])
+    bounded = settings(max_examples=3, stateful_step_count=20, deadline=None, phases=[Phase.generate])
     run_state_machine_as_test(kind, settings=bounded)
 
 

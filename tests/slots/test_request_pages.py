@@ -269,5 +269,5 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.parametrize("bits", BITS)
 def test_requests_in_pages_hold_what_lists_hold(bits: str, equal: bool) -> None:
     kind = type("Machine", (Machine,), {"bits": BITS[bits], "equal": equal})
-    bounded = settings(max_examples=6, stateful_step_count=20, deadline=None, phases=[Phase.generate])
+    bounded = settings(max_examples=4, stateful_step_count=20, deadline=None, phases=[Phase.generate])
     run_state_machine_as_test(kind, settings=bounded)

@@ -486,5 +486,5 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.parametrize("form", [EqualInOurs, RaggedInOurs, EqualInPages, RaggedInPages])
 def test_a_store_holds_what_lists_hold(form: type[Form], bits: str) -> None:
     kind = type("Machine", (Machine,), {"bits": BITS[bits], "form": form})
-    bounded = settings(max_examples=6, stateful_step_count=20, deadline=None, phases=[Phase.generate])
+    bounded = settings(max_examples=4, stateful_step_count=15, deadline=None, phases=[Phase.generate])
     run_state_machine_as_test(kind, settings=bounded)

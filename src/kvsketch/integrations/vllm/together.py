@@ -234,10 +234,9 @@ class Together:
             table = forward.past[page][layer]
             past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
         else:
-            table, past = SlotTable(**vars(self.places[layer])), None
-            if document is not None:
-                # Coded around its center, and rehearsed behind its first tokens.
-                table.document = replace(document.tables[layer], seen=self.uses[page].tokens)
+            # Behind a document: coded around its center, and rehearsed behind its first tokens.
+            before = None if document is None else replace(document.tables[layer], seen=self.uses[page].tokens)
+            table, past = SlotTable(**vars(self.places[layer]) | {"document": before}), None
         attended = ops.chunk_attention(
             query, keys, values, self.scales[layer], past=past, clip=self.method.clip,
             return_state=document is not None, **self.options[layer],
@@ -261,6 +260,13 @@ class Together:
             assert forward.pages is not None
             forward.beside[page] = self.shelf.beside(forward.pages.planes["uses"][page : page + 1], dtype)
         return forward.beside[page]
+
+    def _stacked_document(self, page: int) -> SlotTable | None:
+        """The document that a request continues, with a batch row for each layer."""
+        use = self.uses.get(page, Use())
+        if self.shelf is None or not use.place:
+            return None
+        return self.shelf.pages.stack(use.place, use.tokens, use.tokens)
 
     def _reader(self, page: int) -> Rehearse:
         """The method that reads what comes in a page."""
@@ -322,10 +328,8 @@ class Together:
         opened = self.pages(pool) if due else None
         for page, seen in due:
             assert opened is not None
-            table = opened.stack(page, seen, self.settled[page])
+            table = replace(opened.stack(page, seen, self.settled[page]), document=self._stacked_document(page))
             table.note_scale(self.scales[0])
-            if self.shelf is not None and (use := self.uses.get(page, Use())).place:
-                table.document = self.shelf.pages.stack(use.place, use.tokens, use.tokens)
             with _of_its_own():
                 self.method.catch_up([table])
             self._put(opened, page, [table])
