@@ -493,8 +493,9 @@ def test_a_gpu_computes_what_the_cpu_does(name: str, method: str) -> None:
     ids, pieces = zoo.tokens(2, 100), [80, *[1] * 10, 10]
     on_cpu = fed(model, CompressedCache(model, method), ids, pieces)
     on_gpu = fed(model.cuda(), CompressedCache(model, method), ids.cuda(), pieces)
-    # Scores that are equal up to rounding may keep other tokens, in a few rows.
-    same = (on_gpu.cpu() - on_cpu).norm(dim=-1) / on_cpu.norm(dim=-1) < 1e-3
+    # Scores that are equal up to rounding may keep other tokens, in a few rows; codes may differ by one step.
+    near = 1e-3 if method == "full" else 1e-2
+    same = (on_gpu.cpu() - on_cpu).norm(dim=-1) / on_cpu.norm(dim=-1) < near
     assert same.float().mean() > 0.95
     options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     eager = model.generate(ids.cuda(), past_key_values=CompressedCache(model, method), **options)
