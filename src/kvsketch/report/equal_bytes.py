@@ -111,8 +111,12 @@ def missing(cell: Cell, reference: Cell) -> list[str]:
 
 
 def counts(record: Record) -> bool:
-    """Whether a record was measured at equal bytes, on what no default was chosen by."""
+    """Whether a record was measured at equal bytes, on what no default was chosen by. The full cache of kvpress is no
+    measurement of ours: its presses are rows of their own.
+    """
     data, kind = record["data"], record["kind"]
+    if data.get("method") == FULL and "kvpress" in data:
+        return False
     if kind not in ("lines", "needle", "ruler", "perplexity") or data.get("budgets_in") != "bytes":
         return False
     return is_held_out_text(str(data.get("sample"))) if kind == "perplexity" else is_held_out_seed(record.get("seed"))
