@@ -24,8 +24,8 @@ def test_no_task_or_group_weighs_more_for_having_more_rows() -> None:
     assert found.groups["single"].value == 75.0 and found.groups["code"].value == 25.0
     assert found.average is not None and found.average.value == 50.0
     assert (found.average.low, found.average.high) == (37.5, 62.5)  # only qasper's two rows vary: 0, 50 or 100
-    seeds = [*scored("lcc", 0.0, 1.0), *scored("lcc", 1.0)]
-    assert longbench_scores.scores(seeds).tasks["lcc"].value == 75.0, "two seeds of one row are one value"
+    seeds = [*scored("lcc", 0.0, 1.0), *scored("lcc", 1.0, 1.0)]
+    assert longbench_scores.scores(seeds).tasks["lcc"].value == 75.0, "two seeds of one row are one text"
 
 
 def test_the_tasks_of_e_may_be_averaged_by_length() -> None:

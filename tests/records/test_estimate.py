@@ -1,49 +1,79 @@
-"""The bootstrap interval covers the mean as often as it says."""
+"""The bootstrap over texts: what it draws, and that its interval covers the mean as often as it says."""
 
 from __future__ import annotations
 
+import random
+
 import numpy
 import pytest
+from scipy.stats import bootstrap
 
-from kvsketch.records import difference, estimate, mean_text, perplexity_deviation
+from kvsketch.records import mean_over_texts, mean_text, nested_mean, perplexity_deviation, text_of
 
 
-def test_the_interval_is_near_that_of_the_normal_law() -> None:
-    values = numpy.random.default_rng(0).normal(3.0, 2.0, 400)
-    _, low, high, _ = estimate(list(values), seed=1)
-    error = 1.96 * values.std() / 20
-    assert low == pytest.approx(values.mean() - error, abs=0.02)
-    assert high == pytest.approx(values.mean() + error, abs=0.02)
+def test_the_interval_is_scipys_where_every_text_has_one_question() -> None:
+    values = numpy.random.default_rng(0).exponential(2.0, 40)
+    theirs = bootstrap(
+        [numpy.sort(values)], numpy.mean, n_resamples=2000, method="percentile", rng=numpy.random.default_rng(0)
+    ).confidence_interval
+    value, low, high = mean_over_texts(list(values), range(40))
+    assert (value, low, high) == pytest.approx((values.mean(), theirs.low, theirs.high), abs=1e-9)
+
+
+def test_a_text_counts_as_often_as_it_was_asked_about() -> None:
+    """One text of 8 wrong answers and three of one right answer each: 3 of 11, not 3 of 4."""
+    value, low, high = mean_over_texts([0.0] * 8 + [1.0] * 3, ["a"] * 8 + ["b", "c", "d"])
+    assert value == pytest.approx(3 / 11) and (low, high) == (pytest.approx(1 / 25), 1.0)
+
+
+def test_questions_about_one_text_are_drawn_together() -> None:
+    scores = [float(text % 2) for text in range(10) for _ in range(20)]
+    of_texts = mean_over_texts(scores, [text for text in range(10) for _ in range(20)])
+    alone = mean_over_texts(scores, range(200))
+    assert of_texts.value == alone.value == 0.5
+    assert of_texts.high - of_texts.low > 3 * (alone.high - alone.low)
 
 
 def test_coverage() -> None:
-    """Of 200 intervals with 40 draws each, a share outside 87% to 99% that cover has a probability below 1%."""
+    """Of 200 intervals over 40 texts of 1 to 5 questions, a share outside 87% to 99% has a probability below 1%."""
     chance = numpy.random.default_rng(3)
     covered = 0
-    for seed in range(200):
-        _, low, high, _ = estimate(list(chance.exponential(1.0, 40) + chance.normal(0, 1, 40)), seed=seed)
+    for _ in range(200):
+        texts = numpy.repeat(numpy.arange(40), chance.integers(1, 6, 40))
+        values = 1.0 + chance.normal(0, 1, 40)[texts] + chance.normal(0, 1, len(texts))
+        _, low, high = mean_over_texts(list(values), texts.tolist())
         covered += low <= 1.0 <= high
     assert 0.87 * 200 <= covered <= 0.99 * 200
 
 
-def test_the_same_seed_gives_the_same_interval() -> None:
-    spread = [0.1, 0.52, 0.33, 0.97, 0.41]
-    assert estimate(spread, seed=5) == estimate(spread, seed=5)
-    assert estimate(spread, seed=5) != estimate(spread, seed=6)
-    assert estimate(spread[::-1], seed=5) == estimate(spread, seed=5), "whatever the order of the records"
+def test_the_order_of_the_records_changes_nothing() -> None:
+    rows = [(random.Random(n).random(), f"text {n % 7}", (f"task {n % 3}",)) for n in range(50)]
+    shuffled = random.Random(1).sample(rows, len(rows))
+    assert nested_mean(*zip(*rows, strict=True)) == nested_mean(*zip(*shuffled, strict=True))
+
+
+def test_a_mean_of_means_weighs_places_the_same() -> None:
+    places = [("a", "x")] * 3 + [("a", "y")] + [("b", "z")] * 2
+    value, low, high = nested_mean([0.0, 0.0, 0.0, 1.0, 1.0, 1.0], range(6), places)
+    assert (value, low, high) == (0.75, 0.75, 0.75)
 
 
 def test_edges() -> None:
-    assert estimate([2.0, 2.0, 2.0])[:3] == (2.0, 2.0, 2.0)
-    assert mean_text([]) == "-" and mean_text([0.5]) == "0.50"
+    assert mean_over_texts([2.0, 2.0, 2.0], "abc") == (2.0, 2.0, 2.0)
+    assert mean_over_texts([0.0, 1.0, 1.0, 0.0], "aabb") == (0.5, None, None), "two texts have no interval"
+    assert mean_text([], []) == "-" and mean_text([0.5], ["a"]) == "0.50"
     with pytest.raises(ValueError, match="at least one value"):
-        estimate([])
+        mean_over_texts([], [])
 
 
-def test_differences_are_drawn_in_pairs() -> None:
-    values = list(numpy.random.default_rng(0).normal(0, 10, 30))
-    found = difference([value + 0.5 for value in values], values)
-    assert found[:3] == pytest.approx((0.5, 0.5, 0.5)) and found.excludes_zero
+def test_a_text_is_what_questions_share() -> None:
+    lines = [{"sample": f"lines=400 text={text} question={question}"} for text in (0, 1) for question in (0, 1)]
+    assert len({text_of(each, seed) for each in lines for seed in (100, 101)}) == 4
+    needles = [{"sample": f"length=4000 depth={depth} repeat=1"} for depth in (0, 0.5)]
+    assert len({text_of(each, 0) for each in needles}) == 2, "a text for each depth"
+    assert {text_of({**each, "together": True}, 0) for each in needles} == {(0, "length=4000 repeat=1")}
+    alone = [{"sample": f"lines=400 question={question}"} for question in (0, 1)]
+    assert len({text_of(each, 0) for each in alone}) == 2, "each with lines of its own"
 
 
 def test_the_deviation_of_a_perplexity_is_over_all_tokens() -> None:
@@ -52,6 +82,6 @@ def test_the_deviation_of_a_perplexity_is_over_all_tokens() -> None:
         {"chunk_tokens": [10], "chunk_nll": [2.0], "full_chunk_nll": [1.0]},
         {"chunk_tokens": [10, 20], "chunk_nll": [1.0, 1.5], "full_chunk_nll": [1.0, 1.5]},
     ]
-    found = perplexity_deviation(cells)
-    assert found.value == pytest.approx(numpy.exp(60 / 40) - numpy.exp(50 / 40))
-    assert found.size == 3 and found.low == pytest.approx(0.0)
+    result = perplexity_deviation(cells)
+    assert result.value == pytest.approx(numpy.exp(60 / 40) - numpy.exp(50 / 40))
+    assert result.low == pytest.approx(0.0) and perplexity_deviation(cells[::-1]) == result

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvsketch.records import budget_value, estimate
+from kvsketch.records import budget_value, mean_over_texts
 from kvsketch.report.contents import Contents, gather, setting_order
 from kvsketch.report.figures import draw
 from kvsketch.report.rows import Row
@@ -36,7 +36,7 @@ def test_a_row_has_the_mean_its_interval_and_the_memory(tmp_path: Path) -> None:
     values = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
     (row,) = rows_of(contents_of(tmp_path, "lines", [line(n, value) for n, value in enumerate(values)]))
     assert row.mean == pytest.approx(4 / 6)
-    assert (row.mean, row.low, row.high) == estimate(values)[:3]
+    assert (row.mean, row.low, row.high) == mean_over_texts(values, range(6))
     assert (row.count, row.failed) == (6, 0)
     assert (row.tokens_stored, row.full_bytes) == (1000, 8000 * 28_672)
     assert row.share == pytest.approx(1.02 / 8, rel=1e-3)

@@ -44,12 +44,11 @@ from kvsketch.evaluation.experiment import (
     methods_option,
     model_option,
 )
-from kvsketch.evaluation.result_table import by_method
+from kvsketch.evaluation.result_table import by_method, estimate_text
 from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
 from kvsketch.models import texts
 from kvsketch.options import option
-from kvsketch.records import mean_text
 
 __all__ = [
     "BALANCEKV", "CONTENDERS", "KIND", "LAYERS", "ORACLE", "PAPER_CLUSTERKV", "PREFIX", "RATES", "RECENT", "SINKS",
@@ -158,20 +157,19 @@ class AttentionError(Experiment):
             yield cell, outcome
 
     def table(self, data: list[dict[str, Any]]) -> Table:
-        """A row for each method and rate: the error with its interval over texts, seeds and layers, its deviation over
-        texts and seeds.
-        """
+        """A row for each method and rate: the error with its interval and its deviation over texts and seeds."""
         found = Table(title="relative error of the attention output")
         for column in ("method", "budget", "error [95%]", "deviation", "measured", "failed", "tokens read"):
             found.add_column(column, justify="left" if column in ("method", "budget") else "right", no_wrap=True)
         for (method, budget), cells in by_method(data).items():
             right = [each for each in cells if experiment.FAILED not in each]
-            errors = [layer["error"] for each in right for layer in each["outcomes"].values()]
             means = [each["mean"] for each in right]
             deviation = f"{statistics.stdev(means):.4f}" if len(means) > 1 else "-"
             read = f"{statistics.mean(each['tokens_read'] for each in right):,.0f}" if right else "-"
             failed = str(len(cells) - len(right))
-            found.add_row(method, budget, mean_text(errors, digits=4), deviation, str(len(right)), failed, read)
+            found.add_row(
+                method, budget, estimate_text(right, "mean", digits=4), deviation, str(len(right)), failed, read
+            )
         return found
 
 

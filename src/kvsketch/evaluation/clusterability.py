@@ -202,7 +202,11 @@ def _row(cells: list[dict[str, Any]]) -> list[str]:
     norms = run_means(cells)
     falls = [mean([_fall(each[what]["radius"]) for each in cells]) for what in ("keys", "values")]
     counts = [mean([mean(each[what]["clusters"][SHOWN_DELTA]) for each in cells]) for what in ("keys", "values")]
-    return [mean_text(norms), *(f"{fall:.3f}" for fall in falls), *(f"{count:,.0f}" for count in counts)]
+    return [
+        mean_text(norms, range(len(norms))),
+        *(f"{fall:.3f}" for fall in falls),
+        *(f"{count:,.0f}" for count in counts),
+    ]
 
 
 def run_means(cells: list[dict[str, Any]]) -> list[float]:

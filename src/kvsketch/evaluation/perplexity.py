@@ -40,8 +40,7 @@ from kvsketch.evaluation.shared_prefill import Prefilled, memory, shared_prefill
 from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
 from kvsketch.options import option
-from kvsketch.records import perplexity_deviation
-from kvsketch.records.estimate import interval_text
+from kvsketch.records import interval_text, perplexity_deviation
 
 STREAM, PREFILL = PROTOCOLS = ("stream", "prefill")
 CHUNK = 50  # tokens whose mean is one value of the bootstrap

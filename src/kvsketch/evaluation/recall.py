@@ -198,7 +198,14 @@ class Recall(experiment.Experiment):
             heads = [value for each in right for layer in each["recall_by_head"].values() for value in layer]
             numbers = [mean_of(right, name) for name in ("tokens_read", "clusters")]
             hits = [_hits(right, kind) for kind in ("cluster_hits", "hot_set_hits")]
-            found.add_row(method, budget, mean_text(heads, digits=3), *numbers, *hits, str(len(cells) - len(right)))
+            found.add_row(
+                method,
+                budget,
+                mean_text(heads, range(len(heads)), digits=3),
+                *numbers,
+                *hits,
+                str(len(cells) - len(right)),
+            )
         return found
 
 

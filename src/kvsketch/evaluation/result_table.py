@@ -7,14 +7,14 @@ from typing import Any
 
 from rich.table import Table
 
-from kvsketch.records import mean, mean_text
+from kvsketch.records import interval_text, mean, nested_mean, text_of
 
 Data = dict[str, Any]
 
 
-def table(title: str, data: Sequence[Data], metric: str, by: str | None = None) -> Table:
+def table(title: str, data: Sequence[Data], metric: str, by: str | None = None, nested: bool = False) -> Table:
     """A row for each method and budget: the mean of `metric` with its interval, over all and, where the field `by` has
-    several values, for each of them.
+    several values, for each of them. `nested`: the mean over all is that of these means.
     """
     found = Table(title=title)
     ways = {each.get("question") for each in data}
@@ -27,18 +27,28 @@ def table(title: str, data: Sequence[Data], metric: str, by: str | None = None) 
         found.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
     for (method, budget), cells in by_method(data).items():
         right = [each for each in cells if metric in each]
-        parts = [[each[metric] for each in right if by is not None and each[by] == value] for value in values]
+        parts = [[each for each in right if by is not None and each[by] == value] for value in values]
         found.add_row(
             method,
             budget,
-            *(mean_text(part) for part in parts),
-            mean_text([each[metric] for each in right]),
+            *(estimate_text(part, metric) for part in parts),
+            estimate_text(right, metric, (str(by),) if nested else ()),
             str(len(right)),
             str(len(cells) - len(right)),
             mean_of(right, "tokens_stored"),
             _share(right),
         )
     return found
+
+
+def estimate_text(data: Sequence[Data], metric: str, nested: Sequence[str] = (), digits: int = 2) -> str:
+    """The mean of `metric` with its interval over texts, or the mean of the means of the values of `nested` fields."""
+    if not data:
+        return "-"
+    values, texts = [each[metric] for each in data], [text_of(each, each["seed"]) for each in data]
+    return interval_text(
+        nested_mean(values, texts, [tuple(each[name] for name in nested) for each in data]), f".{digits}f"
+    )
 
 
 def by_method(data: Iterable[Data]) -> dict[tuple[str, str], list[Data]]:

@@ -340,7 +340,7 @@ class Ruler(QuestionExperiment):
         return float(any(found)) if expected["match"] == PART else sum(found) / len(found)
 
     def table(self, data: list[dict[str, Any]]) -> Table:
-        return result_table.table("ruler: mean score", data, self.metric, by="task")
+        return result_table.table("ruler: mean score", data, self.metric, by="task", nested=True)
 
 
 command, main = runner.commands(Ruler)

@@ -3,12 +3,21 @@
     stamp.py      a record: kind, command, commit, machine, versions, seed, time, data
     files.py      files of records: one reader, one writer
     identity.py   which records measure the same thing, and which of them counts
-    estimate.py   means, differences and perplexities with their bootstrap intervals
+    estimate.py   means and perplexities with their intervals, by a bootstrap over texts
 
 This package does not depend on models, methods or pages; it imports torch only to describe the machine.
 """
 
-from kvsketch.records.estimate import Estimate, difference, estimate, mean, mean_text, perplexity_deviation
+from kvsketch.records.estimate import (
+    Estimate,
+    interval_text,
+    mean,
+    mean_over_texts,
+    mean_text,
+    nested_mean,
+    perplexity_deviation,
+    text_of,
+)
 from kvsketch.records.files import FAILED, Record, Writer, append, read, read_folder, write_whole
 from kvsketch.records.identity import budget_of, budget_value, identity, latest
 from kvsketch.records.stamp import command, commit, machine, make_record, versions
@@ -23,17 +32,19 @@ __all__ = [
     "budget_value",
     "command",
     "commit",
-    "difference",
-    "estimate",
     "identity",
+    "interval_text",
     "latest",
     "machine",
     "make_record",
     "mean",
+    "mean_over_texts",
     "mean_text",
+    "nested_mean",
     "perplexity_deviation",
     "read",
     "read_folder",
+    "text_of",
     "versions",
     "write_whole",
 ]

@@ -1,29 +1,34 @@
-"""One estimator: a statistic of samples with its 95% interval by scipy's percentile bootstrap, seeded.
+"""The one estimator: a mean, or a perplexity, with its 95% interval by the percentile bootstrap over texts.
 
-Samples are drawn with replacement, 2,000 times. Values that are all equal, such as ten right answers of ten, give an
-interval of width zero, because resampling can only repeat them.
+Questions about one text share its compressed cache, so a resample draws whole texts, with replacement, and its mean is
+the sum of the drawn results over their number: a text counts as often as it was asked about. Of fewer than three texts
+no interval is drawn. Results that are all equal, such as ten right answers of ten, give an interval of width zero,
+because resampling can only repeat them.
+
+The seed is fixed, and neither the order of the records nor the processor changes a number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy
 
 RESAMPLES = 2000
-CONFIDENCE = 0.95
-FEWEST = 3  # values of which an interval is drawn
-RUNS = ("chunk_tokens", "chunk_nll", "full_chunk_nll")  # runs of tokens, as records of perplexity hold them
+QUANTILES = (0.025, 0.975)
+FEWEST = 3  # texts of which an interval is drawn
+DIGITS = 12  # of a result; further ones depend on the order in which a processor adds
+RUNS = ("full_chunk_nll", "chunk_nll", "chunk_tokens")  # runs of tokens, as records of perplexity hold them
 
 
 class Estimate(NamedTuple):
-    """A value with its 95% interval; no interval of fewer than FEWEST values."""
+    """A value with its 95% interval; no interval of fewer than FEWEST texts."""
 
     value: float
     low: float | None
     high: float | None
-    size: int  # how many values it was made of
 
     @property
     def excludes_zero(self) -> bool:
@@ -34,83 +39,75 @@ def mean(values: Sequence[float]) -> float:
     return float(numpy.mean(numpy.asarray(values, dtype=numpy.float64)))
 
 
-def _mean(values: Any, axis: int = -1) -> Any:
-    return numpy.mean(values, axis=axis)
+def text_of(data: dict[str, Any], seed: int | None) -> tuple[int | None, str]:
+    """The text that a record is about: its seed, and its sample without the question where several share a text."""
+    sample = str(data.get("sample", ""))
+    question = "depth=" if data.get("together") else "question=" if " text=" in sample else ""
+    return seed, " ".join(word for word in sample.split() if not question or not word.startswith(question))
 
 
-def estimate(*samples: Any, statistic: Callable[..., Any] = _mean, paired: bool = True, seed: int = 0) -> Estimate:
-    """`statistic(*samples, axis)` with its interval; `paired` samples are drawn together, others independently."""
-    found = [numpy.asarray(sample, dtype=numpy.float64) for sample in samples]
-    count = len(found[0]) if paired else sum(map(len, found))
-    if not found or not all(map(len, found)):
+def mean_over_texts(values: Sequence[float], texts: Iterable[Hashable]) -> Estimate:
+    """The mean of results about texts, of which each value names its own."""
+    return nested_mean(values, texts, [()] * len(values))
+
+
+def nested_mean(values: Sequence[float], texts: Iterable[Hashable], places: Sequence[tuple[Hashable, ...]]) -> Estimate:
+    """The mean of means: a place such as (group, task) says which groups' means of tasks' means a value counts in.
+
+    Texts are drawn inside each place.
+    """
+    if not len(values):
         raise ValueError("an estimate needs at least one value")
-    value = float(statistic(*found, axis=-1))
-    if min(map(len, found)) < (FEWEST if paired else 1) or count < FEWEST:
-        return Estimate(value, None, None, count)
-    # scipy needs two values; resampling a single one always gives the same.
-    found = [numpy.repeat(sample, 2) if len(sample) == 1 else sample for sample in found]
-    # The same values in another order, as several processes write them, have the same interval.
-    ranks = [numpy.lexsort(found)] * len(found) if paired else [numpy.argsort(sample) for sample in found]
-    found = [sample[rank] for sample, rank in zip(found, ranks, strict=True)]
-    from scipy.stats import bootstrap
-
-    interval = bootstrap(
-        found,
-        statistic,
-        n_resamples=RESAMPLES,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        paired=paired and len(found) > 1,
-        vectorized=True,
-        rng=numpy.random.default_rng(seed),
-    ).confidence_interval
-    return Estimate(value, float(interval.low), float(interval.high), count)
+    sums: dict[tuple[Hashable, ...], dict[Hashable, list[float]]] = {}
+    for value, text, place in zip(values, texts, places, strict=True):
+        sums.setdefault(place, {}).setdefault(text, []).append(float(value))
+    chance = numpy.random.default_rng(0)
+    value, drawn = 0.0, numpy.zeros(RESAMPLES)
+    for place in sorted(sums, key=repr):
+        of_texts = numpy.array(sorted((math.fsum(own), len(own)) for own in sums[place].values()))
+        weight = _weight(place, list(sums))
+        value += weight * math.fsum(of_texts[:, 0]) / of_texts[:, 1].sum()
+        total, count = _resampled(of_texts, chance)
+        drawn += weight * total / count
+    return _estimate(value, drawn, sum(map(len, sums.values())))
 
 
-def difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
-    """The mean of values minus others, pair by pair."""
-    return estimate([a - b for a, b in zip(values, others, strict=True)])
+def _weight(place: tuple[Hashable, ...], places: Sequence[tuple[Hashable, ...]]) -> float:
+    """The weight of a place where all that lie in a common place weigh the same."""
+    beside = (len({other[: at + 1] for other in places if other[:at] == place[:at]}) for at in range(len(place)))
+    return 1 / math.prod(beside)
 
 
 def perplexity_deviation(data: Iterable[dict[str, Any]]) -> Estimate:
     """exp(mean nll) - exp(mean nll of the full cache) over the tokens of all records; runs of tokens are drawn."""
-    cells = list(data)
-    tokens, nll, full = (numpy.array([value for each in cells for value in each[name]], dtype=float) for name in RUNS)
-    return estimate(tokens, nll, full, statistic=_deviation)
+    runs = sorted(run for each in data for run in zip(*(each[name] for name in RUNS), strict=True))
+    sums = numpy.array([(full * tokens, nll * tokens, tokens) for full, nll, tokens in runs])
+    value = _deviation(*(math.fsum(column) for column in sums.T))
+    return _estimate(value, _deviation(*_resampled(sums, numpy.random.default_rng(0))), len(runs))
 
 
-def _deviation(tokens: Any, nll: Any, full: Any, axis: int = -1) -> Any:
-    total = tokens.sum(axis)
-    return numpy.exp((tokens * nll).sum(axis) / total) - numpy.exp((tokens * full).sum(axis) / total)
+def _deviation(full: Any, nll: Any, tokens: Any) -> Any:
+    return numpy.exp(nll / tokens) - numpy.exp(full / tokens)
 
 
-class Part(NamedTuple):
-    """Values of a task, or of a part of one, which are averaged before tasks and groups are."""
-
-    group: str
-    task: str
-    values: Sequence[float]
+def _resampled(rows: Any, chance: numpy.random.Generator) -> Any:
+    """The sums of each column of [n, C] over n rows drawn with replacement, [C, RESAMPLES]."""
+    return rows[chance.integers(len(rows), size=(RESAMPLES, len(rows)))].sum(1).T
 
 
-def nested_mean(parts: Sequence[Part]) -> Estimate:
-    """The mean of the groups' means of the tasks' means of their parts; values are drawn again inside each part."""
-
-    def statistic(*samples: Any, axis: int = -1) -> Any:
-        groups: dict[str, dict[str, list[Any]]] = {}
-        for part, sample in zip(parts, samples, strict=True):
-            groups.setdefault(part.group, {}).setdefault(part.task, []).append(sample.mean(axis))
-        return sum(sum(sum(p) / len(p) for p in tasks.values()) / len(tasks) for tasks in groups.values()) / len(groups)
-
-    return estimate(*(part.values for part in parts), statistic=statistic, paired=False)
+def _estimate(value: float, drawn: Any, texts: int) -> Estimate:
+    low, high = numpy.quantile(drawn, QUANTILES)
+    edges = (round(float(low), DIGITS), round(float(high), DIGITS)) if texts >= FEWEST else (None, None)
+    return Estimate(round(float(value), DIGITS), *edges)
 
 
-def mean_text(values: Sequence[float], digits: int = 2) -> str:
+def mean_text(values: Sequence[float], texts: Iterable[Hashable], digits: int = 2) -> str:
     """`0.86 [0.76, 0.94]`: the mean and its interval; a dash without values."""
-    return interval_text(estimate(values), f".{digits}f") if len(values) else "-"
+    return interval_text(mean_over_texts(values, texts), f".{digits}f") if len(values) else "-"
 
 
-def interval_text(found: Estimate, form: str = ".2f") -> str:
+def interval_text(result: Estimate, form: str = ".2f") -> str:
     """`0.86 [0.76, 0.94]`, or the value alone."""
-    if found.low is None or found.high is None:
-        return f"{found.value:{form}}"
-    return f"{found.value:{form}} [{found.low:{form}}, {found.high:{form}}]"
+    if result.low is None or result.high is None:
+        return f"{result.value:{form}}"
+    return f"{result.value:{form}} [{result.low:{form}}, {result.high:{form}}]"

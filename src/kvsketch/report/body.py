@@ -20,7 +20,8 @@ MOST_COLUMNS = 8
 ONE_QUESTION = "*"
 MEMORY = ("tokens stored", "tokens read", "device bytes", "host bytes")
 NOTE = (
-    "Means with 95% intervals (percentile bootstrap over samples); failed runs are counted beside the mean, not in it; "
+    "Means with 95% intervals (percentile bootstrap over texts, none of fewer than three); failed runs are counted "
+    "beside the mean, not in it; "
     "(27) marks a value of fewer samples than others of its column have, * one that rests on a single question or "
     "text. Memory is measured, index and weights included; bytes are shares of the full cache's, in the mean over the "
     "columns. Methods at one budget may hold different bytes: pyramidkv gives its upper layers less, recall methods "

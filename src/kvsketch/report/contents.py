@@ -55,7 +55,8 @@ def gather(folder: Path, below: bool = False) -> Contents:
     """What the records of a folder, and with `below` of the folders in it, say."""
     remarks: list[str] = []
     records = read_folder(folder, remarks, below)
-    known = [(kind, found) for kind in KINDS if (found := _observations(kind, records, remarks))]
+    counted = latest(records)
+    known = [(kind, found) for kind in KINDS if (found := _observations(kind, counted, remarks))]
     used = [record for record in records if _is_shown(record)]
     of = {kind.name: found for kind, found in known}
     estimates = {kind.name: kind.estimate for kind, _ in known}
@@ -63,10 +64,10 @@ def gather(folder: Path, below: bool = False) -> Contents:
         sections=[Section(kind, _ordered(aggregate(found, kind.estimate))) for kind, found in known],
         needle=pictures.needle_maps(each for each in of.get("needle", []) if not is_overall(each.setting)),
         positions=pictures.by_position(of.get("perplexity", []), estimates.get("perplexity")),
-        clusters=pictures.clusters(_drawn(records, CLUSTERABILITY), remarks),
-        documents=pictures.documents(_drawn(records, TOKEN_LIFE), remarks),
+        clusters=pictures.clusters(_drawn(counted, CLUSTERABILITY), remarks),
+        documents=pictures.documents(_drawn(counted, TOKEN_LIFE), remarks),
         provenance=provenance(used),
-        remarks=[*remarks, *_failed_pictures(records), *_left_out(records)],
+        remarks=[*remarks, *_failed_pictures(counted), *_left_out(records)],
         records=len(used),
     )
 
@@ -74,7 +75,7 @@ def gather(folder: Path, below: bool = False) -> Contents:
 def _observations(kind: Kind, records: Iterable[Record], remarks: list[str]) -> list[Observation]:
     """What the records of an experiment measured; one that lacks a field is told and left out."""
     found: list[Observation] = []
-    for record in kind.latest(records):
+    for record in filter(kind.owns, records):
         try:
             found += kind.observations(record)
         except (KeyError, TypeError, ValueError) as error:
@@ -83,7 +84,7 @@ def _observations(kind: Kind, records: Iterable[Record], remarks: list[str]) -> 
 
 
 def _drawn(records: Iterable[Record], name: str) -> list[Record]:
-    return latest(record for record in records if record["kind"].replace("-", "_") == name)
+    return [record for record in records if record["kind"].replace("-", "_") == name]
 
 
 def _is_shown(record: Record) -> bool:

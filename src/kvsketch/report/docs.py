@@ -23,8 +23,17 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from kvsketch.records import FAILED, Estimate, Record, budget_value, latest, mean, read_folder, write_whole
-from kvsketch.records.estimate import interval_text
+from kvsketch.records import (
+    FAILED,
+    Estimate,
+    Record,
+    budget_value,
+    interval_text,
+    latest,
+    mean,
+    read_folder,
+    write_whole,
+)
 from kvsketch.report import (
     benchmark_figures,
     benchmarks,
@@ -160,7 +169,7 @@ class Numbers:
             return NOTHING
         row = rows[0]
         assert row.mean is not None
-        return interval_text(Estimate(row.mean, *((row.low, row.high) if interval else (None, None)), row.count), form)
+        return interval_text(Estimate(row.mean, *((row.low, row.high) if interval else (None, None))), form)
 
     # answers
 

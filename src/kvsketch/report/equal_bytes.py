@@ -13,8 +13,19 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from kvsketch.records import FAILED, Estimate, Record, budget_value, estimate, latest, mean, perplexity_deviation
-from kvsketch.records.estimate import Part, interval_text, nested_mean
+from kvsketch.records import (
+    FAILED,
+    Estimate,
+    Record,
+    budget_value,
+    interval_text,
+    latest,
+    mean,
+    mean_over_texts,
+    nested_mean,
+    perplexity_deviation,
+    text_of,
+)
 from kvsketch.records.held_out import is_held_out_seed, is_held_out_text
 from kvsketch.report import blocks
 from kvsketch.report.canvas import GRID, WIDEST, line_style, new_figure
@@ -53,8 +64,18 @@ class Cell:
 
 def cells(records: Iterable[Record]) -> list[Cell]:
     """Everything that was measured at equal bytes on held-out questions."""
+    return cells_of(held_out(records))
+
+
+def held_out(records: Iterable[Record]) -> list[Record]:
+    """The records that count."""
+    return [record for record in latest(records) if counts(record)]
+
+
+def cells_of(own: Iterable[Record]) -> list[Cell]:
+    """What records that count measured."""
     groups: dict[tuple[str, ...], list[Record]] = {}
-    for record in latest(record for record in records if counts(record)):
+    for record in own:
         data = record["data"]
         if FAILED in data or not data.get("full_bytes"):
             continue
@@ -90,8 +111,12 @@ def missing(cell: Cell, reference: Cell) -> list[str]:
 
 
 def counts(record: Record) -> bool:
-    """Whether a record was measured at equal bytes, on what no default was chosen by."""
+    """Whether a record was measured at equal bytes, on what no default was chosen by. The full cache of kvpress is no
+    measurement of ours: its presses are rows of their own.
+    """
     data, kind = record["data"], record["kind"]
+    if data.get("method") == FULL and "kvpress" in data:
+        return False
     if kind not in ("lines", "needle", "ruler", "perplexity") or data.get("budgets_in") != "bytes":
         return False
     return is_held_out_text(str(data.get("sample"))) if kind == "perplexity" else is_held_out_seed(record.get("seed"))
@@ -124,9 +149,7 @@ def _cell(key: tuple[str, ...], members: Sequence[Record]) -> Cell:
         len(members),
         mean([each["device_bytes"] / each["full_bytes"] for each in data]),
         mean(tokens) if tokens else None,
-        {name: mean(_means_of_texts(own)) for name, own in _by_task(members).items()}
-        if task.startswith("RULER")
-        else {},
+        {name: mean([each["score"] for each in data if each["task"] == name]) for name in _ruler_tasks(members)},
     )
 
 
@@ -138,27 +161,18 @@ def _value(task: str, members: Sequence[Record]) -> Estimate:
     data = [record["data"] for record in members]
     if task.startswith("perplexity"):
         return perplexity_deviation(data)
+    texts = [text_of(record["data"], record["seed"]) for record in members]
     if task.startswith("KL"):
-        return estimate([each["kl"] for each in data])
+        return mean_over_texts([each["kl"] for each in data], texts)
+    values = [each["score"] for each in data]
     if task.startswith("RULER"):
-        return nested_mean([Part("", name, _means_of_texts(own)) for name, own in _by_task(members).items()])
-    return estimate(_means_of_texts(members))
+        return nested_mean(values, texts, [(each["task"],) for each in data])
+    return mean_over_texts(values, texts)
 
 
-def _by_task(members: Sequence[Record]) -> dict[str, list[Record]]:
-    """The records of each RULER task."""
-    names = dict.fromkeys(str(record["data"]["task"]) for record in members)
-    return {name: [record for record in members if record["data"]["task"] == name] for name in names}
-
-
-def _means_of_texts(members: Sequence[Record]) -> list[float]:
-    """The mean score of each text; the scores where there is but one."""
-    texts: dict[Any, list[float]] = {}
-    for record in members:
-        sample = str(record["data"]["sample"])
-        name = sample.rpartition(" ")[2] if record["data"].get("together") else sample.rpartition(" question=")[0]
-        texts.setdefault((record.get("seed"), name or sample), []).append(float(record["data"]["score"]))
-    return [mean(scores) for scores in texts.values()] if len(texts) > 1 else next(iter(texts.values()))
+def _ruler_tasks(members: Sequence[Record]) -> list[str]:
+    """The RULER tasks that records are about."""
+    return list(dict.fromkeys(record["data"]["task"] for record in members if record["kind"] == "ruler"))
 
 
 def same_tasks(full: Cell, cell: Cell) -> float:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsketch.records import Estimate, Record, budget_of, latest, perplexity_deviation
-from kvsketch.records.estimate import Part, nested_mean
-from kvsketch.report.rows import MEMORY, Estimator, Observation, mean_of
+from kvsketch.records import Estimate, Record, budget_of, nested_mean, perplexity_deviation, text_of
+from kvsketch.report.rows import MEMORY, Estimator, Observation, mean_of, values_of
 
 Data = dict[str, Any]
 Observe = Callable[["Kind", Record], list[Observation]]
@@ -49,20 +48,16 @@ class Kind:
         overall = [", ".join([self.overall, *variants(data)])] if self.overall else []
         return [*overall, setting_text(self, data)]
 
-    def latest(self, records: Iterable[Record]) -> list[Record]:
-        """The records of this experiment; of the same measurement made twice, such as one that failed before, the last
-        counts.
-        """
-        return latest(record for record in records if self.owns(record))
-
     def owns(self, record: Record) -> bool:
         """Whether a record is of this experiment; benchmarks may use the same word for another thing."""
         same = record["kind"].replace("-", "_") == self.name
         return same and "method" in record["data"] and "operation" not in record["data"]
 
 
-def observation(kind: Kind, record: Record, value: float | None, setting: str, **memory: Any) -> Observation:
-    """An observation of the method, budget and memory that the record names."""
+def observation(
+    kind: Kind, record: Record, value: float | None, setting: str, part: Hashable = None, **memory: Any
+) -> Observation:
+    """An observation of the method, budget and memory that the record names, or of a `part` of it, such as a head."""
     data = record["data"]
     return Observation(
         kind=kind.name,
@@ -72,6 +67,7 @@ def observation(kind: Kind, record: Record, value: float | None, setting: str, *
         method=str(data["method"]),
         budget=budget_of(data),
         value=value,
+        text=(*text_of(data, record["seed"]), part),
         failed=str(data.get("failed") or ""),
         data=data,
         **{name: memory.get(name, data.get(name)) for name in MEMORY},
@@ -168,11 +164,7 @@ def _longbench_estimate(members: Sequence[Observation]) -> Estimate:
     setting = members[0].setting
     if setting != ALL_GROUPS and not setting.startswith(GROUP):
         return mean_of(members)
-    parts: dict[tuple[str, str], list[float]] = {}
-    for each in members:
-        if each.value is not None:
-            parts.setdefault((str(each.data.get("group")), str(each.data["task"])), []).append(each.value)
-    return nested_mean([Part(*key, values) for key, values in parts.items()])
+    return _nested(members, "group", "task")
 
 
 def _ruler_places(kind: Kind, data: Data) -> list[str]:
@@ -182,21 +174,22 @@ def _ruler_places(kind: Kind, data: Data) -> list[str]:
 
 def _ruler_estimate(members: Sequence[Observation]) -> Estimate:
     """A task is the mean of its questions, the average the mean of the tasks."""
-    tasks: dict[str, list[float]] = {}
-    for each in members:
-        if each.value is not None:
-            tasks.setdefault(str(each.data["task"]), []).append(each.value)
-    return nested_mean([Part("ruler", task, values) for task, values in tasks.items()])
+    return _nested(members, "task")
+
+
+def _nested(members: Sequence[Observation], *fields: str) -> Estimate:
+    places = [tuple(str(each.data.get(field)) for field in fields) for each in members]
+    return nested_mean(values_of(members), [each.text for each in members], places)
 
 
 def _recall(kind: Kind, record: Record) -> list[Observation]:
     """One value for each query head of each layer."""
     by_layer = record["data"]["recall_by_head"]
     return [
-        observation(kind, record, float(value), place)
+        observation(kind, record, float(value), place, part=(layer, head))
         for place in kind.settings(record["data"])
-        for values in by_layer.values()
-        for value in values
+        for layer, values in by_layer.items()
+        for head, value in enumerate(values)
     ]
 
 

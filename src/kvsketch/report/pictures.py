@@ -57,7 +57,7 @@ def by_position(observations: Iterable[Observation], estimator: Any) -> list[Dat
             groups.setdefault(key, {}).setdefault(int(each.data["position"]), []).append(each)
     found = []
     for (model, setting, method, budget), places in _sorted(groups):
-        values = [estimator(places[place])[:3] for place in sorted(places)]
+        values = [estimator(places[place]) for place in sorted(places)]
         edges = zip(*values, strict=True)
         named = dict(zip(("mean", "low", "high"), map(list, edges), strict=True))
         found.append(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsketch.records import Record, mean
-from kvsketch.report.equal_bytes import FULL, LOSSES, Cell, cells, counts, same_tasks
+from kvsketch.report.equal_bytes import FULL, LOSSES, Cell, cells, cells_of, held_out, same_tasks
 from kvsketch.report.palette import without_budget
 
 CLOSE = 0.01  # losses that count as equal; the smaller cache is named first
@@ -35,7 +35,7 @@ def known_models(records: Iterable[Record]) -> list[str]:
 
 def records_of(records: Iterable[Record], model: str) -> list[Record]:
     """The records of our methods at equal bytes on a model, in one dtype: its bytes are what shares are shares of."""
-    own = [r for r in records if counts(r) and r["data"].get("model") == model and "kvpress" not in r["data"]]
+    own = [r for r in held_out(records) if r["data"].get("model") == model and "kvpress" not in r["data"]]
     dtype = min((str(record["data"].get("dtype")) for record in own), default="")
     return [record for record in own if str(record["data"].get("dtype")) == dtype]
 
@@ -53,7 +53,7 @@ def advise(records: Sequence[Record], model: str, share: float, question: str) -
 
     Methods that were measured on less than half as many tasks as others come last.
     """
-    own = [cell for cell in cells(records_of(records, model)) if not _is_loss(cell.task)]
+    own = [cell for cell in cells_of(records_of(records, model)) if not _is_loss(cell.task)]
     full = {cell.task: cell for cell in own if cell.method == FULL}
     groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in own:

@@ -6,11 +6,11 @@ An overall setting, such as all numbers of lines, combines others; it contains o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvsketch.records import Estimate, estimate
+from kvsketch.records import Estimate, mean_over_texts
 
 Estimator = Callable[[Sequence["Observation"]], Estimate]
 MEMORY = ("tokens_stored", "tokens_read", "device_bytes", "host_bytes", "full_bytes")
@@ -26,6 +26,7 @@ class Observation:
     method: str
     budget: str
     value: float | None
+    text: Hashable  # what the interval draws: the text asked about, or a query head
     variant: str = ""  # another way to measure, such as budgets of equal bytes
     failed: str = ""
     tokens_stored: float | None = None
@@ -76,7 +77,12 @@ class Row:
 
 def mean_of(members: Sequence[Observation]) -> Estimate:
     """The mean of the values with its interval."""
-    return estimate([each.value for each in members])
+    return mean_over_texts(values_of(members), [each.text for each in members])
+
+
+def values_of(members: Sequence[Observation]) -> list[float]:
+    """The values of observations, none of which failed."""
+    return [each.value for each in members if each.value is not None]
 
 
 def aggregate(observations: Iterable[Observation], estimator: Estimator = mean_of) -> list[Row]:
@@ -90,7 +96,7 @@ def aggregate(observations: Iterable[Observation], estimator: Estimator = mean_o
 def _row(members: Sequence[Observation], estimator: Estimator) -> Row:
     first = members[0]
     measured = [each for each in members if each.value is not None]
-    value, low, high = estimator(measured)[:3] if measured else (None, None, None)
+    value, low, high = estimator(measured) if measured else (None, None, None)
     memory: dict[str, Any] = {name: known_mean([getattr(each, name) for each in members]) for name in MEMORY}
     return Row(
         kind=first.kind,

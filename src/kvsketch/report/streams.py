@@ -11,12 +11,12 @@ from kvsketch.records import (
     Record,
     budget_of,
     budget_value,
-    difference,
-    estimate,
+    interval_text,
     latest,
+    mean_over_texts,
     perplexity_deviation,
+    text_of,
 )
-from kvsketch.records.estimate import interval_text
 from kvsketch.report.blocks import Code, table
 from kvsketch.report.kinds import Data, model_name, variants
 from kvsketch.report.palette import order
@@ -36,13 +36,14 @@ class Shown(NamedTuple):
     def estimate(self, cells: Sequence[Data]) -> Estimate:
         if self.kind == "perplexity":
             return perplexity_deviation(cells)
-        return estimate([each["score"] for each in cells])
+        return mean_over_texts([each["score"] for each in cells], [text_of(each, each["seed"]) for each in cells])
 
     def difference(self, pairs: Sequence[tuple[Data, Data]]) -> Estimate:
         """First minus second of each pair; of perplexities, that of all their tokens."""
         if self.kind == "perplexity":
             return perplexity_deviation({**ours, "full_chunk_nll": theirs["chunk_nll"]} for ours, theirs in pairs)
-        return difference([ours["score"] for ours, _ in pairs], [theirs["score"] for _, theirs in pairs])
+        differences = [ours["score"] - theirs["score"] for ours, theirs in pairs]
+        return mean_over_texts(differences, [text_of(ours, ours["seed"]) for ours, _ in pairs])
 
 
 SHOWN = (
@@ -68,9 +69,9 @@ class Compared(NamedTuple):
 def compared(shown: Shown, records: Iterable[Record]) -> list[Compared]:
     """What the records of one experiment compare."""
     found: dict[tuple[str, str, str, int], dict[int, list[Data]]] = {}
-    for record in latest(record for record in records if record["kind"] == shown.kind):
+    for record in latest(records):
         data = {**record["data"], "seed": record["seed"]}
-        if data.get("protocol", "prefill") != "prefill":
+        if record["kind"] != shown.kind or data.get("protocol", "prefill") != "prefill":
             continue
         model = ", ".join([model_name(data), *variants({**data, "chunk": EXACT})])
         ways = found.setdefault((model, data["method"], budget_of(data), data[shown.by]), {})
@@ -89,9 +90,9 @@ def added(shown: Shown, part: Compared, chunk: int) -> Estimate | None:
 
 
 def asked(record: Record) -> tuple[Any, ...]:
-    """Method and question of a record about lines, the same for exact and streamed prompts."""
-    names = ("model", "dtype", "method", "budget", "budgets_in", "primed", "lines", "sample")
-    return record["seed"], *(record["data"].get(name) for name in names)
+    """What a record about lines measured, but for its question; the same for exact and streamed prompts."""
+    names = ("model", "dtype", "method", "budget", "budgets_in", "primed", "lines", "question")
+    return tuple(record["data"].get(name) for name in names)
 
 
 def _sample(data: Data) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """Scores of LongBench: a task is the mean of its rows, a group the mean of its tasks, the average that of the groups.
 
-No task or group weighs more for having more rows. Intervals come from resampling the rows inside each task. LongBench-E
+No task or group weighs more for having more rows. Intervals draw the rows of each task again. LongBench-E
 may be averaged over three ranges of lengths first (`buckets`), as its authors do, or over rows (`rows`), as BalanceKV.
 """
 
@@ -14,8 +14,7 @@ from rich.table import Table
 
 from kvsketch.evaluation.longbench.tasks import GROUPS, NAMES, task_of
 from kvsketch.evaluation.result_table import by_method, mean_of
-from kvsketch.records import Estimate, mean
-from kvsketch.records.estimate import Part, nested_mean
+from kvsketch.records import Estimate, mean, nested_mean
 
 E_AVERAGES = ("rows", "buckets")
 SHORT = {"summary": "summ.", "few-shot": "few", "synthetic": "synth."}
@@ -32,29 +31,26 @@ class Scores(NamedTuple):
     average: Estimate | None
 
 
-def parts_of(data: Sequence[Data], e_average: str = "rows") -> list[Part]:
-    """The rows of every task in the parts that weigh the same; several seeds of a row count as one value."""
-    by_row: dict[tuple[str, int], dict[tuple[str, int], list[float]]] = {}
-    for each in data:
-        split = e_average == "buckets" and each["task"].endswith("_e")
-        bucket = sum(each["length"] >= end for end in BUCKET_ENDS) if split else 0
-        rows = by_row.setdefault((each["task"], bucket), {})
-        rows.setdefault((each["sample"], each["length"]), []).append(100 * each["score"])
-    order = sorted(by_row, key=lambda key: (NAMES.index(key[0]), key[1]))
-    return [
-        Part(task_of(task).group, task, [mean(found) for found in by_row[task, bucket].values()])
-        for task, bucket in order
-    ]
-
-
 def scores(data: Sequence[Data], e_average: str = "rows") -> Scores:
     """Scores of one method at one budget from the cells that did not fail."""
-    parts = parts_of(data, e_average)
-    names = list(dict.fromkeys(part.task for part in parts))
-    tasks = {name: nested_mean([part for part in parts if part.task == name]) for name in names}
-    of_group = {group: [part for part in parts if part.group == group] for group in GROUPS}
-    groups = {group: nested_mean(own) for group, own in of_group.items() if own}
-    return Scores(tasks, groups, nested_mean(parts) if parts else None)
+    of_task = {name: own for name in NAMES if (own := [each for each in data if each["task"] == name])}
+    of_group = {
+        group: own for group in GROUPS if (own := [each for each in data if task_of(each["task"]).group == group])
+    }
+    tasks, groups = ({name: _mean(own, e_average) for name, own in by.items()} for by in (of_task, of_group))
+    return Scores(tasks, groups, _mean(data, e_average) if data else None)
+
+
+def _mean(data: Sequence[Data], e_average: str) -> Estimate:
+    """The mean of groups, tasks and parts of tasks; the seeds of a row are one text."""
+    values, texts = [100 * each["score"] for each in data], [(each["sample"], each["length"]) for each in data]
+    return nested_mean(values, texts, [_place(each, e_average) for each in data])
+
+
+def _place(each: Data, e_average: str) -> tuple[str, str, int]:
+    split = e_average == "buckets" and each["task"].endswith("_e")
+    bucket = sum(each["length"] >= end for end in BUCKET_ENDS) if split else 0
+    return task_of(each["task"]).group, each["task"], bucket
 
 
 def _text(found: Estimate | None) -> str:
