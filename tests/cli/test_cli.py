@@ -360,5 +360,5 @@ def test_every_listed_benchmark_and_experiment_exists() -> None:
     from kvsketch.cli.bench import BENCHMARKS
     from kvsketch.cli.evaluate import EXPERIMENTS
 
-    assert all(find_spec(f"kvsketch.benchmark.{name.replace('-', '_')}") for name in BENCHMARKS)
-    assert all(find_spec(f"kvsketch.evaluation.{name.replace('-', '_')}") for name in EXPERIMENTS)
+    assert all(find_spec(f"kvsketch_lab.benchmark.{name.replace('-', '_')}") for name in BENCHMARKS)
+    assert all(find_spec(f"kvsketch_lab.evaluation.{name.replace('-', '_')}") for name in EXPERIMENTS)

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvsketch import models, records
-from kvsketch.evaluation.longbench import data as longbench_data
-from kvsketch.evaluation.longbench import encoding as longbench_encoding
-from kvsketch.evaluation.longbench import experiment as longbench
-from kvsketch.evaluation.longbench import tasks as longbench_tasks
-from kvsketch.evaluation.longbench.encoding import encode, question_of
-from kvsketch.evaluation.longbench.metrics import METRICS
-from kvsketch.evaluation.longbench.tasks import GROUPS, NAMES, TASKS, is_chinese, task_names, task_of
+from kvsketch import models
+from kvsketch_lab import records
+from kvsketch_lab.evaluation.longbench import data as longbench_data
+from kvsketch_lab.evaluation.longbench import encoding as longbench_encoding
+from kvsketch_lab.evaluation.longbench import experiment as longbench
+from kvsketch_lab.evaluation.longbench import tasks as longbench_tasks
+from kvsketch_lab.evaluation.longbench.encoding import encode, question_of
+from kvsketch_lab.evaluation.longbench.metrics import METRICS
+from kvsketch_lab.evaluation.longbench.tasks import GROUPS, NAMES, TASKS, is_chinese, task_names, task_of
 from tests.helpers.tiny import save_tiny_model
 
 DATA = Path(__file__).parent.parent / "data" / "longbench"

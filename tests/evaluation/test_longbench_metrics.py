@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsketch.evaluation.longbench import metrics
+from kvsketch_lab.evaluation.longbench import metrics
 
 DATA = Path(__file__).parent.parent / "data" / "longbench"
 KINDS = ["Place", "Place of meeting", "Person", "Number"]

@@ -9,7 +9,7 @@ import numpy
 import pytest
 from rich.console import Console
 
-from kvsketch.evaluation.longbench import scores as longbench_scores
+from kvsketch_lab.evaluation.longbench import scores as longbench_scores
 
 
 def scored(task: str, *values: float, length: int = 100) -> list[dict[str, Any]]:

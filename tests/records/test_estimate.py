@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from kvsketch.records import difference, estimate, mean_text, perplexity_deviation
+from kvsketch_lab.records import difference, estimate, mean_text, perplexity_deviation
 
 
 def test_the_interval_is_near_that_of_the_normal_law() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvsketch import records
 from kvsketch.cli import app
-from kvsketch.report import docs, equal_bytes, recommend, render
+from kvsketch_lab import records
+from kvsketch_lab.report import docs, equal_bytes, recommend, render
 from tests.report.sample_records import record
 
 MODEL = docs.BIG.partition(" ")[0]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvsketch.records import budget_value, estimate
-from kvsketch.report.contents import Contents, gather, setting_order
-from kvsketch.report.figures import draw
-from kvsketch.report.rows import Row
+from kvsketch_lab.records import budget_value, estimate
+from kvsketch_lab.report.contents import Contents, gather, setting_order
+from kvsketch_lab.report.figures import draw
+from kvsketch_lab.report.rows import Row
 from tests.report.sample_records import MODEL, memory, perplexity_data, record, write, write_all, write_two_models
 
 

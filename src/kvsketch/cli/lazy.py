@@ -12,13 +12,13 @@ from kvsketch.cli.boundary import new_app
 
 
 def group(package: str, commands: dict[str, str], help_text: str) -> typer.Typer:
-    """A group of commands by name, each with one line of help; the module `kvsketch.<package>.<name>` has its
+    """A group of commands by name, each with one line of help; the module `kvsketch_lab.<package>.<name>` has its
     `command`.
     """
 
     class Lazy(TyperCommand):
         def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-            module = importlib.import_module(f"kvsketch.{package}.{str(self.name).replace('-', '_')}")
+            module = importlib.import_module(f"kvsketch_lab.{package}.{str(self.name).replace('-', '_')}")
             return module.command().make_context(info_name, args, parent, **extra)
 
     class Group(TyperGroup):

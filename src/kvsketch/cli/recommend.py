@@ -14,7 +14,7 @@ from kvsketch.cli.options import JsonOption
 from kvsketch.cli.output import print_json, results
 
 if TYPE_CHECKING:
-    from kvsketch.report.recommend import Advice
+    from kvsketch_lab.report.recommend import Advice
 
 SHOWN = 6
 
@@ -31,8 +31,8 @@ def recommend(
     if question not in ("seen", "unseen"):
         raise ValueError(f"--question {question} is not possible; use seen or unseen")
     from kvsketch.cache.memory import parsed
-    from kvsketch.records import read_folder
-    from kvsketch.report import recommend as advice
+    from kvsketch_lab.records import read_folder
+    from kvsketch_lab.report import recommend as advice
 
     room = parsed(memory)
     if not records.is_dir():

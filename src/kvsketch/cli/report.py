@@ -20,17 +20,17 @@ def report(
     ] = False,
 ) -> None:
     """Write report.md, report.html and figures from the records of experiments; needs no model and no torch."""
-    from kvsketch.report import docs as pages
-    from kvsketch.report.render import render
+    from kvsketch_lab.report import docs as pages
+    from kvsketch_lab.report.render import render
 
     if docs == (folder is not None) or (docs and out is not None):
         raise ValueError("name a folder of records, or give --docs alone to write the pages of this repository")
     said: list[str] = []
     if folder is None:
-        from kvsketch.cli import reference
         from kvsketch.cli.methods import describe
         from kvsketch.methods import METHODS
-        from kvsketch.records import write_whole
+        from kvsketch_lab import reference
+        from kvsketch_lab.records import write_whole
 
         written = pages.write(Path(), [describe(cls) for cls in METHODS.values()])
         written.append(write_whole(Path("docs") / "api.md", reference.page().encode()))
