@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
+from kvsketch import advice
 from kvsketch_lab.records import FAILED, Estimate, Record, budget_value, latest, mean, read_folder, write_whole
 from kvsketch_lab.records.estimate import interval_text
 from kvsketch_lab.report import (
@@ -34,6 +35,7 @@ from kvsketch_lab.report import (
     figures,
     palette,
     recall,
+    recommend,
     render,
     streams,
     vllm,
@@ -61,9 +63,17 @@ def write(root: Path, methods: Sequence[Mapping[str, Any]]) -> list[Path]:
     numbers = Numbers(root, methods)
     looks = root / "lab" / "kvsketch_lab" / "report" / palette.FILE
     write_whole(looks, palette.look_file(methods).encode())
+    table = root / "src" / "kvsketch" / advice.FILE
+    write_whole(table, recommend.file_text(read_folder(root / "results", below=True)).encode())
     drawn = [write_whole(root / "docs" / "pictures" / f"{name}.png", render.png(f)) for name, f in numbers.figures()]
     report, _ = render.render(root / "results" / "eval", root / "docs" / "report", page=False, below=True)
-    return [looks, *report, *drawn, *(write_whole(path, text.encode()) for path, text in pages(root, numbers).items())]
+    return [
+        looks,
+        table,
+        *report,
+        *drawn,
+        *(write_whole(path, text.encode()) for path, text in pages(root, numbers).items()),
+    ]
 
 
 def pages(root: Path, numbers: Numbers | None = None) -> dict[Path, str]:

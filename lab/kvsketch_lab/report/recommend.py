@@ -1,73 +1,67 @@
-"""Which method for a model, a context and a memory: answered from records at equal bytes, or not at all."""
+"""The table behind `kvsketch recommend`, from records at equal bytes; `kvsketch.advice` reads it."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from kvsketch.advice import QUESTIONS, Advice, Measured
 from kvsketch_lab.records import Record, mean
 from kvsketch_lab.report.equal_bytes import FULL, LOSSES, Cell, cells, counts, same_tasks
 from kvsketch_lab.report.palette import without_budget
 
-CLOSE = 0.01  # losses that count as equal; the smaller cache is named first
+DIGITS = 8  # of a number in the table
 
 
-@dataclass(frozen=True)
-class Advice:
-    """A method that fits, and what the records say of it."""
-
-    method: str  # text form, with its budget as a share of the tokens
-    bytes: float  # device bytes, of the full cache's
-    loss: float  # mean over tasks of what it answers less than the full cache
-    worst: float  # the largest of these
-    worst_task: str
-    tasks: int
-    questions: int
-    step_ms: float | None = None  # of a decode step at batch 1, for the shapes that the benchmark names
-    step_of: str = ""
+def table(records: Sequence[Record]) -> dict[str, Measured]:
+    """What records say of each model that they know at equal bytes."""
+    counted = [record for record in records if counts(record) and "kvpress" not in record["data"]]
+    steps = _step_times(records)
+    models = sorted({str(record["data"].get("model")) for record in counted})
+    measured = {model: _measured(_in_one_dtype(counted, model), steps) for model in models}
+    return {model: each for model, each in measured.items() if each is not None}
 
 
-def known_models(records: Iterable[Record]) -> list[str]:
-    """The models that records at equal bytes speak of."""
-    return sorted({cell.model.partition(" ")[0] for cell in cells(records)})
+def file_text(records: Sequence[Record]) -> str:
+    """The table as it lies in the library."""
+    found = {model: dataclasses.asdict(measured) for model, measured in table(records).items()}
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
 
-def records_of(records: Iterable[Record], model: str) -> list[Record]:
-    """The records of our methods at equal bytes on a model, in one dtype: its bytes are what shares are shares of."""
-    own = [r for r in records if counts(r) and r["data"].get("model") == model and "kvpress" not in r["data"]]
-    dtype = min((str(record["data"].get("dtype")) for record in own), default="")
+def _in_one_dtype(counted: Iterable[Record], model: str) -> list[Record]:
+    """The records of a model in one dtype: its bytes are what shares are shares of."""
+    own = [record for record in counted if record["data"].get("model") == model]
+    dtype = min(str(record["data"].get("dtype")) for record in own)
     return [record for record in own if str(record["data"].get("dtype")) == dtype]
 
 
-def token_bytes(own: Iterable[Record]) -> int | None:
+def _measured(own: Sequence[Record], steps: dict[str, tuple[float, str]]) -> Measured | None:
+    """None where no record tells the bytes of the full cache."""
+    each = _token_bytes(own)
+    if each is None:
+        return None
+    answered = [cell for cell in cells(own) if not cell.task.startswith(LOSSES)]
+    full = {cell.task: cell for cell in answered if cell.method == FULL}
+    groups: dict[tuple[str, str, str], list[Cell]] = {}
+    for cell in answered:
+        if cell.method != FULL and cell.task in full:
+            groups.setdefault((cell.question, cell.method, cell.budget), []).append(cell)
+    lengths = [record["data"]["prompt_tokens"] for record in own if "prompt_tokens" in record["data"]]
+    methods = {
+        question: [_advice(members, full, steps) for (when, _, _), members in groups.items() if when == question]
+        for question in QUESTIONS
+    }
+    return Measured(str(own[0]["data"].get("dtype")), each, min(lengths), max(lengths), methods)
+
+
+def _token_bytes(own: Iterable[Record]) -> int | None:
     """Bytes of a token's keys and values in the full cache; None where no record tells."""
     for data in (record["data"] for record in own):
         if data.get("method") == FULL and data.get("full_bytes"):
             return round(data["full_bytes"] / data["tokens_stored"])
     return None
-
-
-def advise(records: Sequence[Record], model: str, share: float, question: str) -> list[Advice]:
-    """What fits into a share of the full cache's bytes, from the smallest loss on; empty: no record speaks.
-
-    Methods that were measured on less than half as many tasks as others come last.
-    """
-    own = [cell for cell in cells(records_of(records, model)) if not _is_loss(cell.task)]
-    full = {cell.task: cell for cell in own if cell.method == FULL}
-    groups: dict[tuple[str, str], list[Cell]] = {}
-    for cell in own:
-        if cell.method != FULL and cell.question == question and cell.task in full:
-            groups.setdefault((cell.method, cell.budget), []).append(cell)
-    steps = _step_times(records)
-    found = [_advice(members, full, steps) for members in groups.values()]
-    fitting = [advice for advice in found if advice.bytes <= 1.02 * share]
-    most = max((advice.tasks for advice in fitting), default=0)
-    return sorted(fitting, key=lambda advice: (2 * advice.tasks < most, round(advice.loss / CLOSE), advice.bytes))
-
-
-def _is_loss(task: str) -> bool:
-    return task.startswith(LOSSES)
 
 
 def _advice(members: Sequence[Cell], full: dict[str, Cell], steps: dict[str, tuple[float, str]]) -> Advice:
@@ -76,16 +70,15 @@ def _advice(members: Sequence[Cell], full: dict[str, Cell], steps: dict[str, tup
     worst = max(losses, key=lambda task: losses[task])
     kept = [cell.tokens for cell in members if cell.tokens is not None]
     method = f"{first.method}:budget={min(1.0, mean(kept)):.0%}" if kept else first.method
-    step = steps.get(first.method)
     return Advice(
         method,
-        mean([cell.bytes for cell in members]),
-        mean(list(losses.values())),
-        losses[worst],
+        round(mean([cell.bytes for cell in members]), DIGITS),
+        round(mean(list(losses.values())), DIGITS),
+        round(losses[worst], DIGITS),
         worst,
         len(members),
         sum(cell.questions for cell in members),
-        *(step or ()),
+        *steps.get(first.method, ()),
     )
 
 

@@ -16,7 +16,7 @@ from kvsketch_lab.report.body import TITLE, body
 from kvsketch_lab.report.contents import CLUSTERABILITY, Contents, gather
 from kvsketch_lab.report.kinds import KINDS
 
-NO_FIGURES = "no figures: matplotlib is missing; pip install 'kvsketch[plot]'"
+NO_FIGURES = "no figures: matplotlib is missing; pip install 'kvsketch[lab]'"
 DPI = 96
 COLOURS = 63  # of a figure's palette: enough for lines and text, and a third of the file size
 
