@@ -32,7 +32,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    raise ImportError("this needs the package lm-eval: pip install 'kvsketch[eval]'") from error
+    raise ImportError("this needs the package lm-eval: pip install 'kvsketch[lm-eval]'") from error
 
 LOGLIKELIHOODS = ("refuse", "split")
 REFUSED = (
