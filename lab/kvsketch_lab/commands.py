@@ -17,7 +17,6 @@ EXPERIMENTS = {
     "lines": "Retrieval of one of many numbered lines, as in LongEval.",
     "ruler": "Needles, variables and words in texts of any length: RULER's tasks.",
     "needle": "A passkey hidden in real text, by length and depth.",
-    "longbench": "The 21 tasks of LongBench, from a local copy or the hub.",
     "perplexity": "Perplexity of a long text against the full cache, by position.",
     "recall": "How many of the best tokens a recall method reads, and how often they were on the device.",
     "speculation": "Recall of a layer that scores with a query predicted from the layer before.",

@@ -344,7 +344,6 @@ MISTAKES = {
     "layers": (["recall", "--layers", "70"], "not among the full-attention layers"),
     "seeds": (["needle", "--seeds", "one"], "0-9"),
     "dtype": (["needle", "--dtype", "int3"], "one of float32, bfloat16, float16"),
-    "data": (["longbench"], "--data is missing"),
     "short": (
         ["needle", "--lengths", "30", "--methods", "full"],
         "--lengths 30 with --needles 1: 30 tokens cannot hold",

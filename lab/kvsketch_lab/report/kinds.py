@@ -119,9 +119,7 @@ def _one_value(kind: Kind, record: Record) -> list[Observation]:
     return [observation(kind, record, float(value), place) for place in places]
 
 
-ALL_GROUPS = "average of the groups"
 ALL_TASKS = "average of the tasks"
-GROUP = "group "
 COMMON_PROTOCOL = "prefix"
 
 
@@ -155,24 +153,6 @@ def _perplexity_places(kind: Kind, data: Data) -> list[str]:
         f" of {data['tokens']:,} tokens" if "tokens" in data else f", {data['steps']} steps" if "steps" in data else ""
     )
     return [", ".join([f"{data['protocol']}{extent}", *variants(data)])]
-
-
-def _longbench_places(kind: Kind, data: Data) -> list[str]:
-    """A row counts in the average, in the group of its task and in its task."""
-    group = [f"{GROUP}{data['group']}"] if data.get("group") else []
-    return [ALL_GROUPS, *group, setting_text(kind, data)]
-
-
-def _longbench_estimate(members: Sequence[Observation]) -> Estimate:
-    """A task is the mean of its rows, a group the mean of its tasks, the average that of the groups."""
-    setting = members[0].setting
-    if setting != ALL_GROUPS and not setting.startswith(GROUP):
-        return mean_of(members)
-    parts: dict[tuple[str, str], list[float]] = {}
-    for each in members:
-        if each.value is not None:
-            parts.setdefault((str(each.data.get("group")), str(each.data["task"])), []).append(each.value)
-    return nested_mean([Part(*key, values) for key, values in parts.items()])
 
 
 def _ruler_places(kind: Kind, data: Data) -> list[str]:
@@ -236,17 +216,6 @@ KINDS = (
         share=True,
         places=_ruler_places,
         estimate=_ruler_estimate,
-    ),
-    Kind(
-        name="longbench",
-        title="LongBench",
-        text="Scores of the tasks' own metrics; a group is the mean of its tasks, the average that of the groups.",
-        measure="score",
-        metric="score",
-        setting=("task",),
-        share=True,
-        places=_longbench_places,
-        estimate=_longbench_estimate,
     ),
     Kind(
         name="attention_error",
