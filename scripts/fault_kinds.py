@@ -17,9 +17,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvsketch import CompressedCache, cli, models, records
+from kvsketch import CompressedCache, cli, models
 from kvsketch.models.catalog import CATALOG, Part
 from kvsketch.models.files import sha256_of
+from kvsketch_lab import records
 from tests.helpers.tiny import save_tiny_model
 
 RUN_LIMIT = 120.0  # seconds after which an undisturbed run counts as hanging

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from kvsketch import records
-from kvsketch.evaluation import needle
+from kvsketch_lab import records
+from kvsketch_lab.evaluation import needle
 from scripts.fault_kinds import EvalFault, Fault, PullFault, SaveFault, start, wait
 
 KINDS = ("eval", "pull", "save")

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kvsketch import records
+from kvsketch_lab import records
 
 PRESSES = "StreamingLLMPress,SnapKVPress,PyramidKVPress,ExpectedAttentionPress"
 
@@ -77,7 +77,7 @@ def cache_bytes(cache: Any) -> int:
 
 @torch.no_grad()
 def speed(options: argparse.Namespace) -> None:
-    from kvsketch.benchmark.shapes import build
+    from kvsketch_lab.benchmark.shapes import build
 
     model = build("llama-3.1-8b")
     ids = torch.randint(10, 10000, (1, options.tokens), device="cuda")
@@ -113,7 +113,7 @@ def speed(options: argparse.Namespace) -> None:
 def lines(options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from kvsketch.evaluation import line_records
+    from kvsketch_lab.evaluation import line_records
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).to("cuda").eval()
@@ -162,7 +162,7 @@ def loaded(options: argparse.Namespace) -> tuple[Any, Any]:
 
 def asked_of(tokenizer: Any, size: int, seed: int, text: int, count: int) -> tuple[list[Any], list[list[int]], int]:
     """Questions about one text, their prompts, and where those begin to differ: the end of what is compressed."""
-    from kvsketch.evaluation import line_records
+    from kvsketch_lab.evaluation import line_records
 
     def chat(content: str) -> list[int]:
         turn = [{"role": "user", "content": content}]

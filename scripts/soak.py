@@ -26,9 +26,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvsketch
-from kvsketch import CompressedCache, models, records
+from kvsketch import CompressedCache, models
 from kvsketch.decode import captured as decoding
 from kvsketch.decode.sampling import Sampler
+from kvsketch_lab import records
 
 RANDOM = "random"
 BOUNDED = [

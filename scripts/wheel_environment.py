@@ -1,8 +1,8 @@
-"""Makes an environment with a wheel and what its metadata asks for, out of packages that are already installed here.
+"""Makes an environment with wheels and what their metadata asks for, out of packages that are already installed here.
 
-    python -m scripts.wheel_environment dist/kvsketch-0.3.0-py3-none-any.whl build/wheel/env
+    python -m scripts.wheel_environment build/wheel/env dist/kvsketch-0.3.0-py3-none-any.whl
 
-Packages that the wheel needs, directly or through others, are links to the ones of this interpreter. What the wheel
+Packages that the wheels need, directly or through others, are links to the ones of this interpreter. What a wheel
 forgets to ask for is missing there, as it would be after `pip install`, and nothing is fetched or copied.
 """
 
@@ -11,43 +11,51 @@ from __future__ import annotations
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
+from email import message_from_bytes
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 from zipfile import ZipFile
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 
-def main(wheel: Path, folder: Path) -> None:
+def main(folder: Path, wheels: Sequence[Path]) -> None:
     venv.create(folder, clear=True)
     python = folder / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", wheel], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", *wheels], check=True)
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = Path(subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip())
-    for needed in closure(asked_for(wheel)):
+    for needed in closure(dict(asked_for(wheel) for wheel in wheels)):
         link(needed, packages)
 
 
-def asked_for(wheel: Path) -> list[str]:
-    """The requirements in a wheel's metadata."""
+def asked_for(wheel: Path) -> tuple[str, list[str]]:
+    """The name and the requirements in a wheel's metadata."""
     with ZipFile(wheel) as files:
         name = next(n for n in files.namelist() if n.endswith(".dist-info/METADATA"))
-        lines = files.read(name).decode().splitlines()
-    return [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
+        metadata = message_from_bytes(files.read(name))
+    return canonicalize_name(metadata["Name"]), metadata.get_all("Requires-Dist") or []
 
 
-def closure(requirements: list[str]) -> list[Distribution]:
-    """The installed distributions that meet the requirements, and those that these need in turn."""
+def closure(wheels: dict[str, list[str]]) -> list[Distribution]:
+    """The installed distributions that the wheels need, and those that these need in turn."""
     found: dict[tuple[str, str], Distribution] = {}
-    open_: list[tuple[str, str]] = [(text, "") for text in requirements]
+    seen: set[tuple[str, str]] = set()
+    open_ = [(text, "") for requirements in wheels.values() for text in requirements]
     while open_:
         text, extra = open_.pop()
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
         for wanted in requirement.extras or {""}:
-            key = (requirement.name.lower(), wanted)
-            if key in found:
+            key = (canonicalize_name(requirement.name), wanted)
+            if key in seen:
+                continue
+            seen.add(key)
+            if key[0] in wheels:
+                open_ += [(further, wanted) for further in wheels[key[0]]]
                 continue
             found[key] = here = distribution(requirement.name)
             if not requirement.specifier.contains(here.version, prereleases=True):
@@ -65,4 +73,4 @@ def link(package: Distribution, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvsketch import ops, records
-from kvsketch.benchmark import chunk, kcenter, kernels, layers, mass, runner, subgen
-from kvsketch.benchmark.device import Device
+from kvsketch import ops
 from kvsketch.methods import SubGen
+from kvsketch_lab import records
+from kvsketch_lab.benchmark import chunk, kcenter, kernels, layers, mass, runner, subgen
+from kvsketch_lab.benchmark.device import Device
 
 CPU = Device("cpu")
 

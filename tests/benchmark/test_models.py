@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import kvsketch
-from kvsketch import CompressedCache, records
-from kvsketch.benchmark import offload, prefill, runner, stream
-from kvsketch.benchmark.device import Device
-from kvsketch.benchmark.shapes import SHAPES, build, weight_bytes
+from kvsketch import CompressedCache
+from kvsketch_lab import records
+from kvsketch_lab.benchmark import offload, prefill, runner, stream
+from kvsketch_lab.benchmark.device import Device
+from kvsketch_lab.benchmark.shapes import SHAPES, build, weight_bytes
 from tests.helpers import tiny, zoo
 from tests.helpers.common import generate
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvsketch import records
-from kvsketch.benchmark import runner, serve
-from kvsketch.benchmark.runner import Benchmark, Row, Trial
 from kvsketch.cli import app
-from kvsketch.cli.bench import BENCHMARKS
 from kvsketch.options import option
 from kvsketch.serve.requests import Request
+from kvsketch_lab import records
+from kvsketch_lab.benchmark import runner, serve
+from kvsketch_lab.benchmark.runner import Benchmark, Row, Trial
+from kvsketch_lab.commands import BENCHMARKS
 from tests.helpers.tiny import save_tiny_model
 
 SMALL = {
@@ -174,8 +174,8 @@ def test_the_same_command_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     out, commit = tmp_path / "toy.jsonl", {"hash": "a", "dirty": False}
-    monkeypatch.setattr("kvsketch.records.commit", lambda: commit)
-    monkeypatch.setattr("kvsketch.records.stamp.commit", lambda: commit)
+    monkeypatch.setattr("kvsketch_lab.records.commit", lambda: commit)
+    monkeypatch.setattr("kvsketch_lab.records.stamp.commit", lambda: commit)
     assert len(run(out, sizes="1,2")) == 4 and len(run(out)) == 6
     shown = capsys.readouterr().out
     assert "2 of 3 cells were measured before" in shown and shown.count("3.0") == 2

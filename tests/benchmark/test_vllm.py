@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvsketch.benchmark import vllm
-from kvsketch.benchmark.runner import FAILED
-from kvsketch.benchmark.vllm_engine import Engine, Job
 from kvsketch.integrations.vllm.settings import servable
 from kvsketch.methods import parse_method
+from kvsketch_lab.benchmark import vllm
+from kvsketch_lab.benchmark.runner import FAILED
+from kvsketch_lab.benchmark.vllm_engine import Engine, Job
 
 METHOD = "rehearse:budget=16384:bits=4"
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import kvsketch
-from kvsketch import CompressedCache, models, records
+from kvsketch import CompressedCache, models
 from kvsketch.cache.saving import sealed_file
 from kvsketch.cli import app
-from kvsketch.cli.bench import BENCHMARKS
-from kvsketch.cli.evaluate import EXPERIMENTS
+from kvsketch_lab import records
+from kvsketch_lab.commands import BENCHMARKS, EXPERIMENTS
 from tests.helpers import zoo
 
 INPUTS = int(os.environ.get("KVSKETCH_FUZZ", "40"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvsketch import records
+from kvsketch_lab import records
 from scripts import soak
 
 # A busy machine may halve in speed for a while; a cache that grows with the text takes several times as long.

@@ -280,7 +280,10 @@ MISTAKES = {
     "number": (["demo", "--tokens=many"], "'many'; see `root demo --help`"),
     "argument": (["env", "extra"], "extra"),
     "range": (["demo", "--depth", "2"], "not '2'; see"),
-    "records": (["recommend", "--model", "x", "--context", "1", "--memory", "1B", "--records", "no"], "a clone"),
+    "records": (
+        ["recommend", "--model", "x", "--context", "1", "--memory", "1B", "--records", "no"],
+        "no folder",
+    ),
     "no demo budget": (["demo", "--budgets", ",", "--model", FOLDER], "1/4,1/8"),
 }
 
@@ -354,11 +357,21 @@ def test_eval_names_its_experiments() -> None:
     assert "--tokens" in listed.output
 
 
+@pytest.mark.parametrize("name", ["eval", "bench", "report"])
+def test_without_the_laboratory_its_commands_say_how_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "modules", {k: v for k, v in sys.modules.items() if not k.startswith("kvsketch_lab")})
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if not (Path(each) / "kvsketch_lab").is_dir()])
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if "editable" not in type(f).__name__.lower()])
+    told = CliRunner().invoke(app, [name, "--help"])
+    assert told.exit_code == 2 and told.output.count("\n") == 1
+    assert f"kvsketch {name} needs the laboratory: pip install 'kvsketch[lab]'" in told.output
+    assert f" {name} " in CliRunner().invoke(app, ["--help"]).output
+
+
 def test_every_listed_benchmark_and_experiment_exists() -> None:
     from importlib.util import find_spec
 
-    from kvsketch.cli.bench import BENCHMARKS
-    from kvsketch.cli.evaluate import EXPERIMENTS
+    from kvsketch_lab.commands import BENCHMARKS, EXPERIMENTS
 
-    assert all(find_spec(f"kvsketch.benchmark.{name.replace('-', '_')}") for name in BENCHMARKS)
-    assert all(find_spec(f"kvsketch.evaluation.{name.replace('-', '_')}") for name in EXPERIMENTS)
+    assert all(find_spec(f"kvsketch_lab.benchmark.{name.replace('-', '_')}") for name in BENCHMARKS)
+    assert all(find_spec(f"kvsketch_lab.evaluation.{name.replace('-', '_')}") for name in EXPERIMENTS)

@@ -12,12 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 import kvsketch
-from kvsketch import demo, models
+from kvsketch import models
 from kvsketch.cli import app
 from kvsketch.cli.demo import summary
 from kvsketch.cli.picture import draw, spread
-from kvsketch.evaluation import budgets
-from kvsketch.evaluation.shared_prefill import shared_prefill
+from kvsketch.compare import answers, budgets
+from kvsketch.compare.shared_prefill import shared_prefill
 from tests.helpers.tiny import save_tiny_model
 
 TOKENS = 160
@@ -44,12 +44,12 @@ def test_every_method_takes_part_and_the_full_cache_is_the_first() -> None:
 
 def test_the_greedy_answer_is_the_one_of_generate(tiny: tuple[Any, Any], prompt: torch.Tensor) -> None:
     model, tokenizer = tiny
-    opening = tokenizer(demo.OPENING, add_special_tokens=False)["input_ids"]
+    opening = tokenizer(answers.OPENING, add_special_tokens=False)["input_ids"]
     cache = shared_prefill(model, prompt).cache("full")
-    first = [demo.next_logits(model, token, cache) for token in opening][-1]
-    answer, seconds = demo.greedy_answer(model, first, cache)
+    first = [answers.next_logits(model, token, cache) for token in opening][-1]
+    answer, seconds = answers.greedy_answer(model, first, cache)
     whole = torch.cat([prompt, torch.tensor([opening])], 1)
-    expected = model.generate(whole, max_new_tokens=demo.MAX_ANSWER_TOKENS, do_sample=False)
+    expected = model.generate(whole, max_new_tokens=answers.MAX_ANSWER_TOKENS, do_sample=False)
     assert answer == expected[0, whole.shape[1] :].tolist()
     assert len(seconds) == len(answer)
 
@@ -57,13 +57,13 @@ def test_the_greedy_answer_is_the_one_of_generate(tiny: tuple[Any, Any], prompt:
 def test_rows_measure_memory_and_divergence(tiny: tuple[Any, Any], prompt: torch.Tensor) -> None:
     model, tokenizer = tiny
     chosen = [kvsketch.parse_method(text) for text in ("full", "streamingllm:budget=1000", "streamingllm:budget=1/8")]
-    full, roomy, tight = demo.compare(model, tokenizer, prompt, "60494", chosen)
+    full, roomy, tight = answers.compare(model, tokenizer, prompt, "60494", chosen)
     assert full.divergence == 0
     assert roomy.divergence == pytest.approx(0, abs=1e-5)
     assert tight.divergence > 1e-3
     assert roomy.answer == full.answer
     assert full.tokens_stored == full.tokens_seen > TOKENS
-    assert tight.tokens_stored == (TOKENS + len(demo.OPENING) - 1) // 8
+    assert tight.tokens_stored == (TOKENS + len(answers.OPENING) - 1) // 8
     assert tight.device_bytes < full.device_bytes / 4
     assert full.milliseconds_per_token > 0
 
@@ -71,7 +71,7 @@ def test_rows_measure_memory_and_divergence(tiny: tuple[Any, Any], prompt: torch
 def test_budgets_can_be_shares_of_the_bytes(tiny: tuple[Any, Any], prompt: torch.Tensor) -> None:
     chosen = budgets.compared("streamingllm,snapkv,quest", "1/2")
     refused: list[str] = []
-    full, *rows = demo.compare(*tiny, prompt, "60494", chosen, unit="bytes", refused=refused)
+    full, *rows = answers.compare(*tiny, prompt, "60494", chosen, unit="bytes", refused=refused)
     assert [row.method.partition(":")[0] for row in rows] == ["streamingllm", "snapkv"]
     assert all(0.3 < row.device_bytes / full.device_bytes <= 0.5 for row in rows)
     assert len(refused) == 1 and "quest" in refused[0] and "no budget fits" in refused[0]
@@ -80,11 +80,11 @@ def test_budgets_can_be_shares_of_the_bytes(tiny: tuple[Any, Any], prompt: torch
 def test_mean_kl_is_the_definition() -> None:
     p, q = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]), torch.tensor([[0.25, 0.25, 0.5], [0.1, 0.2, 0.7]])
     by_hand = 0.5 * torch.log(torch.tensor(2.0)) - 0.25 * torch.log(torch.tensor(2.0))
-    assert demo.mean_kl(p.log(), q.log()) == pytest.approx(float(by_hand) / 2, rel=1e-5)
+    assert answers.mean_kl(p.log(), q.log()) == pytest.approx(float(by_hand) / 2, rel=1e-5)
 
 
-def row(method: str, right: bool, size: int, divergence: float = 0.1) -> demo.Row:
-    return demo.Row(method, method.partition(":")[0], 100, 50, size, 0, 10.0, "an answer", right, divergence)
+def row(method: str, right: bool, size: int, divergence: float = 0.1) -> answers.Row:
+    return answers.Row(method, method.partition(":")[0], 100, 50, size, 0, 10.0, "an answer", right, divergence)
 
 
 def test_the_summary_says_what_was_lost() -> None:

@@ -17,8 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 import kvsketch
-from kvsketch.cli import app, reference
+from kvsketch.cli import app
 from kvsketch.methods.base import EvictingMethod
+from kvsketch_lab import reference
 from tests.helpers import zoo
 from tests.helpers.tiny import save_tiny_model
 

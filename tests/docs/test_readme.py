@@ -26,10 +26,12 @@ def test_the_examples_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
     assert "Okafor" in capsys.readouterr().out
 
 
-def test_the_file_tree_is_the_one_on_disk() -> None:
-    tree = README.partition("src/kvsketch/\n")[2]
+@pytest.mark.parametrize("folder", ["src/kvsketch", "lab/kvsketch_lab"])
+def test_the_file_tree_is_the_one_on_disk(folder: str) -> None:
+    tree = re.split(rf"^    {folder}/.*\n", README, flags=re.MULTILINE)[1]
+    tree = re.split(r"^    \w", tree, flags=re.MULTILINE)[0]
     named = set(re.findall(r"^      (\w+(?:\.py|/)) ", tree, flags=re.MULTILINE))
-    package = ROOT / "src" / "kvsketch"
+    package = ROOT / folder
     there = {f"{path.name}/" for path in package.iterdir() if any(path.glob("*.py"))}
     there |= {path.name for path in package.glob("*.py") if path.name != "__init__.py"}
     assert named == there

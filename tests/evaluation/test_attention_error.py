@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvsketch import models, records
-from kvsketch.evaluation import attention_error, experiment
-from kvsketch.evaluation.attention_error import ORACLE, Captured, Protocol
+from kvsketch import models
 from kvsketch.models import texts
+from kvsketch_lab import records
+from kvsketch_lab.evaluation import attention_error, experiment
+from kvsketch_lab.evaluation.attention_error import ORACLE, Captured, Protocol
 from tests.helpers import zoo
 from tests.helpers.common import bounded
 

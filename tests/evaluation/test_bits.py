@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvsketch import CompressedCache, records
-from kvsketch.evaluation import bit_stores, bits
-from kvsketch.report.bits import tables
+from kvsketch import CompressedCache
+from kvsketch_lab import records
+from kvsketch_lab.evaluation import bit_stores, bits
+from kvsketch_lab.report.bits import tables
 from tests.helpers import zoo
 from tests.helpers.tiny import save_tiny_model
 

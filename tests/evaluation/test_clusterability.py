@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvsketch import records
-from kvsketch.evaluation import captures, clusterability
-from kvsketch.evaluation.attention_protocol import Captured
 from kvsketch.models import texts
+from kvsketch_lab import records
+from kvsketch_lab.evaluation import captures, clusterability
+from kvsketch_lab.evaluation.attention_protocol import Captured
 from tests.helpers import tiny
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvsketch import records
-from kvsketch.evaluation import distributed, runner
-from kvsketch.evaluation.experiment import (
+from kvsketch.options import option
+from kvsketch_lab import records
+from kvsketch_lab.evaluation import distributed, runner
+from kvsketch_lab.evaluation.experiment import (
     FAILED,
     Cell,
     Experiment,
@@ -22,7 +23,6 @@ from kvsketch.evaluation.experiment import (
     budgets_option,
     methods_option,
 )
-from kvsketch.options import option
 
 
 @dataclass

@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvsketch import records
 from kvsketch.cli import app
-from kvsketch.evaluation import budgets, experiment, identity, result_table, runner
-from kvsketch.evaluation.experiment import Cell, Experiment, ExperimentOptions, failure, methods_option
-from kvsketch.evaluation.shared_prefill import shared_prefill
+from kvsketch.compare import budgets
+from kvsketch.compare.shared_prefill import shared_prefill
 from kvsketch.methods import METHODS
+from kvsketch.models import identity
 from kvsketch.options import option
+from kvsketch_lab import records
+from kvsketch_lab.evaluation import experiment, result_table, runner
+from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, failure, methods_option
 from tests.helpers import tiny, zoo
 
 calls: list[str] = []
@@ -73,7 +75,7 @@ class Toy(Experiment):
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     calls.clear()
-    monkeypatch.setattr("kvsketch.records.files.SECONDS_BETWEEN_WRITES", 0.0)
+    monkeypatch.setattr("kvsketch_lab.records.files.SECONDS_BETWEEN_WRITES", 0.0)
 
 
 def run(out: Path, *arguments: str, code: int | None = 0) -> list[dict[str, Any]]:
@@ -289,7 +291,7 @@ def test_records_that_lack_a_field_are_measured_again(tmp_path: Path) -> None:
 def test_again_measures_what_another_commit_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = run(tmp_path)
     monkeypatch.setattr(records, "commit", lambda: {"hash": "new", "dirty": False})
-    monkeypatch.setattr("kvsketch.records.stamp.commit", records.commit)
+    monkeypatch.setattr("kvsketch_lab.records.stamp.commit", records.commit)
     assert len(run(tmp_path)) == 18
     new = run(tmp_path, "--again", "--methods", "snapkv")[18:]
     assert len(new) == 12 and all(each["again"] and each["commit"]["hash"] == "new" for each in new)
@@ -342,7 +344,6 @@ MISTAKES = {
     "layers": (["recall", "--layers", "70"], "not among the full-attention layers"),
     "seeds": (["needle", "--seeds", "one"], "0-9"),
     "dtype": (["needle", "--dtype", "int3"], "one of float32, bfloat16, float16"),
-    "data": (["longbench"], "--data is missing"),
     "short": (
         ["needle", "--lengths", "30", "--methods", "full"],
         "--lengths 30 with --needles 1: 30 tokens cannot hold",

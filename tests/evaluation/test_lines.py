@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvsketch import CompressedCache, models, records
-from kvsketch.evaluation import budgets, line_records, lines, questions
-from kvsketch.evaluation.questions import chat_question
+from kvsketch import CompressedCache, models
+from kvsketch.compare import budgets
+from kvsketch_lab import records
+from kvsketch_lab.evaluation import line_records, lines, questions
+from kvsketch_lab.evaluation.questions import chat_question
 from tests.helpers import tiny
 
 LINE = re.compile(r"line ([a-z]+-[a-z]+): REGISTER_CONTENT is <(\d+)>")

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvsketch import models, records
-from kvsketch.evaluation import needle
+from kvsketch import models
 from kvsketch.models import texts
+from kvsketch_lab import records
+from kvsketch_lab.evaluation import needle
 from tests.helpers import tiny
 
 SENTENCES = [f"Sentence number {chr(97 + i)} of the message. " for i in range(26)] * 40

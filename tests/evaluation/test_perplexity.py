@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvsketch import CompressedCache, models, records
+from kvsketch import CompressedCache, models
+from kvsketch.compare.shared_prefill import shared_prefill
 from kvsketch.decode import captured as decoding
-from kvsketch.evaluation import next_token, perplexity
-from kvsketch.evaluation.next_token import Reading, exact_nll
-from kvsketch.evaluation.shared_prefill import shared_prefill
 from kvsketch.methods import StreamingLLM
 from kvsketch.models import texts
+from kvsketch_lab import records
+from kvsketch_lab.evaluation import next_token, perplexity
+from kvsketch_lab.evaluation.next_token import Reading, exact_nll
 from tests.decode.test_decoding import RunInsteadOfReplay
 from tests.helpers import tiny, zoo
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvsketch import ops, records
-from kvsketch.evaluation import attention_protocol, recall, selections, speculation
-from kvsketch.evaluation.attention_protocol import Captured
-from kvsketch.evaluation.selections import Choice
+from kvsketch import ops
 from kvsketch.methods import parse_method
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.models import texts
 from kvsketch.slots.table import SlotTable
+from kvsketch_lab import records
+from kvsketch_lab.evaluation import attention_protocol, recall, selections, speculation
+from kvsketch_lab.evaluation.attention_protocol import Captured
+from kvsketch_lab.evaluation.selections import Choice
 from tests.helpers import tiny, zoo
 
 CONTEXT, STEPS = 240, 12

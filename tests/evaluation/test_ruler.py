@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvsketch import records
-from kvsketch.evaluation import haystack, ruler
-from kvsketch.evaluation.paragraphs import read_paragraphs
 from kvsketch.models import texts
+from kvsketch_lab import records
+from kvsketch_lab.evaluation import haystack, ruler
+from kvsketch_lab.evaluation.paragraphs import read_paragraphs
 from tests.helpers import tiny
 
 WORDS = [f"word{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(300)]

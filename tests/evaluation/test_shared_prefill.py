@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvsketch import CompressedCache, models
+from kvsketch.compare.shared_prefill import memory, rows_that_fit, shared_prefill
 from kvsketch.decode import captured as decoding
-from kvsketch.evaluation.shared_prefill import memory, rows_that_fit, shared_prefill
 from kvsketch.models import texts
 from tests.helpers import common, zoo
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvsketch import CompressedCache, models, parse_method, records
-from kvsketch.evaluation import token_life
-from kvsketch.evaluation.token_life import marked, noting_reads, residence, spread, views
+from kvsketch import CompressedCache, models, parse_method
 from kvsketch.models import texts
+from kvsketch_lab import records
+from kvsketch_lab.evaluation import token_life
+from kvsketch_lab.evaluation.token_life import marked, noting_reads, residence, spread, views
 from tests.helpers.tiny import save_tiny_model
 
 SENTENCES = ["It is a long time since the Union was formed. "] * 60

@@ -13,7 +13,7 @@ import kvsketch
 from kvsketch import methods
 from kvsketch.cli import app
 from kvsketch.cli.methods import describe
-from kvsketch.report import docs, palette
+from kvsketch_lab.report import docs, palette
 from tests.cache import test_contract
 
 ROOT = Path(__file__).parents[2]

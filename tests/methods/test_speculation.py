@@ -14,11 +14,11 @@ from torch import Tensor
 import kvsketch
 from kvsketch import CompressedCache, models
 from kvsketch.cache import rotary
-from kvsketch.evaluation.attention_protocol import capture
-from kvsketch.evaluation.speculation import QUERIES, Asked, recall
 from kvsketch.methods.infinigen import speculation
 from kvsketch.models import texts
 from kvsketch.slots.table import SlotTable
+from kvsketch_lab.evaluation.attention_protocol import capture
+from kvsketch_lab.evaluation.speculation import QUERIES, Asked, recall
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded
 

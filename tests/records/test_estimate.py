@@ -8,7 +8,7 @@ import numpy
 import pytest
 from scipy.stats import bootstrap
 
-from kvsketch.records import mean_over_texts, mean_text, nested_mean, perplexity_deviation, text_of
+from kvsketch_lab.records import mean_over_texts, mean_text, nested_mean, perplexity_deviation, text_of
 
 
 def test_the_interval_is_scipys_where_every_text_has_one_question() -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kvsketch import records
-from kvsketch.records import stamp
-from kvsketch.records.files import archive_of
+from kvsketch_lab import records
+from kvsketch_lab.records import stamp
+from kvsketch_lab.records.files import archive_of
 
 
 def test_a_record_carries_its_origin() -> None:
@@ -42,8 +42,8 @@ def test_commit_is_the_checkout_or_what_the_environment_names(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        (["/opt/bin/python3.12", "-m", "kvsketch.benchmark.kernels", "--out", "a b"],
-         "python -m kvsketch.benchmark.kernels --out 'a b'"),
+        (["/opt/bin/python3.12", "-m", "kvsketch_lab.benchmark.kernels", "--out", "a b"],
+         "python -m kvsketch_lab.benchmark.kernels --out 'a b'"),
         (["/opt/bin/python3", "/opt/bin/kvsketch", "eval", "clusterkv:budget=1024"],
          "kvsketch eval clusterkv:budget=1024"),
         (["python"], "python"),

@@ -77,20 +77,6 @@ def needle() -> Iterator[dict[str, Any]]:
                 yield record("needle", {**cell, **place, "score": score, **memory(method, budget, length)})
 
 
-def longbench() -> Iterator[dict[str, Any]]:
-    chance = random.Random(3)
-    groups = {"qasper": "single-document QA", "hotpotqa": "multi-document QA", "lcc": "code"}
-    for method, budget, miss in pairs(("full", "streamingllm", "snapkv", "clusterkv"), ("1/4",)):
-        for task, group in groups.items():
-            for row in range(6):
-                cell = {"method": method, "budget": budget, "sample": f"{task} {row}", **MODEL, "task": task}
-                score = max(0.0, min(1.0, chance.gauss(0.5 - 0.3 * miss, 0.2)))
-                yield record(
-                    "longbench",
-                    {**cell, "group": group, "length": 5000, "score": score, **memory(method, budget, 9000)},
-                )
-
-
 def perplexity() -> Iterator[dict[str, Any]]:
     chance = random.Random(4)
     for method, budget, miss in pairs(budgets=("1/8", "1/4")):
@@ -168,7 +154,7 @@ def token_life(tokens: int = 160) -> Iterator[dict[str, Any]]:
         yield record("token_life", {**cell, **outcome, **memory(method, budget, tokens)})
 
 
-EXPERIMENTS = (lines, needle, longbench, perplexity, recall, clusterability, token_life)
+EXPERIMENTS = (lines, needle, perplexity, recall, clusterability, token_life)
 
 
 def write_all(folder: Path) -> Path:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvsketch import METHODS, records
+from kvsketch import METHODS
 from kvsketch.cli.methods import describe
-from kvsketch.report import benchmarks, blocks, docs, recall, streams
-from kvsketch.report.body import body
-from kvsketch.report.contents import gather
+from kvsketch_lab import records
+from kvsketch_lab.report import benchmarks, blocks, docs, recall, streams
+from kvsketch_lab.report.body import body
+from kvsketch_lab.report.contents import gather
 from tests.report.sample_records import record, write
 
 ROOT = Path(__file__).parents[2]

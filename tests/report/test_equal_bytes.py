@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvsketch import records
+from kvsketch import advice
 from kvsketch.cli import app
-from kvsketch.report import docs, equal_bytes, recommend, render
+from kvsketch_lab import records
+from kvsketch_lab.report import docs, equal_bytes, recommend, render
 from tests.report.sample_records import record
 
+ROOT = Path(__file__).parents[2]
 MODEL = docs.BIG.partition(" ")[0]
 RIGHT = {"full": 1.0, "full:bits=4": 1.0, "rehearse": 0.75, "snapkv": 0.25}
 
@@ -101,12 +103,18 @@ def test_pages_without_such_records_say_so(root: Path) -> None:
 
 def test_what_fits_is_recommended_from_the_smallest_loss_on(root: Path) -> None:
     found = records.read_folder(root / "results", below=True)
-    fits = recommend.advise(found, MODEL, 0.3, "unseen")
-    assert [advice.method for advice in fits] == ["full:bits=4", "rehearse:budget=50%", "rehearse:budget=50%",
+    measured = recommend.table(found)[MODEL]
+    fits = measured.fitting(0.3, "unseen")
+    assert [each.method for each in fits] == ["full:bits=4", "rehearse:budget=50%", "rehearse:budget=50%",
                                                   "snapkv:budget=50%", "snapkv:budget=50%"]  # fmt: skip
     assert fits[1].bytes < fits[2].bytes and fits[1].loss == pytest.approx(0.25) and fits[1].step_ms == 4.5
-    assert recommend.advise(found, MODEL, 0.13, "unseen")[0].method == "rehearse:budget=50%"
-    assert recommend.advise(found, MODEL, 0.3, "seen") == []
+    assert measured.fitting(0.13, "unseen")[0].method == "rehearse:budget=50%"
+    assert measured.fitting(0.3, "seen") == []
+
+
+def test_the_table_in_the_library_is_what_the_records_give() -> None:
+    given = recommend.file_text(records.read_folder(ROOT / "results", below=True))
+    assert (ROOT / "src" / "kvsketch" / advice.FILE).read_text(encoding="utf-8") == given
 
 
 def test_the_command_says_what_it_does_not_know(root: Path) -> None:

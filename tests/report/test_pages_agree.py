@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
-from kvsketch.records import budget_value
-from kvsketch.report import docs
+from kvsketch_lab.records import budget_value
+from kvsketch_lab.report import docs
 
 ROOT = Path(__file__).parents[2]
 NUMBER = re.compile(r"[+-]?\d+\.\d+(?: \[[^]]+\])?")

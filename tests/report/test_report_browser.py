@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvsketch.report.render import render
+from kvsketch_lab.report.render import render
 from tests.report.sample_records import write_two_models
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 import kvsketch
 from kvsketch.cli import app
 from kvsketch.cli.methods import describe
-from kvsketch.records import read_folder
-from kvsketch.report import render as rendering
-from kvsketch.report.blocks import markdown
-from kvsketch.report.body import body
-from kvsketch.report.contents import gather
-from kvsketch.report.palette import BASE, FILE, look_file, looks
-from kvsketch.report.render import render
+from kvsketch_lab.records import read_folder
+from kvsketch_lab.report import render as rendering
+from kvsketch_lab.report.blocks import markdown
+from kvsketch_lab.report.body import body
+from kvsketch_lab.report.contents import gather
+from kvsketch_lab.report.palette import BASE, FILE, look_file, looks
+from kvsketch_lab.report.render import render
 from tests.report.sample_records import METHODS, lines, recall, record, token_life, write, write_all
 
 
@@ -107,7 +107,7 @@ def test_without_matplotlib_everything_but_figures_is_written(tmp_path: Path, mo
 def test_a_report_needs_no_torch(tmp_path: Path) -> None:
     write(tmp_path / "recall.jsonl", recall())
     code = (
-        "import sys; from pathlib import Path; from kvsketch.report.render import render;"
+        "import sys; from pathlib import Path; from kvsketch_lab.report.render import render;"
         f"render(Path({str(tmp_path)!r}), Path({str(tmp_path / 'out')!r}));"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
@@ -163,7 +163,7 @@ def test_text_of_records_stays_text(tmp_path: Path) -> None:
 
 def test_every_method_has_a_look_of_its_own() -> None:
     described = [describe(cls) for cls in kvsketch.METHODS.values()]
-    there = (resources.files("kvsketch.report") / FILE).read_text(encoding="utf-8")
+    there = (resources.files("kvsketch_lab.report") / FILE).read_text(encoding="utf-8")
     assert there == look_file(described), "the classes look otherwise; run: kvsketch report --docs"
     shown = looks([*kvsketch.METHODS, "clusterkv:rounds=20", "mine", "theirs"])
     assert len({look[1:] for look in shown.values()}) == len(shown)

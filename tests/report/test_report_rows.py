@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvsketch.records import budget_value, mean_over_texts
-from kvsketch.report.contents import Contents, gather, setting_order
-from kvsketch.report.figures import draw
-from kvsketch.report.rows import Row
+from kvsketch_lab.records import budget_value, mean_over_texts
+from kvsketch_lab.report.contents import Contents, gather, setting_order
+from kvsketch_lab.report.figures import draw
+from kvsketch_lab.report.rows import Row
 from tests.report.sample_records import MODEL, memory, perplexity_data, record, write, write_all, write_two_models
 
 
@@ -145,17 +145,6 @@ def test_deviation_of_perplexity_is_of_all_tokens_and_its_interval_of_runs(tmp_p
     assert entry["mean"] == pytest.approx([math.exp(2.1) - math.exp(2.0), math.exp(2.5) - math.exp(2.0)])
 
 
-def test_a_group_of_longbench_is_the_mean_of_its_tasks(tmp_path: Path) -> None:
-    def row(task: str, number: int, score: float) -> dict[str, Any]:
-        cell = {"method": "snapkv", "budget": "1/4", "sample": f"{task} {number}", **MODEL, "task": task}
-        return record("longbench", {**cell, "group": "code", "length": 100, "score": score})
-
-    records = [row("lcc", 0, 1.0), row("lcc", 1, 1.0), row("lcc", 2, 1.0), row("repobench-p", 0, 0.0)]
-    found = {each.setting: each.mean for each in rows_of(contents_of(tmp_path, "longbench", records))}
-    assert found["group code"] == pytest.approx(0.5), "three rows of one task weigh no more than one of the other"
-    assert found["lcc"] == 1.0
-
-
 def test_the_error_of_attention_is_shown_over_layers_and_by_layer(tmp_path: Path) -> None:
     outcomes = {
         "0": {"error": 0.1, "tokens_read": 80, "bytes": 100},
@@ -219,7 +208,6 @@ def test_every_experiment_is_read(tmp_path: Path) -> None:
     assert [section.kind.name for section in contents.sections] == [
         "lines",
         "needle",
-        "longbench",
         "perplexity",
         "recall",
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvsketch.report import vllm
+from kvsketch_lab.report import vllm
 
 
 def record(contender: str, batch: int, step_ms: float, **more: Any) -> dict[str, Any]:

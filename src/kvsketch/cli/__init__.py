@@ -11,18 +11,16 @@ from typing import Annotated
 import typer
 
 import kvsketch
-from kvsketch.cli.bench import bench_app
 from kvsketch.cli.boundary import OneLineErrors, new_app
 from kvsketch.cli.chat import chat, read
 from kvsketch.cli.compare import compare
 from kvsketch.cli.demo import demo
 from kvsketch.cli.env import env
-from kvsketch.cli.evaluate import eval_app
 from kvsketch.cli.generate import generate
+from kvsketch.cli.lab import add_lab
 from kvsketch.cli.methods import methods
 from kvsketch.cli.models import models_app
 from kvsketch.cli.recommend import recommend
-from kvsketch.cli.report import report
 from kvsketch.cli.serve import serve
 
 __all__ = ["app", "main"]
@@ -52,9 +50,7 @@ app.command()(generate)
 app.command()(read)
 app.command()(chat)
 app.command()(serve)
-app.add_typer(bench_app, name="bench")
-app.add_typer(eval_app, name="eval")
-app.command()(report)
+add_lab(app)
 app.command()(recommend)
 app.add_typer(models_app, name="models")
 app.command()(env)

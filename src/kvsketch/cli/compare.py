@@ -15,7 +15,7 @@ from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonO
 from kvsketch.cli.output import remarks
 
 if TYPE_CHECKING:
-    from kvsketch.demo import Row
+    from kvsketch.compare.answers import Row
     from kvsketch.methods import Method
 
 ANSWER_WIDTH = 96
@@ -42,9 +42,10 @@ def compare(
     if not question.strip():
         raise ValueError("--question is empty; ask something about the file")
 
-    from kvsketch import demo, models
+    from kvsketch import models
     from kvsketch.cache.memory import parsed
-    from kvsketch.evaluation.budgets import compared
+    from kvsketch.compare import answers
+    from kvsketch.compare.budgets import compared
 
     room = None if memory is None else parsed(memory)
     chosen = compared(methods, budgets)
@@ -57,7 +58,7 @@ def compare(
         chosen = [chosen[0], *_fitting(loaded, methods, room, ids.shape[1] + max_new_tokens, refused)]
         if len(chosen) == 1:
             raise ValueError(f"no method fits into --memory {memory}. {refused[-1]}")
-    rows = with_progress(demo.answers(loaded, tokenizer, ids, chosen, most=max_new_tokens, refused=refused), chosen)
+    rows = with_progress(answers.answers(loaded, tokenizer, ids, chosen, most=max_new_tokens, refused=refused), chosen)
     record = {
         "model": model,
         "file": file.name,
@@ -82,7 +83,7 @@ def compare(
 def _fitting(model: Any, methods: str, room: int, tokens: int, refused: list[str]) -> list[Method]:
     """The methods with the budgets that fit into `room` bytes; what does not fit goes to `refused`, in words."""
     from kvsketch import CompressedCache
-    from kvsketch.evaluation.budgets import contenders
+    from kvsketch.compare.budgets import contenders
 
     found = []
     for name in dict.fromkeys(method for method, _ in contenders(methods, "1/2")):

@@ -16,7 +16,7 @@ from rich.table import Table
 from kvsketch.cli.output import megabytes, print_json, remarks, results
 
 if TYPE_CHECKING:
-    from kvsketch.demo import Row
+    from kvsketch.compare.answers import Row
 
 LEFT = ("method", "answer")  # columns of text; the others are numbers
 

@@ -15,7 +15,7 @@ from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonO
 from kvsketch.cli.output import remarks
 
 if TYPE_CHECKING:
-    from kvsketch.demo import Row
+    from kvsketch.compare.answers import Row
 
 ANSWER_WIDTH = 48
 
@@ -37,9 +37,9 @@ def demo(
     if budgets_in not in ("bytes", "tokens"):
         raise ValueError(f"--budgets-in {budgets_in} is not possible; use bytes or tokens")
 
-    from kvsketch import demo as comparison
     from kvsketch import models
-    from kvsketch.evaluation.budgets import compared
+    from kvsketch.compare import answers as comparison
+    from kvsketch.compare.budgets import compared
     from kvsketch.models import texts
 
     chosen = compared(methods, budgets)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvsketch.demo import Row
+from kvsketch.compare.answers import Row
 
 COLOURS = {"evict": "#1b6ca8", "summarise": "#c8553d", "recall": "#3a7d44"}
 FLOOR = 1e-4  # a logarithmic axis has no zero; a smaller divergence is drawn here

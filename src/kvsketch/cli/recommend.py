@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from kvsketch.advice import QUESTIONS, Advice, Measured, installed
+from kvsketch.cli.lab import lab
 from kvsketch.cli.options import JsonOption
 from kvsketch.cli.output import print_json, results
-
-if TYPE_CHECKING:
-    from kvsketch.report.recommend import Advice
 
 SHOWN = 6
 
@@ -24,41 +23,35 @@ def recommend(
     context: Annotated[int, typer.Option(min=1, help="Tokens that one sequence holds.")],
     memory: Annotated[str, typer.Option(help="Device memory for its cache: 2GB, 512MiB.")],
     question: Annotated[str, typer.Option(help="unseen: asked after the text is compressed; seen: before.")] = "unseen",
-    records: Annotated[Path, typer.Option(help="Folder of records.")] = Path("results"),
+    records: Annotated[
+        Path | None, typer.Option(help="Folder of your own records, in place of those behind this release.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Name the methods whose cache fits, with the loss that records have measured; says so if none has."""
-    if question not in ("seen", "unseen"):
-        raise ValueError(f"--question {question} is not possible; use seen or unseen")
+    if question not in QUESTIONS:
+        raise ValueError(f"--question {question} is not possible; use {' or '.join(QUESTIONS)}")
     from kvsketch.cache.memory import parsed
-    from kvsketch.records import read_folder
-    from kvsketch.report import recommend as advice
 
     room = parsed(memory)
-    if not records.is_dir():
+    table = installed() if records is None else _own_table(records)
+    if model not in table:
+        known = ", ".join(table) or "no model yet"
         raise ValueError(
-            f"--records {records} is no folder; run this in a clone of the repository, which has its records in "
-            "results, or name a folder that `kvsketch eval --out` wrote to"
+            f"no record speaks of {model!r} at equal bytes; records know {known}. Measure it: kvsketch eval lines "
+            f"--model {model} --methods full,rehearse --bytes 1/4,1/8 --seeds 100 --out DIR, then give --records DIR"
         )
-    found = read_folder(records, below=True)
-    own = advice.records_of(found, model)
-    each = advice.token_bytes(own)
-    if each is None:
-        known = ", ".join(advice.known_models(found)) or "no model yet"
-        raise ValueError(
-            f"no record in {records} speaks of {model!r} at equal bytes; records know {known}. Measure it: kvsketch "
-            f"eval lines --model {model} --methods full,rehearse --bytes 1/4,1/8 --seeds 100 --out {records}/eval"
-        )
-    share = room / (each * context)
-    fits = advice.advise(found, model, share, question)
+    measured = table[model]
+    full_bytes = measured.token_bytes * context
+    share = room / full_bytes
+    fits = measured.fitting(share, question)
     if as_json:
         options = [dataclasses.asdict(option) for option in fits]
-        print_json({"model": model, "context": context, "full_bytes": each * context, "share": share, "fits": options})
+        print_json({"model": model, "context": context, "full_bytes": full_bytes, "share": share, "fits": options})
         return
     say = results().print
-    dtype = own[0]["data"].get("dtype")
-    full = f"{context:,} tokens take {each * context / 1e9:,.2f} GB in full"
-    say(f"{model} ({dtype}): {full}; {memory} is {share:.0%} of it")
+    full = f"{context:,} tokens take {full_bytes / 1e9:,.2f} GB in full"
+    say(f"{model} ({measured.dtype}): {full}; {memory} is {share:.0%} of it")
     if share >= 1:
         say("the full cache fits: use full, it loses nothing")
     if not fits:
@@ -68,16 +61,23 @@ def recommend(
             markup=False,
         )
         return
-    _show(fits[:SHOWN], each * context)
-    read = [record["data"]["prompt_tokens"] for record in own if "prompt_tokens" in record["data"]]
+    _show(fits[:SHOWN], full_bytes)
     say(
         f"loss: right answers fewer than the full cache's, mean over {_tasks(fits[:SHOWN])}; records are of texts of "
-        f"{min(read):,} to {max(read):,} tokens: beyond that they are a guess",
+        f"{measured.shortest:,} to {measured.longest:,} tokens: beyond that they are a guess",
         markup=False,
     )
     steps = {option.step_of for option in fits[:SHOWN] if option.step_of}
     if steps:
         say(f"step: one sequence, {'; '.join(sorted(steps))}", markup=False)
+
+
+def _own_table(folder: Path) -> dict[str, Measured]:
+    if not folder.is_dir():
+        raise ValueError(f"--records {folder} is no folder; name one that `kvsketch eval --out` wrote to")
+    records = lab("records", "--records")
+    table: dict[str, Measured] = lab("report.recommend", "--records").table(records.read_folder(folder, below=True))
+    return table
 
 
 def _show(fits: Sequence[Advice], full_bytes: int) -> None:

@@ -24,15 +24,15 @@ from tqdm import tqdm
 
 from kvsketch import models
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.evaluation.identity import model_sha256
-from kvsketch.evaluation.shared_prefill import Prefilled, shared_prefill
+from kvsketch.compare.shared_prefill import Prefilled, shared_prefill
 from kvsketch.methods import parse_method
+from kvsketch.models.identity import model_sha256
 
 try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    raise ImportError("this needs the package lm-eval: pip install 'kvsketch[eval]'") from error
+    raise ImportError("this needs the package lm-eval: pip install 'kvsketch[lm-eval]'") from error
 
 LOGLIKELIHOODS = ("refuse", "split")
 REFUSED = (

@@ -1,0 +1,98 @@
+"""How often an offloaded query finds the tokens it reads on the device, on a real model and a real text.
+
+    kvsketch bench hit-rate --model qwen2.5-coder-0.5b --prompt 8192 --out results/hit_rate.jsonl
+
+The model reads the beginning of a text, then continues token by token along the text itself, so that the result does
+not depend on what it would generate. A read is a query head that selects a token of the host store. `hit rate` is the
+share of reads that found the token on the device, `copied` the share that had to cross the bus: query heads of one KV
+head share a token that several of them select. The first step, which finds nothing, is not counted. Runs on any device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsketch import models
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.methods import parse_method
+from kvsketch.models import texts
+from kvsketch.ops.hot_rows import COPIES, HITS, READS
+from kvsketch.options import option
+from kvsketch_lab.benchmark import runner
+from kvsketch_lab.benchmark.runner import Benchmark, Row
+
+METHODS = "clusterkv,clusterkv:tokens_per_cluster=80:recluster_into=4:rounds=20:completion=false,quest"
+
+
+def measure(model: Any, method: str, ids: Tensor, prompt: int) -> Row:
+    """Counts over the tokens after the prompt."""
+    cache = CompressedCache(model, method)
+    model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1)
+    counts: list[Tensor] = []
+    for step in range(prompt, ids.shape[1]):
+        model(ids[:, step : step + 1], past_key_values=cache)
+        if step == prompt:
+            for layer in cache.slot_layers:
+                if layer.table.hot.counts is not None:
+                    counts.append(layer.table.hot.counts)
+                    counts[-1][..., READS:] = 0
+    if not counts:
+        raise ValueError(f"{method} offloads nothing of {prompt} tokens; use a longer prompt or a smaller budget")
+    total = torch.stack([count.sum((0, 1)) for count in counts]).sum(0)
+    reads = float(total[READS])
+    return {
+        "method": method,
+        "hit_rate": float(total[HITS]) / reads,
+        "copied": float(total[COPIES]) / reads,
+        "layers": [round(float(c[..., HITS].sum() / c[..., READS].sum()), 4) for c in counts],
+        "device_bytes": cache.device_bytes,
+        "host_bytes": cache.host_bytes,
+    }
+
+
+@dataclass
+class HitRate(Benchmark):
+    name, kind, title = "hit-rate", "hit_rate", "Reads that found their token on the device"
+    columns = "method | hit rate=hit_rate:.1% | copied:.1%"
+    device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu; a GPU where there is one")
+    model: str = option("qwen2.5-coder-0.5b", "short name, folder, .gguf file or hub name")
+    prompt: int = option(8192, "tokens read before the hits are counted", least=32)
+    steps: int = option(64, "tokens over which they are counted", least=2)
+    share: int = option(32, "the budget is one in so many tokens of the prompt", least=2)
+    methods: str = option(METHODS, "text forms, comma-separated")
+    keep_steps: tuple[int, ...] = option(
+        "1,2", "the device keeps what so many last steps read, comma-separated", least=1
+    )
+
+    @functools.cached_property
+    def loaded(self) -> tuple[Any, Tensor]:
+        model, tokenizer = models.load(self.model, device=self.device)
+        needed = self.prompt + self.steps
+        ids = tokenizer(texts.document(), return_tensors="pt").input_ids[:, :needed].to(self.device)
+        if ids.shape[1] < needed:
+            raise ValueError(f"the text has {ids.shape[1]} tokens; use a smaller --prompt")
+        return model, ids
+
+    def cells(self) -> list[Row]:
+        shared = {"model": self.model, "prompt": self.prompt, "steps": self.steps}
+        budget = self.prompt // self.share
+        found = [
+            {"method": f"{text.strip()}:budget={budget}:offload=host:keep_steps={keep}", **shared}
+            for text in self.methods.split(",")
+            for keep in self.keep_steps
+        ]
+        for cell in found:
+            parse_method(str(cell["method"]))
+        return found
+
+    def measure(self, method: str, **shared: Any) -> Iterator[Row]:
+        yield measure(*self.loaded[:1], method, self.loaded[1], self.prompt) | shared
+
+
+command = functools.partial(runner.command, HitRate)

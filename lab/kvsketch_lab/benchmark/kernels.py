@@ -1,0 +1,281 @@
+"""Decode attention, one layer: our kernel next to the flash and cuDNN kernels of torch's scaled_dot_product_attention.
+
+    kvsketch bench kernels --out results/kernels.jsonl
+    kvsketch bench kernels --sweep --out results/sweep.jsonl
+
+Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128, bfloat16, one query. "cold": the calls of a graph
+take input sets in turn that together exceed the L2 cache; "warm": one set that fits. Our results are first compared
+with the reference at every size, and nothing is reported when one differs. "4 bits": keys and values as codes, but
+for four slots. "ragged heads": the same slots in heads of different sizes.
+
+`--sweep` times launch plans instead: does `plan` choose well on this GPU? Two rounds per size keep the number of
+compilations small: tile sizes, warps and stages with the default splits, then splits and overlap for the best few.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvsketch import ops
+from kvsketch.ops.codec import Codec, CodedSlots, encode, rotate
+from kvsketch.ops.common.device import device_traits
+from kvsketch.options import option
+from kvsketch.slots.codes import EXACT
+from kvsketch.slots.layout import Layout
+from kvsketch_lab.benchmark import runner
+from kvsketch_lab.benchmark.device import Call
+from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE, SIZES
+from kvsketch_lab.benchmark.runner import Benchmark, Row, Trial, by_reference, relative_error, too_far
+
+if TYPE_CHECKING:
+    from kvsketch.ops.weighted_attention.kernel import Plan
+
+TOLERANCE = 1e-2
+OURS = ("unweighted", "tied weights", "separate weights", "4 bits", "ragged heads", "ragged heads, 4 bits")
+RIVALS = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}
+ON_A_CPU = {"sdpa flash": SDPBackend.FLASH_ATTENTION}
+L2_BYTES_OF_A_CPU = 1 << 20
+TILES = [  # slots, warps, stages
+    *itertools.product((32,), (2, 4), (3, 4, 5)),
+    *itertools.product((64,), (4, 8), (2, 3, 4)),
+    *itertools.product((128,), (4, 8), (2, 3)),
+]
+SPLIT_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
+KEPT, SHORT = 3, {"replays": 8, "least_calls": 5, "graph_us": 500.0}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One layer's query, slots and log-weights."""
+
+    q: Tensor
+    k: Tensor | CodedSlots
+    v: Tensor | CodedSlots
+    log_num: Tensor
+    log_den: Tensor
+    layout: Layout | None = None  # where the slots of heads that differ lie; None: equal heads
+
+    @property
+    def bytes_read(self) -> int:
+        parts = (part if isinstance(part, Tensor) else (part.codes, part.steps) for part in (self.k, self.v))
+        return sum(t.nbytes for part in parts for t in ([part] if isinstance(part, Tensor) else part))
+
+    def held_as(self, contender: str) -> Inputs:
+        """The same slots as a contender holds them."""
+        held = self
+        if "4 bits" in contender:
+            held = dataclasses.replace(held, k=_coded(held.k), v=_coded(held.v))
+        if "ragged" in contender:
+            capacity = capacities(*held.log_den.shape).to(held.q.device)
+            layout = Layout.of(capacity, coded="4 bits" in contender)
+            weights = (held.log_num.flatten(), held.log_den.flatten())
+            held = Inputs(held.q, _flat(held.k), _flat(held.v), *weights, layout)
+        return held
+
+    def rows(self, rows: slice) -> Inputs:
+        if self.layout is None:
+            k, v = (_rows(part, rows, rows) for part in (self.k, self.v))
+            return Inputs(self.q[rows], k, v, self.log_num[rows], self.log_den[rows])
+        first, size = self.layout.start[rows][0, 0], self.layout.capacity[rows].sum()
+        here = slice(int(first), int(first + size))
+        layout = Layout.of(self.layout.capacity[rows], coded=isinstance(self.k, CodedSlots))
+        k, v = (_rows(part, rows, here) for part in (self.k, self.v))
+        return Inputs(self.q[rows], k, v, self.log_num[here], self.log_den[here], layout)
+
+    def ours(self, contender: str) -> Tensor:
+        num = None if contender == "unweighted" else self.log_num
+        den = self.log_den if contender == "separate weights" else num
+        out: Tensor = ops.weighted_attention(self.q, self.k, self.v, num, den, SCALE, ragged=self.layout)
+        return out
+
+
+def capacities(batch: int, heads: int, mean: int) -> Tensor:  # [B, H]
+    """Slots of heads that differ by an order of magnitude, `mean` of them on average."""
+    share = torch.randn(batch, heads, generator=torch.Generator().manual_seed(0)).exp()
+    capacity = (share / share.sum() * batch * heads * mean * 0.99).long() + 1
+    capacity[-1, -1] += batch * heads * mean - capacity.sum()
+    return capacity
+
+
+def _coded(x: Tensor | CodedSlots) -> CodedSlots:
+    assert isinstance(x, Tensor)
+    codec, center = Codec(4, x.shape[-1]), x.float().mean(2)
+    count = min(EXACT, x.shape[2])
+    exact = rotate(x[:, :, :count].float() - center.unsqueeze(2), codec.signs(x.device), codec.block)
+    at = torch.arange(count, dtype=torch.int32, device=x.device).repeat(*x.shape[:2], 1)
+    return CodedSlots(codec, center, exact, at, *encode(x, center, codec))
+
+
+def _flat(part: Tensor | CodedSlots) -> Tensor | CodedSlots:
+    if isinstance(part, Tensor):
+        return part.flatten(0, 2)
+    return dataclasses.replace(part, codes=part.codes.flatten(0, 2), steps=part.steps.flatten())
+
+
+def _rows(part: Tensor | CodedSlots, rows: slice, slots: slice) -> Tensor | CodedSlots:
+    """Batch rows, of which the slots are `slots` of a flat store or of the batch."""
+    if isinstance(part, Tensor):
+        return part[slots]
+    kept = {name: getattr(part, name)[rows] for name in ("center", "exact", "exact_at")}
+    return dataclasses.replace(part, **kept, codes=part.codes[slots], steps=part.steps[slots])
+
+
+def error_against_reference(inputs: Inputs, contender: str, out: Tensor) -> float:
+    """Relative error of the first and the last batch row; infinite when an output is no number."""
+    errors = []
+    for rows in (slice(0, 1), slice(-1, None)):
+        exact = by_reference(functools.partial(inputs.rows(rows).ours, contender))
+        errors.append(relative_error(out[rows], exact))
+    return max(errors, key=lambda error: float("inf") if error != error else error)
+
+
+def rival_call(inputs: Inputs, contender: str, expanded: bool = False) -> Callable[[], Tensor]:
+    """A call of torch's kernel; `expanded` copies keys and values for every query head, for kernels without GQA."""
+    assert isinstance(inputs.k, Tensor) and isinstance(inputs.v, Tensor)
+    k, v = (t.repeat_interleave(QUERY_HEADS // KV_HEADS, 1) if expanded else t for t in (inputs.k, inputs.v))
+
+    def call() -> Tensor:
+        with sdpa_kernel(RIVALS[contender]):
+            return F.scaled_dot_product_attention(inputs.q, k, v, scale=SCALE, enable_gqa=not expanded)
+
+    return call
+
+
+def contender_calls(sets: list[Inputs], contender: str) -> tuple[list[Callable[[], Tensor]], bool] | None:
+    """Calls that work, and whether they needed expanded heads; None when the contender cannot run here."""
+    if contender in OURS:
+        return [functools.partial(inputs.ours, contender) for inputs in sets], False
+    for expanded in (False, True):
+        try:
+            calls = [rival_call(inputs, contender, expanded) for inputs in sets]
+            calls[0]()
+            return calls, expanded
+        except RuntimeError as error:
+            print(f"{contender}, expanded heads {expanded}: {str(error).splitlines()[0]}", file=sys.stderr)
+    return None
+
+
+@dataclass
+class Kernels(Benchmark):
+    name, kind, operation, tuning_kind = "kernels", "kernel", "weighted_attention", "kernel-sweep"
+    columns = (
+        "batch:d | slots:,d | cache | contender | µs=median_us:.1f | p10=p10_us:.1f | p90=p90_us:.1f | "
+        "of copy bandwidth=share_of_copy_bandwidth:.0% | ours / best rival=ratio:.2f"
+    )
+    batch: tuple[int, ...] = option("1,8,32", "batch sizes, comma-separated", least=1)
+    slots: tuple[int, ...] = option("1024,2048,32768", "slots of a table, comma-separated", least=1)
+    sweep: bool = option(False, "time launch plans of our kernel instead of the rivals")
+
+    def headline(self, rows: list[Row]) -> str:
+        return f"Decode attention, one layer (copy {rows[0]['copy_bytes_per_second'] / 1e12:.2f} TB/s)"
+
+    def shown(self, row: Row, rows: list[Row]) -> Row:
+        where = {name: row[name] for name in ("batch", "slots", "cache")}
+        rivals = [r["median_us"] for r in rows if r["contender"] in RIVALS and where.items() <= r.items()]
+        return {"ratio": row["median_us"] / min(rivals)} if rivals and row["contender"] in OURS else {}
+
+    @functools.cached_property
+    def bandwidth(self) -> float:
+        return self.on.copy_bandwidth()
+
+    @property
+    def l2_bytes(self) -> int:
+        return int(torch.cuda.get_device_properties().L2_cache_size) if self.on.is_gpu else L2_BYTES_OF_A_CPU
+
+    def inputs(self, batch: int, slots: int, seed: int) -> Inputs:
+        normal = functools.partial(self.on.normal, self.on.generator(seed))
+        k, v = (normal(batch, KV_HEADS, slots, HEAD_SIZE) for _ in range(2))
+        log_num, log_den = (normal(batch, KV_HEADS, slots, dtype=torch.float32) for _ in range(2))
+        return Inputs(normal(batch, QUERY_HEADS, 1, HEAD_SIZE), k, v, log_num, log_den)
+
+    def input_sets(self, batch: int, slots: int) -> list[Inputs]:
+        """Enough sets to exceed the L2 cache twice over."""
+        first = self.inputs(batch, slots, self.seed)
+        # Codes are a quarter of the bytes.
+        count = -(-2 * self.l2_bytes // (first.bytes_read // 4))
+        return [first, *(self.inputs(batch, slots, self.seed + number) for number in range(1, count))]
+
+    def wrong(self) -> Iterator[str]:
+        # One odd length besides those measured: its last tile is masked.
+        for batch, slots in itertools.product(self.batch, (*self.slots, 1000 if self.on.is_gpu else 100)):
+            inputs = self.inputs(batch, slots, self.seed)
+            for contender in OURS:
+                held = inputs.held_as(contender)
+                error = error_against_reference(held, contender, held.ours(contender))
+                yield from too_far(f"batch {batch}, {slots} slots, {contender}", error, TOLERANCE)
+
+    def cells(self) -> Iterator[Row]:
+        return ({"batch": batch, "slots": slots} for batch in self.batch for slots in self.slots)
+
+    def measure(self, batch: int, slots: int) -> Iterator[Row]:
+        sets = self.input_sets(batch, slots)
+        plan = dataclasses.asdict(default_plan(batch, slots)) if self.on.is_gpu else None
+        for contender in (*OURS, *(RIVALS if self.on.is_gpu else ON_A_CPU)):
+            held = [inputs.held_as(contender) for inputs in sets]
+            if (found := contender_calls(held, contender)) is None:
+                continue
+            calls, expanded = found
+            read = held[0].bytes_read
+            states = {"cold": calls} | ({"warm": calls[:1]} if read < self.l2_bytes else {})
+            for cache, used in states.items():
+                timing = self.on.time(used)
+                rate = read / (timing.median_us * 1e-6)
+                yield {
+                    "operation": self.operation, "contender": contender, "batch": batch, "slots": slots,
+                    **SIZES, "dtype": self.on.dtype_name, **dataclasses.asdict(timing), "bytes_read": read,
+                    "bytes_per_second": rate, "copy_bytes_per_second": self.bandwidth,
+                    "share_of_copy_bandwidth": rate / self.bandwidth, "plan": plan if contender in OURS[:3] else None,
+                    "cache": cache, "input_sets": len(used), "expanded_heads": expanded,
+                }  # fmt: skip
+
+    def trials(self) -> Generator[Trial, list[Any], None]:
+        """Tile sizes, warps and stages with the default splits, then splits and overlap for the best few."""
+        from kvsketch.ops.weighted_attention import Arguments, kernel
+        from kvsketch.ops.weighted_attention.kernel import MAX_SPLITS, PROGRAMS_PER_MULTIPROCESSOR, Plan, best_splits
+
+        traits = device_traits(torch.device("cuda", torch.cuda.current_device()))
+        resident = traits.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
+        for cell in self.cells():
+            sets, (batch, slots) = self.input_sets(**cell), cell.values()
+            calls = [Arguments(each.q, each.k, each.v, each.log_num, each.log_den, SCALE) for each in sets]
+
+            def calls_of(plan: Plan, sets: list[Inputs] = sets, calls: list[Arguments] = calls) -> list[Call]:
+                error = error_against_reference(sets[0], OURS[-1], kernel.weighted_attention(calls[0], plan).out)
+                if not error < TOLERANCE:
+                    raise RuntimeError(f"{plan} is wrong: relative error {error:.2e}")
+                return [functools.partial(kernel.weighted_attention, call, plan) for call in calls]
+
+            def with_splits(plan: Plan, factor: float, overlap: bool, slots: int = slots) -> Plan:
+                splits = max(1, min(MAX_SPLITS, -(-slots // plan.block_n), round(plan.splits * factor)))
+                return dataclasses.replace(plan, splits=splits, overlap=overlap and splits > 1)
+
+            shapes = [
+                Plan(tile, best_splits(batch * KV_HEADS, -(-slots // tile), resident), warps, stages, traits.overlap)
+                for tile, warps, stages in TILES
+            ]
+            tried = dict.fromkeys([default_plan(batch, slots), *shapes])
+            fastest = yield Trial(cell, tried, calls_of, SHORT)
+            changes = itertools.product(fastest[:KEPT], SPLIT_FACTORS, {traits.overlap, False})
+            near = dict.fromkeys(itertools.starmap(with_splits, changes))
+            yield Trial(cell, [plan for plan in near if plan not in tried], calls_of, SHORT)
+
+
+def default_plan(batch: int, slots: int) -> Plan:
+    from kvsketch.ops.weighted_attention.kernel import plan
+
+    traits = device_traits(torch.device("cuda", torch.cuda.current_device()))
+    return plan(batch * KV_HEADS, slots, 2 * HEAD_SIZE * torch.bfloat16.itemsize, traits)
+
+
+command = functools.partial(runner.command, Kernels)

@@ -1,0 +1,141 @@
+"""The linear layers of a decode step beside torch's, one layer of Llama-3.1-8B and its head.
+
+    kvsketch bench linear --out results/linear.jsonl
+    kvsketch bench linear --tune
+
+Each product is timed as the model needs it: queries, keys and values of one input; gate and up with the SiLU; output
+and down with the addition to the residual. Several copies of the weights are read in turn, so that none is still in the
+cache. Results are first compared with fp32 products; nothing is reported when ours are further away than torch's.
+`--tune` times launch sizes instead. On a CPU all sizes are a sixteenth.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.ops.thin_linear import reference
+from kvsketch.options import option
+from kvsketch_lab.benchmark import runner
+from kvsketch_lab.benchmark.device import Call
+from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Row, Trial, relative_error
+
+HIDDEN, INNER, QUERIES, KEYS, VOCABULARY = 4096, 14336, 4096, 1024, 128256
+COPIED_BYTES = 400e6  # several times what the second-level cache holds
+TILES = {  # rows, columns, warps, stages
+    1: [(4, 1024, 4, 0), (16, 512, 8, 0), (8, 512, 4, 0), (16, 512, 4, 3), (8, 1024, 4, 3), (8, 1024, 4, 4),
+        (4, 1024, 4, 4), (8, 512, 4, 5), (16, 512, 8, 4), (4, 1024, 2, 4)],
+    16: [(16, 512, 4, 3), (16, 512, 4, 4), (16, 256, 4, 6), (32, 256, 4, 3), (32, 256, 4, 4), (32, 256, 4, 5),
+         (32, 128, 4, 5), (32, 128, 4, 7), (64, 128, 4, 4), (64, 128, 4, 6), (16, 512, 2, 3), (16, 256, 2, 6)],
+    64: [(32, 128, 4, 4), (32, 128, 4, 5), (32, 128, 4, 6), (64, 128, 4, 4), (64, 64, 4, 5), (64, 64, 4, 7),
+         (64, 64, 8, 5), (128, 64, 8, 4), (128, 64, 4, 4)],
+}  # fmt: skip
+PRODUCTS: dict[str, list[tuple[int, int]]] = {  # shapes of the weights
+    "queries, keys, values": [(QUERIES, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN)],
+    "output": [(HIDDEN, QUERIES)],
+    "gate and up": [(INNER, HIDDEN)] * 2,
+    "down": [(HIDDEN, INNER)],
+    "head": [(VOCABULARY, HIDDEN)],
+}
+
+
+def by_torch(product: str, x: Tensor, residual: Tensor | None, weights: list[Tensor]) -> list[Tensor]:
+    if product == "gate and up":
+        return [reference.gated_linear(x, *weights)]
+    results = list(reference.linears(x, weights, [None] * len(weights)))
+    return results if residual is None else [residual + results[0]]
+
+
+def by_kernel(
+    product: str, x: Tensor, residual: Tensor | None, weights: list[Tensor], tile: Any = None
+) -> list[Tensor]:
+    kernel = ops.kernel_for("thin_linear", x.device)
+    if kernel is None:
+        return by_torch(product, x, residual, weights)
+    if product == "gate and up":
+        return [kernel.gated_linear(x, *weights, tile)]
+    return list(kernel.linears(x, weights, [None] * len(weights), residual, tile))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a product, and several copies of its weights."""
+
+    product: str
+    x: Tensor
+    residual: Tensor | None
+    copies: list[list[Tensor]]
+
+    def calls(self, call: Callable[..., Any], **options: Any) -> list[Call]:
+        return [functools.partial(call, self.product, self.x, self.residual, each, **options) for each in self.copies]
+
+    def errors(self) -> tuple[float, float]:
+        """Relative distance of ours and of torch's to the product in fp32."""
+        wide = None if self.residual is None else self.residual.float()
+        exact = by_torch(self.product, self.x.float(), wide, [weight.float() for weight in self.copies[0]])
+        ours, theirs = (call(self.product, self.x, self.residual, self.copies[0]) for call in (by_kernel, by_torch))
+        return max(map(relative_error, ours, exact)), max(map(relative_error, theirs, exact))
+
+
+@dataclass
+class Linear(Benchmark):
+    name, kind, operation, tuning_kind = "linear", "linear", "thin_linear", "linear-tune"
+    columns = (
+        "batch:d | product | µs=us:.1f | torch µs=torch_us:.1f | of copy bandwidth=of_copy_bandwidth:.0% | "
+        "torch=torch_of_copy_bandwidth:.0%"
+    )
+    batches: tuple[int, ...] = option("1,8,16,64", "batch sizes, comma-separated", least=1)
+    tune: bool = option(False, "time launch sizes instead")
+
+    @functools.cached_property
+    def bandwidth(self) -> float:
+        return self.on.copy_bandwidth()
+
+    def cells(self) -> Iterator[Row]:
+        return ({"product": product, "batch": batch} for batch, product in itertools.product(self.batches, PRODUCTS))
+
+    def inputs(self, product: str, batch: int) -> Inputs:
+        normal = functools.partial(self.on.normal, self.on.generator(self.seed))
+        part = 1 if self.on.is_gpu else 16
+        shapes = [(n // part, k // part) for n, k in PRODUCTS[product]]
+        copies = max(1, round(COPIED_BYTES / part**2 / sum(2 * n * k for n, k in shapes)))
+        weights = [[normal(n, k) / k**0.5 for n, k in shapes] for _ in range(copies)]
+        residual = normal(batch, 1, shapes[0][0]) if product in ("output", "down") else None
+        return Inputs(product, normal(batch, 1, shapes[0][1]), residual, weights)
+
+    def measure(self, product: str, batch: int) -> Iterator[Row]:
+        inputs = self.inputs(product, batch)
+        ours, theirs = inputs.errors()
+        data: Row = {"product": product, "batch": batch, "error": ours, "torch_error": theirs}
+        if not ours <= 1.05 * theirs:
+            yield {**data, FAILED: f"error {ours:.2e} where torch has {theirs:.2e}"}
+            return
+        for name, call in (("us", by_kernel), ("torch_us", by_torch)):
+            timing = self.on.time(inputs.calls(call), replays=10, least_calls=8)
+            data |= {name: timing.median_us, f"{name}_p10": timing.p10_us, f"{name}_p90": timing.p90_us}
+        size = sum(weight.nbytes for weight in inputs.copies[0])
+        yield {**data, "weight_bytes": size, "of_copy_bandwidth": size / (1e-6 * data["us"]) / self.bandwidth,
+               "torch_of_copy_bandwidth": size / (1e-6 * data["torch_us"]) / self.bandwidth,
+               "copy_bytes_per_s": self.bandwidth}  # fmt: skip
+
+    def trials(self) -> Generator[Trial, list[Any], None]:
+        from kvsketch.ops.thin_linear.kernel import Tile
+
+        for cell in self.cells():
+            inputs, batch = self.inputs(**cell), cell["batch"]
+            tiles = [None, *(Tile(*sizes) for sizes in TILES[1 if batch == 1 else 16 if batch <= 16 else 64])]
+            calls_of = functools.partial(_with_tile, inputs)
+            yield Trial(cell, tiles, calls_of, {"replays": 10, "least_calls": 8})
+
+
+def _with_tile(inputs: Inputs, tile: Any) -> list[Call]:
+    return inputs.calls(by_kernel, tile=tile)
+
+
+command = functools.partial(runner.command, Linear)

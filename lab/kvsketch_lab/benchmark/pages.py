@@ -1,0 +1,126 @@
+"""Pages, one layer: bounds after prefill and after a token, choice in a decode step, each beside plain torch.
+
+    kvsketch bench pages --out results/pages.jsonl
+
+Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128, bfloat16, 32,768 tokens in pages of 16, of which a
+query head reads 128. The floor of a choice is the time to read the bounds once at the measured copy bandwidth; layers
+take turns, so that the bounds come from memory and not from the L2 cache. Results are first compared with the
+reference, and nothing is reported when they differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.options import option
+from kvsketch_lab.benchmark import runner
+from kvsketch_lab.benchmark.device import Call
+from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, QUERY_HEADS, make_keys
+from kvsketch_lab.benchmark.runner import Benchmark, Row, by_reference
+
+PAGE = 16
+SAME_CHOICE = 0.999  # scores are summed in another order, so that pages with nearly the same score may change places
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's keys, the bounds of its pages, and a query."""
+
+    keys: Tensor
+    low: Tensor
+    high: Tensor
+    seen: Tensor
+    query: Tensor
+
+    def choose(self, pages: int) -> Tensor:
+        return ops.select_pages(self.query, self.low, self.high, self.seen, pages, PAGE)
+
+    def widen(self, slot: Tensor | None = None) -> None:
+        ops.widen_pages(self.low, self.high, self.keys, self.seen, PAGE, slot=slot)
+
+    def without_bounds(self) -> Layer:
+        low, high = torch.full_like(self.low, float("inf")), torch.full_like(self.high, float("-inf"))
+        return dataclasses.replace(self, low=low, high=high)
+
+
+def _marks(rows: Tensor, tokens: int) -> Tensor:
+    marks = torch.zeros(*rows.shape[:2], tokens + 1, dtype=torch.bool, device=rows.device)
+    return marks.scatter_(2, torch.where(rows >= 0, rows, tokens).long(), True)[..., :tokens]
+
+
+@dataclass
+class Pages(Benchmark):
+    name, kind, operation, title = "pages", "pages", "select_pages", "Pages, one layer"
+    columns = (
+        "operation | contender | batch:d | µs=median_us:.1f | floor µs=floor_us:.1f | all layers, ms=all_layers_ms:.2f"
+    )
+    tokens: int = option(32768, "tokens of the prompt", least=PAGE)
+    budget: int = option(2048, "tokens that a query head reads", least=PAGE)
+    batches: tuple[int, ...] = option("1,8", "batch sizes, comma-separated", least=1)
+
+    @functools.cached_property
+    def bandwidth(self) -> float:
+        return self.on.copy_bandwidth()
+
+    def layer(self, batch: int, seed: int) -> Layer:
+        keys = make_keys("rotated", self.tokens, seed, self.on).expand(batch, -1, -1, -1).contiguous()
+        bounds = keys.new_empty(batch, KV_HEADS, self.tokens // PAGE * 9 // 8 + 1, HEAD_SIZE)
+        query = self.on.normal(self.on.generator(seed), batch, QUERY_HEADS, 1, HEAD_SIZE)
+        seen = torch.tensor([self.tokens], device=self.device)
+        found = Layer(keys, bounds, bounds, seen, query).without_bounds()
+        found.widen()
+        return found
+
+    def wrong(self) -> Iterator[str]:
+        pages = self.budget // PAGE
+        for batch in self.batches:
+            layer = self.layer(batch, self.seed)
+            exact = layer.without_bounds()
+            by_reference(exact.widen)
+            if not (torch.equal(layer.low, exact.low) and torch.equal(layer.high, exact.high)):
+                yield f"batch {batch}, widen_pages: bounds differ from the reference"
+            expected = by_reference(partial(exact.choose, pages))
+            ours, right = (_marks(rows, self.tokens) for rows in (layer.choose(pages), expected))
+            share = float((ours & right).sum() / right.sum())
+            if share < SAME_CHOICE or int(ours.sum()) != int(right.sum()):
+                yield f"batch {batch}, select_pages, {pages} pages: {share:.2%} of the tokens are the reference's"
+
+    def cells(self) -> Iterator[Row]:
+        return ({"batch": batch} for batch in self.batches)
+
+    def measure(self, batch: int) -> Iterator[Row]:
+        pages = self.budget // PAGE
+        layers = [self.layer(batch, self.seed + number) for number in range(8 if batch == 1 else 2)]
+        slot = torch.full((batch, KV_HEADS, 1), self.tokens - 1, device=self.device)
+        keys = layers[0].keys
+        begun = 2 * batch * KV_HEADS * (self.tokens // PAGE) * HEAD_SIZE * keys.element_size()
+        operations: dict[str, tuple[list[Call], int]] = {
+            "choice": ([partial(layer.choose, pages) for layer in layers], begun),
+            "bounds, one token": ([partial(layer.widen, slot) for layer in layers], 0),
+            "bounds, prompt": ([partial(layer.widen) for layer in layers], keys.nbytes),
+        }
+        for operation, (calls, read) in operations.items():
+            contenders: dict[str, list[Call]] = {
+                "ours": calls,
+                "torch": [partial(by_reference, call) for call in calls],
+            }
+            for contender, used in contenders.items():
+                if (operation, contender) == ("bounds, prompt", "torch"):
+                    continue
+                timing = self.on.time(used)
+                yield {
+                    "operation": operation, "contender": contender, "tokens": self.tokens, "pages_read": pages,
+                    "batch": batch, "floor_us": 1e6 * read / self.bandwidth, "layers": LAYERS,
+                    "all_layers_ms": LAYERS * timing.median_us / 1e3, **dataclasses.asdict(timing),
+                }  # fmt: skip
+
+
+command = functools.partial(runner.command, Pages)

@@ -1,0 +1,84 @@
+"""Time and memory of a whole prefill under any method, beside transformers' own cache.
+
+    kvsketch bench prefill --methods snapkv:budget=2048,kcenter:budget=4096 --out results/prefill.jsonl
+
+An 8B-shaped model with random weights reads one long prompt. The overhead of a method is its time over that of
+DynamicCache, minus one. Before a method is timed its cache is checked: every layer within its budget, every number
+finite, and the logits of the prompt equal to those of DynamicCache; a method that fails is reported as failed,
+without a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.options import option
+from kvsketch_lab.benchmark import runner
+from kvsketch_lab.benchmark.runner import FAILED, OUT_OF_MEMORY, Row, relative_error
+from kvsketch_lab.benchmark.shapes import ModelBenchmark, prefill_times, problem_of
+
+METHODS = (
+    "full,streamingllm:budget=2048,snapkv:budget=2048,pyramidkv:budget=2048:budget_is=mean,kcenter:budget=4096,"
+    "kcenter:budget=4096:form=coarse"
+)
+TOLERANCE = 1e-3
+
+
+def problems(cache: CompressedCache, logits: Tensor, expected: Tensor) -> str | None:
+    """What is wrong with a prefilled cache."""
+    error = relative_error(logits, expected)
+    return problem_of(cache) if error < TOLERANCE else f"the logits of the prompt differ by {error:.1e}"
+
+
+@dataclass
+class Prefill(ModelBenchmark):
+    name, kind = "prefill", "prefill"
+    columns = "method | ms=prefill_ms:,.0f | overhead:+.1% | cache MB=cache_bytes/1e6:,.1f | peak GB=peak_bytes/1e9:.1f"
+    methods: str = option(METHODS, "text forms, comma-separated")
+    length: int = option(32768, "tokens of the prompt", least=1)
+    repeats: int = option(2, "prefills that are timed", least=1)
+
+    def headline(self, rows: list[Row]) -> str:
+        timed = [f"; DynamicCache {row['baseline_ms']:.0f} ms" for row in rows if "baseline_ms" in row]
+        return f"Prefill of {self.length:,} tokens{(*timed, '')[0]}"
+
+    @functools.cached_property
+    def baseline(self) -> tuple[float, Tensor]:
+        """Milliseconds of transformers' own cache, and the logits that are right."""
+        times, expected, _ = prefill_times(self.built, None, self.length, self.repeats + 1, self.on)
+        return statistics.median(times), expected
+
+    def cells(self) -> Iterator[Row]:
+        return ({"method": method, "length": self.length, "model": self.model} for method in self.texts)
+
+    def measure(self, method: str, length: int, model: str) -> Iterator[Row]:
+        baseline, expected = self.baseline
+        self.on.free()
+        row: Row = {"method": method, "length": length, "layers": self.built.config.num_hidden_layers, "model": model}
+        try:
+            times, logits, cache = prefill_times(self.built, method, length, self.repeats, self.on)
+        except runner.OutOfMemory:
+            yield row | {FAILED: OUT_OF_MEMORY}
+            return
+        if wrong := problems(cache, logits, expected):
+            yield row | {FAILED: wrong}
+            return
+        yield row | self._measured(times, baseline, cache)
+
+    def _measured(self, times: list[float], baseline: float, cache: Any) -> Row:
+        median = statistics.median(times)
+        return {
+            "prefill_ms": median, "least_ms": min(times), "most_ms": max(times), "repeats": self.repeats,
+            "baseline_ms": baseline, "overhead": median / baseline - 1, "cache_bytes": cache.device_bytes,
+            "stored": [layer.table.stored() for layer in cache.slot_layers], "peak_bytes": self.on.peak,
+        }  # fmt: skip
+
+
+command = functools.partial(runner.command, Prefill)

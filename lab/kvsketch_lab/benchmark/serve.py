@@ -1,0 +1,331 @@
+"""Requests that share a decode step: throughput, time to first token, time between tokens, the cost of a join.
+
+    kvsketch bench serve --methods full,snapkv:budget=2048 --rows 64 --out results/serve.jsonl
+
+The batched engine serves as many requests at once as it has rows, or as fit. A whole prompt is read three times: into a
+document, which the requests continue from a copy, as those that name a document do, each with a question of its own; by
+the idle engine, for the time to first token; and after the timed steps of all rows, in the place of one of them, beside
+the others: its time to first token, and theirs between tokens. A join is timed by itself: the copy of a row into the
+shared tables, from an idle device to an idle one. Timed steps are too few for a rehearsal.
+
+    kvsketch bench serve --methods rehearse:budget=50% --rows 64 --prompt 32768 --tail 128
+
+With `--tail` all requests continue one document that lies in the tables once, each with so many tokens of its own; the
+tables have room for that and no more, and no prompt is read beside the others.
+
+First a small float32 model answers requests of mixed lengths; a method whose tokens are not those of
+`kvsketch.generate` has no speed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.streaming import prefill
+from kvsketch.decode.captured import generate
+from kvsketch.decode.sampling import Draw
+from kvsketch.decode.shared import SharedRows, alone
+from kvsketch.methods import Method, parse_method
+from kvsketch.options import option
+from kvsketch.serve.engine import BatchedEngine, usual_prefill
+from kvsketch.serve.requests import Request, Ticket
+from kvsketch_lab.benchmark import runner
+from kvsketch_lab.benchmark.device import Device
+from kvsketch_lab.benchmark.runner import FAILED, OUT_OF_MEMORY, Row
+from kvsketch_lab.benchmark.shapes import ShapeBenchmark, build, make_prompt
+
+QUESTION = 16  # tokens after the prompt
+CHECKED = ((50, 24), (70, 20), (131, 6), (2, 5))  # prompts and answers of the check
+JOINS = 8
+HELD = 6  # rows' worth of memory that stays free: the prompt, its copies while they join
+PATIENCE = 60.0  # seconds for anything
+
+
+class Listener:
+    """When the tokens of a ticket came."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self.times: list[float] = []
+        ticket.on_token(lambda token: None if token is None else self.times.append(time.monotonic()))
+
+    def gaps(self, start: float, end: float) -> list[float]:
+        """Milliseconds between tokens that came within these times."""
+        inside = [each for each in self.times if start <= each <= end]
+        return [1e3 * (after - before) for before, after in itertools.pairwise(inside)]
+
+    def count(self, start: float, end: float) -> int:
+        return sum(start <= each <= end for each in self.times)
+
+
+def wait_for(what: str, condition: Callable[[], bool], tickets: Iterable[Ticket]) -> None:
+    """Raises what ended one of the tickets: the condition would never come."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        for ticket in tickets:
+            if ticket.finish_reason in ("error", "cancelled"):
+                raise ticket.error or RuntimeError("the engine has stopped")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what} takes longer than {PATIENCE:.0f} s")
+        time.sleep(0.002)
+
+
+def quantile(values: list[float], share: float) -> float | None:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
+
+
+def check_tokens(model: Any, method: str) -> str | None:
+    """What is wrong with the engine's answers."""
+    device = model.device.type
+    engine = BatchedEngine(model, method, rows=2, longest=256, chunk=32)
+    try:
+        prompts = [
+            make_prompt(length, Device(device), i, model.config.vocab_size) for i, (length, _) in enumerate(CHECKED)
+        ]
+        pairs = list(zip(prompts, CHECKED, strict=True))
+        tickets = [engine.submit(Request(tuple(ids[0].tolist()), count)) for ids, (_, count) in pairs]
+        for ticket, (ids, (length, count)) in zip(tickets, pairs, strict=True):
+            cache = CompressedCache(model, method, prefill=engine.prefill, chunk=32)
+            options = {"do_sample": False, "eos_token_id": model.config.vocab_size, "pad_token_id": 0}
+            expected = generate(model, ids, cache, max_new_tokens=count, **options)[0, length:].tolist()
+            if list(ticket) != expected:
+                return f"the answer to a prompt of {length} tokens is not that of kvsketch.generate"
+    finally:
+        engine.close(drain=False)
+    return None
+
+
+def check_shared(model: Any, method: str) -> str | None:
+    """What is wrong with answers beside a document that requests share."""
+    device = Device(model.device.type)
+    engine = BatchedEngine(model, method, rows=2, longest=512, chunk=32, documents=True)
+    document = CompressedCache(model, method, prefill=engine.prefill, chunk=32)
+    prefill(model, make_prompt(150, device, 0, model.config.vocab_size), document)
+    try:
+        asked = [make_prompt(9, device, 1 + i, model.config.vocab_size) for i in range(3)]
+        tickets = [engine.submit(Request(tuple(ids[0].tolist()), 20, document=document)) for ids in asked]
+        for ticket, ids in zip(tickets, asked, strict=True):
+            cache = document.continued()
+            inputs = {"input_ids": ids, "attention_mask": ids.new_ones(1, 150 + ids.shape[1])}
+            options = {"do_sample": False, "eos_token_id": model.config.vocab_size, "pad_token_id": 0}
+            expected = generate(model, inputs, cache, max_new_tokens=20, **options)[0, ids.shape[1] :].tolist()
+            if list(ticket) != expected:
+                return "an answer beside a shared document is not that of kvsketch.generate with document.continued()"
+        if engine.state().documents_laid != 1:
+            return f"one document lies in the tables {engine.state().documents_laid} times"
+    finally:
+        engine.close(drain=False)
+    return None
+
+
+@dataclass
+class Serve(ShapeBenchmark):
+    name, kind = "serve", "serve"
+    columns = (
+        "method | rows:d | tokens/s=tokens_per_s:,.0f | p50 ms=p50_ms:.1f | p99 ms=p99_ms:.1f | "
+        "p99 beside a prompt=busy_p99_ms:.0f | first token s=ttft_s:.2f | beside others=busy_ttft_s:.2f | "
+        "of a document=document_ttft_s:.2f | join ms=join_ms:.2f | MB a row=row_bytes/1e6:,.0f | "
+        "MB shared=document_bytes/1e6:,.0f | start s=start_s:.0f | all s=all_s:.0f"
+    )
+    methods: str = option("full,snapkv:budget=2048", "text forms, comma-separated")
+    rows: int = option(64, "requests at a time, or as many of them as fit", least=2)
+    steps: int = option(150, "steps of all rows that are timed", least=2)
+    chunk: int = option(2048, "tokens of a prompt that are read between two steps", least=2)
+    tail: int = option(0, "tokens that each request adds to one document that they share; 0: each has a copy", least=0)
+
+    def check_options(self) -> None:
+        for method in self.texts:
+            if method_alone := parse_method(method).alone:
+                raise ValueError(f"--methods {method} cannot share tables: {method_alone}")
+            parsed = parse_method(method)
+            if self.tail and not (parsed.ragged and parsed.continues):
+                raise ValueError(f"--tail {self.tail}: rows of {method} copy their documents; use rehearse or expected")
+
+    @functools.cached_property
+    def checked(self) -> Any:
+        return build("tiny", 2, self.seed, self.device).float()
+
+    def cells(self) -> Iterator[Row]:
+        yield from ({"method": method} for method in self.texts)
+
+    def measure(self, method: str) -> Iterator[Row]:
+        self.on.free()
+        began = time.monotonic()
+        row: Row = {"shape": self.shape, "method": method, "prompt": self.prompt, "chunk": self.chunk, FAILED: None}
+        row["layers"] = self.built.config.num_hidden_layers
+        row |= {"tail": self.tail} if self.tail else {}
+        reason = alone(self.built, method) or check_tokens(self.checked, method)
+        reason = reason or (check_shared(self.checked, method) if self.tail else None)
+        row["check_s"] = time.monotonic() - began
+        try:
+            serve = self._serve_shared if self.tail else self._serve
+            row |= {FAILED: reason} if reason else serve(parse_method(method))
+        except runner.OutOfMemory:
+            row[FAILED] = OUT_OF_MEMORY
+        except Exception as error:  # the other methods go on
+            traceback.print_exc()
+            row[FAILED] = f"{type(error).__name__}: {error}"
+        yield row | {"all_s": time.monotonic() - began}
+
+    @property
+    def new_tokens(self) -> int:
+        """What a request may ask for: all joins, the steps that are timed, and the prompt that is read last."""
+        return self.rows + self.steps + 4 * (self.prompt // self.chunk) + 64
+
+    @property
+    def longest(self) -> int:
+        return self.prompt + self.question + self.new_tokens
+
+    @property
+    def question(self) -> int:
+        """Tokens of a request's own."""
+        return self.tail or QUESTION
+
+    def _rows(self, method: Method) -> int:
+        """As many rows as fit beside the weights, and beside what a prompt and its copies take while they join."""
+        if not self.on.is_gpu:
+            return self.rows
+        row = SharedRows(self.built, method, 1, self.longest).device_bytes
+        self.on.free()
+        return max(2, min(self.rows, int(0.95 * torch.cuda.mem_get_info()[0] / row) - HELD))
+
+    def _serve(self, method: Method) -> Row:
+        # This also compiles what reading needs.
+        document = CompressedCache(self.built, method, prefill=usual_prefill(self.built, method), chunk=self.chunk)
+        prefill(self.built, self.tokens, document)
+        began = time.monotonic()
+        rows = self._rows(method)
+        options: dict[str, Any] = {"rows": rows, "longest": self.longest, "queue": rows, "chunk": self.chunk}
+        engine = BatchedEngine(self.built, method, **options, readers=1 if method.name == "full" else 4)
+        found: Row = {"rows": rows, "start_s": time.monotonic() - began, "prefill": engine.prefill}
+        found["row_bytes"] = engine.bytes_per_row
+        try:
+            found["ttft_s"] = self._first_token(engine)
+            found["join_ms"] = self._join_ms(engine, document)
+            return found | self._together(engine, document, rows) | {"peak_bytes": self.on.peak}
+        finally:
+            engine.close(drain=False)
+
+    def _serve_shared(self, method: Method) -> Row:
+        document = CompressedCache(self.built, method, prefill=usual_prefill(self.built, method), chunk=self.chunk)
+        prefill(self.built, self.tokens, document)
+        began = time.monotonic()
+        rows, memory = self._shared_size(method, document)
+        options: dict[str, Any] = {"rows": rows, "longest": self.longest, "queue": rows, "chunk": self.chunk}
+        engine = BatchedEngine(self.built, method, **options, memory=memory, documents=True)
+        shared = engine._shared
+        assert shared is not None
+        found: Row = {"rows": rows, "start_s": time.monotonic() - began, "prefill": engine.prefill}
+        found["document_bytes"] = shared.bytes_per_slot * shared.document_slots(document)
+        tail = shared.slots_for(self.question + self.new_tokens)
+        found["row_bytes"] = shared.bytes_per_slot * tail + shared.bytes_beside
+        found["device_bytes"] = shared.device_bytes
+        try:
+            found["join_ms"] = self._join_ms(engine, document)
+            return found | self._filled(engine, document, rows)[0] | {"peak_bytes": self.on.peak}
+        finally:
+            engine.close(drain=False)
+
+    def _shared_size(self, method: Method, document: CompressedCache) -> tuple[int, int]:
+        """Rows that fit, and the bytes of tables for the document and a tail for each of them."""
+        probe = SharedRows(self.built, method, 1, self.longest, documents=True)
+        row = probe.bytes_per_slot * probe.slots_for(self.question + self.new_tokens) + probe.bytes_beside
+        once = probe.bytes_per_slot * probe.document_slots(document)
+        del probe
+        rows = self.rows
+        if self.on.is_gpu:
+            self.on.free()
+            rows = max(2, min(rows, int((0.9 * torch.cuda.mem_get_info()[0] - once) / row)))
+        return rows, once + rows * row
+
+    def _ids(self, number: int) -> tuple[int, ...]:
+        """A question of a request's own."""
+        ids = make_prompt(self.question, self.on, 1000 + number, min(10000, self.built.config.vocab_size))
+        return tuple(ids[0].tolist())
+
+    def _first_token(self, engine: BatchedEngine) -> float:
+        ticket = engine.submit(Request(tuple(self.tokens[0].tolist()), 2))
+        wait_for("the first prompt", lambda: ticket.done, [ticket])
+        return _first(ticket)
+
+    def _join_ms(self, engine: BatchedEngine, document: CompressedCache) -> float:
+        """The engine is idle, so its tables may be used from here."""
+        shared, draw = engine._shared, Draw(1, self.built.device, self.built.config.vocab_size)
+        assert shared is not None
+        token: Tensor = torch.zeros(1, 1, dtype=torch.int64, device=self.built.device)
+        times = []
+        for number in range(JOINS):
+            cache = document.continued() if self.tail else copy.deepcopy(document)
+            if self.tail:
+                prefill(self.built, torch.tensor([self._ids(number)], device=self.built.device), cache)
+            self.on.synchronize()
+            start = time.perf_counter()
+            if reason := shared.join(0, cache, token, draw, document if self.tail else None):
+                raise RuntimeError(f"a row does not fit: {reason}")
+            self.on.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+            shared.leave(0)
+            del cache
+        return statistics.median(times[1:])
+
+    def _filled(self, engine: BatchedEngine, document: CompressedCache, rows: int) -> tuple[Row, list[Listener]]:
+        """Steps of all rows, and who goes on after them."""
+        requests = [Request(self._ids(i), self.new_tokens, document=document) for i in range(rows)]
+        listeners = [Listener(engine.submit(request)) for request in requests]
+        tickets = [each.ticket for each in listeners]
+        began = time.monotonic()
+        wait_for("filling the rows", lambda: all(each.times for each in listeners), tickets)
+        filled = time.monotonic() - began
+        start, first = time.monotonic(), len(listeners[-1].times)
+        wait_for("the timed steps", lambda: len(listeners[-1].times) >= first + self.steps, tickets)
+        end = time.monotonic()
+        gaps = [gap for each in listeners for gap in each.gaps(start, end)]
+        found: Row = {
+            "tokens_per_s": sum(each.count(start, end) for each in listeners) / (end - start),
+            "p50_ms": quantile(gaps, 0.5),
+            "p99_ms": quantile(gaps, 0.99),
+            "document_ttft_s": _first(tickets[0]),
+            "fill_s": filled,
+        }
+        return found, listeners
+
+    def _together(self, engine: BatchedEngine, document: CompressedCache, rows: int) -> Row:
+        found, listeners = self._filled(engine, document, rows)
+        tickets = [each.ticket for each in listeners]
+        tickets[-1].cancel()
+        tickets[-1].wait(PATIENCE)
+        start = time.monotonic()
+        late = engine.submit(Request(tuple(self.tokens[0].tolist()), 2))
+        wait_for("a prompt beside the others", lambda: late.timings.first_token is not None, [late])
+        # The gaps that end after it count too: while a whole prompt is rehearsed the others wait.
+        end, others = time.monotonic(), listeners[:-1]
+        wait_for(
+            "a step after it", lambda: all(each.ticket.done or each.times[-1] > end for each in others), tickets[:-1]
+        )
+        busy = [gap for each in others for gap in each.gaps(start, time.monotonic())]
+        return found | {
+            "busy_ttft_s": _first(late),
+            "busy_p50_ms": quantile(busy, 0.5),
+            "busy_p99_ms": quantile(busy, 0.99),
+        }
+
+
+def _first(ticket: Ticket) -> float:
+    """Seconds to the first token."""
+    assert ticket.timings.first_token is not None
+    return ticket.timings.first_token - ticket.timings.submitted
+
+
+command = functools.partial(runner.command, Serve)

@@ -1,0 +1,138 @@
+"""A decode step of vLLM: its own caches beside kvsketch's plugin, every engine in a process of its own.
+
+    kvsketch bench vllm --contenders bf16,fp8,rehearse:budget=16384 --batches 1,16,64 --out results/vllm.jsonl
+
+A contender is one of vLLM's own caches (`bf16`, `fp8`, and `bf16-cascade`, which reads a shared prefix once for all) or
+a method of the plugin. All get the same model, prompts,
+memory and settings; vLLM's prefix cache is off, and prompts are read whole. An engine reads as many prompts as the
+largest batch has rows, then whole steps are timed, host included, while every request decodes; for a smaller batch some
+requests end. The weights are random: these are time and memory. With fewer steps than `wait` no row is rehearsed;
+`--rehearsals` goes on until each has been, and reports the longest step and the tokens per second of all these.
+
+With `--question N` all requests share one document: vLLM's own caches with its prefix caching, a method with the
+documents of the plugin, of which it keeps `--kept` tokens; its own budget is for what a request says itself.
+
+First a small model answers requests of mixed lengths, long enough to be rehearsed: a method whose captured tokens are
+not those of the same engine without CUDA graphs has no speed. Needs vLLM (`pip install 'kvsketch[vllm]'`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvsketch.methods import parse_method
+from kvsketch.options import option
+from kvsketch_lab.benchmark import runner
+from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Row
+from kvsketch_lab.benchmark.shapes import SHAPES
+from kvsketch_lab.benchmark.vllm_engine import OWN, Job, keeps_all
+
+CHECKED = Job(shape="tiny", layers=2, prompts=(40, 75, 131, 2, 90), rows=2, new_tokens=150, longest=300, share=0.2)
+WORKER = "kvsketch_lab.benchmark.vllm_engine"
+
+
+@dataclass
+class Vllm(Benchmark):
+    name, kind, title = "vllm", "vllm", "A decode step of vLLM, whole steps, host included"
+    columns = (
+        "contender | batch:d | step ms=step_ms:.2f | p99 ms=p99_ms:.2f | tokens/s=tokens_per_s:,.0f | "
+        "prefill of a row s=prefill_s:.2f | rows that fit=rows_that_fit:,.0f | start s=start_s:.0f | "
+        "longest step ms=longest_ms:.1f | tokens/s with rehearsals=sustained_per_s:,.0f | "
+        "document s=document_s:.2f | GB of caches=cache_bytes/1e9:.2f"
+    )
+    contenders: str = option("bf16,fp8,snapkv:budget=2048", "caches of vLLM's own or methods, comma-separated")
+    shape: str = option("llama-3.1-8b", "a shape with random weights", choices=sorted(SHAPES))
+    layers: int = option(0, "the first layers alone; 0: all", least=0)
+    prompt: int = option(32768, "tokens of a prompt", least=2)
+    batches: tuple[int, ...] = option("1,16,64", "requests at a time, or as many as fit, comma-separated", least=1)
+    steps: int = option(96, "steps of all requests that are timed", least=2)
+    share: float = option(0.9, "of the GPU's memory that vLLM may take (gpu_memory_utilization)", least=0.05, most=1)
+    rehearsals: bool = option(False, "go on until every row has been rehearsed, and report steps and tokens of that")
+    question: int = option(0, "tokens behind one document of `prompt` tokens that all share; 0: each reads its own")
+    kept: int = option(0, "tokens of that document that methods keep; 0: half", least=0)
+    check: bool = option(True, "compare captured tokens with those of eager steps first")
+
+    def check_options(self) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise ValueError("vLLM is not installed; pip install 'kvsketch[vllm]'")
+        for each in self.texts:
+            if each not in OWN:
+                parse_method(each)
+
+    @property
+    def texts(self) -> list[str]:
+        return [each.strip() for each in self.contenders.split(",")]
+
+    def cells(self) -> list[Row]:
+        return [{"contender": each} for each in self.texts]
+
+    def measure(self, contender: str) -> Iterator[Row]:
+        row: Row = {"contender": contender, "shape": self.shape, "layers": self.layers, "prompt": self.prompt}
+        if reason := self._wrong(contender):
+            yield row | {FAILED: reason}
+            return
+        row |= {"question": self.question} if self.question else {}
+        wait = _wait(contender) if self.rehearsals else 0
+        new = len(self.batches) * (self.steps + wait + 16) + max(self.batches)
+        job = Job(
+            contender=contender, shape=self.shape, layers=self.layers, prompts=(self.prompt,), batches=self.batches,
+            steps=self.steps, new_tokens=new, longest=self.prompt + self.question + new, share=self.share,
+            device=self.device, seed=self.seed, wait=wait, question=self.question,
+            kept=(self.kept or self.prompt // 2) if self.question else 0,
+        )  # fmt: skip
+        told = run(job)
+        times = told.pop("batches", [])
+        for each in times:
+            gaps = each.pop("step_times_ms")
+            each |= {"step_ms": statistics.median(gaps), "p99_ms": sorted(gaps)[int(0.99 * len(gaps))]}
+            yield row | told | each
+        if told.get(FAILED) or not times:
+            yield row | told | {FAILED: told.get(FAILED) or "no step was timed"}
+
+    def _wrong(self, contender: str) -> str:
+        """What is wrong with the tokens of captured steps."""
+        if not self.check or contender in OWN or not self.on.is_gpu:
+            return ""
+        short = _shortened(contender)
+        captured, eager = (
+            run(replace(CHECKED, contender=short, eager=eager, device=self.device)) for eager in (False, True)
+        )
+        if failed := captured.get(FAILED) or eager.get(FAILED):
+            return f"the check of the tokens failed: {failed}"
+        same = captured["tokens"] == eager["tokens"]
+        return "" if same else "captured steps gave other tokens than the same steps without CUDA graphs"
+
+
+def _shortened(method: str) -> str:
+    """The method with a budget, and a time between rehearsals, that the check's short texts exceed."""
+    if keeps_all(method):
+        return method
+    parts = [part for part in method.split(":") if not part.startswith(("budget=", "wait="))]
+    return ":".join([*parts, "budget=48", *(["wait=64"] if parts[0] == "rehearse" else [])])
+
+
+def _wait(contender: str) -> int:
+    """Tokens until a row is rehearsed."""
+    return 0 if contender in OWN else getattr(parse_method(contender), "most_waiting", 0)
+
+
+def run(job: Job) -> Row:
+    """What the engine of a job measured, in a process of its own: an engine gives its memory back when that ends."""
+    command = [sys.executable, "-m", WORKER, json.dumps(asdict(job))]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        return {FAILED: f"the engine ended with {ran.returncode} and told nothing"}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+command = functools.partial(runner.command, Vllm)

@@ -1,0 +1,208 @@
+"""How far the attention output of a compressed cache is from the exact one, on a real model and text.
+
+    kvsketch eval attention-error --model qwen2.5-coder-0.5b --tokens 8192
+    kvsketch eval attention-error --protocol balancekv --layers 0,1,4 --seeds 0-9 --methods balancekv,uniform
+
+The model reads a text once; queries, keys and values of some layers are kept. In each of them the last queries read the
+full cache, and then the cache of a method (attention_protocol.py has the details). All methods keep the same sinks and
+recent tokens; a budget of 1/8, or `--rates 8`, means that one in 8 of the tokens between them is read. Methods without
+random draws are measured with the first seed only. Runs on any device.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from kvsketch.compare import budgets
+from kvsketch.methods import parse_method
+from kvsketch.methods.budget import Size
+from kvsketch.models import texts
+from kvsketch.options import option
+from kvsketch_lab.evaluation import experiment, passages, runner
+from kvsketch_lab.evaluation.attention_protocol import (
+    BALANCEKV,
+    ORACLE,
+    PREFIX,
+    PROTOCOLS,
+    RECENT,
+    SINKS,
+    Captured,
+    Outcome,
+    Protocol,
+    capture,
+    configured,
+    measure,
+    reads,
+    relative_error,
+)
+from kvsketch_lab.evaluation.captures import TextCapture, layer_numbers
+from kvsketch_lab.evaluation.experiment import (
+    Cell,
+    Experiment,
+    ExperimentOptions,
+    budgets_option,
+    methods_option,
+    model_option,
+)
+from kvsketch_lab.evaluation.result_table import by_method, estimate_text
+
+__all__ = [
+    "BALANCEKV", "CONTENDERS", "KIND", "LAYERS", "ORACLE", "PAPER_CLUSTERKV", "PREFIX", "RATES", "RECENT", "SINKS",
+    "AttentionError", "Captured", "Outcome", "Protocol", "capture", "configured", "main", "measure", "reads",
+    "relative_error", "summary",
+]  # fmt: skip
+
+KIND = "attention_error"
+RATES = (4, 8, 16)
+LAYERS = (0, 1, 2, 4, 8, 12, 16, 20, 23)
+PAPER_CLUSTERKV = "clusterkv:tokens_per_cluster=80:recluster_into=4:rounds=20:completion=false"
+CONTENDERS = (
+    ORACLE,
+    "clusterkv",
+    "clusterkv:rounds=20",
+    "clusterkv:completion=false",
+    "clusterkv:tokens_per_cluster=10:completion=false",  # its index is as large as that of the default
+    "clusterkv:tokens_per_cluster=40",
+    "clusterkv:tokens_per_cluster=80",
+    PAPER_CLUSTERKV,
+    "infinigen:alpha=100",  # no score is that far below the largest, so it reads its whole budget
+    *(text for text in budgets.ALL if text not in ("full", "clusterkv")),
+)
+
+
+@dataclass
+class AttentionErrorOptions(ExperimentOptions):
+    model: str = model_option("qwen2.5-coder-0.5b")
+    methods: str = methods_option(",".join(CONTENDERS))
+    budgets: str = budgets_option(",".join(f"1/{rate}" for rate in RATES))
+    protocol: str = option(PREFIX.name, "what all methods keep, and which tokens are queries", choices=tuple(PROTOCOLS))
+    tokens: int = option(8192, "tokens of the text, the queries' own included", least=1)
+    queries: int | None = option(None, "how many of the last tokens are queries; by the protocol unless given", least=1)
+    layers: str = option(",".join(map(str, LAYERS)), "such as 0,7,14 or 2- or all")
+    rates: tuple[int, ...] = option(
+        "", "one in so many middle tokens is read, comma-separated; instead of --budgets", least=1, none=True
+    )
+    texts: str = passages.texts_option(texts.LONGEST_SPEECH)
+
+
+class AttentionError(Experiment):
+    name = "attention-error"
+    metric = "mean"
+    options: AttentionErrorOptions
+
+    def __init__(self, options: AttentionErrorOptions) -> None:
+        super().__init__(options)
+        self.protocol = PROTOCOLS[options.protocol]
+        self.queries = options.queries or (self.protocol.recent if self.protocol.causal else 2 * self.protocol.recent)
+        self.layers = layer_numbers(options.layers, options.model)
+        self._texts = TextCapture(options.tokens, self.layers)
+
+    def check(self) -> None:
+        passages.require(self.tokenizer, passages.names(self.options.texts), self.options.tokens)
+
+    @property
+    def contenders(self) -> list[tuple[str, str]]:
+        options = self.options
+        shares = [f"1/{rate}" for rate in options.rates]
+        sizes = shares or [size.strip() for size in options.budgets.split(",") if size.strip()]
+        for size in sizes:
+            rate_of(size)
+        found = []
+        for text in options.methods.split(",") if options.methods != "all" else budgets.ALL:
+            known = [text] if text == ORACLE else dict.fromkeys(m for m, _ in budgets.contenders(text, "1/2"))
+            found += [(method, size) for method in known for size in sizes if method != "full"]
+        return list(dict.fromkeys(found))
+
+    def cells(self) -> list[Cell]:
+        self._check_tokens()
+        layers = ",".join(map(str, self.layers))
+        added = (("protocol", self.protocol.name), ("tokens", self.options.tokens), ("queries", self.queries))
+        return [
+            Cell(method, budget, name, seed, (*self.setting, *added, ("layers", layers)))
+            for name in passages.names(self.options.texts)
+            for method, budget in self.contenders
+            for seed in (self.seeds if _has_chance(method) else self.seeds[:1])
+        ]
+
+    def _check_tokens(self) -> None:
+        tokens, kept = self.options.tokens, self.protocol.sinks + self.protocol.recent
+        if tokens - (0 if self.protocol.causal else self.queries) < 2 * kept:
+            raise ValueError(
+                f"--tokens {tokens} leaves too few beside {kept} kept and {self.queries} queries; use more"
+            )
+
+    def alike(self, cell: Cell) -> Hashable:
+        """The cells of one text and method; successive groups of one text share its forward."""
+        return cell.sample, cell.method
+
+    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        layers = self._texts.of(self.model, self.tokenizer, cells[0].sample)
+        for cell in cells:
+            try:
+                rate = rate_of(cell.budget)
+                outcomes = {
+                    str(index): measure(
+                        cell.method, rate, layer, self.queries, self.protocol, cell.cache_seed
+                    )._asdict()
+                    for index, layer in layers.items()
+                }
+                outcome = summary(cell.method, rate, outcomes) | _memory(layers, outcomes)
+                outcome |= {"cache_seed": cell.cache_seed} if _has_chance(cell.method) else {}
+            except (ValueError, RuntimeError) as error:
+                outcome = experiment.failure(error)
+            yield cell, outcome
+
+    def table(self, data: list[dict[str, Any]]) -> Table:
+        """A row for each method and rate: the error with its interval and its deviation over texts and seeds."""
+        found = Table(title="relative error of the attention output")
+        for column in ("method", "budget", "error [95%]", "deviation", "measured", "failed", "tokens read"):
+            found.add_column(column, justify="left" if column in ("method", "budget") else "right", no_wrap=True)
+        for (method, budget), cells in by_method(data).items():
+            right = [each for each in cells if experiment.FAILED not in each]
+            means = [each["mean"] for each in right]
+            deviation = f"{statistics.stdev(means):.4f}" if len(means) > 1 else "-"
+            read = f"{statistics.mean(each['tokens_read'] for each in right):,.0f}" if right else "-"
+            failed = str(len(cells) - len(right))
+            found.add_row(
+                method, budget, estimate_text(right, "mean", digits=4), deviation, str(len(right)), failed, read
+            )
+        return found
+
+
+def rate_of(budget: str) -> int:
+    """8 of 1/8."""
+    share = Size.parse(budget, "--budgets").share
+    if share is None or share.numerator != 1:
+        raise ValueError(f"--budgets {budget} is not possible here; use one in so many tokens, such as 1/8")
+    return share.denominator
+
+
+def summary(text: str, rate: int, outcomes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a record for the outcomes of all layers."""
+    return {
+        "family": "recall" if text == ORACLE else parse_method(text).family,
+        "rate": rate,
+        "mean": sum(o["error"] for o in outcomes.values()) / len(outcomes),
+        "tokens_read": round(sum(o["tokens_read"] for o in outcomes.values()) / len(outcomes)),
+        "bytes": sum(o["bytes"] for o in outcomes.values()),
+        "outcomes": outcomes,
+    }
+
+
+def _memory(layers: dict[int, Captured], outcomes: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """Bytes of the tables of the measured layers, and of all their tokens."""
+    held = sum(o["bytes"] for o in outcomes.values())
+    full = sum(t.nbytes for layer in layers.values() for t in (layer.keys, layer.values))
+    return {"device_bytes": held, "host_bytes": 0, "full_bytes": full}
+
+
+def _has_chance(text: str) -> bool:
+    return text != ORACLE and parse_method(text).random
+
+
+command, main = runner.commands(AttentionError)

@@ -1,0 +1,251 @@
+"""What keys and values in few bits cost: error, divergence, bytes and time, ours beside what users have.
+
+    kvsketch eval bits --model qwen2.5-coder-1.5b --texts 4 --out results/eval
+    kvsketch eval bits --methods full:bits=4,quanto:bits=4,fp8 --tokens 2048
+
+The model reads the first `--tokens` of a text, which are then held in few bits (bit_stores.py), and goes on for
+`--steps` tokens in one forward: once with the text itself, once with a passage from the middle of what it has read,
+which only a cache that still knows it can foretell.
+
+    error         of the attention output: |out - exact| / |exact|, mean over queries behind the prompt, heads, layers
+    kl            from the next-token distribution of the full cache to that of the store, in nats, mean over tokens
+    again_kl      the same for the passage that comes again; again_nll, full_again_nll: -log p of its tokens
+    device_bytes  measured from tensors; step_ms: eager decode step; captured_ms: captured decode step, where possible
+
+No chance is involved. A backend that is not installed is skipped by name.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.decode import captured
+from kvsketch.options import option
+from kvsketch_lab.evaluation import experiment, passages, runner
+from kvsketch_lab.evaluation.attention_protocol import Captured, capture, relative_error
+from kvsketch_lab.evaluation.bit_stores import Store, store
+from kvsketch_lab.evaluation.captures import full_attention_layers
+from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, methods_option, model_option
+from kvsketch_lab.evaluation.next_token import STEPS_WORTH_CAPTURING, Reading, losses
+from kvsketch_lab.records import mean
+
+CODED = (8, 4, 3, 2)
+STORES = (
+    "full",
+    *(f"full:{what}={bits}" for bits in CODED for what in ("bits", "key_bits", "value_bits")),
+    *(f"codec:bits={bits}:{without}=no" for bits in CODED for without in ("center", "rotation", "exact")),
+    *(f"codec:bits={bits}:center=no:rotation=no" for bits in CODED),
+    "fp8",
+    *(f"{backend}:bits={bits}" for backend in ("quanto", "hqq") for bits in (4, 2)),
+)
+TIMED = 16
+Data = dict[str, Any]
+
+
+@dataclass
+class BitsOptions(ExperimentOptions):
+    model: str = model_option("qwen2.5-coder-0.5b")
+    methods: str = methods_option(",".join(STORES))
+    texts: str = passages.texts_option("4")
+    tokens: int = option(4096, "tokens that are held in few bits", least=128)
+    steps: int = option(256, "tokens behind them that read these", least=2)
+
+
+class Bits(Experiment):
+    name = "bits"
+    metric = "kl"
+    options: BitsOptions
+
+    def __init__(self, options: BitsOptions) -> None:
+        super().__init__(options)
+        if 2 * options.steps > options.tokens:
+            raise ValueError(f"--steps {options.steps} is more than half of --tokens {options.tokens}; use fewer steps")
+
+    @property
+    def stores(self) -> list[str]:
+        """Those that are installed; the others are named once."""
+        wanted = list(STORES) if self.options.methods == "all" else self.options.methods.split(",")
+        found = []
+        for text in dict.fromkeys(each.strip() for each in wanted if each.strip()):
+            if absent := store(text, None).missing():
+                print(f"skipped: {text}, {absent}", file=sys.stderr)
+            else:
+                found.append(text)
+        return found
+
+    def check(self) -> None:
+        passages.require(self.tokenizer, passages.names(self.options.texts), self.options.tokens + self.options.steps)
+
+    def cells(self) -> list[Cell]:
+        setting = (*self.setting, ("tokens", self.options.tokens), ("steps", self.options.steps))
+        stores = self.stores
+        return [
+            Cell(text, "", name, self.seeds[0], setting)
+            for name in passages.names(self.options.texts)
+            for text in stores
+        ]
+
+    def alike(self, cell: Cell) -> Hashable:
+        """The stores of one text share what the full cache says."""
+        return cell.sample
+
+    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, Data]]:
+        first = passages.names(self.options.texts)[0]
+        texts = Texts(self.model, self.tokenizer, cells[0].sample, self.options)
+        for cell in cells:
+            try:
+                outcome = texts.outcome(store(cell.method, self.model.config), timed=cell.sample == first)
+            except Exception as error:
+                outcome = experiment.failure(error)
+            yield cell, outcome
+
+    def table(self, data: list[Data]) -> Table:
+        found = Table(title="keys and values in few bits, against the full cache")
+        columns = ("attention error", "kl", "kl, passage again", "nll, passage again", "bytes", "step", "captured")
+        found.add_column("store", no_wrap=True)
+        for column in columns:
+            found.add_column(column, justify="right", no_wrap=True)
+        for text in dict.fromkeys(each["method"] for each in data):
+            right = [each for each in data if each["method"] == text and experiment.FAILED not in each]
+            found.add_row(text, *(_row(right) if right else ["failed"]))
+        return found
+
+
+class Texts:
+    """What the full cache says of one text and of a passage that comes again."""
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, options: BitsOptions) -> None:
+        self.model, self.tokens, self.steps = model, options.tokens, options.steps
+        ids = passages.token_ids(tokenizer, name, options.tokens + options.steps, model.device)
+        self.prompt, middle = ids[:, : options.tokens], options.tokens // 2
+        self.next, self.again = ids[:, options.tokens :], ids[:, middle : middle + options.steps]
+        self.layers = full_attention_layers(options.model)
+        self.captured = self._captured(ids)
+        self.exact, self.exact_again = self._logits(_full(model)), self._logits(_full(model), again=True)
+        self.full_bytes = sum(_held(layer) for layer in self.captured.values())
+
+    @torch.no_grad()
+    def _captured(self, ids: Tensor) -> dict[int, Captured]:
+        return {
+            index: layer._replace(
+                queries=layer.queries[:, :, self.tokens :],
+                keys=layer.keys[:, :, : self.tokens],
+                values=layer.values[:, :, : self.tokens],
+            )
+            for index, layer in capture(self.model, ids, self.layers).items()
+        }
+
+    @torch.no_grad()
+    def _logits(self, cache: Any, kind: Store | None = None, again: bool = False) -> Tensor:  # [steps, V]
+        """Logits behind each of the tokens that come after the prompt."""
+        self._prompt_read(cache, kind)
+        return self.model(self.again if again else self.next, past_key_values=cache, use_cache=True).logits[0].float()
+
+    @torch.no_grad()
+    def _prompt_read(self, cache: Any, kind: Store | None) -> None:
+        self.model(self.prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        if kind is not None:
+            kind.prompt_read(cache)
+
+    @torch.no_grad()
+    def outcome(self, kind: Store, timed: bool) -> Data:
+        """What one store costs on this text."""
+        cache = kind.new(self.model)
+        self._prompt_read(cache, kind)
+        found: Data = {"error": self._error(kind, cache), "full_bytes": self.full_bytes}
+        if kind.held:
+            found["device_bytes"] = kind.bytes(cache)
+        del cache
+        found["kl"] = divergence(self.exact, self._logits(kind.new(self.model), kind))
+        again = self._logits(kind.new(self.model), kind, again=True)
+        found |= {"again_kl": divergence(self.exact_again, again), "again_nll": self._loss(again)}
+        found["full_again_nll"] = self._loss(self.exact_again)
+        return found | (self._times(kind) if timed and kind.held else {})
+
+    def _loss(self, logits: Tensor) -> float:
+        """-log p of the passage's tokens behind its first."""
+        return float(losses(logits[:-1], self.again[0, 1:]).mean())
+
+    def _error(self, kind: Store, cache: Any) -> float:
+        errors = []
+        for index, layer in self.captured.items():
+            # In float32, so that rounding of the output is no part of the error.
+            exact, out = (
+                ops.weighted_attention(layer.queries.float(), k.float(), v.float(), None, None, layer.scale)
+                for k, v in ((layer.keys, layer.values), kind.read_back(cache, index))
+            )
+            errors.append(relative_error(out, exact))
+        return mean(errors)
+
+    def _times(self, kind: Store) -> Data:
+        cache = kind.new(self.model)
+        self._prompt_read(cache, kind)
+        token = self.next[:, :1]
+        seconds = []
+        for _ in range(2 + TIMED):
+            begun = self._now()
+            self.model(token, past_key_values=cache, use_cache=True)
+            seconds.append(self._now() - begun)
+        found = {"step_ms": 1e3 * sorted(seconds[2:])[TIMED // 2]}
+        cache = kind.new(self.model)
+        if not isinstance(cache, CompressedCache) or captured.impossible(self.model, cache, {}) is not None:
+            return found
+        self._prompt_read(cache, kind)
+        count = STEPS_WORTH_CAPTURING + 2 * TIMED
+        ids = torch.cat([self.prompt, self.next.repeat(1, -(-count // self.steps))[:, :count]], 1)
+        reading = Reading(self.model, cache, ids, self.tokens)
+        reading.to(ids.shape[1] - TIMED)
+        begun = self._now()
+        reading.to(ids.shape[1])
+        return found | {"captured_ms": 1e3 * (self._now() - begun) / TIMED}
+
+    def _now(self) -> float:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()
+
+
+def divergence(exact: Tensor, found: Tensor) -> float:
+    """Mean over tokens of KL(exact || found) in nats, from logits [n, V]."""
+    p, q = exact.log_softmax(-1), found.log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def _full(model: Any) -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+def _held(layer: Captured) -> int:
+    return sum(t.numel() * t.element_size() for t in (layer.keys, layer.values))
+
+
+def _row(data: list[Data]) -> list[str]:
+    def told(name: str, form: str) -> str:
+        known = [each[name] for each in data if name in each]
+        return form.format(mean(known)) if known else "-"
+
+    share = [each["device_bytes"] / each["full_bytes"] for each in data if "device_bytes" in each]
+    return [
+        told("error", "{:.4f}"),
+        told("kl", "{:.5f}"),
+        told("again_kl", "{:.5f}"),
+        told("again_nll", "{:.3f}"),
+        f"{mean(share):.0%}" if share else "-",
+        told("step_ms", "{:.1f} ms"),
+        told("captured_ms", "{:.2f} ms"),
+    ]
+
+
+command, main = runner.commands(Bits)

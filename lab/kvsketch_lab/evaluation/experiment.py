@@ -1,0 +1,279 @@
+"""What an experiment is: its options, its cells, and how they become records. `runner.py` runs one.
+
+    @dataclass
+    class LinesOptions(ExperimentOptions):
+        questions: int = option(50, "questions for each number of lines and seed", least=1)
+
+    class Lines(Experiment):
+        name = "lines"
+        options: LinesOptions
+        def cells(self): ...            # cheap: no model; raises ValueError for impossible options
+        def measure(self, cells): ...   # after open(): yields (cell, outcome)
+
+The cells of one group are measured together, in one process, which needs only `Experiment(options)`, `open()` and
+`measure(group)`; the options are plain values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, get_type_hints
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kvsketch import models
+from kvsketch.compare import budgets
+from kvsketch.compare.budgets import UNITS
+from kvsketch.methods.budget import Size
+from kvsketch.models.identity import model_sha256
+from kvsketch.options import Options, option
+from kvsketch_lab import records
+from kvsketch_lab.evaluation import result_table
+from kvsketch_lab.records import FAILED
+
+WIDTH_IN_FILES = 160
+Record = dict[str, Any]
+
+
+def model_option(default: str) -> Any:
+    return option(default, "short name, folder, .gguf file or hub name")
+
+
+def methods_option(default: str) -> Any:
+    return option(default, "text forms, comma-separated; all: every method")
+
+
+def budgets_option(default: str) -> Any:
+    return option(default, "tokens or shares of the prompt, comma-separated")
+
+
+@dataclass
+class ExperimentOptions(Options):
+    """Options of every experiment."""
+
+    model: str = model_option("smollm2-135m")
+    methods: str = methods_option("all")
+    budgets: str = budgets_option("1/16,1/8,1/4,1/2")
+    budgets_in: str = option("tokens", "what is equal across methods", choices=UNITS)
+    bytes: str | None = option(None, "shares of the full cache's bytes, by commas: --budgets-in bytes --budgets")
+    seeds: str = option("0", "such as 0,1,2 or 0-9")
+    out: str = option("build/eval", "folder of the records, one file for each experiment")
+    device: str | None = option(None, "cpu or cuda; a GPU where there is one")
+    dtype: str | None = option(None, "bfloat16 on a GPU unless given", choices=("float32", "bfloat16", "float16"))
+    retry_failed: bool = option(False, "measure again what failed before")
+    again: bool = option(False, "measure again what another commit measured; replaces it in reports")
+    limit: int | None = option(None, "only the first so many samples of each setting, for a quick look", least=1)
+    ray: str | None = option(None, "spread the work over a Ray cluster at ADDRESS; without one: here", alone="local")
+    ray_workers: int | None = option(None, "processes that measure; one for each GPU, else for each machine", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bytes is not None:
+            default = next(field.default for field in dataclasses.fields(self) if field.name == "budgets")
+            if self.budgets not in (default, self.bytes):
+                raise ValueError(f"--bytes {self.bytes} and --budgets {self.budgets} both say how much; leave one out")
+            for share in self.bytes.split(","):
+                if Size.parse(share, "--bytes").share is None:
+                    raise ValueError(f"--bytes {share} is no share of the full cache's bytes; use such as 1/4,1/8")
+            self.budgets, self.budgets_in = self.bytes, "bytes"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement, and one record."""
+
+    method: str  # text form without budget, such as "snapkv" or "clusterkv:completion=false"
+    budget: str  # "1/8", "25%", "1024"; "" for methods without one
+    sample: str  # what is asked, such as "lines=400 question=7"
+    seed: int
+    setting: tuple[tuple[str, Any], ...] = ()  # what else identifies the measurement: model, dtype, tokens, depth
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The fields of a record that describe this cell; the seed is a field of the record itself."""
+        return {"method": self.method, "budget": self.budget, "sample": self.sample, **dict(self.setting)}
+
+    @property
+    def key(self) -> str:
+        return key_of(self.data, self.seed)
+
+    @property
+    def cache_seed(self) -> int:
+        """The seed of this cell's cache. Each sample has its own, so that random methods draw other tokens in each.
+
+        With one seed for all samples, all would keep the same positions, and intervals over samples would not include
+        the error of that one draw.
+        """
+        return cache_seed(self.seed, self.sample)
+
+
+def key_of(data: dict[str, Any], seed: int | None) -> str:
+    return json.dumps([seed, data], sort_keys=True)
+
+
+def cache_seed(seed: int, sample: str) -> int:
+    """31 bits of a hash of the base seed and the sample."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {sample}".encode()).digest()[:4]) >> 1
+
+
+class Experiment(ABC):
+    """Base of all experiments. The constructor and `cells` are cheap; `open` loads the model."""
+
+    name: ClassVar[str]
+    metric: ClassVar[str] = "score"  # the number of an outcome that the summary shows
+    options: ExperimentOptions
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+        self.model: Any = None
+        self.tokenizer: Any = None
+
+    @classmethod
+    def kind(cls) -> str:
+        """The kind of the records, and the name of their file."""
+        return cls.name.replace("-", "_")
+
+    @classmethod
+    def options_type(cls) -> type[ExperimentOptions]:
+        found: type[ExperimentOptions] = get_type_hints(cls)["options"]
+        return found
+
+    @abstractmethod
+    def cells(self) -> list[Cell]:
+        """All measurements, in a fixed order; loads no model. Raises ValueError for impossible options."""
+
+    @abstractmethod
+    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        """Yields the outcome of each cell of a group; `failure(error)` for a cell that fails alone."""
+
+    def open(self) -> None:
+        """Loads the model; called only when a cell is missing."""
+        options = self.options
+        self.model, self.tokenizer = models.load(options.model, dtype=options.dtype, device=options.device)
+
+    def check(self) -> None:  # noqa: B027
+        """Raises ValueError for options that do not fit the model or its tokenizer; called once it is open."""
+
+    def alike(self, cell: Cell) -> Hashable:
+        """Cells of which this is the same are measured together, such as those that share a prefill."""
+        return cell.key
+
+    def groups(self) -> Iterable[list[Cell]]:
+        """Cells that are measured together."""
+        found: dict[Hashable, list[Cell]] = {}
+        for cell in self.cells():
+            found.setdefault(self.alike(cell), []).append(cell)
+        return found.values()
+
+    def table(self, data: list[dict[str, Any]]) -> Table:
+        """A summary: a row for each method and budget, the mean of `metric` with its 95% interval."""
+        return result_table.table(self.name, data, self.metric)
+
+    def show(self, data: list[dict[str, Any]]) -> None:
+        """Called at the end with the data of all records of the run, failed ones included: prints the summary."""
+        console = Console()
+        Console(width=None if console.is_terminal else WIDTH_IN_FILES).print(self.table(data))
+
+    def origin(self) -> dict[str, Any]:
+        """Fields of each record about the model; called before anything is measured."""
+        return {"model_sha256": model_sha256(self.options.model)}
+
+    # values of the common options
+
+    @property
+    def contenders(self) -> list[tuple[str, str]]:
+        """(method, budget) of every method that is compared."""
+        return budgets.contenders(self.options.methods, self.options.budgets)
+
+    @property
+    def seeds(self) -> list[int]:
+        return parse_seeds(self.options.seeds)
+
+    @property
+    def setting(self) -> tuple[tuple[str, Any], ...]:
+        """Fields that identify the model of a measurement and the unit of its budgets: name, weights, dtype, unit.
+
+        The name of a built-in model pins its weights; any other is identified by the hash of its files.
+        """
+        spec = self.options.model
+        path = Path(spec).expanduser()
+        weights = () if spec in models.CATALOG else (("weights", model_sha256(spec)[:16]),)
+        name = path.name if path.exists() else spec
+        return (("model", name), *weights, ("dtype", self.dtype), ("budgets_in", self.options.budgets_in))
+
+    @property
+    def dtype(self) -> str:
+        """The dtype `open` loads the model in, by name."""
+        on_gpu = torch.cuda.is_available() if self.options.device is None else "cuda" in str(self.options.device)
+        return str(self.options.dtype or ("bfloat16" if on_gpu else "float32"))
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """The outcome of a cell that failed."""
+    return {FAILED: f"{type(error).__name__}: {' '.join(str(error).split())}"}
+
+
+def parse_seeds(text: str) -> list[int]:
+    """`0,1,2` or `0-9`, or both."""
+    found: list[int] = []
+    try:
+        for part in text.split(","):
+            first, dash, last = part.strip().partition("-")
+            found += range(int(first), int(last) + 1) if dash else [int(first)]
+    except ValueError:
+        raise ValueError(f"--seeds {text!r} is not a list of seeds; use whole numbers such as 0,1,2 or 0-9") from None
+    if not found:
+        raise ValueError(f"--seeds {text!r} names no seed; use whole numbers such as 0,1,2 or 0-9")
+    return list(dict.fromkeys(found))
+
+
+# records
+
+
+def records_path(experiment: Experiment) -> Path:
+    """The file of records: the name of the experiment in the folder `--out`."""
+    folder = Path(experiment.options.out)
+    if folder.suffix == ".jsonl" or folder.is_file():
+        raise ValueError(f"--out {folder} is a file; name the folder of the records, such as {folder.parent}")
+    return folder / f"{experiment.kind()}.jsonl"
+
+
+def measure_group(experiment: Experiment, cells: list[Cell]) -> Iterator[tuple[Cell, Record]]:
+    """The record of each cell; an error that stops the group becomes the outcome of all its unmeasured cells."""
+    left = {cell.key: cell for cell in cells}
+    reason: dict[str, Any] = {FAILED: "RuntimeError: the experiment gave no outcome"}
+    try:
+        for cell, outcome in experiment.measure(cells):
+            left.pop(cell.key)
+            yield cell, make_record(experiment, cell, _writable(outcome))
+    except Exception as error:
+        reason = failure(error)
+    for cell in left.values():
+        yield cell, make_record(experiment, cell, reason)
+
+
+def make_record(experiment: Experiment, cell: Cell, outcome: dict[str, Any]) -> Record:
+    """The record of a cell, with the names of the fields that identify the measurement."""
+    data = {**cell.data, **outcome, **experiment.origin()}
+    return records.make_record(experiment.kind(), data, cell.seed, tuple(cell.data), experiment.options.again)
+
+
+def common_fields(experiment: Experiment) -> tuple[str, ...]:
+    """The fields that all records of a run share; the file holds them once."""
+    return (*dict(experiment.setting), *experiment.origin())
+
+
+def _writable(outcome: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(outcome, allow_nan=False)
+    except (ValueError, TypeError) as error:
+        return failure(error)
+    return outcome

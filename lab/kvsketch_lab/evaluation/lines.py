@@ -1,0 +1,110 @@
+"""Line retrieval as in LongEval: the number of one of many lines that all look alike.
+
+    kvsketch eval lines --model qwen2.5-coder-1.5b --lines 200,400 --texts 5 --questions 20 --bytes 1/4,1/8,1/16
+
+ClusterGen (table 2) and SubGen (table 1) compare caches this way. Texts of lines are generated from the seed, and each
+is asked about several of its lines; or questions are read from a LongEval file with `--file`. Right is an answer whose
+last whole number is the number of the line, as LongEval scores; LongEval lets a model write 100 tokens
+(`--max-new-tokens 100`). With `--primed` the answer is begun for the model, "The <REGISTER_CONTENT> in line X is <",
+which helps small ones, and its first number counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kvsketch.models.identity import text_sha256
+from kvsketch.options import option
+from kvsketch_lab.evaluation import line_records, result_table, runner
+from kvsketch_lab.evaluation.experiment import Cell
+from kvsketch_lab.evaluation.line_records import LineRecord
+from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
+
+OPENING = "The <REGISTER_CONTENT> in line {name} is <"
+
+
+@dataclass
+class LinesOptions(QuestionOptions):
+    lines: tuple[int, ...] = option(
+        "200,300,400,600", "lines of a record, by commas", least=1, most=line_records.MOST_LINES
+    )
+    texts: int = option(5, "texts for each number of lines and seed", least=1)
+    questions: int = option(20, "questions about each text, at most one for each line", least=1)
+    primed: bool = option(False, "begin the answer for the model")
+    file: str | None = option(None, "a LongEval file of lines to ask instead")
+
+
+class Lines(QuestionExperiment):
+    name = "lines"
+    options: LinesOptions
+
+    def cells(self) -> list[Cell]:
+        primed = ("primed", self.options.primed)
+        return [
+            Cell(method, budget, sample, seed,
+                 (*self.setting, ("question", way), ("lines", lines), primed, *source))
+            for seed, lines, sample, source in self._questions()
+            for method, budget, way in self.askings
+        ]  # fmt: skip
+
+    def _questions(self) -> list[tuple[int, int, str, tuple[tuple[str, str], ...]]]:
+        """Seed, lines, name and source of every question."""
+        options = self.options
+        if options.file:
+            source = (("file", Path(options.file).name),)
+            rows = [(row.lines, f"lines={row.lines} question={i}") for i, row in enumerate(self._file_rows)]
+            return [(seed, lines, sample, source) for seed in self.seeds for lines, sample in rows]
+        return [
+            (seed, lines, f"lines={lines} text={text} question={number}", ())
+            for seed in self.seeds
+            for lines in options.lines
+            for text in range(options.texts)
+            for number in range(min(options.questions, lines))
+        ]
+
+    def text_of(self, cell: Cell) -> str:
+        return cell.sample if self.options.file else cell.sample.rpartition(" question=")[0]
+
+    @functools.cached_property
+    def _file_rows(self) -> list[LineRecord]:
+        return line_records.read_file(str(self.options.file))
+
+    def record(self, cell: Cell) -> LineRecord:
+        """The lines that a cell asks about."""
+        named = dict(part.split("=") for part in cell.sample.split())
+        if self.options.file:
+            return self._file_rows[int(named["question"])]
+        return line_records.generate(int(named["lines"]), cell.seed, int(named["text"]), int(named["question"]))
+
+    def ask(self, cell: Cell) -> Question:
+        found = self.record(cell)
+        return chat_question(
+            self.tokenizer,
+            found.text,
+            found.question,
+            str(found.expected),
+            OPENING.format(name=found.name) if self.options.primed else "",
+            position=found.position,
+            text_sha256=text_sha256(found.text + found.question),
+        )
+
+    def score(self, answer: str, expected: str) -> float:
+        found = numbers(answer)
+        return float(bool(found) and found[0 if self.options.primed else -1] == int(expected))
+
+    def table(self, data: list[dict[str, Any]]) -> Table:
+        return result_table.table("lines: share of right answers", data, self.metric, by="lines")
+
+
+def numbers(answer: str) -> list[int]:
+    """The whole numbers of an answer."""
+    return [int(number) for number in re.findall(r"\d+", answer)]
+
+
+command, main = runner.commands(Lines)

@@ -1,0 +1,266 @@
+"""What experiments share that ask a model about long texts and score its answers.
+
+The texts of a batch are read once, padded on the left; then every method at every budget compresses a copy and answers.
+
+    unseen    the text is compressed before a question is known; each question is then fed at once, as a new turn, to a
+              copy of the compressed cache, so that many questions cost one text
+    seen      the question is the end of the prompt: a method may look at it while it compresses
+
+`--question auto` asks methods that look at the question (snapkv, pyramidkv) the second way, all others the first.
+
+All rows of a cache draw the same random numbers, so a method that draws any gets a cache for each text, with a seed of
+its own (`cache_seed` in the record).
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.compare import budgets
+from kvsketch.compare.shared_prefill import Prefilled, memory, rows_that_fit, shared_prefill, streamed_prefill
+from kvsketch.decode.asking import repeat_instruction
+from kvsketch.methods import parse_method
+from kvsketch.models import encode_chat
+from kvsketch.options import option
+from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, cache_seed, failure
+
+LARGEST_BATCH = 64
+AUTO, SEEN, UNSEEN = "auto", "seen", "unseen"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt as token ids, of which the last `asked` are the question, and the answer that is right."""
+
+    ids: tuple[int, ...]
+    asked: int
+    expected: Any
+    facts: dict[str, Any] = field(default_factory=dict)  # what the record says of it, such as a line's position
+
+
+class Asked(NamedTuple):
+    """A question about the text in row `row` of a batch, what is fed of it after compression, and its cells."""
+
+    row: int
+    after: tuple[int, ...]
+    question: Question
+    cells: list[Cell]
+
+
+def chat_question(tokenizer: Any, text: str, question: str, expected: Any, opening: str = "", **facts: Any) -> Question:
+    """The text and then the question as one turn of a chat, and the opening of the answer where it is given."""
+    ids = encode_chat(tokenizer, text + question)["input_ids"][0].tolist()
+    without = encode_chat(tokenizer, text)["input_ids"][0].tolist()
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(ids, without, strict=False)) if a != b), min(len(ids), len(without))
+    )
+    ids += tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
+    return Question(tuple(ids), len(ids) - shared, expected, facts)
+
+
+@dataclass
+class QuestionOptions(ExperimentOptions):
+    batch: int = option(0, "texts read together; 0: as many as memory holds", least=0)
+    answers: int = option(0, "questions answered together; 0: as many as texts", least=0)
+    rows_per_seed: int = option(1, "texts that share the random numbers of a cache; more: faster", least=1)
+    max_new_tokens: int = option(48, "tokens of an answer", least=1)
+    eager: bool = option(False, "decode on a GPU without captured graphs")
+    question: tuple[str, ...] = option(
+        AUTO, "whether it is known when the text is compressed; auto: by method", choices=(AUTO, SEEN, UNSEEN)
+    )
+    chunk: int = option(0, "read prompts as a stream of chunks; 0: exact prefill", least=0)
+
+
+class QuestionExperiment(Experiment):
+    """An experiment whose cells are questions: `ask` makes the prompt of a cell, `score` judges an answer."""
+
+    options: QuestionOptions
+
+    @abstractmethod
+    def ask(self, cell: Cell) -> Question:
+        """The question of a cell; the same for every method and budget."""
+
+    @abstractmethod
+    def score(self, answer: str, expected: Any) -> float:
+        """1 for a right answer, 0 for a wrong one."""
+
+    def batch_key(self, cell: Cell) -> Hashable:
+        """Cells with the same key may be read in one batch: their prompts have about the same length."""
+        return cell.setting
+
+    def new_tokens(self, cell: Cell) -> int:
+        """Tokens of an answer at most; the same for all cells of a batch."""
+        return self.options.max_new_tokens
+
+    def text_of(self, cell: Cell) -> str:
+        """The name of the text that a cell asks about; cells that share one have the same tokens before their
+        question.
+        """
+        return cell.sample
+
+    @property
+    def askings(self) -> list[tuple[str, str, str]]:
+        """Method, budget and way to ask of all that is compared."""
+        found = []
+        for method, budget in self.contenders:
+            own = SEEN if parse_method(method).looks_at_question else UNSEEN
+            found += [(method, budget, own if way == AUTO else way) for way in self.options.question]
+        return list(dict.fromkeys(found))
+
+    @property
+    def setting(self) -> tuple[tuple[str, Any], ...]:
+        options = self.options
+        streamed = (("chunk", options.chunk),) if options.chunk else ()
+        return (*super().setting, ("max_new_tokens", options.max_new_tokens), *streamed)
+
+    def groups(self) -> Iterable[list[Cell]]:
+        alike: dict[Hashable, dict[Hashable, list[Cell]]] = {}
+        for cell in self.cells():
+            way = _way(cell)
+            text = self.text_of(cell) if way == UNSEEN else cell.sample
+            alike.setdefault((cell.seed, way, self.batch_key(cell)), {}).setdefault(text, []).append(cell)
+        size = self.options.batch or LARGEST_BATCH
+        for texts in alike.values():
+            for some in _chunks(list(texts.values()), size):
+                yield [cell for cells in some for cell in cells]
+
+    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        alike: dict[tuple[Any, ...], list[Cell]] = {}
+        for cell in cells:
+            alike.setdefault((cell.sample, cell.seed, cell.setting), []).append(cell)
+        texts: dict[tuple[int, ...], list[Asked]] = {}
+        for own in alike.values():
+            question = self.ask(own[0])
+            end = len(question.ids) - (question.asked if _way(own[0]) == UNSEEN else 0)
+            asked = texts.setdefault(question.ids[:end], [])
+            asked.append(Asked(0, question.ids[end:], question, own))
+        longest = max(len(each.question.ids) for asked in texts.values() for each in asked)
+        size = self.options.batch or rows_that_fit(self.model, longest + self.options.max_new_tokens)
+        for some in _chunks(list(texts.items()), size):
+            yield from self._measure_batch(some, self.options.answers or size)
+
+    def _measure_batch(
+        self, texts: list[tuple[tuple[int, ...], list[Asked]]], size: int
+    ) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        prefilled = None
+        try:
+            inputs = _left_padded([ids for ids, _asked in texts])
+            # What a streaming prompt leaves behind differs from method to method.
+            prefilled = inputs if self.options.chunk else shared_prefill(self.model, inputs)
+            if isinstance(prefilled, Prefilled):
+                prefilled.instruction = repeat_instruction(self.tokenizer)
+        except torch.OutOfMemoryError:
+            if len(texts) == 1:
+                raise
+        if prefilled is None:
+            torch.cuda.empty_cache()
+            for half in _chunks(texts, -(-len(texts) // 2)):
+                yield from self._measure_batch(half, size)
+            return
+        asked = [each._replace(row=row) for row, (_ids, own) in enumerate(texts) for each in own]
+        for method, budget in dict.fromkeys((c.method, c.budget) for each in asked for c in each.cells):
+            wanted = [
+                each._replace(cells=[cell])
+                for each in asked
+                for cell in each.cells
+                if (cell.method, cell.budget) == (method, budget)
+            ]
+            rows = list(dict.fromkeys(each.row for each in wanted))
+            for part in _chunks(rows, self._texts_together(method, len(rows))):
+                yield from self._measure_rows(prefilled, part, [each for each in wanted if each.row in part], size)
+
+    def _texts_together(self, method: str, count: int) -> int:
+        """How many of `count` texts can share a cache: fewer if rows would share random numbers or a repetition."""
+        chosen = parse_method(method)
+        together = self.options.rows_per_seed if chosen.random else count
+        return 1 if chosen.repeats else together
+
+    def _measure_rows(
+        self, prompts: Prefilled | dict[str, Tensor], rows: list[int], asked: list[Asked], size: int
+    ) -> list[tuple[Cell, dict[str, Any]]]:
+        """The outcomes of the questions about some rows of a batch with one method at one budget, of one cache."""
+        first = asked[0].cells[0]
+        seed = cache_seed(first.seed, self.text_of(first) if _way(first) == UNSEEN else first.sample)
+        try:
+            outcomes = self._answers(prompts, rows, asked, seed, size)
+        except Exception as error:
+            outcomes = [failure(error)] * len(asked)
+        drawn = {"cache_seed": seed} if parse_method(first.method).random else {}
+        return [(each.cells[0], outcome | drawn) for each, outcome in zip(asked, outcomes, strict=True)]
+
+    def _answers(
+        self, prompts: Prefilled | dict[str, Tensor], rows: list[int], asked: list[Asked], seed: int, size: int
+    ) -> list[dict[str, Any]]:
+        """The outcome of each question with the method and budget of its cell."""
+        cell, unit = asked[0].cells[0], self.options.budgets_in
+        if isinstance(prompts, dict):
+            own = {name: tensor[rows] for name, tensor in prompts.items()}
+            text, facts = budgets.sized(self.model, cell.method, cell.budget, own["input_ids"].shape[1], unit)
+            chosen, cache = streamed_prefill(self.model, own, text, seed, self.options.chunk)
+        else:
+            chosen = prompts.rows(rows, unpadded=True) if len(rows) < len(prompts.input_ids) else prompts
+            text, facts = budgets.sized(self.model, cell.method, cell.budget, chosen.input_ids.shape[1], unit)
+            cache = chosen.cache(text, seed)
+        facts |= memory(cache)
+        found: dict[int, str] = {}
+        parts = list(_of_equal_length(asked, size))
+        for number, part in enumerate(parts):
+            picks = [rows.index(asked[at].row) for at in part]
+            ids = torch.tensor([asked[at].after for at in part], dtype=torch.long)
+            last = number == len(parts) - 1
+            tokens = self._continue(chosen, cache if last else copy.deepcopy(cache), picks, ids, self.new_tokens(cell))
+            found |= dict(zip(part, self.tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True))
+        return [self._outcome(each.question, found[at], facts) for at, each in enumerate(asked)]
+
+    def _continue(
+        self, texts: Prefilled, cache: CompressedCache, picks: list[int], after: Tensor, new: int
+    ) -> Tensor:  # [Q, m]
+        """Answers to questions of equal length [Q, n] about the texts `picks`, several of which may be the same."""
+        if picks != list(range(len(texts.input_ids))):
+            cache.batch_select_indices(torch.tensor(picks, device=self.model.device))
+            texts = texts.rows(picks)
+        question = after if after.shape[1] else None
+        return texts.generate(cache, new, question, self.options.eager)
+
+    def _outcome(self, question: Question, answer: str, facts: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "score": self.score(answer, question.expected),
+            "answer": answer,
+            "expected": question.expected,
+            "prompt_tokens": len(question.ids),
+            **facts,
+            **question.facts,
+        }
+
+
+def _way(cell: Cell) -> str:
+    return str(dict(cell.setting)["question"])
+
+
+def _left_padded(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _of_equal_length(asked: Sequence[Asked], size: int) -> Iterator[list[int]]:
+    """Numbers of questions that can be fed together: with as many tokens, at most `size` of them."""
+    alike: dict[int, list[int]] = {}
+    for number, each in enumerate(asked):
+        alike.setdefault(len(each.after), []).append(number)
+    for numbers in alike.values():
+        yield from _chunks(numbers, size)
+
+
+def _chunks(items: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

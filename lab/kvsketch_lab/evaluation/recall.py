@@ -1,0 +1,217 @@
+"""How many of the tokens that a query needs most a method lets it read, and how often it had read them a step before.
+
+    kvsketch eval recall --model qwen2.5-coder-1.5b --tokens 8192 --budgets 256,512,1024,2048
+
+The model reads a text once. In each layer a method indexes (or compresses) the first `--tokens` tokens, the prompt,
+and the queries of the next `--steps` tokens read of them like decode steps:
+
+    recall = |read and among the true top B| / B,     B the budget, sinks included; the true top B by <q, k> over the
+                                                      prompt; per query head, in the mean over steps, heads and layers
+
+as in the figure of ClusterKV's paper. `cluster_hits` is the paper's cache hit rate, the share of the clusters a query
+head reads that it read in the last R steps, and `cluster_hits_by_tokens` weighs each by the tokens taken from it.
+`hot_set_hits` is what the cache really does with `offload=host:keep_steps=R`: the share of reads that found their
+token on the device, which the query heads of one KV head share.
+
+`--clusters 100,400` adds ClusterKV in the paper's setting with so many clusters of the prompt. Clusters are by cosine,
+the only distance `ops.kmeans` has. One record for each method, budget and text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from rich.table import Table
+
+from kvsketch.compare.budgets import contenders, with_budget
+from kvsketch.methods import parse_method
+from kvsketch.options import option
+from kvsketch.slots.table import SlotTable
+from kvsketch_lab.evaluation import experiment, passages, runner, selections
+from kvsketch_lab.evaluation.attention_error import PAPER_CLUSTERKV
+from kvsketch_lab.evaluation.attention_protocol import Captured
+from kvsketch_lab.evaluation.captures import TextCapture, layer_numbers
+from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions, budgets_option, methods_option
+from kvsketch_lab.evaluation.result_table import by_method, mean_of
+from kvsketch_lab.records import mean, mean_text
+
+PAPER_STEPS = (1, 2)  # R of the paper's cache hit rates
+METHODS = ("clusterkv", PAPER_CLUSTERKV, "quest", "infinigen", "infinigen:alpha=100")
+
+
+class LayerOutcome:
+    """Sums over the layers of one method and budget."""
+
+    def __init__(self) -> None:
+        self.recall: dict[str, list[float]] = {}
+        self.tokens_read: list[float] = []
+        self.clusters: list[int] = []
+        self.hits: dict[str, dict[str, list[float]]] = {"cluster_hits": {}, "cluster_hits_by_tokens": {}}
+        self.hot: dict[str, list[int]] = {}
+        self.stored = self.bytes = self.full_bytes = 0
+
+    def add(self, layer: Captured, choice: selections.Choice, ranks: torch.Tensor, budget: int) -> None:
+        by_head = selections.recall(choice.rows, ranks, budget).mean(1)
+        self.recall[str(layer.layer)] = [round(value, 4) for value in by_head.tolist()]
+        self.tokens_read.append(float((choice.rows >= 0).sum(-1).float().mean()))
+        if choice.taken is not None:
+            for steps in (s for s in PAPER_STEPS if choice.taken.shape[1] > s):
+                shares = selections.cluster_hits(choice.taken, steps)
+                for kind, share in zip(self.hits.values(), shares, strict=True):
+                    kind.setdefault(str(steps), []).append(float(share.mean()))
+
+    def add_table(self, table: SlotTable, context: int) -> None:
+        count = selections.cluster_count(table)
+        self.clusters += [] if count is None else [count]
+        self.stored = max(self.stored, table.stored())
+        self.bytes += sum(tensor.nbytes for tensor in table.tensors())
+        self.full_bytes += table.token_bytes() * context
+
+    def add_hot(self, steps: int, counted: tuple[int, int] | None) -> None:
+        if counted is not None:
+            before = self.hot.setdefault(str(steps), [0, 0])
+            self.hot[str(steps)] = [a + b for a, b in zip(before, counted, strict=True)]
+
+    def data(self, budget: int) -> dict[str, Any]:
+        heads = [value for layer in self.recall.values() for value in layer]
+        found: dict[str, Any] = {
+            "budget_tokens": budget,
+            "recall": sum(heads) / len(heads),
+            "recall_by_head": self.recall,
+            "tokens_read": round(sum(self.tokens_read) / len(self.tokens_read), 1),
+        }
+        if self.clusters:
+            found["clusters"] = max(self.clusters)
+        for kind, shares in self.hits.items():
+            if shares:
+                found[kind] = {steps: round(sum(s) / len(s), 4) for steps, s in shares.items()}
+        if self.hot:
+            found["hot_set_hits"] = {steps: round(hits / max(reads, 1), 4) for steps, (hits, reads) in self.hot.items()}
+        memory = {"tokens_stored": self.stored, "device_bytes": self.bytes, "host_bytes": 0}
+        return found | memory | {"full_bytes": self.full_bytes}
+
+
+@dataclass
+class RecallOptions(ExperimentOptions):
+    methods: str = methods_option(",".join(METHODS))
+    budgets: str = budgets_option("256,512,1024,2048")
+    texts: str = passages.texts_option("1")
+    tokens: int = option(8192, "tokens of the prompt", least=2)
+    steps: int = option(64, "tokens after it whose queries read the prompt", least=1)
+    layers: str = option("2-", "such as 2,7,14 or 2- or all; the papers read layers 0 and 1 in full")
+    clusters: tuple[int, ...] = option(
+        "", "ClusterKV in the paper's setting with so many clusters, comma-separated", least=1, none=True
+    )
+    hot_budgets: tuple[str, ...] = option(
+        "1024", "budgets at which the hot set is run, comma-separated; empty: none", none=True
+    )
+    keep_steps: tuple[int, ...] = option(
+        "1,2", "the hot set holds what so many last steps read, comma-separated", least=1
+    )
+
+
+class Recall(experiment.Experiment):
+    """Recall of the true top tokens, and hit rates, by method and budget."""
+
+    name: ClassVar[str] = "recall"
+    metric: ClassVar[str] = "recall"
+    options: RecallOptions
+
+    def __init__(self, options: RecallOptions) -> None:
+        super().__init__(options)
+        if options.budgets_in != "tokens":
+            raise ValueError("recall compares methods that read the same number of tokens; use --budgets-in tokens")
+        self.layers = layer_numbers(options.layers, options.model)
+        self._texts = TextCapture(options.tokens + options.steps, self.layers)
+
+    def check(self) -> None:
+        tokens = self.options.tokens + self.options.steps
+        passages.require(self.tokenizer, passages.names(self.options.texts), tokens)
+
+    @property
+    def contenders(self) -> list[tuple[str, str]]:
+        sweep = contenders(self._sweep(), self.options.budgets) if self.options.clusters else []
+        return list(dict.fromkeys(super().contenders + sweep))
+
+    def _sweep(self) -> str:
+        for count in self.options.clusters:
+            if count > self.options.tokens:
+                raise ValueError(f"--clusters {count} is outside 1 to {self.options.tokens}, the tokens of the prompt")
+        sizes = [max(1, round(self.options.tokens / count)) for count in self.options.clusters]
+        paper = PAPER_CLUSTERKV.replace("tokens_per_cluster=80", "tokens_per_cluster={}")
+        return ",".join(paper.format(size) for size in sizes)
+
+    def cells(self) -> list[Cell]:
+        options = self.options
+        layers = ",".join(map(str, self.layers))
+        setting = (*self.setting, ("tokens", options.tokens), ("steps", options.steps), ("layers", layers))
+        return [
+            Cell(method, budget, name, seed, setting)
+            for name in passages.names(options.texts)
+            for seed in self.seeds
+            for method, budget in self.contenders
+        ]
+
+    def alike(self, cell: Cell) -> Hashable:
+        """The budgets of one method share its index, the methods the forward of the text."""
+        return cell.sample, cell.seed, cell.method
+
+    @torch.no_grad()
+    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        context = self.options.tokens
+        outcomes = {cell: LayerOutcome() for cell in cells}
+        for layer in self._texts.of(self.model, self.tokenizer, cells[0].sample).values():
+            self._measure_layer(layer, context, outcomes)
+        for cell, outcome in outcomes.items():
+            drawn = {"cache_seed": cell.cache_seed} if parse_method(cell.method).random else {}
+            yield cell, outcome.data(selections.budget_tokens(cell.budget, context)) | drawn
+
+    def _measure_layer(self, layer: Captured, context: int, outcomes: dict[Cell, LayerOutcome]) -> None:
+        sizes = {cell: selections.budget_tokens(cell.budget, context) for cell in outcomes}
+        ranks = selections.true_ranks(layer, context, max(sizes.values()))
+        shared: SlotTable | None = None
+        for cell in sorted(outcomes, key=lambda cell: sizes[cell]):
+            method = selections.readable(parse_method(with_budget(cell.method, cell.budget)))
+            # An index does not depend on the budget, as long as there is one.
+            recalls = method.family == "recall" and sizes[cell] < context
+            own = shared if recalls else None
+            table = selections.table_of(method, layer, context, cell.cache_seed) if own is None else own
+            shared = table if recalls else shared
+            choice = selections.choose(method, table, layer.queries[:, :, context:])
+            outcomes[cell].add(layer, choice, ranks, sizes[cell])
+            outcomes[cell].add_table(table, context)
+            if method.family == "recall" and cell.budget in self.options.hot_budgets:
+                for steps in self.options.keep_steps:
+                    counted = selections.hot_set_hits(method, layer, context, steps, cell.cache_seed)
+                    outcomes[cell].add_hot(steps, counted)
+
+    def table(self, data: list[dict[str, Any]]) -> Table:
+        """A row for each method and budget: recall with its interval over heads, tokens read, and the hit rates."""
+        found = Table("method", "budget", "recall [95%]", "read", "clusters", title=self.name)
+        for name in ("cluster hits R=1, 2", "hot set hits R=1, 2", "failed"):
+            found.add_column(name, justify="right")
+        for (method, budget), cells in by_method(data).items():
+            right = [each for each in cells if experiment.FAILED not in each]
+            heads = [value for each in right for layer in each["recall_by_head"].values() for value in layer]
+            numbers = [mean_of(right, name) for name in ("tokens_read", "clusters")]
+            hits = [_hits(right, kind) for kind in ("cluster_hits", "hot_set_hits")]
+            found.add_row(
+                method,
+                budget,
+                mean_text(heads, range(len(heads)), digits=3),
+                *numbers,
+                *hits,
+                str(len(cells) - len(right)),
+            )
+        return found
+
+
+def _hits(cells: list[dict[str, Any]], kind: str) -> str:
+    found = [each[kind] for each in cells if kind in each]
+    return " ".join(f"{mean([each[steps] for each in found]):.1%}" for steps in found[0]) if found else "-"
+
+
+command, main = runner.commands(Recall)

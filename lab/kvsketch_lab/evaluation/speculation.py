@@ -1,0 +1,169 @@
+"""Recall of a layer that scores with a query predicted from the layer before, on a real model and text.
+
+    kvsketch eval speculation --model smollm2-135m --tokens 2048
+
+The model reads a text once. Of each chosen layer and the one before it InfiniGen indexes the first `--tokens` tokens;
+then the next `--steps` tokens come one by one, as in decoding, and each query head of the layer reads `budget` of the
+tokens before it (`alpha` is so large that the whole budget is read):
+
+    recall = |read and among the true best| / |true best|,    the tokens of largest <q, k>, as many as are read
+
+with the layer's own query, with the predicted one, with one predicted without removing the rotation, and with one whose
+map was learned from shuffled tokens, so that it only gives the mean query of the prompt. Runs on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from kvsketch.cache import rotary
+from kvsketch.methods import InfiniGen
+from kvsketch.options import option
+from kvsketch.slots.table import SlotTable
+from kvsketch_lab.evaluation import experiment, passages, runner
+from kvsketch_lab.evaluation.captures import TextCapture, layer_numbers
+from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions
+from kvsketch_lab.evaluation.selections import budget_tokens
+
+
+class Asked(NamedTuple):
+    """What a layer computed for a text: queries [1, Hq, n, D] and keys [1, H, n, D]."""
+
+    queries: Tensor
+    keys: Tensor
+
+
+class Query(NamedTuple):
+    """Where the query that scores comes from."""
+
+    speculate: str
+    rotation: bool = True  # whether the rotation by position is known
+    shuffled: bool = False  # whether the map is learned from the wrong tokens
+
+
+QUERIES = {
+    "own": Query("own"),
+    "previous": Query("previous"),
+    "previous, rotation unknown": Query("previous", rotation=False),
+    "previous, map of other tokens": Query("previous", shuffled=True),
+}
+
+
+@torch.no_grad()
+def recall(
+    layers: tuple[Asked, Asked], query: Query, angles: tuple[float, ...], budget: int, steps: int, ratio: float = 0.2
+) -> float:
+    """Share of its true best tokens that the second of two layers reads in the last `steps` tokens."""
+    method = InfiniGen(budget=budget, skip_layers=0, alpha=1e6, ratio=ratio, speculate=query.speculate)
+    tables = [SlotTable(number, 2, rotary=angles if query.rotation else ()) for number in range(2)]
+    tables[1].note_previous(tables[0])
+    total = layers[0].queries.shape[2]
+    prompt, found = total - steps, []
+    for number, (table, layer) in enumerate(zip(tables, layers, strict=True)):
+        asked = layer.queries[:, :, :prompt]
+        if query.shuffled and number == 0:
+            asked = asked[:, :, torch.randperm(prompt, generator=torch.Generator().manual_seed(0)).to(asked.device)]
+        table.append(layer.keys[:, :, :prompt], layer.keys[:, :, :prompt])
+        method.compress(table, asked)
+    for step in range(prompt, total):
+        rows = _step(method, tables, layers, step)
+        found.append(_share_found(rows, layers[1], step, budget - 1))
+    return sum(found) / len(found)
+
+
+def _step(method: InfiniGen, tables: list[SlotTable], layers: tuple[Asked, Asked], step: int) -> Tensor:
+    """One token through both layers; the tokens that each query head of the second reads, [Hq, budget]."""
+    rows: Tensor | None = None
+    for table, layer in zip(tables, layers, strict=True):
+        asked, key = (tensor[:, :, step : step + 1] for tensor in layer)
+        table.append(key, key)
+        method.attend(table, asked.contiguous())
+        rows = method.rows_chosen(table, asked.contiguous())
+        method.compress(table, asked)
+    assert rows is not None
+    return rows[0]
+
+
+def _share_found(rows: Tensor, layer: Asked, step: int, count: int) -> float:
+    group = layer.queries.shape[1] // layer.keys.shape[1]
+    scores = layer.queries[0, :, step : step + 1] @ layer.keys[0, :, :step].repeat_interleave(group, 0).mT
+    best = scores.squeeze(1).topk(min(count, step)).indices
+    read = torch.zeros(len(rows), step + 1, dtype=torch.bool, device=rows.device)
+    read.scatter_(1, torch.where(rows >= 0, rows, step).long(), True)
+    return float(read.gather(1, best).float().mean())
+
+
+@dataclass
+class SpeculationOptions(ExperimentOptions):
+    methods: str = option("infinigen", "only infinigen speculates", choices=("infinigen",))
+    budgets: str = experiment.budgets_option("256")
+    budget: int | None = option(None, "tokens that a query head reads; instead of --budgets", least=17)
+    texts: str = passages.texts_option("1")
+    tokens: int = option(2048, "tokens of the prompt", least=2)
+    steps: int = option(64, "tokens after it, over which recall is averaged", least=1)
+    layers: str = option("2,6,10,14,18,22,26", "such as 2,7 or 2- or all; layer 0 has none before it")
+
+
+class Speculation(experiment.Experiment):
+    """Recall of a layer's true best tokens, a record for each kind of query and budget."""
+
+    name: ClassVar[str] = "speculation"
+    metric: ClassVar[str] = "recall"
+    options: SpeculationOptions
+
+    def __init__(self, options: SpeculationOptions) -> None:
+        super().__init__(options)
+        if options.budget is not None:
+            options.budgets = str(options.budget)
+        self.layers = [layer for layer in layer_numbers(options.layers, options.model) if layer > 0]
+        if not self.layers:
+            raise ValueError(f"--layers {options.layers}: layer 0 has none before it; use numbers of 1 or more")
+        needed = sorted({number for layer in self.layers for number in (layer - 1, layer)})
+        self._texts = TextCapture(options.tokens + options.steps, needed)
+
+    def check(self) -> None:
+        tokens = self.options.tokens + self.options.steps
+        passages.require(self.tokenizer, passages.names(self.options.texts), tokens)
+
+    def cells(self) -> list[Cell]:
+        options = self.options
+        setting = (*self.setting, ("tokens", options.tokens), ("steps", options.steps))
+        setting += (("asked", ",".join(map(str, self.layers))),)
+        return [
+            Cell(method, budget, name, seed, (*setting, ("query", query)))
+            for name in passages.names(options.texts)
+            for seed in self.seeds
+            for method, budget in self.contenders
+            for query in QUERIES
+        ]
+
+    def alike(self, cell: Cell) -> Hashable:
+        return cell.sample
+
+    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        captured = self._texts.of(self.model, self.tokenizer, cells[0].sample)
+        angles = rotary.frequencies(self.model.config)
+        for cell in cells:
+            query, budget = QUERIES[dict(cell.setting)["query"]], budget_tokens(cell.budget, self.options.tokens)
+            found = {}
+            for layer in self.layers:
+                pair = (Asked(*captured[layer - 1][:2]), Asked(*captured[layer][:2]))
+                found[str(layer)] = round(recall(pair, query, angles, budget, self.options.steps), 4)
+            yield cell, {"recall": sum(found.values()) / len(found), "layers": found}
+
+    def table(self, data: list[dict[str, Any]]) -> Table:
+        found = Table("query", "budget", "recall", *map(str, self.layers), title=self.name)
+        for each in data:
+            if experiment.FAILED not in each:
+                values = (f"{value:.3f}" for value in each["layers"].values())
+                found.add_row(each["query"], each["budget"], f"{each['recall']:.3f}", *values)
+        return found
+
+
+command, main = runner.commands(Speculation)

@@ -1,0 +1,50 @@
+"""Records of measurements: their format and files, which of them measure the same thing, and one estimator.
+
+    stamp.py      a record: kind, command, commit, machine, versions, seed, time, data
+    files.py      files of records: one reader, one writer
+    identity.py   which records measure the same thing, and which of them counts
+    estimate.py   means and perplexities with their intervals, by a bootstrap over texts
+
+This package does not depend on models, methods or pages; it imports torch only to describe the machine.
+"""
+
+from kvsketch_lab.records.estimate import (
+    Estimate,
+    interval_text,
+    mean,
+    mean_over_texts,
+    mean_text,
+    nested_mean,
+    perplexity_deviation,
+    text_of,
+)
+from kvsketch_lab.records.files import FAILED, Record, Writer, append, read, read_folder, write_whole
+from kvsketch_lab.records.identity import budget_of, budget_value, identity, latest
+from kvsketch_lab.records.stamp import command, commit, machine, make_record, versions
+
+__all__ = [
+    "FAILED",
+    "Estimate",
+    "Record",
+    "Writer",
+    "append",
+    "budget_of",
+    "budget_value",
+    "command",
+    "commit",
+    "identity",
+    "interval_text",
+    "latest",
+    "machine",
+    "make_record",
+    "mean",
+    "mean_over_texts",
+    "mean_text",
+    "nested_mean",
+    "perplexity_deviation",
+    "read",
+    "read_folder",
+    "text_of",
+    "versions",
+    "write_whole",
+]

@@ -1,0 +1,191 @@
+"""Everything a report shows, computed once from the records: plain values that the writers put into words and lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsketch_lab.records import FAILED, Record, budget_value, latest, read_folder
+from kvsketch_lab.report import pictures
+from kvsketch_lab.report.kinds import KINDS, Data, Kind
+from kvsketch_lab.report.palette import order
+from kvsketch_lab.report.rows import Observation, Row, aggregate, is_overall, together
+
+CLUSTERABILITY, TOKEN_LIFE = "clusterability", "token_life"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One experiment and its rows."""
+
+    kind: Kind
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Contents:
+    sections: list[Section]
+    needle: list[Data]
+    positions: list[Data]
+    clusters: list[Data]
+    documents: list[Data]
+    provenance: list[Data]
+    remarks: list[str]
+    records: int
+
+    @property
+    def methods(self) -> list[str]:
+        found = {row.method for section in self.sections for row in section.rows}
+        found |= {life["method"] for document in self.documents for life in document["lives"]}
+        return sorted(found, key=order)
+
+    @property
+    def models(self) -> list[str]:
+        """Those of which more was measured first."""
+        counts = {each["name"].partition(";")[0]: 0 for each in (*self.clusters, *self.documents)}
+        for row in (row for section in self.sections for row in section.rows):
+            counts[row.model] = counts.get(row.model, 0) + row.count
+        return sorted(counts, key=lambda model: (-counts[model], model))
+
+
+def gather(folder: Path, below: bool = False) -> Contents:
+    """What the records of a folder, and with `below` of the folders in it, say."""
+    remarks: list[str] = []
+    records = read_folder(folder, remarks, below)
+    counted = latest(records)
+    known = [(kind, found) for kind in KINDS if (found := _observations(kind, counted, remarks))]
+    used = [record for record in records if _is_shown(record)]
+    of = {kind.name: found for kind, found in known}
+    estimates = {kind.name: kind.estimate for kind, _ in known}
+    return Contents(
+        sections=[Section(kind, _ordered(aggregate(found, kind.estimate))) for kind, found in known],
+        needle=pictures.needle_maps(each for each in of.get("needle", []) if not is_overall(each.setting)),
+        positions=pictures.by_position(of.get("perplexity", []), estimates.get("perplexity")),
+        clusters=pictures.clusters(_drawn(counted, CLUSTERABILITY), remarks),
+        documents=pictures.documents(_drawn(counted, TOKEN_LIFE), remarks),
+        provenance=provenance(used),
+        remarks=[*remarks, *_failed_pictures(counted), *_left_out(records)],
+        records=len(used),
+    )
+
+
+def _observations(kind: Kind, records: Iterable[Record], remarks: list[str]) -> list[Observation]:
+    """What the records of an experiment measured; one that lacks a field is told and left out."""
+    found: list[Observation] = []
+    for record in filter(kind.owns, records):
+        try:
+            found += kind.observations(record)
+        except (KeyError, TypeError, ValueError) as error:
+            remarks.append(pictures.lacking(record, error))
+    return together(kind.setting[0], kind.overall, found) if kind.overall and found else found
+
+
+def _drawn(records: Iterable[Record], name: str) -> list[Record]:
+    return [record for record in records if record["kind"].replace("-", "_") == name]
+
+
+def _is_shown(record: Record) -> bool:
+    return record["kind"].replace("-", "_") in (CLUSTERABILITY, TOKEN_LIFE) or any(kind.owns(record) for kind in KINDS)
+
+
+def _failed_pictures(records: Sequence[Record]) -> list[str]:
+    """What failed of the experiments that have no rows to count it in."""
+    drawn = [record for name in (CLUSTERABILITY, TOKEN_LIFE) for record in _drawn(records, name)]
+    failed = {
+        f"{record['file']}: {record['data'].get('method', '')} {record['data'].get('budget', '')} failed: "
+        f"{record['data'][FAILED]}"
+        for record in drawn
+        if record["data"].get(FAILED)
+    }
+    return sorted(failed)
+
+
+def _left_out(records: Sequence[Record]) -> list[str]:
+    """Kinds of records that no section shows, such as benchmarks."""
+    counts: dict[tuple[str, str], int] = {}
+    for record in records:
+        if not _is_shown(record):
+            counts[record["file"], record["kind"]] = counts.get((record["file"], record["kind"]), 0) + 1
+    return [
+        f"{file}: {count} records of kind {kind!r} are of no experiment that this report shows"
+        for (file, kind), count in sorted(counts.items())
+    ]
+
+
+def _ordered(rows: Sequence[Row]) -> list[Row]:
+    """Rows by model, setting, method and budget."""
+    return sorted(
+        rows,
+        key=lambda row: (
+            row.model,
+            setting_order(row.setting, row.variant),
+            order(row.method),
+            budget_value(row.budget),
+        ),
+    )
+
+
+def setting_order(setting: str, variant: str = "") -> tuple[int, str, list[tuple[float, str]]]:
+    """Means over everything first, of the usual way to measure before others; then by the numbers in the text, so that
+    `lines 200` precedes `lines 1,000`.
+    """
+    place = 0 if is_overall(setting) else 1 if setting.startswith("group") else 2
+    return place, "" if place else variant, [_part(word) for word in setting.split()]
+
+
+def _part(word: str) -> tuple[float, str]:
+    digits = word.strip(",").replace(",", "")
+    return (float(digits), "") if digits.replace(".", "", 1).isdigit() else (-1.0, word)
+
+
+def provenance(records: Iterable[Record]) -> list[Data]:
+    """Where records come from: one entry for each file, command, commit, machine, set of versions and model hash."""
+    runs: dict[str, dict[str, Any]] = {}
+    for record in records:
+        origin = {
+            "file": record["file"],
+            "command": record.get("command") or "unknown",
+            "commit": commit_text(record.get("commit")),
+            "machine": _machine(record.get("machine") or {}),
+            "versions": ", ".join(f"{k} {v}" for k, v in sorted((record.get("versions") or {}).items()) if v),
+            "model": _model(record["data"]),
+        }
+        run = runs.setdefault(json.dumps(origin, sort_keys=True), {**origin, "records": 0, "seeds": set(), "dates": []})
+        run["records"] += 1
+        run["dates"].append(str(record.get("time", ""))[:10])
+        if record.get("seed") is not None:
+            run["seeds"].add(record["seed"])
+    return [
+        {
+            **{key: value for key, value in run.items() if key not in ("seeds", "dates")},
+            "seeds": ", ".join(map(str, sorted(run["seeds"]))),
+            "dates": _span(run["dates"]),
+        }
+        for _, run in sorted(runs.items())
+    ]
+
+
+def commit_text(commit: dict[str, Any] | None) -> str:
+    if not commit:
+        return "unknown"
+    return f"{str(commit.get('hash', 'unknown'))[:10]}{' with changes' if commit.get('dirty') else ''}"
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    gpu = machine.get("gpu")
+    return gpu or f"no GPU, {machine.get('processor', 'unknown processor')}, {machine.get('cores', '?')} cores"
+
+
+def _model(data: Data) -> str:
+    name, found = str(data.get("model") or ""), data.get("model_sha256") or ""
+    return f"{name} ({str(found)[:16]})" if found else name
+
+
+def _span(dates: list[str]) -> str:
+    known = sorted(date for date in dates if date)
+    if not known:
+        return ""
+    return known[0] if known[0] == known[-1] else f"{known[0]} to {known[-1]}"

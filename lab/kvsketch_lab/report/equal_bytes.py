@@ -1,0 +1,376 @@
+"""Answers at equal bytes: every method at the same share of the full cache's bytes, on questions held out of tuning.
+
+Counted are records with budgets in bytes and seeds, or texts, kept for reporting (`records.held_out`). A number is the
+mean over questions; its interval draws whole texts again, because questions about one text share its compressed cache.
+A number with less than a third of the full cache's questions, or without two of its RULER tasks, is not shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+from kvsketch_lab.records import (
+    FAILED,
+    Estimate,
+    Record,
+    budget_value,
+    interval_text,
+    latest,
+    mean,
+    mean_over_texts,
+    nested_mean,
+    perplexity_deviation,
+    text_of,
+)
+from kvsketch_lab.records.held_out import is_held_out_seed, is_held_out_text
+from kvsketch_lab.report import blocks
+from kvsketch_lab.report.canvas import GRID, WIDEST, line_style, new_figure
+from kvsketch_lab.report.kinds import Data, model_name
+from kvsketch_lab.report.palette import looks, order
+
+SHARES = ("1/4", "1/8", "1/16", "1/32")
+FULL, OURS = "full", "rehearse"
+LOSSES = ("perplexity", "KL")  # tasks of which less is better
+SHORT = ("lines 400", "RULER 4,000")  # the tasks of README
+DRAWN = ("lines 200", "lines 400", "RULER 4,000", "needle 4,000")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one method did at one share of the bytes, on one task, asked in one way."""
+
+    model: str
+    task: str
+    method: str
+    budget: str  # as asked; "" where the method takes none
+    question: str  # seen or unseen
+    value: Estimate
+    questions: int
+    bytes: float  # on the device, measured, of the full cache's
+    tokens: float | None  # the budget in tokens, of the prompt's
+    parts: dict[str, float] = field(default_factory=dict)  # of RULER, the mean of each task
+    typical: float | None = None  # `bytes` of the method, the mean over tasks
+
+    @property
+    def column(self) -> str:
+        """The share of the bytes that it is compared at: the one asked for, or the nearest to what it takes."""
+        takes = self.typical or self.bytes
+        return self.budget or min(SHARES, key=lambda share: abs(math.log(takes / float(Fraction(share)))))
+
+
+def cells(records: Iterable[Record]) -> list[Cell]:
+    """Everything that was measured at equal bytes on held-out questions."""
+    return cells_of(held_out(records))
+
+
+def held_out(records: Iterable[Record]) -> list[Record]:
+    """The records that count."""
+    return [record for record in latest(records) if counts(record)]
+
+
+def cells_of(own: Iterable[Record]) -> list[Cell]:
+    """What records that count measured."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for record in own:
+        data = record["data"]
+        if FAILED in data or not data.get("full_bytes"):
+            continue
+        method, budget = str(data["method"]), str(data.get("budget") or "")
+        for task in _tasks(record):
+            key = (model_name(data), task, method, budget, str(data.get("question", "unseen")))
+            groups.setdefault(key, []).append(record)
+    return comparable(_in_one_column([_cell(key, members) for key, members in sorted(groups.items())]))
+
+
+def _in_one_column(found: Sequence[Cell]) -> list[Cell]:
+    """The same, with what a method takes on all tasks: one that takes no budget stands in one column."""
+    taken: dict[tuple[str, str, str], list[float]] = {}
+    for cell in found:
+        taken.setdefault((cell.model, cell.method, cell.budget), []).append(cell.bytes)
+    return [replace(cell, typical=mean(taken[cell.model, cell.method, cell.budget])) for cell in found]
+
+
+def comparable(found: Sequence[Cell]) -> list[Cell]:
+    """Those that were asked about as much as the full cache, nearly."""
+    full = {(cell.model, cell.task): cell for cell in found if cell.method == FULL}
+
+    def is_comparable(cell: Cell) -> bool:
+        reference = full.get((cell.model, cell.task), cell)
+        return 3 * cell.questions >= reference.questions and len(missing(cell, reference)) <= 1
+
+    return [cell for cell in found if is_comparable(cell)]
+
+
+def missing(cell: Cell, reference: Cell) -> list[str]:
+    """The RULER tasks of the reference that a cell lacks."""
+    return [name for name in reference.parts if name not in cell.parts]
+
+
+def counts(record: Record) -> bool:
+    """Whether a record was measured at equal bytes, on what no default was chosen by. The full cache of kvpress is no
+    measurement of ours: its presses are rows of their own.
+    """
+    data, kind = record["data"], record["kind"]
+    if data.get("method") == FULL and "kvpress" in data:
+        return False
+    if kind not in ("lines", "needle", "ruler", "perplexity") or data.get("budgets_in") != "bytes":
+        return False
+    return is_held_out_text(str(data.get("sample"))) if kind == "perplexity" else is_held_out_seed(record.get("seed"))
+
+
+def _tasks(record: Record) -> list[str]:
+    data = record["data"]
+    match record["kind"]:
+        case "lines":
+            return [f"lines {data['lines']:,}"]
+        case "needle":
+            return [f"needle {data['length']:,}"]
+        case "ruler":
+            return [f"RULER {data['length']:,}"]
+    at = f"{data['position']:,}"
+    return [f"perplexity {at}", *([f"KL {at}"] if "kl" in data else [])]
+
+
+def _cell(key: tuple[str, ...], members: Sequence[Record]) -> Cell:
+    model, task, method, budget, question = key
+    data = [record["data"] for record in members]
+    tokens = [each["budget_tokens"] / each["prompt_tokens"] for each in data if _knows_tokens(each)]
+    return Cell(
+        model,
+        task,
+        method,
+        budget,
+        question,
+        _value(task, members),
+        len(members),
+        mean([each["device_bytes"] / each["full_bytes"] for each in data]),
+        mean(tokens) if tokens else None,
+        {name: mean([each["score"] for each in data if each["task"] == name]) for name in _ruler_tasks(members)},
+    )
+
+
+def _knows_tokens(data: Data) -> bool:
+    return bool(data.get("budget_tokens") and data.get("prompt_tokens"))
+
+
+def _value(task: str, members: Sequence[Record]) -> Estimate:
+    data = [record["data"] for record in members]
+    if task.startswith("perplexity"):
+        return perplexity_deviation(data)
+    texts = [text_of(record["data"], record["seed"]) for record in members]
+    if task.startswith("KL"):
+        return mean_over_texts([each["kl"] for each in data], texts)
+    values = [each["score"] for each in data]
+    if task.startswith("RULER"):
+        return nested_mean(values, texts, [(each["task"],) for each in data])
+    return mean_over_texts(values, texts)
+
+
+def _ruler_tasks(members: Sequence[Record]) -> list[str]:
+    """The RULER tasks that records are about."""
+    return list(dict.fromkeys(record["data"]["task"] for record in members if record["kind"] == "ruler"))
+
+
+def same_tasks(full: Cell, cell: Cell) -> float:
+    """What the full cache answers on the RULER tasks that a cell has, or on the whole task."""
+    shared = [value for name, value in full.parts.items() if name in cell.parts]
+    return mean(shared) if shared else full.value.value
+
+
+# tables
+
+
+def task_order(task: str) -> tuple[int, float]:
+    """Lines, RULER, needles, then losses; each by its size."""
+    name, _, size = task.partition(" ")
+    names = ("lines", "RULER", "needle", *LOSSES)
+    return names.index(name), float(size.replace(",", ""))
+
+
+def tables(found: Sequence[Cell], model: str) -> str:
+    """A table for each share of the bytes: a row for each method and way to ask, a column for each task."""
+    own = [cell for cell in found if cell.model == model]
+    tasks = sorted({cell.task for cell in own}, key=task_order)
+    parts = []
+    for share in SHARES:
+        full = {cell.task: cell for cell in own if cell.method == FULL}
+        rows = _rows([cell for cell in own if cell.method != FULL and cell.column == share], tasks, full)
+        reference = _rows(list(full.values()), tasks, full)
+        if rows:
+            head = ["method", "question", "bytes", *map(_title, tasks)]
+            parts.append(f"**{share} of the bytes**\n\n{blocks.table(head, [*reference, *rows])}")
+    return "\n\n".join(parts)
+
+
+def _rows(found: Sequence[Cell], tasks: Sequence[str], full: dict[str, Cell]) -> list[list[str]]:
+    by: dict[tuple[str, str], dict[str, Cell]] = {}
+    for cell in found:
+        by.setdefault((cell.method, cell.question), {})[cell.task] = cell
+    # The question makes no difference to perplexity, so its cells join the row of unseen questions.
+    return [
+        [
+            blocks.Code(method),
+            question,
+            _held(own.values()),
+            *(_text(own[task], full.get(task)) if task in own else "" for task in tasks),
+        ]
+        for (method, question), own in sorted(by.items(), key=lambda each: (order(each[0][0]), each[0][1] != "unseen"))
+    ]
+
+
+def _held(found: Iterable[Cell]) -> str:
+    """The share of the bytes when a text is compressed. Losses do not tell: they are measured while tokens are
+    generated, which take room besides.
+    """
+    answers = [cell.bytes for cell in found if not cell.task.startswith(LOSSES)]
+    return f"{mean(answers):.1%}" if answers else ""
+
+
+def _text(cell: Cell, full: Cell | None) -> str:
+    form = "+.2f" if cell.task.startswith("perplexity") else ".3f" if cell.task.startswith("KL") else ".2f"
+    text = interval_text(cell.value, form)
+    if full is None or not (lacks := missing(cell, full)):
+        return text
+    return f"{text} without {', '.join(lacks)} (full {same_tasks(full, cell):.2f})"
+
+
+def _title(task: str) -> str:
+    return f"{task} tokens" if not task.startswith("lines") else task
+
+
+def short_table(found: Sequence[Cell], model: str) -> str:
+    """README's: right answers to unseen questions by share of the bytes, a row for each method."""
+    own, tasks = _short(found, model), short_tasks(found, model)
+    full = {cell.task: cell for cell in own if cell.method == FULL}
+    values = {}
+    for cell in own:
+        star = "*" if missing(cell, full.get(cell.task, cell)) else ""
+        values[cell.method, cell.column, cell.task] = f"{cell.value.value:.2f}{star}"
+    methods = sorted(
+        {cell.method for cell in own if cell.method != FULL}, key=lambda name: (not _is_ours(name), order(name))
+    )
+    whole = " / ".join(f"{full[task].value.value:.2f}" for task in sorted(full, key=task_order))
+    rows = [
+        [blocks.Code(FULL), whole, *("" for _ in SHARES)],
+        *(
+            [blocks.Code(method), "", *(" / ".join(_known(values, method, share, tasks)) for share in SHARES)]
+            for method in methods
+        ),
+    ]
+    return blocks.table(["share of the full cache's bytes", "all", *SHARES], rows)
+
+
+def short_note(found: Sequence[Cell], model: str) -> str:
+    """What a star in README's table means; empty where there is none."""
+    own = _short(found, model)
+    full = {cell.task: cell for cell in own if cell.method == FULL}
+    lacking = {name: cell for cell in own if cell.task in full for name in missing(cell, full[cell.task])}
+    return "; ".join(
+        f"*: without RULER's {name}, where the full cache has {same_tasks(full[cell.task], cell):.2f}"
+        for name, cell in lacking.items()
+    )
+
+
+def short_tasks(found: Sequence[Cell], model: str) -> list[str]:
+    """The tasks of README's table."""
+    return sorted({cell.task for cell in _short(found, model)}, key=task_order)
+
+
+def _short(found: Sequence[Cell], model: str) -> list[Cell]:
+    return [cell for cell in found if cell.model == model and cell.question == "unseen" and cell.task in SHORT]
+
+
+def _is_ours(method: str) -> bool:
+    return method.partition(":")[0] == OURS
+
+
+def _known(values: dict[tuple[str, str, str], str], method: str, share: str, tasks: Sequence[str]) -> list[str]:
+    known = [values.get((method, share, task), "-") for task in tasks]
+    return known if set(known) != {"-"} else []
+
+
+def least_questions(found: Sequence[Cell], model: str) -> str:
+    """The fewest questions behind an answer of the tables; tasks that were asked far less are named."""
+    least: dict[str, int] = {}
+    for cell in found:
+        if cell.model == model and not cell.task.startswith(LOSSES):
+            least[cell.task] = min(cell.questions, least.get(cell.task, cell.questions))
+    many = {task: count for task, count in least.items() if 3 * count >= max(least.values())}
+    few = [f"{_title(task)}: {least[task]}" for task in sorted(least, key=task_order) if task not in many]
+    named = f" ({', '.join(few)})" if few else ""
+    return f"{min(many.values(), default=0)} questions{named}"
+
+
+# the picture
+
+
+def picture(found: Sequence[Cell], model: str) -> Any | None:
+    """Right answers to unseen questions against measured bytes, a panel for each task; None without two points."""
+    own = [cell for cell in found if cell.model == model and cell.question == "unseen" and cell.task in DRAWN]
+    tasks = sorted({cell.task for cell in own if cell.method != FULL}, key=task_order)
+    if not tasks:
+        return None
+    columns = min(2, len(tasks))
+    lines = math.ceil(len(tasks) / columns)
+    figure, panels = new_figure(WIDEST, 3.6 * lines + 0.9, lines, columns)
+    shown = looks({cell.method for cell in own})
+    for axes, task in zip(panels, tasks, strict=False):
+        _panel(axes, [cell for cell in own if cell.task == task], shown)
+        axes.set_title(_title(task), loc="left", fontsize=10)
+    for axes in panels[len(tasks) :]:
+        axes.set_axis_off()
+    handles = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    labels = sorted(handles, key=order)
+    figure.legend(
+        [handles[label] for label in labels],
+        labels,
+        frameon=False,
+        fontsize=9,
+        loc="outside lower center",
+        ncols=4 if max(map(len, labels)) < 22 else 3,
+    )
+    return figure
+
+
+def _panel(axes: Any, own: Sequence[Cell], shown: dict[str, Any]) -> None:
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    curves: dict[str, list[Cell]] = {}
+    for cell in own:
+        # Forms of the full cache in few bits are points of one curve.
+        name = f"{FULL}, few bits" if cell.method.startswith(f"{FULL}:") else cell.method
+        curves.setdefault(name, []).append(cell)
+    for name in sorted(curves, key=order):
+        members = sorted(curves[name], key=lambda cell: cell.bytes)
+        look = shown[members[0].method]
+        if name == FULL:
+            axes.axhline(members[0].value.value, color=look.colour, linestyle="--", linewidth=1.4, label="full cache")
+            axes.plot([members[0].bytes], [members[0].value.value], marker="s", color=look.colour, markersize=6)
+            continue
+        ours = _is_ours(name)
+        means = [cell.value.value for cell in members]
+        lows = [0.0 if c.value.low is None else max(0.0, c.value.value - c.value.low) for c in members]
+        highs = [0.0 if c.value.high is None else max(0.0, c.value.high - c.value.value) for c in members]
+        axes.errorbar(
+            [cell.bytes for cell in members],
+            means,
+            yerr=[lows, highs],
+            color=look.colour,
+            linestyle=line_style(look),
+            marker=look.marker,
+            markersize=9 if ours else 4.5,
+            linewidth=2.6 if ours else 1.3,
+            elinewidth=0.7,
+            zorder=4 if ours else 3,
+            label=name,
+        )
+    axes.set(xscale="log", xlabel="device bytes, share of the full cache's", ylabel="right answers", ylim=(-0.03, 1.03))
+    axes.set_xticks([1.0, *(budget_value(share) for share in SHARES)], ["1", *SHARES])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}%"))
+    axes.grid(True, which="major", **GRID)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,253 @@
+"""The experiments a report knows, in the order in which it shows them, and what their records say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvsketch_lab.records import Estimate, Record, budget_of, nested_mean, perplexity_deviation, text_of
+from kvsketch_lab.report.rows import MEMORY, Estimator, Observation, mean_of, values_of
+
+Data = dict[str, Any]
+Observe = Callable[["Kind", Record], list[Observation]]
+Places = Callable[["Kind", Data], list[str]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the records of one experiment are read and shown."""
+
+    name: str
+    title: str
+    text: str
+    measure: str  # name of the axis
+    metric: str  # field of the value
+    setting: tuple[str, ...] = ()  # fields whose values are compared only among themselves
+    overall: str = ""  # name of the setting that takes all values of those fields together; empty: there is none
+    higher_is_better: bool = True
+    logarithmic: bool = False
+    share: bool = False  # whether values are shares of 1
+    places: Places | None = None  # the settings that a record counts in; None: the overall one and its own
+    observe: Observe | None = None  # the observations of a record that did not fail; None: `metric` at every place
+    form: str = ".2f"  # how its values are written
+    estimate: Estimator = mean_of
+
+    def observations(self, record: Record) -> list[Observation]:
+        """What the record measured: one value, several, or a failure."""
+        if not record["data"].get("failed"):
+            return (self.observe or _one_value)(self, record)
+        return [observation(self, record, None, place) for place in self.settings(record["data"])]
+
+    def settings(self, data: Data) -> list[str]:
+        """The settings that a record counts in."""
+        if self.places:
+            return self.places(self, data)
+        if self.overall and self.setting[0] not in data:
+            raise KeyError(self.setting[0])
+        overall = [", ".join([self.overall, *variants(data)])] if self.overall else []
+        return [*overall, setting_text(self, data)]
+
+    def owns(self, record: Record) -> bool:
+        """Whether a record is of this experiment; benchmarks may use the same word for another thing."""
+        same = record["kind"].replace("-", "_") == self.name
+        return same and "method" in record["data"] and "operation" not in record["data"]
+
+
+def observation(
+    kind: Kind, record: Record, value: float | None, setting: str, part: Hashable = None, **memory: Any
+) -> Observation:
+    """An observation of the method, budget and memory that the record names, or of a `part` of it, such as a head."""
+    data = record["data"]
+    return Observation(
+        kind=kind.name,
+        model=model_name(data),
+        setting=setting,
+        variant=", ".join(variants(data)),
+        method=str(data["method"]),
+        budget=budget_of(data),
+        value=value,
+        text=(*text_of(data, record["seed"]), part),
+        failed=str(data.get("failed") or ""),
+        data=data,
+        **{name: memory.get(name, data.get(name)) for name in MEMORY},
+    )
+
+
+def model_name(data: Data) -> str:
+    """The model, with its weights where its name does not say them and the dtype it ran in."""
+    name = str(data.get("model") or "unknown model")
+    name += f" {data['weights'][:8]}" if data.get("weights") else ""
+    return f"{name} ({data['dtype']})" if data.get("dtype") else name
+
+
+def setting_text(kind: Kind, data: Data) -> str:
+    """The setting in words, such as `lines 400`, with what differs from the common way to measure."""
+    parts = [_words(key, data[key]) for key in kind.setting if data.get(key) not in (None, "")]
+    return ", ".join([*parts, *variants(data)])
+
+
+def variants(data: Data) -> list[str]:
+    """What makes a measurement another one than the common one of its experiment."""
+    found = [f"kvpress {data['kvpress']}"] if "kvpress" in data else []
+    if data.get("budgets_in") == "bytes":
+        found.append("budgets of equal bytes")
+    if data.get("question") == "unseen":
+        found.append("question unseen")
+    if data.get("primed"):
+        found.append("answer begun")
+    if data.get("chunk"):
+        found.append(f"read in chunks of {data['chunk']:,}")
+    if data.get("file"):
+        found.append(f"from {data['file']}")
+    if data.get("needles", 1) != 1:
+        found.append(f"{data['needles']} needles")
+    return found
+
+
+def _words(key: str, value: Any) -> str:
+    return value if isinstance(value, str) else f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}"
+
+
+def _one_value(kind: Kind, record: Record) -> list[Observation]:
+    value = record["data"].get(kind.metric)
+    places = [] if value is None else kind.settings(record["data"])
+    return [observation(kind, record, float(value), place) for place in places]
+
+
+ALL_TASKS = "average of the tasks"
+COMMON_PROTOCOL = "prefix"
+
+
+def _error_places(kind: Kind, data: Data) -> list[str]:
+    """Other layers, lengths and protocols are other measurements."""
+    parts = [_layers(data), f"{data['tokens']:,} tokens"]
+    if data.get("protocol", COMMON_PROTOCOL) != COMMON_PROTOCOL:
+        parts.append(f"protocol of {data['protocol']}")
+    return [", ".join(parts)]
+
+
+def _layers(data: Data) -> str:
+    return f"mean over layers {data.get('layers') or ','.join(data.get('outcomes', ()))}"
+
+
+def _attention_error(kind: Kind, record: Record) -> list[Observation]:
+    """The mean over layers, and each layer on its own."""
+    data = record["data"]
+    (overall,) = kind.settings(data)
+    found = [observation(kind, record, data["mean"], overall, device_bytes=data["bytes"])]
+    for layer, each in data["outcomes"].items():
+        place = overall.replace(_layers(data), f"layer {layer}", 1)
+        memory = {"tokens_read": each["tokens_read"], "device_bytes": each["bytes"], "full_bytes": None}
+        found.append(observation(kind, record, each["error"], place, **memory))
+    return found
+
+
+def _perplexity_places(kind: Kind, data: Data) -> list[str]:
+    """Streams of other lengths, and other numbers of steps behind a prefill, are other measurements."""
+    extent = (
+        f" of {data['tokens']:,} tokens" if "tokens" in data else f", {data['steps']} steps" if "steps" in data else ""
+    )
+    return [", ".join([f"{data['protocol']}{extent}", *variants(data)])]
+
+
+def _ruler_places(kind: Kind, data: Data) -> list[str]:
+    """A question counts in the average of its length, and in its task."""
+    return [", ".join([f"{place}, {data['length']:,} tokens", *variants(data)]) for place in (ALL_TASKS, data["task"])]
+
+
+def _ruler_estimate(members: Sequence[Observation]) -> Estimate:
+    """A task is the mean of its questions, the average the mean of the tasks."""
+    return _nested(members, "task")
+
+
+def _nested(members: Sequence[Observation], *fields: str) -> Estimate:
+    places = [tuple(str(each.data.get(field)) for field in fields) for each in members]
+    return nested_mean(values_of(members), [each.text for each in members], places)
+
+
+def _recall(kind: Kind, record: Record) -> list[Observation]:
+    """One value for each query head of each layer."""
+    by_layer = record["data"]["recall_by_head"]
+    return [
+        observation(kind, record, float(value), place, part=(layer, head))
+        for place in kind.settings(record["data"])
+        for layer, values in by_layer.items()
+        for head, value in enumerate(values)
+    ]
+
+
+def deviation(members: Sequence[Observation]) -> Estimate:
+    """exp(mean nll) - exp(mean nll of the full cache) over all tokens, its interval from resampled runs of tokens."""
+    return perplexity_deviation(each.data for each in members)
+
+
+KINDS = (
+    Kind(
+        name="lines",
+        title="Line retrieval",
+        text="The model reads numbered lines and is asked for the number of one of them.",
+        measure="right answers",
+        metric="score",
+        setting=("lines",),
+        overall="all numbers of lines",
+        share=True,
+    ),
+    Kind(
+        name="needle",
+        title="Needle",
+        text="A sentence hidden in real text, asked for at the end; means over all depths.",
+        measure="needles found",
+        metric="score",
+        setting=("length",),
+        overall="all lengths",
+        share=True,
+    ),
+    Kind(
+        name="ruler",
+        title="RULER",
+        text="Needles, variables and words in texts of a given length; a score is the share of the expected strings "
+        "that the answer contains, the average that of the tasks.",
+        measure="score",
+        metric="score",
+        share=True,
+        places=_ruler_places,
+        estimate=_ruler_estimate,
+    ),
+    Kind(
+        name="attention_error",
+        form=".3f",
+        title="Attention error",
+        text="Relative distance of the attention output from the exact one, mean over queries and heads; "
+        "intervals over texts and seeds.",
+        measure="relative error",
+        metric="error",
+        higher_is_better=False,
+        logarithmic=True,
+        places=_error_places,
+        observe=_attention_error,
+    ),
+    Kind(
+        name="perplexity",
+        form="+.2f",
+        title="Perplexity",
+        text="Perplexity of real text through the compressed cache, minus that of the full cache on the same tokens; "
+        "intervals from resampled runs of tokens.",
+        measure="deviation of perplexity",
+        metric="deviation",
+        higher_is_better=False,
+        places=_perplexity_places,
+        estimate=deviation,
+    ),
+    Kind(
+        name="recall",
+        title="Recall of the tokens a query needs most",
+        text="Share of the true top tokens, by inner product, that a query reads; the true top has as many tokens as "
+        "the budget. Intervals over query heads.",
+        measure="recall",
+        metric="recall",
+        setting=("tokens",),
+        share=True,
+        observe=_recall,
+    ),
+)

@@ -1,0 +1,149 @@
+"""Data for figures other than result curves: needle heat maps, values by position, clusterability, token lives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvsketch_lab.records import FAILED, Record, budget_value
+from kvsketch_lab.report.kinds import Data, model_name, variants
+from kvsketch_lab.report.palette import order
+from kvsketch_lab.report.rows import Observation
+
+Key = tuple[Any, ...]
+
+
+def _sorted(groups: dict[Key, Any]) -> list[tuple[Key, Any]]:
+    """Groups by (model, ..., method, budget), methods in their own order and budgets by size."""
+    return sorted(groups.items(), key=lambda item: (item[0][:-2], order(item[0][-2]), budget_value(item[0][-1])))
+
+
+def needle_maps(observations: Iterable[Observation]) -> list[Data]:
+    """For each method and budget the share found and the counts, by depth (rows) and length (columns)."""
+    groups: dict[Key, list[Observation]] = {}
+    for each in observations:
+        model = "; ".join([each.model, *variants(each.data)])
+        groups.setdefault((model, each.method, each.budget), []).append(each)
+    return [
+        {"model": model, "method": method, "budget": budget, **_grid(members)}
+        for (model, method, budget), members in _sorted(groups)
+    ]
+
+
+def _grid(members: Sequence[Observation]) -> Data:
+    cells: dict[tuple[float, int], list[Observation]] = {}
+    for each in members:
+        cells.setdefault((float(each.data["depth"]), int(each.data["length"])), []).append(each)
+    depths, lengths = sorted({depth for depth, _ in cells}), sorted({length for _, length in cells})
+    grid = [[_cell(cells.get((depth, length), [])) for length in lengths] for depth in depths]
+    return {"depths": depths, "lengths": lengths, "cells": grid}
+
+
+def _cell(members: Sequence[Observation]) -> list[Any] | None:
+    if not members:
+        return None
+    measured = [each for each in members if each.value is not None]
+    mean = sum(each.value or 0 for each in measured) / len(measured) if measured else None
+    return [mean, len(measured), len(members) - len(measured)]
+
+
+def by_position(observations: Iterable[Observation], estimator: Any) -> list[Data]:
+    """For each setting, method and budget the estimate and its interval at each position of the text."""
+    groups: dict[Key, dict[int, list[Observation]]] = {}
+    for each in observations:
+        if each.value is not None and "position" in each.data:
+            key = (each.model, each.setting, each.method, each.budget)
+            groups.setdefault(key, {}).setdefault(int(each.data["position"]), []).append(each)
+    found = []
+    for (model, setting, method, budget), places in _sorted(groups):
+        values = [estimator(places[place]) for place in sorted(places)]
+        edges = zip(*values, strict=True)
+        named = dict(zip(("mean", "low", "high"), map(list, edges), strict=True))
+        found.append(
+            {"model": model, "setting": setting, "method": method, "budget": budget, "x": sorted(places), **named}
+        )
+    return found
+
+
+def clusters(records: Iterable[Record], remarks: list[str]) -> list[Data]:
+    """For each model and text the layers: t-SNE pictures, radius curves and cluster counts in the mean over heads."""
+    groups: dict[tuple[str, str], dict[int, Data]] = {}
+    for record, data in _measured(records):
+        try:
+            layer = _layer(data)
+            name = f"{data['tokens']:,} tokens of {data['sample']}"
+        except (KeyError, TypeError) as error:
+            remarks.append(lacking(record, error))
+            continue
+        layers = groups.setdefault((model_name(data), name), {})
+        # A layer measured with a picture and again without keeps the picture.
+        kept = layers.get(data["layer"], {}).get("tsne")
+        layers[data["layer"]] = layer | ({"tsne": kept} if kept and "tsne" not in data else {})
+    return [
+        {"name": f"{model}; {text}", "layers": [layers[number] for number in sorted(layers)]}
+        for (model, text), layers in sorted(groups.items())
+    ]
+
+
+def _layer(data: Data) -> Data:
+    norm = {name: data["query_norm"][name] for name in ("mean", "low", "high")}
+    radius = {part: _falls(data[part]["radius"]) for part in ("keys", "values")}
+    counts = {part: _head_means(data[part]["clusters"]) for part in ("keys", "values")}
+    return {
+        "layer": data["layer"],
+        "query_norm": norm,
+        "radius": radius,
+        "clusters": counts,
+        "tsne": data.get("tsne"),
+    }
+
+
+def _falls(radius: dict[str, list[float]]) -> dict[str, float]:
+    """r(k) / r(1), mean over heads; heads whose vectors are all the same have no radius to compare with."""
+    first = radius["1"]
+    ratios = {k: [r / one for r, one in zip(values, first, strict=True) if one] for k, values in radius.items()}
+    return _head_means({k: values for k, values in ratios.items() if values})
+
+
+def _head_means(values: dict[str, list[float]]) -> dict[str, float]:
+    return {key: sum(heads) / len(heads) for key, heads in sorted(values.items(), key=lambda item: float(item[0]))}
+
+
+def documents(records: Iterable[Record], remarks: list[str]) -> list[Data]:
+    """For each model and document its tokens, and for each method and budget the shares of the steps they stayed."""
+    groups: dict[str, dict[str, Any]] = {}
+    for record, data in _measured(records):
+        try:
+            text = {"model": model_name(data), **{name: data[name] for name in ("words", "marked", "chunk")}}
+        except KeyError as error:
+            remarks.append(lacking(record, error))
+            continue
+        group = groups.setdefault(json.dumps(text, sort_keys=True), {"text": text, "lives": {}})
+        group["lives"][data["model"], data["method"], data["budget"]] = data
+    return [_document(group["text"], group["lives"]) for _, group in sorted(groups.items())]
+
+
+def _document(text: Data, lives: dict[Key, Data]) -> Data:
+    step = "a token" if text["chunk"] == 1 else f"{text['chunk']} tokens"
+    return {
+        "name": f"{text['model']}; {len(text['words']):,} tokens, {step} at a step",
+        "words": text["words"],
+        "marked": text["marked"],
+        "lives": [
+            {"method": method, "budget": budget, "measures": data["measures"], "views": data["views"]}
+            for (_, method, budget), data in _sorted(lives)
+        ],
+    }
+
+
+def _measured(records: Iterable[Record]) -> list[tuple[Record, Data]]:
+    return [(record, record["data"]) for record in records if not record["data"].get(FAILED)]
+
+
+def lacking(record: Record, error: Exception) -> str:
+    """A remark about a record that cannot be shown."""
+    reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    return (
+        f"{record.get('place', record['kind'])}: a record of {record['kind']} that cannot be shown ({reason}); left out"
+    )

@@ -1,0 +1,77 @@
+"""Writes a report: report.md, report.html and the figures."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from kvsketch_lab.records import write_whole
+from kvsketch_lab.report import blocks, figures
+from kvsketch_lab.report.body import TITLE, body
+from kvsketch_lab.report.contents import CLUSTERABILITY, Contents, gather
+from kvsketch_lab.report.kinds import KINDS
+
+NO_FIGURES = "no figures: matplotlib is missing; pip install 'kvsketch[lab]'"
+DPI = 96
+COLOURS = 63  # of a figure's palette: enough for lines and text, and a third of the file size
+
+
+def render(source: Path, target: Path, page: bool = True, below: bool = False) -> tuple[list[Path], list[str]]:
+    """Reads the records in `source` and writes the report into `target`; the files, and remarks for the user.
+
+    Without `page` there is no HTML page; with `below` the folders in `source` are read too.
+    """
+    contents = gather(source, below)
+    if not contents.records:
+        found = "; ".join(contents.remarks)
+        raise ValueError(
+            f"{source} holds no record of an experiment; run one first: kvsketch eval --help. Found: {found}"
+        )
+    drawn, remarks = _write_figures(contents, target)
+    whole = body(contents, [path.relative_to(target).as_posix() for path in drawn])
+    written = [write_whole(target / "report.md", (blocks.markdown(whole) + "\n").encode())]
+    if page:
+        written.append(write_whole(target / "report.html", html_page(whole, target).encode()))
+    return written + drawn, [*contents.remarks, *remarks]
+
+
+def html_page(whole: Iterable[blocks.Block], folder: Path) -> str:
+    """The report as one HTML file that works without a network."""
+    parts = resources.files("kvsketch_lab.report") / "web"
+    text = Template((parts / "page.html").read_text(encoding="utf-8"))
+    style = (parts / "page.css").read_text(encoding="utf-8").strip()
+    return text.substitute(title=TITLE, style=style, body=blocks.html(whole, folder))
+
+
+def _write_figures(contents: Contents, target: Path) -> tuple[list[Path], list[str]]:
+    if importlib.util.find_spec("matplotlib") is None:
+        return [], [NO_FIGURES]
+    folder = target / "figures"
+    written = [write_whole(folder / f"{name}.png", png(figure)) for name, figure in figures.draw(contents)]
+    _remove_others(folder, written)
+    return written, []
+
+
+def png(figure: Any) -> bytes:
+    """A figure as PNG with a palette; the same for the same figure."""
+    from PIL import Image
+
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=DPI, metadata={"Software": None})
+    image = Image.open(drawn).convert("RGB").quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    image.save(small, format="png", optimize=True)
+    return small.getvalue()
+
+
+def _remove_others(folder: Path, written: list[Path]) -> None:
+    """Removes the figures of an earlier report that this one does not have; other files stay."""
+    kinds = (CLUSTERABILITY, *(kind.name for kind in KINDS))
+    for path in folder.glob("*"):
+        ours = path.suffix in (".png", ".svg") and path.name.startswith(tuple(f"{kind}-" for kind in kinds))
+        if ours and path not in written:
+            path.unlink()

@@ -1,0 +1,86 @@
+"""vLLM's own caches beside the plugin: the table of docs/vllm.md, from records of `kvsketch bench vllm`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvsketch_lab.records import FAILED, Record
+from kvsketch_lab.report.benchmarks import last
+from kvsketch_lab.report.blocks import Code
+from kvsketch_lab.report.blocks import table as markdown
+
+NOTHING = "not measured"
+OWN = {"bf16": "vLLM, bf16 cache", "fp8": "vLLM, fp8 cache"}
+SHARED = {
+    "bf16": "vLLM, prefix caching, bf16",
+    "fp8": "vLLM, prefix caching, fp8",
+    "bf16-cascade": "vLLM, prefix caching, bf16, cascade attention",
+}
+
+
+def measured(records: list[Record], shares: bool = False) -> list[dict[str, Any]]:
+    """What was measured last of each contender and batch, of requests with prompts of their own or a document."""
+    rows = [r["data"] for r in records if r["kind"] == "vllm" and bool(r["data"].get("question")) == shares]
+    return [row for row in last(rows, "contender", "shape", "prompt", "batch") if not row.get(FAILED)]
+
+
+def documents(records: list[Record]) -> str:
+    """Requests that share one document, as many as were timed of all contenders."""
+    rows = measured(records, shares=True)
+    if not rows:
+        return f"{NOTHING.capitalize()} yet."
+    lines = []
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        row = max((row for row in rows if row["contender"] == name), key=lambda row: row["batch"])
+        lines.append([
+            SHARED.get(name, Code(name)), f"{row['batch']}", f"{row['step_ms']:.2f}", f"{row['tokens_per_s']:,.0f}",
+            f"{row['cache_bytes'] / 1e9:.2f}", f"{row['document_s']:.2f}", f"{1e3 * row['prefill_s']:.0f}",
+        ])  # fmt: skip
+    headings = ["", "requests", "step, ms", "tokens/s", "GB of their caches", "document read in, s"]
+    return markdown([*headings, "a request begins in, ms"], lines)
+
+
+def table(records: list[Record]) -> str:
+    rows = measured(records)
+    batches = sorted({row["batch"] for row in rows if row["contender"] not in OWN} or {row["batch"] for row in rows})
+    lines = []
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        own = {row["batch"]: row for row in rows if row["contender"] == name}
+        steps = [_step(own, batch) for batch in batches]
+        best = most(rows, name)
+        times = [_times(best, most(rows, each)) for each in OWN]
+        first = own[min(own)]
+        prefill, fits = (
+            _number(first.get(field), form) for field, form in (("prefill_s", ".2f"), ("rows_that_fit", ",.0f"))
+        )
+        speed = f"{best['tokens_per_s']:,.0f} ({best['batch']} rows)"
+        # What never rehearses goes on as it is.
+        lasting = _number(best.get("sustained_per_s"), ",.0f") if name.startswith("rehearse") else speed
+        lines.append([OWN.get(name, Code(name)), *steps, speed, *times, lasting, prefill, fits])
+    headings = ["", *(f"step, ms: {batch} row{'s' * (batch > 1)}" for batch in batches), "most tokens/s"]
+    headings += [*(f"times {OWN[name]}" for name in OWN), "tokens/s, rehearsals included", "prefill of a row, s"]
+    headings += ["rows that fit"]
+    return markdown(headings, lines)
+
+
+def _step(own: dict[int, dict[str, Any]], batch: int) -> str:
+    """The time of a step of so many rows, of one contender's by batch."""
+    if batch in own:
+        return f"{own[batch]['step_ms']:.2f}"
+    fits = next(iter(own.values())).get("rows_that_fit")
+    return "does not fit" if fits is not None and fits < batch else NOTHING
+
+
+def _times(best: dict[str, Any], base: dict[str, Any]) -> str:
+    """How many times as many tokens a second, each at its best."""
+    return f"{best['tokens_per_s'] / base['tokens_per_s']:.2f}" if base else NOTHING
+
+
+def _number(value: float | None, form: str) -> str:
+    return NOTHING if value is None else format(value, form)
+
+
+def most(rows: list[dict[str, Any]], contender: str) -> dict[str, Any]:
+    """The batch with the most tokens a second; nothing where none was timed."""
+    own = [row for row in rows if row["contender"] == contender]
+    return max(own, key=lambda row: row["tokens_per_s"], default={})
