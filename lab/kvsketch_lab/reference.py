@@ -26,6 +26,7 @@ def page() -> str:
 def _sections() -> Iterator[str]:
     import kvsketch
     from kvsketch.methods.base import Method
+    from kvsketch.methods.parameters import Parameters
 
     yield INTRODUCTION
     names = [name for name in dir(kvsketch) if inspect.isroutine(getattr(kvsketch, name))]
@@ -42,6 +43,7 @@ def _sections() -> Iterator[str]:
     yield "## kvsketch.methods.base.Method"
     yield from _entry("Method", Method, signature=False)
     yield from _members("method", Method)
+    yield from _members("method", Parameters)
     for module in (kvsketch.models, kvsketch.texts):
         yield from _module(module)
     yield from _module(kvsketch.ops, SHAPES)

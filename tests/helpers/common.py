@@ -9,9 +9,10 @@ import torch
 
 import kvsketch
 from kvsketch.cache import rotary
+from kvsketch.cache.repetition import repeats
 
 # Methods for which forwards of the model are enough, without `cache.rehearse`.
-FED = {name: method for name, method in kvsketch.METHODS.items() if not method().repeats}
+FED = {name: method for name, method in kvsketch.METHODS.items() if not repeats(method())}
 
 
 def generate(model: Any, ids: torch.Tensor, cache: Any, **kwargs: Any) -> Any:

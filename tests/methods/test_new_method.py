@@ -23,7 +23,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvsketch.methods.base import EvictingMethod, option
+from kvsketch.methods.keep import EvictingMethod
+from kvsketch.methods.parameters import option
 from kvsketch.slots.table import SlotTable
 
 

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kvsketch import CompressedCache, ops, prefill
 from kvsketch.cache.streaming import read_chunks
-from kvsketch.methods import rehearse as module
+from kvsketch.methods import waiting
+from kvsketch.methods.divide import largest
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.rehearse.problems import STEP
-from kvsketch.methods.shared_budget import largest
+from kvsketch.methods.replay import sampled
 from kvsketch.ops.turn_keys import whole_turns
 from kvsketch.slots.layout import Layout
 from tests.helpers import zoo
@@ -82,7 +83,7 @@ def test_heads_take_the_bytes_that_they_use(model: Any, text: Any) -> None:
     read(model, cache, *text, PIECES[:1])
     for layer in cache.slot_layers:
         used, layout = layer.table.used_slots(), layer.table.layout
-        assert layout is not None and torch.equal(layout.capacity, used + module.ROOM + 1)
+        assert layout is not None and torch.equal(layout.capacity, used + waiting.ROOM + 1)
         assert layer.table.keys.shape == (layout.total, 16)
     assert "to" in cache.describe()
 
@@ -282,7 +283,7 @@ def test_the_choice_of_a_virtual_repetition_is_that_of_a_real_one_where_queries_
     for layer in blind.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
         layer.mlp.down_proj.weight.data.zero_()
-    monkeypatch.setattr(module, "GAP", 0)
+    monkeypatch.setattr("kvsketch.methods.replay.GAP", 0)
     scores = []
     for replay in ("virtual", "exact"):
         cache = CompressedCache(blind, Rehearse(budget="100%", replay=replay, bits=16, chunk=64, refit="none"))
@@ -417,7 +418,7 @@ def test_a_stream_holds_the_compressed_past_and_one_chunk(model: Any) -> None:
 
 def test_there_is_a_slot_for_every_token_that_waits(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room grows with the text and with what waits; slots and queries must agree on it."""
-    monkeypatch.setattr(module, "ROOM", 2)
+    monkeypatch.setattr(waiting, "ROOM", 2)
     ids, mask = zoo.tokens(1, 300), torch.ones(1, 300, dtype=torch.long)
     pieces = [(0, 256), *((i, i + 1) for i in range(256, 280)), (280, 283), *((i, i + 1) for i in range(283, 300))]
     found, full = (
@@ -478,7 +479,7 @@ def test_a_refit_of_the_first_chunk_knows_its_sinks_once(
     def every_third(tables: Any, worth: list[Tensor], *_: Any) -> list[Tensor]:
         return [(w > -torch.inf) & (torch.arange(w.shape[2]) % 3 == 0) for w in worth]
 
-    monkeypatch.setattr(module, "shared_choice", every_third)
+    monkeypatch.setattr(waiting, "winners", every_third)
     ids, mask = padded(zoo.tokens(2, 90), pads)
     held = []
     for sinks in (0, 4):
@@ -523,6 +524,6 @@ def test_sinks_and_the_last_tokens_always_stay(model: Any) -> None:
 def test_queries_of_padding_ask_nothing_in_a_refit() -> None:
     """Two chunks of 20 tokens; of the second row the first 25 are padding."""
     tokens = torch.arange(40.0).view(1, 1, 40, 1).expand(2, 4, 40, 8)
-    found = module.sampled(tokens, 2, 2, torch.tensor([0, 25]), 64)  # [B, H, P, 64, D]
+    found = sampled(tokens, 2, 2, torch.tensor([0, 25]), 64)  # [B, H, P, 64, D]
     ranges = [[(int(each.min()), int(each.max())) for each in row[0]] for row in found]
     assert ranges[0] == [(0, 19), (20, 39)] and ranges[1][1] == (25, 39)

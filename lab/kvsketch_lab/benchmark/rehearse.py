@@ -18,18 +18,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from kvsketch.methods import parse_method
-from kvsketch.methods.rehearse import Rehearse, Rehearsed
-from kvsketch.methods.rehearse.problems import Changes, LayerProblems
+from kvsketch.methods.rehearse import Rehearse
 from kvsketch.options import option
-from kvsketch.slots.layout import Layout
-from kvsketch.slots.table import SlotTable
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.prefill import Prefill
 from kvsketch_lab.benchmark.runner import Row
@@ -53,21 +47,23 @@ class Timed(Rehearse):
         self.spent[part] = self.spent.get(part, 0.0) + 1e3 * (time.perf_counter() - began)
         return result
 
-    def _score(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
-        self._timed("score", lambda: Rehearse._score(self, table, state, queries))
+    def score(self, *args: Any) -> None:
+        self._timed("score", lambda: Rehearse.score(self, *args))
 
-    def _chosen(self, tables: Sequence[SlotTable]) -> Any:
-        return self._timed("choice", lambda: Rehearse._chosen(self, tables))
+    def chosen(self, *args: Any) -> Any:
+        return self._timed("choice", lambda: Rehearse.chosen(self, *args))
 
-    def _problems(self, table: SlotTable, marks: Tensor | None) -> Any:
-        part = "encoding" if self.refit == "none" else "refit"
-        return self._timed(part, lambda: Rehearse._problems(self, table, marks))
+    def keep_chosen(self, *args: Any) -> None:
+        self._timed("encoding", lambda: Rehearse.keep_chosen(self, *args))
 
-    def _refitted(self, problems: Sequence[LayerProblems | None], sizes: list[Tensor]) -> Any:
-        return self._timed("refit", lambda: Rehearse._refitted(self, problems, sizes))
+    def _problems(self, *args: Any) -> Any:
+        return self._timed("refit", lambda: Rehearse._problems(self, *args))
 
-    def _rebuild(self, table: SlotTable, keep: Tensor, layout: Layout, changes: Changes | None) -> None:
-        self._timed("encoding", lambda: Rehearse._rebuild(self, table, keep, layout, changes))
+    def _refitted(self, *args: Any) -> Any:
+        return self._timed("refit", lambda: Rehearse._refitted(self, *args))
+
+    def _rebuild(self, *args: Any) -> None:
+        self._timed("encoding", lambda: Rehearse._rebuild(self, *args))
 
 
 @dataclass

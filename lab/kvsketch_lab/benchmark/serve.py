@@ -208,7 +208,7 @@ class Serve(ShapeBenchmark):
         began = time.monotonic()
         rows = self._rows(method)
         options: dict[str, Any] = {"rows": rows, "longest": self.longest, "queue": rows, "chunk": self.chunk}
-        engine = BatchedEngine(self.built, method, **options, readers=1 if method.name == "full" else 4)
+        engine = BatchedEngine(self.built, method, **options, readers=1 if method.keeps_all else 4)
         found: Row = {"rows": rows, "start_s": time.monotonic() - began, "prefill": engine.prefill}
         found["row_bytes"] = engine.bytes_per_row
         try:

@@ -28,7 +28,7 @@ from kvsketch import ops
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
-from kvsketch.slots.positions import TEXT
+from kvsketch.slots.positions import CACHE
 from kvsketch.slots.table import SlotTable
 
 ORACLE = "oracle"
@@ -110,9 +110,9 @@ def configured(text: str, total: int, context: int, protocol: Protocol = PREFIX)
     """The method `text`, set to read or keep `total` of `context` tokens, sinks and recent ones included."""
     method = parse_method(text)
     # Tokens that are in no cluster yet are read in addition to the budget.
-    budget = total - protocol.recent if method.name == "clusterkv" and total < context else total
+    budget = total - protocol.recent if method.reads_newest and total < context else total
     method = parse_method(f"{text}:{protocol.parts(method)}:budget={budget}")
-    if getattr(method, "positions", TEXT) != TEXT:
+    if method.read_positions == CACHE:
         raise ValueError(f"{text}: errors are against attention at the positions of the text; use positions=text")
     return method
 

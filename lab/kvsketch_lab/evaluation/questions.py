@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.repetition import repeats
 from kvsketch.compare import budgets
 from kvsketch.compare.shared_prefill import Prefilled, memory, rows_that_fit, shared_prefill, streamed_prefill
 from kvsketch.decode.asking import repeat_instruction
@@ -181,7 +182,7 @@ class QuestionExperiment(Experiment):
         """How many of `count` texts can share a cache: fewer if rows would share random numbers or a repetition."""
         chosen = parse_method(method)
         together = self.options.rows_per_seed if chosen.random else count
-        return 1 if chosen.repeats else together
+        return 1 if repeats(chosen) else together
 
     def _measure_rows(
         self, prompts: Prefilled | dict[str, Tensor], rows: list[int], asked: list[Asked], size: int

@@ -29,7 +29,7 @@ def served_config(model: Any, method: Method) -> PretrainedConfig:
         raise ValueError(f"{config.model_type} is an encoder-decoder model; kvsketch serves decoder-only models")
     if getattr(config, "use_cache", True) is False:
         warnings.warn(f"{config.model_type} turns its cache off by default: pass use_cache=True", stacklevel=3)
-    families.require_served(model, config, bounded=method.name != "full")
+    families.require_served(model, config, bounded=not method.keeps_all)
     return config
 
 
@@ -61,8 +61,7 @@ def compressed_layers(
     shared = bool(getattr(text, "num_kv_shared_layers", 0))
     if shared:
         require_one_device(model)
-    choice = None if getattr(method, "placeless", "") else getattr(method, "positions", None)
-    angles, positions = rotary.frequencies(config), rotary.positions(config, choice)
+    angles, positions = rotary.frequencies(config), rotary.positions(config, method.read_positions)
     if method.needs_angles and not angles:
         what, instead = method.needs_angles
         raise ValueError(

@@ -202,7 +202,7 @@ def _advice(method: Method, memory: int, count: Callable[[Method], int | None]) 
         held = None if fewer is None else count(fewer)
         if held is not None and held <= memory:
             return f"use bits={bits}, which take {text_of(held)}, or more memory"
-    if method.family == "recall" and getattr(method, "offload", "") == "none":
+    if method.can_offload:
         return "use offload=host, more memory, or a method that drops tokens such as snapkv"
     if not hasattr(method, "budget"):
         return "use a method that drops tokens such as snapkv, or more memory"

@@ -11,7 +11,7 @@ repeats its newest tokens, over what is left of the others.
 from __future__ import annotations
 
 import inspect
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,10 +20,45 @@ from kvsketch.cache import rotary
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.masks import Prompt
 from kvsketch.methods.base import Method
-from kvsketch.methods.rehearse import divided, newest, newest_slots
+from kvsketch.methods.replay import equal_chunks
+from kvsketch.methods.waiting import newest, newest_slots
+from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
 BEFORE = 8  # tokens before a chunk that are said again, so that the model knows where to go on
+
+
+class Owing(Protocol):
+    """Newest tokens of a table, which the model has yet to repeat."""
+
+    @property
+    def owed(self) -> int: ...
+    def owe_at_most(self, tokens: int) -> None:
+        """Nobody has the ids of more than the last `tokens` tokens."""
+
+    def start_repetition(self) -> None:
+        """The model begins to repeat them."""
+
+
+@runtime_checkable
+class RepeatingMethod(Protocol):
+    """A method for which the model can repeat what it has read."""
+
+    @property
+    def repeats(self) -> bool: ...
+    @property
+    def chunk(self) -> int: ...
+    def queue(self, table: SlotTable) -> Owing: ...
+    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
+        """Takes note of `tokens` tokens that the model has repeated, with these queries and keys [B, H, m, D].
+
+        What was said before the tokens themselves stands in front.
+        """
+
+
+def repeats(method: Method) -> TypeGuard[RepeatingMethod]:
+    """Whether the model repeats a prompt for this method, in a second forward."""
+    return isinstance(method, RepeatingMethod) and method.repeats
 
 
 class Repeating(Protocol):
@@ -47,35 +82,35 @@ class Repeating(Protocol):
 def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor | None) -> None:
     """Lets the model repeat the tokens that the method asks for, the last of `input_ids` [B, n]."""
     method, tables = cache.method, [layer.table for layer in cache.slot_layers]
-    if not method.repeats:
+    if not repeats(method):
         raise ValueError(f"{method} repeats nothing; use rehearse:replay=exact or kvzip")
-    owed = method.owed(tables[0])
+    owed = method.queue(tables[0]).owed
     if not owed:
         return
     ids = input_ids[:, -owed:].to(model.device)
     _require(cache, input_ids, owed)
     said = ids[:, :0] if instruction is None else torch.as_tensor(instruction, device=ids.device).view(1, -1)
     said = said.expand(len(ids), -1)
-    lengths = divided(owed, min(getattr(method, "chunk", owed), cache.chunk))
+    lengths = equal_chunks(owed, min(method.chunk, cache.chunk))
     _require_positions(cache, model, lengths, said.shape[1])
     for table in tables:
-        method.start_repetition(table)
+        method.queue(table).start_repetition()
     try:
         begin = 0
         for length in lengths:
             ahead = torch.cat([said, ids[:, max(0, begin - BEFORE) : begin]], 1)
-            _say(cache, model, torch.cat([ahead, ids[:, begin : begin + length]], 1), length)
+            _say(cache, method, model, torch.cat([ahead, ids[:, begin : begin + length]], 1), length)
             begin += length
         with plain():
-            method.settle(tables)
+            cache.method.settle(tables)
     except BaseException:
         cache.break_off("a text that the model was repeating")
         raise
 
 
-def _say(cache: Repeating, model: Any, ids: Tensor, length: int) -> None:
+def _say(cache: Repeating, method: RepeatingMethod, model: Any, ids: Tensor, length: int) -> None:
     """One forward of which nothing stays; the method learns the last `length` tokens of it."""
-    layers, method, count = cache.slot_layers, cache.method, ids.shape[1]
+    layers, count = cache.slot_layers, ids.shape[1]
     cache.activate_past_recording()
     before = [(layer.prompt, layer.chunk) for layer in layers]
     for layer in layers:

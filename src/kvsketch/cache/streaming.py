@@ -30,6 +30,7 @@ from kvsketch.cache.continuing import require_visible
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.patches import Patch
 from kvsketch.cache.read import TextRead
+from kvsketch.cache.repetition import repeats
 from kvsketch.cache.saving.model_identity import ModelIdentity
 from kvsketch.methods.base import Method
 from kvsketch.slots import padding as left_padding
@@ -132,10 +133,10 @@ def read_chunks(
 
 def _repeat(model: Any, read: Tensor, cache: Reader, instruction: Tensor | None) -> None:
     """Lets the model repeat what was `read` [B, n]; of tokens that came before, nobody here has the ids."""
-    if cache.method.repeats:
+    if repeats(method := cache.method):
         with plain():
             for layer in cache.slot_layers:
-                cache.method.owe_at_most(layer.table, read.shape[1])
+                method.queue(layer.table).owe_at_most(read.shape[1])
         cache.rehearse(model, read, instruction)
 
 
@@ -194,7 +195,7 @@ install = _PREFILL.install
 
 def _can_stream(cache: Reader, config: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether the prompt can go through `prefill`: a plain text, of which nothing but the logits is wanted."""
-    whole = cache.prefill == "exact" and not cache.method.repeats
+    whole = cache.prefill == "exact" and not repeats(cache.method)
     if whole or config.prefill_chunk_size is not None or cache.slot_layers[0].record_past:
         return False
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):

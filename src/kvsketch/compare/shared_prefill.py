@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.layer import SlotLayer
+from kvsketch.cache.repetition import repeats
 from kvsketch.cache.streaming import prefill
 from kvsketch.compare.budgets import full_bytes
 from kvsketch.decode import captured as decoding
@@ -120,7 +121,7 @@ class Prefilled:
                 cache.layers[index] = copied
                 if self.chosen is not None:
                     copied.batch_select_indices(torch.tensor(self.chosen, device=self.input_ids.device))
-        if cache.method.repeats:
+        if repeats(cache.method):
             cache.rehearse(self.model, self.input_ids, self.instruction)
         return cache
 

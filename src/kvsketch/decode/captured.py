@@ -267,8 +267,7 @@ class Step:
         self.position = left_padding.positions(table.padding, torch.full_like(token, cache.tokens_seen))
         self.graph: Any = None
         self.addresses: list[int] = []
-        self.regime: list[object] = []
-        self.ahead: tuple[bool, bool, list[object]] | None = None
+        self.ahead: tuple[bool, bool] | None = None
         self.steps = 0
         self.max_length = max_length - cache.tokens_before  # of the cache's own tokens
         self._make_room()
@@ -291,7 +290,7 @@ class Step:
 
     def _run(self) -> None:
         self.sampler.before_step()
-        bounded, due, regime = self.ahead or self._look_ahead()
+        bounded, due = self.ahead or self._look_ahead()
         if due:
             self._forward(bounded)
             if self.addresses != self._addresses():
@@ -301,12 +300,10 @@ class Step:
             with aside(self.layers) if bounded else contextlib.nullcontext():
                 self._forward(bounded)
         else:
-            if self.graph is None or self.regime != regime:
-                # The old recording goes first: what it holds must not be torn down under the new one.
-                self.graph = None
+            if self.graph is None:
                 # A text that was too short for codes has had them since.
                 self._make_room()
-                self.graph, self.regime = self._record(), regime
+                self.graph = self._record()
             self.graph.replay()
             for layer in self.layers:
                 layer.table.count_replayed()
@@ -315,13 +312,11 @@ class Step:
         # While the device works.
         self.ahead = self._look_ahead()
 
-    def _look_ahead(self) -> tuple[bool, bool, list[object]]:
-        """What the host must know of the next step: whether all tables are bounded, whether a method has periodic work
-        to do, and what the methods' branches depend on.
-        """
+    def _look_ahead(self) -> tuple[bool, bool]:
+        """What the host must know of the next step: whether all tables are bounded, and a method has periodic work."""
         bounded = not any(layer.table.exact for layer in self.layers)
         due = any(layer.method.maintenance_due(layer.table) for layer in self.layers)
-        return bounded, due, [layer.method.regime(layer.table) for layer in self.layers]
+        return bounded, due
 
     def _forward(self, bounded: bool) -> None:
         table = self.layers[0].table

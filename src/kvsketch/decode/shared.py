@@ -27,7 +27,7 @@ from kvsketch.decode.captured import WARM_UP_STEPS, aside, capture_stream, turn_
 from kvsketch.decode.sampling import Draw
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
-from kvsketch.methods.rehearse import sink_keys
+from kvsketch.methods.replay import sink_keys
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import LEAST
 from kvsketch.slots.documents import DocumentRows, LaidDocument, bytes_of_row
@@ -214,7 +214,7 @@ class SharedRows:
         if (found := self.store.lying(document)) is not None:
             return found
         tables = [layer.table for layer in document.slot_layers]
-        first = torch.cat([sink_keys(table, getattr(self.method, "sinks", 0)) for table in tables])  # [L, H, sinks, D]
+        first = torch.cat([sink_keys(table, self.method.first_tokens) for table in tables])  # [L, H, sinks, D]
         text = replace(tables[0].cleared(), keys=first, values=first, length=first.shape[2], seen=tables[0].seen)
         return self.store.lay(document, tables, text)
 

@@ -7,9 +7,21 @@
 | summarise | a weighted set; numerator and denominator may differ     | compress                     |
 | recall    | everything; a query reads a part of it                   | compress indexes, attend     |
 
-`base.py` is the contract, `budget.py` sizes as tokens or shares, `text.py` the text form, `recall.py` what recall
-methods share, `received.py` what those that score by attention share, `shared_budget.py` how heads divide a budget. A
-method that needs several files has a folder; the method itself is its `__init__.py`.
+A method that drops tokens has three parts:
+
+| part   | what it says                      | files                                                                   |
+|--------|-----------------------------------|-------------------------------------------------------------------------|
+| score  | how much a token is worth         | `received.py` votes and heavy hitters, `replay.py`, `expected.py`       |
+| divide | who shares a budget               | `divide.py`: a head, a layer, the model, a floor                        |
+| keep   | what happens to the tokens        | `keep.py` evicts, `waiting.py` keeps them until enough wait, `rehearse` |
+
+    snapkv, pyramidkv    votes of the last queries + evict       kvzip       replay of the model + keep when enough wait
+    h2o, keyformer       heavy hitters + evict                   expected    normal distribution + keep when enough wait
+                                                                 rehearse    virtual replay + refit
+
+`base.py` is the contract, `parameters.py` fields and their text form, `text.py` reads it, `budget.py` sizes as tokens
+or shares, `recall.py` what recall methods share. A method that needs several files has a folder; the method itself is
+its `__init__.py`.
 """
 
 from __future__ import annotations

@@ -1,27 +1,29 @@
-"""The contract of a method, and the common part of the evicting ones.
+"""The contract of a method, and that of one with a budget.
 
-A method is a frozen dataclass of its parameters; its state lives in the table of each layer. It has three verbs:
+A method is a frozen dataclass of its parameters (`parameters.py`). Its state lives in the table of each layer. Verbs:
 
     compress(table, queries)    after every forward: bring the table back to the budget, or index it
     settle(tables)              after the last layer's compress: decide what layers share
     attend(table, query, ...)   attention of one query over a part of the slots (None: over all of them)
+    bound(table, max_length)    give a table its fixed shape, so that decoding can be captured
+
+The rest answers what a cache, an engine or a page asks of it, and has a default.
 
 To add a method: one file here with a subclass, one line in `methods/__init__.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from kvsketch.methods.budget import Budget, Size, Tokens, row_prompts
-from kvsketch.ops.slot_update.reference import rank, sort_keys
+from kvsketch.methods.parameters import Parameters, option
 from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.codes import BITS, PLAIN, FewBits
 from kvsketch.slots.positions import CACHE, POSITIONS, TEXT
@@ -33,29 +35,10 @@ LITTLE = 16  # tokens: whoever can see fewer than these has lost the thread
 BIT_CHOICES = f"{', '.join(map(str, BITS))}, or {PLAIN} for the dtype of the model"
 
 
-class Option(NamedTuple):
-    """A parameter of a method."""
-
-    name: str
-    default: Any
-    choices: tuple[str, ...]
-    meaning: str
-
-
-def option(default: Any, meaning: str, choices: Sequence[str] = (), kw_only: bool = False) -> Any:
-    """A field of a method: its default, what it means, and what it may be; another value is refused.
-
-    A subclass that changes the default alone writes `sinks: int = 0` and inherits the rest.
-    """
-    metadata = {"meaning": meaning, "choices": tuple(choices)}
-    return dataclasses.field(default=default, metadata=metadata, kw_only=kw_only)
-
-
 @dataclass(frozen=True)
-class Method:
-    """Base of all methods: parameters, their text form, and the three verbs."""
+class Method(Parameters):
+    """Base of all methods: what they are, and the verbs that a cache calls."""
 
-    name: ClassVar[str]
     family: ClassVar[str]
     paper: ClassVar[str] = ""
     # In figures: colour and marker. A method without them gets spare ones.
@@ -68,9 +51,13 @@ class Method:
     lacks: ClassVar[Mapping[str, str]] = {"share": "it has no scores that heads could compare"}
     # Defaults of earlier versions, whose saved files name only what differed from them.
     earlier_defaults: ClassVar[dict[str, str]] = {}
+    keeps_all: ClassVar[bool] = False  # whether every token stays, and no budget bounds what it holds
     budget_is_mean: ClassVar[bool] = False  # whether heads share a budget, so that it bounds the mean over heads
     ignores_hidden_tokens: ClassVar[bool] = False  # whether tokens that a mask hides inside a row leave no trace
     State: ClassVar[type[TableState]] = TableState  # what it remembers of a layer: `table.state_of(self.State)`
+    reads_newest: ClassVar[bool] = False  # whether queries read the newest tokens in addition to the budget
+    counts_prompt: ClassVar[bool] = False  # whether single tokens are compressed by the length of their prompt
+    shaped_by_prompt: ClassVar[bool] = False  # whether a long prompt has another budget than a short one
     wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in table.row_lse
     wants_logits: ClassVar[bool] = False  # whether a decode step should leave its logits in table.row_logits
 
@@ -79,11 +66,7 @@ class Method:
     value_bits: int | None = option(None, "bits of a value, where they differ", kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, _, choices, _ in self.options():
-            if choices:
-                self._require(
-                    name, getattr(self, name) in choices, (" or " if len(choices) < 3 else ", ").join(choices)
-                )
+        super().__post_init__()
         for name in ("bits", "key_bits", "value_bits"):
             value = getattr(self, name)
             whole = isinstance(value, int) and value in (*BITS, PLAIN)
@@ -111,39 +94,25 @@ class Method:
         """What it turns by the rotary angles of the model, and what to use where they are not known; None: nothing."""
         return None
 
-    @classmethod
-    def options(cls) -> list[Option]:
-        """The parameters in order, each as the nearest class that explains it does."""
-        found = []
-        for field in _parameters(cls):
-            told = [vars(base).get("__dataclass_fields__", {}).get(field.name) for base in cls.__mro__]
-            said: Mapping[str, Any] = next((each.metadata for each in told if each is not None and each.metadata), {})
-            if field.init:
-                found.append(Option(field.name, field.default, said.get("choices", ()), said.get("meaning", "")))
-        return found
+    @property
+    def read_positions(self) -> str | None:
+        """Where keys are read, of `slots.positions.POSITIONS`; None: it has no choice."""
+        return None
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether another setting of it would hold what it keeps in host memory."""
+        return False
+
+    @property
+    def first_tokens(self) -> int:
+        """First tokens that always stay."""
+        return 0
 
     @property
     def clip(self) -> float | None:
         """How far the logarithms of the two sums may lie apart when slots are read; None: as far as they do."""
         return None
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the model repeats a prompt for it in a second forward: `CompressedCache.rehearse`."""
-        return False
-
-    def owed(self, table: SlotTable) -> int:
-        """Newest tokens that the model has yet to repeat."""
-        return 0
-
-    def owe_at_most(self, table: SlotTable, tokens: int) -> None:
-        """Nobody has the ids of more than the last `tokens` tokens."""
-
-    def start_repetition(self, table: SlotTable) -> None:
-        """The model begins to repeat them."""
-
-    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
-        """Takes note of `tokens` tokens that the model has repeated."""
 
     def note_prompt(self, table: SlotTable) -> None:
         """The prompt is read, and single tokens follow."""
@@ -223,12 +192,6 @@ class Method:
         """
         return False
 
-    def regime(self, table: SlotTable) -> object:
-        """What decides the branches that the host takes in a single-token step; when it changes, the step has to be
-        captured again.
-        """
-        return None
-
     def can_forget(self, table: SlotTable, left: int) -> bool:
         """Whether the tokens after the first `left`, already compressed, can be dropped without a trace."""
         return table.exact and not table.state.slot_tensors()
@@ -251,28 +214,6 @@ class Method:
     def held_bytes(self, shape: LayerShape) -> int | None:
         """The most bytes that a layer takes on the device after a prompt; None: it cannot be promised."""
         return None
-
-    @classmethod
-    def text_name(cls) -> str:
-        """What its text form begins with: its name, or `module:Class` where the class is no part of kvsketch."""
-        own = cls.__module__.partition(".")[0] == "kvsketch"
-        return cls.name if own else f"{cls.__module__}:{cls.__qualname__}"
-
-    def __str__(self) -> str:
-        changed = [f"{f.name}={_text(getattr(self, f.name))}" for f in _parameters(self) if _differs(self, f)]
-        return ":".join([self.text_name(), *changed])
-
-    def full_text(self) -> str:
-        """The text form with every parameter: it means the same to a version with other defaults."""
-        named = [f"{f.name}={_text(getattr(self, f.name))}" for f in _parameters(self) if f.init]
-        return ":".join([self.text_name(), *named])
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def _require(self, name: str, ok: bool, wanted: str) -> None:
-        if not ok:
-            raise ValueError(f"{self.name}: {name}={_text(getattr(self, name))} is not valid; use {wanted}")
 
 
 @dataclass(frozen=True)
@@ -313,6 +254,14 @@ class BudgetedMethod(Method):
                     f"{self.name}: budget={budget} cannot hold {self.sinks} sinks and a recent window of {recent}; "
                     f"use budget={least} or more, or smaller sinks and recent"
                 )
+
+    @property
+    def read_positions(self) -> str | None:
+        return None if self.placeless else self.positions
+
+    @property
+    def first_tokens(self) -> int:
+        return self.sinks
 
     @property
     def budget_size(self) -> Size:
@@ -363,104 +312,3 @@ class BudgetedMethod(Method):
         prompts = torch.tensor([*range(1, min(longest, 1 << 17)), longest]).view(-1, 1, 1)
         total = self.allot(table, prompts).total
         return 1 + (int(total.max()) if isinstance(total, Tensor) else total)
-
-
-@dataclass(frozen=True)
-class EvictingMethod(BudgetedMethod):
-    """Keeps the sinks, the recent window and the slots with the largest score; every kept slot has weight 1."""
-
-    family: ClassVar[str] = "evict"
-
-    @property
-    def apart(self) -> str:
-        return ""
-
-    @property
-    def alone(self) -> str:
-        return ""
-
-    def observe(self, table: SlotTable, queries: Tensor) -> None:
-        """Takes note of the new tokens' queries; called after every forward, also while nothing needs to go."""
-
-    def scores(self, table: SlotTable, queries: Tensor) -> Tensor | None:
-        """Worth of each slot, [B, H, S]; the smallest go first. None: the oldest go first."""
-        return None
-
-    def bound(self, table: SlotTable, max_length: int) -> None:
-        bound_to_budget(table, self)
-
-    def compress(self, table: SlotTable, queries: Tensor) -> None:
-        self.observe(table, queries)
-        if table.exact and table.length <= self.budget_tokens(table):
-            return
-        evict(table, self.scores(table, queries), self, self.budget_tokens(table))
-
-
-def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budget: int) -> None:
-    """Keeps the `budget` slots with the largest scores, and of equal scores the newest.
-
-    Sinks and recent tokens rank above all others, empty slots below.
-    """
-    total, _, recent = method.row_budget(table)
-    if table.in_place:
-        if isinstance(recent, Tensor):
-            scores, recent = _with_recent(table, scores, recent), 0
-        table.free_lowest(scores, method.sinks, recent)
-        return
-    keys = rank_slots(table, scores, method)
-    count = min(budget, keys.shape[-1])
-    chosen = keys.topk(count, dim=-1).indices
-    if isinstance(total, Tensor):
-        chosen = torch.where(torch.arange(count, device=total.device) >= total, -1, chosen)
-    # Position order: ties and readers then never depend on the order of top-k.
-    chosen = chosen.sort(-1).values
-    table.rebuild(chosen, budget)
-    close_slots(table, total)
-
-
-def rank_slots(table: SlotTable, scores: Tensor | None, method: BudgetedMethod) -> Tensor:  # [B, H, S] int64
-    """Numbers in the order of what slots are worth: sinks, recent tokens, the others by score, empty slots last."""
-    recent = method.row_budget(table).recent
-    if isinstance(recent, Tensor):
-        scores, recent = _with_recent(table, scores, recent), 0
-    seen, index = torch.full((1,), table.seen, device=table.device), table.index_slots()
-    return sort_keys(rank(scores, index, table.padding, seen, method.sinks, recent), index)
-
-
-def bound_to_budget(table: SlotTable, method: BudgetedMethod) -> None:
-    """Gives an exact table the fixed shape of its budget, before anything had to go."""
-    rows = method.row_budget(table).total
-    table.bound(method.budget_tokens(table))
-    close_slots(table, rows)
-
-
-def _with_recent(table: SlotTable, scores: Tensor | None, recent: Tensor) -> Tensor:
-    """Scores that put each row's own last `recent` [B, 1, 1] tokens above all others, newer ones above older ones."""
-    position = table.position_slots()
-    scores = position.float() if scores is None else scores.float().clamp(-(2.0**70), 2.0**70)
-    return torch.where(position >= table.real_tokens() - recent, (2.0**23 + position.float()) * 2.0**50, scores)
-
-
-def close_slots(table: SlotTable, rows: Tokens) -> None:
-    """Closes the empty slots of a bounded table beyond each row's own budget; one stays open for the next token."""
-    if isinstance(rows, int):
-        return
-    assert table.index is not None and table.next_slot is not None
-    empty = table.index < 0
-    surplus = table.length - 1 - rows
-    order = empty.long().cumsum(-1)
-    is_next = torch.zeros_like(empty).scatter_(2, table.next_slot, True)
-    table.close(empty & (order <= surplus) & ~is_next)
-
-
-def _parameters(method: Method | type[Method]) -> list[dataclasses.Field[Any]]:
-    """The fields of a method, its own before those that all have."""
-    return sorted(dataclasses.fields(method), key=lambda field: field.kw_only is True)
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _differs(method: Method, field: dataclasses.Field[Any]) -> bool:
-    return _text(getattr(method, field.name)) != _text(field.default)

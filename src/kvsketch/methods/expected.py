@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvsketch.methods.base import option
 from kvsketch.methods.budget import Size, row_prompts
-from kvsketch.methods.rehearse import VIRTUAL, Rehearse, Rehearsed, newest, newest_slots
-from kvsketch.methods.shared_budget import HEAD
+from kvsketch.methods.divide import HEAD, SHARES
+from kvsketch.methods.parameters import option
+from kvsketch.methods.waiting import Waiting, WaitingMethod, newest, newest_slots, own_sinks
 from kvsketch.slots.table import SlotTable
 
 PIECE = 2048  # tokens that are worked on at a time
 
 
 @dataclass(frozen=True)
-class Expected(Rehearse):
+class Expected(WaitingMethod):
     """Keeps the tokens to which a normal distribution of queries, fitted to those of the text, attends most.
 
         q ~ N(mu, Sigma)   mean and covariance of the text's queries before rotary embedding, without the sinks', turned
@@ -42,15 +42,12 @@ class Expected(Rehearse):
     paper: ClassVar[str] = "arXiv 2510.00636"
     look: ClassVar[tuple[str, ...]] = ("#4a6b00", "P")
 
+    budget: Size | int | str = "50%"
     recent: Size | int | str = 0
-    share: str = HEAD
+    share: str = option(HEAD, "who shares a budget: every head has its own, the heads of a layer, or all", SHARES)
+    wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are scored")
     future: int = option(512, "positions over which the rotation of queries to come is averaged")
     epsilon: float = option(0.0, "added to the expected attention before the value's norm weighs it")
-    replay: str = field(default=VIRTUAL, init=False, repr=False)
-    refit: str = field(default="none", init=False, repr=False)
-    chunk: int = field(default=PIECE, init=False, repr=False)
-    wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are scored")
-    bits: int = 16
 
     @property
     def placeless(self) -> str:
@@ -66,6 +63,7 @@ class Expected(Rehearse):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._require_tokens("wait")
         self._require("future", isinstance(self.future, int) and self.future >= 1, "a whole number of positions, 1 up")
         self._require("epsilon", 0 <= self.epsilon < math.inf, "a number of 0 or more")
 
@@ -73,11 +71,15 @@ class Expected(Rehearse):
         # Every head has a distribution of its own.
         return query_heads
 
-    def _score(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
+    @property
+    def most_waiting(self) -> int:
+        return min(PIECE, self.wait)
+
+    def score(self, table: SlotTable, queries: Tensor) -> None:
         table.unpack()
-        slots = newest_slots(table, queries.shape[2])  # [B, H, n]
+        slots, sinks = newest_slots(table, queries.shape[2]), own_sinks(table, self.sinks)  # [B, H, n]
         position = table.position_slots().gather(2, slots)[:, 0]  # [B, n]
-        counted = position >= self._own_sinks(table)
+        counted = position >= sinks
         mean, covariance = moments(queries, table.rotary, table.before + position, counted)
         places = table.before + table.real_tokens()[:, :, 0] + torch.arange(self.future, device=table.device)  # [B, T]
         mean, covariance = turned_on_average(mean, covariance, table.rotary, places)
@@ -87,10 +89,13 @@ class Expected(Rehearse):
         # Times the number of tokens: a part of a text then counts as the whole does.
         count = counted.sum(1, keepdim=True)[..., None]
         whole = torch.maximum(table.real_tokens(), torch.zeros_like(count) + row_prompts(table))
-        score = (attention * count + self.epsilon * (whole - self._own_sinks(table))) * values.float().norm(dim=-1)
-        none = queries.new_zeros(*slots.shape[:2], 1, 0, queries.shape[3])
+        score = (attention * count + self.epsilon * (whole - sinks)) * values.float().norm(dim=-1)
         # In [0, 1) and in the same order: tokens that stay are worth more.
-        self._note(table, state, slots, score / (1 + score), none, [queries.shape[2]])
+        table.state_of(Waiting).note(table, slots, score / (1 + score), [queries.shape[2]])
+
+    def settle(self, tables: Sequence[SlotTable]) -> None:
+        if chosen := self.chosen(tables, self.share, PIECE):
+            self.keep_chosen(tables, chosen)
 
 
 def moments(queries: Tensor, angles: tuple[float, ...], position: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:

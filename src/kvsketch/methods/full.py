@@ -20,6 +20,7 @@ class Full(Method):
     name: ClassVar[str] = "full"
     family: ClassVar[str] = "full"
     look: ClassVar[tuple[str, ...]] = ("#444444", "o")
+    keeps_all: ClassVar[bool] = True
     ignores_hidden_tokens: ClassVar[bool] = True
 
     @property

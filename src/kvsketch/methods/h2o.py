@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import option
 from kvsketch.methods.budget import Size
+from kvsketch.methods.parameters import option
 from kvsketch.methods.received import AttentionScored, add_attention
 from kvsketch.slots.table import SlotTable
 

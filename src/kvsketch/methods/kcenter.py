@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import BudgetedMethod, bound_to_budget, close_slots, evict, option
+from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Budget, Size, Tokens, where
+from kvsketch.methods.keep import bound_to_budget, close_slots, evict
+from kvsketch.methods.parameters import option
 from kvsketch.ops.farthest_first import FORMS
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.table import SlotTable

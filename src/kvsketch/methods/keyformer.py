@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import option
 from kvsketch.methods.budget import Budget, Size, Tokens, clamp, row_prompts
 from kvsketch.methods.h2o import H2O
+from kvsketch.methods.parameters import option
 from kvsketch.slots.table import SlotTable
 
 COMPATIBILITY = ("intended", "official")
@@ -44,6 +44,7 @@ class Keyformer(H2O):
     paper: ClassVar[str] = "arXiv 2403.09054"
     look: ClassVar[tuple[str, ...]] = ("#5e4fc0", "v")
     random: ClassVar[bool] = True
+    counts_prompt: ClassVar[bool] = True
     wants_row_lse: ClassVar[bool] = False
     budget: Size | int | str = "60%"
     recent: Size | int | str = "30%"

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from kvsketch.methods.budget import Size
-from kvsketch.methods.rehearse import EXACT, Rehearse
+from kvsketch.methods.divide import MODEL, SHARES
+from kvsketch.methods.parameters import option
+from kvsketch.methods.replay import Replay
+from kvsketch.methods.waiting import WaitingMethod
+from kvsketch.slots.table import SlotTable
 
 
 @dataclass(frozen=True)
-class KVzip(Rehearse):
+class KVzip(WaitingMethod):
     """Keeps the tokens that the model looks at when it is asked to repeat the text; one budget for all heads.
 
         score(j) = max over the tokens i of the repetition, and the query heads of the group, of
@@ -29,8 +36,47 @@ class KVzip(Rehearse):
     family: ClassVar[str] = "evict"
     paper: ClassVar[str] = "arXiv 2505.23416"
     look: ClassVar[tuple[str, ...]] = ("#7a5200", "X")
+    repeats: ClassVar[bool] = True
 
+    budget: Size | int | str = "50%"
     recent: Size | int | str = 0
-    replay: str = field(default=EXACT, init=False, repr=False)
-    refit: str = field(default="none", init=False, repr=False)
-    bits: int = 16
+    share: str = option(MODEL, "who shares a budget: every head has its own, the heads of a layer, or all", SHARES)
+    chunk: int = option(2048, "tokens that are rehearsed together")
+    wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are rehearsed")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_tokens("chunk", "wait")
+
+    def compress(self, table: SlotTable, queries: Tensor) -> None:
+        """A prompt waits until the model has repeated it; generated tokens until they are enough for a replay."""
+        if not self.queue(table).owe():
+            super().compress(table, queries)
+
+    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
+        """The model has repeated a chunk of `tokens` tokens, with these queries and keys [B, H, m, D]."""
+        Replay(self.chunk, self.sinks).exact(table, queries, copies, tokens)
+
+    def score(self, table: SlotTable, queries: Tensor) -> None:
+        Replay(self.chunk, self.sinks).virtual(table, queries)
+
+    def settle(self, tables: Sequence[SlotTable]) -> None:
+        """All chunks have scores: the best tokens of all heads stay."""
+        if chosen := self.chosen(tables, self.share, self.chunk):
+            self.keep_chosen(tables, chosen)
+
+    @property
+    def most_waiting(self) -> int:
+        return min(self.chunk, self.wait)
+
+    @property
+    def continues(self) -> bool:
+        return False  # a text behind another cannot be repeated alone
+
+    @property
+    def placeless(self) -> str:
+        return "for its weights are refitted to the distances of the text"
+
+    @property
+    def apart(self) -> str:
+        return ""

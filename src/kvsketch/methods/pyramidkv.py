@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvsketch.methods.base import option
 from kvsketch.methods.budget import Budget, Tokens, clamp, where
-from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL
+from kvsketch.methods.divide import HEAD, LAYER, MODEL
+from kvsketch.methods.parameters import option
 from kvsketch.methods.snapkv import SnapKV, _whole
 from kvsketch.slots.table import SlotTable
 
@@ -37,6 +37,7 @@ class PyramidKV(SnapKV):
     name: ClassVar[str] = "pyramidkv"
     paper: ClassVar[str] = "arXiv 2406.02069"
     look: ClassVar[tuple[str, ...]] = ("#8e44ad", "s")
+    shaped_by_prompt: ClassVar[bool] = True
     # The ceiling of a pyramid is twice its mean, so that it stores half of what other methods do.
     compared_with: ClassVar[str] = "budget_is=mean"
     beta: int = option(20, "how pointed: the top layer keeps base // beta tokens beside the window; 1 is snapkv")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import option
+from kvsketch.methods.parameters import option
 from kvsketch.methods.recall import Recalled, RecallingMethod
 from kvsketch.slots import offloaded
 from kvsketch.slots.bytes import LayerShape

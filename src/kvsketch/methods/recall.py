@@ -9,9 +9,10 @@ from typing import ClassVar, cast
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import Method, option
+from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size, row_prompts
 from kvsketch.methods.full import Full
+from kvsketch.methods.parameters import option
 from kvsketch.slots import codes, offloaded
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.state import Range, TableState, kept, number, per_row
@@ -73,6 +74,10 @@ class RecallingMethod(Method, ABC):
     @abstractmethod
     def rows_read(self, table: SlotTable) -> int:
         """Tokens that one list names; there is a list for each query head, or one for each KV head."""
+
+    @property
+    def can_offload(self) -> bool:
+        return self.offload == "none"
 
     def lists(self, group: int) -> int:
         """How many lists of tokens the `group` query heads of one KV head read."""

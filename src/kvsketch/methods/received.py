@@ -14,9 +14,10 @@ from typing import ClassVar, cast
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import EvictingMethod, bound_to_budget, evict, option
 from kvsketch.methods.budget import Size
-from kvsketch.methods.shared_budget import HEAD, LAYER, MODEL, SHARES, capacities, claim, keep_best
+from kvsketch.methods.divide import HEAD, LAYER, MODEL, SHARES, capacities, claim
+from kvsketch.methods.keep import EvictingMethod, bound_to_budget, evict, keep_best
+from kvsketch.methods.parameters import option
 from kvsketch.ops.attention_mass import is_plain
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.state import TableState, per_slot

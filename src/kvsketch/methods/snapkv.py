@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsketch.methods.base import option
 from kvsketch.methods.budget import Budget, Size, Tokens, clamp
+from kvsketch.methods.parameters import option
 from kvsketch.methods.received import AttentionScored, add_attention
 from kvsketch.slots.table import SlotTable
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kvsketch.methods.base import EvictingMethod
 from kvsketch.methods.budget import Size
+from kvsketch.methods.keep import EvictingMethod
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import BudgetedMethod, bound_to_budget, evict, option
+from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Tokens
+from kvsketch.methods.keep import bound_to_budget, evict
+from kvsketch.methods.parameters import option
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.state import ANY, Range, TableState, per_row
 from kvsketch.slots.table import SlotTable

@@ -21,6 +21,7 @@ from kvsketch.serve.requests import Closed, Engine, Full, Request, Ticket, unuse
 from kvsketch.serve.schema import DEFAULT_NEW_TOKENS, ApiError, Asked, ChatAsked, CompletionAsked
 from kvsketch.serve.sequential import SequentialEngine
 from kvsketch.serve.text import GrowingText, Template
+from kvsketch.slots.positions import CACHE
 
 BETWEEN = "@"  # model@document, for clients that cannot send a field of their own
 SOON = 2  # seconds until a document that is being read is asked about again
@@ -245,7 +246,7 @@ class Service:
 def longest_context(model: Any, method: Method, memory: int | None) -> int:
     """Tokens of a prompt and its answer: those that the model was trained on and that `memory` bytes hold."""
     trained = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**20
-    if getattr(method, "positions", None) == "cache":
+    if method.read_positions == CACHE:
         trained = 2**31
     if memory is None:
         return int(trained)

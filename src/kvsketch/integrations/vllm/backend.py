@@ -49,7 +49,7 @@ from kvsketch.integrations.vllm.settings import (
     rotary_angles,
 )
 from kvsketch.integrations.vllm.together import NOBODY, Together
-from kvsketch.methods.rehearse import Rehearse
+from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.slots.pages import CLOCK, Pages, Planes
 from kvsketch.slots.table import Place
 
@@ -347,7 +347,7 @@ class KVSketchImpl(AttentionImpl[Any]):
         place = Place(index, total, rank=rank, compressed_layers=compressed, first_head=heads)
         block_size = int(self.method.budget_size.of(CLOCK)) + 1
         place.bits = self.method.stored_bits
-        if isinstance(self.method, Rehearse):
+        if isinstance(self.method, WaitingMethod):
             place.rotary = rotary_angles(self.method, model.hf_text_config)
             self._join(self.method, layer, ours, place, block_size)
         else:
@@ -391,7 +391,7 @@ class KVSketchImpl(AttentionImpl[Any]):
         logger.info_once(one_request(str(self.method), self.config.model_config.max_model_len, pages, others))
         bound_captures(self.config.compilation_config, pages.nbytes + others.nbytes - outside, free)
 
-    def _join(self, method: Rehearse, layer: Any, ours: dict[str, Any], place: Place, block_size: int) -> None:
+    def _join(self, method: WaitingMethod, layer: Any, ours: dict[str, Any], place: Place, block_size: int) -> None:
         """The first layer has the pages, the others share them."""
         name, first = next(iter(ours.items()))
         if layer is first:

@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 
 import torch
 
-from kvsketch.methods.rehearse import Rehearse
+from kvsketch.methods.base import BudgetedMethod
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.store import row_parts, slot_parts, table_of
 from kvsketch.slots.table import SlotTable
@@ -44,7 +44,7 @@ def path_of(folder: Path, name: str) -> Path:
     return folder / f"{file}.kvs"
 
 
-def listed(folder: Path, config: Any, method: Rehearse) -> dict[str, Filed]:
+def listed(folder: Path, config: Any, method: BudgetedMethod) -> dict[str, Filed]:
     """The documents in a folder that this model and method can read, by name; the others are named in the log."""
     found = {}
     for path in sorted(folder.glob("*.kvs")):
@@ -57,19 +57,19 @@ def listed(folder: Path, config: Any, method: Rehearse) -> dict[str, Filed]:
     return found
 
 
-def read(path: Path, config: Any, method: Rehearse, device: torch.device) -> list[SlotTable]:
+def read(path: Path, config: Any, method: BudgetedMethod, device: torch.device) -> list[SlotTable]:
     """The tables of a document, on a device; ValueError says what is wrong with the file."""
     cache, _ = _opened(path, config, method)
     return [moved(layer.table, device) for layer in cache.slot_layers]
 
 
-def _opened(path: Path, config: Any, method: Rehearse) -> tuple[Any, dict[str, str]]:
+def _opened(path: Path, config: Any, method: BudgetedMethod) -> tuple[Any, dict[str, str]]:
     # Late: the plugin starts without what saves and loads.
     from kvsketch.cache import saving
     from kvsketch.cache.compressed import CompressedCache
 
     cache, words = CompressedCache.load(path, config), saving.about(path)
-    if not isinstance(cache.method, Rehearse) or replace(cache.method, budget=method.budget) != method:
+    if not isinstance(cache.method, BudgetedMethod) or replace(cache.method, budget=method.budget) != method:
         raise ValueError(f"it was read with {cache.method}, and documents are read with {method} here")
     tables = [layer.table for layer in cache.slot_layers]
     if any(table.exact or table.layout is None or table.settled != table.seen for table in tables):
@@ -83,7 +83,9 @@ def _opened(path: Path, config: Any, method: Rehearse) -> tuple[Any, dict[str, s
     return cache, words
 
 
-def write(path: Path, config: Any, method: Rehearse, tables: Sequence[SlotTable], digest: str) -> threading.Thread:
+def write(
+    path: Path, config: Any, method: BudgetedMethod, tables: Sequence[SlotTable], digest: str
+) -> threading.Thread:
     """Writes a document that was just read, while the engine goes on: its tensors are on the host when this returns."""
     from kvsketch.cache.compressed import CompressedCache
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod
-from kvsketch.methods.keyformer import Keyformer
-from kvsketch.methods.pyramidkv import PyramidKV
 from kvsketch.slots.pages import CLOCK, Pages, PageShape, like_table
 from kvsketch.slots.state import SLOT
 from kvsketch.slots.table import Place, SlotTable
@@ -47,7 +45,7 @@ class PagedLayer:
         remembered = [each for each in fields(self.method.State) if each.metadata["role"] == SLOT]
         assert len(remembered) < 2, f"{self.method.name} remembers more of a slot than a page holds"
         like = like_table(self.place, self.method.State, heads, key_size, value_size, dtype)
-        return PageShape(like, self.slots, prompt=isinstance(self.method, Keyformer))
+        return PageShape(like, self.slots, prompt=self.method.counts_prompt)
 
     def _empty(self) -> SlotTable:
         return SlotTable(**vars(self.place))
@@ -83,7 +81,7 @@ class PagedLayer:
             query, keys, values, self.scale, past=past, clip=self.method.clip, return_state=True, **self.options
         )
         # All pages of a layer have the size that a long prompt leaves there, however long this one is.
-        table.append(keys, values, CLOCK if isinstance(self.method, PyramidKV) else None)
+        table.append(keys, values, CLOCK if self.method.shaped_by_prompt else None)
         table.note_scale(self.scale)
         table.note_attention(row_lse if self.method.wants_row_lse and self.plain else None)
         self.method.compress(table, query)

@@ -11,8 +11,8 @@ from kvsketch.cache import rotary
 from kvsketch.integrations.vllm import CONNECTOR
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
-from kvsketch.methods.full import Full
-from kvsketch.methods.rehearse import VIRTUAL, Rehearse
+from kvsketch.methods.rehearse import VIRTUAL
+from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.ops.codec import Codec
 from kvsketch.slots.codes import PLAIN
 from kvsketch.slots.positions import TEXT
@@ -36,13 +36,12 @@ def chosen_method(additional_config: Any) -> BudgetedMethod:
 
 def keeps_all(additional_config: Any) -> bool:
     """Whether the method keeps every token, in vLLM's own blocks."""
-    return isinstance(_named(additional_config), Full)
+    return _named(additional_config).keeps_all
 
 
-def chosen_full(additional_config: Any) -> Full:
+def chosen_full(additional_config: Any) -> Method:
     """The method, if it keeps every token in few bits; ValueError, in one line, for one that does not."""
     method = _named(additional_config)
-    assert isinstance(method, Full)
     if PLAIN in method.stored_bits.pair:
         raise ValueError(
             f"{method} keeps keys or values in 16 bits, which vLLM does by itself: drop --attention-backend CUSTOM, "
@@ -51,7 +50,7 @@ def chosen_full(additional_config: Any) -> Full:
     return method
 
 
-def block_codecs(method: Full, layer: int, key_size: int, value_size: int) -> tuple[Codec, Codec]:
+def block_codecs(method: Method, layer: int, key_size: int, value_size: int) -> tuple[Codec, Codec]:
     """How a layer's keys and values are coded; ValueError for heads that no kernel serves."""
     for size in (key_size, value_size):
         if size not in BLOCK_SIZES:
@@ -95,7 +94,7 @@ def servable(method: Method) -> BudgetedMethod:
             f"{method.name}: budget={method.budget_size} is a share of the prompt, and all pages of vLLM have one "
             "size; use a number of tokens such as budget=1024"
         )
-    for name, value in (TOGETHER if isinstance(method, Rehearse) else FIXED).items():
+    for name, value in (TOGETHER if isinstance(method, WaitingMethod) else FIXED).items():
         given = getattr(method, name, value)
         if given != value:
             wanted = str(value).lower()
@@ -135,9 +134,9 @@ def documents_asked(config: Any) -> DocumentsAsked | None:
     return DocumentsAsked(**given)
 
 
-def document_method(method: BudgetedMethod, asked: DocumentsAsked) -> Rehearse:
+def document_method(method: BudgetedMethod, asked: DocumentsAsked) -> WaitingMethod:
     """The method that reads documents; ValueError for one that cannot share them."""
-    if not isinstance(method, Rehearse):
+    if not isinstance(method, WaitingMethod):
         raise ValueError(f"{CONNECTOR} shares documents of rehearse, and {method.name} was named")
     return replace(method, budget=asked.budget)
 
@@ -161,7 +160,7 @@ def refuse_bits(method: Method, size: int) -> None:
         Codec(bits, size)
 
 
-def rotary_angles(method: Rehearse, config: Any) -> tuple[float, ...]:
+def rotary_angles(method: Method, config: Any) -> tuple[float, ...]:
     """Radians per position of the model with this config; ValueError where they are not known."""
     angles = rotary.frequencies(config)
     if not angles:

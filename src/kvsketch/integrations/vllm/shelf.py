@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.rehearse import Rehearse
+from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.ops.join_attention import Part
 from kvsketch.ops.turn_keys import whole_turns
 from kvsketch.slots.pages import RequestPages, RequestShape
@@ -60,13 +60,13 @@ class Beside(NamedTuple):
 class Shelf:
     """`count` places, numbered from 1 on; 0 is no document."""
 
-    method: Rehearse  # with the budget of documents
+    method: WaitingMethod  # with the budget of documents
     pages: RequestPages
     angles: tuple[float, ...]
 
     @classmethod
     def of(
-        cls, method: Rehearse, page: RequestShape, count: int, like: Sequence[SlotTable], device: torch.device
+        cls, method: WaitingMethod, page: RequestShape, count: int, like: Sequence[SlotTable], device: torch.device
     ) -> Shelf:
         """Memory for documents like the requests of a `page`."""
         shape = cls.shape(method, page)
@@ -76,7 +76,7 @@ class Shelf:
         return shelf
 
     @staticmethod
-    def shape(method: Rehearse, page: RequestShape) -> RequestShape:
+    def shape(method: WaitingMethod, page: RequestShape) -> RequestShape:
         """What a place holds: no token waits there."""
         slots = method.budget_size.tokens
         assert slots is not None

@@ -25,7 +25,7 @@ from kvsketch import ops
 from kvsketch.integrations.vllm.files import read, write
 from kvsketch.integrations.vllm.library import Stored, Use
 from kvsketch.integrations.vllm.shelf import Beside, Shelf
-from kvsketch.methods.rehearse import Rehearse, Rehearsed
+from kvsketch.methods.waiting import Waiting, WaitingMethod
 from kvsketch.ops.join_attention import Part
 from kvsketch.slots.codes import NotFinite
 from kvsketch.slots.pages import RequestPages, RequestShape, StepRows, like_table
@@ -51,7 +51,7 @@ class Forward:
 class Together:
     """The layers of a model that are in this process."""
 
-    method: Rehearse
+    method: WaitingMethod
     shares: bool = False  # whether requests may continue documents
     places: list[Place] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Together:
         assert slots is not None
         place = Place(0, layers, bits=self.method.stored_bits)
         self.page = RequestShape(
-            like_table(place, Rehearsed, heads, key_size, value_size, dtype), layers,
+            like_table(place, Waiting, heads, key_size, value_size, dtype), layers,
             self.method.kept_heads(heads, query_heads), slots, self.method.most_waiting, longest, self.shares,
         )  # fmt: skip
         return self.page
@@ -107,7 +107,7 @@ class Together:
 
     # documents
 
-    def open_shelf(self, method: Rehearse, count: int, free: int | None) -> int | None:
+    def open_shelf(self, method: WaitingMethod, count: int, free: int | None) -> int | None:
         """Sets memory aside for so many documents, when all layers have joined; bytes that are left of the `free` ones.
 
         ValueError, in one line, where there are too few.
@@ -268,7 +268,7 @@ class Together:
             return None
         return self.shelf.pages.stack(use.place, use.tokens, use.tokens)
 
-    def _reader(self, page: int) -> Rehearse:
+    def _reader(self, page: int) -> WaitingMethod:
         """The method that reads what comes in a page."""
         return self.shelf.method if self.shelf is not None and page in self.stores else self.method
 

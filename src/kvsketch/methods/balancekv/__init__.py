@@ -14,8 +14,9 @@ from kvsketch.methods.balancekv import schedule as row_schedule
 from kvsketch.methods.balancekv import stream as balance_stream
 from kvsketch.methods.balancekv.merge_reduce import theory_c
 from kvsketch.methods.balancekv.schedule import Balanced, Recipe, Row
-from kvsketch.methods.base import BudgetedMethod, option
+from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Size
+from kvsketch.methods.parameters import option
 from kvsketch.ops.balance_walk import WALKS
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.positions import POSITIONS, TEXT

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import option
 from kvsketch.methods.clusterkv import clusters
 from kvsketch.methods.clusterkv.clusters import Clusters
+from kvsketch.methods.parameters import option
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.ops.select_clusters import Selection
 from kvsketch.slots import offloaded
@@ -44,6 +44,7 @@ class ClusterKV(RecallingMethod):
     name: ClassVar[str] = "clusterkv"
     paper: ClassVar[str] = "arXiv 2412.03213"
     look: ClassVar[tuple[str, ...]] = ("#1b7f45", "o")
+    reads_newest: ClassVar[bool] = True
     random: ClassVar[bool] = True
     State: ClassVar[type[Clusters]] = Clusters
     tokens_per_cluster: int = option(20, "mean size of a cluster; smaller ones find tokens better and take more memory")

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvsketch.methods.base import option
 from kvsketch.methods.infinigen import speculation
 from kvsketch.methods.infinigen.skew import directions, gram_of
 from kvsketch.methods.infinigen.state import Learned
+from kvsketch.methods.parameters import option
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.slots import offloaded
 from kvsketch.slots import padding as left_padding

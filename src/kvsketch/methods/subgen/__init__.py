@@ -9,8 +9,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.base import BudgetedMethod, option
+from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Size
+from kvsketch.methods.parameters import option
 from kvsketch.methods.subgen import slots
 from kvsketch.methods.subgen.plan import divide
 from kvsketch.methods.subgen.sketch import POLICIES

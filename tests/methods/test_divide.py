@@ -10,8 +10,8 @@ import torch
 
 import kvsketch
 from kvsketch import CompressedCache
+from kvsketch.methods.divide import largest, mixed
 from kvsketch.methods.received import Scores
-from kvsketch.methods.shared_budget import divided, largest
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, read_pieces, with_budget
 
@@ -52,11 +52,11 @@ def test_one_threshold_decides_for_all_heads_that_share(share: str) -> None:
 def test_a_floor_mixes_in_an_equal_part_and_the_sum_stays() -> None:
     won, equal = torch.tensor([[40, 0, 3, 1], [11, 11, 11, 11]]), torch.full((2, 4), 11)
     contested = torch.tensor([[False], [False]])
-    found = divided(won, equal, Fraction(1, 5), contested)
+    found = mixed(won, equal, Fraction(1, 5), contested)
     assert found.sum(-1).tolist() == [44, 44] and found[1].tolist() == [11, 11, 11, 11]
     assert (found[0] - (0.8 * won[0] + 0.2 * 11)).abs().max() < 1 and found[0].min() >= 2
     # 8 tokens where 44 fit: each head has its own and a quarter of the rest.
-    assert divided(torch.tensor([[5, 0, 3, 0]]), equal[:1], Fraction(1, 5), torch.tensor([[True]])).tolist() == [
+    assert mixed(torch.tensor([[5, 0, 3, 0]]), equal[:1], Fraction(1, 5), torch.tensor([[True]])).tolist() == [
         [14, 9, 12, 9]
     ]
 

@@ -1,0 +1,86 @@
+"""The parameters of a method, and its text form `name:key=value:key=value`, which `text.py` reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+
+class Option(NamedTuple):
+    """A parameter of a method."""
+
+    name: str
+    default: Any
+    choices: tuple[str, ...]
+    meaning: str
+
+
+def option(default: Any, meaning: str, choices: Sequence[str] = (), kw_only: bool = False) -> Any:
+    """A field of a method: its default, what it means, and what it may be; another value is refused.
+
+    A subclass that changes the default alone writes `sinks: int = 0` and inherits the rest.
+    """
+    metadata = {"meaning": meaning, "choices": tuple(choices)}
+    return dataclasses.field(default=default, metadata=metadata, kw_only=kw_only)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Base of `Method`: its fields, what they may be, and how they are written."""
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for name, _, choices, _ in self.options():
+            if choices:
+                self._require(
+                    name, getattr(self, name) in choices, (" or " if len(choices) < 3 else ", ").join(choices)
+                )
+
+    @classmethod
+    def options(cls) -> list[Option]:
+        """The parameters in order, each as the nearest class that explains it does."""
+        result = []
+        for field in _parameters(cls):
+            told = [vars(base).get("__dataclass_fields__", {}).get(field.name) for base in cls.__mro__]
+            said: Mapping[str, Any] = next((each.metadata for each in told if each is not None and each.metadata), {})
+            if field.init:
+                result.append(Option(field.name, field.default, said.get("choices", ()), said.get("meaning", "")))
+        return result
+
+    @classmethod
+    def text_name(cls) -> str:
+        """What its text form begins with: its name, or `module:Class` where the class is no part of kvsketch."""
+        own = cls.__module__.partition(".")[0] == "kvsketch"
+        return cls.name if own else f"{cls.__module__}:{cls.__qualname__}"
+
+    def __str__(self) -> str:
+        changed = [f"{f.name}={_text(getattr(self, f.name))}" for f in _parameters(self) if _differs(self, f)]
+        return ":".join([self.text_name(), *changed])
+
+    def full_text(self) -> str:
+        """The text form with every parameter: it means the same to a version with other defaults."""
+        named = [f"{f.name}={_text(getattr(self, f.name))}" for f in _parameters(self) if f.init]
+        return ":".join([self.text_name(), *named])
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _require(self, name: str, ok: bool, wanted: str) -> None:
+        if not ok:
+            raise ValueError(f"{self.name}: {name}={_text(getattr(self, name))} is not valid; use {wanted}")
+
+
+def _parameters(method: Parameters | type[Parameters]) -> list[dataclasses.Field[Any]]:
+    """The fields of a method, its own before those that all have."""
+    return sorted(dataclasses.fields(method), key=lambda field: field.kw_only is True)
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _differs(method: Parameters, field: dataclasses.Field[Any]) -> bool:
+    return _text(getattr(method, field.name)) != _text(field.default)

@@ -1,0 +1,130 @@
+"""The score of a replay: how much the text itself would look at a token if it came again.
+
+score(j) = max over the queries i of the repetition, and the query heads of the group, of
+           softmax(scale <q_i, k_j>) over the chunk, the sinks and the repetition up to i
+
+exact      the model repeats the text in a second forward (`cache.repetition`), as in KVzip (arXiv 2505.23416)
+virtual    queries of the text are rotated to the positions of a repetition, which rotary embeddings allow; no
+           forward is needed
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.methods.budget import Tokens
+from kvsketch.methods.waiting import Waiting, newest, newest_slots, own_sinks
+from kvsketch.ops.turn_keys import whole_turns
+from kvsketch.slots.table import SlotTable
+
+GAP = 24  # positions between the text and its virtual repetition
+MAX_ROTATED = {"cuda": 1 << 27}  # entries of rotated queries held at once, of more than one chunk; elsewhere one chunk
+GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Scores tokens chunk by chunk, and keeps some queries of the repetition for a refit."""
+
+    chunk: int  # tokens that are repeated together
+    sinks: int
+    samples: int = 0  # queries of a chunk and KV head for a refit
+
+    def exact(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
+        """Scores the next `tokens` tokens that the model has repeated.
+
+        Queries [B, Hq, m, D] and keys [B, H, m, D] are those of the repetition; what was said before the tokens
+        themselves stands in front.
+        """
+        state, waiting = table.state_of(Waiting), table.seen - table.settled
+        table.unpack()
+        slots = newest_slots(table, waiting)[:, :, state.scored : state.scored + tokens]
+        keys = table.tokens_at(slots)[0]
+        first = sink_keys(table, self.sinks) if table.settled + state.scored >= self.sinks else keys[:, :, :0]
+        begun, q = copies.shape[2] - tokens, queries[:, :, -tokens:].to(keys.dtype)
+        sinks = torch.cat([first, copies[:, :, :begun]], 2)
+        scores = ops.replay_scores(q, q, keys, sinks, table.scale, copies=copies[:, :, begun:])
+        state.note(table, slots, scores, [tokens], sampled(q, keys.shape[1], 1, None, self.samples))
+
+    def virtual(self, table: SlotTable, queries: Tensor) -> None:
+        """Scores the newest tokens, those of the queries [B, Hq, n, D]."""
+        table.unpack()
+        new = queries.shape[2]
+        slots = newest_slots(table, new)  # [B, H, n]
+        keys = newest(table, slots)[0]
+        queries, pads = queries.to(keys.dtype), table.padding
+        first, sinks = first_keys(table, self.sinks), own_sinks(table, self.sinks)
+        angles = whole_turns(tuple(table.rotary), queries.device)
+        lengths, done = equal_chunks(new, self.chunk), 0
+        most = MAX_ROTATED.get(keys.device.type, 1) // queries[:, :, : lengths[0]].numel()
+        scores, again = [], []
+        for length, count in runs(lengths, max(1, most)):
+            begin, end = table.seen - new + done, done + count * length
+            q, k = queries[:, :, done:end], keys[:, :, done:end]
+            begins = (begin + length * torch.arange(count, device=k.device)).expand(len(k), -1)  # [B, P]
+            asked_from = begins if pads is None else torch.maximum(begins, pads.view(-1, 1))
+            repeated = ops.turn_queries(q, GAP + table.seen - asked_from, angles)
+            hidden = None if pads is None else (pads - begin).clamp_min(0)
+            bare: Tokens = sum(b < sinks for b in range(begin, begin + count * length, length))
+            if pads is not None:
+                bare = (begins < pads.view(-1, 1) + sinks).sum(1)
+            scores.append(ops.replay_scores(repeated, q, k, first, table.scale, chunks=count, bare=bare, hidden=hidden))
+            again.append(sampled(repeated, k.shape[1], count, hidden, self.samples))
+            done = end
+        result, asked = (part[0] if len(part) == 1 else torch.cat(part, 2) for part in (scores, again))
+        table.state_of(Waiting).note(table, slots, result, lengths, asked)
+
+
+def equal_chunks(tokens: int, chunk: int) -> list[int]:
+    """Lengths of equal chunks, as near to `chunk` tokens as they can be."""
+    count = max(1, round(tokens / chunk))
+    return [tokens // count + (number < tokens % count) for number in range(count)]
+
+
+def runs(lengths: list[int], most: int) -> Iterator[tuple[int, int]]:
+    """Chunks of equal lengths that follow each other, as (length, count); at most `most` at a time."""
+    for length, equal in itertools.groupby(lengths):
+        count = len(list(equal))
+        for start in range(0, count, most):
+            yield length, min(most, count - start)
+
+
+def first_keys(table: SlotTable, sinks: int) -> Tensor:  # [B, H, sinks, D]
+    """The keys of the first tokens of the whole text, none where it has no more than these."""
+    text = table if table.document is None else table.document
+    return sink_keys(text, sinks if text.seen > sinks else 0).expand(table.shape[0], -1, -1, -1)
+
+
+def sink_keys(table: SlotTable, sinks: int) -> Tensor:  # [B, H, sinks, D]
+    """The keys of the first tokens of each row."""
+    if table.exact and table.padding is None:
+        return table.key_slots()[:, :, :sinks]
+    first = table.position_slots().unsqueeze(-1) == torch.arange(sinks, device=table.device)  # [B, H, S, E]
+    return table.tokens_at(first.int().argmax(2))[0]
+
+
+def sampled(again: Tensor, heads: int, chunks: int, hidden: Tensor | None, count: int) -> Tensor:
+    """So many queries [B, H, P, count, D] of each KV head and chunk, of queries [B, Hq, P C, D].
+
+    From all heads of the group and all tokens behind the first `hidden` [B] ones. In no order: any part of them is
+    spread over all tokens.
+    """
+    batch, query_heads, tokens, size = again.shape
+    group, length = query_heads // heads, tokens // chunks
+    begins = torch.arange(0, tokens, length, device=again.device)  # [P]
+    asked = torch.zeros_like(begins).expand(batch, -1)
+    if hidden is not None:
+        asked = (hidden.view(-1, 1) - begins).clamp(0, length - 1)
+    first = (asked * group).unsqueeze(-1)  # [B, P, 1], of the queries of a chunk, token by token
+    spread = (torch.arange(count, dtype=torch.float64, device=again.device) * GOLDEN).frac()
+    at = first + (spread * (length * group - first)).long()  # [B, P, count]
+    token, member = (begins.unsqueeze(-1) + at // group).unsqueeze(1), (at % group).unsqueeze(1)
+    head = torch.arange(batch * heads, device=again.device).view(batch, heads, 1, 1)
+    rows = (head * group + member) * tokens + token  # [B, H, P, count]
+    return ops.take_rows(again.reshape(-1, size), rows.flatten()).view(*rows.shape, size)

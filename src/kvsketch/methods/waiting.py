@@ -1,0 +1,516 @@
+"""Keep when enough wait: new tokens stay whole, with some of their queries, until they are scored together.
+
+A method that chooses by the queries of a whole stretch of text cannot decide token by token. A first prompt is decided
+at once. What comes behind it waits in a queue until `most_waiting` tokens are there; then they are scored, and compete
+with what was kept before. Heads hold different numbers of slots, and room for the tokens that will wait.
+
+`Waiting` is what a table remembers of this, `Queue` moves tokens in and out, `WaitingMethod` is the common part of
+rehearse, kvzip and expected: each of them adds its score, and what happens to the tokens that stay.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsketch import ops
+from kvsketch.methods.base import BudgetedMethod
+from kvsketch.methods.budget import Tokens, row_prompts
+from kvsketch.methods.divide import winners
+from kvsketch.methods.keep import layouts
+from kvsketch.ops.keep_queries import row_bytes
+from kvsketch.slots.bytes import LayerShape, bytes_beside
+from kvsketch.slots.codes import LEAST
+from kvsketch.slots.layout import Layout
+from kvsketch.slots.padding import most_of
+from kvsketch.slots.rows import RowNeeds
+from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
+from kvsketch.slots.table import SlotTable, require_finite
+from kvsketch.slots.tensors import fetching, gather_slots, uploaded
+
+ROOM, MOST_ROOM = 32, 256  # slots, and queries, that are added at a time for new tokens
+KEPT = 4  # queries of a KV head that wait with a token in few bits; of one in 16 bits all do
+NEG_INF = float("-inf")
+ALWAYS = 2.0  # the worth of tokens that stay; scores are at most 1
+
+
+@dataclass
+class Waiting(TableState):
+    """The scores of the tokens, and what is known of those that wait."""
+
+    score: Tensor | None = per_slot()  # [B, H, S], at most 1
+    # [B, H m, room, bytes] uint8, of tokens that wait (`ops.keep_queries`)
+    queries: Tensor | None = per_row(lambda t, s: Range((t.shape[0], *s.queries.shape[1:]), 0, 255))
+    # of tokens that have scores and are not settled, between the first layer's compress and settle
+    again: Tensor | None = per_row()  # [B, H, P, Q, D], queries of the repetition, for the refit of each chunk
+    owed: int = number()  # tokens of a prompt that the model has yet to repeat
+    chunks: Tensor | None = on_host(lambda t, s: Range((t.shape[0], s.again.shape[2]), 1, t.seen))  # [B, P], tokens
+
+    @property
+    def room(self) -> int:
+        """Tokens that may wait before more room is made."""
+        return 0 if self.queries is None else self.queries.shape[2]
+
+    @property
+    def scored(self) -> int:
+        """Tokens that have scores and are not settled."""
+        return 0 if self.chunks is None else sum(self.chunks[0].tolist())
+
+    def places(self, device: torch.device) -> Tensor:  # [P, C]
+        """The numbers of the tokens of each chunk among those that have scores; -1: none."""
+        assert self.chunks is not None
+        return places_of(tuple(self.chunks[0].tolist()), device)
+
+    def note(
+        self, table: SlotTable, slots: Tensor, scores: Tensor, lengths: list[int], again: Tensor | None = None
+    ) -> None:
+        """Scores of slots [B, H, n], the next chunks of these lengths; `again` [B, H, P, Q, D]: queries for a refit."""
+        if self.score is None:
+            self.score = torch.zeros(table.shape, device=scores.device)
+        self.score.scatter_(2, slots, scores)
+        chunks = torch.tensor([lengths] * len(scores))
+        if again is None:
+            again = scores.new_zeros(*slots.shape[:2], len(lengths), 0, table.key_size)
+        if self.again is not None and self.chunks is not None:
+            again, chunks = torch.cat([self.again, again], 2), torch.cat([self.chunks, chunks], 1)
+        self.again, self.chunks = again, chunks
+
+    def for_rows(self, rows: int, room: int) -> Waiting:
+        assert self.queries is not None
+        heads, wide = self.queries.shape[1], self.queries.shape[3]
+        return Waiting(self.score, self.queries.new_zeros(rows, heads, room, wide))
+
+    def put_row(self, row: int, other: TableState, source: int) -> None:
+        assert isinstance(other, Waiting) and self.queries is not None
+        if other.queries is not None:
+            room = min(self.room, other.room)
+            self.queries[row, :, :room] = other.queries[source, :, :room]
+
+    def of_row(self, row: int, waiting: int) -> Waiting:
+        assert self.queries is not None
+        return Waiting(self.score, self.queries[row : row + 1, :, :waiting].clone())
+
+    def misfit(self, table: SlotTable) -> str:
+        if self.queries is None:
+            return ""
+        heads, size = table.shape[1], table.key_size
+        if self.queries.dim() == 4 and not self.queries.shape[1] % heads and self.queries.shape[3] == row_bytes(size):
+            return ""
+        return f"queries {list(self.queries.shape)} are not those of {heads} KV heads of size {size}"
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The newest tokens of a table, which wait until they are decided together."""
+
+    method: WaitingMethod
+    table: SlotTable
+
+    @property
+    def state(self) -> Waiting:
+        return self.table.state_of(Waiting)
+
+    @property
+    def count(self) -> int:
+        """Tokens that wait."""
+        return self.table.seen - self.table.settled
+
+    @property
+    def due(self) -> bool:
+        """Whether the tokens that wait are to be decided after this forward: a first prompt is, unless it is too short
+        for codes.
+        """
+        table, least = self.table, LEAST if self.table.bits else 2
+        if table.settled_at is not None:
+            return False  # rows that come and go: `WaitingMethod.catch_up`
+        return self.count >= self.method.most_waiting or (
+            self.count >= least and table.appended > 1 and self._is_first()
+        )
+
+    def _is_first(self) -> bool:
+        table = self.table
+        return table.document is None and (table.settled == 0 or most_of(table.padding) > table.settled)
+
+    # tokens that the model repeats (`cache.repetition`)
+
+    @property
+    def owed(self) -> int:
+        """Newest tokens that the model has yet to repeat."""
+        return self.state.owed
+
+    def owe(self) -> bool:
+        """Whether the model can repeat the tokens that are due; then they wait for it.
+
+        Tokens that came one by one are not repeated: nobody has their ids any more.
+        """
+        whole = self.table.appended == self.count or not self.table.rotary
+        if not (self.due and self.table.appended > 1 and whole):
+            return False
+        self.state.owed = self.count
+        self.table.stay_open()
+        return True
+
+    def owe_at_most(self, tokens: int) -> None:
+        """Nobody has the ids of more than the last `tokens` tokens."""
+        state, table = self.state, self.table
+        if (earlier := state.owed - tokens) <= 0:
+            return
+        # Those of earlier turns stay while there is room: they have the largest score.
+        if state.score is None:
+            state.score = torch.zeros(table.shape, device=table.device)
+        state.score.scatter_(2, newest_slots(table, state.owed)[:, :, :earlier], 1.0)
+        state.owed, state.queries = tokens, None
+        table.note_settled(table.seen - tokens)
+
+    def start_repetition(self) -> None:
+        """The model begins to repeat them."""
+        self.state.owed = 0
+
+    # tokens come
+
+    def take(self, queries: Tensor) -> None:
+        """Keeps the tokens just appended, and some of their queries."""
+        if self.table.settled_at is not None:
+            self._take_among_others(queries, self.table.settled_at)
+        elif self.table.appended == 1:
+            self._take_one(queries)
+        else:
+            self._take_several(queries)
+
+    def _take_among_others(self, queries: Tensor, settled: Tensor) -> None:
+        """Keeps a token of each row, in place."""
+        held = self.state.queries
+        assert held is not None
+        ops.keep_queries(held, queries, self.table.seen_on_device() - (1 + settled), self.table.shape[1])
+        self.table.advance()
+
+    def _take_one(self, queries: Tensor) -> None:
+        """Keeps a token, in place; makes room for more where the last is taken."""
+        state, table, count = self.state, self.table, self.count
+        self._keep(queries, count - 1 + self._ahead(count - 1))
+        if table.in_place:
+            table.advance()
+            if state.queries is not None and count == state.room:
+                more = self._ahead(count)
+                table.lengthen(more)
+                state.queries = lengthened(state.queries, count + more)
+
+    def _take_several(self, queries: Tensor) -> None:
+        """Keeps tokens that are not enough yet."""
+        state, count = self.state, self.count
+        # A text that is kept whole has no slots ahead of its tokens either.
+        room = 0 if self.table.exact else self._ahead(count)
+        self._keep(queries, count + room)
+        if not self.table.exact:
+            assert state.queries is not None
+            state.queries = lengthened(state.queries, count + room)
+            self._make_room(room)
+
+    def _keep(self, queries: Tensor, room: int) -> None:
+        """Keeps some queries of the newest tokens; where the last of them has no room, there is some for `room`."""
+        state, table = self.state, self.table
+        if state.queries is None:
+            state.queries = self._empty(queries, room)
+        elif state.room < self.count:
+            state.queries = lengthened(state.queries, room)
+        at = table.seen_on_device() - (queries.shape[2] + table.settled)
+        ops.keep_queries(state.queries, queries, at, table.shape[1])
+
+    def _empty(self, queries: Tensor, room: int) -> Tensor:
+        """Room for what is kept of queries [B, Hq, n, D] of so many tokens."""
+        batch, heads = self.table.shape[:2]
+        shape = (batch, self.method.kept_heads(heads, queries.shape[1]), room, row_bytes(queries.shape[3]))
+        return torch.zeros(shape, dtype=torch.uint8, device=queries.device)
+
+    def _ahead(self, waiting: int) -> int:
+        return room_ahead(self.method.most_waiting, self.table.settled, waiting)
+
+    def _make_room(self, room: int) -> None:
+        """Heads of their own sizes again, with all that they hold and room for so many tokens."""
+        stays = self.table.index_slots() >= 0
+        self.table.keep(stays, Layout.of(stays.sum(-1) + room + 1, bool(self.table.bits)))
+
+    # tokens go
+
+    def everything(self, queries: Tensor) -> Tensor:
+        """The queries of all tokens that wait, the new ones included."""
+        waiting = self.count - self.state.scored
+        if waiting == queries.shape[2]:
+            return queries
+        # All that wait are held alike, wherever the last of them is.
+        self._keep(queries, waiting)
+        return self.kept(waiting)
+
+    def kept(self, count: int) -> Tensor:  # [B, H m, count, D]
+        """The queries of the first `count` tokens that wait."""
+        held = self.state.queries
+        assert held is not None
+        self.table.unpack()
+        return ops.kept_queries(held[:, :, :count], self.table.key_size, self.table.stores()[0].dtype)
+
+    def forget(self, count: int) -> None:
+        """Drops the last `count` tokens."""
+        state, table = self.state, self.table
+        table.drop_newest(count) if table.layout is None else table.drop_last(count)
+        state.owed = min(state.owed, self.count)
+        if not table.exact and table.layout is None and not state.owed:
+            # Slots and queries have room for the same tokens.
+            self._make_room(max(state.room - self.count, self._ahead(self.count)))
+
+    # fixed shapes
+
+    def bound(self) -> None:
+        """A text that was too short to be decided takes its fixed shape when it is long enough for codes."""
+        state, table = self.state, self.table
+        under_way = state.again is not None or state.owed > 0
+        if under_way or state.queries is None or table.waits_for_codes:
+            return
+        room = self._ahead(self.count)
+        state.queries = lengthened(state.queries, self.count + room)
+        state.score = torch.zeros(table.shape, device=table.device)
+        capacity = torch.full(table.shape[:2], table.length + room + 1)
+        every = torch.ones(table.shape, dtype=torch.bool, device=table.device)
+        table.keep(every, Layout.of(capacity, bool(table.bits), table.device))
+
+    def needs(self) -> RowNeeds:
+        """What a row needs to go on among rows that come and go."""
+        tokens = self.method.most_waiting - self.count
+        room = (self.state.room or self._ahead(0)) - self.count
+        return RowNeeds(tokens, max(0, tokens - room), self.method.most_waiting)
+
+    def adopt(self) -> None:
+        """Earlier files hold all queries in half precision: [B, Hq, room, D]."""
+        state, table = self.state, self.table
+        if state.queries is None or not state.queries.is_floating_point() or table.empty:
+            return
+        whole, state.queries = state.queries, None
+        if whole.dim() != 4 or whole.shape[1] % table.shape[1]:
+            raise ValueError(f"queries {list(whole.shape)} are not those of {table.shape[1]} KV heads")
+        state.queries = self._empty(whole, whole.shape[2])
+        ops.keep_queries(state.queries, whole, torch.zeros(1, dtype=torch.int64, device=whole.device), table.shape[1])
+
+
+@dataclass(frozen=True)
+class WaitingMethod(BudgetedMethod):
+    """A method that decides about tokens when `most_waiting` of them are there; a budget is the mean over heads."""
+
+    State: ClassVar[type[TableState]] = Waiting
+    budget_is_mean: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def most_waiting(self) -> int:
+        """New tokens behind a prompt that are kept whole until they are decided."""
+
+    @abstractmethod
+    def score(self, table: SlotTable, queries: Tensor) -> None:
+        """Scores the tokens of these queries [B, Hq, n, D], the newest (`Waiting.note`)."""
+
+    def queue(self, table: SlotTable) -> Queue:
+        """The tokens of a table that wait."""
+        return Queue(self, table)
+
+    def _require_tokens(self, *names: str) -> None:
+        for name in names:
+            tokens = getattr(self, name)
+            self._require(name, isinstance(tokens, int) and tokens >= 64, "a whole number of tokens, 64 or more")
+
+    # one layer after a forward
+
+    def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
+        if owed := self.queue(table).owed:
+            raise ValueError(
+                f"{self.name} has {owed} tokens that the model has not repeated yet; read prompts with "
+                "kvsketch.prefill(model, input_ids, cache), or call cache.rehearse(model, input_ids) after the "
+                "forward, or use rehearse:replay=virtual"
+            )
+
+    def compress(self, table: SlotTable, queries: Tensor) -> None:
+        queue = self.queue(table)
+        if queue.due and table.rotary:
+            self.score(table, queue.everything(queries))
+        else:
+            queue.take(queries)
+
+    # all layers together
+
+    def chosen(self, tables: Sequence[SlotTable], share: str, longest: int) -> list[Tensor]:
+        """Which slots [B, H, S] of each table stay, once tokens have scores; [] before. `longest`: see below."""
+        if tables[0].state_of(Waiting).again is None:
+            return []
+        for table in tables:
+            # A short question is no measure for its answer. A chunk is the most that counts: generation stays bounded.
+            table.set_prompt(max(table.prompt_tokens, min(table.seen, longest)))
+        return winners(tables, [self.worth(t) for t in tables], [self.mean_slots(t) for t in tables], share)
+
+    def worth(self, table: SlotTable) -> Tensor:  # [B, H, S]
+        """Scores of slots; ALWAYS for those that stay, -inf for empty ones."""
+        score, position = table.state_of(Waiting).score, table.position_slots()
+        assert score is not None
+        seen, each = table.real_tokens(), self.mean_slots(table)
+        always = (position < own_sinks(table, self.sinks)) | (position >= seen - self.row_budget(table).recent)
+        if table.settled:
+            # What was decided before stays as it is while the budget grows with the text; else old and new compete.
+            index = table.index_slots()
+            past = (index >= 0) & (index < table.settled)
+            room = each - past.sum((1, 2), keepdim=True) / past.shape[1]
+            always |= past & (room * seen >= 0.75 * each * (seen - past_tokens(table)))
+        return score.masked_fill(always, ALWAYS).masked_fill_(position < 0, NEG_INF)
+
+    def mean_slots(self, table: SlotTable) -> Tokens:
+        """Mean tokens of a head, by row: of a prompt that is read in part that part; never less than what stays."""
+        total, _, recent = self.row_budget(table)
+        prompts, sinks = row_prompts(table), own_sinks(table, self.sinks)
+        if not isinstance(prompts, Tensor):
+            # Rows are alike, and the host knows.
+            return max(min(table.seen, prompts) * int(total) // prompts, sinks + int(recent))
+        each = torch.minimum(table.real_tokens(), prompts) * total // prompts
+        return torch.maximum(each, torch.zeros_like(each) + sinks + recent)
+
+    def keep_chosen(self, tables: Sequence[SlotTable], chosen: Sequence[Tensor]) -> None:
+        """Keeps the chosen slots [B, H, S] as they are, with room for those that will wait (asks once)."""
+        asked = fetching([stays.sum(-1) for stays in chosen])
+        # The device codes while the host waits for the choice alone.
+        for table in tables:
+            table.code()
+        for table, stays, layout in zip(tables, chosen, self.layouts(tables, asked()), strict=True):
+            settle_slots(table, stays, layout, table.log_weights()[1])
+        require_finite(tables)
+
+    def layouts(self, tables: Sequence[SlotTable], counts: Sequence[Tensor]) -> list[Layout]:
+        """Where heads begin that keep `counts` [B, H] slots, with room for tokens that will wait."""
+        return layouts(tables, counts, room_ahead(self.most_waiting, tables[0].seen))
+
+    # the verbs of tables that wait
+
+    @property
+    def alone(self) -> str:
+        return ""
+
+    @property
+    def ragged(self) -> bool:
+        return True
+
+    @property
+    def continues(self) -> bool:
+        return True
+
+    def kept_heads(self, heads: int, query_heads: int) -> int:
+        """Queries of a token, for all KV heads, that wait with it."""
+        return min(heads * KEPT, query_heads) if self.stored_bits else query_heads
+
+    def beyond_budget(self, table: SlotTable) -> int:
+        return self.queue(table).count
+
+    def bound(self, table: SlotTable, max_length: int) -> None:
+        self.queue(table).bound()
+
+    def maintenance_due(self, table: SlotTable) -> bool:
+        if table.settled_at is not None:
+            return False
+        coming, room = self.queue(table).count + 1, table.state_of(Waiting).room
+        return coming >= self.most_waiting or coming >= room
+
+    def row_needs(self, table: SlotTable) -> RowNeeds:
+        return self.queue(table).needs()
+
+    def catch_up(self, tables: Sequence[SlotTable]) -> None:
+        for table in tables:
+            self.score(table, self.queue(table).kept(table.state_of(Waiting).room))
+        self.settle(tables)
+
+    def can_forget(self, table: SlotTable, left: int) -> bool:
+        # Tokens that wait have left no trace.
+        if table.exact:
+            return table.state_of(Waiting).score is None
+        return left >= table.settled if table.layout is not None else left >= table.seen - table.new_tokens
+
+    def forget(self, table: SlotTable, count: int) -> None:
+        self.queue(table).forget(count)
+
+    def adopt(self, table: SlotTable) -> None:
+        self.queue(table).adopt()
+
+    def most_slots(self, table: SlotTable, longest: int) -> int:
+        budget = super().most_slots(table, longest)
+        return max(budget, self.sinks + self.recent_size.of(budget)) + self.most_waiting + MOST_ROOM
+
+    def held_bytes(self, shape: LayerShape) -> int:
+        # New tokens and their queries wait beside the budget.
+        waiting = self.most_waiting if shape.more is None else min(self.most_waiting, shape.more)
+        waiting += MOST_ROOM if waiting else 0
+        queries = shape.batch * self.kept_heads(shape.heads, shape.query_heads) * waiting * row_bytes(shape.size)
+        slots = self.budget_tokens(shape.table) + (waiting or room_ahead(self.most_waiting, shape.tokens)) + 1
+        return shape.bounded(slots, bytes_beside(Waiting)) + shape.layout(slots) + queries
+
+
+def settle_slots(table: SlotTable, stays: Tensor, layout: Layout, weights: Tensor | None) -> None:
+    """Keeps slots [B, H, S] with their logarithms of weights; nothing waits any more."""
+    table.keep(stays, layout, weights)
+    table.note_settled()
+    state = table.state_of(Waiting)
+    state.again = state.chunks = state.queries = None
+
+
+def room_ahead(most: int, settled: int, waiting: int = 0) -> int:
+    """New tokens that room is made for at a time: few behind a short text, for which it would be large, and more as
+    more wait, so that room is seldom made; no more than the `most` that may wait.
+    """
+    room, left = max(ROOM, settled // 64, waiting // 4), most - waiting
+    return min(MOST_ROOM, room, left if left > 0 else room)
+
+
+def lengthened(held: Tensor, room: int) -> Tensor:  # [B, H m, room, bytes]
+    """The queries that wait, with room for those of so many tokens."""
+    grown = held.new_zeros(*held.shape[:2], room, held.shape[3])
+    grown[:, :, : held.shape[2]] = held[:, :, :room]
+    return grown
+
+
+@functools.lru_cache(maxsize=16)
+def places_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:  # [P, C]
+    """The numbers of the tokens of chunks of these lengths, one chunk after the other; -1: none."""
+    parts = torch.arange(sum(lengths)).split(list(lengths))
+    return uploaded([torch.nn.utils.rnn.pad_sequence([*parts], batch_first=True, padding_value=-1)], [device])[0]
+
+
+def past_tokens(table: SlotTable) -> Tensor:  # [B, 1, 1]
+    """Tokens of each row that were seen when the budget was last decided."""
+    pads = 0 if table.padding is None else table.padding.view(-1, 1, 1)
+    return (torch.full_like(table.real_tokens(), table.settled) - pads).clamp_min(0)
+
+
+def own_sinks(table: SlotTable, sinks: int) -> int:
+    """First tokens that always stay: a text that continues another has none."""
+    return sinks if table.document is None else 0
+
+
+def newest(table: SlotTable, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H, n, D] of the slots of the newest tokens."""
+    if table.exact:
+        first = table.length - slots.shape[2]
+        return table.key_slots()[:, :, first:], table.value_slots()[:, :, first:]
+    return table.tokens_at(slots)
+
+
+def newest_slots(table: SlotTable, count: int) -> Tensor:  # [B, H, count]
+    """The slots of the last `count` tokens, in the order of the text."""
+    if table.exact:
+        return torch.arange(table.length - count, table.length, device=table.device).expand(*table.shape[:2], -1)
+    if table.stacked:
+        # They lie one behind the other.
+        last = (table.index_slots() == table.seen - 1).int().argmax(-1, keepdim=True)
+        return last - (count - 1) + torch.arange(count, device=table.device)
+    # Left padding has negative numbers in `index_slots`; the newest tokens are told by their own.
+    return table.order_slots()[:, :, -count:]
+
+
+def at_newest(table: SlotTable, x: Tensor, slots: Tensor) -> Tensor:
+    """What x [B, H, S, ...] has for the slots [B, H, n] of the newest tokens."""
+    return x[:, :, x.shape[2] - slots.shape[2] :] if table.exact else gather_slots(x, slots)
