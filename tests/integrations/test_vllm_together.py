@@ -47,9 +47,7 @@ class Alone:
             out = None if single else ops.chunk_attention(q, k, v, SCALE, past=past, **self.options)
             table.append(k, v)
             if out is None:  # a new token is read as it is stored
-                out = ops.weighted_attention(
-                    q, table.keys, table.values, *table.read_weights(), SCALE, ragged=table.layout, **self.options
-                )
+                out = ops.weighted_attention(q, *table.as_held()[:4], SCALE, ragged=table.layout, **self.options)
             table.note_scale(SCALE)
             self.method.compress(table, q)
             found.append(out[0].transpose(0, 1))

@@ -120,7 +120,7 @@ def test_both_sums_are_close_to_the_exact_ones() -> None:
     exact = (SCALE * queries @ keys.mT).exp()
     assert table.log_num is not None and table.log_den is not None and table.values is not None
     count = table.values.shape[2]
-    num = (weights[..., :count] * table.log_num[:, :, None, :count].exp()) @ table.values
+    num = (weights[..., :count] * table.log_num[:, :, None, :count].exp()) @ table.values.read
     den = (weights * table.log_den[:, :, None].exp()).sum(-1)
     assert ((num - exact @ values).norm(dim=-1) / (exact @ values).norm(dim=-1)).mean() < 0.05
     assert ((den - exact.sum(-1)).abs() / exact.sum(-1)).mean() < 0.05
@@ -157,7 +157,7 @@ def test_both_sums_represent_every_token(form: str, steps: int) -> None:
             assert (mass > 0.7).all() and (mass < 1.02).all() and float(mass.mean()) > 0.85
             assert (log_weights.amax(-1) / LN2).round().min() >= 3, "halves of halves of halves"
         terms, held = (SCALE * queries @ table.key_slots().mT).exp(), table.values.shape[2]
-        num = (terms[..., :held] * table.log_num[:, :, None, :held].exp()) @ table.values
+        num = (terms[..., :held] * table.log_num[:, :, None, :held].exp()) @ table.values.read
         den = (terms * table.log_den[:, :, None].exp()).sum(-1)
         num_ratios.append((num * (exact @ values)).sum(-1) / (exact @ values).square().sum(-1))
         den_ratios.append(den / exact.sum(-1))

@@ -111,7 +111,7 @@ def test_a_model_reads_both_sums_of_a_bounded_table(new: int, normalizer: str, m
         model(ids[:, 60:], past_key_values=cache)
     table, queries = seen["table"], seen["queries"].double()
     group = queries.shape[1] // table.keys.shape[1]
-    scores = table.scale * queries @ table.keys.double().repeat_interleave(group, 1).mT  # [B, Hq, n, S]
+    scores = table.scale * queries @ table.keys.read.double().repeat_interleave(group, 1).mT  # [B, Hq, n, S]
     last = 60 + torch.arange(new)[:, None]
     visible = (table.index >= 0).repeat_interleave(group, 1)[:, :, None] & (
         table.index.repeat_interleave(group, 1)[:, :, None] <= last
@@ -124,7 +124,7 @@ def test_a_model_reads_both_sums_of_a_bounded_table(new: int, normalizer: str, m
     if normalizer == "clipped":
         assert ((weight / total).log().abs() > math.log(1.02)).any(), "nothing would be clipped"
         total = torch.minimum(torch.maximum(total, weight / 1.02), weight * 1.02)
-    expected = num[..., : table.values.shape[2]] @ table.values.double().repeat_interleave(group, 1) / total
+    expected = num[..., : table.values.shape[2]] @ table.values.read.double().repeat_interleave(group, 1) / total
     torch.testing.assert_close(seen["out"].double(), expected.transpose(1, 2).flatten(2), atol=1e-5, rtol=1e-4)
 
 

@@ -39,8 +39,8 @@ def test_however_the_tokens_arrive_the_table_is_the_same(chunks: str, setting: s
     assert torch.equal(whole.index, other.index)
     for table in (whole, other):
         # What an empty slot still holds is of no account.
-        table.keys.masked_fill_((table.index < 0)[..., None], 0.0)
-        table.values.masked_fill_((table.index[:, :, : table.values.shape[2]] < 0)[..., None], 0.0)
+        table.keys.read.masked_fill_((table.index < 0)[..., None], 0.0)
+        table.values.read.masked_fill_((table.index[:, :, : table.values.shape[2]] < 0)[..., None], 0.0)
     for name, expected in vars(state_of(whole)).items():
         if expected is not None:
             found = getattr(state_of(other), name)

@@ -72,7 +72,7 @@ class Pair:
     def look_up(self, rows: Tensor) -> None:
         slots = offloaded.look_up(self.table, rows).view(rows.shape[0], HEADS, -1).long()
         tokens = rows.view(rows.shape[0], HEADS, -1).long()
-        for near, truth in ((self.table.keys, self.keys), (self.table.values, self.values)):
+        for near, truth in ((self.table.keys.read, self.keys), (self.table.values.read, self.values)):
             assert near is not None
             index = (slots.unsqueeze(-1).expand(-1, -1, -1, SIZE), tokens.unsqueeze(-1).expand(-1, -1, -1, SIZE))
             assert torch.equal(near.gather(2, index[0]), truth.gather(2, index[1])), "a stale row"

@@ -77,7 +77,7 @@ def needs(table: SlotTable) -> RowNeeds:
 
 def held_as(x: Tensor, bits: int) -> Tensor:
     """What is read of the vectors [1, H, n, D] of a text."""
-    return codes.plain(codes.coded(x, bits, None))
+    return codes.PlainSlots(x).coded(bits, None).plain()
 
 
 def appended_as(x: Tensor, center: Tensor | None, codec: codecs.Codec | None) -> Tensor:

@@ -112,7 +112,7 @@ class Machine(RuleBasedStateMachine):
             pair["keys"][:, :, : codes.EXACT] *= 20
             table.append(pair["keys"], pair["values"])
             score = table.state_of(Waiting).score = torch.rand(1, HEADS, tokens, generator=self.random)
-            held = [codes.plain(codes.coded(x, getattr(self.bits, name), None)) for name, x in pair.items()]
+            held = [codes.PlainSlots(x).coded(getattr(self.bits, name), None).plain() for name, x in pair.items()]
             whole = torch.cat([*held, torch.zeros(1, HEADS, tokens, 1), score.unsqueeze(-1)], 3)[0]
             request.centers.append({name: codes.center_of(x) for name, x in pair.items() if self._coded(name)})
             for head in range(HEADS):

@@ -304,7 +304,7 @@ class Machine(RuleBasedStateMachine):
             score = torch.rand(1, HEADS, tokens, generator=self.random)
             table.state_of(self.form.State).score = score
             pair = {"keys": (keys, self.bits.keys), "values": (values, self.bits.values)}
-            held = [codes.plain(codes.coded(x, bits, None)) for x, bits in pair.values()]
+            held = [codes.PlainSlots(x).coded(bits, None).plain() for x, bits in pair.values()]
             whole = torch.cat([*held, torch.zeros(1, HEADS, tokens, 1), score.unsqueeze(-1)], 3)[0]
             request.centers.append(
                 {name: codes.center_of(x) for name, (x, bits) in pair.items() if bits != codes.PLAIN}

@@ -29,7 +29,7 @@ from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.methods.rehearse import sink_keys
 from kvsketch.slots import rows as table_rows
-from kvsketch.slots.codes import LEAST
+from kvsketch.slots.codes import LEAST, PlainSlots
 from kvsketch.slots.documents import DocumentRows, LaidDocument, bytes_of_row
 from kvsketch.slots.heads import spread_over
 from kvsketch.slots.rows import EqualRows, RaggedRows, Rows, slots_within
@@ -215,7 +215,8 @@ class SharedRows:
             return found
         tables = [layer.table for layer in document.slot_layers]
         first = torch.cat([sink_keys(table, getattr(self.method, "sinks", 0)) for table in tables])  # [L, H, sinks, D]
-        text = replace(tables[0].cleared(), keys=first, values=first, length=first.shape[2], seen=tables[0].seen)
+        held, seen = PlainSlots(first), tables[0].seen
+        text = replace(tables[0].cleared(), keys=held, values=held, length=first.shape[2], seen=seen)
         return self.store.lay(document, tables, text)
 
     def _with_heads_of_their_own(self, table: SlotTable) -> None:

@@ -214,4 +214,4 @@ class RecallingMethod(Method, ABC):
         """The key of the token just appended, where a captured step finds it."""
         if table.next_slot is None:
             return table.key_slots()[:, :, -1:]
-        return codes.plain_at(table.stores()[0], table.newest_slot())
+        return table.equal_slots()[0].at(table.newest_slot())

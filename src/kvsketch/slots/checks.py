@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.slot_update import CLOSED
-from kvsketch.slots import codes
 from kvsketch.slots.state import Range, TableState
 from kvsketch.slots.table import SlotTable
 
@@ -74,7 +73,8 @@ def _equal_heads(table: SlotTable) -> SlotTable:
     if table.layout is None:
         return table
     capacity = table.layout.capacity
-    flat = [*codes.flat(table.keys), *codes.flat(table.values), table.index, table.log_den, *table.state.slot_tensors()]
+    flat = [table.index, table.log_den, *table.state.slot_tensors()]
+    flat += [part for slots in (table.keys, table.values) if slots is not None for part in slots.slot_parts().values()]
     flat += [] if table.log_num is None else [table.log_num]
     if capacity.dim() != 2 or capacity.dtype != torch.int64 or int(capacity.min()) < 1:
         raise ValueError("the capacities of heads are no whole numbers of 1 or more")

@@ -78,7 +78,7 @@ class LatentTable(SlotTable):
         return sums @ latents.codec.rotation(sums.device) + latents.center.unsqueeze(2)
 
     def _coded(self) -> tuple[SlotCodes, SlotCodes]:
-        latents, rotary = self.stores()
+        latents, rotary = self.equal_slots()
         assert isinstance(latents, SlotCodes) and isinstance(rotary, SlotCodes)
         return latents, rotary
 

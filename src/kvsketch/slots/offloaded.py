@@ -53,7 +53,7 @@ def require_room(table: SlotTable, keys: Tensor, values: Tensor, layers: int) ->
 
 def offload(table: SlotTable, start: int, sinks: int, tail_tokens: int, hot_places: int) -> None:
     """Moves the tokens before `start` to the host; the table holds all its tokens, in order."""
-    (keys, values), seen = table.stores(), table.seen
+    (keys, values), seen = table.equal_slots(), table.seen
     store = _own_store(table, start)
     store.length = min(store.length, start)
     moved = slice(store.length, start)
@@ -113,7 +113,8 @@ def restore(table: SlotTable, coming: int) -> None:
     seen, (batch, heads, _) = table.seen, table.shape
     coded = bool(_coded(table))
     parts = _in_order(table, parts_of(table), seen + (0 if coded else coming))
-    (keys, values), count = table.stores(), len(codes.row_parts(table.stores()[0]))
+    keys, values = table.equal_slots()
+    count = len(keys.slot_parts())
     table.keys, table.values = (
         _coded_in_order(table, keys, parts[:count]),
         _coded_in_order(table, values, parts[count:]),
@@ -164,7 +165,7 @@ def arrange(table: SlotTable, start: int, order: Tensor) -> None:
 def newest(table: SlotTable, start: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the tokens from `start` on, [B, H, n, D]; when offloaded, of tokens of the tail."""
     shift = 0 if table.host is None or not table.is_offloaded else table.hot.sinks - table.host.length
-    keys, values = (codes.part(slots, start + shift, table.seen + shift) for slots in table.stores())
+    keys, values = (slots.part(start + shift, table.seen + shift) for slots in table.equal_slots())
     return keys, values
 
 
@@ -173,8 +174,8 @@ def all_keys(table: SlotTable) -> Tensor:  # [B, H, seen, D]
     if not is_offloaded(table):
         return table.key_slots()[:, :, : table.seen]
     assert table.host is not None
-    keys = table.stores()[0]
-    return codes.plain(_coded_in_order(table, keys, _in_order(table, codes.row_parts(keys), table.seen)))
+    keys = table.equal_slots()[0]
+    return _coded_in_order(table, keys, _in_order(table, codes.row_parts(keys), table.seen)).plain()
 
 
 def _own_store(table: SlotTable, tokens: int) -> HostStore:
@@ -209,7 +210,7 @@ def _in_order(table: SlotTable, parts: list[Tensor], room: int) -> list[Tensor]:
 def _coded_in_order(table: SlotTable, like: Slots, parts: list[Tensor]) -> Slots:
     """Slots of parts in the order of the tokens."""
     slots = codes.of_parts(like, parts)
-    if isinstance(slots, Tensor):
+    if not isinstance(slots, SlotCodes):
         return slots
     assert table.hot.exact is not None
     at = torch.arange(codes.EXACT, device=table.device).view(1, 1, -1)
@@ -218,12 +219,12 @@ def _coded_in_order(table: SlotTable, like: Slots, parts: list[Tensor]) -> Slots
 
 
 def _coded(table: SlotTable) -> list[SlotCodes]:
-    return [slots for slots in table.stores() if isinstance(slots, SlotCodes)]
+    return [slots for slots in table.equal_slots() if isinstance(slots, SlotCodes)]
 
 
 def parts_of(table: SlotTable) -> list[Tensor]:
     """What keys and values consist of, [B, H, S, n] each."""
-    keys, values = table.stores()
+    keys, values = table.equal_slots()
     return [*codes.row_parts(keys), *codes.row_parts(values)]
 
 
@@ -232,7 +233,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 
 def _keys_and_values(table: SlotTable, parts: list[Tensor]) -> tuple[Pair, Pair | None]:
     """Parts as keys and values, and the steps of those that are coded; one of them serves where the other has none."""
-    count = len(codes.row_parts(table.stores()[0]))
+    count = len(table.equal_slots()[0].slot_parts())
     keys, values = parts[:count], parts[count:]
     steps = [*keys[1:], *values[1:]]
     return (keys[0], values[0]), (steps[0], steps[-1]) if steps else None

@@ -30,8 +30,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.ops.page_rows import Front, Rows, Worth
-from kvsketch.slots import codes
-from kvsketch.slots.codes import Slots
+from kvsketch.slots.codes import PlainSlots, Slots
 from kvsketch.slots.state import SLOT, TableState
 from kvsketch.slots.store import EMPTY, STATE, Parts, Ragged, row_parts, slot_parts, table_of
 from kvsketch.slots.table import Place, SlotTable
@@ -144,17 +143,17 @@ class PagedTable(SlotTable):
 
     def _equal(self, slots: Slots | None) -> Slots:
         assert slots is not None and self.pages is not None
-        return codes.rows_of(slots, self.pages.clamp_min(0))
+        return slots.rows(self.pages.clamp_min(0))
 
     def _write_next(self, keys: Tensor, values: Tensor) -> None:
         assert self.keys is not None and self.values is not None and self.index is not None
         assert self.log_den is not None and self.next_slot is not None and self.clock is not None
         score = next(iter(self.state.slot_tensors()), None)
         own = self.index, self.log_den, None, self.next_slot, self.clock, keys, values, score
-        if isinstance(self.keys, Tensor) and isinstance(self.values, Tensor):
-            ops.write_token(self.keys, self.values, *own, self.pages)
+        if isinstance(self.keys, PlainSlots) and isinstance(self.values, PlainSlots):
+            ops.write_token(self.keys.read, self.values.read, *own, self.pages)
         else:
-            ops.write_coded_token(self.keys, self.values, *own, pages=self.pages)
+            ops.write_coded_token(self.keys.read, self.values.read, *own, pages=self.pages)
 
 
 class Pages:

@@ -27,14 +27,13 @@ from kvsketch.ops.common.device import device_traits
 from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT, Readers, readers
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.ops.work_list import fixed_work_list, most_of_list
-from kvsketch.slots.codes import SlotCodes, Slots
+from kvsketch.slots.codes import Slots
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.state import HOST, ROW, SLOT, TableState
 from kvsketch.slots.table import NEG_INF, SlotTable
 from kvsketch.slots.tensors import wide
 
 Parts: TypeAlias = dict[str, Tensor]
-BESIDE = ("center", "exact", "exact_at")  # of keys or values in few bits
 STATE = "state."
 EMPTY = {"index": -1, "log_den": NEG_INF, "log_num": NEG_INF, "keys.exact_at": -1, "values.exact_at": -1}  # else 0
 
@@ -43,9 +42,7 @@ def slot_parts(table: SlotTable) -> Parts:
     """What follows the slots of a table, by name: [B, H, S, ...], or [N, ...] of a packed one."""
     parts: Parts = {}
     for name in ("keys", "values"):
-        slots = getattr(table, name)
-        coded = isinstance(slots, SlotCodes)
-        parts |= {f"{name}.codes": slots.codes, f"{name}.steps": slots.steps} if coded else {name: slots}
+        parts |= {name + part: tensor for part, tensor in getattr(table, name).slot_parts().items()}
     own = {name: getattr(table, name) for name in ("index", "log_den", "log_num")}
     parts |= {name: tensor for name, tensor in own.items() if tensor is not None}
     return parts | {STATE + name: tensor for name, tensor in table.state.named(SLOT)}
@@ -54,9 +51,10 @@ def slot_parts(table: SlotTable) -> Parts:
 def row_parts(table: SlotTable) -> Parts:
     """What follows its rows, [B, H, ...], beside the state."""
     assert table.next_slot is not None
-    coded = {name: getattr(table, name) for name in ("keys", "values") if isinstance(getattr(table, name), SlotCodes)}
-    beside = {f"{name}.{part}": getattr(slots, part) for name, slots in coded.items() for part in BESIDE}
-    return {"next_slot": table.next_slot} | beside
+    parts = {"next_slot": table.next_slot}
+    for name in ("keys", "values"):
+        parts |= {name + part: tensor for part, tensor in getattr(table, name).head_parts().items()}
+    return parts
 
 
 def all_row_parts(singles: Sequence[SlotTable]) -> Parts:
@@ -81,10 +79,7 @@ def table_of(like: SlotTable, parts: Parts, state: TableState | None = None, **o
 
 
 def _slots(like: Slots, name: str, parts: Parts) -> Slots:
-    if isinstance(like, Tensor):
-        return parts[name]
-    of_codes: dict[str, Any] = {part: parts[f"{name}.{part}"] for part in (*BESIDE, "codes", "steps")}
-    return replace(like, **of_codes)
+    return like.with_parts({part: parts[name + part] for part in like.slot_parts() | like.head_parts()})
 
 
 def kind_of(table: SlotTable) -> list[object]:

@@ -31,7 +31,7 @@ from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.slots import codes
 from kvsketch.slots import padding as left_padding
-from kvsketch.slots.codes import FewBits, SlotCodes, Slots
+from kvsketch.slots.codes import FewBits, PlainSlots, SlotCodes, Slots
 from kvsketch.slots.host import HostStore
 from kvsketch.slots.hot_set import HotSet
 from kvsketch.slots.layout import Layout
@@ -189,7 +189,7 @@ class SlotTable(Place):
         return self.state
 
     def key_slots(self) -> Tensor:  # [B, H, S, D]
-        return codes.plain(self._equal(self.keys))[:, :, : self.length]
+        return self._equal(self.keys).plain()[:, :, : self.length]
 
     def read_keys(self, coming: int = 0) -> Tensor:  # [B, H, S, D]
         """The keys as attention reads them (`positions`), beside `coming` new tokens that are not appended yet."""
@@ -207,7 +207,7 @@ class SlotTable(Place):
             return self.read_keys(), self.value_slots()
         self._note_reach()
         assert self.keys is not None and self.values is not None
-        return self.keys, self.values
+        return self.keys.read, self.values.read
 
     @property
     def can_be_document(self) -> bool:
@@ -219,9 +219,8 @@ class SlotTable(Place):
         assert self.keys is not None and self.values is not None
         if self.exact:
             return HeldSlots(self.key_slots(), self.value_slots(), None, None, None)
-        return HeldSlots(
-            self.keys, self.values, self.log_den if self.log_num is None else self.log_num, self.log_den, self.layout
-        )
+        log_num = self.log_den if self.log_num is None else self.log_num
+        return HeldSlots(self.keys.read, self.values.read, log_num, self.log_den, self.layout)
 
     def read_weights(self) -> tuple[Tensor | None, Tensor | None]:
         """`log_weights` as attention reads them."""
@@ -234,7 +233,7 @@ class SlotTable(Place):
         self.positions.note(self.before + self.seen, self.length - (coming > 0 and not self.exact), coming)
 
     def value_slots(self) -> Tensor:  # [B, H, S, Dv]
-        return codes.plain(self._equal(self.values))[:, :, : self.length]
+        return self._equal(self.values).plain()[:, :, : self.length]
 
     def held_slots(self) -> tuple[Tensor, Tensor]:
         """What is stored of keys and of values, decoded."""
@@ -247,26 +246,24 @@ class SlotTable(Place):
 
     def tokens_at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, m, D] of the slots [B, H, m] alone."""
-        keys, values = self.stores()
-        return codes.plain_at(keys, slots), codes.plain_at(values, slots)
+        return self._equal(self.keys).at(slots), self._equal(self.values).at(slots)
 
     def _equal(self, slots: Slots | None) -> Slots:
         """Keys or values as those of equal heads."""
         assert slots is not None
-        return slots if self.layout is None else codes.unpacked(slots, self.layout)
+        return slots if self.layout is None else slots.moved(self.layout.unpacked)
 
     def _equal_weights(self, weights: Tensor | None) -> Tensor | None:
         return weights if self.layout is None or weights is None else self.layout.unpacked(weights, NEG_INF)
 
-    def stores(self) -> tuple[Slots, Slots]:
+    def equal_slots(self) -> tuple[Slots, Slots]:
         """Keys and values by slot number as they are held, rows of the hot set behind the slots included."""
         return self._equal(self.keys), self._equal(self.values)
 
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        """The same of a table that holds them in the dtype of the model."""
-        keys, values = self.stores()
-        assert isinstance(keys, Tensor) and isinstance(values, Tensor)
-        return keys, values
+    def stores(self) -> tuple[Tensor | SlotCodes, Tensor | SlotCodes]:
+        """The same as kernels read them."""
+        keys, values = self.equal_slots()
+        return keys.read, values.read
 
     def log_weights(self) -> tuple[Tensor | None, Tensor | None]:
         """The logarithms of the slots' weights in numerator and denominator; None: all zero."""
@@ -329,13 +326,13 @@ class SlotTable(Place):
         """Every tensor held on the device, so that bytes can be measured."""
         slots_own = (self.index, self.log_num, self.log_den, self.next_slot)
         own = (*slots_own, self.clock, self.padding, self.prompts, self.settled_at, self.capacity)
-        slots = codes.held(self.keys) + codes.held(self.values) + ([] if self.layout is None else self.layout.tensors())
+        slots = [t for held in (self.keys, self.values, self.layout) if held is not None for t in held.tensors()]
         return slots + [t for t in own if t is not None] + self.state.tensors() + self.hot.tensors()
 
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all rows and heads, in the dtype of the model."""
         batch, heads = self.shape[:2]
-        return batch * heads * sum(slots.shape[3] * slots.dtype.itemsize for slots in self.stores())
+        return batch * heads * sum(slots.shape[3] * slots.dtype.itemsize for slots in self.equal_slots())
 
     def host_tensors(self) -> list[Tensor]:
         """Every tensor held in host memory beside the device."""
@@ -362,15 +359,14 @@ class SlotTable(Place):
     def _append_exact(self, keys: Tensor, values: Tensor) -> None:
         needed = self.length + keys.shape[2]
         if self.keys is None or self.values is None:
-            self.keys, self.values = owned(keys), owned(values)
+            self.keys, self.values = PlainSlots(owned(keys)), PlainSlots(owned(values))
         else:
-            assert isinstance(self.keys, Tensor) and isinstance(self.values, Tensor)
             if needed > self.keys.shape[2]:
                 capacity = needed + max(64, needed // 64)
-                self.keys = grown(self.keys, self.length, capacity)
-                self.values = grown(self.values, self.length, capacity)
-            self.keys[:, :, self.length : needed] = keys
-            self.values[:, :, self.length : needed] = values
+                self.keys = self.keys.moved(lambda held: grown(held, self.length, capacity))
+                self.values = self.values.moved(lambda held: grown(held, self.length, capacity))
+            self.keys.part(self.length, needed).copy_(keys)
+            self.values.part(self.length, needed).copy_(values)
         self.length = needed
         self.state.move_slots(lambda state: filled(state, max(0, needed - state.shape[2])))
 
@@ -378,54 +374,25 @@ class SlotTable(Place):
         """Writes one token into `next_slot`, in place; the slot joins both sums with weight 1."""
         assert self.keys is not None and self.values is not None and self.index is not None
         assert self.log_den is not None and self.next_slot is not None and self.clock is not None
-        if self.layout is not None:
-            self._write_packed(self.layout, keys, values)
-            return
-        slot = self.next_slot
+        states = self.state.slot_tensors()
         # One score per slot goes with the token, in the same launch.
-        states = self.state.slot_tensors()
         score = next((state for state in states if is_score(state)), None)
-        if isinstance(self.keys, Tensor) and isinstance(self.values, Tensor):
-            ops.write_token(
-                self.keys, self.values, self.index, self.log_den, self.log_num, slot, self.clock, keys, values, score
-            )  # fmt: skip
-        elif isinstance(self.keys, SlotCodes) and isinstance(self.values, SlotCodes):
-            ops.write_coded_token(
-                self.keys, self.values, self.index, self.log_den, self.log_num, slot, self.clock, keys, values, score
-            )  # fmt: skip
+        own = self.index, self.log_den, self.log_num, self.next_slot, self.clock, keys, values, score
+        if isinstance(self.keys, PlainSlots) and isinstance(self.values, PlainSlots) and self.layout is None:
+            ops.write_token(self.keys.read, self.values.read, *own)
         else:
-            codes.write(self.keys, slot, keys)
-            codes.write(self.values, slot, values)
-            self.index.scatter_(2, slot, self.clock.int().expand(slot.shape))
-            for weights in (self.log_den, self.log_num, score):
-                if weights is not None:
-                    weights.scatter_(2, slot, 0.0)
-            self.clock += 1
+            start = None if self.layout is None else self.layout.start
+            ops.write_coded_token(self.keys.read, self.values.read, *own, start)
         for state in (state for state in states if state is not score):
-            state.scatter_(2, slot.view(*slot.shape, *[1] * (state.dim() - 3)).expand(-1, -1, 1, *state.shape[3:]), 0)
+            self._fill(state, self.next_slot, 0)
 
-    def _write_packed(self, layout: Layout, keys: Tensor, values: Tensor) -> None:
-        """The same where heads differ."""
-        assert self.index is not None and self.log_den is not None and self.next_slot is not None
-        assert self.keys is not None and self.values is not None and self.clock is not None
-        states = self.state.slot_tensors()
-        if isinstance(self.keys, SlotCodes) and isinstance(self.values, SlotCodes):
-            score = next((state for state in states if state.dim() == 1 and state.dtype == torch.float32), None)
-            ops.write_coded_token(
-                self.keys, self.values, self.index, self.log_den, self.log_num, self.next_slot, self.clock,
-                keys, values, score, layout.start,
-            )  # fmt: skip
-            for state in (state for state in states if state is not score):
-                state.index_fill_(0, layout.at(self.next_slot), 0)
-            return
-        at = layout.at(self.next_slot)
-        codes.write_packed(self.keys, self.next_slot, at, keys)
-        codes.write_packed(self.values, self.next_slot, at, values)
-        self.index.index_copy_(0, at, self.clock.int().expand(len(at)))
-        for held in (self.log_den, self.log_num, *states):
-            if held is not None:
-                held.index_fill_(0, at, 0)
-        self.clock += 1
+    def _fill(self, held: Tensor, slots: Tensor, value: float) -> None:
+        """Writes a value into the slots [B, H, n] of what follows the slots, in place."""
+        if self.layout is not None:
+            held.index_fill_(0, self.layout.at(slots), value)
+        else:
+            at = slots.view(*slots.shape, *[1] * (held.dim() - 3))
+            held.scatter_(2, at.expand(-1, -1, -1, *held.shape[3:]), value)
 
     def _append_open(self, keys: Tensor, values: Tensor) -> None:
         """Lengthens a bounded table by several tokens, before any key-only slots; compress brings it back."""
@@ -436,7 +403,7 @@ class SlotTable(Place):
         at = self.values.shape[2]
         index = torch.arange(self.seen, self.seen + new, device=keys.device, dtype=self.index.dtype)
         weight = torch.zeros(batch, heads, new, device=keys.device)
-        self.keys, self.values = codes.inserted(self.keys, at, keys), codes.inserted(self.values, at, values)
+        self.keys, self.values = self.keys.inserted(at, keys), self.values.inserted(at, values)
         self.index = inserted(self.index, at, index.expand(batch, heads, new))
         self.log_den = inserted(self.log_den, at, weight)
         self.log_num = None if self.log_num is None else inserted(self.log_num, at, weight)
@@ -490,8 +457,8 @@ class SlotTable(Place):
         batch, heads, m = index.shape
         taken, fill = index >= 0, room + 1 - m
         # One after the other: the old keys are freed before the values are copied.
-        self.keys = codes.filled(codes.gathered(self._storable("keys"), source), fill)
-        self.values = codes.filled(codes.gathered(self._storable("values"), source), fill)
+        self.keys = self._storable("keys").gathered(source).moved(lambda held: filled(held, fill))
+        self.values = self._storable("values").gathered(source).moved(lambda held: filled(held, fill))
         self.state.move_slots(lambda state: filled(state if source is None else gather_slots(state, source), fill))
         self.index = filled(torch.where(taken, index, -1).to(torch.int32), fill, -1)
         self.log_den = filled(torch.where(taken, log_den, NEG_INF), fill, NEG_INF)
@@ -513,18 +480,19 @@ class SlotTable(Place):
     def replace_values(self, slots: Tensor, values: Tensor) -> None:
         """Gives the slots [B, H, m] of a table of equal heads, negative: none, the values [B, H, m, Dv]."""
         assert self.values is not None and self.layout is None
-        self.values = codes.with_vectors(self.values, slots, values)
+        self.values = self.values.with_vectors(slots, values)
 
     def replace_at(self, at: Tensor, values: Tensor) -> bool:
         """Gives the slots `at` [E], counted over rows and heads, the values [E, Dv]; none twice.
 
         False, and nothing changes, where values are held in few bits.
         """
-        if not isinstance(self.values, Tensor) or self.layout is not None:
+        if not isinstance(self.values, PlainSlots) or self.layout is not None:
             return False
         # A copy: a model may read the values of this forward yet.
-        self.values = self.values[:, :, : self.length].clone(memory_format=torch.contiguous_format)
-        self.values.view(-1, self.values.shape[3]).index_copy_(0, at, values.to(self.values.dtype))
+        held = self.value_slots().clone(memory_format=torch.contiguous_format)
+        held.view(-1, held.shape[3]).index_copy_(0, at, values.to(held.dtype))
+        self.values = PlainSlots(held)
         return True
 
     def keep(self, stays: Tensor, layout: Layout, log_den: Tensor | None = None) -> None:
@@ -553,8 +521,8 @@ class SlotTable(Place):
         in_order = self.exact and self.padding is None
         index = torch.where(taken, source % self.length if in_order else moved(self.index_slots()), -1)
         weights = self.log_den if log_den is None else log_den
-        self.keys = codes.packed(self._storable("keys"), moved, to)
-        self.values = codes.packed(self._storable("values"), moved, to)
+        self.keys = self._storable("keys").packed(moved, to)
+        self.values = self._storable("values").packed(moved, to)
         self.state.move_slots(moved)
         weights = torch.zeros(index.shape, device=index.device) if weights is None else moved(weights)
         self.log_den = weights.masked_fill_(index < 0, NEG_INF)
@@ -576,7 +544,7 @@ class SlotTable(Place):
         def packed(slots: Tensor) -> Tensor:
             return slots.flatten(0, 2).index_select(0, places(slots.shape[2]))
 
-        self.keys, self.values = codes.packed(self.keys, packed), codes.packed(self.values, packed)
+        self.keys, self.values = self.keys.packed(packed), self.values.packed(packed)
         self.index, self.log_den = packed(self.index), packed(self.log_den)
         self.log_num = None if self.log_num is None else packed(self.log_num)
         self.state.move_slots(packed)
@@ -588,7 +556,7 @@ class SlotTable(Place):
             return
         assert self.keys is not None and self.values is not None and self.index is not None and self.layout is None
         assert self.log_den is not None and self.values.shape[2] == self.length
-        self.keys, self.values = codes.filled(self.keys, count), codes.filled(self.values, count)
+        self.keys, self.values = (slots.moved(lambda held: filled(held, count)) for slots in (self.keys, self.values))
         self.index, self.log_den = filled(self.index, count, index), filled(self.log_den, count, NEG_INF)
         self.log_num = None if self.log_num is None else filled(self.log_num, count, NEG_INF)
         self.state.move_slots(lambda state: filled(state, count))
@@ -608,7 +576,7 @@ class SlotTable(Place):
             return
         assert self.index is not None and self.log_den is not None
         layout = self.layout
-        self.keys, self.values = self.stores()
+        self.keys, self.values = self.equal_slots()
         self.index, self.log_den = layout.unpacked(self.index, -1), layout.unpacked(self.log_den, NEG_INF)
         self.log_num = None if self.log_num is None else layout.unpacked(self.log_num, NEG_INF)
         self.state.move_slots(layout.unpacked)
@@ -617,12 +585,9 @@ class SlotTable(Place):
     def _storable(self, what: str) -> Slots:
         """Keys or values of all slots in as many bits as they are to have; `require_finite` says if that failed."""
         held: Slots = getattr(self, what)
-        held = held[:, :, : self.length] if isinstance(held, Tensor) else held
+        held = PlainSlots(held.part(0, self.length)) if isinstance(held, PlainSlots) else held
         like = None if self.document is None else getattr(self.document, what)
-        if isinstance(held, Tensor) and isinstance(like, SlotCodes):
-            slots: Slots = codes.coded_like(held, like)
-        else:
-            slots = codes.coded(held, getattr(self.bits, what), self.padding)
+        slots = held.coded(getattr(self.bits, what), self.padding, like)
         # A decode step does not ask, except for the one after which a short text is coded.
         asks = self.appended > 1 or (self.exact and self.seen >= codes.LEAST)
         if asks and isinstance(slots, SlotCodes) and slots is not held:
@@ -651,11 +616,11 @@ class SlotTable(Place):
         The first `valued` slots have values; a slot may be chosen several times.
         """
         source = chosen.clamp_min(0)
-        keys = codes.exact_before(codes.gathered(self._storable("keys"), source), valued)
-        values = codes.gathered(self._storable("values"), source[:, :, :valued])
+        keys = self._storable("keys").gathered(source).exact_before(valued)
+        values = self._storable("values").gathered(source[:, :, :valued])
         assert self.keys is not None and self.values is not None
-        self.keys = keys if self.exact else codes.copied(self.keys, keys)
-        self.values = values if self.exact else codes.copied(self.values, values)
+        self.keys = keys if self.exact else self.keys.copied(keys)
+        self.values = values if self.exact else self.values.copied(values)
         new = {"index": index.int(), "log_num": log_num, "log_den": log_den, "next_slot": next_slot}
         old = {name: getattr(self, name) for name in new}
         fits = not self.exact and all(_shape(old[name]) == _shape(tensor) for name, tensor in new.items())
@@ -695,8 +660,8 @@ class SlotTable(Place):
         those of no vector that stays exact.
         """
         assert self.index is not None and self.log_den is not None and self.log_num is None and self.layout is None
-        codes.arrange(self.stores()[0], start, source)
-        codes.arrange(self.stores()[1], start, source)
+        for slots in self.equal_slots():
+            codes.arrange(slots, start, source)
         for held in (self.index, self.log_den, *self.state.slot_tensors()):
             held[:, :, start : start + source.shape[2]] = gather_slots(held, source)
 
@@ -705,10 +670,8 @@ class SlotTable(Place):
         assert self.index is not None and self.log_den is not None and self.next_slot is not None
         self.next_slot.copy_(victim)
         for held, value in ((self.index, -1), (self.log_den, NEG_INF), (self.log_num, NEG_INF)):
-            if held is not None and self.layout is not None:
-                held.index_fill_(0, self.layout.at(victim), value)
-            elif held is not None:
-                held.scatter_(2, victim, value)
+            if held is not None:
+                self._fill(held, victim, value)
 
     def free_lowest(self, scores: Tensor | None, sinks: int, recent: int) -> None:
         """Empties the slot of the lowest score [B, H, S], None: the oldest; sinks and recent tokens are worth most."""
@@ -764,9 +727,11 @@ class SlotTable(Place):
         capacity = None if self.layout is None else self.layout.capacity.index_select(0, rows.to(self.device))
         self.unpack()
         for name in ("keys", "values", "index", "log_num", "log_den", "next_slot", "padding", "capacity"):
-            slots = getattr(self, name)
-            if slots is not None:
-                setattr(self, name, codes.rows_of(slots, rows))
+            held = getattr(self, name)
+            if isinstance(held, Tensor):
+                setattr(self, name, held.index_select(0, rows.to(held.device)))
+            elif held is not None:
+                setattr(self, name, held.rows(rows))
         self.state.select_rows(rows)
         self.hot.select_rows(rows)
         if capacity is not None:
@@ -821,12 +786,12 @@ class SlotTable(Place):
             self.padding = self.padding.clamp_max(self.seen)
 
     def _drop_open(self, count: int) -> None:
-        assert self.values is not None
+        assert self.keys is not None and self.values is not None
         end = self.values.shape[2]
-        for name in ("keys", "values", "index", "log_den", "log_num"):
-            slots = getattr(self, name)
-            if slots is not None:
-                setattr(self, name, codes.removed(slots, end - count, end))
+        self.keys, self.values = self.keys.removed(end - count, end), self.values.removed(end - count, end)
+        for name in ("index", "log_den", "log_num"):
+            if (held := getattr(self, name)) is not None:
+                setattr(self, name, removed(held, end - count, end))
         self.state.move_slots(lambda state: removed(state, end - count, end))
         self.length -= count
         if count == self.new_tokens and self.capacity is not None:

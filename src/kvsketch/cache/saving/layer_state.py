@@ -21,7 +21,7 @@ from kvsketch.cache.layer import SlotLayer
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import Codec
 from kvsketch.slots.checks import require_ranges, require_shapes
-from kvsketch.slots.codes import PARTS, SlotCodes
+from kvsketch.slots.codes import PARTS, PlainSlots, SlotCodes
 from kvsketch.slots.host import HostStore
 from kvsketch.slots.hot_set import HotSet
 from kvsketch.slots.layout import Layout
@@ -65,8 +65,10 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors[name] = value
         return {"tensor": name}
+    if isinstance(value, PlainSlots):
+        return _encode(value.read, name, tensors)
     if isinstance(value, SlotCodes):
-        tensors.update({f"{name}.{part}": tensor for part, tensor in value.parts().items() if tensor is not None})
+        tensors.update({f"{name}.{part}": tensor for part, tensor in value.parts().items()})
         codec = {"bits": value.codec.bits, "size": value.codec.size, "seed": value.codec.seed}
         kind = {"fresh": value.fresh is not None, "dtype": _encode(value.dtype, name, tensors)}
         kind |= {"tail": value.tail} if value.tail else {}
@@ -117,6 +119,9 @@ class LayerReader:
         saved = {"capacity": None, **saved}  # earlier files do not name it
         _require_names("a table", saved, (*SAVED, "state", "hot", "host"))
         values = {name: self._decode(saved[name]) for name in SAVED if name != "layout"}
+        for name in ("keys", "values"):
+            # A tensor where nothing is coded; what else a file may say is refused below.
+            values[name] = PlainSlots(values[name]) if isinstance(values[name], Tensor) else values[name]
         values["layout"] = self._layout(saved["layout"], coded=bool(new.bits))
         values |= {"state": self._state(method.State, saved["state"]), "hot": self._state(HotSet, saved["hot"])}
         table = replace(new, **values)

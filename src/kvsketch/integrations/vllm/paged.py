@@ -63,7 +63,7 @@ class PagedLayer:
         table.append(k.unsqueeze(2), v.unsqueeze(2))
         query, wanted = q.unsqueeze(2), self.method.wants_logits and self.options.get("softcap") is None
         attended = ops.weighted_attention(
-            query, table.keys, table.values, *table.log_weights(), self.scale,
+            query, table.keys.read, table.values.read, *table.log_weights(), self.scale,
             clip=self.method.clip, pages=table.pages, return_state=wanted, return_logits=wanted, **self.options,
         )  # fmt: skip
         if wanted:

@@ -48,10 +48,8 @@ class Beside(NamedTuple):
     ) -> Tensor:  # [B, Hq, n, Dv]
         """Attention of q [B, Hq, n, D] to its own tokens, attention sinks among them, and to the document."""
         table = self.tables[layer]
-        assert table.keys is not None and table.values is not None
         out, (_, log_sum) = ops.weighted_attention(
-            q, table.keys, table.values, table.log_den, table.log_den, scale, softcap=softcap, ragged=table.layout,
-            return_state=True,
+            q, *table.as_held()[:4], scale, softcap=softcap, ragged=table.layout, return_state=True
         )  # fmt: skip
         return ops.join_attention(own, Part(out, log_sum))
 

@@ -207,9 +207,8 @@ class Together:
         if forward.documents is not None:
             query, k = forward.documents.turn.of(query), forward.documents.turn.of(k.unsqueeze(2)).squeeze(2)
         table = forward.pages.write(forward.step, layer, query.squeeze(2), k, v)
-        assert table.keys is not None and table.values is not None
         attended = ops.weighted_attention(
-            query, table.keys, table.values, table.log_den, table.log_den, self.scales[layer],
+            query, *table.as_held()[:4], self.scales[layer],
             clip=self.method.clip, ragged=table.layout, return_state=forward.documents is not None,
             **self.options[layer],
         )  # fmt: skip
