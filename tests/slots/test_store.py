@@ -31,7 +31,7 @@ from kvsketch.slots.layout import Layout
 from kvsketch.slots.pages import Pages, PageShape, RequestPages, RequestShape, like_table
 from kvsketch.slots.rows import EqualRows, RaggedRows, RowNeeds, count_to
 from kvsketch.slots.state import TableState, per_row, per_slot
-from kvsketch.slots.table import Place, SlotTable
+from kvsketch.slots.table import ExactTable, Place, SlotTable
 
 LAYERS, HEADS, QUERY_HEADS, SIZE = 2, 2, 4, 16
 ENTRIES, BUDGET, ROOM = 4, 10, 5  # slots of a head (on average), new tokens that wait where heads differ
@@ -299,7 +299,7 @@ class Machine(RuleBasedStateMachine):
             keys[:, :, : codes.EXACT] *= 20
             if value is not None:
                 keys, values = torch.full_like(keys, value), torch.full_like(values, value)
-            table = SlotTable(layer, LAYERS, bits=self.bits)
+            table = ExactTable(layer, LAYERS, bits=self.bits)
             table.append(keys, values)
             score = torch.rand(1, HEADS, tokens, generator=self.random)
             table.state_of(self.form.State).score = score

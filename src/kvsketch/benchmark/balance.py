@@ -29,7 +29,7 @@ from kvsketch.benchmark.runner import Row
 from kvsketch.methods import BalanceKV, Method, Uniform
 from kvsketch.ops.balance_walk.reference import block_uniforms, normalized_gram
 from kvsketch.options import option
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable, SlotTable
 
 BLOCK = 256
 LIMIT = 0.03  # of prefill, for two halvings
@@ -81,8 +81,8 @@ def broken_steps(k: Tensor, v: Tensor | None, slots: Tensor, signs: Tensor, walk
 
 
 def fresh_table(k: Tensor, v: Tensor) -> SlotTable:
-    table = SlotTable(0, LAYERS)
-    table.note_scale(SCALE)
+    table = ExactTable(0, LAYERS)
+    table.note(scale=SCALE)
     table.append(k, v)
     return table
 

@@ -49,7 +49,7 @@ def attend(
                 )
             return call.read(view.reading, 0, new)
         prompt = (layer.prompt or _described(layer, mask, new)).on(query.device)
-        layer.table.note_scale(scale)
+        layer.table.note(scale=scale)
         if len(spans) == 1:
             out = _attend_chunk(view, call, prompt, 0, new)
         else:
@@ -72,7 +72,7 @@ def _attend_chunk(view: LayerView, call: _Call, prompt: masks.Prompt, start: int
 
     def take() -> None:
         table.append(keys, values, prompt.end if layer.chunk is not None else None)
-        table.note_padding(prompt.padding_at(table.seen))
+        table.note(padding=prompt.padding_at(table.seen))
 
     layer.method.prepare(table, keys, values)
     require_on_device(table, layer.model_name)

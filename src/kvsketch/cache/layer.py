@@ -100,7 +100,7 @@ class SlotLayer(CacheLayerMixin):
             self.method.note_prompt(self.table)  # a prompt that is fed token by token, or has but one
         self.read_before = self.table.seen - self.seen_before
         self.seen_before, self.prompt_before = self.table.seen, self.table.prompt_tokens
-        self.table.note_previous(None if self.before is None else self.before.table)
+        self.table.note(previous=None if self.before is None else self.before.table)
         with plain():
             view = self._append(key_states, value_states)
         if key_states.requires_grad and view.exact and self.seen_before == self.table.before == 0:
@@ -138,7 +138,7 @@ class SlotLayer(CacheLayerMixin):
         table = self.table
         self.require_visible(mask, table.seen, table.new_tokens)
         if table.padding is not None or table.new_tokens == table.seen:
-            table.note_padding(masks.padding_after(mask, table.padding, table.seen, table.new_tokens))
+            table.note(padding=masks.padding_after(mask, table.padding, table.seen, table.new_tokens))
 
     def require_visible(self, mask: Any, end: int, new: int) -> None:
         """Refuses a mask that hides tokens inside a row from a method that would take them for visible."""
@@ -151,7 +151,7 @@ class SlotLayer(CacheLayerMixin):
     def finish(self, query: Tensor, scale: float, row_logits: ops.RowLogits | None = None) -> None:
         """Attention over this layer is done: compress, or wait for a roll back, for which `row_logits` do not last."""
         self.waiting = None
-        self.table.note_scale(scale)
+        self.table.note(scale=scale)
         self.pending = query.detach()
         if self.recording == OFF or (self.recording == OVER and self.table.appended == 1):
             self.settle(row_logits)
@@ -261,7 +261,7 @@ class LayerView:
     def of(cls, layer: SlotLayer) -> LayerView:
         """The table of a layer as it is."""
         table = layer.table
-        return cls(layer, *table.read_slots(), table.exact, table.seen, *table.read_weights(), table.read_layout)
+        return cls(layer, exact=table.exact, seen=table.seen, **table.read()._asdict())
 
     @property
     def index(self) -> Tensor:  # [B, H, S] int64

@@ -16,8 +16,8 @@ from kvsketch.methods.base import Method
 from kvsketch.ops.codec import Codec
 from kvsketch.slots.codes import PLAIN, FewBits
 from kvsketch.slots.heads import require_one_device
-from kvsketch.slots.latent import LatentTable
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.latent import ExactLatents
+from kvsketch.slots.table import ExactTable
 
 
 def served_config(model: Any, method: Method) -> PretrainedConfig:
@@ -68,7 +68,7 @@ def compressed_layers(
         raise ValueError(
             f"{method.name} {what} by the rotary angles of the model, and {rotary.unknown(config, instead)}"
         )
-    kinds = (SlotTable, SlotLayer) if latents is None else (LatentTable, latent.layer_kind(config))
+    kinds = (ExactTable, SlotLayer) if latents is None else (ExactLatents, latent.layer_kind(config))
     layers = list(native)
     compressed = [i for i, layer in enumerate(native) if is_compressible(layer)]
     for rank, i in enumerate(compressed):

@@ -36,6 +36,7 @@ from kvsketch.evaluation.result_table import by_method, mean_of
 from kvsketch.methods import parse_method
 from kvsketch.options import option
 from kvsketch.records import mean, mean_text
+from kvsketch.slots.bytes import token_bytes
 from kvsketch.slots.table import SlotTable
 
 PAPER_STEPS = (1, 2)  # R of the paper's cache hit rates
@@ -68,7 +69,7 @@ class LayerOutcome:
         self.clusters += [] if count is None else [count]
         self.stored = max(self.stored, table.stored())
         self.bytes += sum(tensor.nbytes for tensor in table.tensors())
-        self.full_bytes += table.token_bytes() * context
+        self.full_bytes += token_bytes(table) * context
 
     def add_hot(self, steps: int, counted: tuple[int, int] | None) -> None:
         if counted is not None:

@@ -23,7 +23,8 @@ from kvsketch.slots import codes
 from kvsketch.slots.codes import SlotCodes, Slots
 from kvsketch.slots.host import HostStore, require_host_memory
 from kvsketch.slots.state import kept
-from kvsketch.slots.table import NEG_INF, SlotTable
+from kvsketch.slots.table import NEG_INF, BoundedTable, SlotTable
+from kvsketch.slots.tensors import gather_slots
 
 
 def is_offloaded(table: SlotTable) -> bool:
@@ -63,36 +64,36 @@ def offload(table: SlotTable, start: int, sinks: int, tail_tokens: int, hot_plac
     batch, heads = keys.shape[:2]
     if coded := _coded(table):
         table.hot.exact = (coded[0].exact_at >= 0).int()
-    table.length, table.hot.sinks = sinks + tail_tokens, sinks
+    length, table.hot.sinks = sinks + tail_tokens, sinks
     end = sinks + seen - start
-    token = torch.arange(table.length, device=keys.device).expand(batch, -1)
+    token = torch.arange(length, device=keys.device).expand(batch, -1)
     own_sinks = token if table.padding is None else token + table.padding[:, None]
     token = torch.where(token < sinks, own_sinks, token - sinks + start)  # [B, slots]
-    used = (token < seen) & ((token < start) | (torch.arange(table.length, device=keys.device) >= sinks))
-    table.index = torch.where(used, token, -1).int()[:, None].repeat(1, heads, 1)
-    table.log_den = torch.where(used, 0.0, NEG_INF)[:, None].repeat(1, heads, 1)
-    table.log_num = None
+    used = (token < seen) & ((token < start) | (torch.arange(length, device=keys.device) >= sinks))
     source = token[:, None, :end, None].clamp_max(seen - 1)
     for name, slots in (("keys", keys), ("values", values)):
         parts = []
         for far in codes.row_parts(slots):
             # Zeros: a slot that nothing was written to may be read with weight 0.
-            near = far.new_zeros(batch, heads, table.length + hot_places, far.shape[3])
+            near = far.new_zeros(batch, heads, length + hot_places, far.shape[3])
             near[:, :, :end] = far.gather(2, source.expand(-1, heads, -1, far.shape[3]))
             parts.append(near)
         setattr(table, name, codes.of_parts(slots, parts))
-    table.next_slot = torch.full((batch, heads, 1), end, device=keys.device)
-    if table.clock is None:
-        table.clock = torch.full((1,), seen, device=keys.device)
-    _set_tail(table, start)
-    table.hot.attach(batch, heads, store.capacity, hot_places, keys.device)
-    _place_exact(table)
+    bounded = table._bounded_by(
+        index=torch.where(used, token, -1).int()[:, None].repeat(1, heads, 1),
+        log_den=torch.where(used, 0.0, NEG_INF)[:, None].repeat(1, heads, 1),
+        log_num=None,
+        next_slot=torch.full((batch, heads, 1), end, device=keys.device),
+        length=length,
+    )
+    _set_tail(bounded, start)
+    bounded.hot.attach(batch, heads, store.capacity, hot_places, keys.device)
+    _place_exact(bounded)
 
 
-def store_tail(table: SlotTable) -> None:
+def store_tail(table: BoundedTable) -> None:
     """Moves the tail to the host; the next token begins a new one."""
-    assert table.host is not None and table.index is not None
-    assert table.log_den is not None and table.next_slot is not None
+    assert table.host is not None
     store, sinks, start = _own_store(table, table.seen), table.hot.sinks, table.host.length
     tail = slice(sinks, sinks + table.seen - start)
     if table.padding is not None:
@@ -105,11 +106,10 @@ def store_tail(table: SlotTable) -> None:
     _place_exact(table)
 
 
-def restore(table: SlotTable, coming: int) -> None:
+def restore(table: BoundedTable, coming: int) -> None:
     """Brings every token back to the device, with room for the `coming` ones; the table is exact again, or holds all
     its tokens in few bits, in order.
     """
-    assert table.host is not None and table.index is not None
     seen, (batch, heads, _) = table.seen, table.shape
     coded = bool(_coded(table))
     parts = _in_order(table, parts_of(table), seen + (0 if coded else coming))
@@ -121,7 +121,6 @@ def restore(table: SlotTable, coming: int) -> None:
     )
     table.length = seen
     if coded:
-        assert table.next_slot is not None
         index = torch.arange(seen, device=table.device, dtype=torch.int32).repeat(batch, heads, 1)
         if (order := table.state.slot_order()) is not None:
             index[:, :, : order.shape[2]] = order
@@ -130,11 +129,11 @@ def restore(table: SlotTable, coming: int) -> None:
         table.log_den = torch.where(index >= pads, 0.0, NEG_INF)
         table.next_slot.fill_(seen)
     else:
-        table.index = table.log_den = table.next_slot = table.clock = None
+        table._become(table.exact_kind)
     table.hot.detach()
 
 
-def look_up(table: SlotTable, rows: Tensor) -> Tensor:
+def look_up(table: BoundedTable, rows: Tensor) -> Tensor:
     """Slots where the tokens `rows` [B, L, M] lie once those that are missing have come from the host."""
     assert table.host is not None
     table.host.wait()
@@ -150,8 +149,11 @@ def look_up(table: SlotTable, rows: Tensor) -> Tensor:
     return slots
 
 
-def arrange(table: SlotTable, start: int, order: Tensor) -> None:
-    """Moves the tokens from `start` on, which lie in the slots of their numbers, into the order [B, H, n] of these."""
+def arrange(table: BoundedTable, start: int, order: Tensor) -> None:
+    """Moves the tokens from `start` on, which lie in the slots of their numbers, into the order [B, H, n] of these.
+
+    None of them stays exact.
+    """
     shift = 0
     if table.is_offloaded:
         assert table.host is not None and start >= table.host.length
@@ -159,7 +161,12 @@ def arrange(table: SlotTable, start: int, order: Tensor) -> None:
     elif table.host is not None:
         # What a store holds of them lies as they did.
         table.host.length = min(table.host.length, start)
-    table.arrange(start + shift, order.long() + shift)
+    assert table.log_num is None and table.layout is None
+    start, source = start + shift, order.long() + shift
+    for slots in (table.keys, table.values):
+        codes.arrange(slots, start, source)
+    for held in (table.index, table.log_den, *table.state.slot_tensors()):
+        held[:, :, start : start + source.shape[2]] = gather_slots(held, source)
 
 
 def newest(table: SlotTable, start: int) -> tuple[Tensor, Tensor]:
@@ -239,12 +246,12 @@ def _keys_and_values(table: SlotTable, parts: list[Tensor]) -> tuple[Pair, Pair 
     return (keys[0], values[0]), (steps[0], steps[-1]) if steps else None
 
 
-def _place_exact(table: SlotTable) -> None:
+def _place_exact(table: BoundedTable) -> None:
     """Tells codes where the tokens lie that they keep exact: a sink slot, the tail, a hot place, or nowhere near."""
     coded, hot = _coded(table), table.hot
     if not coded:
         return
-    assert table.index is not None and hot.exact is not None
+    assert hot.exact is not None
     token = torch.arange(codes.EXACT, device=table.device).view(1, 1, -1)
     token = (token if table.padding is None else token + table.padding.view(-1, 1, 1)).expand(hot.exact.shape)
     place = hot.place_of.gather(2, token.clamp_max(hot.tokens - 1)).long()
@@ -262,14 +269,13 @@ def _place_exact(table: SlotTable) -> None:
 
 
 def _set_tail(table: SlotTable, start: int) -> None:
-    assert table.keys is not None
     tail = torch.full((table.keys.shape[0],), start, dtype=torch.int32, device=table.keys.device)
     table.hot.tail_start = kept(table.hot.tail_start, tail)
 
 
-def _take_late_sinks(table: SlotTable, start: int) -> None:
+def _take_late_sinks(table: BoundedTable, start: int) -> None:
     """Rows that had fewer tokens than sinks when they were offloaded take their other sinks from the tail."""
-    assert table.index is not None and table.log_den is not None and table.padding is not None
+    assert table.padding is not None
     sinks = table.hot.sinks
     token = torch.arange(sinks, device=table.padding.device) + table.padding[:, None]  # [B, sinks]
     late = ((token >= start) & (token < table.seen))[:, None]

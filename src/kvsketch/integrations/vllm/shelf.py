@@ -24,7 +24,7 @@ from kvsketch.methods.rehearse import Rehearse
 from kvsketch.ops.join_attention import Part
 from kvsketch.ops.turn_keys import whole_turns
 from kvsketch.slots.pages import RequestPages, RequestShape
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import BoundedTable, SlotTable
 
 
 class Turn(NamedTuple):
@@ -40,7 +40,7 @@ class Turn(NamedTuple):
 class Beside(NamedTuple):
     """The documents of the rows of a step, or of one prompt."""
 
-    tables: list[SlotTable]  # of each layer; their slots lie on the shelf
+    tables: list[BoundedTable]  # of each layer; their slots lie on the shelf
     turn: Turn
 
     def joined(
@@ -64,7 +64,7 @@ class Shelf:
 
     @classmethod
     def of(
-        cls, method: Rehearse, page: RequestShape, count: int, like: Sequence[SlotTable], device: torch.device
+        cls, method: Rehearse, page: RequestShape, count: int, like: Sequence[BoundedTable], device: torch.device
     ) -> Shelf:
         """Memory for documents like the requests of a `page`."""
         shape = cls.shape(method, page)

@@ -307,7 +307,7 @@ class Rehearse(BudgetedMethod):
 
     def forget(self, table: SlotTable, count: int) -> None:
         state = table.state_of(Rehearsed)
-        table.drop_newest(count) if table.layout is None else table.drop_last(count)
+        table.drop_newest(count) if table.layout is None else table.bounded.drop_last(count)
         state.owed = min(state.owed, self.beyond_budget(table))
         if not table.exact and table.layout is None and not state.owed:
             # Slots and queries have room for the same tokens.
@@ -322,7 +322,7 @@ class Rehearse(BudgetedMethod):
             table.advance()
             if state.queries is not None and waiting == state.room:
                 more = self._room(table.settled, waiting)
-                table.lengthen(more)
+                table.bounded.widen(more)
                 state.queries = lengthened(state.queries, waiting + more)
 
     def _take_several(self, table: SlotTable, state: Rehearsed, queries: Tensor) -> None:
