@@ -111,7 +111,7 @@ def attend(
     """
     layer, attended, weights = view.layer, None, None
     layer.is_read = True
-    if layer.mask_free and not view.exact:
+    if layer.forward.mask_free and not view.exact:
         mask = None
     if not view.appended:
         attended = chunks.attend(view, module, query, scale, mask, bias, **options)

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from kvsketch.cache import families, latent, rotary
+from kvsketch.cache.forward import Forward
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import Codec
@@ -69,11 +70,11 @@ def compressed_layers(
             f"{method.name} {what} by the rotary angles of the model, and {rotary.unknown(config, instead)}"
         )
     kinds = (ExactTable, SlotLayer) if latents is None else (ExactLatents, latent.layer_kind(config))
-    layers = list(native)
+    layers, forward = list(native), Forward(chunk)
     compressed = [i for i, layer in enumerate(native) if is_compressible(layer)]
     for rank, i in enumerate(compressed):
         table = kinds[0](i, len(native), seed, rank, len(compressed), angles, positions, bits=method.stored_bits)
-        layers[i] = kinds[1](table, method, config.model_type, shared, chunk)
+        layers[i] = kinds[1](table, method, config.model_type, forward, shared)
     link(layers, shared)
     return layers
 
