@@ -52,7 +52,7 @@ def test_the_prefill_check_sees_wrong_caches() -> None:
     table.log_den[:] = 0.0
     assert prefill.problems(cache, logits, logits) == "layer 1 holds 17 slots, its budget is 16"
     table.log_den[..., -1] = float("-inf")
-    table.keys[0, 0, 0, 0] = float("nan")
+    table.keys.read[0, 0, 0, 0] = float("nan")
     assert "not finite" in str(prefill.problems(cache, logits, logits))
 
 

@@ -175,8 +175,8 @@ def test_a_row_of_few_tokens_or_none_yet_has_the_center_of_the_others() -> None:
     torch.manual_seed(0)
     x, new = 20 + torch.randn(3, 1, 100, 16), 20 + torch.randn(3, 1, 9, 16)
     x[1, :, -2:] = 0  # the two tokens of the second row, unlike what follows; the third begins with the next chunk
-    held = codes.inserted(codes.coded(x, 4, torch.tensor([0, 98, 100])), 100, new)
-    error = (codes.plain(codes.coded(held, 4, None))[:, :, 100:] - new).norm(dim=-1).mean((1, 2))
+    held = codes.coded(x, 4, torch.tensor([0, 98, 100])).inserted(100, new)
+    error = (held.coded(4).plain()[:, :, 100:] - new).norm(dim=-1).mean((1, 2))
     assert (error < 1.5 * error[0]).all()
 
 
@@ -237,11 +237,11 @@ def test_room_for_all_tokens_to_come_keeps_slots_in_place(method: str) -> None:
     tables = [layer.table for layer in caches[0].slot_layers]
     for table in tables:
         caches[0].method.make_room(table, 230)
-    held = [[t.data_ptr() for slots in table.stores() for t in codes.held(slots)] for table in tables]
+    held = [[t.data_ptr() for slots in table.equal_slots() for t in slots.tensors()] for table in tables]
     steps = [(n, n + 1) for n in range(70, 229)]
     found = [read_pieces(model, cache, ids, torch.ones_like(ids), steps) for cache in caches]
     torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-6)
-    assert held == [[t.data_ptr() for slots in table.stores() for t in codes.held(slots)] for table in tables]
+    assert held == [[t.data_ptr() for slots in table.equal_slots() for t in slots.tensors()] for table in tables]
     assert not any(caches[0].method.maintenance_due(table) for table in tables if "full" in method)
 
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import kvsketch
 from kvsketch import CompressedCache
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable
 from tests.helpers import zoo
 from tests.helpers.common import FED, generate, held, padded, require_angles, with_budget
 
@@ -259,7 +259,7 @@ def test_copies_are_independent(name: str) -> None:
 def test_extreme_logits_stay_finite(name: str, dtype: torch.dtype) -> None:
     """Keys and queries whose inner products reach 1e4, in 16 bits."""
     generator = torch.Generator().manual_seed(0)
-    table = SlotTable(0, 1)
+    table = ExactTable(0, 1)
     method = kvsketch.parse_method(with_budget(name, 16))
     direction = torch.randn(64, generator=generator).sign()
     for new in (50, 1, 1, 1):

@@ -116,7 +116,7 @@ def test_no_computation_mixes_layers(method: str) -> None:
         actual, cache = run(model, method)
     assert actual == expected
     for number, layer in enumerate(cache.slot_layers):
-        assert home_of(layer.table.keys) == home_of(layer.table.values) == number
+        assert home_of(layer.table.keys.read) == home_of(layer.table.values.read) == number
         assert {home_of(tensor) for tensor in layer.table.tensors()} <= {number, None}
 
 
@@ -125,7 +125,7 @@ def test_beams_reorder_rows_on_each_layers_device() -> None:
     with homes(model.model.layers):
         cache = CompressedCache(model, text_form("h2o"))
         generate(model, zoo.tokens(1, 40), cache, num_beams=3)
-    assert [home_of(layer.table.keys) for layer in cache.slot_layers] == [0, 1]
+    assert [home_of(layer.table.keys.read) for layer in cache.slot_layers] == [0, 1]
 
 
 def test_a_computation_on_tensors_of_two_layers_is_noticed() -> None:

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from kvsketch import CompressedCache, parse_method
 from kvsketch.cache import masks
+from kvsketch.cache.forward import Forward
 from tests.helpers import zoo
 from tests.helpers.common import FED, generate, padded, with_budget
 
@@ -137,18 +138,22 @@ def test_what_counts_as_hidden_inside() -> None:
 
 def test_the_device_is_asked_once_in_a_forward_and_never_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Any] = []
-    hidden_inside, last_row_visible = masks.hidden_inside, masks.last_row_visible
+    hidden_inside = masks.hidden_inside
     monkeypatch.setattr(masks, "hidden_inside", lambda mask, seen: looked.append(seen) or hidden_inside(mask, seen))
     model = zoo.build("llama", num_hidden_layers=3)
     ids, mask = padded(zoo.tokens(2, 41), [0, 5])
     cache = CompressedCache(model, "snapkv:budget=64")
     fed(model, cache, ids[:, :40], mask[:, :40])
-    assert looked == [40, 40, 40]
+    assert looked == [40]
     fed(model, cache, ids[:, 40:], mask)
-    assert looked == [40, 40, 40]
-    monkeypatch.setattr(masks, "last_row_visible", lambda *args: looked.append(args) or last_row_visible(*args))
-    looked.clear()
-    assert hidden_inside(mask, 41) is hidden_inside(mask, 41) is None
-    assert len(looked) == 1
-    mask[0, 20] = 0
-    assert hidden_inside(mask, 41) == (0, 20)
+    assert looked == [40]
+
+
+def test_what_was_found_in_a_mask_holds_for_that_mask() -> None:
+    forward, mask = Forward(), torch.ones(1, 5, dtype=torch.int64)
+    found = [forward.once("sum", mask, 5, lambda: int(mask.sum())) for _ in range(2)]
+    mask[0, 2] = 0
+    found.append(forward.once("sum", mask, 5, lambda: int(mask.sum())))
+    found.append(forward.once("sum", mask, 4, lambda: int(mask[:, :4].sum())))
+    other = torch.zeros(1, 4, dtype=torch.int64)
+    assert [*found, forward.once("sum", other, 4, lambda: int(other.sum()))] == [5, 5, 4, 3, 0]

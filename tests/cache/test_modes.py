@@ -126,7 +126,7 @@ def test_ordinary_use_pays_nothing() -> None:
     cache.update = noting
     with torch.no_grad():
         model(zoo.tokens(1, 40), past_key_values=cache)
-    assert [layer.table.keys.data_ptr() for layer in cache.slot_layers] == given
+    assert [layer.table.keys.read.data_ptr() for layer in cache.slot_layers] == given
 
 
 # use_cache=False

@@ -63,7 +63,7 @@ def without_masks(model: Any, cache: CompressedCache) -> Tensor:
     with torch.no_grad():
         model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache)
         for layer in cache.slot_layers:
-            layer.mask_free = True
+            layer.forward.mask_free = True
         for token in range(40, 45):
             out = model(
                 ids[:, token : token + 1], attention_mask=mask[:, : token + 1], past_key_values=cache,

@@ -13,7 +13,7 @@ from kvsketch import ops
 from kvsketch.methods import parse_method
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.models import texts
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import attention_protocol, recall, selections, speculation
 from kvsketch_lab.evaluation.attention_protocol import Captured
@@ -218,7 +218,7 @@ def test_rows_chosen_are_what_a_query_reads(text: str) -> None:
     keys, values = (torch.randn(2, 2, 90, 8, generator=generator) for _ in range(2))
     queries = torch.randn(2, 4, 90, 8, generator=generator)
     method = parse_method(f"{text}:budget=24:skip_layers=0")
-    table = SlotTable(0, 1)
+    table = ExactTable(0, 1)
     table.scale, table.padding = 0.3, torch.tensor([0, 9])
     for start, end in ((0, 80), (80, 81)):
         table.append(keys[:, :, start:end], values[:, :, start:end])

@@ -17,7 +17,7 @@ from kvsketch.methods.received import Scores
 from kvsketch.ops.common import dispatch
 from kvsketch.slots.codes import FewBits, SlotCodes
 from kvsketch.slots.pages import Pages
-from kvsketch.slots.table import Place, SlotTable
+from kvsketch.slots.table import ExactTable, Place, SlotTable
 from tests.ops.formula import needs_triton
 
 HEADS, GROUP, SIZE = 2, 2, 8
@@ -49,7 +49,7 @@ class Alone:
     """
 
     def __init__(self, text: str, place: Place, options: dict[str, Any] | None = None) -> None:
-        self.method, self.table, self.options = parse_method(text), SlotTable(**vars(place)), options or {}
+        self.method, self.table, self.options = parse_method(text), ExactTable(**vars(place)), options or {}
 
     def read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -58,13 +58,13 @@ class Alone:
             self._begin_around_zero(k, v)
         if table.bits and not table.empty and q.shape[2] == 1:
             table.append(k, v)
-            out = ops.weighted_attention(q, *table.read_slots(), *table.read_weights(), 0.3, **self.options)
+            out = ops.weighted_attention(q, *table.read()[:4], 0.3, **self.options)
         else:
             if not table.empty:
                 past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
             out = ops.chunk_attention(q, k, v, 0.3, past=past, **self.options)
             table.append(k, v, whole=1000 if self.method.name == "pyramidkv" else None)
-        table.note_scale(0.3)
+        table.note(scale=0.3)
         self.method.compress(table, q)
         if table.bits and table.exact:
             self.method.bound(table, table.seen)

@@ -16,7 +16,7 @@ from kvsketch.integrations.vllm.together import NOBODY, Together
 from kvsketch.methods import parse_method
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.ops.common import dispatch
-from kvsketch.slots.table import Place, SlotTable
+from kvsketch.slots.table import ExactTable, Place, SlotTable
 from tests.ops.formula import needs_triton
 
 LAYERS, HEADS, GROUP, SIZE = 2, 2, 2, 16
@@ -32,7 +32,7 @@ class Alone:
     """A request by itself, as in a compressed cache."""
 
     def __init__(self, method: Rehearse, options: dict[str, Any]) -> None:
-        self.method, self.tables = method, [SlotTable(**vars(place)) for place in places(method)]
+        self.method, self.tables = method, [ExactTable(**vars(place)) for place in places(method)]
         self.options = options
 
     def read(self, tokens: list[list[Tensor]]) -> list[Tensor]:
@@ -47,10 +47,8 @@ class Alone:
             out = None if single else ops.chunk_attention(q, k, v, SCALE, past=past, **self.options)
             table.append(k, v)
             if out is None:  # a new token is read as it is stored
-                out = ops.weighted_attention(
-                    q, table.keys, table.values, *table.read_weights(), SCALE, ragged=table.layout, **self.options
-                )
-            table.note_scale(SCALE)
+                out = ops.weighted_attention(q, *table.as_held()[:4], SCALE, ragged=table.layout, **self.options)
+            table.note(scale=SCALE)
             self.method.compress(table, q)
             found.append(out[0].transpose(0, 1))
         self.method.settle(self.tables)

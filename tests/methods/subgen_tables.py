@@ -30,9 +30,8 @@ def feed(table: SlotTable, method: SubGen, keys: Tensor, values: Tensor, chunks:
 
 
 def read(table: SlotTable, query: Tensor, clip: float | None = None) -> Tensor:
-    num = table.log_den if table.log_num is None else table.log_num
     return ops.weighted_attention(
-        query, table.key_slots(), table.value_slots(), num, table.log_den, table.scale, clip=clip
+        query, table.key_slots(), table.value_slots(), *table.log_weights(), table.scale, clip=clip
     )
 
 

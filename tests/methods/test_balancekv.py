@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvsketch import ops
 from kvsketch.methods import BalanceKV, Uniform, parse_method
 from kvsketch.methods.balancekv.blocks import _strict_half, _weighted_half
-from kvsketch.slots.table import NEG_INF, SlotTable
+from kvsketch.slots.table import NEG_INF, ExactTable, SlotTable
 
 LN2 = math.log(2.0)
 SCALE = 0.25
@@ -30,7 +30,7 @@ def feed(method: Any, table: SlotTable, count: int, seed: int = 0, size: int = 1
 
 
 def filled(method: Any, count: int, seed: int = 0) -> SlotTable:
-    table = SlotTable(0, 1)
+    table = ExactTable(0, 1)
     feed(method, table, count, seed)
     return table
 
@@ -98,7 +98,7 @@ def test_halves_are_those_of_the_definitions(count: int) -> None:
 
 def test_neither_the_older_nor_the_newer_of_a_pair_is_favoured() -> None:
     """Of two alike tokens one stays, each about half of the time: 400 tosses, 6 standard deviations."""
-    table = SlotTable(0, 1)
+    table = ExactTable(0, 1)
     table.append(torch.ones(1, 400, 4, 8), torch.ones(1, 400, 4, 8))
     method = BalanceKV(budget=3, sinks=1, recent=1)
     method.compress(table, torch.ones(1, 400, 4, 8))
@@ -190,7 +190,7 @@ def test_seeds() -> None:
 
 
 def test_large_keys_stay_finite() -> None:
-    table = SlotTable(0, 1)
+    table = ExactTable(0, 1)
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(1, 2, 400, 128, generator=generator)
     table.scale = 128**-0.5
@@ -264,7 +264,7 @@ def test_no_mass_is_lost_in_500_steps(options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     keys = (torch.randn(1, 2, 700, 8, generator=generator) + 8 * torch.randn(8, generator=generator)).bfloat16()
     values = torch.randn(1, 2, 700, 8, generator=generator).bfloat16()
-    table = SlotTable(0, 1)
+    table = ExactTable(0, 1)
     table.scale = SCALE
     for start, end in [(0, 200), *((i, i + 1) for i in range(200, 700))]:
         table.append(keys[:, :, start:end], values[:, :, start:end])
@@ -293,7 +293,7 @@ def test_a_table_bounded_ahead_of_time_decodes_the_same() -> None:
 
 
 def _weights(table: SlotTable) -> list[float]:
-    return [0.0] * table.length if table.log_den is None else levels(table.log_den[0, 0]).tolist()
+    return [0.0] * table.length if table.exact else levels(table.log_den[0, 0]).tolist()
 
 
 def test_a_second_turn_is_compressed_to_the_budget() -> None:
@@ -322,7 +322,7 @@ def clustered(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def error(method: Any, seed: int) -> float:
     k, v, q = clustered(seed)
-    table = SlotTable(0, 1)
+    table = ExactTable(0, 1)
     table.scale = 1 / 8
     table.append(k, v)
     method.compress(table, q)
@@ -355,7 +355,7 @@ def test_both_sums_are_right_in_the_mean(options: dict[str, Any]) -> None:
     exact = (q @ k.mT / 8).exp()
     num = den = torch.zeros(())
     for seed in range(10):
-        table = SlotTable(0, 1, seed)
+        table = ExactTable(0, 1, seed)
         table.scale = 1 / 8
         table.append(k, v)
         BalanceKV(budget=64 + (2048 - 64) // 8, **options).compress(table, q)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import BalanceKV, parse_method
 from kvsketch.methods.balancekv.stream import ZERO_VALUE, first_batch, shares
-from kvsketch.slots.table import NEG_INF, SlotTable
+from kvsketch.slots.table import NEG_INF, ExactTable, SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded
 
@@ -33,7 +33,7 @@ def tokens(count: int, seed: int = 0, size: int = 16) -> tuple[Tensor, Tensor, T
 
 def stream(method: BalanceKV, count: int, chunks: list[int] | None = None) -> SlotTable:
     keys, values, queries = tokens(count)
-    table, start = SlotTable(0, 1), 0
+    table, start = ExactTable(0, 1), 0
     table.scale = SCALE
     for chunk in chunks or [count]:
         part = slice(start, start + chunk)
@@ -112,7 +112,7 @@ def test_both_sums_are_close_to_the_exact_ones() -> None:
     )
     values = values + 1.0
     queries = torch.nn.functional.normalize(torch.randn(1, 1, 50, 16, generator=generator), dim=-1)
-    table = SlotTable(0, 1)
+    table = ExactTable(0, 1)
     table.scale = SCALE
     table.append(keys, values)
     BalanceKV(form="paper", block=128, sinks=4, recent=8).compress(table, queries)
@@ -120,7 +120,7 @@ def test_both_sums_are_close_to_the_exact_ones() -> None:
     exact = (SCALE * queries @ keys.mT).exp()
     assert table.log_num is not None and table.log_den is not None and table.values is not None
     count = table.values.shape[2]
-    num = (weights[..., :count] * table.log_num[:, :, None, :count].exp()) @ table.values
+    num = (weights[..., :count] * table.log_num[:, :, None, :count].exp()) @ table.values.read
     den = (weights * table.log_den[:, :, None].exp()).sum(-1)
     assert ((num - exact @ values).norm(dim=-1) / (exact @ values).norm(dim=-1)).mean() < 0.05
     assert ((den - exact.sum(-1)).abs() / exact.sum(-1)).mean() < 0.05
@@ -145,7 +145,7 @@ def test_both_sums_represent_every_token(form: str, steps: int) -> None:
     exact = (SCALE * queries @ keys.mT).exp()
     num_ratios, den_ratios = [], []
     for seed in range(4):
-        table, method = SlotTable(0, 1, seed), parse_method(f"balancekv:form={form}:sinks=4:recent=8")
+        table, method = ExactTable(0, 1, seed), parse_method(f"balancekv:form={form}:sinks=4:recent=8")
         table.scale = SCALE
         for start, end in [(0, 1500), *((i, i + 1) for i in range(1500, count))]:
             table.append(keys[:, :, start:end], values[:, :, start:end])
@@ -157,7 +157,7 @@ def test_both_sums_represent_every_token(form: str, steps: int) -> None:
             assert (mass > 0.7).all() and (mass < 1.02).all() and float(mass.mean()) > 0.85
             assert (log_weights.amax(-1) / LN2).round().min() >= 3, "halves of halves of halves"
         terms, held = (SCALE * queries @ table.key_slots().mT).exp(), table.values.shape[2]
-        num = (terms[..., :held] * table.log_num[:, :, None, :held].exp()) @ table.values
+        num = (terms[..., :held] * table.log_num[:, :, None, :held].exp()) @ table.values.read
         den = (terms * table.log_den[:, :, None].exp()).sum(-1)
         num_ratios.append((num * (exact @ values)).sum(-1) / (exact @ values).square().sum(-1))
         den_ratios.append(den / exact.sum(-1))
@@ -174,7 +174,7 @@ def test_negligible_buckets_go_and_change_nothing_that_matters() -> None:
     values[:, :, ::2] *= 1e-6
     outputs, numbers = [], []
     for epsilon in (0.5, 1e-9):
-        table = SlotTable(0, 1)
+        table = ExactTable(0, 1)
         table.scale = SCALE
         table.append(keys, values)
         BalanceKV(form="paper", block=64, sinks=4, recent=8, epsilon=epsilon).compress(table, keys)

@@ -14,7 +14,7 @@ import kvsketch
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import ClusterKV
 from kvsketch.methods.clusterkv import clusters
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, read_pieces
 
@@ -35,7 +35,7 @@ class Run:
     """A table that a method indexes, beside all its keys and values."""
 
     def __init__(self, method: ClusterKV, tokens: int, batch: int = 1, padding: list[int] | None = None) -> None:
-        self.method, self.table = method, SlotTable(0, 1, seed=5)
+        self.method, self.table = method, ExactTable(0, 1, seed=5)
         self.table.scale = SIZE**-0.5
         self.padding = padding or [0] * batch
         self.keys = self.values = normal(batch, HEADS, 0, SIZE)
@@ -148,7 +148,7 @@ def test_completion_is_exact_where_the_keys_of_a_cluster_are_equal(
     points = normal(1, HEADS, 12, SIZE, seed=3).repeat_interleave(10, 2)
     keys = torch.cat([normal(1, HEADS, 3, SIZE, seed=4), points], 2).to(dtype)
     values = normal(1, HEADS, 123, SIZE, seed=5).to(dtype)
-    table = SlotTable(0, 1)
+    table = ExactTable(0, 1)
     table.scale = SIZE**-0.5
     table.append(keys, values)
     method.compress(table, normal(1, HEADS * GROUP, 123, SIZE).to(dtype))

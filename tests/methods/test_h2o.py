@@ -11,7 +11,7 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.cache.row_sums import RowSums
 from kvsketch.methods.h2o import H2O
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable
 from tests.helpers import zoo
 from tests.methods.heavy_hitters import kept, random_stream, simulate, tables
 
@@ -102,7 +102,7 @@ def test_bytes_follow_the_formula() -> None:
     """Per KV head e k (d + dv) for keys and values and 4 k for the score; index and weights are within 2% of that."""
     budget, size = 512, 128
     keys = torch.randn(1, 2, 700, size).bfloat16()
-    table = SlotTable(layer_idx=0, num_layers=1)
+    table = ExactTable(layer_idx=0, num_layers=1)
     table.append(keys, keys.clone())
     H2O(budget=budget).compress(table, torch.randn(1, 4, 700, size).bfloat16())
     assert sum(t.nbytes for t in table.tensors()) == pytest.approx(2 * budget * (2 * 2 * size + 4), rel=0.02)

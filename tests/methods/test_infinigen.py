@@ -8,7 +8,7 @@ import torch
 import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.methods import InfiniGen
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable, SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, read_pieces
 
@@ -20,7 +20,7 @@ def indexed(method: InfiniGen, seed: int = 0, batch: int = 2) -> tuple[SlotTable
     g = torch.Generator().manual_seed(seed)
     stretch = torch.linspace(2.0, 0.1, SIZE) ** 4
     turn = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=g)).Q
-    table = SlotTable(0, 1)
+    table = ExactTable(0, 1)
     table.scale = 0.25
     for new in (TOKENS, 1):
         keys, values = (torch.randn(batch, 3, new, SIZE, generator=g) for _ in range(2))
@@ -134,7 +134,7 @@ class Text:
 
     def read(self, method: InfiniGen, pieces: list[int]) -> SlotTable:
         """A table that took the text in pieces of so many tokens, behind the padding."""
-        table, start = SlotTable(0, 1), 0
+        table, start = ExactTable(0, 1), 0
         table.scale = 0.25
         for i, new in enumerate(pieces):
             part = [t[:, :, start : start + new] for t in (self.keys, self.values, self.queries)]
@@ -173,7 +173,7 @@ def test_a_short_first_prompt_does_not_decide_for_a_long_second(budget: int, pad
 def test_directions_are_learned_at_the_budget_and_when_the_tokens_have_doubled(padding: int) -> None:
     """Token by token: the keys decide where one query leaves directions open, and all stored keys follow."""
     method, text = InfiniGen(budget=40, skip_layers=0), Text(170, padding)
-    learned, table = {}, SlotTable(0, 1)
+    learned, table = {}, ExactTable(0, 1)
     for tokens in (16, 39, 40, 79, 80, 159, 160):
         table = text.read(method, [16, *[1] * (tokens - 16)])
         due = table.seen + 1 >= method._learns_at(table)
@@ -188,7 +188,7 @@ def test_directions_are_learned_at_the_budget_and_when_the_tokens_have_doubled(p
 @pytest.mark.parametrize("offload", ["none", "host"])
 def test_chunks_of_a_prompt_count_as_one(offload: str) -> None:
     method, text = InfiniGen(budget=40, skip_layers=0, offload=offload), Text(150)
-    whole, table = text.read(method, [150]), SlotTable(0, 1)
+    whole, table = text.read(method, [150]), ExactTable(0, 1)
     table.scale = 0.25
     for start in range(0, 150, 50):
         part = [t[:, :, start : start + 50] for t in (text.keys, text.values, text.queries)]

@@ -9,7 +9,7 @@ from torch import Tensor
 import kvsketch
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import KCenter
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable, SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded
 
@@ -27,7 +27,7 @@ def feed(table: SlotTable, method: KCenter, keys: Tensor) -> None:
 
 
 def compressed(method: KCenter, keys: Tensor) -> SlotTable:
-    table = SlotTable(0, 1)
+    table = ExactTable(0, 1)
     feed(table, method, keys)
     return table
 
@@ -74,7 +74,7 @@ def test_centers_are_distinct_begin_with_the_first_token_and_are_in_order() -> N
 def test_a_budget_for_everything_keeps_everything() -> None:
     """k = n: no token goes, and attention over the bounded table is exact attention."""
     keys = normal(2, HEADS, 40, SIZE)
-    table = SlotTable(0, 1)
+    table = ExactTable(0, 1)
     table.padding = torch.tensor([0, 13], device=DEVICE)
     method = KCenter(budget=39, recent=10)
     feed(table, method, keys)
@@ -83,7 +83,7 @@ def test_a_budget_for_everything_keeps_everything() -> None:
     out = ops.weighted_attention(query, table.key_slots(), table.value_slots(), table.log_den, table.log_den, 1.0)
     exact = ops.weighted_attention(query, keys[:, :, 13:], keys[:, :, 13:], None, None, 1.0)
     torch.testing.assert_close(out[1], exact[1], atol=1e-5, rtol=1e-5)
-    whole = SlotTable(0, 1)
+    whole = ExactTable(0, 1)
     feed(whole, KCenter(budget=40, recent=10), keys)
     assert whole.exact
 
@@ -109,7 +109,7 @@ def test_the_window_slides_over_fixed_centers() -> None:
 
 def test_a_short_prompt_fills_up_before_it_slides() -> None:
     keys = normal(1, 1, 60, SIZE)
-    table, method = SlotTable(0, 1), KCenter(budget=16, recent=6)
+    table, method = ExactTable(0, 1), KCenter(budget=16, recent=6)
     feed(table, method, keys[:, :, :5])
     for now in range(5, 60):
         feed(table, method, keys[:, :, now : now + 1])

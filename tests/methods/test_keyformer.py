@@ -11,7 +11,7 @@ from kvsketch import CompressedCache
 from kvsketch.methods.h2o import H2O
 from kvsketch.methods.keyformer import Keyformer
 from kvsketch.ops.attention_mass import reference
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable
 from tests.helpers import zoo
 from tests.helpers.common import generate
 from tests.methods.heavy_hitters import Stream, kept, random_stream, simulate, tables
@@ -65,7 +65,7 @@ def test_temperature_schedule() -> None:
 
 def test_a_draft_goes_on_and_a_turn_starts_again() -> None:
     """The temperature counts generated tokens, those of a draft that are kept among them, from the last prompt."""
-    method, table = Keyformer(budget=64, tau_init=1.0, tau_end=2.0, horizon=8), SlotTable(0, 1)
+    method, table = Keyformer(budget=64, tau_init=1.0, tau_end=2.0, horizon=8), ExactTable(0, 1)
 
     def tau() -> float:
         return float(reference.temperature_at(method.temperature(table), table.seen, torch.device("cpu")))

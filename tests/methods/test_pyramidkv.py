@@ -13,17 +13,17 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.methods import PyramidKV
 from kvsketch.methods.pyramidkv import READINGS
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded
 
 
 def schedule(method: PyramidKV, prompt: int, layers: int) -> list[int]:
-    return [int(method.allot(SlotTable(rank, layers), prompt).total) for rank in range(layers)]
+    return [int(method.allot(ExactTable(rank, layers), prompt).total) for rank in range(layers)]
 
 
 def window(method: PyramidKV, prompt: int) -> int:
-    return int(method.allot(SlotTable(0, 1), prompt).recent)
+    return int(method.allot(ExactTable(0, 1), prompt).recent)
 
 
 def test_the_papers_numbers() -> None:

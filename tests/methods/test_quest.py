@@ -12,7 +12,7 @@ import kvsketch
 from kvsketch.methods import Quest
 from kvsketch.ops.select_pages import Bounds
 from kvsketch.ops.select_pages.reference import page_scores
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable, SlotTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, GROUP, SIZE = 2, 3, 8
@@ -26,7 +26,7 @@ class Run:
     """A table that Quest indexes, beside all its keys and values."""
 
     def __init__(self, method: Quest, tokens: int, padding: list[int] | None = None) -> None:
-        self.method, self.table, self.padding = method, SlotTable(0, 1), padding or [0]
+        self.method, self.table, self.padding = method, ExactTable(0, 1), padding or [0]
         self.table.scale = SIZE**-0.5
         self.keys = self.values = normal(len(self.padding), HEADS, 0, SIZE)
         self.grow(tokens)
@@ -105,7 +105,7 @@ def test_pages_follow_the_text_of_a_row_not_its_padding() -> None:
     """Left padding would shift the pages of the padded row otherwise, and change what it reads."""
     padded, alone = (Run(Quest(budget=20, page=4, skip_layers=0), n, p) for n, p in ((53, [3]), (50, [0])))
     alone.keys = padded.keys[:, :, 3:]
-    alone.table = SlotTable(0, 1)
+    alone.table = ExactTable(0, 1)
     alone.table.append(padded.keys[:, :, 3:].clone(), padded.values[:, :, 3:].clone())
     alone.method.compress(alone.table, normal(1, HEADS * GROUP, 50, SIZE))
     query = normal(1, HEADS * GROUP, 1, SIZE, seed=9)
@@ -140,7 +140,7 @@ def test_tokens_taken_back_leave_no_trace_in_the_bounds() -> None:
         method.compress(table, normal(1, HEADS * GROUP, end - start, SIZE))
 
     for step in (1, 10):
-        cropped, plain = SlotTable(0, 1), SlotTable(0, 1)
+        cropped, plain = ExactTable(0, 1), ExactTable(0, 1)
         grow(cropped, 0, 50)
         cropped.drop_newest(9)
         grow(plain, 0, 41)

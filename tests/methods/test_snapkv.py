@@ -7,7 +7,7 @@ import torch
 
 import kvsketch
 from kvsketch.methods import SnapKV
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable, SlotTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, GROUP, SIZE, SCALE = 2, 3, 8, 0.6
@@ -70,7 +70,7 @@ def scores_by_token(table: SlotTable, head: int, row: int = 0) -> dict[int, floa
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 @pytest.mark.parametrize(("window", "kernel"), [(6, 5), (1, 3), (6, 1)])
 def test_scores_are_the_formula(pool: str, reduce: str, window: int, kernel: int) -> None:
-    text, table = Text(), SlotTable(0, 1)
+    text, table = Text(), ExactTable(0, 1)
     method = SnapKV(budget=50, window=window, kernel=kernel, pool=pool, gqa_reduce=reduce)
     text.feed(table, method, 0, 40)
     for head in range(HEADS):
@@ -86,7 +86,7 @@ def test_scores_are_the_formula(pool: str, reduce: str, window: int, kernel: int
 
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_the_best_scores_and_the_window_stay(sinks: int) -> None:
-    text, table = Text(), SlotTable(0, 1)
+    text, table = Text(), ExactTable(0, 1)
     method = SnapKV(budget=20, window=6, kernel=3, sinks=sinks)
     text.feed(table, method, 0, 60)
     for head in range(HEADS):
@@ -102,7 +102,7 @@ def test_the_best_scores_and_the_window_stay(sinks: int) -> None:
 
 def test_generated_queries_replace_old_votes_a_little_at_a_time() -> None:
     """score <- (1 - 1/window) score + votes of the new query over what is stored, in place."""
-    text, table = Text(), SlotTable(0, 1)
+    text, table = Text(), ExactTable(0, 1)
     method = SnapKV(budget=20, window=4, kernel=3)
     text.feed(table, method, 0, 40)
     addresses = [t.data_ptr() for t in table.tensors()]
@@ -126,7 +126,7 @@ def test_a_long_second_turn_forgets_old_votes_and_a_short_one_does_not() -> None
     text = Text()
     method = SnapKV(budget=30, window=8, kernel=1)
     for turn, fade in ((8, 0.0), (2, 0.75)):
-        table = SlotTable(0, 1)
+        table = ExactTable(0, 1)
         text.feed(table, method, 0, 40)
         before = [scores_by_token(table, head) for head in range(HEADS)]
         text.feed(table, method, 40, 40 + turn)
@@ -140,7 +140,7 @@ def test_a_long_second_turn_forgets_old_votes_and_a_short_one_does_not() -> None
 
 
 def test_a_second_turn_pools_over_stored_neighbours() -> None:
-    text, table = Text(), SlotTable(0, 1)
+    text, table = Text(), ExactTable(0, 1)
     method = SnapKV(budget=30, window=4, kernel=3)
     text.feed(table, method, 0, 40)
     for now in range(40, 46):
@@ -157,7 +157,7 @@ def test_a_second_turn_pools_over_stored_neighbours() -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 9])
 def test_contexts_shorter_than_the_window(length: int) -> None:
-    text, table = Text(), SlotTable(0, 1)
+    text, table = Text(), ExactTable(0, 1)
     method = SnapKV(budget=16, window=32)
     text.feed(table, method, 0, length)
     for now in range(length, 40):
@@ -173,7 +173,7 @@ def test_left_padding_neither_votes_nor_is_voted_for(length: int) -> None:
     long, short = Text(60), Text(60, seed=1)
     method = SnapKV(budget=12, window=6, kernel=5)
     pad = 40 - length
-    alone, together = SlotTable(0, 1), SlotTable(0, 1)
+    alone, together = ExactTable(0, 1), ExactTable(0, 1)
     together.padding = torch.tensor([0, pad], device=DEVICE)
     short.feed(alone, method, 0, length)
     steps = [(0, 40), *((i, i + 1) for i in range(40, 55))]
@@ -200,7 +200,7 @@ def test_pooling_keeps_the_neighbours_of_a_needle() -> None:
     text, needle = Text(), 25
     text.queries[:, :, -8:] = text.keys[:, :, needle : needle + 1].repeat_interleave(GROUP, 1) * 4
     for kernel, neighbours in ((5, {23, 24, 25, 26, 27}), (1, {25})):
-        table = SlotTable(0, 1)
+        table = ExactTable(0, 1)
         text.feed(table, SnapKV(budget=14, window=8, kernel=kernel, pool="max"), 0, 80)
         for head in table.index_slots()[0].tolist():
             assert neighbours <= set(head)
@@ -223,12 +223,12 @@ def test_wrong_parameters_say_what_is_right(text: str, message: str) -> None:
 
 
 def test_the_window_shrinks_with_a_small_budget() -> None:
-    assert [SnapKV(budget=b).allot(SlotTable(0, 1), 9000).recent for b in (1024, 64, 16, 2)] == [32, 32, 8, 1]
+    assert [SnapKV(budget=b).allot(ExactTable(0, 1), 9000).recent for b in (1024, 64, 16, 2)] == [32, 32, 8, 1]
 
 
 def test_bytes_are_those_of_the_slots() -> None:
     """Keys, values, index, weight and score of budget + 1 slots per KV head; no part per query head."""
-    text, table = Text(), SlotTable(0, 1)
+    text, table = Text(), ExactTable(0, 1)
     text.feed(table, SnapKV(budget=20, window=6), 0, 60)
     slots = HEADS * 21
     expected = slots * (2 * SIZE * 4 + 4 + 4 + 4) + HEADS * 8 + 8
@@ -244,7 +244,7 @@ def test_ties_are_broken_alike_alone_and_in_a_batch(pool: str) -> None:
     method = SnapKV(budget=20, window=4, kernel=7, pool=pool)
     kept = []
     for pad in pads:
-        table = SlotTable(0, 1)
+        table = ExactTable(0, 1)
         for start, end in ((-pad, 60), *((i, i + 1) for i in range(60, length))):
             part = slice(max(start, 0), end)
             padded = [torch.nn.functional.pad(t[:, :, part], (0, 0, max(-start, 0), 0)) for t in (keys, values)]

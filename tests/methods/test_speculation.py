@@ -16,7 +16,7 @@ from kvsketch import CompressedCache, models
 from kvsketch.cache import rotary
 from kvsketch.methods.infinigen import speculation
 from kvsketch.models import texts
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable
 from kvsketch_lab.evaluation.attention_protocol import capture
 from kvsketch_lab.evaluation.speculation import QUERIES, Asked, recall
 from tests.helpers import zoo
@@ -218,7 +218,7 @@ def test_single_steps_stay_in_place() -> None:
 
 
 def test_heads_divided_among_processes_are_refused() -> None:
-    table = SlotTable(0, 2, head_group="tp")
+    table = ExactTable(0, 2, head_group="tp")
     table.append(torch.zeros(1, 1, 30, 4), torch.zeros(1, 1, 30, 4))
     with pytest.raises(ValueError, match="speculate=own"):
         kvsketch.parse_method(TINY).compress(table, torch.zeros(1, 2, 30, 4))

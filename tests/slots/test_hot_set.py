@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsketch.slots import hot_set, offloaded
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable
 
 HEADS, LISTS, SIZE, TAIL_TOKENS, SINKS = 2, 2, 4, 5, 2
 
@@ -42,7 +42,7 @@ class Pair:
     """An offloaded table beside everything it was given."""
 
     def __init__(self, batch: int, tokens: int, places: int) -> None:
-        self.table, self.places = SlotTable(2, 4), places
+        self.table, self.places = ExactTable(2, 4), places
         self.generator = torch.Generator().manual_seed(0)
         self.keys = self.values = torch.empty(batch, HEADS, 0, SIZE)
         self.append(tokens)
@@ -72,7 +72,7 @@ class Pair:
     def look_up(self, rows: Tensor) -> None:
         slots = offloaded.look_up(self.table, rows).view(rows.shape[0], HEADS, -1).long()
         tokens = rows.view(rows.shape[0], HEADS, -1).long()
-        for near, truth in ((self.table.keys, self.keys), (self.table.values, self.values)):
+        for near, truth in ((self.table.keys.read, self.keys), (self.table.values.read, self.values)):
             assert near is not None
             index = (slots.unsqueeze(-1).expand(-1, -1, -1, SIZE), tokens.unsqueeze(-1).expand(-1, -1, -1, SIZE))
             assert torch.equal(near.gather(2, index[0]), truth.gather(2, index[1])), "a stale row"
@@ -171,4 +171,4 @@ def test_two_steps_kept_hit_at_least_as_often_as_one(accesses: list[list[int]]) 
 
 
 def test_nothing_read_yet_has_no_hit_rate() -> None:
-    assert hot_set.hit_rate([SlotTable(0, 1).hot]) is None
+    assert hot_set.hit_rate([ExactTable(0, 1).hot]) is None

@@ -31,7 +31,7 @@ from kvsketch.slots.codes import FewBits
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.rows import RaggedRows, RowNeeds
 from kvsketch.slots.state import TableState, per_row, per_slot
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable, SlotTable
 
 LAYERS, HEADS, SIZE = 2, 2, 8
 ROWS, BATCHES = 4, (1, 2, 4)  # rows of the store, and those that a step takes
@@ -77,7 +77,7 @@ def needs(table: SlotTable) -> RowNeeds:
 
 def held_as(x: Tensor, bits: int) -> Tensor:
     """What is read of the vectors [1, H, n, D] of a text."""
-    return codes.plain(codes.coded(x, bits, None))
+    return codes.PlainSlots(x).coded(bits, None).plain()
 
 
 def appended_as(x: Tensor, center: Tensor | None, codec: codecs.Codec | None) -> Tensor:
@@ -116,7 +116,7 @@ class Machine(RuleBasedStateMachine):
             # The first tokens are unlike the others, and stay exact.
             keys, values = (torch.randn(1, HEADS, tokens, SIZE, generator=self.random) for _ in range(2))
             keys[:, :, : codes.EXACT] *= 20
-            table = SlotTable(layer, LAYERS, bits=self.bits)
+            table = ExactTable(layer, LAYERS, bits=self.bits)
             table.append(keys, values)
             state = table.state_of(Noted)
             state.score = torch.rand(1, HEADS, tokens, generator=self.random)

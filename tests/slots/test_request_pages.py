@@ -28,7 +28,7 @@ from kvsketch.slots.codes import FewBits
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.pages import RequestPages, RequestShape, like_table
 from kvsketch.slots.state import TableState, per_row, per_slot
-from kvsketch.slots.table import Place, SlotTable
+from kvsketch.slots.table import ExactTable, Place, SlotTable
 
 LAYERS, HEADS, QUERY_HEADS, SIZE = 2, 2, 4, 16
 PAGES, SLOTS, ROOM = 4, 12, 5  # slots of a head on average, and new tokens of a head that wait
@@ -104,7 +104,7 @@ class Machine(RuleBasedStateMachine):
     @rule(page=st.integers(1, PAGES), tokens=st.integers(2, 40), cut=st.booleans())
     def put(self, page: int, tokens: int, cut: bool) -> None:
         """A request that begins; the page may be another's, who has gone. A short one may be put as it was read."""
-        tables = [SlotTable(**vars(place)) for place in self.places]
+        tables = [ExactTable(**vars(place)) for place in self.places]
         request = Held({}, [], tokens, tokens)
         for layer, table in enumerate(tables):
             pair = {name: self._random(1, HEADS, tokens, SIZE) for name in ("keys", "values")}
@@ -112,7 +112,7 @@ class Machine(RuleBasedStateMachine):
             pair["keys"][:, :, : codes.EXACT] *= 20
             table.append(pair["keys"], pair["values"])
             score = table.state_of(Waiting).score = torch.rand(1, HEADS, tokens, generator=self.random)
-            held = [codes.plain(codes.coded(x, getattr(self.bits, name), None)) for name, x in pair.items()]
+            held = [codes.PlainSlots(x).coded(getattr(self.bits, name), None).plain() for name, x in pair.items()]
             whole = torch.cat([*held, torch.zeros(1, HEADS, tokens, 1), score.unsqueeze(-1)], 3)[0]
             request.centers.append({name: codes.center_of(x) for name, x in pair.items() if self._coded(name)})
             for head in range(HEADS):

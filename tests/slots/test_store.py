@@ -31,7 +31,7 @@ from kvsketch.slots.layout import Layout
 from kvsketch.slots.pages import Pages, PageShape, RequestPages, RequestShape, like_table
 from kvsketch.slots.rows import EqualRows, RaggedRows, RowNeeds, count_to
 from kvsketch.slots.state import TableState, per_row, per_slot
-from kvsketch.slots.table import Place, SlotTable
+from kvsketch.slots.table import ExactTable, Place, SlotTable
 
 LAYERS, HEADS, QUERY_HEADS, SIZE = 2, 2, 4, 16
 ENTRIES, BUDGET, ROOM = 4, 10, 5  # slots of a head (on average), new tokens that wait where heads differ
@@ -299,12 +299,12 @@ class Machine(RuleBasedStateMachine):
             keys[:, :, : codes.EXACT] *= 20
             if value is not None:
                 keys, values = torch.full_like(keys, value), torch.full_like(values, value)
-            table = SlotTable(layer, LAYERS, bits=self.bits)
+            table = ExactTable(layer, LAYERS, bits=self.bits)
             table.append(keys, values)
             score = torch.rand(1, HEADS, tokens, generator=self.random)
             table.state_of(self.form.State).score = score
             pair = {"keys": (keys, self.bits.keys), "values": (values, self.bits.values)}
-            held = [codes.plain(codes.coded(x, bits, None)) for x, bits in pair.values()]
+            held = [codes.PlainSlots(x).coded(bits, None).plain() for x, bits in pair.values()]
             whole = torch.cat([*held, torch.zeros(1, HEADS, tokens, 1), score.unsqueeze(-1)], 3)[0]
             request.centers.append(
                 {name: codes.center_of(x) for name, (x, bits) in pair.items() if bits != codes.PLAIN}

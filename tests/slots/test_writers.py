@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import kvsketch
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import BoundedTable
 
 SOURCE = Path(kvsketch.__file__).parent
-FIELDS = {field.name for field in dataclasses.fields(SlotTable)}
+FIELDS = {field.name for field in dataclasses.fields(BoundedTable)}
 
 
 def test_nobody_else_assigns_the_fields_of_a_table() -> None:
@@ -21,7 +21,7 @@ def test_nobody_else_assigns_the_fields_of_a_table() -> None:
         if path.parent.name != "slots" or path.parent.parent != SOURCE
         for line in writes(ast.parse(path.read_text()))
     ]
-    assert not found, f"a field of a SlotTable is written outside slots/; use a verb of the table: {found}"
+    assert not found, f"a field of a table is written outside slots/; use a verb of the table: {found}"
 
 
 def test_the_test_sees_every_way_to_write() -> None:
@@ -66,4 +66,4 @@ def is_table(owner: ast.expr) -> bool:
     while isinstance(owner, ast.Subscript):
         owner = owner.value
     name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
-    return name in ("table", "tables", "copied", "previous")
+    return name in ("table", "tables", "bounded", "copied", "previous")

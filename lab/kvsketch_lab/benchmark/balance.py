@@ -25,7 +25,7 @@ from kvsketch import ops
 from kvsketch.methods import BalanceKV, Method, Uniform
 from kvsketch.ops.balance_walk.reference import block_uniforms, normalized_gram
 from kvsketch.options import option
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable, SlotTable
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, SCALE, OfPrefill
@@ -81,8 +81,8 @@ def broken_steps(k: Tensor, v: Tensor | None, slots: Tensor, signs: Tensor, walk
 
 
 def fresh_table(k: Tensor, v: Tensor) -> SlotTable:
-    table = SlotTable(0, LAYERS)
-    table.note_scale(SCALE)
+    table = ExactTable(0, LAYERS)
+    table.note(scale=SCALE)
     table.append(k, v)
     return table
 

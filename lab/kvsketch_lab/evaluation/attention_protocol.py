@@ -29,7 +29,7 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.slots.positions import CACHE
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable, SlotTable
 
 ORACLE = "oracle"
 
@@ -157,8 +157,8 @@ def _visible(index: Tensor, seen: int, queries: int) -> Tensor:
 
 
 def new_table(layer: Captured, seed: int) -> SlotTable:
-    table = SlotTable(layer.layer, layer.num_layers, seed)
-    table.note_scale(layer.scale)
+    table = ExactTable(layer.layer, layer.num_layers, seed)
+    table.note(scale=layer.scale)
     return table
 
 

@@ -29,6 +29,7 @@ from rich.table import Table
 from kvsketch.compare.budgets import contenders, with_budget
 from kvsketch.methods import parse_method
 from kvsketch.options import option
+from kvsketch.slots.bytes import token_bytes
 from kvsketch.slots.table import SlotTable
 from kvsketch_lab.evaluation import experiment, passages, runner, selections
 from kvsketch_lab.evaluation.attention_error import PAPER_CLUSTERKV
@@ -68,7 +69,7 @@ class LayerOutcome:
         self.clusters += [] if count is None else [count]
         self.stored = max(self.stored, table.stored())
         self.bytes += sum(tensor.nbytes for tensor in table.tensors())
-        self.full_bytes += table.token_bytes() * context
+        self.full_bytes += token_bytes(table) * context
 
     def add_hot(self, steps: int, counted: tuple[int, int] | None) -> None:
         if counted is not None:

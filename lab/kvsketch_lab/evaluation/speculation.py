@@ -14,7 +14,7 @@ map was learned from shuffled tokens, so that it only gives the mean query of th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from kvsketch.cache import rotary
 from kvsketch.methods import InfiniGen
 from kvsketch.options import option
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable, SlotTable
 from kvsketch_lab.evaluation import experiment, passages, runner
 from kvsketch_lab.evaluation.captures import TextCapture, layer_numbers
 from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions
@@ -61,8 +61,8 @@ def recall(
 ) -> float:
     """Share of its true best tokens that the second of two layers reads in the last `steps` tokens."""
     method = InfiniGen(budget=budget, skip_layers=0, alpha=1e6, ratio=ratio, speculate=query.speculate)
-    tables = [SlotTable(number, 2, rotary=angles if query.rotation else ()) for number in range(2)]
-    tables[1].note_previous(tables[0])
+    tables = [ExactTable(number, 2, rotary=angles if query.rotation else ()) for number in range(2)]
+    tables[1].note(previous=tables[0])
     total = layers[0].queries.shape[2]
     prompt, found = total - steps, []
     for number, (table, layer) in enumerate(zip(tables, layers, strict=True)):
@@ -77,7 +77,7 @@ def recall(
     return sum(found) / len(found)
 
 
-def _step(method: InfiniGen, tables: list[SlotTable], layers: tuple[Asked, Asked], step: int) -> Tensor:
+def _step(method: InfiniGen, tables: Sequence[SlotTable], layers: tuple[Asked, Asked], step: int) -> Tensor:
     """One token through both layers; the tokens that each query head of the second reads, [Hq, budget]."""
     rows: Tensor | None = None
     for table, layer in zip(tables, layers, strict=True):

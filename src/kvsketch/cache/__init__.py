@@ -2,6 +2,7 @@
 
 compressed.py   seam 1, the cache that transformers sees; `update` is where a key arrives
 layer.py        one layer of it: a slot table, the method that rewrites it, and what a forward reads
+forward.py      what layers know of the forward that is under way
 attention.py    seam 2, the function that models call to attend
 chunks.py       several new tokens for a bounded table, and prompts that are streamed
 document.py     attention to a text that others continue too

@@ -111,14 +111,14 @@ def attend(
     """
     layer, attended, weights = view.layer, None, None
     layer.is_read = True
-    if layer.mask_free and not view.exact:
+    if layer.forward.mask_free and not view.exact:
         mask = None
     if not view.appended:
         attended = chunks.attend(view, module, query, scale, mask, bias, **options)
         return attended.transpose(1, 2).contiguous(), None
     if query.shape[2] == 1 and bias is None:
         # A recall method lets a single query read a part of the slots; None: it reads all.
-        layer.table.note_scale(scale)
+        layer.table.note(scale=scale)
         with plain():
             attended = layer.method.attend(layer.table, query, **options)
     if attended is None and view.exact and layer.table.document is None:

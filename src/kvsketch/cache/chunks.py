@@ -36,9 +36,9 @@ def attend(
 ) -> Tensor:
     """Attention of [B, Hq, n, D] queries, each chunk over the table as the chunks before have left it."""
     layer, new = view.layer, query.shape[2]
-    mask = None if layer.prompt is not None else mask
+    mask = None if layer.forward.prompt is not None else mask
     call = _Call(layer, query, scale, mask, bias, options)
-    spans = chunk_spans(new, layer.chunk, keep_last=layer.record_past)
+    spans = chunk_spans(new, layer.forward.chunk, keep_last=layer.record_past)
     with plain():
         if view.reading is not None:
             # The owner of these keys has attended, and this layer shares them.
@@ -48,8 +48,8 @@ def attend(
                     f"forward; feed it chunk by chunk with kvsketch.prefill, or use prefill='exact'"
                 )
             return call.read(view.reading, 0, new)
-        prompt = (layer.prompt or _described(layer, mask, new)).on(query.device)
-        layer.table.note_scale(scale)
+        prompt = (layer.forward.prompt or _described(layer, mask, new)).on(query.device)
+        layer.table.note(scale=scale)
         if len(spans) == 1:
             out = _attend_chunk(view, call, prompt, 0, new)
         else:
@@ -71,8 +71,8 @@ def _attend_chunk(view: LayerView, call: _Call, prompt: masks.Prompt, start: int
     keys, values = view.keys[:, :, start:end], view.values[:, :, start:end]
 
     def take() -> None:
-        table.append(keys, values, prompt.end if layer.chunk is not None else None)
-        table.note_padding(prompt.padding_at(table.seen))
+        table.append(keys, values, prompt.end if layer.forward.chunk is not None else None)
+        table.note(padding=prompt.padding_at(table.seen))
 
     layer.method.prepare(table, keys, values)
     require_on_device(table, layer.model_name)
@@ -135,10 +135,11 @@ class _Call(NamedTuple):
 
 def _described(layer: SlotLayer, mask: Any, new: int) -> masks.Prompt:
     """What a mask says of `new` tokens that are not appended yet."""
-    padding, end = layer.table.padding, layer.table.seen + new
+    end = layer.table.seen + new
     layer.require_visible(mask, end, new)
-    padding = masks.padding_after(mask, padding, end, new)
-    return masks.Prompt(end, padding, masks.is_causal(mask, end, new, padding))
+    padding = layer.padding_after(mask, end, new)
+    causal = layer.forward.once("causal", mask, end, lambda: masks.is_causal(mask, end, new, padding))
+    return masks.Prompt(end, padding, causal)
 
 
 def chunk_spans(tokens: int, chunk: int | None, keep_last: bool = False) -> list[tuple[int, int]]:
@@ -159,11 +160,12 @@ def require_one_chunk(layer: SlotLayer, new: int) -> None:
     """Raises ValueError where a stream of several chunks comes in one forward and layers decide together: the first
     layer would read the second chunk before the last has read the first.
     """
-    chunks = len(chunk_spans(new, layer.chunk))
+    chunk = layer.forward.chunk
+    chunks = len(chunk_spans(new, chunk))
     if chunks > 1 and layer.method.settles:
         raise ValueError(
             f"{layer.method.name} decides over all layers after each chunk, and {new} tokens in one forward are "
-            f"{chunks} chunks of {layer.chunk}; read them with kvsketch.prefill, kvsketch.generate or model.generate, "
+            f"{chunks} chunks of {chunk}; read them with kvsketch.prefill, kvsketch.generate or model.generate, "
             "which feed the model chunk by chunk, or make the cache with prefill='exact'"
         )
 

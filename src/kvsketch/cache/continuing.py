@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from kvsketch.cache import families
+from kvsketch.cache.forward import Forward
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.making import link
 from kvsketch.methods import METHODS
@@ -37,7 +38,7 @@ def refusal(layers: Sequence[Any], method: Method, model_name: str, broken_off: 
         return f"{model_name} has latent attention, whose slots are not shared; use a copy.deepcopy(cache)"
     if model_name in families.BIASED:
         return f"{model_name} adds a bias to its logits, unknown for a document; use a copy.deepcopy(cache)"
-    if slots[0].prompt is not None:
+    if slots[0].forward.prompt is not None:
         return "this cache is in the middle of a prompt; continue it when the whole prompt has been read"
     if broken_off:
         return f"what was last read into this cache was broken off: {broken_off}; begin with cache.reset()"
@@ -52,11 +53,11 @@ def refusal(layers: Sequence[Any], method: Method, model_name: str, broken_off: 
 
 def layers_after(layers: Sequence[SlotLayer]) -> list[SlotLayer]:
     """Empty layers that continue what `layers` hold."""
-    positions = replace(layers[0].table.positions)
+    positions, forward = replace(layers[0].table.positions), Forward(layers[0].forward.chunk)
     made = []
     for layer in layers:
         table = replace(layer.table.cleared(), document=layer.table, positions=positions)
-        after = SlotLayer(table, layer.method, layer.model_name, layer.keys_are_shared, layer.chunk)
+        after = SlotLayer(table, layer.method, layer.model_name, forward, layer.keys_are_shared)
         after.is_read = True
         made.append(after)
     link(made, made[0].keys_are_shared)

@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvsketch import ops
 from kvsketch.cache import document, masks
+from kvsketch.cache.forward import Forward
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.slots.layout import Layout
@@ -45,18 +46,14 @@ class SlotLayer(CacheLayerMixin):
     is_sliding, is_compileable, is_croppable = False, False, True
 
     def __init__(
-        self, table: SlotTable, method: Method, model_name: str, keys_are_shared: bool = False, chunk: int | None = None
+        self, table: SlotTable, method: Method, model_name: str, forward: Forward, keys_are_shared: bool = False
     ) -> None:
         self.table, self.method, self.model_name, self.keys_are_shared = table, method, model_name, keys_are_shared
-        self.chunk = chunk  # tokens of a prompt that are read at once; None: all of them
+        self.forward = forward  # shared by the layers of a cache
         # The compressed layers before, for the last of them. Without itself: a cycle would keep the cache in memory
         # until the garbage collector runs.
         self.together: list[SlotLayer] | None = None
         self.before: SlotLayer | None = None  # the layer right before, where that is compressed too
-        self.mask_free = False  # single tokens without a mask: a bounded table holds no padding
-        self.short_mask = False  # all tables are bounded, and single tokens come without a mask
-        self.prompt: masks.Prompt | None = None  # one that comes in several forwards; tells the padding without masks
-        self.aside: Any = None  # side stream to compress on (decode.captured.Aside); None: the current one
         self.waiting: LayerView | None = None  # the view given to the model and not read yet
         self.refused = ""  # why the last forward was refused
         self.is_read = False  # whether attention has ever read a view of this layer
@@ -73,7 +70,7 @@ class SlotLayer(CacheLayerMixin):
         return self.table.before + self.table.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.prompt is not None or self.short_mask:
+        if self.forward.prompt is not None or self.forward.short_mask:
             # No mask is needed: ask for one over the new tokens alone, which transformers omits when it is causal.
             return int(query_length), self.get_seq_length()
         # Every query sees all of a document.
@@ -100,7 +97,7 @@ class SlotLayer(CacheLayerMixin):
             self.method.note_prompt(self.table)  # a prompt that is fed token by token, or has but one
         self.read_before = self.table.seen - self.seen_before
         self.seen_before, self.prompt_before = self.table.seen, self.table.prompt_tokens
-        self.table.note_previous(None if self.before is None else self.before.table)
+        self.table.note(previous=None if self.before is None else self.before.table)
         with plain():
             view = self._append(key_states, value_states)
         if key_states.requires_grad and view.exact and self.seen_before == self.table.before == 0:
@@ -119,9 +116,9 @@ class SlotLayer(CacheLayerMixin):
 
     def _append(self, keys: Tensor, values: Tensor) -> LayerView:
         several = keys.shape[2] > 1
-        if not several or self.chunk is None:
+        if not several or self.forward.chunk is None:
             self.method.prepare(self.table, keys, values)
-        if several and (self.chunk is not None or not self.table.exact or self.table.document is not None):
+        if several and (self.forward.chunk is not None or not self.table.exact or self.table.document is not None):
             seen = self.table.seen + keys.shape[2]
             return LayerView(self, keys.view_as(keys), values.view_as(values), exact=False, seen=seen, appended=False)
         self.whole = False
@@ -138,20 +135,30 @@ class SlotLayer(CacheLayerMixin):
         table = self.table
         self.require_visible(mask, table.seen, table.new_tokens)
         if table.padding is not None or table.new_tokens == table.seen:
-            table.note_padding(masks.padding_after(mask, table.padding, table.seen, table.new_tokens))
+            table.note(padding=self.padding_after(mask, table.seen, table.new_tokens))
+
+    def padding_after(self, mask: Any, seen: int, new: int) -> Tensor | None:  # [B]
+        """Left padding of each row among `seen` tokens, the `new` last of them under this mask."""
+
+        def find() -> Tensor | None:
+            return masks.padding_after(mask, self.table.padding, seen, new)
+
+        # What is known is a sum on the device; an empty cache asks whether there is any.
+        return find() if self.table.padding is not None else self.forward.once("padding", mask, seen, find)
 
     def require_visible(self, mask: Any, end: int, new: int) -> None:
         """Refuses a mask that hides tokens inside a row from a method that would take them for visible."""
         # A decode step must not wait for the device: a token hidden there is found when several tokens come next.
         if new > 1 and not self.method.ignores_hidden_tokens:
-            self.refused = masks.refusal(mask, end, self.method.name)
+            name = self.method.name
+            self.refused = self.forward.once("refusal", mask, end, lambda: masks.refusal(mask, end, name))
             if self.refused:
                 raise ValueError(self.refused)
 
     def finish(self, query: Tensor, scale: float, row_logits: ops.RowLogits | None = None) -> None:
         """Attention over this layer is done: compress, or wait for a roll back, for which `row_logits` do not last."""
         self.waiting = None
-        self.table.note_scale(scale)
+        self.table.note(scale=scale)
         self.pending = query.detach()
         if self.recording == OFF or (self.recording == OVER and self.table.appended == 1):
             self.settle(row_logits)
@@ -166,7 +173,8 @@ class SlotLayer(CacheLayerMixin):
             self.table.note_attention()
             return
         self.table.note_attention(self.table.row_lse, row_logits)
-        aside = contextlib.nullcontext() if self.aside is None else self.aside.after(queries, row_logits)
+        side = self.forward.aside
+        aside = contextlib.nullcontext() if side is None else side.after(queries, row_logits)
         with plain(), self.changing(), aside:
             self.compress(queries)
             if self.together is not None:
@@ -215,7 +223,7 @@ class SlotLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.table = self.table.cleared()
-        self.waiting = self.pending = self.prompt = None
+        self.waiting = self.pending = self.forward.prompt = None
         self.refused, self.whole = "", True
         self.record_past = self.is_initialized = False
         self.seen_before = self.prompt_before = self.read_before = 0
@@ -261,7 +269,7 @@ class LayerView:
     def of(cls, layer: SlotLayer) -> LayerView:
         """The table of a layer as it is."""
         table = layer.table
-        return cls(layer, *table.read_slots(), table.exact, table.seen, *table.read_weights(), table.read_layout)
+        return cls(layer, exact=table.exact, seen=table.seen, **table.read()._asdict())
 
     @property
     def index(self) -> Tensor:  # [B, H, S] int64

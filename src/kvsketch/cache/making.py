@@ -11,13 +11,14 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from kvsketch.cache import families, latent, rotary
+from kvsketch.cache.forward import Forward
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import Codec
 from kvsketch.slots.codes import PLAIN, FewBits
 from kvsketch.slots.heads import require_one_device
-from kvsketch.slots.latent import LatentTable
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.latent import ExactLatents
+from kvsketch.slots.table import ExactTable
 
 
 def served_config(model: Any, method: Method) -> PretrainedConfig:
@@ -67,12 +68,12 @@ def compressed_layers(
         raise ValueError(
             f"{method.name} {what} by the rotary angles of the model, and {rotary.unknown(config, instead)}"
         )
-    kinds = (SlotTable, SlotLayer) if latents is None else (LatentTable, latent.layer_kind(config))
-    layers = list(native)
+    kinds = (ExactTable, SlotLayer) if latents is None else (ExactLatents, latent.layer_kind(config))
+    layers, forward = list(native), Forward(chunk)
     compressed = [i for i, layer in enumerate(native) if is_compressible(layer)]
     for rank, i in enumerate(compressed):
         table = kinds[0](i, len(native), seed, rank, len(compressed), angles, positions, bits=method.stored_bits)
-        layers[i] = kinds[1](table, method, config.model_type, shared, chunk)
+        layers[i] = kinds[1](table, method, config.model_type, forward, shared)
     link(layers, shared)
     return layers
 

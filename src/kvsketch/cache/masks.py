@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,6 @@ HIDES_INSIDE = (
     "transformers hides every pad token); {method} would still let it decide what is kept or read. Pad on the left of "
     "the whole text only, feed rows one at a time, or use DynamicCache; call cache.reset() to use this cache again"
 )
-CAUSAL = "_kvsketch_causal"  # on a mask: whether it is causal
-HIDDEN = "_kvsketch_hidden"  # on a mask: what it hides inside a row
-PADDING = "_kvsketch_padding"  # on a mask: the left padding of a first prompt
-T = TypeVar("T")
 MASK_BLOCK = 1 << 24  # numbers of a mask looked at at once
 
 
@@ -104,13 +100,8 @@ def last_row_visible(mask: Any, seen: int) -> Tensor | None:  # [B, L] bool
 
 def padding_after(mask: Any, padding: Tensor | None, seen: int, new: int) -> Tensor | None:  # [B]
     """Left padding of each row among `seen` tokens; `padding`: that before the last `new` of them."""
-
-    def found() -> Tensor | None:
-        visible = None if mask is None else last_row_visible(mask, seen)  # [B, L]
-        return padding if visible is None else learned(padding, visible[:, -new:], seen - new)
-
-    # What is known is a sum on the device; an empty cache asks whether there is any.
-    return found() if mask is None or padding is not None else _once(mask, PADDING, seen, found)
+    visible = None if mask is None else last_row_visible(mask, seen)  # [B, L]
+    return padding if visible is None else learned(padding, visible[:, -new:], seen - new)
 
 
 def refusal(mask: Any, seen: int, method: str) -> str:
@@ -125,16 +116,12 @@ def hidden_inside(mask: Any, seen: int) -> tuple[int, int] | None:
     None where a mask hides no such token: causal masks, prefix masks, packed texts. Reads only the last row of the
     mask.
     """
-
-    def found() -> tuple[int, int] | None:
-        visible = last_row_visible(mask, seen)  # [B, L]
-        inside = None if visible is None else ~visible & (visible.cumsum(-1) > 0)
-        if inside is None or not bool(inside.any()):
-            return None
-        row, token = inside.nonzero()[0].tolist()
-        return row, token
-
-    return None if mask is None else _once(mask, HIDDEN, seen, found)
+    visible = None if mask is None else last_row_visible(mask, seen)  # [B, L]
+    inside = None if visible is None else ~visible & (visible.cumsum(-1) > 0)
+    if inside is None or not bool(inside.any()):
+        return None
+    row, token = inside.nonzero()[0].tolist()
+    return row, token
 
 
 def is_causal(mask: Any, seen: int, new: int, padding: Tensor | None) -> bool:
@@ -143,20 +130,7 @@ def is_causal(mask: Any, seen: int, new: int, padding: Tensor | None) -> bool:
         return True
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or (mask.dim() == 4 and mask.shape[1] > 1):
         return False
-    return _once(mask, CAUSAL, seen, lambda: _hides_nothing_else(mask, seen, new, padding))
-
-
-def _once(mask: Any, name: str, seen: int, find: Callable[[], T]) -> T:
-    """What `find` finds in a mask after so many tokens.
-
-    Layers share the mask, so the answer is stored on it and the device is asked once in a forward.
-    """
-    state = seen, mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0
-    known = getattr(mask, name, None)
-    if known is None or known[0] != state:
-        known = state, find()
-        setattr(mask, name, known)
-    return known[1]
+    return _hides_nothing_else(mask, seen, new, padding)
 
 
 def _hides_nothing_else(mask: Tensor, seen: int, new: int, padding: Tensor | None) -> bool:

@@ -24,7 +24,7 @@ from kvsketch.ops.codec import BITS
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.codes import FewBits
 from kvsketch.slots.heads import head_share
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import ExactTable, SlotTable
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 FORMS = "a number of bytes, or one with kB, MB, GB, KiB, MiB or GiB, such as 2GB"
@@ -114,7 +114,7 @@ def sizes_of(model: Any, context: int | None, batch: int = 1) -> Sizes:
     windows = [getattr(layer, "sliding_window", None) for layer in native if not is_compressible(layer)]
     others = 2 * batch * heads * size * dtype.itemsize * sum(min(window, context) for window in windows if window)
     compressed = [i for i, layer in enumerate(native) if is_compressible(layer)]
-    places = [SlotTable(i, len(native), 0, rank, len(compressed)) for rank, i in enumerate(compressed)]
+    places = [ExactTable(i, len(native), 0, rank, len(compressed)) for rank, i in enumerate(compressed)]
     return Sizes(context, batch, heads, query_heads // parts, size, dtype.itemsize, others, places, latents or ())
 
 

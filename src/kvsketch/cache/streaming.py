@@ -122,8 +122,7 @@ def read_chunks(
             yield new, logits
         else:
             prompt = masks.Prompt(seen - cache.tokens_before + new, padding, causal=True)
-            for layer in cache.slot_layers:
-                layer.prompt = prompt
+            cache.slot_layers[0].forward.prompt = prompt
             for start, end in chunk_spans(new, cache.chunk):
                 logits = feed.forward(input_ids[:, start:end], feed.mask_of_native_layers(seen + end))
                 _repeat(model, input_ids[:, :end], cache, instruction)
@@ -151,8 +150,7 @@ def _whole_or_nothing(cache: Reader, new: int) -> Iterator[None]:
             cache.break_off(f"a prompt of {new} tokens, of which the cache has read a part")
         raise
     finally:
-        for layer in cache.slot_layers:
-            layer.prompt = None
+        cache.slot_layers[0].forward.prompt = None
 
 
 def _read_prompt(

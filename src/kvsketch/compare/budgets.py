@@ -14,6 +14,7 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.methods import METHODS, Full, Method, parse_method
 from kvsketch.methods.budget import Size
+from kvsketch.slots.bytes import token_bytes
 
 UNITS = ("tokens", "bytes")
 # Every method, as it is compared at equal budgets.
@@ -122,7 +123,7 @@ def full_bytes(cache: CompressedCache) -> int:
     total = 0
     for layer in cache.layers:
         if isinstance(layer, SlotLayer):
-            total += layer.table.token_bytes() * layer.table.seen
+            total += token_bytes(layer.table) * layer.table.seen
         else:
             tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
             total += sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))

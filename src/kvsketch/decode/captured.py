@@ -223,29 +223,26 @@ class Aside:
 @contextlib.contextmanager
 def aside(layers: Sequence[SlotLayer]) -> Iterator[None]:
     """Inside the block the layers compress aside; the branches meet again at its end."""
-    branch = Aside([layer.table for layer in layers])
+    branch, forward = Aside([layer.table for layer in layers]), layers[0].forward
     branch.tables.begin()
-    for layer in layers:
-        layer.aside = branch
+    forward.aside = branch
     try:
         yield
     finally:
         branch.join()
         branch.tables.end()
-        for layer in layers:
-            layer.aside = None
+        forward.aside = None
 
 
 @contextlib.contextmanager
 def without_masks(layers: Sequence[SlotLayer], short: bool) -> Iterator[None]:
     """Inside the block single tokens read bounded tables without a mask; `short`: all tables are bounded."""
-    for layer in layers:
-        layer.mask_free, layer.short_mask = True, short
+    forward = layers[0].forward
+    forward.mask_free, forward.short_mask = True, short
     try:
         yield
     finally:
-        for layer in layers:
-            layer.mask_free = layer.short_mask = False
+        forward.mask_free = forward.short_mask = False
 
 
 class Step:

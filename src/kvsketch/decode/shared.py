@@ -29,11 +29,11 @@ from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.methods.replay import sink_keys
 from kvsketch.slots import rows as table_rows
-from kvsketch.slots.codes import LEAST
+from kvsketch.slots.codes import LEAST, PlainSlots
 from kvsketch.slots.documents import DocumentRows, LaidDocument, bytes_of_row
 from kvsketch.slots.heads import spread_over
 from kvsketch.slots.rows import EqualRows, RaggedRows, Rows, slots_within
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import BoundedTable, SlotTable
 from kvsketch.slots.tensors import plain
 
 LONGEST = 1 << 28  # tokens of a row: the clock starts there and has as many again before it is turned back
@@ -122,7 +122,7 @@ class SharedRows:
         return len(self.token)
 
     @property
-    def tables(self) -> list[SlotTable]:
+    def tables(self) -> list[BoundedTable]:
         return self.store.tables
 
     @property
@@ -149,24 +149,23 @@ class SharedRows:
         self.documents = self.documents and singles[0].can_be_document
         slots, clock = [self.method.most_slots(table, self.longest) for table in singles], self.longest + 1
         if self.method.ragged:
-            for table in singles:
-                self._with_heads_of_their_own(table)
+            packed = [self._with_heads_of_their_own(table) for table in singles]
             needs = self.method.row_needs
             one = sum(singles[0].shape[1] * each for each in slots)
             room = rows * one
             if self.memory is not None:
-                memory = self.memory - (rows * bytes_of_row(singles) if self.documents else 0)
-                room = min(room, max(one, slots_within(singles, rows, needs(singles[0]).room, memory)))
+                memory = self.memory - (rows * bytes_of_row(packed) if self.documents else 0)
+                room = min(room, max(one, slots_within(packed, rows, needs(singles[0]).room, memory)))
             most = self.longest + max(slots) if needs(singles[0]).room else MOST_OF_EQUAL * max(slots)
             if self.documents:
                 query_heads = self.model.config.get_text_config(decoder=True).num_attention_heads
-                return DocumentRows(singles, rows, room, clock, most, needs, query_heads), logits.shape[1]
-            return RaggedRows(singles, rows, room, clock, most, needs), logits.shape[1]
+                return DocumentRows(packed, rows, room, clock, most, needs, query_heads), logits.shape[1]
+            return RaggedRows(packed, rows, room, clock, most, needs), logits.shape[1]
         for table in singles:
             table.set_prompt(self.longest)
             self.method.bound(table, self.longest)
             table.set_prompt(1)
-        return EqualRows(singles, rows, slots, clock), logits.shape[1]
+        return EqualRows([table.bounded for table in singles], rows, slots, clock), logits.shape[1]
 
     def slots_for(self, tokens: int) -> int:
         """The most slots of the store that a row takes until it has seen so many tokens; 0 where rows are equal."""
@@ -215,15 +214,18 @@ class SharedRows:
             return found
         tables = [layer.table for layer in document.slot_layers]
         first = torch.cat([sink_keys(table, self.method.first_tokens) for table in tables])  # [L, H, sinks, D]
-        text = replace(tables[0].cleared(), keys=first, values=first, length=first.shape[2], seen=tables[0].seen)
-        return self.store.lay(document, tables, text)
+        held, seen = PlainSlots(first), tables[0].seen
+        text = replace(tables[0].cleared(), keys=held, values=held, length=first.shape[2], seen=seen)
+        return self.store.lay(document, [table.bounded for table in tables], text)
 
-    def _with_heads_of_their_own(self, table: SlotTable) -> None:
+    def _with_heads_of_their_own(self, table: SlotTable) -> BoundedTable:
         """A text within its budget has equal heads; they lie in a flat store like others."""
         if table.exact:
             self.method.bound(table, table.seen + 1)
-        if not table.exact and table.layout is None:
-            table.pack(torch.full(table.shape[:2], table.length, device=table.device))
+        bounded = table.bounded
+        if bounded.layout is None:
+            bounded.pack(torch.full(bounded.shape[:2], bounded.length, device=bounded.device))
+        return bounded
 
     def ready(self, cache: CompressedCache) -> bool:
         """Whether the row of a cache can join as it is: codes need some tokens to find their center."""
@@ -250,7 +252,7 @@ class SharedRows:
                 return reason
             if document is not None and isinstance(self.store, DocumentRows):
                 self.store.read(row, self._laid(document))
-            self.store.put(row, tables)
+            self.store.put(row, [table.bounded for table in tables])
             self.padding[row] = self.seen - tables[0].seen
             self.token[row].copy_(token[0])
             self.position[row].fill_(cache.tokens_seen)
@@ -345,7 +347,7 @@ class Batch:
         self.cache = CompressedCache(shared.model, shared.method, seed=shared.seed)
         for layer, table in zip(self.cache.slot_layers, shared.store.first(rows), strict=True):
             layer.table, layer.is_initialized = table, True
-        self.tables = [layer.table for layer in self.cache.slot_layers]
+        self.tables = [layer.table.bounded for layer in self.cache.slot_layers]
         whole = (shared.token, shared.position, shared.live, shared.logits)
         self.token, self.position, self.live, self.logits = (tensor[:rows] for tensor in whole)
         self.draw = shared.draw.first(rows)

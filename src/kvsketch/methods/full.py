@@ -46,7 +46,7 @@ class Full(Method):
         if table.exact:
             table.bound(max_length)
         else:
-            table.widen(max_length + 1 - table.length)
+            table.bounded.widen(max_length + 1 - table.length)
 
     def held_bytes(self, shape: LayerShape) -> int:
         return shape.everything()

@@ -136,8 +136,8 @@ class KCenter(BudgetedMethod):
         chosen, order = torch.cat([centers, recent], -1).sort(-1)
         weights = None
         if self.weights == "count" and centers.shape[2] > 0:
-            plain = torch.zeros(table.shape, device=centers.device)
-            present = stored.in_order(plain if table.log_den is None else table.log_den)
+            held = table.log_weights()[1]
+            present = stored.in_order(torch.zeros(table.shape, device=centers.device) if held is None else held)
             counted = _counted(stored.keys, centers, torch.where(old, present.exp(), 0.0))
             weights = torch.cat([counted, present.gather(2, newest)], -1).gather(2, order)
         table.rebuild(stored.slots(chosen), budget, weights)

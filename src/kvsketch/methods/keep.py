@@ -64,7 +64,7 @@ def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budge
     if table.in_place:
         if isinstance(recent, Tensor):
             scores, recent = _with_recent(table, scores, recent), 0
-        table.free_lowest(scores, method.sinks, recent)
+        table.bounded.free_lowest(scores, method.sinks, recent)
         return
     keys = rank_slots(table, scores, method)
     count = min(budget, keys.shape[-1])
@@ -104,12 +104,12 @@ def close_slots(table: SlotTable, rows: Tokens) -> None:
     """Closes the empty slots of a bounded table beyond each row's own budget; one stays open for the next token."""
     if isinstance(rows, int):
         return
-    assert table.index is not None and table.next_slot is not None
-    empty = table.index < 0
+    bounded = table.bounded
+    empty = bounded.index < 0
     surplus = table.length - 1 - rows
     order = empty.long().cumsum(-1)
-    is_next = torch.zeros_like(empty).scatter_(2, table.next_slot, True)
-    table.close(empty & (order <= surplus) & ~is_next)
+    is_next = torch.zeros_like(empty).scatter_(2, bounded.next_slot, True)
+    bounded.close(empty & (order <= surplus) & ~is_next)
 
 
 def keep_best(

@@ -112,7 +112,7 @@ class Quest(RecallingMethod):
         state.pages_cover = table.seen
         self._reserve(table)
         # A captured step finds its token by the device's own count.
-        slot = table.newest_slot() if new == 1 and not table.exact and not table.bits else None
+        slot = table.bounded.newest_slot() if new == 1 and not table.exact and not table.bits else None
         if new == 1:
             keys = self.newest_key(table) if slot is None else table.key_slots()
         else:

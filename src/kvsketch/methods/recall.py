@@ -124,7 +124,7 @@ class RecallingMethod(Method, ABC):
             skipped = max(0, self.skip_layers - table.layer_idx)
             offloaded.require_room(table, keys, values, table.compressed_layers - table.rank - skipped)
         if offloaded.is_offloaded(table):
-            offloaded.restore(table, keys.shape[2])
+            offloaded.restore(table.bounded, keys.shape[2])
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         if offloaded.is_offloaded(table):
@@ -132,7 +132,7 @@ class RecallingMethod(Method, ABC):
             table.advance()
             self.index(table)
             if table.seen - table.host.length >= self.tail_tokens:
-                offloaded.store_tail(table)
+                offloaded.store_tail(table.bounded)
             return
         Full().compress(table, queries)
         if not self.selects(table):
@@ -213,10 +213,10 @@ class RecallingMethod(Method, ABC):
 
     def slots_of(self, table: SlotTable, rows: Tensor) -> Tensor:  # [B, L, M] int32
         """Slots of the table's buffers where the tokens `rows` lie."""
-        return offloaded.look_up(table, rows) if offloaded.is_offloaded(table) else rows
+        return offloaded.look_up(table.bounded, rows) if offloaded.is_offloaded(table) else rows
 
     def newest_key(self, table: SlotTable) -> Tensor:  # [B, H, 1, D]
         """The key of the token just appended, where a captured step finds it."""
-        if table.next_slot is None:
+        if table.exact:
             return table.key_slots()[:, :, -1:]
-        return codes.plain_at(table.stores()[0], table.newest_slot())
+        return table.equal_slots()[0].at(table.bounded.newest_slot())

@@ -144,17 +144,16 @@ def _add(
     noise: ops.Noise | None,
     row_lse: Tensor | None,
 ) -> Tensor:
-    temperature, index = temperature or ops.Temperature(), table.held_index()
-    left = table.row_logits
+    temperature, left = temperature or ops.Temperature(), table.row_logits
+    index, clock = table.held_index(), None if table.exact else table.seen_on_device()
     if left is not None:
-        assert index is not None and table.clock is not None
         return ops.mass_from_logits(
-            left.logits, index, table.clock,
+            left.logits, table.bounded.held_index(), table.bounded.clock,
             row_lse=left.row_lse if is_plain(temperature, noise) else None, padding=table.padding,
             temperature=temperature, noise=noise, reduce=reduce, into=into, fade=fade,
         )  # fmt: skip
     return ops.attention_mass(
         queries, table.read_keys(), table.scale,
-        seen=table.clock, index=index, padding=table.padding, temperature=temperature, noise=noise,
+        seen=clock, index=index, padding=table.padding, temperature=temperature, noise=noise,
         row_lse=row_lse, reduce=reduce, into=into, fade=fade,
     )  # fmt: skip

@@ -122,7 +122,7 @@ class Uniform(BudgetedMethod):
         else:
             weight = stratified(position, middle, strata, end)
         weight = torch.where(middle, weight, 0.0).masked_fill(position < 0, float("-inf"))
-        table.weigh(weight)
+        table.bounded.weigh(weight)
 
 
 def stratified(position: Tensor, middle: Tensor, strata: Tensor, end: Tensor) -> Tensor:  # [B, H, S]

@@ -198,7 +198,7 @@ class Queue:
             table.advance()
             if state.queries is not None and count == state.room:
                 more = self._ahead(count)
-                table.lengthen(more)
+                table.bounded.widen(more)
                 state.queries = lengthened(state.queries, count + more)
 
     def _take_several(self, queries: Tensor) -> None:
@@ -257,7 +257,7 @@ class Queue:
     def forget(self, count: int) -> None:
         """Drops the last `count` tokens."""
         state, table = self.state, self.table
-        table.drop_newest(count) if table.layout is None else table.drop_last(count)
+        table.drop_newest(count) if table.layout is None else table.bounded.drop_last(count)
         state.owed = min(state.owed, self.count)
         if not table.exact and table.layout is None and not state.owed:
             # Slots and queries have room for the same tokens.

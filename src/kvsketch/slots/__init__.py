@@ -1,7 +1,8 @@
 """What is stored, and the code that writes it.
 
-table.py        the table of weighted slots of one layer, and every way to write it
-codes.py        keys and values in few bits
+table.py        the weighted slots of one layer, exact or bounded, and every way to write them
+latent.py       the same where a token is one latent vector
+codes.py        keys and values in the dtype of the model, or in few bits
 layout.py       where the slots of heads that differ in size lie
 state.py        what a method remembers beside the slots
 store.py        tables of many requests in one store, and the verbs that write them
@@ -19,6 +20,6 @@ offloaded.py    a table whose tokens moved to the host
 heads.py        which heads of the model this process holds
 """
 
-from kvsketch.slots.table import NEG_INF, SlotTable
+from kvsketch.slots.table import NEG_INF, BoundedTable, ExactTable, SlotTable
 
-__all__ = ["NEG_INF", "SlotTable"]
+__all__ = ["NEG_INF", "BoundedTable", "ExactTable", "SlotTable"]

@@ -88,6 +88,12 @@ def grown(tokens: int) -> int:
     return tokens + max(64, tokens // 64) + 1
 
 
+def token_bytes(table: SlotTable) -> int:
+    """Bytes of one token's keys and values in all rows and heads, in the dtype of the model."""
+    batch, heads = table.shape[:2]
+    return batch * heads * sum(slots.shape[3] * slots.dtype.itemsize for slots in table.equal_slots())
+
+
 def bytes_beside(kind: type[TableState]) -> int:
     """Bytes of what is remembered of a slot, four for each tensor that follows the slots."""
     return 4 * sum(field.metadata.get("role") == SLOT for field in fields(kind))

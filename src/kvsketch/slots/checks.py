@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.slot_update import CLOSED
-from kvsketch.slots import codes
 from kvsketch.slots.state import Range, TableState
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import BoundedTable, SlotTable
 
 
 def require_shapes(table: SlotTable) -> None:
@@ -25,31 +24,32 @@ def require_shapes(table: SlotTable) -> None:
     counts += [count for state in states for count in state.numbers().values()]
     if not all(type(count) is int for count in counts) or min(counts) < 0:
         raise ValueError("a counter of a table is no whole number of 0 or more")
-    if table.keys is None or table.values is None:
-        if table.keys is not table.values or table.seen:
-            raise ValueError("a table has keys without values or counts tokens that it does not hold")
+    if table.empty:
+        if table.seen:
+            raise ValueError("a table counts tokens that it does not hold")
         return
     table = _equal_heads(table)
     states = (table.state, table.hot)
-    assert table.keys is not None and table.values is not None
     if len(table.keys.shape) != 4 or not table.keys.dtype.is_floating_point or table.keys.dtype != table.values.dtype:
         raise ValueError("the keys and values of a table are not alike")
     batch, heads, slots = table.keys.shape[:3]
     parts: list[tuple[Tensor | None, tuple[int, ...], torch.dtype]] = [
-        (table.index, (batch, heads, table.length), torch.int32),
-        (table.log_num, (batch, heads, table.length), torch.float32),
-        (table.log_den, (batch, heads, table.length), torch.float32),
-        (table.next_slot, (batch, heads, 1), torch.int64),
-        (table.clock, (1,), torch.int64),
         (table.padding, (batch,), torch.int64),
         (table.capacity, (batch, heads), torch.int64),
     ]
+    if isinstance(table, BoundedTable):
+        parts += [
+            (table.index, (batch, heads, table.length), torch.int32),
+            (table.log_num, (batch, heads, table.length), torch.float32),
+            (table.log_den, (batch, heads, table.length), torch.float32),
+            (table.next_slot, (batch, heads, 1), torch.int64),
+            (table.clock, (1,), torch.int64),
+        ]
     sound = all(t is None or (tuple(t.shape) == shape and t.dtype == dtype) for t, shape, dtype in parts)
     sound &= len(table.values.shape) == 4 and table.values.shape[:2] == (batch, heads)
     sound &= table.length <= slots and table.values.shape[2] <= slots and table.new_tokens <= table.seen
     sound &= all(t.shape[:3] == (batch, heads, table.length) for t in table.state.slot_tensors())
     sound &= all(t.shape[:1] == (batch,) for state in states for t in state.tensors())
-    sound &= len({t is None for t in (table.index, table.log_den, table.next_slot, table.clock)}) == 1
     if not sound:
         raise ValueError("the tensors of a table do not fit each other")
 
@@ -74,11 +74,13 @@ def _equal_heads(table: SlotTable) -> SlotTable:
     if table.layout is None:
         return table
     capacity = table.layout.capacity
-    flat = [*codes.flat(table.keys), *codes.flat(table.values), table.index, table.log_den, *table.state.slot_tensors()]
-    flat += [] if table.log_num is None else [table.log_num]
+    bounded = table.bounded
+    flat = [bounded.index, bounded.log_den, *table.state.slot_tensors()]
+    flat += [part for slots in (table.keys, table.values) for part in slots.slot_parts().values()]
+    flat += [] if bounded.log_num is None else [bounded.log_num]
     if capacity.dim() != 2 or capacity.dtype != torch.int64 or int(capacity.min()) < 1:
         raise ValueError("the capacities of heads are no whole numbers of 1 or more")
-    if any(t is None or t.shape[:1] != (table.layout.total,) for t in flat):
+    if any(t.shape[:1] != (table.layout.total,) for t in flat):
         raise ValueError("the flat store of a table does not hold what its heads hold together")
     equal = replace(table, state=replace(table.state))
     equal.unpack()
@@ -95,8 +97,8 @@ def _whole_numbers(table: SlotTable) -> Iterator[tuple[str, Tensor, Range]]:
         "capacity": Range((batch, heads), 1, length),
     }
     for name, wanted in own.items():
-        if getattr(table, name) is not None:
-            yield name, getattr(table, name), wanted
+        if (tensor := getattr(table, name, None)) is not None:
+            yield name, tensor, wanted
     for state in (table.state, table.hot):
         yield from _of_state(table, state)
 

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from kvsketch.slots.codes import SlotCodes
-from kvsketch.slots.layout import Layout
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import BoundedTable, ExactTable, HeldSlots, SlotTable
 
 
 class LatentTable(SlotTable):
     """A table whose values are a part of its keys."""
+
+    can_be_document = False
 
     def held_slots(self) -> tuple[Tensor, Tensor]:
         """The latents [B, 1, S, R] and the rotary keys [B, 1, S, E]."""
@@ -45,26 +46,18 @@ class LatentTable(SlotTable):
         return torch.cat([rotary, latents], -1), latents
 
     @property
-    def read_layout(self) -> Layout | None:
-        return None
-
-    @property
-    def can_be_document(self) -> bool:
-        return False
-
-    @property
     def reads_codes(self) -> bool:
         """Whether attention reads codes as they are: for queries that are `turned`, and sums that are `turned_back`."""
         return self.in_place and bool(self.bits) and not self.positions.turned_by
 
-    def read_slots(self) -> tuple[Tensor, Tensor]:
+    def read(self) -> HeldSlots:
         if self.reads_codes:
             self._note_reach()
             latents, rotary = self._coded()
             keys = torch.cat([rotary.rotated(), latents.rotated()], -1)
         else:
             keys = self.read_keys()
-        return keys, keys[..., self.stores()[1].shape[3] :]
+        return HeldSlots(keys, keys[..., self.stores()[1].shape[3] :], *self.log_weights())
 
     def turned(self, queries: Tensor) -> Tensor:  # [B, Hq, n, E + R] float32
         """Queries [B, Hq, n, E + R] in the channels of the codes."""
@@ -78,9 +71,20 @@ class LatentTable(SlotTable):
         return sums @ latents.codec.rotation(sums.device) + latents.center.unsqueeze(2)
 
     def _coded(self) -> tuple[SlotCodes, SlotCodes]:
-        latents, rotary = self.stores()
+        latents, rotary = self.equal_slots()
         assert isinstance(latents, SlotCodes) and isinstance(rotary, SlotCodes)
         return latents, rotary
 
     def append(self, keys: Tensor, values: Tensor, whole: int | None = None) -> None:
         super().append(values, keys[..., : keys.shape[3] - values.shape[3]], whole)
+
+
+class ExactLatents(LatentTable, ExactTable):
+    """Latents of every token so far."""
+
+
+class BoundedLatents(LatentTable, BoundedTable):
+    """A fixed number of slots with latents."""
+
+
+LatentTable.exact_kind, LatentTable.bounded_kind = ExactLatents, BoundedLatents

@@ -23,7 +23,8 @@ from kvsketch.slots import codes
 from kvsketch.slots.codes import SlotCodes, Slots
 from kvsketch.slots.host import HostStore, require_host_memory
 from kvsketch.slots.state import kept
-from kvsketch.slots.table import NEG_INF, SlotTable
+from kvsketch.slots.table import NEG_INF, BoundedTable, SlotTable
+from kvsketch.slots.tensors import gather_slots
 
 
 def is_offloaded(table: SlotTable) -> bool:
@@ -53,7 +54,7 @@ def require_room(table: SlotTable, keys: Tensor, values: Tensor, layers: int) ->
 
 def offload(table: SlotTable, start: int, sinks: int, tail_tokens: int, hot_places: int) -> None:
     """Moves the tokens before `start` to the host; the table holds all its tokens, in order."""
-    (keys, values), seen = table.stores(), table.seen
+    (keys, values), seen = table.equal_slots(), table.seen
     store = _own_store(table, start)
     store.length = min(store.length, start)
     moved = slice(store.length, start)
@@ -63,36 +64,36 @@ def offload(table: SlotTable, start: int, sinks: int, tail_tokens: int, hot_plac
     batch, heads = keys.shape[:2]
     if coded := _coded(table):
         table.hot.exact = (coded[0].exact_at >= 0).int()
-    table.length, table.hot.sinks = sinks + tail_tokens, sinks
+    length, table.hot.sinks = sinks + tail_tokens, sinks
     end = sinks + seen - start
-    token = torch.arange(table.length, device=keys.device).expand(batch, -1)
+    token = torch.arange(length, device=keys.device).expand(batch, -1)
     own_sinks = token if table.padding is None else token + table.padding[:, None]
     token = torch.where(token < sinks, own_sinks, token - sinks + start)  # [B, slots]
-    used = (token < seen) & ((token < start) | (torch.arange(table.length, device=keys.device) >= sinks))
-    table.index = torch.where(used, token, -1).int()[:, None].repeat(1, heads, 1)
-    table.log_den = torch.where(used, 0.0, NEG_INF)[:, None].repeat(1, heads, 1)
-    table.log_num = None
+    used = (token < seen) & ((token < start) | (torch.arange(length, device=keys.device) >= sinks))
     source = token[:, None, :end, None].clamp_max(seen - 1)
     for name, slots in (("keys", keys), ("values", values)):
         parts = []
         for far in codes.row_parts(slots):
             # Zeros: a slot that nothing was written to may be read with weight 0.
-            near = far.new_zeros(batch, heads, table.length + hot_places, far.shape[3])
+            near = far.new_zeros(batch, heads, length + hot_places, far.shape[3])
             near[:, :, :end] = far.gather(2, source.expand(-1, heads, -1, far.shape[3]))
             parts.append(near)
         setattr(table, name, codes.of_parts(slots, parts))
-    table.next_slot = torch.full((batch, heads, 1), end, device=keys.device)
-    if table.clock is None:
-        table.clock = torch.full((1,), seen, device=keys.device)
-    _set_tail(table, start)
-    table.hot.attach(batch, heads, store.capacity, hot_places, keys.device)
-    _place_exact(table)
+    bounded = table._bounded_by(
+        index=torch.where(used, token, -1).int()[:, None].repeat(1, heads, 1),
+        log_den=torch.where(used, 0.0, NEG_INF)[:, None].repeat(1, heads, 1),
+        log_num=None,
+        next_slot=torch.full((batch, heads, 1), end, device=keys.device),
+        length=length,
+    )
+    _set_tail(bounded, start)
+    bounded.hot.attach(batch, heads, store.capacity, hot_places, keys.device)
+    _place_exact(bounded)
 
 
-def store_tail(table: SlotTable) -> None:
+def store_tail(table: BoundedTable) -> None:
     """Moves the tail to the host; the next token begins a new one."""
-    assert table.host is not None and table.index is not None
-    assert table.log_den is not None and table.next_slot is not None
+    assert table.host is not None
     store, sinks, start = _own_store(table, table.seen), table.hot.sinks, table.host.length
     tail = slice(sinks, sinks + table.seen - start)
     if table.padding is not None:
@@ -105,22 +106,21 @@ def store_tail(table: SlotTable) -> None:
     _place_exact(table)
 
 
-def restore(table: SlotTable, coming: int) -> None:
+def restore(table: BoundedTable, coming: int) -> None:
     """Brings every token back to the device, with room for the `coming` ones; the table is exact again, or holds all
     its tokens in few bits, in order.
     """
-    assert table.host is not None and table.index is not None
     seen, (batch, heads, _) = table.seen, table.shape
     coded = bool(_coded(table))
     parts = _in_order(table, parts_of(table), seen + (0 if coded else coming))
-    (keys, values), count = table.stores(), len(codes.row_parts(table.stores()[0]))
+    keys, values = table.equal_slots()
+    count = len(keys.slot_parts())
     table.keys, table.values = (
         _coded_in_order(table, keys, parts[:count]),
         _coded_in_order(table, values, parts[count:]),
     )
     table.length = seen
     if coded:
-        assert table.next_slot is not None
         index = torch.arange(seen, device=table.device, dtype=torch.int32).repeat(batch, heads, 1)
         if (order := table.state.slot_order()) is not None:
             index[:, :, : order.shape[2]] = order
@@ -129,11 +129,11 @@ def restore(table: SlotTable, coming: int) -> None:
         table.log_den = torch.where(index >= pads, 0.0, NEG_INF)
         table.next_slot.fill_(seen)
     else:
-        table.index = table.log_den = table.next_slot = table.clock = None
+        table._become(table.exact_kind)
     table.hot.detach()
 
 
-def look_up(table: SlotTable, rows: Tensor) -> Tensor:
+def look_up(table: BoundedTable, rows: Tensor) -> Tensor:
     """Slots where the tokens `rows` [B, L, M] lie once those that are missing have come from the host."""
     assert table.host is not None
     table.host.wait()
@@ -149,8 +149,11 @@ def look_up(table: SlotTable, rows: Tensor) -> Tensor:
     return slots
 
 
-def arrange(table: SlotTable, start: int, order: Tensor) -> None:
-    """Moves the tokens from `start` on, which lie in the slots of their numbers, into the order [B, H, n] of these."""
+def arrange(table: BoundedTable, start: int, order: Tensor) -> None:
+    """Moves the tokens from `start` on, which lie in the slots of their numbers, into the order [B, H, n] of these.
+
+    None of them stays exact.
+    """
     shift = 0
     if table.is_offloaded:
         assert table.host is not None and start >= table.host.length
@@ -158,13 +161,18 @@ def arrange(table: SlotTable, start: int, order: Tensor) -> None:
     elif table.host is not None:
         # What a store holds of them lies as they did.
         table.host.length = min(table.host.length, start)
-    table.arrange(start + shift, order.long() + shift)
+    assert table.log_num is None and table.layout is None
+    start, source = start + shift, order.long() + shift
+    for slots in (table.keys, table.values):
+        codes.arrange(slots, start, source)
+    for held in (table.index, table.log_den, *table.state.slot_tensors()):
+        held[:, :, start : start + source.shape[2]] = gather_slots(held, source)
 
 
 def newest(table: SlotTable, start: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the tokens from `start` on, [B, H, n, D]; when offloaded, of tokens of the tail."""
     shift = 0 if table.host is None or not table.is_offloaded else table.hot.sinks - table.host.length
-    keys, values = (codes.part(slots, start + shift, table.seen + shift) for slots in table.stores())
+    keys, values = (slots.part(start + shift, table.seen + shift) for slots in table.equal_slots())
     return keys, values
 
 
@@ -173,8 +181,8 @@ def all_keys(table: SlotTable) -> Tensor:  # [B, H, seen, D]
     if not is_offloaded(table):
         return table.key_slots()[:, :, : table.seen]
     assert table.host is not None
-    keys = table.stores()[0]
-    return codes.plain(_coded_in_order(table, keys, _in_order(table, codes.row_parts(keys), table.seen)))
+    keys = table.equal_slots()[0]
+    return _coded_in_order(table, keys, _in_order(table, codes.row_parts(keys), table.seen)).plain()
 
 
 def _own_store(table: SlotTable, tokens: int) -> HostStore:
@@ -209,7 +217,7 @@ def _in_order(table: SlotTable, parts: list[Tensor], room: int) -> list[Tensor]:
 def _coded_in_order(table: SlotTable, like: Slots, parts: list[Tensor]) -> Slots:
     """Slots of parts in the order of the tokens."""
     slots = codes.of_parts(like, parts)
-    if isinstance(slots, Tensor):
+    if not isinstance(slots, SlotCodes):
         return slots
     assert table.hot.exact is not None
     at = torch.arange(codes.EXACT, device=table.device).view(1, 1, -1)
@@ -218,12 +226,12 @@ def _coded_in_order(table: SlotTable, like: Slots, parts: list[Tensor]) -> Slots
 
 
 def _coded(table: SlotTable) -> list[SlotCodes]:
-    return [slots for slots in table.stores() if isinstance(slots, SlotCodes)]
+    return [slots for slots in table.equal_slots() if isinstance(slots, SlotCodes)]
 
 
 def parts_of(table: SlotTable) -> list[Tensor]:
     """What keys and values consist of, [B, H, S, n] each."""
-    keys, values = table.stores()
+    keys, values = table.equal_slots()
     return [*codes.row_parts(keys), *codes.row_parts(values)]
 
 
@@ -232,18 +240,18 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 
 def _keys_and_values(table: SlotTable, parts: list[Tensor]) -> tuple[Pair, Pair | None]:
     """Parts as keys and values, and the steps of those that are coded; one of them serves where the other has none."""
-    count = len(codes.row_parts(table.stores()[0]))
+    count = len(table.equal_slots()[0].slot_parts())
     keys, values = parts[:count], parts[count:]
     steps = [*keys[1:], *values[1:]]
     return (keys[0], values[0]), (steps[0], steps[-1]) if steps else None
 
 
-def _place_exact(table: SlotTable) -> None:
+def _place_exact(table: BoundedTable) -> None:
     """Tells codes where the tokens lie that they keep exact: a sink slot, the tail, a hot place, or nowhere near."""
     coded, hot = _coded(table), table.hot
     if not coded:
         return
-    assert table.index is not None and hot.exact is not None
+    assert hot.exact is not None
     token = torch.arange(codes.EXACT, device=table.device).view(1, 1, -1)
     token = (token if table.padding is None else token + table.padding.view(-1, 1, 1)).expand(hot.exact.shape)
     place = hot.place_of.gather(2, token.clamp_max(hot.tokens - 1)).long()
@@ -261,14 +269,13 @@ def _place_exact(table: SlotTable) -> None:
 
 
 def _set_tail(table: SlotTable, start: int) -> None:
-    assert table.keys is not None
     tail = torch.full((table.keys.shape[0],), start, dtype=torch.int32, device=table.keys.device)
     table.hot.tail_start = kept(table.hot.tail_start, tail)
 
 
-def _take_late_sinks(table: SlotTable, start: int) -> None:
+def _take_late_sinks(table: BoundedTable, start: int) -> None:
     """Rows that had fewer tokens than sinks when they were offloaded take their other sinks from the tail."""
-    assert table.index is not None and table.log_den is not None and table.padding is not None
+    assert table.padding is not None
     sinks = table.hot.sinks
     token = torch.arange(sinks, device=table.padding.device) + table.padding[:, None]  # [B, sinks]
     late = ((token >= start) & (token < table.seen))[:, None]

@@ -30,11 +30,10 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.ops.page_rows import Front, Rows, Worth
-from kvsketch.slots import codes
-from kvsketch.slots.codes import Slots
+from kvsketch.slots.codes import PlainSlots, Slots
 from kvsketch.slots.state import SLOT, TableState
 from kvsketch.slots.store import EMPTY, STATE, Parts, Ragged, row_parts, slot_parts, table_of
-from kvsketch.slots.table import Place, SlotTable
+from kvsketch.slots.table import BoundedTable, ExactTable, Place, SlotTable
 
 CLOCK = 1 << 24  # above the length of any text
 ALIGNED = 64  # bytes of a plane are a multiple of it: kernels then know that rows of any dtype begin at a vector
@@ -43,18 +42,18 @@ Plane: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # of one page
 
 def like_table(
     place: Place, kind: type[TableState], heads: int, key_size: int, value_size: int, dtype: torch.dtype
-) -> SlotTable:
+) -> BoundedTable:
     """A bounded table of one row at that place: what a page holds is like it, but for the number of slots."""
-    table = SlotTable(**vars(place))
+    table = ExactTable(**vars(place))
     with _on_the_host():
         keys, values = (torch.zeros(1, heads, 1, size, dtype=dtype) for size in (key_size, value_size))
         table.append(keys, values)
-        table.bound(1)
-        state = table.state_of(kind)
+        bounded = table.bound(1)
+        state = bounded.state_of(kind)
         for each in fields(kind):
             if each.metadata["role"] == SLOT:
-                setattr(state, each.name, torch.zeros(table.shape))
-    return table
+                setattr(state, each.name, torch.zeros(bounded.shape))
+    return bounded
 
 
 @contextlib.contextmanager
@@ -104,7 +103,7 @@ class Planes(ABC):
 class PageShape(Planes):
     """A page is the table of one request in one layer; where pages begin, and how far apart they are, is the pool's."""
 
-    like: SlotTable
+    like: BoundedTable
     slots: int  # S
     prompt: bool = False  # whether the length of the prompt is known later
 
@@ -133,28 +132,26 @@ def _order(name: str) -> int:
     return 2 if not name.startswith(("keys", "values")) else int(name.endswith("exact_at"))
 
 
-@dataclass
-class PagedTable(SlotTable):
+@dataclass(kw_only=True)
+class PagedTable(BoundedTable):
     """A table whose keys and values stay in their pages, [P, H, S, D]: row b lies in page pages[b].
 
     Negative: the row stands for no request, and its keys are written nowhere.
     """
 
-    pages: Tensor | None = None  # [B] int64
+    pages: Tensor  # [B] int64
 
-    def _equal(self, slots: Slots | None) -> Slots:
-        assert slots is not None and self.pages is not None
-        return codes.rows_of(slots, self.pages.clamp_min(0))
+    def equal_slots(self) -> tuple[Slots, Slots]:
+        rows = self.pages.clamp_min(0)
+        return self.keys.rows(rows), self.values.rows(rows)
 
     def _write_next(self, keys: Tensor, values: Tensor) -> None:
-        assert self.keys is not None and self.values is not None and self.index is not None
-        assert self.log_den is not None and self.next_slot is not None and self.clock is not None
         score = next(iter(self.state.slot_tensors()), None)
         own = self.index, self.log_den, None, self.next_slot, self.clock, keys, values, score
-        if isinstance(self.keys, Tensor) and isinstance(self.values, Tensor):
-            ops.write_token(self.keys, self.values, *own, self.pages)
+        if isinstance(self.keys, PlainSlots) and isinstance(self.values, PlainSlots):
+            ops.write_token(self.keys.read, self.values.read, *own, self.pages)
         else:
-            ops.write_coded_token(self.keys, self.values, *own, pages=self.pages)
+            ops.write_coded_token(self.keys.read, self.values.read, *own, pages=self.pages)
 
 
 class Pages:
@@ -173,7 +170,7 @@ class Pages:
         self.vectors = {name: part for name, part in parts.items() if _order(name) < 2}
         self.front = shape.front(pool)
 
-    def take(self, page: Tensor, seen: int) -> SlotTable:
+    def take(self, page: Tensor, seen: int) -> BoundedTable:
         """The table of the request in `page` [1], a copy ready for several tokens; `seen` of its tokens are there."""
         clock = torch.full((1,), seen, device=page.device)
         parts = self._opened(Rows(page, clock, torch.zeros_like(clock)))
@@ -201,7 +198,7 @@ class Pages:
         parts = {"index": index, "log_den": log_den, "next_slot": next_slot}
         return parts if score is None else parts | {self.score: score}
 
-    def put(self, page: Tensor, table: SlotTable) -> None:
+    def put(self, page: Tensor, table: BoundedTable) -> None:
         """Writes the whole table of one request, of S slots, into `page` [1]."""
         new = slot_parts(table) | row_parts(table)
         for name, part in self.vectors.items():
@@ -222,7 +219,7 @@ class Pages:
             self.prompt.index_copy_(0, pages, known.unsqueeze(1))
         self._close(Rows(pages, seen, table.padding), table)
 
-    def _close(self, rows: Rows, table: SlotTable) -> None:
+    def _close(self, rows: Rows, table: BoundedTable) -> None:
         new = slot_parts(table)
         ops.close_rows(self.worth, rows, Worth(new["index"], new["log_den"], new.get(self.score)))
 
@@ -244,7 +241,7 @@ class RequestShape(Planes):
     has room for new tokens, which wait there, with their queries, for the next decision.
     """
 
-    like: SlotTable  # of the first layer
+    like: BoundedTable  # of the first layer
     layers: int
     kept_heads: int  # queries of a token that wait with it
     slots: int  # of a head, on average
@@ -287,7 +284,7 @@ class StepRows(NamedTuple):
 
     pages: Tensor  # [B] int64
     waiting: Tensor  # [B] int64, tokens that wait before it
-    tables: list[SlotTable]  # of each layer, one row per request; slots lie in the pages
+    tables: list[BoundedTable]  # of each layer, one row per request; slots lie in the pages
 
 
 class RequestPages:
@@ -298,7 +295,7 @@ class RequestPages:
     captured step serves any requests. Slots that no token of the request has taken are never read.
     """
 
-    def __init__(self, shape: RequestShape, pool: Tensor, like: Sequence[SlotTable]) -> None:
+    def __init__(self, shape: RequestShape, pool: Tensor, like: Sequence[BoundedTable]) -> None:
         """`pool` [P, bytes of a page] uint8; `like`: a table of one row of each layer."""
         self.shape, self.planes = shape, shape.of(pool)
         slots = {name: self.planes[name].flatten(0, 1) for name in slot_parts(shape.like)}
@@ -311,7 +308,7 @@ class RequestPages:
 
     # one request
 
-    def take(self, page: int, seen: int, settled: int) -> list[SlotTable]:
+    def take(self, page: int, seen: int, settled: int) -> list[BoundedTable]:
         """The tables of a request in all layers; `seen` of its tokens are there, `settled` of them decided about.
 
         What they read lies in the page. Asks the device.
@@ -319,7 +316,7 @@ class RequestPages:
         lie = self._numbered(page, seen, settled)
         return self.store.take(page, *lie, seen=seen, settled=settled, prompt_tokens=seen)
 
-    def stack(self, page: int, seen: int, settled: int) -> SlotTable:
+    def stack(self, page: int, seen: int, settled: int) -> BoundedTable:
         """The same as one table with a batch row for each layer."""
         lie = self._numbered(page, seen, settled)
         return self.store.stack(page, *lie, seen=seen, settled=settled, prompt_tokens=seen)
@@ -338,12 +335,11 @@ class RequestPages:
         states = [replace(state, queries=own) for state, own in zip(kinds, queries, strict=True)]
         return start, kept + waiting, states
 
-    def put(self, page: int, tables: Sequence[SlotTable]) -> None:
+    def put(self, page: int, singles: Sequence[SlotTable]) -> None:
         """Writes a whole request, tables whose batch rows are its layers; the device is not asked."""
+        tables = [self._packed(table) for table in singles]
         waiting = tables[0].seen - tables[0].settled
-        for table in tables:
-            self._pack(table)
-        filled = torch.cat([table.next_slot[:, :, 0] for table in tables if table.next_slot is not None])  # [L, H]
+        filled = torch.cat([table.next_slot[:, :, 0] for table in tables])  # [L, H]
         kept = filled - waiting
         room = (kept + self.shape.room).flatten()
         start = (room.cumsum(0) - room + page * self.shape.rows).view(filled.shape)
@@ -355,10 +351,9 @@ class RequestPages:
             states: list[Any] = [table.state for table in tables]
             self.planes["queries"][page, :, :, :waiting] = torch.cat([s.queries[:, :, :waiting] for s in states])
 
-    def _pack(self, table: SlotTable) -> None:
-        """Gives a table a layout of its own; tokens lie before `next_slot`."""
-        if table.exact:
-            table.bound(table.length)
+    def _packed(self, single: SlotTable) -> BoundedTable:
+        """The table with a layout of its own; tokens lie before `next_slot`."""
+        table = single.bound(single.length) if single.exact else single.bounded
         state: Any = table.state_of(type(self.shape.like.state))
         if state.score is None:
             state.score = torch.zeros(table.shape, device=table.device)
@@ -369,6 +364,7 @@ class RequestPages:
             table.unpack()
         if table.layout is None:
             table.pack(capacity)
+        return table
 
     def clear(self, pages: Tensor) -> None:
         """Requests in `pages` [n] have no token yet: the first comes alone."""
@@ -401,7 +397,7 @@ class RequestPages:
             tables.append(self.store.table(layer, own, layout, clock=clock[layer : layer + 1], **_counts(0, 0)))
         return StepRows(pages, waiting, tables)
 
-    def write(self, step: StepRows, layer: int, q: Tensor, k: Tensor, v: Tensor) -> SlotTable:
+    def write(self, step: StepRows, layer: int, q: Tensor, k: Tensor, v: Tensor) -> BoundedTable:
         """Writes one token of each request behind those that wait, and returns the layer's table.
 
         q [B, Hq, D], k [B, H, D], v [B, H, Dv]. Their numbers in the text are not written (`take`).

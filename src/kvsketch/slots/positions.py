@@ -33,7 +33,7 @@ class Positions:
     advice: str = ""  # what helps when the text grows longer than that
     warned: bool = False
 
-    def turned(self, keys: Tensor, index: Tensor | None, clock: Tensor | None) -> Tensor:  # [B, H, S, D]
+    def turned(self, keys: Tensor, index: Tensor | None = None, clock: Tensor | None = None) -> Tensor:  # [B, H, S, D]
         """The keys as attention reads them; `index` [B, H, S] and `clock` [1] of a table that is not exact."""
         if not self.turned_by:
             return keys

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvsketch.slots.state import ROW, TableState
 from kvsketch.slots.store import EMPTY, Equal, Ragged, head_places, row_parts, slot_parts
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import BoundedTable, SlotTable
 
 LATEST = 1 << 29  # the clock is turned back before this; operations take numbers up to 2^30
 NEVER = 1 << 62
@@ -63,11 +63,11 @@ class Rows(ABC):
     """Tables of many rows on one clock: what is told of each row, whatever the store."""
 
     store: Equal | Ragged
-    tables: list[SlotTable]  # of all rows
+    tables: list[BoundedTable]  # of all rows
     slots = 0  # that rows of different sizes divide among them
     slot_bytes = 0  # of these
 
-    def _begin(self, tables: list[SlotTable], rows: int, clock: int) -> None:
+    def _begin(self, tables: list[BoundedTable], rows: int, clock: int) -> None:
         """Puts tables on the clock, which shows at first what the longest row that will join may have seen."""
         self.tables, device = tables, tables[0].device
         self.padding, self.prompts = (torch.full((rows,), clock, device=device) for _ in "ab")
@@ -79,7 +79,7 @@ class Rows(ABC):
             self.retire(row)
 
     @abstractmethod
-    def first(self, rows: int) -> list[SlotTable]:
+    def first(self, rows: int) -> list[BoundedTable]:
         """Tables that share the tensors of the first rows: what is written into one is in the other."""
 
     def misfit(self, singles: Sequence[SlotTable]) -> str:
@@ -90,10 +90,10 @@ class Rows(ABC):
         return self.store.misfit(singles)
 
     @abstractmethod
-    def put(self, row: int, singles: Sequence[SlotTable]) -> None:
+    def put(self, row: int, singles: Sequence[BoundedTable]) -> None:
         """Copies tables of one row over row `row`, in place."""
 
-    def _place(self, row: int, single: SlotTable, numbers: list[Tensor]) -> None:
+    def _place(self, row: int, single: BoundedTable, numbers: list[Tensor]) -> None:
         """Puts a row that has just been copied, and the tokens of its slots, on the clock."""
         shift = self.tables[0].seen - single.seen
         for table in self.tables:
@@ -128,10 +128,8 @@ class Rows(ABC):
     def rewind(self, count: int) -> None:
         """Turns the clock back by `count` tokens, not more than the padding of any row that is read."""
         for index in {id(table.index): table.index for table in self.tables}.values():
-            assert index is not None
             index.copy_(torch.where(index >= count, index - count, index.clamp_max(0)))
         for table in self.tables:
-            assert table.clock is not None
             table.clock -= count
             table.seen -= count
             table.state.shift_rows(slice(None), -count)
@@ -153,18 +151,18 @@ class Rows(ABC):
         """Rows that must be taken out for their method's periodic work before the next step."""
         return []
 
-    def take(self, row: int, seen: int) -> SlotTable:
+    def take(self, row: int, seen: int) -> BoundedTable:
         """Takes a row of `seen` tokens that is due out: a table of equal heads with a batch row for each layer.
 
         Asks the device.
         """
         raise NotImplementedError("no row of equal heads is ever due")
 
-    def before_step(self, tables: Sequence[SlotTable]) -> None:  # noqa: B027
+    def before_step(self, tables: Sequence[BoundedTable]) -> None:  # noqa: B027
         """What `first` has made is about to take a token."""
 
 
-def count_to(tables: Sequence[SlotTable], seen: int) -> None:
+def count_to(tables: Sequence[BoundedTable], seen: int) -> None:
     for table in tables:
         table.seen = seen
 
@@ -174,20 +172,19 @@ class EqualRows(Rows):
 
     store: Equal
 
-    def __init__(self, singles: Sequence[SlotTable], rows: int, slots: Sequence[int], clock: int) -> None:
+    def __init__(self, singles: Sequence[BoundedTable], rows: int, slots: Sequence[int], clock: int) -> None:
         self.store, shift = Equal(singles, rows, slots), clock - singles[0].seen
         for table in self.store.tables:
-            assert table.index is not None
             table.index += shift * (table.index >= 0)
             table.state.shift_rows(slice(None), shift)
         self._begin(self.store.tables, rows, clock)
         self.padding.fill_(shift)
 
-    def first(self, rows: int) -> list[SlotTable]:
+    def first(self, rows: int) -> list[BoundedTable]:
         padding, prompts = self.padding[:rows], self.prompts[:rows]
         return [replace(table, padding=padding, prompts=prompts) for table in self.store.first(rows)]
 
-    def put(self, row: int, singles: Sequence[SlotTable]) -> None:
+    def put(self, row: int, singles: Sequence[BoundedTable]) -> None:
         self.store.put(row, singles)
         self._place(row, singles[0], self.store.numbers(row))
 
@@ -206,7 +203,7 @@ class RaggedRows(Rows):
 
     def __init__(
         self,
-        singles: Sequence[SlotTable],
+        singles: Sequence[BoundedTable],
         rows: int,
         slots: int,
         clock: int,
@@ -231,11 +228,11 @@ class RaggedRows(Rows):
         self.slot_bytes = sum(part.nbytes for part in flat.values())
         self._begin(tables, rows, clock)
 
-    def _table(self, layer: int, rows: int, state: TableState) -> SlotTable:
+    def _table(self, layer: int, rows: int, state: TableState) -> BoundedTable:
         """A table of the first rows."""
         return self.store.first_table(layer, rows, state=state, previous=None, settled_at=self.settled_at[:rows])
 
-    def first(self, rows: int) -> list[SlotTable]:
+    def first(self, rows: int) -> list[BoundedTable]:
         found = []
         for layer, whole in enumerate(self.tables):
             table = self._table(layer, rows, whole.state.first_rows(rows))
@@ -244,7 +241,7 @@ class RaggedRows(Rows):
             found.append(table)
         return found
 
-    def before_step(self, tables: Sequence[SlotTable]) -> None:
+    def before_step(self, tables: Sequence[BoundedTable]) -> None:
         rows = tables[0].shape[0]
         for row, stretch in self.rows.items():
             stretch.left -= row < rows
@@ -278,7 +275,7 @@ class RaggedRows(Rows):
         more = self.needs(singles[0]).slots * len(self.tables) * singles[0].shape[1]
         return more + sum(single.layout.total for single in singles if single.layout is not None)
 
-    def put(self, row: int, singles: Sequence[SlotTable]) -> None:
+    def put(self, row: int, singles: Sequence[BoundedTable]) -> None:
         assert row not in self.rows
         single, needs, size = singles[0], self.needs(singles[0]), self._size(singles)
         start = self._allocated(size)
@@ -299,7 +296,7 @@ class RaggedRows(Rows):
         self.store.own["capacity"][:, row] = capacity
         self.changes += 1
 
-    def take(self, row: int, seen: int) -> SlotTable:
+    def take(self, row: int, seen: int) -> BoundedTable:
         stretch, own = self.rows.pop(row), self.store.own
         states = [table.state.of_row(row, seen - stretch.settled) for table in self.tables]
         # A row with periodic work only writes behind its slots, so they stay in the order of the text.
@@ -308,7 +305,6 @@ class RaggedRows(Rows):
             prompt_tokens=stretch.prompt_tokens,
         )  # fmt: skip
         taken.unpack()
-        assert taken.index is not None
         taken.index -= (self.tables[0].seen - seen) * (taken.index >= 0)
         return taken
 
@@ -372,7 +368,7 @@ class RaggedRows(Rows):
         self.store.own["start"][:, row] += by
 
 
-def slots_within(singles: Sequence[SlotTable], rows: int, room: int, memory: int) -> int:
+def slots_within(singles: Sequence[BoundedTable], rows: int, room: int, memory: int) -> int:
     """Slots of a store that takes `memory` bytes together with what `rows` rows have beside it."""
     slot = sum(part[:1].nbytes for part in slot_parts(singles[0]).values())
     beside = sum(part[:1].nbytes for single in singles for part in row_parts(single).values())

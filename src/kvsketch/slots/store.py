@@ -27,51 +27,48 @@ from kvsketch.ops.common.device import device_traits
 from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT, Readers, readers
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.ops.work_list import fixed_work_list, most_of_list
-from kvsketch.slots.codes import SlotCodes, Slots
+from kvsketch.slots.codes import Slots
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.state import HOST, ROW, SLOT, TableState
-from kvsketch.slots.table import NEG_INF, SlotTable
+from kvsketch.slots.table import NEG_INF, BoundedTable, SlotTable
 from kvsketch.slots.tensors import wide
 
 Parts: TypeAlias = dict[str, Tensor]
-BESIDE = ("center", "exact", "exact_at")  # of keys or values in few bits
 STATE = "state."
 EMPTY = {"index": -1, "log_den": NEG_INF, "log_num": NEG_INF, "keys.exact_at": -1, "values.exact_at": -1}  # else 0
 
 
-def slot_parts(table: SlotTable) -> Parts:
+def slot_parts(table: BoundedTable) -> Parts:
     """What follows the slots of a table, by name: [B, H, S, ...], or [N, ...] of a packed one."""
     parts: Parts = {}
     for name in ("keys", "values"):
-        slots = getattr(table, name)
-        coded = isinstance(slots, SlotCodes)
-        parts |= {f"{name}.codes": slots.codes, f"{name}.steps": slots.steps} if coded else {name: slots}
+        parts |= {name + part: tensor for part, tensor in getattr(table, name).slot_parts().items()}
     own = {name: getattr(table, name) for name in ("index", "log_den", "log_num")}
     parts |= {name: tensor for name, tensor in own.items() if tensor is not None}
     return parts | {STATE + name: tensor for name, tensor in table.state.named(SLOT)}
 
 
-def row_parts(table: SlotTable) -> Parts:
+def row_parts(table: BoundedTable) -> Parts:
     """What follows its rows, [B, H, ...], beside the state."""
-    assert table.next_slot is not None
-    coded = {name: getattr(table, name) for name in ("keys", "values") if isinstance(getattr(table, name), SlotCodes)}
-    beside = {f"{name}.{part}": getattr(slots, part) for name, slots in coded.items() for part in BESIDE}
-    return {"next_slot": table.next_slot} | beside
+    parts = {"next_slot": table.next_slot}
+    for name in ("keys", "values"):
+        parts |= {name + part: tensor for part, tensor in getattr(table, name).head_parts().items()}
+    return parts
 
 
-def all_row_parts(singles: Sequence[SlotTable]) -> Parts:
+def all_row_parts(singles: Sequence[BoundedTable]) -> Parts:
     """The same of all layers, [L, H, ...]: tables of one row, or one whose batch rows are the layers."""
     own = [row_parts(single) for single in singles]
     return {name: torch.cat([parts[name] for parts in own]) for name in own[0]}
 
 
-def head_places(singles: Sequence[SlotTable], start: int, more: int = 0) -> Parts:
+def head_places(singles: Sequence[BoundedTable], start: int, more: int = 0) -> Parts:
     """Where the heads of packed tables lie from `start` on, in their order and each with `more` slots, [L, H]."""
     capacity = torch.cat([single.layout.capacity for single in singles if single.layout is not None]) + more
     return {"start": start + (capacity.flatten().cumsum(0).view(capacity.shape) - capacity), "capacity": capacity}
 
 
-def table_of(like: SlotTable, parts: Parts, state: TableState | None = None, **others: Any) -> SlotTable:
+def table_of(like: BoundedTable, parts: Parts, state: TableState | None = None, **others: Any) -> BoundedTable:
     """A table like another with these parts, and other fields."""
     held = {name: _slots(getattr(like, name), name, parts) for name in ("keys", "values")}
     own = {name: parts.get(name) for name in ("index", "log_den", "log_num", "next_slot")}
@@ -81,13 +78,10 @@ def table_of(like: SlotTable, parts: Parts, state: TableState | None = None, **o
 
 
 def _slots(like: Slots, name: str, parts: Parts) -> Slots:
-    if isinstance(like, Tensor):
-        return parts[name]
-    of_codes: dict[str, Any] = {part: parts[f"{name}.{part}"] for part in (*BESIDE, "codes", "steps")}
-    return replace(like, **of_codes)
+    return like.with_parts({part: parts[name + part] for part in like.slot_parts() | like.head_parts()})
 
 
-def kind_of(table: SlotTable) -> list[object]:
+def kind_of(table: BoundedTable) -> list[object]:
     """What a table holds, but for the numbers of rows, slots and tokens that wait."""
     packed = table.layout is not None
     own: list[object] = [
@@ -115,8 +109,8 @@ class Equal:
     Every entry holds what the single one does and is to be overwritten.
     """
 
-    def __init__(self, singles: Sequence[SlotTable], entries: int, slots: Sequence[int]) -> None:
-        self.tables: list[SlotTable] = []
+    def __init__(self, singles: Sequence[BoundedTable], entries: int, slots: Sequence[int]) -> None:
+        self.tables: list[BoundedTable] = []
         self.views: dict[int, tuple[list[Parts], list[Parts]]] = {}
         for single, least in zip(singles, slots, strict=True):
             table = replace(single, state=replace(single.state), previous=None, doubts=[])
@@ -131,7 +125,7 @@ class Equal:
         for table, single, kind in zip(self.tables, singles, self.kinds, strict=True):
             if single.exact or single.layout is not None or single.host is not None:
                 return f"layer {single.layer_idx} has no fixed shape"
-            if kind != kind_of(single):
+            if kind != kind_of(single.bounded):
                 return f"layer {single.layer_idx} holds other tensors than the shared table"
             if any(have > room for have, room in zip(*(t.state.sections(t) for t in (single, table)), strict=True)):
                 return (
@@ -140,7 +134,7 @@ class Equal:
                 )
         return ""
 
-    def first(self, count: int) -> list[SlotTable]:
+    def first(self, count: int) -> list[BoundedTable]:
         """Tables that share the tensors of the first entries: what is written into one is in the other."""
         found = []
         for table in self.tables:
@@ -148,7 +142,7 @@ class Equal:
             found.append(table_of(table, parts, table.state.first_rows(count)))
         return found
 
-    def put(self, entry: int, singles: Sequence[SlotTable], source: int = 0) -> None:
+    def put(self, entry: int, singles: Sequence[BoundedTable], source: int = 0) -> None:
         """Copies row `source` of `singles`, which may be the tables themselves, over an entry, in place."""
         spans = [_spans(single, table) for table, single in zip(self.tables, singles, strict=True)]
         slots, own = self._views(entry)
@@ -199,7 +193,7 @@ class Equal:
         return self.views[entry]
 
 
-def _spans(single: SlotTable, table: SlotTable) -> list[Span]:
+def _spans(single: BoundedTable, table: BoundedTable) -> list[Span]:
     spans, source, to = [], 0, 0
     for have, room in zip(single.state.sections(single), table.state.sections(table), strict=True):
         if have:
@@ -229,7 +223,7 @@ class Ragged:
     `most`: more slots than any head has.
     """
 
-    def __init__(self, like: Sequence[SlotTable], slots: Parts, own: Parts, most: int) -> None:
+    def __init__(self, like: Sequence[BoundedTable], slots: Parts, own: Parts, most: int) -> None:
         self.like, self.slots, self.own, self.most = like, slots, own, most
         self.held_lists: dict[int, tuple[Tensor, Tensor]] = {}  # by the number of first entries that a step reads
 
@@ -253,9 +247,9 @@ class Ragged:
     def misfit(self, singles: Sequence[SlotTable]) -> str:
         """Why `singles` cannot be put into an entry; empty: they can. Asks nothing of the device."""
         for single, kind in zip(singles, self.kinds, strict=True):
-            if single.exact or single.layout is None or single.log_num is not None:
+            if single.exact or single.layout is None or single.bounded.log_num is not None:
                 return f"layer {single.layer_idx} has no heads of their own sizes"
-            if kind != kind_of(single):
+            if kind != kind_of(single.bounded):
                 return f"layer {single.layer_idx} holds other tensors than the shared table"
         return ""
 
@@ -269,7 +263,7 @@ class Ragged:
         """What the entries [B] have beside their slots, [L, B, ...]: copies."""
         return {name: part.index_select(1, entries) for name, part in self.own.items()}
 
-    def table(self, layer: int, own: Parts, layout: Layout, **others: Any) -> SlotTable:
+    def table(self, layer: int, own: Parts, layout: Layout, **others: Any) -> BoundedTable:
         """A table of a layer over the store, of rows that have `own` [L, B, ...] beside their slots."""
         parts = self.slots | {name: part[layer] for name, part in own.items()}
         return table_of(self.like[layer], parts, layout=layout, length=layout.most, **others)
@@ -283,7 +277,7 @@ class Ragged:
         work, first = lists
         return Layout(start, capacity, most, self.total, work, first, -(-(most + EXACT_SLOTS) // UNIT))
 
-    def first_table(self, layer: int, count: int, **others: Any) -> SlotTable:
+    def first_table(self, layer: int, count: int, **others: Any) -> BoundedTable:
         """A table of the first entries, whose capacities are among `own`; `arrange` writes what it reads."""
         if count not in self.held_lists:
             self.held_lists[count] = self._empty_lists(count)
@@ -291,7 +285,7 @@ class Ragged:
         layout = self.layout(own["start"][layer], own["capacity"][layer], lists=lists)
         return self.table(layer, own, layout, **others)
 
-    def arrange(self, tables: Sequence[SlotTable]) -> None:
+    def arrange(self, tables: Sequence[BoundedTable]) -> None:
         """Writes the work lists of tables of the first entries, in place, for the capacities that they have."""
         count = tables[0].shape[0]
         capacity = self.own["capacity"][:, :count]
@@ -317,7 +311,7 @@ class Ragged:
     # entries
 
     def put(
-        self, entry: int, singles: Sequence[SlotTable], begin: Tensor, filled: Tensor | None = None, end: int = 0
+        self, entry: int, singles: Sequence[BoundedTable], begin: Tensor, filled: Tensor | None = None, end: int = 0
     ) -> None:
         """Copies packed tables, whose batch rows are the layers, over an entry whose heads begin at `begin` [L, H]."""
         self.put_slots(singles, begin, filled, end)
@@ -326,7 +320,7 @@ class Ragged:
             self.own[name][:, entry] = own[name]
 
     def put_slots(
-        self, singles: Sequence[SlotTable], begin: Tensor, filled: Tensor | None = None, end: int = 0
+        self, singles: Sequence[BoundedTable], begin: Tensor, filled: Tensor | None = None, end: int = 0
     ) -> None:
         """Copies the slots alone: an entry that names them may come later, or several.
 
@@ -353,7 +347,7 @@ class Ragged:
 
     def take(
         self, entry: int, start: Tensor, capacity: Tensor, states: Sequence[TableState], **counts: Any
-    ) -> list[SlotTable]:
+    ) -> list[BoundedTable]:
         """The entry as tables of one row, whose heads lie in the store, [L, H] (asks the device)."""
         most, own = capacity.amax(1).tolist(), self._beside(entry, capacity)
         return [
@@ -363,7 +357,7 @@ class Ragged:
 
     def stack(
         self, entry: int, start: Tensor, capacity: Tensor, states: Sequence[TableState], **counts: Any
-    ) -> SlotTable:
+    ) -> BoundedTable:
         """The same as one table with a batch row for each layer, for an entry whose slots lie in the order of the text.
 
         A method works on it in as many launches as on one layer.
@@ -378,7 +372,7 @@ class Ragged:
 
     def _taken(
         self, own: Parts, layers: slice, start: Tensor, capacity: Tensor, most: int, state: TableState, **counts: Any
-    ) -> SlotTable:
+    ) -> BoundedTable:
         """A table whose batch rows are these layers of an entry."""
         parts = self.slots | {name: part[layers] for name, part in own.items()}
         layout = self.layout(start[layers], capacity[layers], most)

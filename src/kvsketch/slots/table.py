@@ -2,12 +2,15 @@
 
     out(q) = sum_i exp(s_i + log_num_i) v_i / sum_i exp(s_i + log_den_i),     s_i = scale * <q, k_i>
 
-A table is in one of two states.
-- exact: every token seen, in order, no weights. Buffers grow. The model's own attention kernel reads them.
-- bounded: a fixed number of slots, written in place. A slot with log_den = -inf and index = -1 is empty; `next_slot`
-  says where the next token goes. A decode step neither allocates slots nor asks the device for a value.
+A table is in one of two states, and a type of its own in each.
+- `ExactTable`: every token seen, in order, no weights. Buffers grow. The model's own attention kernel reads them.
+- `BoundedTable`: a fixed number of slots, written in place. A slot with log_den = -inf and index = -1 is empty;
+  `next_slot` says where the next token goes. A decode step neither allocates slots nor asks the device for a value.
 Between the two verbs of one forward, `append` and the method's `compress`, a bounded table that received several
 tokens at once is longer than its capacity; `compress` brings it back.
+
+Layers, methods and recorded steps hold a table while it changes its state: `rebuild`, `keep`, `write_layout` and
+`bound` change the type of the object and return it.
 
 Keys and values of a bounded table may be held in few bits (`codes`); methods see slots, never bits. Its heads may hold
 different numbers of slots (`layout`): what follows the slots then lies in one flat store between forwards of several
@@ -19,9 +22,9 @@ Legend: B batch rows, H KV heads, S slots, D head size. This module knows neithe
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +34,7 @@ from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.slots import codes
 from kvsketch.slots import padding as left_padding
-from kvsketch.slots.codes import FewBits, SlotCodes, Slots
+from kvsketch.slots.codes import FewBits, PlainSlots, SlotCodes, Slots
 from kvsketch.slots.host import HostStore
 from kvsketch.slots.hot_set import HotSet
 from kvsketch.slots.layout import Layout
@@ -40,12 +43,8 @@ from kvsketch.slots.state import TableState
 from kvsketch.slots.tensors import filled, gather_slots, grown, inserted, is_score, owned, removed
 
 NEG_INF = float("-inf")
-# What a file holds of a table, beside the states and what lies in host memory; its place comes with a new cache.
-SAVED = (
-    "keys", "values", "index", "log_num", "log_den", "next_slot", "clock", "padding",
-    "seen", "length", "appended", "new_tokens", "prompt_tokens", "settled", "layout", "capacity", "scale",
-)  # fmt: skip
 S = TypeVar("S", bound=TableState)
+T = TypeVar("T", bound="SlotTable")
 
 
 class HeldSlots(NamedTuple):
@@ -53,9 +52,9 @@ class HeldSlots(NamedTuple):
 
     keys: Tensor | CodedSlots
     values: Tensor | CodedSlots
-    log_num: Tensor | None
-    log_den: Tensor | None
-    layout: Layout | None  # where the slots of heads that differ lie; None: equal heads
+    log_num: Tensor | None = None
+    log_den: Tensor | None = None
+    layout: Layout | None = None  # where the slots of heads that differ lie; None: equal heads
 
 
 class Groups(NamedTuple):
@@ -87,23 +86,24 @@ class Place:
         self.compressed_layers = self.compressed_layers or self.num_layers
 
 
+def _nothing() -> Slots:
+    """Keys or values before the first token."""
+    return PlainSlots(torch.empty(0, 0, 0, 0))
+
+
 @dataclass
-class SlotTable(Place):
-    """The slots of one layer, and what a method needs to know to rewrite them. Only this room assigns its fields."""
+class Contents(Place):
+    """The slots of one layer, and what others read of them. Only this room assigns its fields."""
 
     # what is stored
-    keys: Slots | None = None  # [B, H, capacity, D]
-    values: Slots | None = None  # [B, H, capacity, Dv]; fewer slots than keys: the last slots carry a key only
-    index: Tensor | None = None  # [B, H, capacity] int32, logical index of the token, -1 empty; None while exact
-    log_num: Tensor | None = None  # [B, H, capacity] fp32; None: the same as log_den
-    log_den: Tensor | None = None  # [B, H, capacity] fp32; None: all zero (exact)
-    next_slot: Tensor | None = None  # [B, H, 1] int64, where the next single token is written
-    clock: Tensor | None = None  # [1] int64, tokens seen, on the device; None while exact
+    keys: Slots = field(default_factory=_nothing)  # [B, H, capacity, D]
+    # [B, H, capacity, Dv]; fewer slots than keys: the last slots carry a key only
+    values: Slots = field(default_factory=_nothing)
+    layout: Layout | None = None  # where the slots of each head lie when they differ; None: equal heads
+    capacity: Tensor | None = None  # [B, H] int64, slots of heads that differ, while several new tokens are beside them
     padding: Tensor | None = None  # [B] int64, left-padding tokens of each row; None: no row has any
     prompts: Tensor | None = None  # [B] int64, prompt_tokens of each row where rows come and go (`rows`)
     settled_at: Tensor | None = None  # [B] int64, settled of each row where rows with heads that differ come and go
-    layout: Layout | None = None  # where the slots of each head lie when they differ; None: equal heads
-    capacity: Tensor | None = None  # [B, H] int64, slots of heads that differ, while several new tokens are beside them
     groups: Groups | None = None  # who reads it, where its rows are documents (`documents`)
     stacked: bool = False  # whether batch rows are the layers of one request, with slots in the order of the text
     state: TableState = field(default_factory=TableState)  # what the method remembers (`state_of`)
@@ -126,12 +126,8 @@ class SlotTable(Place):
     row_logits: ops.RowLogits | None = field(default=None, repr=False, compare=False)  # of a single query
     waits: bool | None = field(default=None, repr=False, compare=False)  # whether `advance` waits; None: it never does
 
-    # state
-
-    @property
-    def exact(self) -> bool:
-        """True while every token is stored and none is weighted."""
-        return self.index is None
+    exact: ClassVar[bool]  # True while every token is stored and none is weighted
+    can_be_document: ClassVar[bool] = True  # whether others can read its slots where they lie (`document`)
 
     @property
     def waits_for_codes(self) -> bool:
@@ -162,19 +158,16 @@ class SlotTable(Place):
     @property
     def empty(self) -> bool:
         """True before the first token."""
-        return self.keys is None
+        return self.exact and self.keys.shape[0] == 0
 
     @property
     def device(self) -> torch.device:
-        assert self.keys is not None
         return self.keys.device
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(batch rows, KV heads, slots in use)"""
-        assert self.keys is not None
-        heads = self.keys if self.next_slot is None else self.next_slot
-        return heads.shape[0], heads.shape[1], self.length
+        return self.keys.shape[0], self.keys.shape[1], self.length
 
     @property
     def own_heads(self) -> slice:
@@ -188,53 +181,22 @@ class SlotTable(Place):
         assert isinstance(self.state, kind), f"a table with the state {type(self.state).__name__} is not of this method"
         return self.state
 
+    def equal_slots(self) -> tuple[Slots, Slots]:
+        """Keys and values by slot number as they are held, rows of the hot set behind the slots included."""
+        if self.layout is None:
+            return self.keys, self.values
+        return self.keys.moved(self.layout.unpacked), self.values.moved(self.layout.unpacked)
+
+    def stores(self) -> tuple[Tensor | SlotCodes, Tensor | SlotCodes]:
+        """The same as kernels read them."""
+        keys, values = self.equal_slots()
+        return keys.read, values.read
+
     def key_slots(self) -> Tensor:  # [B, H, S, D]
-        return codes.plain(self._equal(self.keys))[:, :, : self.length]
-
-    def read_keys(self, coming: int = 0) -> Tensor:  # [B, H, S, D]
-        """The keys as attention reads them (`positions`), beside `coming` new tokens that are not appended yet."""
-        self._note_reach(coming)
-        return self.positions.turned(self.key_slots(), self.held_index(), self.clock)
-
-    @property
-    def read_layout(self) -> Layout | None:
-        """Where the slots of heads that differ lie, when attention reads them there; None: as equal heads."""
-        return self.layout if self.in_place and not self.positions.turned_by else None
-
-    def read_slots(self) -> tuple[Tensor | CodedSlots, Tensor | CodedSlots]:
-        """Keys and values as attention reads them, in few bits where they are held so and none is new."""
-        if not self.in_place or self.positions.turned_by or not (self.bits or self.layout):
-            return self.read_keys(), self.value_slots()
-        self._note_reach()
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
-
-    @property
-    def can_be_document(self) -> bool:
-        """Whether others can read its slots where they lie (`document`)."""
-        return True
-
-    def as_held(self) -> HeldSlots:
-        """All slots of a table that is not written any more, as they are held."""
-        assert self.keys is not None and self.values is not None
-        if self.exact:
-            return HeldSlots(self.key_slots(), self.value_slots(), None, None, None)
-        return HeldSlots(
-            self.keys, self.values, self.log_den if self.log_num is None else self.log_num, self.log_den, self.layout
-        )
-
-    def read_weights(self) -> tuple[Tensor | None, Tensor | None]:
-        """`log_weights` as attention reads them."""
-        if self.read_layout is None:
-            return self.log_weights()
-        return self.log_den if self.log_num is None else self.log_num, self.log_den
-
-    def _note_reach(self, coming: int = 0) -> None:
-        # A bounded table keeps one slot free for a single token to come.
-        self.positions.note(self.before + self.seen, self.length - (coming > 0 and not self.exact), coming)
+        return self.equal_slots()[0].plain()[:, :, : self.length]
 
     def value_slots(self) -> Tensor:  # [B, H, S, Dv]
-        return codes.plain(self._equal(self.values))[:, :, : self.length]
+        return self.equal_slots()[1].plain()[:, :, : self.length]
 
     def held_slots(self) -> tuple[Tensor, Tensor]:
         """What is stored of keys and of values, decoded."""
@@ -247,38 +209,18 @@ class SlotTable(Place):
 
     def tokens_at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, m, D] of the slots [B, H, m] alone."""
-        keys, values = self.stores()
-        return codes.plain_at(keys, slots), codes.plain_at(values, slots)
-
-    def _equal(self, slots: Slots | None) -> Slots:
-        """Keys or values as those of equal heads."""
-        assert slots is not None
-        return slots if self.layout is None else codes.unpacked(slots, self.layout)
-
-    def _equal_weights(self, weights: Tensor | None) -> Tensor | None:
-        return weights if self.layout is None or weights is None else self.layout.unpacked(weights, NEG_INF)
-
-    def stores(self) -> tuple[Slots, Slots]:
-        """Keys and values by slot number as they are held, rows of the hot set behind the slots included."""
-        return self._equal(self.keys), self._equal(self.values)
-
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        """The same of a table that holds them in the dtype of the model."""
-        keys, values = self.stores()
-        assert isinstance(keys, Tensor) and isinstance(values, Tensor)
-        return keys, values
+        keys, values = self.equal_slots()
+        return keys.at(slots), values.at(slots)
 
     def log_weights(self) -> tuple[Tensor | None, Tensor | None]:
         """The logarithms of the slots' weights in numerator and denominator; None: all zero."""
-        log_den = self._equal_weights(self.log_den)
-        return (log_den if self.log_num is None else self._equal_weights(self.log_num)), log_den
+        return None, None
 
     def held_index(self) -> Tensor | None:  # [B, H, S] int32
         """The index as that of equal heads; None while exact."""
-        return self.index if self.layout is None or self.index is None else self.layout.unpacked(self.index, CLOSED)
+        return None
 
     def index_slots(self) -> Tensor:  # [B, H, S] int64, -1 empty; left padding counts as empty
-        assert self.keys is not None
         held = self.held_index()
         index = torch.arange(self.length, device=self.device).expand(self.shape) if held is None else held.long()
         if self.padding is None:
@@ -301,7 +243,7 @@ class SlotTable(Place):
 
     def seen_on_device(self) -> Tensor:  # [1] int64
         """Tokens seen, where a captured step can follow it."""
-        return self.clock if self.clock is not None else torch.full((1,), self.seen, device=self.device)
+        return torch.full((1,), self.seen, device=self.device)
 
     def real_tokens(self) -> Tensor:  # [B, 1, 1] int64
         """Tokens each row has seen, without its left padding, as a tensor on the device."""
@@ -314,32 +256,86 @@ class SlotTable(Place):
 
     def used_slots(self) -> Tensor:  # [B, H]
         """Slots that each row and head has: in either sum, beside them, or in host memory."""
-        if self.keys is None:
-            return torch.zeros(1, 1, dtype=torch.int64)
         if self.host is not None:
             return self.real_tokens().squeeze(-1).expand(self.shape[:2])
-        if self.log_den is None:
-            return torch.full(self.shape[:2], self.length)
-        log_num, log_den = self.log_weights()
-        assert log_num is not None and log_den is not None
-        used, beside = ((log_num > NEG_INF) | (log_den > NEG_INF)).sum(-1), self.state.keys_beside()
-        return used if beside is None else used + beside
+        return torch.zeros(1, 1, dtype=torch.int64) if self.empty else torch.full(self.shape[:2], self.length)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held on the device, so that bytes can be measured."""
-        slots_own = (self.index, self.log_num, self.log_den, self.next_slot)
-        own = (*slots_own, self.clock, self.padding, self.prompts, self.settled_at, self.capacity)
-        slots = codes.held(self.keys) + codes.held(self.values) + ([] if self.layout is None else self.layout.tensors())
+        slots = [] if self.empty else [*self.keys.tensors(), *self.values.tensors()]
+        slots += [] if self.layout is None else self.layout.tensors()
+        own = (self.padding, self.prompts, self.settled_at, self.capacity)
         return slots + [t for t in own if t is not None] + self.state.tensors() + self.hot.tensors()
-
-    def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all rows and heads, in the dtype of the model."""
-        batch, heads = self.shape[:2]
-        return batch * heads * sum(slots.shape[3] * slots.dtype.itemsize for slots in self.stores())
 
     def host_tensors(self) -> list[Tensor]:
         """Every tensor held in host memory beside the device."""
         return [] if self.host is None else self.host.tensors()
+
+    def read_keys(self, coming: int = 0) -> Tensor:  # [B, H, S, D]
+        """The keys as attention reads them (`positions`), beside `coming` new tokens that are not appended yet."""
+        self._note_reach(coming)
+        return self.positions.turned(self.key_slots())
+
+    def _note_reach(self, coming: int = 0) -> None:
+        # A bounded table keeps one slot free for a single token to come.
+        self.positions.note(self.before + self.seen, self.length - (coming > 0 and not self.exact), coming)
+
+
+class SlotTable(Contents):
+    """The verbs of a table in either state."""
+
+    bounded_kind: ClassVar[type[BoundedTable]]
+    exact_kind: ClassVar[type[ExactTable]]
+
+    @property
+    def bounded(self) -> BoundedTable:
+        """The table itself, for verbs that only a bounded one has."""
+        assert isinstance(self, BoundedTable), f"layer {self.layer_idx} holds every token exactly"
+        return self
+
+    def cleared(self) -> ExactTable:
+        """An empty table for the same layer."""
+        return self.exact_kind(**{f.name: getattr(self, f.name) for f in fields(Place)})
+
+    def _become(self, kind: type[T], **own: Any) -> T:
+        """The same object in another state."""
+        names = {f.name for f in fields(kind)} - own.keys()
+        made = kind(**{name: value for name, value in vars(self).items() if name in names}, **own)
+        table: Any = self
+        table.__class__, table.__dict__ = kind, vars(made)
+        result: T = table
+        return result
+
+    def _bounded_by(self, **own: Any) -> BoundedTable:
+        """The table, bounded, with these fields."""
+        clock = torch.full((1,), self.seen, device=self.device)
+        return self._become(self.bounded_kind, **own, clock=clock)
+
+    # what a forward reads and tells
+
+    def read(self) -> HeldSlots:
+        """What attention reads; in few bits and in a flat store where it is held so and no token is new."""
+        return HeldSlots(self.read_keys(), self.value_slots())
+
+    def as_held(self) -> HeldSlots:
+        """All slots of a table that is not written any more, as they are held."""
+        return HeldSlots(self.key_slots(), self.value_slots())
+
+    def note(self, **known: Any) -> None:
+        """What a forward tells: `scale`, by which logits are multiplied, `padding`, `previous`."""
+        vars(self).update(known)
+
+    def note_attention(self, row_lse: Tensor | None = None, row_logits: ops.RowLogits | None = None) -> None:
+        """What attention has computed for the new queries and a method may use; cleared after `compress`."""
+        self.row_lse, self.row_logits = row_lse, row_logits
+
+    def note_settled(self, tokens: int | None = None) -> None:
+        """A budget has been decided for the first `tokens` tokens, None: for all that were seen."""
+        self.settled = self.seen if tokens is None else tokens
+
+    def set_prompt(self, tokens: int) -> None:
+        """Sets the prompt length that a share budget counts from, after a roll back."""
+        self.prompt_tokens = tokens
 
     # append
 
@@ -349,118 +345,13 @@ class SlotTable(Place):
         `whole`: tokens seen once the prompt that these are a part of is complete.
         """
         self.appended = self.new_tokens = keys.shape[2]
-        if self.exact:
-            self._append_exact(keys, values)
-        elif self.new_tokens == 1:
-            self._write_next(keys, values)
-        else:
-            self._append_open(keys, values)
+        self._append(keys, values)
         self.seen += self.new_tokens
         if self.new_tokens > 1 or self.prompt_tokens == 0:
             self.prompt_tokens = self.seen if whole is None else whole
 
-    def _append_exact(self, keys: Tensor, values: Tensor) -> None:
-        needed = self.length + keys.shape[2]
-        if self.keys is None or self.values is None:
-            self.keys, self.values = owned(keys), owned(values)
-        else:
-            assert isinstance(self.keys, Tensor) and isinstance(self.values, Tensor)
-            if needed > self.keys.shape[2]:
-                capacity = needed + max(64, needed // 64)
-                self.keys = grown(self.keys, self.length, capacity)
-                self.values = grown(self.values, self.length, capacity)
-            self.keys[:, :, self.length : needed] = keys
-            self.values[:, :, self.length : needed] = values
-        self.length = needed
-        self.state.move_slots(lambda state: filled(state, max(0, needed - state.shape[2])))
-
-    def _write_next(self, keys: Tensor, values: Tensor) -> None:
-        """Writes one token into `next_slot`, in place; the slot joins both sums with weight 1."""
-        assert self.keys is not None and self.values is not None and self.index is not None
-        assert self.log_den is not None and self.next_slot is not None and self.clock is not None
-        if self.layout is not None:
-            self._write_packed(self.layout, keys, values)
-            return
-        slot = self.next_slot
-        # One score per slot goes with the token, in the same launch.
-        states = self.state.slot_tensors()
-        score = next((state for state in states if is_score(state)), None)
-        if isinstance(self.keys, Tensor) and isinstance(self.values, Tensor):
-            ops.write_token(
-                self.keys, self.values, self.index, self.log_den, self.log_num, slot, self.clock, keys, values, score
-            )  # fmt: skip
-        elif isinstance(self.keys, SlotCodes) and isinstance(self.values, SlotCodes):
-            ops.write_coded_token(
-                self.keys, self.values, self.index, self.log_den, self.log_num, slot, self.clock, keys, values, score
-            )  # fmt: skip
-        else:
-            codes.write(self.keys, slot, keys)
-            codes.write(self.values, slot, values)
-            self.index.scatter_(2, slot, self.clock.int().expand(slot.shape))
-            for weights in (self.log_den, self.log_num, score):
-                if weights is not None:
-                    weights.scatter_(2, slot, 0.0)
-            self.clock += 1
-        for state in (state for state in states if state is not score):
-            state.scatter_(2, slot.view(*slot.shape, *[1] * (state.dim() - 3)).expand(-1, -1, 1, *state.shape[3:]), 0)
-
-    def _write_packed(self, layout: Layout, keys: Tensor, values: Tensor) -> None:
-        """The same where heads differ."""
-        assert self.index is not None and self.log_den is not None and self.next_slot is not None
-        assert self.keys is not None and self.values is not None and self.clock is not None
-        states = self.state.slot_tensors()
-        if isinstance(self.keys, SlotCodes) and isinstance(self.values, SlotCodes):
-            score = next((state for state in states if state.dim() == 1 and state.dtype == torch.float32), None)
-            ops.write_coded_token(
-                self.keys, self.values, self.index, self.log_den, self.log_num, self.next_slot, self.clock,
-                keys, values, score, layout.start,
-            )  # fmt: skip
-            for state in (state for state in states if state is not score):
-                state.index_fill_(0, layout.at(self.next_slot), 0)
-            return
-        at = layout.at(self.next_slot)
-        codes.write_packed(self.keys, self.next_slot, at, keys)
-        codes.write_packed(self.values, self.next_slot, at, values)
-        self.index.index_copy_(0, at, self.clock.int().expand(len(at)))
-        for held in (self.log_den, self.log_num, *states):
-            if held is not None:
-                held.index_fill_(0, at, 0)
-        self.clock += 1
-
-    def _append_open(self, keys: Tensor, values: Tensor) -> None:
-        """Lengthens a bounded table by several tokens, before any key-only slots; compress brings it back."""
-        self.capacity = self.capacity if self.layout is None else self.layout.capacity
-        self.unpack()
-        assert self.keys is not None and self.values is not None and self.index is not None and self.clock is not None
-        batch, heads, new = keys.shape[:3]
-        at = self.values.shape[2]
-        index = torch.arange(self.seen, self.seen + new, device=keys.device, dtype=self.index.dtype)
-        weight = torch.zeros(batch, heads, new, device=keys.device)
-        self.keys, self.values = codes.inserted(self.keys, at, keys), codes.inserted(self.values, at, values)
-        self.index = inserted(self.index, at, index.expand(batch, heads, new))
-        self.log_den = inserted(self.log_den, at, weight)
-        self.log_num = None if self.log_num is None else inserted(self.log_num, at, weight)
-        self.state.move_slots(lambda s: inserted(s, at, s.new_zeros(batch, heads, new, *s.shape[3:])))
-        self.length += new
-        self.clock += new
-
-    # what a forward tells
-
-    def note_scale(self, scale: float) -> None:
-        """What attention multiplies logits with."""
-        self.scale = scale
-
-    def note_padding(self, padding: Tensor | None) -> None:
-        """Left padding of each row, [B] int64."""
-        self.padding = padding
-
-    def note_previous(self, previous: SlotTable | None) -> None:
-        """The table of the layer before, where that is compressed too."""
-        self.previous = previous
-
-    def note_attention(self, row_lse: Tensor | None = None, row_logits: ops.RowLogits | None = None) -> None:
-        """What attention has computed for the new queries and a method may use; cleared after `compress`."""
-        self.row_lse, self.row_logits = row_lse, row_logits
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        raise NotImplementedError
 
     # compress
 
@@ -471,7 +362,7 @@ class SlotTable(Place):
         log_den: Tensor | None = None,
         log_num: Tensor | None = None,
         next_slot: int | Tensor | None = None,
-    ) -> None:
+    ) -> BoundedTable:
         """Becomes a bounded table of `room` slots plus one for the next token, filled with the chosen slots.
 
         `chosen` [B, H, m] holds slot numbers, -1 for none; None: all slots as they are. `log_den` [B, H, m] their
@@ -479,62 +370,45 @@ class SlotTable(Place):
         token, one or [B, H, 1], else the last.
         """
         self.unpack()
-        index, source = self.index_slots(), None
+        index, source, held = self.index_slots(), None, self.log_weights()[1]
         if chosen is not None:
             source = chosen.clamp_min(0)
             index = torch.where(chosen >= 0, index.gather(2, source), -1)
-        if log_den is None and self.log_den is not None:
-            log_den = self.log_den if source is None else self.log_den.gather(2, source)
+        if log_den is None and held is not None:
+            log_den = held if source is None else held.gather(2, source)
         elif log_den is None:
             log_den = torch.zeros(index.shape, device=index.device)
         batch, heads, m = index.shape
         taken, fill = index >= 0, room + 1 - m
         # One after the other: the old keys are freed before the values are copied.
-        self.keys = codes.filled(codes.gathered(self._storable("keys"), source), fill)
-        self.values = codes.filled(codes.gathered(self._storable("values"), source), fill)
+        self.keys = self._storable("keys").gathered(source).moved(lambda held: filled(held, fill))
+        self.values = self._storable("values").gathered(source).moved(lambda held: filled(held, fill))
         self.state.move_slots(lambda state: filled(state if source is None else gather_slots(state, source), fill))
-        self.index = filled(torch.where(taken, index, -1).to(torch.int32), fill, -1)
-        self.log_den = filled(torch.where(taken, log_den, NEG_INF), fill, NEG_INF)
-        self.log_num = None if log_num is None else filled(torch.where(taken, log_num, NEG_INF), fill, NEG_INF)
-        self.length, self.capacity = room + 1, None
         slot = room if next_slot is None else next_slot
-        self.next_slot = torch.zeros((batch, heads, 1), dtype=torch.int64, device=index.device) + slot
-        if self.clock is None:
-            self.clock = torch.full((1,), self.seen, device=index.device)
+        return self._bounded_by(
+            index=filled(torch.where(taken, index, -1).to(torch.int32), fill, -1),
+            log_den=filled(torch.where(taken, log_den, NEG_INF), fill, NEG_INF),
+            log_num=None if log_num is None else filled(torch.where(taken, log_num, NEG_INF), fill, NEG_INF),
+            next_slot=torch.zeros((batch, heads, 1), dtype=torch.int64, device=index.device) + slot,
+            length=room + 1,
+            capacity=None,
+        )
 
-    def stay_open(self) -> None:
-        """Heads beside several new tokens are equal from here on, until the method gives them sizes again."""
-        self.capacity = None
+    def bound(self, capacity: int, two_sums: bool = False) -> BoundedTable:
+        """Gives an exact table its fixed shape before anything is dropped: all its tokens, and room up to `capacity`.
 
-    def note_settled(self, tokens: int | None = None) -> None:
-        """A budget has been decided for the first `tokens` tokens, None: for all that were seen."""
-        self.settled = self.seen if tokens is None else tokens
-
-    def replace_values(self, slots: Tensor, values: Tensor) -> None:
-        """Gives the slots [B, H, m] of a table of equal heads, negative: none, the values [B, H, m, Dv]."""
-        assert self.values is not None and self.layout is None
-        self.values = codes.with_vectors(self.values, slots, values)
-
-    def replace_at(self, at: Tensor, values: Tensor) -> bool:
-        """Gives the slots `at` [E], counted over rows and heads, the values [E, Dv]; none twice.
-
-        False, and nothing changes, where values are held in few bits.
+        `two_sums`: numerator and denominator have weights of their own.
         """
-        if not isinstance(self.values, Tensor) or self.layout is not None:
-            return False
-        # A copy: a model may read the values of this forward yet.
-        self.values = self.values[:, :, : self.length].clone(memory_format=torch.contiguous_format)
-        self.values.view(-1, self.values.shape[3]).index_copy_(0, at, values.to(self.values.dtype))
-        return True
+        weights = torch.zeros(self.shape, device=self.device) if two_sums else None
+        return self.rebuild(None, max(capacity, self.length), log_num=weights, next_slot=self.length)
 
-    def keep(self, stays: Tensor, layout: Layout, log_den: Tensor | None = None) -> None:
+    def keep(self, stays: Tensor, layout: Layout, log_den: Tensor | None = None) -> BoundedTable:
         """Becomes a bounded table of the slots where `stays` [B, H, S] is true, in the order of the text.
 
         `layout` has room for them, and empty slots behind. `log_den` [B, H, S]: weights, else as now. The device is not
         asked.
         """
         self.unpack()
-        assert self.log_num is None
         rank = stays.cumsum(-1)
         if not self.exact and not self.stacked:
             order = self.order_slots()
@@ -552,90 +426,20 @@ class SlotTable(Place):
 
         in_order = self.exact and self.padding is None
         index = torch.where(taken, source % self.length if in_order else moved(self.index_slots()), -1)
-        weights = self.log_den if log_den is None else log_den
-        self.keys = codes.packed(self._storable("keys"), moved, to)
-        self.values = codes.packed(self._storable("values"), moved, to)
+        weights = self.log_weights()[1] if log_den is None else log_den
+        self.keys = self._storable("keys").packed(moved, to)
+        self.values = self._storable("values").packed(moved, to)
         self.state.move_slots(moved)
         weights = torch.zeros(index.shape, device=index.device) if weights is None else moved(weights)
-        self.log_den = weights.masked_fill_(index < 0, NEG_INF)
-        self.index, self.next_slot = index.clamp_min(-1).int(), stays.sum(-1, keepdim=True)
-        self.layout, self.length, self.capacity = layout, layout.most, None
-        if self.clock is None:
-            self.clock = torch.full((1,), self.seen, device=index.device)
-
-    def pack(self, capacity: Tensor) -> None:
-        """Gives each head of a bounded table its own number of slots, [B, H]; those behind are empty and go.
-
-        The device is not asked where `capacity` lies on the host.
-        """
-        assert self.layout is None and self.index is not None and self.log_den is not None
-        assert self.keys is not None and self.values is not None
-        layout = Layout.of(capacity, bool(self.bits), self.device)
-        places = functools.cache(layout.places)
-
-        def packed(slots: Tensor) -> Tensor:
-            return slots.flatten(0, 2).index_select(0, places(slots.shape[2]))
-
-        self.keys, self.values = codes.packed(self.keys, packed), codes.packed(self.values, packed)
-        self.index, self.log_den = packed(self.index), packed(self.log_den)
-        self.log_num = None if self.log_num is None else packed(self.log_num)
-        self.state.move_slots(packed)
-        self.layout, self.length, self.capacity = layout, layout.most, None
-
-    def widen(self, count: int, index: int = -1) -> None:
-        """Gives each head of a bounded table of equal heads `count` more empty slots, if any, of this index."""
-        if count <= 0:
-            return
-        assert self.keys is not None and self.values is not None and self.index is not None and self.layout is None
-        assert self.log_den is not None and self.values.shape[2] == self.length
-        self.keys, self.values = codes.filled(self.keys, count), codes.filled(self.values, count)
-        self.index, self.log_den = filled(self.index, count, index), filled(self.log_den, count, NEG_INF)
-        self.log_num = None if self.log_num is None else filled(self.log_num, count, NEG_INF)
-        self.state.move_slots(lambda state: filled(state, count))
-        self.length += count
-
-    def lengthen(self, count: int) -> None:
-        """Gives each head of a packed table `count` more empty slots."""
-        assert self.layout is not None
-        capacity = self.layout.capacity + count
-        self.unpack()
-        self.widen(count)
-        self.pack(capacity)
-
-    def unpack(self) -> None:
-        """Equal heads again, of the size of the largest."""
-        if self.layout is None:
-            return
-        assert self.index is not None and self.log_den is not None
-        layout = self.layout
-        self.keys, self.values = self.stores()
-        self.index, self.log_den = layout.unpacked(self.index, -1), layout.unpacked(self.log_den, NEG_INF)
-        self.log_num = None if self.log_num is None else layout.unpacked(self.log_num, NEG_INF)
-        self.state.move_slots(layout.unpacked)
-        self.layout = None
-
-    def _storable(self, what: str) -> Slots:
-        """Keys or values of all slots in as many bits as they are to have; `require_finite` says if that failed."""
-        held: Slots = getattr(self, what)
-        held = held[:, :, : self.length] if isinstance(held, Tensor) else held
-        like = None if self.document is None else getattr(self.document, what)
-        if isinstance(held, Tensor) and isinstance(like, SlotCodes):
-            slots: Slots = codes.coded_like(held, like)
-        else:
-            slots = codes.coded(held, getattr(self.bits, what), self.padding)
-        # A decode step does not ask, except for the one after which a short text is coded.
-        asks = self.appended > 1 or (self.exact and self.seen >= codes.LEAST)
-        if asks and isinstance(slots, SlotCodes) and slots is not held:
-            self.doubts.append(codes.Doubt.of(slots, what, self.layer_idx))
-        return slots
-
-    def bound(self, capacity: int, two_sums: bool = False) -> None:
-        """Gives an exact table its fixed shape before anything is dropped: all its tokens, and room up to `capacity`.
-
-        `two_sums`: numerator and denominator have weights of their own.
-        """
-        weights = torch.zeros(self.shape, device=self.device) if two_sums else None
-        self.rebuild(None, max(capacity, self.length), log_num=weights, next_slot=self.length)
+        return self._bounded_by(
+            index=index.clamp_min(-1).int(),
+            log_den=weights.masked_fill_(index < 0, NEG_INF),
+            log_num=None,
+            next_slot=stays.sum(-1, keepdim=True),
+            layout=layout,
+            length=layout.most,
+            capacity=None,
+        )
 
     def write_layout(
         self,
@@ -645,107 +449,74 @@ class SlotTable(Place):
         log_num: Tensor | None,
         log_den: Tensor,
         next_slot: Tensor,
-    ) -> None:
+    ) -> BoundedTable:
         """Becomes a bounded table of the slots `chosen` [B, H, S], -1: empty; in place if it has their shape already.
 
         The first `valued` slots have values; a slot may be chosen several times.
         """
-        source = chosen.clamp_min(0)
-        keys = codes.exact_before(codes.gathered(self._storable("keys"), source), valued)
-        values = codes.gathered(self._storable("values"), source[:, :, :valued])
-        assert self.keys is not None and self.values is not None
-        self.keys = keys if self.exact else codes.copied(self.keys, keys)
-        self.values = values if self.exact else codes.copied(self.values, values)
-        new = {"index": index.int(), "log_num": log_num, "log_den": log_den, "next_slot": next_slot}
-        old = {name: getattr(self, name) for name in new}
+        source, new = chosen.clamp_min(0), {"index": index.int(), "log_num": log_num, "log_den": log_den}
+        new["next_slot"] = next_slot
+        old = {name: vars(self).get(name) for name in new}
         fits = not self.exact and all(_shape(old[name]) == _shape(tensor) for name, tensor in new.items())
-        for name, tensor in new.items():
-            old[name].copy_(tensor) if fits and tensor is not None else setattr(self, name, tensor)
+        keys = self._storable("keys").gathered(source).exact_before(valued)
+        values = self._storable("values").gathered(source[:, :, :valued])
+        self.keys = keys if self.exact else self.keys.copied(keys)
+        self.values = values if self.exact else self.values.copied(values)
+        own = {name: _copied(old[name], tensor) if fits else tensor for name, tensor in new.items()}
 
         def moved(state: Tensor) -> Tensor:
             taken = gather_slots(state, source).masked_fill(chosen < 0, 0)
             return state.copy_(taken) if fits else taken
 
         self.state.move_slots(moved)
-        self.length = index.shape[2]
-        if self.clock is None:
-            self.clock = torch.full((1,), self.seen, device=chosen.device)
+        return self._bounded_by(**own, length=index.shape[2])
 
     def code(self, *what: str) -> None:
         """Holds keys or values, else both, in as many bits as they are to have: a method sees what will be read."""
         for name in what or ("keys", "values"):
             setattr(self, name, self._storable(name))
 
-    # in place, in a bounded table
+    def _storable(self, what: str) -> Slots:
+        """Keys or values of all slots in as many bits as they are to have; `require_finite` says if that failed."""
+        held: Slots = getattr(self, what)
+        held = PlainSlots(held.part(0, self.length)) if isinstance(held, PlainSlots) else held
+        like = None if self.document is None else getattr(self.document, what)
+        slots = held.coded(getattr(self.bits, what), self.padding, like)
+        # A decode step does not ask, except for the one after which a short text is coded.
+        asks = self.appended > 1 or (self.exact and self.seen >= codes.LEAST)
+        if asks and isinstance(slots, SlotCodes) and slots is not held:
+            self.doubts.append(codes.Doubt.of(slots, what, self.layer_idx))
+        return slots
+
+    def replace_values(self, slots: Tensor, values: Tensor) -> None:
+        """Gives the slots [B, H, m] of a table of equal heads, negative: none, the values [B, H, m, Dv]."""
+        assert self.layout is None
+        self.values = self.values.with_vectors(slots, values)
+
+    def replace_at(self, at: Tensor, values: Tensor) -> bool:
+        """Gives the slots `at` [E], counted over rows and heads, the values [E, Dv]; none twice.
+
+        False, and nothing changes, where values are held in few bits.
+        """
+        if not isinstance(self.values, PlainSlots) or self.layout is not None:
+            return False
+        # A copy: a model may read the values of this forward yet.
+        held = self.value_slots().clone(memory_format=torch.contiguous_format)
+        held.view(-1, held.shape[3]).index_copy_(0, at, values.to(held.dtype))
+        self.values = PlainSlots(held)
+        return True
+
+    def unpack(self) -> None:
+        """Equal heads again, of the size of the largest."""
+
+    def stay_open(self) -> None:
+        """Heads beside several new tokens are equal from here on, until the method gives them sizes again."""
+        self.capacity = None
+
+    # single tokens, rows and roll back
 
     def advance(self) -> None:
         """The next token is written behind the last; a row that nobody reads any more may stay at the end."""
-        if self.waits is None:
-            _advance([self])
-        else:
-            self.waits = True
-
-    def newest_slot(self) -> Tensor:  # [B, H, 1] int64
-        """Where the token just taken lies, in a table that is written in order."""
-        assert self.next_slot is not None
-        return self.next_slot if self.waits else self.next_slot - 1
-
-    def arrange(self, start: int, source: Tensor) -> None:
-        """Puts the slots `source` [B, H, m] into those from `start` on; they are the same ones in another order, and
-        those of no vector that stays exact.
-        """
-        assert self.index is not None and self.log_den is not None and self.log_num is None and self.layout is None
-        codes.arrange(self.stores()[0], start, source)
-        codes.arrange(self.stores()[1], start, source)
-        for held in (self.index, self.log_den, *self.state.slot_tensors()):
-            held[:, :, start : start + source.shape[2]] = gather_slots(held, source)
-
-    def free(self, victim: Tensor) -> None:
-        """Empties the slots `victim` [B, H, 1] in place; the next token is written there."""
-        assert self.index is not None and self.log_den is not None and self.next_slot is not None
-        self.next_slot.copy_(victim)
-        for held, value in ((self.index, -1), (self.log_den, NEG_INF), (self.log_num, NEG_INF)):
-            if held is not None and self.layout is not None:
-                held.index_fill_(0, self.layout.at(victim), value)
-            elif held is not None:
-                held.scatter_(2, victim, value)
-
-    def free_lowest(self, scores: Tensor | None, sinks: int, recent: int) -> None:
-        """Empties the slot of the lowest score [B, H, S], None: the oldest; sinks and recent tokens are worth most."""
-        assert self.index is not None and self.log_den is not None
-        assert self.next_slot is not None and self.clock is not None
-        index, (log_num, log_den) = self.held_index(), self.log_weights()
-        assert index is not None and log_den is not None
-        ops.free_lowest(
-            scores, index, log_den, None if self.log_num is None else log_num, self.next_slot, self.padding, self.clock,
-            sinks, recent,
-        )  # fmt: skip
-        if self.layout is not None:
-            # What was written is a copy of equal heads.
-            self.free(self.next_slot)
-
-    def close(self, slots: Tensor) -> None:
-        """Empty slots, where `slots` [B, H, S] is true, that their row may never use."""
-        assert self.index is not None
-        self.index.masked_fill_(slots, CLOSED)
-
-    def weigh(self, log_weights: Tensor) -> None:
-        """Gives every slot a weight, [B, H, S], in both sums."""
-        assert self.log_den is not None and self.log_num is None
-        self.log_den.copy_(log_weights)
-
-    def reweigh(self, slots: Tensor, drop: Tensor, log_num: Tensor, log_den: Tensor) -> None:
-        """Gives the slots `slots` [B, H, m] weights in both sums; those of them to `drop` are emptied.
-
-        With one weight for both sums that is `log_num`.
-        """
-        assert self.index is not None and self.log_den is not None
-        self.index.scatter_(2, slots, self.index.gather(2, slots).masked_fill(drop, -1))
-        both = [(self.log_den, log_num)] if self.log_num is None else [(self.log_num, log_num), (self.log_den, log_den)]
-        for held, weights in both:
-            held.scatter_(2, slots, weights.masked_fill(drop, NEG_INF))
-
-    # what the host counts of captured steps
 
     def count_replayed(self) -> None:
         """The host's part of a decode step that the device replayed from a graph."""
@@ -757,46 +528,285 @@ class SlotTable(Place):
         """Undoes the host's count of a decode step that was recorded but did not run."""
         self.seen -= 1
 
-    # rows and roll back
-
     def select_rows(self, rows: Tensor) -> None:
         """Reorders, repeats or drops batch rows (beam search)."""
-        capacity = None if self.layout is None else self.layout.capacity.index_select(0, rows.to(self.device))
-        self.unpack()
-        for name in ("keys", "values", "index", "log_num", "log_den", "next_slot", "padding", "capacity"):
-            slots = getattr(self, name)
-            if slots is not None:
-                setattr(self, name, codes.rows_of(slots, rows))
+        self.keys, self.values = self.keys.rows(rows), self.values.rows(rows)
+        for name in ("padding", "capacity"):
+            if (held := getattr(self, name)) is not None:
+                setattr(self, name, held.index_select(0, rows.to(held.device)))
         self.state.select_rows(rows)
         self.hot.select_rows(rows)
-        if capacity is not None:
-            self.pack(capacity)
-
-    def set_prompt(self, tokens: int) -> None:
-        """Sets the prompt length that a share budget counts from, after a roll back."""
-        self.prompt_tokens = tokens
 
     def drop_newest(self, count: int) -> None:
         """Forgets the last `count` tokens of the current forward, before they were compressed."""
-        assert self.exact or count <= self.new_tokens
-        if count == 0:
-            return
-        if self.exact:
-            self.length -= count
-            self.state.move_slots(lambda state: state[:, :, : self.length])
-        elif self.in_place:
-            assert self.next_slot is not None
-            self.free(self.next_slot)
-        else:
-            self._drop_open(count)
-        self._count_dropped(count)
+        if count:
+            self._drop(count)
+            self._count_dropped(count)
+
+    def _drop(self, count: int) -> None:
+        raise NotImplementedError
 
     def drop_in_order(self, count: int) -> None:
         """Forgets the last `count` tokens of a table that holds every token in the slot of its number."""
-        if self.exact:
-            self.drop_newest(count)
+        self.drop_newest(count)
+
+    def _count_dropped(self, count: int) -> None:
+        self.seen -= count
+        self.settled = min(self.settled, self.seen)
+        self.new_tokens = max(self.new_tokens - count, 0)
+        if self.padding is not None:
+            self.padding = self.padding.clamp_max(self.seen)
+
+
+class ExactTable(SlotTable):
+    """Every token so far, exact: while a prompt is read, or where nothing was dropped."""
+
+    exact = True
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        used, needed = self.length, self.length + keys.shape[2]
+        if self.empty:
+            self.keys, self.values = PlainSlots(owned(keys)), PlainSlots(owned(values))
+        else:
+            if needed > self.keys.shape[2]:
+                capacity = needed + max(64, needed // 64)
+                self.keys = self.keys.moved(lambda held: grown(held, used, capacity))
+                self.values = self.values.moved(lambda held: grown(held, used, capacity))
+            self.keys.part(used, needed).copy_(keys)
+            self.values.part(used, needed).copy_(values)
+        self.length = needed
+        self.state.move_slots(lambda state: filled(state, max(0, needed - state.shape[2])))
+
+    def _drop(self, count: int) -> None:
+        self.length -= count
+        self.state.move_slots(lambda state: state[:, :, : self.length])
+
+
+@dataclass(kw_only=True)
+class BoundedTable(SlotTable):
+    """A fixed number of slots with weights, written in place."""
+
+    exact = False
+
+    index: Tensor  # [B, H, capacity] int32, logical index of the token, -1 empty
+    log_den: Tensor  # [B, H, capacity] fp32
+    log_num: Tensor | None = None  # [B, H, capacity] fp32; None: the same as log_den
+    next_slot: Tensor  # [B, H, 1] int64, where the next single token is written
+    clock: Tensor  # [1] int64, tokens seen, on the device
+
+    # what is read
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.next_slot.shape[0], self.next_slot.shape[1], self.length
+
+    def _both(self) -> tuple[Tensor, Tensor]:
+        """Weights in numerator and denominator as they lie."""
+        return self.log_den if self.log_num is None else self.log_num, self.log_den
+
+    def log_weights(self) -> tuple[Tensor, Tensor]:
+        log_num, log_den = self._both()
+        if self.layout is None:
+            return log_num, log_den
+        unpacked = self.layout.unpacked(log_den, NEG_INF)
+        return unpacked if self.log_num is None else self.layout.unpacked(log_num, NEG_INF), unpacked
+
+    def read_keys(self, coming: int = 0) -> Tensor:
+        self._note_reach(coming)
+        return self.positions.turned(self.key_slots(), self.held_index(), self.clock)
+
+    def read(self) -> HeldSlots:
+        if not self.in_place or self.positions.turned_by or not (self.bits or self.layout):
+            return HeldSlots(self.read_keys(), self.value_slots(), *self.log_weights())
+        self._note_reach()
+        return self.as_held()
+
+    def as_held(self) -> HeldSlots:
+        return HeldSlots(self.keys.read, self.values.read, *self._both(), self.layout)
+
+    def held_index(self) -> Tensor:
+        return self.index if self.layout is None else self.layout.unpacked(self.index, CLOSED)
+
+    def seen_on_device(self) -> Tensor:
+        return self.clock
+
+    def used_slots(self) -> Tensor:
+        if self.host is not None:
+            return super().used_slots()
+        log_num, log_den = self.log_weights()
+        used, beside = ((log_num > NEG_INF) | (log_den > NEG_INF)).sum(-1), self.state.keys_beside()
+        return used if beside is None else used + beside
+
+    def tensors(self) -> list[Tensor]:
+        own = [self.index, self.log_den, self.next_slot, self.clock]
+        return super().tensors() + own + ([] if self.log_num is None else [self.log_num])
+
+    # append
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        self._write_next(keys, values) if self.new_tokens == 1 else self._append_open(keys, values)
+
+    def _write_next(self, keys: Tensor, values: Tensor) -> None:
+        """Writes one token into `next_slot`, in place; the slot joins both sums with weight 1."""
+        states = self.state.slot_tensors()
+        # One score per slot goes with the token, in the same launch.
+        score = next((state for state in states if is_score(state)), None)
+        own = self.index, self.log_den, self.log_num, self.next_slot, self.clock, keys, values, score
+        if isinstance(self.keys, PlainSlots) and isinstance(self.values, PlainSlots) and self.layout is None:
+            ops.write_token(self.keys.read, self.values.read, *own)
+        else:
+            start = None if self.layout is None else self.layout.start
+            ops.write_coded_token(self.keys.read, self.values.read, *own, start)
+        for state in (state for state in states if state is not score):
+            self._fill(state, self.next_slot, 0)
+
+    def _fill(self, held: Tensor, slots: Tensor, value: float) -> None:
+        """Writes a value into the slots [B, H, n] of what follows the slots, in place."""
+        if self.layout is not None:
+            held.index_fill_(0, self.layout.at(slots), value)
+        else:
+            at = slots.view(*slots.shape, *[1] * (held.dim() - 3))
+            held.scatter_(2, at.expand(-1, -1, -1, *held.shape[3:]), value)
+
+    def _append_open(self, keys: Tensor, values: Tensor) -> None:
+        """Lengthens a bounded table by several tokens, before any key-only slots; compress brings it back."""
+        self.capacity = self.capacity if self.layout is None else self.layout.capacity
+        self.unpack()
+        batch, heads, new = keys.shape[:3]
+        at = self.values.shape[2]
+        index = torch.arange(self.seen, self.seen + new, device=keys.device, dtype=self.index.dtype)
+        weight = torch.zeros(batch, heads, new, device=keys.device)
+        self.keys, self.values = self.keys.inserted(at, keys), self.values.inserted(at, values)
+        self.index = inserted(self.index, at, index.expand(batch, heads, new))
+        self.log_den = inserted(self.log_den, at, weight)
+        self.log_num = None if self.log_num is None else inserted(self.log_num, at, weight)
+        self.state.move_slots(lambda s: inserted(s, at, s.new_zeros(batch, heads, new, *s.shape[3:])))
+        self.length += new
+        self.clock += new
+
+    # compress
+
+    def _bounded_by(self, **own: Any) -> BoundedTable:
+        vars(self).update(own)
+        return self
+
+    def _move(self, move: Callable[[Tensor, float], Tensor], *slots: Slots) -> None:
+        """Replaces what follows the slots by what `move` makes of it and of what an empty slot holds.
+
+        slots: keys and values, moved.
+        """
+        self.keys, self.values = slots or (each.moved(lambda held: move(held, 0)) for each in (self.keys, self.values))
+        self.index, self.log_den = move(self.index, -1), move(self.log_den, NEG_INF)
+        self.log_num = None if self.log_num is None else move(self.log_num, NEG_INF)
+        self.state.move_slots(lambda state: move(state, 0))
+
+    def pack(self, capacity: Tensor) -> None:
+        """Gives each head its own number of slots, [B, H]; those behind are empty and go.
+
+        The device is not asked where `capacity` lies on the host.
+        """
+        assert self.layout is None
+        layout = Layout.of(capacity, bool(self.bits), self.device)
+        places = functools.cache(layout.places)
+
+        def packed(slots: Tensor, _: float = 0) -> Tensor:
+            return slots.flatten(0, 2).index_select(0, places(slots.shape[2]))
+
+        self._move(packed, self.keys.packed(packed), self.values.packed(packed))
+        self.layout, self.length, self.capacity = layout, layout.most, None
+
+    def unpack(self) -> None:
+        if self.layout is not None:
+            self._move(self.layout.unpacked)
+            self.layout = None
+
+    def widen(self, count: int, index: int = -1) -> None:
+        """Gives each head `count` more empty slots, if any, of this index."""
+        if count <= 0:
             return
-        assert self.index is not None and self.log_den is not None and self.next_slot is not None
+        layout = self.layout
+        self.unpack()
+        assert self.values.shape[2] == self.length
+        self._move(lambda held, empty: filled(held, count, empty))
+        self.index[:, :, self.length :] = index
+        self.length += count
+        if layout is not None:
+            self.pack(layout.capacity + count)
+
+    # in place
+
+    def advance(self) -> None:
+        if self.waits is None:
+            _advance([self])
+        else:
+            self.waits = True
+
+    def newest_slot(self) -> Tensor:  # [B, H, 1] int64
+        """Where the token just taken lies, in a table that is written in order."""
+        return self.next_slot if self.waits else self.next_slot - 1
+
+    def free(self, victim: Tensor) -> None:
+        """Empties the slots `victim` [B, H, 1] in place; the next token is written there."""
+        self.next_slot.copy_(victim)
+        for held, value in ((self.index, -1), (self.log_den, NEG_INF), (self.log_num, NEG_INF)):
+            if held is not None:
+                self._fill(held, victim, value)
+
+    def free_lowest(self, scores: Tensor | None, sinks: int, recent: int) -> None:
+        """Empties the slot of the lowest score [B, H, S], None: the oldest; sinks and recent tokens are worth most."""
+        log_num, log_den = self.log_weights()
+        ops.free_lowest(
+            scores, self.held_index(), log_den, None if self.log_num is None else log_num, self.next_slot, self.padding,
+            self.clock, sinks, recent,
+        )  # fmt: skip
+        if self.layout is not None:
+            # What was written is a copy of equal heads.
+            self.free(self.next_slot)
+
+    def close(self, slots: Tensor) -> None:
+        """Empty slots, where `slots` [B, H, S] is true, that their row may never use."""
+        self.index.masked_fill_(slots, CLOSED)
+
+    def weigh(self, log_weights: Tensor) -> None:
+        """Gives every slot a weight, [B, H, S], in both sums."""
+        assert self.log_num is None
+        self.log_den.copy_(log_weights)
+
+    def reweigh(self, slots: Tensor, drop: Tensor, log_num: Tensor, log_den: Tensor) -> None:
+        """Gives the slots `slots` [B, H, m] weights in both sums; those of them to `drop` are emptied.
+
+        With one weight for both sums that is `log_num`.
+        """
+        self.index.scatter_(2, slots, self.index.gather(2, slots).masked_fill(drop, -1))
+        both = [(self.log_den, log_num)] if self.log_num is None else [(self.log_num, log_num), (self.log_den, log_den)]
+        for held, weights in both:
+            held.scatter_(2, slots, weights.masked_fill(drop, NEG_INF))
+
+    # rows and roll back
+
+    def select_rows(self, rows: Tensor) -> None:
+        near, layout = rows.to(self.device), self.layout
+        self.unpack()
+        super().select_rows(rows)
+        for name in ("index", "log_num", "log_den", "next_slot"):
+            if (held := getattr(self, name)) is not None:
+                setattr(self, name, held.index_select(0, near))
+        if layout is not None:
+            self.pack(layout.capacity.index_select(0, near))
+
+    def _drop(self, count: int) -> None:
+        assert count <= self.new_tokens
+        if self.in_place:
+            self.free(self.next_slot)
+            return
+        end = self.values.shape[2]
+        span = end - count, end
+        self._move(lambda held, _: removed(held, *span), self.keys.removed(*span), self.values.removed(*span))
+        self.length -= count
+        if count == self.new_tokens and self.capacity is not None:
+            self.pack(self.capacity)
+
+    def drop_in_order(self, count: int) -> None:
         left = self.seen - count
         self.index[:, :, left:], self.log_den[:, :, left:] = -1, NEG_INF
         self.next_slot.fill_(left)
@@ -804,37 +814,18 @@ class SlotTable(Place):
 
     def drop_last(self, count: int) -> None:
         """Forgets the last `count` tokens of a packed table, which lie one after the other before `next_slot`."""
-        assert self.layout is not None and self.index is not None and self.log_den is not None
-        assert self.next_slot is not None and self.log_num is None
+        assert self.layout is not None and self.log_num is None
         at = self.layout.at(self.next_slot - 1 - torch.arange(count, device=self.device))
         self.index[at], self.log_den[at] = -1, NEG_INF
         self.next_slot -= count
         self._count_dropped(count)
 
     def _count_dropped(self, count: int) -> None:
-        self.seen -= count
-        self.settled = min(self.settled, self.seen)
-        self.new_tokens = max(self.new_tokens - count, 0)
-        if self.clock is not None:
-            self.clock -= count
-        if self.padding is not None:
-            self.padding = self.padding.clamp_max(self.seen)
+        super()._count_dropped(count)
+        self.clock -= count
 
-    def _drop_open(self, count: int) -> None:
-        assert self.values is not None
-        end = self.values.shape[2]
-        for name in ("keys", "values", "index", "log_den", "log_num"):
-            slots = getattr(self, name)
-            if slots is not None:
-                setattr(self, name, codes.removed(slots, end - count, end))
-        self.state.move_slots(lambda state: removed(state, end - count, end))
-        self.length -= count
-        if count == self.new_tokens and self.capacity is not None:
-            self.pack(self.capacity)
 
-    def cleared(self) -> SlotTable:
-        """An empty table for the same layer."""
-        return type(self)(**{f.name: getattr(self, f.name) for f in fields(Place)})
+SlotTable.exact_kind, SlotTable.bounded_kind = ExactTable, BoundedTable
 
 
 def require_finite(tables: Sequence[SlotTable]) -> None:
@@ -845,9 +836,9 @@ def require_finite(tables: Sequence[SlotTable]) -> None:
     codes.require_finite(doubts)
 
 
-def _advance(tables: Sequence[SlotTable]) -> None:
-    """`SlotTable.advance` of tables of one cache, in as many launches as for one."""
-    slots = [table.next_slot for table in tables if table.next_slot is not None]
+def _advance(tables: Sequence[BoundedTable]) -> None:
+    """`BoundedTable.advance` of tables of one cache, in as many launches as for one."""
+    slots = [table.next_slot for table in tables]
     torch._foreach_add_(slots, 1)
     if not tables[0].shared:
         return
@@ -874,7 +865,7 @@ class Together:
         return all(table.waits for table in self.tables)
 
     def advance(self) -> None:
-        waiting = [table for table in self.tables if table.waits]
+        waiting = [table.bounded for table in self.tables if table.waits]
         if waiting:
             _advance(waiting)
             self.begin()
@@ -886,3 +877,7 @@ class Together:
 
 def _shape(tensor: Tensor | None) -> torch.Size | None:
     return None if tensor is None else tensor.shape
+
+
+def _copied(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    return new if old is None or new is None else old.copy_(new)

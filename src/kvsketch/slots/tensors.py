@@ -132,7 +132,7 @@ def fetching(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
 
 def is_score(state: Tensor) -> bool:
     """Whether it holds one number per slot that an operation can write beside the token."""
-    return state.dim() == 3 and state.dtype == torch.float32 and state.is_contiguous()
+    return state.dim() in (1, 3) and state.dtype == torch.float32 and state.is_contiguous()
 
 
 def wide(tensor: Tensor) -> Tensor:

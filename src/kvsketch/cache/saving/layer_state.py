@@ -1,6 +1,6 @@
 """The state of a cache layer as JSON and named tensors, and back.
 
-A compressed layer, its table and the state of its method name what is saved of them (`SlotLayer.SAVED`, `table.SAVED`,
+A compressed layer, its table and the state of its method name what is saved of them (`SlotLayer.SAVED`, `SAVED`,
 the fields of a `TableState`, which has a version of its own). What transformers' own layers hold is written as it is.
 A value is written as JSON where it is plain, else as one of
 
@@ -21,14 +21,20 @@ from kvsketch.cache.layer import SlotLayer
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import Codec
 from kvsketch.slots.checks import require_ranges, require_shapes
-from kvsketch.slots.codes import PARTS, SlotCodes
+from kvsketch.slots.codes import PARTS, PlainSlots, SlotCodes
 from kvsketch.slots.host import HostStore
 from kvsketch.slots.hot_set import HotSet
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.offloaded import host_capacity, parts_of
 from kvsketch.slots.state import HOST, NUMBER, TableState
-from kvsketch.slots.table import SAVED, SlotTable
+from kvsketch.slots.table import SlotTable
 
+# What a file holds of a table, beside the states and what lies in host memory; its place comes with a new cache.
+BOUNDED = ("index", "log_num", "log_den", "next_slot", "clock")
+SAVED = (
+    "keys", "values", *BOUNDED, "padding", "seen", "length", "appended", "new_tokens", "prompt_tokens", "settled",
+    "layout", "capacity", "scale",
+)  # fmt: skip
 S = TypeVar("S", bound=TableState)
 
 
@@ -37,10 +43,11 @@ def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str,
     if not isinstance(layer, SlotLayer):
         return {"class": type(layer).__name__, "layer": _encode_all(vars(layer), name, tensors)}
     table = layer.table
-    values = {field: getattr(table, field) for field in SAVED} | {"host": table.host}
-    if table.exact and not table.empty:
+    values = {field: getattr(table, field, None) for field in SAVED} | {"host": table.host}
+    if table.exact:
         # What lies beyond the tokens in use was never written.
-        values |= dict(zip(("keys", "values"), table.held_slots(), strict=True))
+        held = (None, None) if table.empty else table.held_slots()
+        values |= dict(zip(("keys", "values"), held, strict=True))
     states = {"state": table.state_of(layer.method.State), "hot": table.hot}
     return {
         "class": type(layer).__name__,
@@ -65,8 +72,10 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors[name] = value
         return {"tensor": name}
+    if isinstance(value, PlainSlots):
+        return _encode(value.read, name, tensors)
     if isinstance(value, SlotCodes):
-        tensors.update({f"{name}.{part}": tensor for part, tensor in value.parts().items() if tensor is not None})
+        tensors.update({f"{name}.{part}": tensor for part, tensor in value.parts().items()})
         codec = {"bits": value.codec.bits, "size": value.codec.size, "seed": value.codec.seed}
         kind = {"fresh": value.fresh is not None, "dtype": _encode(value.dtype, name, tensors)}
         kind |= {"tail": value.tail} if value.tail else {}
@@ -117,9 +126,19 @@ class LayerReader:
         saved = {"capacity": None, **saved}  # earlier files do not name it
         _require_names("a table", saved, (*SAVED, "state", "hot", "host"))
         values = {name: self._decode(saved[name]) for name in SAVED if name != "layout"}
+        if (values["keys"] is None) != (values["values"] is None):
+            raise ValueError("a table has keys without values")
+        for name in ("keys", "values"):
+            values[name] = PlainSlots(values[name]) if isinstance(values[name], Tensor) else values[name] or new.keys
         values["layout"] = self._layout(saved["layout"], coded=bool(new.bits))
         values |= {"state": self._state(method.State, saved["state"]), "hot": self._state(HotSet, saved["hot"])}
-        table = replace(new, **values)
+        absent = {name for name in BOUNDED if values[name] is None}
+        if absent - {"log_num"} not in (set(), {*BOUNDED} - {"log_num"}) or absent == {*BOUNDED} - {"log_num"}:
+            raise ValueError("the tensors of a table do not fit each other")
+        if "index" in absent:
+            table: SlotTable = replace(new, **{name: value for name, value in values.items() if name not in BOUNDED})
+        else:
+            table = new.bounded_kind(**vars(new) | values)
         require_shapes(table)
         method.adopt(table)
         if saved["host"] is not None:

@@ -18,7 +18,7 @@ from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.slots.pages import CLOCK, Pages, PageShape, like_table
 from kvsketch.slots.state import SLOT
-from kvsketch.slots.table import Place, SlotTable
+from kvsketch.slots.table import ExactTable, Place, SlotTable
 
 
 @dataclass
@@ -48,7 +48,7 @@ class PagedLayer:
         return PageShape(like, self.slots, prompt=self.method.counts_prompt)
 
     def _empty(self) -> SlotTable:
-        return SlotTable(**vars(self.place))
+        return ExactTable(**vars(self.place))
 
     def decode(self, pages: Pages, rows: Tensor, seen: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One token of each of B requests: q [B, Hq, D], k [B, H, D], v [B, H, Dv]; returns [B, Hq, Dv].
@@ -57,17 +57,16 @@ class PagedLayer:
         request: its page stays as it is. Asks the device for nothing.
         """
         table = pages.rows(rows, seen)
-        assert table.keys is not None and table.values is not None
         table.append(k.unsqueeze(2), v.unsqueeze(2))
         query, wanted = q.unsqueeze(2), self.method.wants_logits and self.options.get("softcap") is None
         attended = ops.weighted_attention(
-            query, table.keys, table.values, *table.log_weights(), self.scale,
+            query, table.keys.read, table.values.read, *table.log_weights(), self.scale,
             clip=self.method.clip, pages=table.pages, return_state=wanted, return_logits=wanted, **self.options,
         )  # fmt: skip
         if wanted:
             attended, (row_lse, _), logits = attended
             table.note_attention(None, ops.RowLogits(logits[:, :, 0], row_lse[:, :, 0]))
-        table.note_scale(self.scale)
+        table.note(scale=self.scale)
         self.method.compress(table, query)
         pages.put_step(rows, table, seen)
         return attended[:, :, 0]
@@ -82,10 +81,8 @@ class PagedLayer:
         )
         # All pages of a layer have the size that a long prompt leaves there, however long this one is.
         table.append(keys, values, CLOCK if self.method.shaped_by_prompt else None)
-        table.note_scale(self.scale)
+        table.note(scale=self.scale)
         table.note_attention(row_lse if self.method.wants_row_lse and self.plain else None)
         self.method.compress(table, query)
-        if table.exact:
-            table.bound(self.slots - 1)
-        pages.put(page, table)
+        pages.put(page, table.bound(self.slots - 1) if table.exact else table.bounded)
         return attended[0].transpose(0, 1)

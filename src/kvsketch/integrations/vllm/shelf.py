@@ -24,7 +24,7 @@ from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.ops.join_attention import Part
 from kvsketch.ops.turn_keys import whole_turns
 from kvsketch.slots.pages import RequestPages, RequestShape
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import BoundedTable, SlotTable
 
 
 class Turn(NamedTuple):
@@ -40,7 +40,7 @@ class Turn(NamedTuple):
 class Beside(NamedTuple):
     """The documents of the rows of a step, or of one prompt."""
 
-    tables: list[SlotTable]  # of each layer; their slots lie on the shelf
+    tables: list[BoundedTable]  # of each layer; their slots lie on the shelf
     turn: Turn
 
     def joined(
@@ -48,10 +48,8 @@ class Beside(NamedTuple):
     ) -> Tensor:  # [B, Hq, n, Dv]
         """Attention of q [B, Hq, n, D] to its own tokens, attention sinks among them, and to the document."""
         table = self.tables[layer]
-        assert table.keys is not None and table.values is not None
         out, (_, log_sum) = ops.weighted_attention(
-            q, table.keys, table.values, table.log_den, table.log_den, scale, softcap=softcap, ragged=table.layout,
-            return_state=True,
+            q, *table.as_held()[:4], scale, softcap=softcap, ragged=table.layout, return_state=True
         )  # fmt: skip
         return ops.join_attention(own, Part(out, log_sum))
 
@@ -66,7 +64,7 @@ class Shelf:
 
     @classmethod
     def of(
-        cls, method: WaitingMethod, page: RequestShape, count: int, like: Sequence[SlotTable], device: torch.device
+        cls, method: WaitingMethod, page: RequestShape, count: int, like: Sequence[BoundedTable], device: torch.device
     ) -> Shelf:
         """Memory for documents like the requests of a `page`."""
         shape = cls.shape(method, page)

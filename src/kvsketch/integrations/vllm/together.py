@@ -29,7 +29,7 @@ from kvsketch.methods.waiting import Waiting, WaitingMethod
 from kvsketch.ops.join_attention import Part
 from kvsketch.slots.codes import NotFinite
 from kvsketch.slots.pages import RequestPages, RequestShape, StepRows, like_table
-from kvsketch.slots.table import Place, SlotTable
+from kvsketch.slots.table import BoundedTable, ExactTable, Place, SlotTable
 
 log = logging.getLogger(f"vllm.{__name__}")
 NOBODY = -1  # the page of tokens that are read to measure memory
@@ -42,7 +42,7 @@ class Forward:
     pages: RequestPages | None  # None: memory is measured
     step: StepRows | None = None  # of single tokens
     documents: Beside | None = None  # that these continue
-    past: dict[int, list[SlotTable]] = field(default_factory=dict)  # by page, what was there before
+    past: dict[int, list[BoundedTable]] = field(default_factory=dict)  # by page, what was there before
     beside: dict[int, Beside] = field(default_factory=dict)  # by page, the document that a prompt continues
     taken: dict[int, list[SlotTable]] = field(default_factory=dict)  # by page, what the layers have read so far
 
@@ -57,7 +57,7 @@ class Together:
     scales: list[float] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)  # softcap and sink_logits of each layer's attention
     page: RequestShape | None = None
-    like: list[SlotTable] = field(default_factory=list)  # a table of each layer, once all have joined
+    like: list[BoundedTable] = field(default_factory=list)  # a table of each layer, once all have joined
     settled: dict[int, int] = field(default_factory=dict)  # by page, tokens when it was last decided what stays
     forward: Forward | None = None
     shelf: Shelf | None = None  # of documents that requests continue
@@ -98,7 +98,7 @@ class Together:
         assert self.page is not None
         return RequestPages(self.page, pool, self.tables_like())
 
-    def tables_like(self) -> list[SlotTable]:
+    def tables_like(self) -> list[BoundedTable]:
         """A table of each layer, when all have joined."""
         assert self.page is not None
         if len(self.like) < len(self.places):
@@ -169,7 +169,8 @@ class Together:
         place = stored.place
         self.shelf.put(place, tables)
         if stored.path is not None:
-            self.writers.append(write(stored.path, self.config, self.shelf.method, tables, stored.digest))
+            bounded = [table.bounded for table in tables]
+            self.writers.append(write(stored.path, self.config, self.shelf.method, bounded, stored.digest))
         self.uses[page] = Use(place, tables[0].seen)
         told = torch.tensor([place, tables[0].seen, 0], device=tables[0].device)
         pages.planes["uses"][page] = told
@@ -207,9 +208,8 @@ class Together:
         if forward.documents is not None:
             query, k = forward.documents.turn.of(query), forward.documents.turn.of(k.unsqueeze(2)).squeeze(2)
         table = forward.pages.write(forward.step, layer, query.squeeze(2), k, v)
-        assert table.keys is not None and table.values is not None
         attended = ops.weighted_attention(
-            query, table.keys, table.values, table.log_den, table.log_den, self.scales[layer],
+            query, *table.as_held()[:4], self.scales[layer],
             clip=self.method.clip, ragged=table.layout, return_state=forward.documents is not None,
             **self.options[layer],
         )  # fmt: skip
@@ -231,12 +231,12 @@ class Together:
             assert forward.pages is not None
             if page not in forward.past:
                 forward.past[page] = forward.pages.take(page, seen, self.settled[page])
-            table = forward.past[page][layer]
+            table: SlotTable = forward.past[page][layer]
             past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
         else:
             # Behind a document: coded around its center, and rehearsed behind its first tokens.
             before = None if document is None else replace(document.tables[layer], seen=self.uses[page].tokens)
-            table, past = SlotTable(**vars(self.places[layer]) | {"document": before}), None
+            table, past = ExactTable(**vars(self.places[layer]) | {"document": before}), None
         attended = ops.chunk_attention(
             query, keys, values, self.scales[layer], past=past, clip=self.method.clip,
             return_state=document is not None, **self.options[layer],
@@ -247,7 +247,7 @@ class Together:
                 layer, query, Part(out, log_sum), self.scales[layer], self.options[layer].get("softcap")
             )
         table.append(keys, values)
-        table.note_scale(self.scales[layer])
+        table.note(scale=self.scales[layer])
         self._reader(page).compress(table, query)
         forward.taken.setdefault(page, []).append(table)
         return cast(Tensor, attended[0].transpose(0, 1))
@@ -329,7 +329,7 @@ class Together:
         for page, seen in due:
             assert opened is not None
             table = replace(opened.stack(page, seen, self.settled[page]), document=self._stacked_document(page))
-            table.note_scale(self.scales[0])
+            table.note(scale=self.scales[0])
             with _of_its_own():
                 self.method.catch_up([table])
             self._put(opened, page, [table])

@@ -61,9 +61,10 @@ class Remaining:
         extra = [row.freed - 1 if table.new_tokens == 1 else 0 for row in rows]
         over = [count - row.budget for count, row in zip(stored, rows, strict=True)]
         surplus = [o + e if o > 0 else 0 for o, e in zip(over, extra, strict=True)]
-        den = torch.zeros(table.shape, device=real.device) if table.log_den is None else table.log_den.clone()
+        held_num, held = table.log_weights()
+        den = torch.zeros(table.shape, device=real.device) if held is None else held.clone()
         # A table that has two weights keeps them: it may come from a file saved under den_weight=pow2.
-        num = table.log_num.clone() if table.log_num is not None else den if recipe.tied else den.clone()
+        num = held_num.clone() if held_num is not None and held_num is not held else den if recipe.tied else den.clone()
         return cls(recipe, table, rows, stored, surplus, row_schedule.middle_slots(table), real, num, den)
 
     @property
@@ -133,8 +134,7 @@ def bound(recipe: Recipe, table: SlotTable, rows: list[Row]) -> None:
 
 def make_room(recipe: Recipe, table: SlotTable, queries: Tensor) -> None:
     """Halves the lightest tokens of the rows that are full, in place and without asking the device."""
-    num, den = table.log_weights()
-    assert num is not None and den is not None
+    num, den = table.bounded.log_weights()
     due = row_schedule.due_rows(table)
     lengths = row_schedule.limits_of(table)[-1] * due
     candidates = row_schedule.middle_slots(table) & due
@@ -144,7 +144,7 @@ def make_room(recipe: Recipe, table: SlotTable, queries: Tensor) -> None:
     keep, double = halve(recipe, table, torch.where(valid, slots, -1), lengths, num, lengths == 1, 0)
     old_num, old_den = num.gather(2, slots), den.gather(2, slots)
     log_num = old_num + growth(old_num, valid, keep, double)
-    table.reweigh(
+    table.bounded.reweigh(
         slots, valid & ~keep, log_num, log_num if num is den else old_den + growth(old_den, valid, keep, keep)
     )
 

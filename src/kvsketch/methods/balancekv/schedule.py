@@ -153,7 +153,7 @@ def due_rows(table: SlotTable) -> Tensor:  # [B, 1, 1]
 
 def find_free_slot(table: SlotTable) -> None:
     """Names an empty slot as the next to be written: some slot is, and empty slots rank lowest."""
-    table.free_lowest(None, 0, 0)
+    table.bounded.free_lowest(None, 0, 0)
 
 
 def middle_slots(table: SlotTable) -> Tensor:  # [B, H, S]

@@ -141,7 +141,7 @@ def arrange(table: SlotTable) -> None:
     state = table.state_of(Clusters)
     if table.exact or not table.bits or not state.arranged or state.by_place:
         return
-    offloaded.arrange(table, state.arranged, state.order[:, :, state.arranged : state.tail])
+    offloaded.arrange(table.bounded, state.arranged, state.order[:, :, state.arranged : state.tail])
     state.arranged = state.tail
 
 

@@ -163,11 +163,9 @@ def plans_of(table: SlotTable) -> list[Plan]:
 
 def state_of(table: SlotTable) -> State:
     """The tensors of a bounded table as the decode step takes them."""
-    assert table.index is not None and table.log_den is not None
-    assert table.next_slot is not None and table.clock is not None
-    state = table.state_of(Structure)
+    state, held = table.state_of(Structure), table.bounded
     return State(
-        *table.stores(), table.index, table.log_num, table.log_den, table.next_slot, table.clock,
+        *table.stores(), held.index, held.log_num, held.log_den, held.next_slot, held.clock,
         table.padding, state.plan, state.representatives, state.counts, state.delta, state.mu, state.shares,
         state.streams, state.squares, state.folded,
     )  # fmt: skip

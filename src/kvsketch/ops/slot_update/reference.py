@@ -47,7 +47,9 @@ def write_coded_token(
         if token.pages is not None:
             _write_paged(stored, new, token.slot, token.pages)
             continue
-        assert isinstance(stored, CodedSlots)
+        if isinstance(stored, Tensor):
+            stored.view(-1, stored.shape[-1]).index_copy_(0, places(stored[..., 0]), new.flatten(0, 2))
+            continue
         coded, at = encode(new, stored.center, stored.codec), places(stored.steps)
         stored.codes.view(-1, stored.codes.shape[-1]).index_copy_(0, at, coded.codes.flatten(0, 2))
         stored.steps.view(-1).index_copy_(0, at, coded.steps.flatten())
