@@ -13,7 +13,6 @@ from kvsketch.cli.methods import describe
 from kvsketch_lab import records
 from kvsketch_lab.report import benchmarks, blocks, docs, recall, streams
 from kvsketch_lab.report.body import body
-from kvsketch_lab.report.contents import gather
 from tests.report.sample_records import record, write
 
 ROOT = Path(__file__).parents[2]
@@ -110,10 +109,35 @@ def test_a_measurement_made_again_is_what_pages_show(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "results" / "eval").mkdir(parents=True)
     records.append(tmp_path / "results" / "eval" / "lines.jsonl", *old)
-    assert docs.Numbers(tmp_path).lines("uniform", "1/4", 200) == "0.00"
+    assert docs.Numbers(tmp_path).values("lines", "(mean, count)", budget="1/4") == [(0.0, 5)]
     records.append(tmp_path / "results" / "eval" / "lines.jsonl", *new)
-    assert docs.Numbers(tmp_path).lines("uniform", "1/4", 200) == "1.00"
-    assert docs.Numbers(tmp_path).asked("uniform", "1/4", 200) == "4"
+    assert docs.Numbers(tmp_path).values("lines", "(mean, count)", budget="1/4") == [(1.0, 4)]
+
+
+def test_a_number_is_asked_for_by_kind_formula_and_selection(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "results" / "eval").mkdir(parents=True)
+    steps = [("a", 1, 9.0), ("a", 1, 8.0), ("a", 2, 10.0), ("b", 1, None)]  # the first was timed again
+    made = [record("decode", {"method": m, "batch": batch, "step_ms": ms}) for m, batch, ms in steps]
+    write(tmp_path / "results" / "decode.jsonl", made)
+    numbers = docs.Numbers(tmp_path)
+    assert numbers.values("decode", "step_ms") == [8.0, 10.0], "what has no such number is left out"
+    assert numbers.values("decode", "step_ms / batch", batch=[2, 3]) == [5.0]
+    assert [each["method"] for each in numbers.select("decode", batch=1)] == ["a", "b"]
+    assert numbers.values("decode", "step_ms", method="c") == [] == numbers.values("nothing/", "mean")
+
+
+def test_how_numbers_are_written() -> None:
+    assert docs.number([0.5, 1.0], ".1f") == "0.5" and docs.number([], ".1f") == docs.average([], "d") == "not measured"
+    assert docs.span([2.0, 1.0, 1.5], ".0f") == "1 to 2" and docs.span([2.01, 2.02], ".1f") == "2.0"
+    assert docs.interval([records.Estimate(1.0, 0.5, None)], ".1f") == "1.0" and docs.times([1.0, 2.0], 3) == [3.0, 6.0]
+
+
+def test_pages_ask_for_nothing_that_was_not_measured(numbers: docs.Numbers) -> None:
+    """A field or a method that is misspelt; the vLLM tables alone have gaps."""
+    folder = Path(docs.__file__).parent / "templates"
+    for path in folder.glob("[!mov]*.md"):
+        assert numbers.words(path.stem).count(docs.NOTHING) <= path.read_text().count(docs.NOTHING), path.name
 
 
 # streams beside exact prefills
@@ -170,13 +194,12 @@ def test_of_an_error_measured_twice_the_last_counts_and_other_settings_are_no_pa
     data |= {"tokens_read": 2064, "bytes": 3_000_000, "outcomes": {}, "layers": "0"}
     found = [record("attention_error", {**data, "mean": mean}) for mean in (0.9, 0.05)]
     found += [record("attention_error", {**data, "mean": 0.5, "dtype": "bfloat16", "method": "h2o"})]
-    write(tmp_path / "attention_error.jsonl", found)
-    (section,) = gather(tmp_path).sections
-    assert recall.table(section.rows).endswith("| recall | `quest` | .050 | 2064 | 3 |")
-    assert (
-        recall.error(section.rows, "quest", "1/4") == ".050"
-        and recall.error(section.rows, "h2o", "1/4") == "not measured"
-    )
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "results" / "eval").mkdir(parents=True)
+    write(tmp_path / "results" / "attention_error.jsonl", found)
+    rows = docs.Numbers(tmp_path).select("errors", model=recall.MODEL, overall=True)
+    assert recall.table(rows).endswith("| recall | `quest` | .050 | 2064 | 3 |")
+    assert [(row["method"], row["mean"]) for row in rows] == [("quest", 0.05)]
 
 
 def test_the_last_record_of_a_benchmark_counts() -> None:

@@ -62,15 +62,14 @@ def root(tmp_path: Path) -> Path:
 
 def test_a_table_for_each_share_holds_held_out_questions_alone(root: Path) -> None:
     numbers = docs.Numbers(root)
-    assert numbers.byte_models() == [docs.BIG] and numbers.fewest_questions() == "16 questions"
-    quarter, eighth = numbers.byte_tables().split("**1/8 of the bytes**")
+    cells = numbers.at_equal_bytes
+    assert numbers.byte_models() == [docs.BIG] and equal_bytes.least_questions(cells, docs.BIG) == "16 questions"
+    quarter, eighth = equal_bytes.tables(cells, docs.BIG).split("**1/8 of the bytes**")
     assert "| `full:bits=4` | unseen | 27.0% | 1.00 [1.00, 1.00]" in quarter and "full:bits=4" not in eighth
     assert "| `rehearse` | unseen | 12.0% | 0.75 [0.75, 0.75] | +0.15 | 0.020 |" in eighth
     assert "| `full` | unseen | 100.0% | 1.00 [1.00, 1.00] | +0.00 | 0.000 |" in eighth
-    assert (
-        "| `snapkv` |  | 0.25 | 0.25 |" in numbers.short_byte_table()
-        and "| `full` | 1.00 |" in numbers.short_byte_table()
-    )
+    short = equal_bytes.short_table(cells, docs.BIG)
+    assert "| `snapkv` |  | 0.25 | 0.25 |" in short and "| `full` | 1.00 |" in short
     page = numbers.words("bytes")
     assert "docs/pictures/bytes.png" in page and "not measured" not in page
     figure = equal_bytes.picture(numbers.at_equal_bytes, docs.BIG)
@@ -97,7 +96,7 @@ def test_a_task_that_was_asked_far_less_is_named() -> None:
 def test_pages_without_such_records_say_so(root: Path) -> None:
     (root / "results" / "eval" / "lines.jsonl").write_text("")
     numbers = docs.Numbers(root)
-    assert "not measured yet" in numbers.words("bytes") and numbers.byte_tables() == ""
+    assert "not measured yet" in numbers.words("bytes") and equal_bytes.tables(numbers.at_equal_bytes, docs.BIG) == ""
     assert equal_bytes.picture(numbers.at_equal_bytes, docs.BIG) is None
 
 

@@ -6,7 +6,8 @@
     contents.py   all of it together
     body.py       the report in blocks; blocks.py writes them as Markdown and HTML; render.py writes the files
     figures.py    curves; figure_pictures.py, benchmark_figures.py: the other figures
-    docs.py       the pages of docs/, with templates/; streams.py, recall.py, benchmarks.py: their tables
+    docs.py       the pages of docs/: templates/ ask it for numbers; equal_bytes.py, streams.py, recall.py,
+                  benchmarks.py, bits.py, vllm.py: their tables
 
 Nothing here imports torch or transformers.
 """

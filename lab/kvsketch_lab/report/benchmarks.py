@@ -42,6 +42,21 @@ def beside_sdpa(by_name: dict[str, Data]) -> float | None:
     return by_name["unweighted"]["median_us"] / min(rivals) if rivals and "unweighted" in by_name else None
 
 
+def sizes(data: list[Data]) -> list[Data]:
+    """At each size the time beside SDPA's, and how many times as fast as bf16 slots of equal heads 4 bits are."""
+    result = []
+    for (batch, slots, cache), by_name in contenders(data):
+        times = {name: each["median_us"] for name, each in by_name.items()}
+        few = (
+            [times["tied weights"] / times[name] for name in FEW_BITS[2:]]
+            if set(FEW_BITS) <= set(times)
+            else [None] * 2
+        )
+        size = {"batch": batch, "slots": slots, "cache": cache, "beside_sdpa": beside_sdpa(by_name)}
+        result.append(size | {"four_bits": few[0], "four_bits_ragged": few[1]})
+    return result
+
+
 def kernels(data: list[Data]) -> str:
     names = ("unweighted", "tied weights", "separate weights", "sdpa flash", "sdpa cudnn")
     rows = []

@@ -308,6 +308,11 @@ def least_questions(found: Sequence[Cell], model: str) -> str:
 # the picture
 
 
+def has_picture(found: Sequence[Cell], model: str) -> bool:
+    """Whether `picture` has something to draw."""
+    return any(cell.model == model and cell.task in DRAWN for cell in found)
+
+
 def picture(found: Sequence[Cell], model: str) -> Any | None:
     """Right answers to unseen questions against measured bytes, a panel for each task; None without two points."""
     own = [cell for cell in found if cell.model == model and cell.question == "unseen" and cell.task in DRAWN]
