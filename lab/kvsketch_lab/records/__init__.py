@@ -10,7 +10,7 @@ This package does not depend on models, methods or pages; it imports torch only 
 
 from kvsketch_lab.records.estimate import Estimate, difference, estimate, mean, mean_text, perplexity_deviation
 from kvsketch_lab.records.files import FAILED, Record, Writer, append, read, read_folder, write_whole
-from kvsketch_lab.records.identity import budget_of, budget_value, identity, latest
+from kvsketch_lab.records.identity import budget_value, identity, latest
 from kvsketch_lab.records.stamp import command, commit, machine, make_record, versions
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Record",
     "Writer",
     "append",
-    "budget_of",
     "budget_value",
     "command",
     "commit",

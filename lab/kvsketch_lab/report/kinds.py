@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsketch_lab.records import Estimate, Record, budget_of, latest, perplexity_deviation
+from kvsketch_lab.records import Estimate, Record, latest, perplexity_deviation
 from kvsketch_lab.records.estimate import Part, nested_mean
 from kvsketch_lab.report.rows import MEMORY, Estimator, Observation, mean_of
 
@@ -70,7 +70,7 @@ def observation(kind: Kind, record: Record, value: float | None, setting: str, *
         setting=setting,
         variant=", ".join(variants(data)),
         method=str(data["method"]),
-        budget=budget_of(data),
+        budget=str(data.get("budget", "")),
         value=value,
         failed=str(data.get("failed") or ""),
         data=data,
