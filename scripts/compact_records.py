@@ -18,7 +18,6 @@ from typing import Any
 
 from kvsketch_lab import records
 from kvsketch_lab.records.files import OWN, PLACE, archive_of
-from kvsketch_lab.records.identity import OLDER
 from kvsketch_lab.report.contents import CLUSTERABILITY, TOKEN_LIFE
 from kvsketch_lab.report.kinds import KINDS
 
@@ -31,7 +30,7 @@ def compact(path: Path) -> tuple[int, int]:
     found = list(records.read(path))
     kept = found
     if all(map(_of_experiment, found)):
-        kept = sorted(map(_named, records.latest(found)), key=_run)
+        kept = sorted(records.latest(found), key=_run)
     target = path.with_name(f".{path.name}.compact")
     target.unlink(missing_ok=True)
     for _, run in groupby(kept, key=_run):
@@ -52,14 +51,6 @@ def compact(path: Path) -> tuple[int, int]:
 
 def _of_experiment(record: Record) -> bool:
     return any(kind.owns(record) for kind in KINDS) or record["kind"] in (CLUSTERABILITY, TOKEN_LIFE)
-
-
-def _named(record: Record) -> Record:
-    """The record with the names of the fields that identify it; older ones have them from the list for such."""
-    if "identity" in record or not _of_experiment(record):
-        return record
-    names = (*OLDER, "position") if record["kind"] == "perplexity" else OLDER
-    return {**record, "identity": [name for name in names if name in record["data"]]}
 
 
 def _run(record: Record) -> str:

@@ -1,11 +1,11 @@
 """What a user of NVIDIA's kvpress gets on the same questions and shapes. Run it in kvpress's own environment.
 
     pip install kvpress torch          # needs transformers below 5.3, so not beside kvsketch's own requirements
-    PYTHONPATH=src python scripts/kvpress_baseline.py speed --out results/kvpress.jsonl
-    PYTHONPATH=src python scripts/kvpress_baseline.py lines --model FOLDER --name NAME --out results/eval/kvpress
-    PYTHONPATH=src python scripts/kvpress_baseline.py unseen --model FOLDER --name NAME --lines 50 --questions 24 \
+    PYTHONPATH=src:lab python scripts/kvpress_baseline.py speed --out results/kvpress.jsonl
+    PYTHONPATH=src:lab python scripts/kvpress_baseline.py lines --model FOLDER --name NAME --out results/eval/kvpress
+    PYTHONPATH=src:lab python scripts/kvpress_baseline.py unseen --model FOLDER --name NAME --lines 50 --questions 24 \
         --presses none,KVzipPress,SnapKVPress,ExpectedAttentionPress --device cpu --out results/eval/kvpress
-    PYTHONPATH=src python scripts/kvpress_baseline.py kept --model FOLDER --lines 50 --device cpu \
+    PYTHONPATH=src:lab python scripts/kvpress_baseline.py kept --model FOLDER --lines 50 --device cpu \
         --presses KVzipPress,SnapKVPress,ExpectedAttentionPress --out kept.pt
     python scripts/kvpress_baseline.py agree --model FOLDER --name NAME --device cpu --kept-file kept.pt \
         --presses KVzipPress,SnapKVPress,ExpectedAttentionPress --out results/kvpress        # kvsketch's environment
@@ -38,6 +38,19 @@ from tqdm import tqdm
 
 from kvsketch_lab import records
 
+SETTING = (
+    "model",
+    "dtype",
+    "budgets_in",
+    "method",
+    "budget",
+    "sample",
+    "max_new_tokens",
+    "question",
+    "lines",
+    "primed",
+    "kvpress",
+)
 PRESSES = "StreamingLLMPress,SnapKVPress,PyramidKVPress,ExpectedAttentionPress"
 
 
@@ -149,7 +162,7 @@ def lines(options: argparse.Namespace) -> None:
                     "full_bytes": round(size_bytes / stored * ids.shape[1]),
                 }
                 out = Path(options.out) / "lines.jsonl"
-                records.append(out, records.make_record("lines", data | package_versions(), 0))
+                records.append(out, records.make_record("lines", data | package_versions(), 0, SETTING))
 
 
 def loaded(options: argparse.Namespace) -> tuple[Any, Any]:
@@ -216,7 +229,7 @@ def unseen(options: argparse.Namespace) -> None:
                         "full_bytes": round(held / sum(lengths) * len(lengths) * end),
                     }
                     out = Path(options.out) / "lines.jsonl"
-                    records.append(out, records.make_record("lines", data | package_versions(), options.seed))
+                    records.append(out, records.make_record("lines", data | package_versions(), options.seed, SETTING))
                     print(data["method"], budget, data["sample"], data["score"], answer, flush=True)
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import kvsketch
 from kvsketch import models
 from kvsketch.cli import app
-from kvsketch.cli.demo import summary
+from kvsketch.cli.compare import summary
 from kvsketch.cli.picture import draw, spread
 from kvsketch.compare import answers, budgets
 from kvsketch.compare.shared_prefill import shared_prefill
@@ -43,27 +43,25 @@ def test_every_method_takes_part_and_the_full_cache_is_the_first() -> None:
 
 
 def test_the_greedy_answer_is_the_one_of_generate(tiny: tuple[Any, Any], prompt: torch.Tensor) -> None:
-    model, tokenizer = tiny
-    opening = tokenizer(answers.OPENING, add_special_tokens=False)["input_ids"]
-    cache = shared_prefill(model, prompt).cache("full")
-    first = [answers.next_logits(model, token, cache) for token in opening][-1]
-    answer, seconds = answers.greedy_answer(model, first, cache)
-    whole = torch.cat([prompt, torch.tensor([opening])], 1)
-    expected = model.generate(whole, max_new_tokens=answers.MAX_ANSWER_TOKENS, do_sample=False)
-    assert answer == expected[0, whole.shape[1] :].tolist()
+    model, _ = tiny
+    cache = shared_prefill(model, prompt[:, :-1]).cache("full")
+    first = answers.next_logits(model, int(prompt[0, -1]), cache)
+    answer, seconds = answers.greedy_answer(model, first, cache, 10)
+    expected = model.generate(prompt, max_new_tokens=10, do_sample=False)
+    assert answer == expected[0, TOKENS:].tolist()
     assert len(seconds) == len(answer)
 
 
 def test_rows_measure_memory_and_divergence(tiny: tuple[Any, Any], prompt: torch.Tensor) -> None:
     model, tokenizer = tiny
     chosen = [kvsketch.parse_method(text) for text in ("full", "streamingllm:budget=1000", "streamingllm:budget=1/8")]
-    full, roomy, tight = answers.compare(model, tokenizer, prompt, "60494", chosen)
+    full, roomy, tight = answers.answers(model, tokenizer, prompt, chosen, "60494", 10)
     assert full.divergence == 0
     assert roomy.divergence == pytest.approx(0, abs=1e-5)
     assert tight.divergence > 1e-3
     assert roomy.answer == full.answer
     assert full.tokens_stored == full.tokens_seen > TOKENS
-    assert tight.tokens_stored == (TOKENS + len(answers.OPENING) - 1) // 8
+    assert tight.tokens_stored == (TOKENS - 1) // 8
     assert tight.device_bytes < full.device_bytes / 4
     assert full.milliseconds_per_token > 0
 
@@ -71,7 +69,7 @@ def test_rows_measure_memory_and_divergence(tiny: tuple[Any, Any], prompt: torch
 def test_budgets_can_be_shares_of_the_bytes(tiny: tuple[Any, Any], prompt: torch.Tensor) -> None:
     chosen = budgets.compared("streamingllm,snapkv,quest", "1/2")
     refused: list[str] = []
-    full, *rows = answers.compare(*tiny, prompt, "60494", chosen, unit="bytes", refused=refused)
+    full, *rows = answers.answers(*tiny, prompt, chosen, "60494", 10, unit="bytes", refused=refused)
     assert [row.method.partition(":")[0] for row in rows] == ["streamingllm", "snapkv"]
     assert all(0.3 < row.device_bytes / full.device_bytes <= 0.5 for row in rows)
     assert len(refused) == 1 and "quest" in refused[0] and "no budget fits" in refused[0]
@@ -89,13 +87,13 @@ def row(method: str, right: bool, size: int, divergence: float = 0.1) -> answers
 
 def test_the_summary_says_what_was_lost() -> None:
     rows = [row("full", True, 1000), row("a:budget=1/4", True, 250), row("b:budget=1/8", False, 125)]
-    text = "\n".join(summary(rows))
+    text = "\n".join(summary(rows, "60494"))
     assert "lost the passkey: b:budget=1/8" in text
     assert "smallest cache that finds it: a:budget=1/4, 25% of the full cache's bytes" in text
 
 
 def test_the_summary_does_not_blame_a_cache_for_a_model_that_fails() -> None:
-    text = "\n".join(summary([row("full", False, 1000), row("a", False, 250)]))
+    text = "\n".join(summary([row("full", False, 1000), row("a", False, 250)], "60494"))
     assert "full cache itself misses the passkey" in text
     assert "lost the passkey" not in text
 
@@ -138,7 +136,7 @@ def test_the_demo_prints_a_table() -> None:
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     header = next(line for line in result.stdout.splitlines() if line.startswith("method"))
-    assert header.split() == ["method", "tokens", "seen", "stored", "cache", "ms/token", "divergence", "answer"]
+    assert header.split() == ["method", "stored", "cache", "seconds", "ms/token", "agreement", "divergence", "answer"]
     assert "streamingllm:budget=60" in result.stdout
     assert "lost the passkey" in result.stdout
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from kvsketch_lab.records import append
 
 # Of each family one or two, at the budgets that pages show: a report of all methods takes long to draw.
 QUALITY = {"full": 0.0, "streamingllm": 0.9, "snapkv": 0.3, "subgen": 0.75, "quest": 0.2, "clusterkv": 0.1}
@@ -19,6 +20,10 @@ MODEL = {"model": "qwen2.5-coder-1.5b", "dtype": "bfloat16", "budgets_in": "toke
 WORDS = ("The", "pass", "key", "is", "48213", "It", "has", "been", "the", "policy", "of", "this", "Government")
 
 
+SETTING = ("model", "dtype", "budgets_in", "method", "budget", "sample", "question", "lines", "length", "depth", "task",
+           "protocol", "position", "layer", "tokens", "chunk", "kvpress")  # fmt: skip
+
+
 def record(kind: str, data: dict[str, Any], seed: int = 0, command: str | None = None) -> dict[str, Any]:
     return {
         "kind": kind,
@@ -26,6 +31,7 @@ def record(kind: str, data: dict[str, Any], seed: int = 0, command: str | None =
         "commit": {"hash": "c7f6595bdf73d020c5b662e2d12ec57eaa36920e", "dirty": False},
         "machine": {"gpu": "NVIDIA H200", "processor": "x86_64", "cores": 16, "system": "Linux"},
         "versions": {"python": "3.12.3", "kvsketch": "0.1.0", "torch": "2.11.0", "transformers": "5.17.0"},
+        "identity": [name for name in SETTING if name in data and (name != "position" or kind == "perplexity")],
         "seed": seed,
         "time": "2026-11-15T14:00:00+00:00",
         "data": data,
@@ -192,4 +198,5 @@ def write_two_models(folder: Path) -> Path:
 
 
 def write(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
+    path.unlink(missing_ok=True)
+    append(path, *records)

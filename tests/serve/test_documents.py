@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvsketch
 from kvsketch.decode.asking import document_ids
 from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
+from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Request
-from kvsketch.serve.sequential import SequentialEngine
 from kvsketch.serve.text import Template
 from tests.helpers import zoo
 from tests.helpers.tiny import save_tiny_model
@@ -83,7 +83,7 @@ def test_a_document_is_read_once_and_found_after_a_restart(opened: Any, model: A
     again = opened()
     assert again.get(document.id) == document and again.text(document.id) == TEXT
     ids = Template(tokenizer).after_document([{"role": "user", "content": "How deep?"}])
-    engine = SequentialEngine(model)
+    engine = BatchedEngine(model, "full", rows=1)
     answer = engine.submit(Request(tuple(ids), 8, document=again.cache(document.id)))
     cache = kvsketch.CompressedCache(model, METHOD)
     kvsketch.read(model, tokenizer, cache, TEXT)

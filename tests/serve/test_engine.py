@@ -348,12 +348,9 @@ def test_a_full_queue_refuses(start: Any) -> None:
     [
         (dict(ids=(1,) * 99, max_new_tokens=2), "101 together; this engine takes up to 100"),
         (dict(ids=(10**6,), max_new_tokens=2), "ids must be token numbers from 0 to"),
-        (dict(ids=(1,), max_new_tokens=2, document="h2o:budget=16"), "the document was read with h2o"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(request_: dict[str, Any], message: str, start: Any) -> None:
-    if "document" in request_:
-        request_ = {**request_, "document": CompressedCache(model(), request_["document"])}
     with pytest.raises(ValueError, match=message):
         start("streamingllm:budget=16").submit(Request(**request_))
 

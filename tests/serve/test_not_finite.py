@@ -16,7 +16,6 @@ from kvsketch.decode.sampling import NO_TOKEN, Draw
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Request
-from kvsketch.serve.sequential import SequentialEngine
 from kvsketch.slots.codes import NotFinite
 from tests.helpers import zoo
 from tests.helpers.common import with_budget
@@ -181,8 +180,8 @@ def test_a_row_whose_rehearsal_fails_ends_alone(start: Any, monkeypatch: pytest.
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", ["full", "h2o:budget=16", "rehearse"])
-def test_the_plain_engine_refuses_it_too(method: str, temperature: float) -> None:
-    engine = SequentialEngine(model(), method)
+def test_an_engine_of_one_row_refuses_it_too(method: str, temperature: float) -> None:
+    engine = BatchedEngine(model(), method, rows=1)
     request = Request(prompt(0, 66), 9, temperature=temperature, seed=3)
     wanted = list(engine.submit(request))
     for when in ("early", "prompt", "answer"):
@@ -221,7 +220,7 @@ def test_recorded_steps_serve_the_others_as_before(method: str, dtype: torch.dty
         near.wait()
         assert near.finish_reason == "length" and len(set(near.tokens)) > 1
         assert [list(engine.submit(each)) for each in asked] == wanted
-    alone = SequentialEngine(model(dtype, "cuda"), method)
+    alone = BatchedEngine(model(dtype, "cuda"), method, rows=1)
     wanted = [list(alone.submit(request)) for request in asked]
     for when in ("early", "prompt", "answer"):
         require_refused(alone.submit(poisoned(when)))

@@ -3,8 +3,8 @@
     {"run": "3f2a9c0d51", "kind": "lines", "command": ..., "commit": ..., "data": {"model": ..., "dtype": ...}}
     {"of": "3f2a9c0d51", "seed": 0, "time": ..., "data": {"method": "snapkv", "budget": "1/8", "score": 1.0}}
 
-A record is its run and its own line together. A line that is a whole record by itself, as older files have it, is read
-as well. Records that no longer change may lie in an archive beside the file, `NAME.jsonl.gz`, which is read first.
+A record is its run and its own line together. Records that no longer change may lie in an archive beside the file,
+`NAME.jsonl.gz`, which is read first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ Record = dict[str, Any]
 FAILED = "failed"  # the field of data that holds the reason of a measurement that failed
 SECONDS_BETWEEN_WRITES = 2.0
 OWN = ("seed", "time", "data")  # fields of each record; all others belong to its run
-OLD_QUESTION = "question_as_decode"
 PLACE = "place"  # file and line that a record was read from
 
 
@@ -175,27 +174,13 @@ def _parsed(line: bytes, runs: dict[str, Record]) -> Record | None:
     if "run" in found:
         runs[str(found.pop("run"))] = found
         return None
-    if "of" in found:
-        run = runs.get(str(found["of"]))
-        if run is None:
-            raise ValueError(f"its run {found['of']!r} is not described before it")
-        own = {name: value for name, value in found.items() if name != "of"}
-        found = {**run, **own, "data": {**run.get("data", {}), **_data(own)}}
-    if not isinstance(found.get("kind"), str):
+    run = runs.get(str(found.pop("of", None)))
+    if run is None:
+        raise ValueError("its run is not described before it")
+    record = {"seed": None, **run, **found, "data": {**run.get("data", {}), **_data(found)}}
+    if not isinstance(record.get("kind"), str):
         raise ValueError("it has no kind")
-    return _renamed({"seed": None, **found, "data": _data(found)})
-
-
-def _renamed(record: Record) -> Record:
-    """An older record with the names of today: `question_as_decode` is `question`, seen or unseen."""
-    data = record["data"]
-    if OLD_QUESTION not in data:
-        return record
-    unseen = data[OLD_QUESTION]
-    kept = {name: value for name, value in data.items() if name != OLD_QUESTION}
-    named = {"identity": ["question" if name == OLD_QUESTION else name for name in record.get("identity", ())]}
-    own = named if "identity" in record else {}
-    return {**record, **own, "data": {**kept, "question": "unseen" if unseen else "seen"}}
+    return record
 
 
 def _data(record: Record) -> Record:

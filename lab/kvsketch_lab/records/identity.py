@@ -1,7 +1,7 @@
 """When two records are the same measurement, and which of them counts.
 
 A record lists the fields of its data that say what was measured (`identity`). The seed, the kind and the model's
-weights are part of every identity. Records of older files have no such list; OLDER is used for them.
+weights are part of every identity.
 """
 
 from __future__ import annotations
@@ -14,24 +14,6 @@ from typing import Any
 
 from kvsketch_lab.records.files import Record
 
-OLDER = (
-    *(
-        "model",
-        "weights",
-        "dtype",
-        "budgets_in",
-        "method",
-        "budget",
-        "sample",
-        "tokens",
-        "max_new_tokens",
-        "question",
-    ),
-    *("lines", "length", "depth", "needles", "file", "task", "prompts", "chat", "max_prompt", "truncate", "clean"),
-    *("protocol", "layers", "queries", "steps", "prefix", "bucket", "primed", "chunk", "layer", "kvpress"),
-    *("most_centers", "points"),
-)
-
 
 def identity(record: Record) -> str:
     """What a record measured, whether it failed or not."""
@@ -40,19 +22,15 @@ def identity(record: Record) -> str:
 
 def _key(record: Record, without: tuple[str, ...]) -> str:
     data = record["data"]
-    # For perplexity the position says what was measured; for lines it is an outcome.
-    older = (*OLDER, "position") if record["kind"] == "perplexity" else OLDER
-    names = [name for name in dict.fromkeys((*record.get("identity", older), "budget")) if name not in without]
+    names = [name for name in record.get("identity", ()) if name not in without]
     found = {name: data[name] for name in names if data.get(name) not in (None, False, "")}
-    if "budget" not in without:
-        found["budget"] = budget_of(data)
     seed = None if "seed" in without else record.get("seed")
-    return json.dumps([record["kind"].replace("-", "_"), seed, _weights(data), found], sort_keys=True, default=str)
+    return json.dumps([record["kind"], seed, _weights(data), found], sort_keys=True, default=str)
 
 
 def _weights(data: dict[str, Any]) -> str:
     """The hash of the model's weights, or its name if the record has no hash."""
-    return str(data.get("model_sha256") or data.get("weights") or data.get("model") or "")
+    return str(data.get("model_sha256") or data.get("model") or "")
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
@@ -70,11 +48,6 @@ def latest(records: Iterable[Record]) -> list[Record]:
             kept[group] = {}
         kept.setdefault(group, {})[identity(record)] = record
     return [record for own in kept.values() for record in own.values()]
-
-
-def budget_of(data: dict[str, Any]) -> str:
-    """The budget; a rate of 8, which older records have in its place, is 1/8."""
-    return str(data.get("budget") or (f"1/{data['rate']}" if "rate" in data else ""))
 
 
 def budget_value(budget: str) -> float:

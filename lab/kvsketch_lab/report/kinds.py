@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsketch_lab.records import Estimate, Record, budget_of, nested_mean, perplexity_deviation, text_of
+from kvsketch_lab.records import Estimate, Record, nested_mean, perplexity_deviation, text_of
 from kvsketch_lab.report.rows import MEMORY, Estimator, Observation, mean_of, values_of
 
 Data = dict[str, Any]
@@ -65,7 +65,7 @@ def observation(
         setting=setting,
         variant=", ".join(variants(data)),
         method=str(data["method"]),
-        budget=budget_of(data),
+        budget=str(data.get("budget", "")),
         value=value,
         text=(*text_of(data, record["seed"]), part),
         failed=str(data.get("failed") or ""),

@@ -9,7 +9,6 @@ from kvsketch_lab.records import (
     FAILED,
     Estimate,
     Record,
-    budget_of,
     budget_value,
     interval_text,
     latest,
@@ -74,7 +73,7 @@ def compared(shown: Shown, records: Iterable[Record]) -> list[Compared]:
         if record["kind"] != shown.kind or data.get("protocol", "prefill") != "prefill":
             continue
         model = ", ".join([model_name(data), *variants({**data, "chunk": EXACT})])
-        ways = found.setdefault((model, data["method"], budget_of(data), data[shown.by]), {})
+        ways = found.setdefault((model, data["method"], data["budget"], data[shown.by]), {})
         ways.setdefault(int(data.get("chunk") or EXACT), []).append(data)
     parts = [Compared(*key, ways) for key, ways in found.items()]
     return sorted(parts, key=lambda p: (p.model, order(p.method), budget_value(p.budget), p.length))

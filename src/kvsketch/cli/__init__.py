@@ -13,8 +13,7 @@ import typer
 import kvsketch
 from kvsketch.cli.boundary import OneLineErrors, new_app
 from kvsketch.cli.chat import chat, read
-from kvsketch.cli.compare import compare
-from kvsketch.cli.demo import demo
+from kvsketch.cli.compare import compare, demo
 from kvsketch.cli.env import env
 from kvsketch.cli.generate import generate
 from kvsketch.cli.lab import add_lab

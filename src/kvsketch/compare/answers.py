@@ -29,9 +29,6 @@ from kvsketch.compare.budgets import sized, split
 from kvsketch.compare.shared_prefill import shared_prefill
 from kvsketch.methods import Method
 
-OPENING = "The pass key is"
-MAX_ANSWER_TOKENS = 10
-
 
 @dataclass(frozen=True)
 class Row:
@@ -51,21 +48,13 @@ class Row:
     agreement: float = 1.0  # share of the words that the answer and the full cache's have in common, in their order
 
 
-def compare(
-    model: Any, tokenizer: Any, prompt: Tensor, passkey: str, methods: Sequence[Method], **options: Any
-) -> Iterator[Row]:
-    """Looks for a passkey: a row per method, from `answers`, which takes `options`."""
-    opening = tokenizer(OPENING, add_special_tokens=False, return_tensors="pt")["input_ids"].to(prompt.device)
-    return answers(model, tokenizer, torch.cat([prompt, opening], 1), methods, passkey, **options)
-
-
 def answers(
     model: Any,
     tokenizer: Any,
     ids: Tensor,
     methods: Sequence[Method],
     passkey: str = "",
-    most: int = MAX_ANSWER_TOKENS,
+    most: int = 32,
     refused: list[str] | None = None,
     unit: str = "tokens",
 ) -> Iterator[Row]:
@@ -119,9 +108,7 @@ def next_logits(model: Any, token: int, cache: CompressedCache) -> Tensor:  # [v
     return output.logits[0, -1].float().cpu()
 
 
-def greedy_answer(
-    model: Any, logits: Tensor, cache: CompressedCache, most: int = MAX_ANSWER_TOKENS
-) -> tuple[list[int], list[float]]:
+def greedy_answer(model: Any, logits: Tensor, cache: CompressedCache, most: int = 32) -> tuple[list[int], list[float]]:
     """The greedy continuation up to and with an end token, and the seconds that feeding each of its tokens took."""
     answer: list[int] = []
     seconds: list[float] = []

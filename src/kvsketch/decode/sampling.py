@@ -22,7 +22,6 @@ STATELESS = (
     "MinPLogitsWarper",
     "InfNanRemoveLogitsProcessor",
     "Seeded",
-    "Watched",
 )
 OF_HISTORY = ("RepetitionPenaltyLogitsProcessor",)
 OF_LENGTH = ("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
@@ -176,23 +175,6 @@ class Draw:
             self.said.scatter_(1, token, True)
         self.number += 1
         return torch.where(finite, token, NO_TOKEN)
-
-
-class Watched:
-    """A logits processor that changes nothing and tells the host whether logits were not finite.
-
-    `lost` lies in memory of the host that the device writes: whoever waits for a token may read it, and waits for
-    nothing else.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._lost = torch.zeros(1, dtype=torch.bool, device=device)
-        self.lost = torch.zeros(1, dtype=torch.bool, pin_memory=device.type == "cuda")
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._lost |= ~scores.amax(-1).isfinite().all()
-        self.lost.copy_(self._lost, non_blocking=True)
-        return scores
 
 
 class Seeded:

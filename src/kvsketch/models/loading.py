@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from safetensors import SafetensorError
 
 from kvsketch.models.catalog import CATALOG, ModelCard
@@ -17,13 +16,14 @@ from kvsketch.models.fetch import has_gguf, pull, remove_gguf, spare_mark
 from kvsketch.models.files import say
 
 if TYPE_CHECKING:
+    import torch
     from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 Source = Literal["package", "hub"]
 SOURCES = ("package", "hub")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 # Everything a safetensors model needs; weights as pickles and Python files are not even downloaded.
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 HUB_FILES_TO_SKIP = ["*/*", "consolidated*"]
@@ -182,6 +182,8 @@ def _weights_outside_safetensors(folder: Path) -> list[str]:
 
 
 def _device(device: torch.device | str | None) -> torch.device:
+    import torch
+
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -194,10 +196,13 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    import torch
+
     if dtype is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if isinstance(dtype, str) and dtype in DTYPES:
-        return DTYPES[dtype]
+        named: torch.dtype = getattr(torch, dtype)
+        return named
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     raise ValueError(f"unknown dtype {dtype!r}; use one of: {', '.join(DTYPES)}")

@@ -1,8 +1,7 @@
 """Serving a model with compressed caches.
 
 requests.py     what an engine is asked and how it answers: Request, Ticket, Engine
-sequential.py   the plain engine: one request at a time, any method
-engine.py       the batched engine: rows that join and leave over one decode step
+engine.py       the engine: rows that join and leave over one decode step, or take steps by themselves
 text.py         messages to token ids, and answers that grow token by token
 documents.py    texts that are read once and kept on disk
 held.py         what a cache holds of a text, for people

@@ -45,9 +45,8 @@ from kvsketch.decode.asking import document_ids, repeat_instruction
 from kvsketch.methods import Method, parse_method
 from kvsketch.models.files import is_plain_file, place, read_json, remove, write_json
 from kvsketch.serve import held
-from kvsketch.serve.engine import WHOLE
+from kvsketch.serve.engine import WHOLE, GivenUp, WatchedCache
 from kvsketch.serve.requests import Full, not_finite
-from kvsketch.serve.sequential import Cancelled, WatchedCache
 
 ID = re.compile(r"doc-[0-9a-f]{24}")
 WORK = re.compile(r"\.(new|gone)-doc-[0-9a-f]{24}\.(?P<host>.+)\.(?P<process>\d+)")
@@ -394,7 +393,7 @@ class DocumentStore:
                 later = threading.Timer(LOOK_AGAIN, self._queue.put, [number])
                 later.daemon = True
                 later.start()
-            except (Cancelled, Unknown, FileNotFoundError):
+            except (GivenUp, Unknown, FileNotFoundError):
                 self._reading.pop(number, None)
             except Exception as error:  # one bad document must not end the thread that reads the others
                 log.exception("document %s could not be read", number)
@@ -417,7 +416,7 @@ class DocumentStore:
 
         def watch() -> None:
             if reading.cancelled or self._closed.is_set():
-                raise Cancelled
+                raise GivenUp
             lengths = cache.layer_lengths()
             reading.tokens_read = sum(lengths) // len(lengths)
 

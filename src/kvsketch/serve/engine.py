@@ -16,8 +16,8 @@ Requests that name a document continue it (`CompressedCache.continued`): it lies
 what they have read and said themselves.
 
 A request whose row cannot join yet, or not at all, takes its steps by itself, in turn with the others: texts too short
-for codes, rows of a document that was read under other settings or is kept whole, and all requests of a method whose
-rows share no tables (`decode.shared.alone`).
+for codes, rows of a document that was read by another method or is kept whole, all requests of a method whose rows
+share no tables (`decode.shared.alone`), and those of an engine of one row, which needs no tables beside its cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import inspect
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,6 @@ from kvsketch.decode.shared import LONGEST, RowFailed, SharedRows, alone
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.serve.requests import Closed, EngineState, FinishReason, Full, Request, Ticket, not_finite
-from kvsketch.serve.sequential import WatchedCache
 from kvsketch.slots.codes import NotFinite
 
 WHOLE = "full"  # the method of documents that any engine answers
@@ -61,6 +60,19 @@ class GivenUp(Exception):
     """Ends the forward of a prompt that nobody waits for any more."""
 
 
+class WatchedCache(CompressedCache):
+    """A cache that calls `watch` before each layer takes its tokens: a way to see how far a prompt is, and to stop."""
+
+    watch: Callable[[], None] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self.watch is not None:
+            self.watch()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
 @dataclass(eq=False)
 class Run:
     """A request whose prompt has been read, or is."""
@@ -72,6 +84,8 @@ class Run:
     slots: int  # of the shared store that it may need
     shares: bool = False  # whether its row continues a document that lies in the store
     chunks: Generator[tuple[int, Tensor], None, None] | None = None  # of a prompt that is being read
+    read: int = 0  # tokens of the prompt that all layers have read
+    begun: int = 0  # layers that have begun to read the whole prompt
     work: int = 0  # tokens that layers have read since the others last took a step
     token: Tensor | None = None  # [1, 1], the last one, of a request that takes its steps by itself
     row: int | None = None  # in the shared tables
@@ -83,7 +97,7 @@ class Run:
     @property
     def left(self) -> int:
         """Tokens of the prompt that have not been read."""
-        return len(self.ticket.request.ids) - self.ticket.tokens_read
+        return len(self.ticket.request.ids) - self.read
 
 
 @dataclass
@@ -172,8 +186,9 @@ class BatchedEngine:
             "rows": rows, "longest": longest, "memory": memory, "seed": seed, "fused": fused,
             "documents": documents,
         }  # fmt: skip
-        self.apart = alone(model, self.method)
-        self.rows, self.device, self.longest = rows, torch.device(model.device), min(longest, LONGEST)
+        self.apart = alone(model, self.method) or ("one request at a time: rows=1" if rows == 1 else "")
+        self.rows, self.device = rows, torch.device(model.device)
+        self.longest = longest if self.apart else min(longest, LONGEST)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._shared = self._new_shared()
@@ -198,6 +213,7 @@ class BatchedEngine:
         with self._changed:
             if self._ending is not None:
                 raise Closed("the engine is closing and takes no more requests")
+            self._drop_waiting()
             if len(self._waiting) >= self.queue + self._free_rows():
                 raise Full(f"{len(self._waiting)} requests wait, and the queue has {self.queue} places")
             self._waiting.append(ticket)
@@ -206,6 +222,7 @@ class BatchedEngine:
 
     def state(self) -> EngineState:
         with self._changed:
+            self._drop_waiting()
             seen = [run.ticket.prompt_tokens + run.launched for run in self._running]
             stored = [
                 min(tokens, run.ticket.tokens_stored or tokens) for tokens, run in zip(seen, self._running, strict=True)
@@ -241,8 +258,6 @@ class BatchedEngine:
         if not 0 <= min(request.ids) <= max(request.ids) < size:
             raise ValueError(f"ids must be token numbers from 0 to {size - 1}")
         document = request.document
-        if document is not None and self._differs(document) and str(document.method) != WHOLE:
-            raise ValueError(f"the document was read with {document.method}, and this engine runs {self.method}")
         if document is not None and not document.slot_layers[0].table.empty:
             rows = document.slot_layers[0].table.shape[0]
             if rows != 1:
@@ -295,10 +310,12 @@ class BatchedEngine:
         for run in [run for run in (*self._reading, *self._running) if run.ticket.cancelled]:
             self._end(run, "cancelled")
         with self._changed:
-            dropped = [ticket for ticket in self._waiting if ticket.cancelled]
-            for ticket in dropped:
-                self._waiting.remove(ticket)
-        for ticket in dropped:
+            self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
+        """Whoever has gone holds no place in the queue; called with the lock held."""
+        for ticket in [each for each in self._waiting if each.cancelled]:
+            self._waiting.remove(ticket)
             self._finish(ticket, "cancelled")
 
     def _free_rows(self) -> int:
@@ -356,7 +373,7 @@ class BatchedEngine:
 
     def _after(self, document: CompressedCache, shares: bool) -> CompressedCache:
         """A cache that goes on after a document: beside it, or after a copy where rows hold all that they read."""
-        beside = self._differs(document) and not document.why_not_continued()
+        beside = str(document.method) == WHOLE and self._differs(document) and not document.why_not_continued()
         return document.continued() if shares or beside else copy.deepcopy(document)
 
     # reading
@@ -370,8 +387,8 @@ class BatchedEngine:
         try:
             with turn_of(self.device):
                 read, logits = next(run.chunks)
-            self._counts.prompt_tokens += read - run.ticket.tokens_read
-            run.ticket.tokens_read = read
+            self._counts.prompt_tokens += read - run.read
+            run.read = run.ticket.tokens_read = read
             if run.left == 0:
                 # What comes after the last chunk.
                 for _ in run.chunks:
@@ -388,8 +405,11 @@ class BatchedEngine:
             return
         if run.ticket.cancelled:
             raise GivenUp
-        run.work += len(run.ticket.request.ids)
-        if run.work >= self._options["chunk"] * len(run.cache.layers):
+        tokens, layers = len(run.ticket.request.ids), len(run.cache.layers)
+        run.ticket.tokens_read = min(tokens, tokens * run.begun // layers)
+        run.begun += 1
+        run.work += tokens
+        if run.work >= self._options["chunk"] * layers:
             run.work = 0
             self._decode()
 

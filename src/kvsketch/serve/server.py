@@ -24,8 +24,6 @@ from kvsketch.serve.connections import Patience
 from kvsketch.serve.engine import BatchedEngine, usual_prefill
 from kvsketch.serve.files import SENT, Limits
 from kvsketch.serve.held import full_cache_bytes
-from kvsketch.serve.requests import Engine
-from kvsketch.serve.sequential import SequentialEngine
 from kvsketch.serve.service import ANSWER_SECONDS, Service, longest_context
 
 DEFAULT_METHOD = "rehearse:budget=1/2"
@@ -64,12 +62,8 @@ def start_service(
     wanted = rows or fitting or 1
     usual = usual_prefill(model, parsed) if wanted > 1 else "exact"
     reading: dict[str, Any] = {"prefill": prefill or usual, "chunk": chunk}
-    engine: Engine
-    if wanted > 1:
-        options: dict[str, Any] = {"rows": wanted, "longest": longest, "queue": queue, "memory": held}
-        engine = BatchedEngine(model, parsed, documents=True, **options, **reading)
-    else:
-        engine = SequentialEngine(model, parsed, queue=queue, **reading)
+    options: dict[str, Any] = {"rows": wanted, "longest": longest, "queue": queue, "memory": held}
+    engine = BatchedEngine(model, parsed, documents=True, **options, **reading)
     return Service(
         model, tokenizer, name, parsed, engine=engine, folder=folder, queue=queue, memory=memory,
         whole_below=whole_below, answer_seconds=answer_seconds, **reading,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,11 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import Method, parse_method
 from kvsketch.models import files
 from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
-from kvsketch.serve.engine import WHOLE, BatchedEngine
+from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.metrics import Metrics
 from kvsketch.serve.requests import Closed, Engine, Full, Request, Ticket, unused_settings
 from kvsketch.serve.schema import DEFAULT_NEW_TOKENS, ApiError, Asked, ChatAsked, CompletionAsked
-from kvsketch.serve.sequential import SequentialEngine
 from kvsketch.serve.text import GrowingText, Template
 from kvsketch.slots.positions import CACHE
 
@@ -84,7 +82,7 @@ class Service:
         self.template = Template(tokenizer)
         self.context = longest_context(model, self.method, memory)
         self.created = int(time.time())
-        self._queue, self.answer_seconds = queue, answer_seconds
+        self.answer_seconds = answer_seconds
         if unused := unused_settings(model):
             log.warning("generation settings of %s that are not applied: %s", name, unused)
         reading: dict[str, Any] = {"prefill": prefill, "chunk": chunk}
@@ -93,9 +91,9 @@ class Service:
             folder or files.home() / "documents", model, tokenizer, self.method,
             name=name, most_tokens=self.context, whole_below=whole_below, **held, **reading,
         )  # fmt: skip
-        self.engine: Engine = engine or SequentialEngine(model, self.method, queue=queue, **reading)
-        self._beside: SequentialEngine | None = None
-        self._lock = threading.Lock()
+        self.engine: Engine = engine or BatchedEngine(
+            model, self.method, rows=1, longest=self.context, queue=queue, **reading
+        )
         self.metrics = Metrics(self.engine.state, self._statuses)
         self._mean_seconds = 1.0
         self.stopping = False
@@ -158,9 +156,8 @@ class Service:
         )  # fmt: skip
 
     def _submit(self, request: Request) -> Ticket:
-        engine = self._engine_for(request)
         try:
-            return engine.submit(request)
+            return self.engine.submit(request)
         except Full as error:
             wait = max(1, min(LONGEST_RETRY, round(self._mean_seconds)))
             raise ApiError(429, f"{error}; try again in {wait} s", "queue_full", retry_after=wait) from None
@@ -168,19 +165,6 @@ class Service:
             raise ApiError(503, "the server is stopping", "stopping", retry_after=SOON) from None
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_value") from None
-
-    def _engine_for(self, request: Request) -> Engine:
-        """Documents of another method than the server's are answered one at a time, beside the others; one that is kept
-        whole takes steps of its own among them, where requests run together.
-        """
-        document = request.document
-        together = isinstance(self.engine, BatchedEngine)
-        if document is None or document.method == self.method or (together and str(document.method) == WHOLE):
-            return self.engine
-        with self._lock:
-            if self._beside is None:
-                self._beside = SequentialEngine(self.model, self.method, queue=self._queue)
-            return self._beside
 
     def note(self, answer: Answer) -> None:
         """An answer has ended: its times count."""
@@ -239,8 +223,6 @@ class Service:
         self.stopping = True
         self.documents.close()
         self.engine.close(drain)
-        if self._beside is not None:
-            self._beside.close(drain)
 
 
 def longest_context(model: Any, method: Method, memory: int | None) -> int:

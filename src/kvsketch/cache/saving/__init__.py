@@ -5,7 +5,7 @@
 
 The file (sealed_file.py) holds the method, what identifies the model (model_identity.py), what was read (read.py) and
 the state of every layer (layer_state.py). Loading checks everything before it builds a new cache: bytes, version,
-method, model, layers. Files of format 1 are read too (format1.py).
+method, model, layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 import kvsketch
 from kvsketch.cache.interrupted import left_behind
 from kvsketch.cache.layer import SlotLayer
-from kvsketch.cache.saving import format1, sealed_file
+from kvsketch.cache.saving import sealed_file
 from kvsketch.cache.saving.layer_state import LayerReader, encode_layer
 from kvsketch.cache.saving.model_identity import ModelIdentity, layer_devices
 from kvsketch.methods import parse_method
@@ -84,12 +84,12 @@ def about(path: str | os.PathLike[str]) -> dict[str, str]:
 class SavedCache:
     """The content of a file: what a cache is made with, and the state of its layers."""
 
-    def __init__(self, file: Path, content: Any, tensors: Any, version: str) -> None:
+    def __init__(self, file: Path, content: Any, tensors: Any) -> None:
         self._file, self._tensors = file, tensors
         self.method = _method(file, content["method"])
         self.options, self.model, self.read = content["options"], content["model"], content.get("read", {})
         self.about: dict[str, str] = content.get("about", {})
-        self._layers = [format1.upgraded(layer) if version == "1" else layer for layer in content["layers"]]
+        self._layers = content["layers"]
 
     def fill(self, layers: Sequence[Any], model: Any, identity: ModelIdentity, head_share: HeadShare | None) -> None:
         """Gives the layers of a new cache the saved state, on the devices of the model; ValueError for another one."""
@@ -118,14 +118,14 @@ def opened(path: str | os.PathLike[str]) -> Iterator[SavedCache]:
     text = sealed_file.verified(file)
     if text.get("kind") != KIND:
         raise ValueError(f"{file} is no saved cache; save one with cache.save()")
-    if text.get("version") not in ("1", VERSION):
+    if text.get("version") != VERSION:
         raise ValueError(
             f"{file} has format {text.get('version')}, written by kvsketch {text.get('kvsketch')}; kvsketch "
             f"{kvsketch.__version__} reads format {VERSION}: use that version, or save the cache again with this one"
         )
     try:
         with plain(), safe_open(file, framework="pt") as tensors:
-            yield SavedCache(file, json.loads(text["cache"]), tensors, text["version"])
+            yield SavedCache(file, json.loads(text["cache"]), tensors)
     except (SafetensorError, *MISFITS) as error:
         raise ValueError(
             f"{file} does not hold what kvsketch {kvsketch.__version__} expects ({type(error).__name__}: {error}); "

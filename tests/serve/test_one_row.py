@@ -1,4 +1,4 @@
-"""The plain engine: tokens of `kvsketch.generate`, one request after the other, a bounded queue, cancels."""
+"""An engine of one row: tokens of `kvsketch.generate`, one request after the other, a bounded queue, cancels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 import kvsketch
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Closed, Full, Request, unused_settings
-from kvsketch.serve.sequential import SequentialEngine
 from tests.helpers import zoo
 
 METHOD = "h2o:budget=24:sinks=2:recent=4"
@@ -25,8 +24,8 @@ def model() -> Any:
 
 
 @pytest.fixture
-def engine(model: Any) -> Iterator[SequentialEngine]:
-    made = SequentialEngine(model, METHOD, queue=2)
+def engine(model: Any) -> Iterator[BatchedEngine]:
+    made = BatchedEngine(model, METHOD, rows=1, queue=2)
     yield made
     made.close(drain=False)
 
@@ -59,7 +58,7 @@ def alone(model: Any, ids: tuple[int, ...], cache: Any = None, **options: Any) -
     return list(output[0, len(ids) :].tolist())
 
 
-def test_tokens_are_those_of_generate(model: Any, engine: SequentialEngine) -> None:
+def test_tokens_are_those_of_generate(model: Any, engine: BatchedEngine) -> None:
     wanted = alone(model, IDS)
     ticket = engine.submit(Request(IDS, 9))
     assert list(ticket) == wanted and ticket.finish_reason == "length"
@@ -71,8 +70,8 @@ def test_tokens_are_those_of_generate(model: Any, engine: SequentialEngine) -> N
 @pytest.mark.parametrize(
     "taste", [{"top_p": 0.8}, {"min_p": 0.5}, {"top_k": 9, "repetition_penalty": 1.4}, {"repetition_penalty": 3.0}]
 )
-def test_a_seed_draws_the_same_tokens_in_both_engines_and_alone(
-    model: Any, engine: SequentialEngine, taste: dict[str, Any]
+def test_a_seed_draws_the_same_tokens_in_one_row_in_many_and_alone(
+    model: Any, engine: BatchedEngine, taste: dict[str, Any]
 ) -> None:
     temperature = 0.0 if [*taste] == ["repetition_penalty"] else 1.5
     options = {"do_sample": temperature > 0, "top_k": 0, **taste}
@@ -88,7 +87,7 @@ def test_a_seed_draws_the_same_tokens_in_both_engines_and_alone(
 
 
 def test_settings_of_the_model_that_no_request_has_change_no_answer(
-    model: Any, engine: SequentialEngine, monkeypatch: pytest.MonkeyPatch
+    model: Any, engine: BatchedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = Request(IDS, 9, temperature=1.5, seed=5)
     wanted = list(engine.submit(request))
@@ -98,7 +97,7 @@ def test_settings_of_the_model_that_no_request_has_change_no_answer(
     assert [*unused_settings(model)] == ["stop_strings", "suppress_tokens", "typical_p"]
 
 
-def test_a_document_is_read_once_and_left_as_it_is(model: Any, engine: SequentialEngine) -> None:
+def test_a_document_is_read_once_and_left_as_it_is(model: Any, engine: BatchedEngine) -> None:
     document = kvsketch.CompressedCache(model, METHOD)
     kvsketch.prefill(model, torch.tensor([IDS]), document)
     ticket = engine.submit(Request(IDS[:7], 9, document=document))
@@ -106,7 +105,7 @@ def test_a_document_is_read_once_and_left_as_it_is(model: Any, engine: Sequentia
     assert document.tokens_seen == 60 and list(ticket) == alone(model, IDS[:7], document)
 
 
-def test_the_queue_is_bounded_and_whoever_cancels_leaves_it(engine: SequentialEngine, gate: Gate) -> None:
+def test_the_queue_is_bounded_and_whoever_cancels_leaves_it(engine: BatchedEngine, gate: Gate) -> None:
     running = engine.submit(Request(IDS, 9))
     assert gate.reached.wait(30)
     waiting = [engine.submit(Request(IDS, 2)) for _ in range(2)]
@@ -122,13 +121,16 @@ def test_the_queue_is_bounded_and_whoever_cancels_leaves_it(engine: SequentialEn
     assert engine.state().finished == {"cancelled": 2, "length": 2}
 
 
-def test_close_drains_and_a_bad_request_spoils_only_itself(model: Any) -> None:
-    engine = SequentialEngine(model, METHOD)
-    bad = engine.submit(Request((10**6,), 2))
+def test_a_document_of_another_method_is_answered_too(model: Any, engine: BatchedEngine) -> None:
+    document = kvsketch.CompressedCache(model, "streamingllm:budget=16")
+    kvsketch.prefill(model, torch.tensor([IDS]), document)
+    assert list(engine.submit(Request(IDS[:7], 9, document=document))) == alone(model, IDS[:7], document)
+
+
+def test_close_drains(model: Any) -> None:
+    engine = BatchedEngine(model, METHOD, rows=1)
     good = engine.submit(Request(IDS, 2))
     engine.close()
-    assert len(good.tokens) == 2 and bad.finish_reason == "error"
-    with pytest.raises(IndexError):
-        list(bad)
+    assert len(good.tokens) == 2
     with pytest.raises(Closed):
         engine.submit(Request(IDS, 2))
