@@ -148,7 +148,7 @@ def few_bits(x: Tensor, bits: int, exact: int = 4) -> Tensor | CodedSlots:
     at = torch.arange(exact, device=x.device).expand(*x.shape[:2], -1) * 7 % x.shape[2]
     rotated = codec.rotated(x.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])).float() - center.unsqueeze(2))
     at = at.int().clone()
-    at[:, 0, -1] = -1
+    at[:, 0, -1:] = -1
     return CodedSlots(codec, center, rotated, at, *encode(x, center, codec))
 
 

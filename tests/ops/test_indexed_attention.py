@@ -17,6 +17,7 @@ from kvsketch.ops.common.device import Device
 from kvsketch.ops.indexed_attention import Arguments, Extra, Spans, reference
 from kvsketch.ops.weighted_attention import Attended
 from tests.ops.formula import needs_triton, poison, relative_error
+from tests.ops.pairwise import Case, pairwise
 from tests.ops.recall_inputs import normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
@@ -426,35 +427,54 @@ def dispatched(call: Arguments) -> Tensor:
     return ops.indexed_attention(call.q, call.k, call.v, call.rows, call.scale, **names)
 
 
+SWITCHES: dict[str, tuple[Any, ...]] = {
+    "bits": (4, 16), "dtype": (torch.bfloat16, torch.float16, torch.float32), "group": (4, 7, 1),
+    "extras": ("none", "slots", "cut", "scored"), "shared": (False, True), "spans": (True, False),
+    "exact": (True, False), "softcap": (None, 5.0), "sinks": (False, True), "size": (32, 48),
+}  # fmt: skip
+
+
+def possible(case: Case) -> bool:
+    """4-bit rows are read in half precision, and by one Hadamard matrix."""
+    return not (case.get("bits") == 4 and (case.get("dtype") == torch.float32 or case.get("size") == 48))
+
+
 @needs_triton
-@pytest.mark.parametrize(
-    ("extras", "shared", "group", "softcap", "dtype"),
-    [(9, False, 4, None, torch.bfloat16), (0, True, 7, 20.0, torch.float16), (9, True, 1, 5.0, torch.bfloat16)],
-)
-def test_rows_in_few_bits(
-    extras: int, shared: bool, group: int, softcap: float | None, dtype: torch.dtype, device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+@pytest.mark.parametrize("case", pairwise(SWITCHES, possible), ids=lambda case: "-".join(map(str, case.values())))
+def test_every_pair_of_switches(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvsketch.ops.indexed_attention import kernel
 
-    call = make_call(device, group, rows=30, size=64, value_size=128, extras=extras, shared=shared, dtype=dtype)
-    parts = []
-    for x, common in ((call.k, 9.0), (call.v, 1.0)):
-        assert isinstance(x, Tensor)
-        x = x + common
-        codec, center = Codec(4, x.shape[-1]), x.float().mean(2)
-        # Of the exact slots one is in the spans, one is listed, one is gone.
-        listed = call.rows.view(2, 2, -1)[:, :, :1].clamp_min(7)
-        at = torch.cat([torch.ones_like(listed), listed, torch.full_like(listed, -1)], 2)
-        exact = 3 * normal(2, 2, 3, x.shape[-1], seed=5).to(device)
-        parts.append(CodedSlots(codec, center, exact, at, *encode(x, center, codec)))
-    call = replace(call, k=parts[0], v=parts[1], softcap=softcap)
+    dtype, extras = case["dtype"], 0 if case["extras"] == "none" else 9
+    call = make_call(
+        device, case["group"], rows=30, size=case["size"], value_size=2 * case["size"], extras=extras,
+        shared=case["shared"], spans=case["spans"], dtype=dtype,
+    )  # fmt: skip
+    if call.extra is not None and case["extras"] == "slots":
+        call = replace(call, extra=call.extra._replace(cut=None))
+    elif call.extra is not None and case["extras"] == "scored":
+        call = replace(call, extra=call.extra._replace(scores=normal(2, 2 * case["group"], 9, seed=3).to(device)))
+    sinks = normal(2 * case["group"], seed=4).to(device) if case["sinks"] else None
+    call = replace(call, softcap=case["softcap"], sink_logits=sinks)
+    if case["bits"] == 4:
+        k, v = (in_four_bits(x, call.rows, case["exact"]) for x in (call.k + 9.0, call.v + 1.0))
+        call = replace(call, k=k, v=v)
     assert kernel.supported(call)
     expected = reference.indexed_attention(call)
     poison(monkeypatch)
     small = kernel.Plan(
-        16, list_splits=2, span_splits=1, extra_splits=2 * (extras > 0), warps=1, stages=2, overlap=False
-    )
-    found = kernel.indexed_attention(call, small)
-    assert relative_error(found.out, expected.out) < TOLERANCE[dtype]
-    torch.testing.assert_close(found.log_sum_num, expected.log_sum_num, atol=0.02, rtol=2e-3)
+        16, list_splits=2, span_splits=int(case["spans"]), extra_splits=2 * (extras > 0), warps=1, stages=2,
+        overlap=False,
+    )  # fmt: skip
+    result = kernel.indexed_attention(call, small)
+    assert relative_error(result.out, expected.out) < TOLERANCE[dtype]
+    torch.testing.assert_close(result.log_sum_num, expected.log_sum_num, atol=0.02, rtol=2e-3)
+    torch.testing.assert_close(result.log_sum_den, expected.log_sum_den, atol=0.02, rtol=2e-3)
+
+
+def in_four_bits(x: Tensor, rows: Tensor, exact: bool) -> CodedSlots:
+    """Of the exact slots one is in the spans, one is listed, one is gone."""
+    codec, center = Codec(4, x.shape[-1]), x.float().mean(2)
+    listed = rows.view(2, 2, -1)[:, :, :1].clamp_min(7)
+    at = torch.cat([torch.ones_like(listed), listed, torch.full_like(listed, -1)], 2)[:, :, : 3 * exact]
+    values = 3 * normal(2, 2, 3, x.shape[-1], seed=5).to(x.device)[:, :, : 3 * exact]
+    return CodedSlots(codec, center, values, at, *encode(x, center, codec))

@@ -185,7 +185,7 @@ def test_pieces_begin_with_a_tile_of_the_kernel_that_reads_them(
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *args, **options: tiles.append(options["BLOCK_N"])
 
-    monkeypatch.setattr(kernel, "split_kernel", Kernel())
+    monkeypatch.setattr(kernel, "split_kernel" if bits == 16 else "coded_split_kernel", Kernel())
     monkeypatch.setattr(kernel, "combine", lambda *args: None)
     monkeypatch.setattr(kernel, "device_traits", lambda device: Device(1, 227 * 1024, True))
     kernel.weighted_attention(flat_call(torch.bfloat16, 4, size, True, bits, torch.device("cpu")))

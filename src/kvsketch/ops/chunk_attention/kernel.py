@@ -77,14 +77,11 @@ def chunk_attention(call: Arguments, launch: Launch | None = None) -> Attended:
         chunk_kernel[(triton.cdiv(queries, launch.queries), batch * query_heads)](
             _rows(q, launch.queries), _rows(k, launch.keys), _rows(v, launch.keys), past_k, past_v,
             log_num, log_den, contiguous(call.hidden), contiguous(call.sink_logits), out, state,
-            factor, call.softcap or 0.0, (call.clip or 0.0) / math.log(2.0),
+            factor, call.softcap, None if call.clip is None or tied else call.clip / math.log(2.0),
             queries, tokens, slots, value_slots, query_heads, *outer_strides(log_num), *outer_strides(log_den),
             GROUP=query_heads // kv_heads, DV=value_size, BLOCK_D=block_size(size), BLOCK_DV=block_size(value_size),
             BLOCK_M=launch.queries, BLOCK_N=launch.keys, PRECISION="ieee" if torch.version.hip else "tf32x3",
-            PAST=past is not None, TIED=tied, NUM=log_num is not None, DEN=log_den is not None,
-            TAIL=value_slots < slots, HIDDEN=call.hidden is not None, CAPPED=call.softcap is not None,
-            SINKS=call.sink_logits is not None, CLIPPED=call.clip is not None and not tied,
-            num_warps=launch.warps, num_stages=launch.stages,
+            TIED=tied, TAIL=value_slots < slots, num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
     return Attended(out.transpose(1, 2), state[0], state[1])
 
@@ -94,10 +91,10 @@ def _rows(tensor: Tensor, count: int) -> TensorDescriptor:
 
 
 @triton.jit
-def logits(q, k, factor, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
+def logits(q, k, factor, softcap, PRECISION: tl.constexpr):
     """log2(e) x for a tile [queries, keys]; `factor` is the scale, times log2(e) where no cap comes between."""
     s = dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32), PRECISION) * factor
-    if CAPPED:
+    if softcap is not None:
         s = softcap * LOG2E * tanh_ratio(s, softcap)
     return s
 
@@ -117,9 +114,8 @@ def chunk_kernel(
     q_rows, k_rows, v_rows, past_k_rows, past_v_rows, num_ptr, den_ptr, hidden_ptr, sink_ptr, out_ptr, state_ptr,
     factor, softcap, log2_clip, queries, tokens, slots_total, value_slots, query_heads, num_b, num_h, den_b, den_h,
     GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    PAST: tl.constexpr, TIED: tl.constexpr, NUM: tl.constexpr, DEN: tl.constexpr, TAIL: tl.constexpr,
-    HIDDEN: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TIED: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     """Writes out [B, N, Hq, Dv] and the logarithms of both sums, [2, B, Hq, N]."""
     # The last queries see the most tokens: they start first.
@@ -137,56 +133,56 @@ def chunk_kernel(
 
     # Tokens [begin, whole) are seen by all queries of the tile, those from `last` on by none.
     hidden = 0
-    if HIDDEN:
+    if hidden_ptr is not None:
         hidden = tl.load(hidden_ptr + b).to(tl.int32)
     last = tl.minimum(first + start + BLOCK_M, tokens)
     begin = hidden // BLOCK_N * BLOCK_N
-    whole = begin if HIDDEN else (first + start + 1) // BLOCK_N * BLOCK_N
+    whole = begin if hidden_ptr is not None else (first + start + 1) // BLOCK_N * BLOCK_N
     for token in range(begin, whole, BLOCK_N):
         k = load_rows(k_rows, b, kv_head, token, BLOCK_N, BLOCK_D)
         v = load_rows(v_rows, b, kv_head, token, BLOCK_N, BLOCK_DV)
-        x = logits(q, k, factor, softcap, CAPPED, PRECISION)
+        x = logits(q, k, factor, softcap, PRECISION)
         origin, total, acc = add_tile(origin, total, acc, x, v, PRECISION)
     for token in range(whole, last, BLOCK_N):
         columns = token + tl.arange(0, BLOCK_N)
         k = load_rows(k_rows, b, kv_head, token, BLOCK_N, BLOCK_D)
         v = load_rows(v_rows, b, kv_head, token, BLOCK_N, BLOCK_DV)
-        x = logits(q, k, factor, softcap, CAPPED, PRECISION)
+        x = logits(q, k, factor, softcap, PRECISION)
         visible = columns[None, :] <= places[:, None]
-        if HIDDEN:
+        if hidden_ptr is not None:
             visible = visible & (columns >= hidden)[None, :]
         origin, total, acc = add_tile(origin, total, acc, tl.where(visible, x, NEG_INF), v, PRECISION)
 
     den_origin, den_total = origin, total
-    if PAST:
+    if past_k_rows is not None:
         num_base, den_base = num_ptr, den_ptr
-        if NUM:
+        if num_ptr is not None:
             num_base += b.to(tl.int64) * num_b + kv_head * num_h
-        if DEN:
+        if den_ptr is not None:
             den_base += b.to(tl.int64) * den_b + kv_head * den_h
         for slot in range(0, value_slots, BLOCK_N):
             slots = slot + tl.arange(0, BLOCK_N)
             k = load_rows(past_k_rows, b, kv_head, slot, BLOCK_N, BLOCK_D)
             v = load_rows(past_v_rows, b, kv_head, slot, BLOCK_N, BLOCK_DV)
-            x = logits(q, k, factor, softcap, CAPPED, PRECISION)
-            x_num = x + load_weights(num_base, slots, value_slots, NUM, True)[None, :]
+            x = logits(q, k, factor, softcap, PRECISION)
+            x_num = x + load_weights(num_base, slots, value_slots, True)[None, :]
             origin, total, acc = add_tile(origin, total, acc, x_num, v, PRECISION)
             if not TIED:
-                x_den = x + load_weights(den_base, slots, slots_total, DEN, True)[None, :]
+                x_den = x + load_weights(den_base, slots, slots_total, True)[None, :]
                 den_origin, den_total, _, _ = add_terms(den_origin, den_total, x_den)
         if TAIL:
             # The last tile above read on beyond `value_slots`.
             for slot in range(tl.cdiv(value_slots, BLOCK_N) * BLOCK_N, slots_total, BLOCK_N):
                 slots = slot + tl.arange(0, BLOCK_N)
                 k = load_rows(past_k_rows, b, kv_head, slot, BLOCK_N, BLOCK_D)
-                x = logits(q, k, factor, softcap, CAPPED, PRECISION)
-                x_den = x + load_weights(den_base, slots, slots_total, DEN, True)[None, :]
+                x = logits(q, k, factor, softcap, PRECISION)
+                x_den = x + load_weights(den_base, slots, slots_total, True)[None, :]
                 den_origin, den_total, _, _ = add_terms(den_origin, den_total, x_den)
         if TIED:
             den_origin, den_total = origin, total
 
-    by_origin, by_total = clip_denominator(origin, total, den_origin, den_total, log2_clip, CLIPPED)
-    if SINKS:
+    by_origin, by_total = clip_denominator(origin, total, den_origin, den_total, log2_clip)
+    if sink_ptr is not None:
         sink = tl.load(sink_ptr + head).to(tl.float32)
         den_origin, den_total = add_sink(den_origin, den_total, sink)
         by_origin, by_total = add_sink(by_origin, by_total, sink)

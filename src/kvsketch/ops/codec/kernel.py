@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvsketch.ops.codec import LARGEST_STEP, LEAST_EXPONENT, NOT_FINITE, STEP_DTYPE, Codec, Coded, CodedSlots
 from kvsketch.ops.common.device import device_traits, on
-from kvsketch.ops.common.kernel import dot, hadamard, hadamard_signs, load_levels
+from kvsketch.ops.common.few_bits import hadamard, hadamard_signs, load_levels
+from kvsketch.ops.common.kernel import dot
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, dense_last
 
 TILE = 64  # vectors of one program

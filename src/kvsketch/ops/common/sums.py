@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
-from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, begin, hadamard
+from kvsketch.ops.common.few_bits import hadamard
+from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, begin
 from kvsketch.ops.common.ragged import Ragged
 
 LIMIT = tl.constexpr(2.0**100)  # of a sum with a guessed origin; beyond it the origin is a running maximum
@@ -47,12 +48,11 @@ def combine(
         acc, sums, sink_logits, None if ragged is None else ragged.first_piece,
         None if turned is None else turned.center if pages is not None else turned.center.contiguous(),
         None if turned is None else turned.codec.signs(out.device),
-        pages, out, state, log2_clip or 0.0, 0 if turned is None else turned.center.stride(0), heads,
-        splits, queries, query_heads, query_heads // heads * queries, turned_splits or 0,
-        DV=value_size, COLUMNS=columns, BLOCK_SPLITS=block, MANY=most > block, MIXED=turned_splits is not None,
-        TIED=tied, SINKS=sink_logits is not None, CLIPPED=log2_clip is not None, OVERLAP=overlap,
-        RATIO=state.shape[0] == 3, RAGGED=ragged is not None, TURN=turned is not None,
-        PAGED=turned is not None and pages is not None,
+        None if turned is None else pages, out, state, log2_clip,
+        0 if turned is None else turned.center.stride(0), heads,
+        splits, queries, query_heads, query_heads // heads * queries, turned_splits,
+        DV=value_size, COLUMNS=columns, BLOCK_SPLITS=block, MANY=most > block,
+        TIED=tied, OVERLAP=overlap, RATIO=state.shape[0] == 3,
         CENTERS=0 if turned is None or len(turned.center) == len(out) else heads,
         num_warps=4 if block * columns <= 8192 else 8, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
@@ -84,9 +84,11 @@ def add_sink(origin, total, sink):
 
 
 @triton.jit
-def clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip, CLIPPED: tl.constexpr):
-    """The denominator moved to within a factor 2^log2_clip of the numerator's weights; an empty one stays empty."""
-    if CLIPPED:
+def clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip):
+    """The denominator moved to within a factor 2^log2_clip of the numerator's weights, None: not at all;
+    an empty one stays empty.
+    """
+    if log2_clip is not None:
         num = num_origin + tl.log2(num_total)
         den_origin = tl.minimum(tl.maximum(den_origin + tl.log2(den_total), num - log2_clip), num + log2_clip)
         den_total = tl.where(den_total > 0.0, 1.0, 0.0)
@@ -101,11 +103,11 @@ def normalizer(num_origin, num_total, den_origin, den_total):
 
 
 @triton.jit
-def load_weights(base, slots, limit, WEIGHTED: tl.constexpr, MASKED: tl.constexpr):
-    """Base-2 log-weights of a tile of slots; -inf from `limit` on."""
-    if WEIGHTED and MASKED:
+def load_weights(base, slots, limit, MASKED: tl.constexpr):
+    """Base-2 log-weights of a tile of slots, zero where there are none; -inf from `limit` on."""
+    if base is not None and MASKED:
         return tl.load(base + slots, mask=slots < limit, other=NEG_INF) * LOG2E
-    elif WEIGHTED:
+    elif base is not None:
         return tl.load(base + slots) * LOG2E
     elif MASKED:
         return tl.where(slots < limit, 0.0, NEG_INF)
@@ -145,9 +147,8 @@ def load_pieces(acc_ptr, place, column, inside, DV: tl.constexpr):
 def combine_kernel(
     acc_ptr, sums_ptr, sink_ptr, first_ptr, center_ptr, sign_ptr, page_ptr, out_ptr, state_ptr,
     log2_clip, center_p, kv_heads, splits, queries, query_heads, head_rows, turned_splits,
-    DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, MANY: tl.constexpr, MIXED: tl.constexpr,
-    TIED: tl.constexpr, SINKS: tl.constexpr, CLIPPED: tl.constexpr, OVERLAP: tl.constexpr,
-    RATIO: tl.constexpr, RAGGED: tl.constexpr, TURN: tl.constexpr, PAGED: tl.constexpr, CENTERS: tl.constexpr,
+    DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, MANY: tl.constexpr,
+    TIED: tl.constexpr, OVERLAP: tl.constexpr, RATIO: tl.constexpr, CENTERS: tl.constexpr,
 ):  # fmt: skip
     """Output of one row, COLUMNS of it, from the sums of its splits.
 
@@ -156,18 +157,18 @@ def combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = row // head_rows
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    if TURN:
+    if sign_ptr is not None:
         sign = tl.load(sign_ptr + column)
-        if not PAGED:
+        if page_ptr is None:
             of_head = head % CENTERS if CENTERS > 0 else head
             center = tl.load(center_ptr + of_head * DV + column)
     count, base, apart = splits, row * splits, 1
-    if RAGGED:
+    if first_ptr is not None:
         first = tl.load(first_ptr + head)
         count = tl.load(first_ptr + head + 1) - first
         base, apart = first.to(tl.int64) * head_rows + row % head_rows, head_rows
     begin(OVERLAP, OVERLAP)
-    if PAGED:
+    if page_ptr is not None:
         page = tl.maximum(tl.load(page_ptr + head // kv_heads), 0)
         center = tl.load(center_ptr + page * center_p + head % kv_heads * DV + column)
     split = tl.arange(0, BLOCK_SPLITS)
@@ -194,24 +195,24 @@ def combine_kernel(
         den_origin, den_total, _ = merge_sums(den_origins, den_totals)
     pieces *= share[:, None]
     out, plain, weight = tl.sum(pieces, 0), 0.0, num_total
-    if MIXED:
+    if turned_splits is not None:
         rotated = inside & (split < turned_splits)
         plain = tl.sum(tl.where(rotated[:, None], 0.0, pieces), 0)
         weight = tl.sum(tl.where(rotated, totals, 0.0) * share, 0)
-    by_origin, by_total = clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip, CLIPPED)
-    if SINKS:
+    by_origin, by_total = clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip)
+    if sink_ptr is not None:
         sink = tl.load(sink_ptr + (row // queries) % query_heads).to(tl.float32)
         den_origin, den_total = add_sink(den_origin, den_total, sink)
         by_origin, by_total = add_sink(by_origin, by_total, sink)
 
     factor = normalizer(num_origin, num_total, by_origin, by_total)
     out *= factor
-    if TURN:
-        if MIXED:
+    if sign_ptr is not None:
+        if turned_splits is not None:
             out -= plain * factor
         turned = tl.reshape(hadamard(tl.reshape(out, (1, DV)), 1, DV), (DV,)) * DV**-0.5
         out = turned * sign + center * (weight * factor)
-        if MIXED:
+        if turned_splits is not None:
             out += plain * factor
     tl.store(out_ptr + row * DV + column, out.to(out_ptr.dtype.element_ty), mask=column < DV)
     if tl.program_id(1) == 0:

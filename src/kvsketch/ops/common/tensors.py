@@ -49,6 +49,11 @@ def outer_strides(tensor: Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None or tensor.dim() == 1 else (tensor.stride(0), tensor.stride(1))
 
 
+def slot_strides(data: Tensor) -> tuple[int, int, int]:
+    """Strides by batch row, KV head and slot of [B, H, S, D]; a flat store [N, D] has the last alone."""
+    return (0, 0, data.stride(0)) if data.dim() == 2 else (data.stride(0), data.stride(1), data.stride(2))
+
+
 def block_size(size: int) -> int:
     """Columns of a tile that holds rows of this size: a power of two that the tensor cores take."""
     return max(16, 1 << (size - 1).bit_length())

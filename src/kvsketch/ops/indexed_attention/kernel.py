@@ -5,7 +5,7 @@ A piece is a part of a list of rows, of the spans, or of the extra slots. A list
 heads of the group are then computed along with it and not stored: a tile of the matrix units has room for them, and the
 time goes into reading. Sums are kept as in weighted attention and combined by the same program (`common/sums.py`).
 4-bit rows have a program of their own, which sums values rotated around their center, with slots as the long side of
-its products (`weighted_attention/words.py`). Extra slots are read by their scores, which a method that ranks them has.
+its products (`common/few_bits.py`). Extra slots are read by their scores, which a method that ranks them has.
 Legend: see the package docstring.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,14 +22,37 @@ from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.device import Device, device_traits, on
+from kvsketch.ops.common.few_bits import (
+    HALVES,
+    add_exact,
+    add_words,
+    around,
+    exact_products,
+    folded,
+    halves,
+    load_by_words,
+    load_vector,
+    nibble_offset,
+    of_rows,
+    once,
+    operand,
+    query_operands,
+    rotated,
+    store_by_words,
+    stored,
+    value_operand,
+    word_products,
+)
 from kvsketch.ops.common.kernel import (
     LOG2E,
     NEG_INF,
     PTX,
+    begin,
+    block_of,
     dot,
+    gather_tile,
+    load_columns,
     load_tile,
-    nibble_offset,
-    nibbles,
     store_columns,
     tanh_ratio,
 )
@@ -43,32 +66,18 @@ from kvsketch.ops.common.tensors import (
     dense_last,
     outer_strides,
     readable,
+    slot_strides,
 )
 from kvsketch.ops.indexed_attention import Arguments
 from kvsketch.ops.select_clusters.kernel import cluster_scores
 from kvsketch.ops.weighted_attention import Attended
-from kvsketch.ops.weighted_attention.kernel import HALVES
-from kvsketch.ops.weighted_attention.words import (
-    add_exact,
-    beside,
-    exact_scores,
-    folded,
-    halves,
-    load_by_words,
-    load_of_words,
-    of_rows,
-    offset_of_levels,
-    once,
-    parts_of,
-    store_by_words,
-    turned,
-)
 
 # Rows lie anywhere, so that many small programs hide the wait for them better than a few with more tiles in flight.
 TILE_BYTES = 16 * 1024
 MAX_PIECES = 96  # of one query: a third each for its list, the spans and the extra slots
 HEADS_AT_ONCE = tl.constexpr(128)
 EXTRA_TILE = tl.constexpr(32)  # extra slots of a tile
+EXACT_BLOCK = tl.constexpr(16)  # exact rows of a head, at most
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,7 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     if launch is None:
         slot_bytes = (block_size(size) + block_size(value_size)) * q.element_size()
         counts = (batch * heads, lists, row_count, span_count, extra_count)
-        coded = _few(query_heads // heads) * max(size, value_size) if isinstance(call.k, CodedSlots) else 0
+        coded = few(query_heads // heads) * max(size, value_size) if isinstance(call.k, CodedSlots) else 0
         launch = plan(*counts, slot_bytes // 4 if coded else slot_bytes, device_traits(q.device), coded)
     pieces = launch.pieces
 
@@ -135,15 +144,16 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     sinks, tail = contiguous(call.sink_logits), launch.extra_splits
 
     with on(q.device):
+        turned, turned_splits = None, None
         if isinstance(call.k, CodedSlots) and isinstance(call.v, CodedSlots):
+            turned, turned_splits = call.v, pieces - tail if tail else None
             _read_coded(call, call.k, call.v, launch, acc, sums)
-            turned = pieces - tail if tail else None
-            combine(
-                acc, sums, out, state, pieces, sinks, True, None, launch.overlap, turned=call.v, turned_splits=turned
-            )
         else:
             _read(call, launch, acc, sums)
-            combine(acc, sums, out, state, pieces, sinks, True, None, launch.overlap)
+        combine(
+            acc, sums, out, state, pieces, sinks, True, None, launch.overlap,
+            turned=turned, turned_splits=turned_splits,
+        )  # fmt: skip
     return Attended(out, state[0], state[1])
 
 
@@ -166,66 +176,56 @@ class Unread(NamedTuple):
 
 def _read(call: Arguments, launch: Plan, acc: Tensor, sums: Tensor) -> None:
     """Sums of all pieces."""
-    q, spans, extra = dense_last(call.q), call.spans, Unread.of(call)
-    batch, query_heads, _, size = q.shape
     assert isinstance(call.k, Tensor) and isinstance(call.v, Tensor)
-    heads, value_size = call.k.shape[1], call.v.shape[3]
-    lists, rows = call.rows.shape[1] // heads, call.rows.contiguous()
-    edges = None if spans is None else spans.edges.contiguous()
-    grid = ((lists * launch.list_splits + launch.span_splits + launch.extra_splits) * batch * heads,)
-    pieces_kernel[grid](
-        q, call.k, call.v, rows, edges, *extra, acc, sums,
-        call.scale, call.softcap or 0.0,
-        rows.shape[2], 0 if spans is None else spans.most, 0 if extra.v is None else extra.v.shape[2],
-        launch.list_splits, launch.span_splits, launch.extra_splits, heads,
-        *q.stride()[:2], *call.k.stride()[:3], *call.v.stride()[:3], *_strides(extra.v),
-        GROUP=query_heads // heads, LISTS=lists, SPANS=0 if edges is None else edges.shape[1],
-        WEIGHTS=1 if extra.log_weight is None else extra.log_weight.shape[1] // heads,
-        D=size, DV=value_size, BLOCK_D=block_size(size), BLOCK_DV=block_size(value_size),
-        BLOCK_M=block_size(query_heads // heads), FEW=_few(query_heads // heads),
-        BLOCK_N=launch.block_n, STAGES=launch.stages,
-        CAPPED=call.softcap is not None, EXTRA=extra.v is not None, CUT=extra.cut is not None,
-        OVERLAP=launch.overlap, num_warps=launch.warps, **_bounded(launch),
+    pieces_kernel[_grid(call, launch)](
+        dense_last(call.q), call.k, call.v, acc, sums, **_shared(call, launch),
+        k_strides=slot_strides(call.k), v_strides=slot_strides(call.v), D=call.k.shape[3], DV=call.v.shape[3],
     )  # fmt: skip
 
 
 def _read_coded(call: Arguments, keys: CodedSlots, values: CodedSlots, launch: Plan, acc: Tensor, sums: Tensor) -> None:
     """Sums of all pieces; those of lists and spans are of values in rotated coordinates around their center."""
-    q, spans, extra = dense_last(call.q), call.spans, Unread.of(call)
-    batch, query_heads, _, size = q.shape
-    heads, value_size = keys.shape[1], values.shape[3]
-    lists, rows = call.rows.shape[1] // heads, call.rows.contiguous()
-    edges = None if spans is None else spans.edges.contiguous()
-    k_codes, v_codes = (dense_last(part.codes).view(torch.int16) for part in (keys, values))
-    k_steps, v_steps = dense_last(keys.steps), dense_last(values.steps)
-    grid = ((lists * launch.list_splits + launch.span_splits + launch.extra_splits) * batch * heads,)
-    coded_pieces_kernel[grid](
-        q, k_codes, v_codes, k_steps, v_steps, rows, edges, *extra, acc, sums,
-        keys.center.contiguous(), values.center.contiguous(),
-        keys.codec.signs(q.device), values.codec.signs(q.device),
-        keys.exact.contiguous(), values.exact.contiguous(), keys.exact_at.contiguous(),
-        call.scale, call.softcap or 0.0,
-        rows.shape[2], 0 if spans is None else spans.most, 0 if extra.v is None else extra.v.shape[2],
-        launch.list_splits, launch.span_splits, launch.extra_splits, heads,
-        *q.stride()[:2], *k_codes.stride()[:3], *v_codes.stride()[:3], *outer_strides(k_steps), *outer_strides(v_steps),
-        *_strides(extra.v),
-        GROUP=query_heads // heads, LISTS=lists, SPANS=0 if edges is None else edges.shape[1],
-        WEIGHTS=1 if extra.log_weight is None else extra.log_weight.shape[1] // heads,
-        D=size, DV=value_size, BLOCK_D=block_size(size // 4), BLOCK_DV=block_size(value_size // 4),
-        BLOCK_M=_few(query_heads // heads), BLOCK_N=launch.block_n, STAGES=launch.stages,
-        HALF=HALVES[q.dtype], EXACT=keys.exact_at.shape[2], CAPPED=call.softcap is not None,
-        EXTRA=extra.v is not None, CUT=extra.cut is not None,
-        OVERLAP=launch.overlap, num_warps=launch.warps, **_bounded(launch),
+    k, v = (
+        stored(part, True)._replace(center=part.center.contiguous(), sign=part.codec.signs(call.q.device))
+        for part in (keys, values)
+    )
+    coded_pieces_kernel[_grid(call, launch)](
+        dense_last(call.q), k, v, keys.exact_at.contiguous(), acc, sums, **_shared(call, launch),
+        k_step_strides=outer_strides(k.step), v_step_strides=outer_strides(v.step),
+        HALF=HALVES[call.q.dtype], EXACT=keys.exact_at.shape[2],
     )  # fmt: skip
 
 
-def _bounded(launch: Plan) -> dict[str, int]:
-    return {"maxnreg": launch.registers} if launch.registers and PTX.value else {}
+def _grid(call: Arguments, launch: Plan) -> tuple[int]:
+    batch, heads = call.k.shape[:2]
+    lists = call.rows.shape[1] // heads
+    return ((lists * launch.list_splits + launch.span_splits + launch.extra_splits) * batch * heads,)
 
 
-def _few(group: int) -> int:
+def _shared(call: Arguments, launch: Plan) -> dict[str, Any]:
+    """Arguments that both programs take."""
+    spans, extra, heads, q = call.spans, Unread.of(call), call.k.shape[1], dense_last(call.q)
+    bound = {"maxnreg": launch.registers} if launch.registers and PTX.value else {}
+    return {
+        "rows_ptr": call.rows.contiguous(), "spans_ptr": None if spans is None else spans.edges.contiguous(),
+        "scores_ptr": extra.scores, "means_ptr": extra.v, "weights_ptr": extra.log_weight, "cut_ptr": extra.cut,
+        "scale": call.scale, "softcap": call.softcap, "kv_heads": heads,
+        "row_count": call.rows.shape[2], "span_count": 0 if spans is None else spans.most,
+        "extra_count": 0 if extra.v is None else extra.v.shape[2],
+        "list_splits": launch.list_splits, "span_splits": launch.span_splits, "extra_splits": launch.extra_splits,
+        "q_strides": q.stride()[:2], "mean_strides": None if extra.v is None else slot_strides(extra.v),
+        "GROUP": q.shape[1] // heads, "LISTS": call.rows.shape[1] // heads,
+        "SPANS": 0 if spans is None else spans.edges.shape[1],
+        "WEIGHTS": 1 if extra.log_weight is None else extra.log_weight.shape[1] // heads,
+        "BLOCK_N": launch.block_n, "STAGES": launch.stages, "OVERLAP": launch.overlap, "num_warps": launch.warps,
+        **bound,
+    }  # fmt: skip
+
+
+@triton.constexpr_function
+def few(group):
     """Queries of a tile with slots as its long side: each has two columns of a product, which has 8 at least."""
-    return max(4, triton.next_power_of_2(group))
+    return max(4, 1 << (group - 1).bit_length())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -271,30 +271,12 @@ def best_share(parts: list[tuple[int, int]], resident: int) -> int:
     return max(share for share in choices if time(share) <= enough)
 
 
-def _strides(tensor: Tensor | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1), tensor.stride(2))
-
-
 @triton.jit
-def logits_of(q, k, scale, softcap, CAPPED: tl.constexpr):
-    """log2(e) s for a tile of keys, [queries, slots]."""
-    return capped(dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32)) * scale, softcap, CAPPED)
-
-
-@triton.jit
-def capped(s, softcap, CAPPED: tl.constexpr):
+def capped(s, softcap):
     """log2(e) times logits, after the cap."""
-    if CAPPED:
+    if softcap is not None:
         s = softcap * tanh_ratio(s, softcap)
     return s * LOG2E
-
-
-@triton.jit
-def load_rows(base, slot, stride, visible, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows `slot` of a [slots, SIZE] matrix, zero where not visible."""
-    column = tl.arange(0, COLUMNS)
-    pointers = base + slot.to(tl.int64)[:, None] * stride + column[None, :]
-    return tl.load(pointers, mask=visible[:, None] & (column < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
@@ -325,14 +307,38 @@ def piece_and_head(pieces):
 
 
 @triton.jit
-def tiles_of_piece(tiles, split, splits, in_list, CUT: tl.constexpr):
-    """The first tile of a piece, and the one behind its last."""
+def read_by_piece(
+    piece, list_splits, span_splits, row_count, span_count, cut_ptr,
+    LISTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Whether a piece is of a list, of which, its place among the pieces of a query, which queries read it, its first
+    tile, and the one behind its last.
+    """
+    in_list = piece < LISTS * list_splits
+    which = piece // tl.maximum(list_splits, 1)
+    split = tl.where(in_list, piece - which * list_splits, piece - LISTS * list_splits)
+    query = tl.arange(0, BLOCK_M)
+    reads = query < GROUP
+    if LISTS > 1:
+        reads = reads & (query == tl.where(in_list, which, query))
+    tiles = tl.cdiv(tl.where(in_list, row_count, span_count), BLOCK_N)
+    splits = tl.where(in_list, list_splits, tl.maximum(span_splits, 1))
     worth = 0
-    if CUT:
+    if cut_ptr is not None:
         # A cluster read in part is the last of a list. Its rows are read again, which takes as long as two tiles.
         worth = tl.where(in_list & (tiles >= 8 * splits), 2, 0)
     first, end = (tiles + worth) * split // splits, (tiles + worth) * (split + 1) // splits
-    return tl.minimum(first, tiles), tl.minimum(end, tiles)
+    own = tl.where(in_list, split, list_splits + split)
+    return in_list, which, own, reads, tl.minimum(first, tiles), tl.minimum(end, tiles)
+
+
+@triton.jit
+def rows_of_cut(cut_ptr, at, first, end, BLOCK_N: tl.constexpr):
+    """The extra slot of the cluster that list `at` has read in part, -1: none, and the places of its rows in tiles
+    [first, end).
+    """
+    cut = cut_ptr + at * 3
+    return tl.load(cut), tl.maximum(tl.load(cut + 1), first * BLOCK_N), tl.minimum(tl.load(cut + 2), end * BLOCK_N)
 
 
 @triton.jit
@@ -349,16 +355,17 @@ def slots_of_tile(base, tile, end, BLOCK_N: tl.constexpr, SPANS: tl.constexpr):
 def add_rows(
     origin, total, acc, q, k_base, v_base, listed, first, last, end, scale, softcap, k_n, v_n,
     SPANS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums with the tiles [first, last) of a list or of spans added."""
     for tile in tl.range(first, last, num_stages=STAGES):
         slot = slots_of_tile(listed, tile, end, BLOCK_N, SPANS)
         visible = slot >= 0
-        k = load_rows(k_base, slot, k_n, visible, D, BLOCK_D)
-        x = tl.where(visible[None, :], logits_of(q, k, scale, softcap, CAPPED), NEG_INF)
+        k = gather_tile(k_base, slot, k_n, visible, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        s = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32)) * scale  # [BLOCK_M, BLOCK_N]
+        x = tl.where(visible[None, :], capped(s, softcap), NEG_INF)
         origin, total, terms, shrink = add_terms(origin, total, x)
-        v = load_rows(v_base, slot, v_n, visible, DV, BLOCK_DV)
+        v = gather_tile(v_base, slot, v_n, visible, DV, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
         acc = dot(terms.to(v.dtype), v, acc * shrink[:, None])
     return origin, total, acc
 
@@ -366,7 +373,7 @@ def add_rows(
 @triton.jit
 def read_extra(
     scores_ptr, v_base, weights_ptr, acc_ptr, sums_ptr, head, split, splits, before, count, scale, softcap, stride,
-    GROUP: tl.constexpr, WEIGHTS: tl.constexpr, DV: tl.constexpr, DTYPE: tl.constexpr, CAPPED: tl.constexpr,
+    GROUP: tl.constexpr, WEIGHTS: tl.constexpr, DV: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums over one piece of the extra slots of a KV head, stored behind the `before` other pieces of each query."""
@@ -380,12 +387,13 @@ def read_extra(
     for tile in tl.range(tiles * split // splits, tiles * (split + 1) // splits, num_stages=STAGES):
         slot = tile * EXTRA_TILE + tl.arange(0, EXTRA_TILE)
         mask = (query < GROUP)[:, None] & (slot < count)[None, :]
-        s = tl.load(scores[:, None] + slot[None, :], mask=mask, other=0.0)
+        s = tl.load(scores[:, None] + slot[None, :], mask=mask, other=0.0)  # [BLOCK_M, EXTRA_TILE]
         weight = tl.load(weights[:, None] + slot[None, :], mask=mask, other=NEG_INF)
-        x = capped(s * scale, softcap, CAPPED) + weight * LOG2E
+        x = capped(s * scale, softcap) + weight * LOG2E
         origin, total, terms, shrink = add_terms(origin, total, x)
+        # [BLOCK_DV, EXTRA_TILE]
         v = load_tile(v_base, tile * EXTRA_TILE, stride, count, EXTRA_TILE, DV, BLOCK_DV, True, True).to(DTYPE)
-        acc = dot(v, parts_of(terms, DTYPE, True), acc * of_rows(shrink, True))
+        acc = dot(v, operand(terms, DTYPE, True), acc * of_rows(shrink, True))
     at = (head * GROUP + query) * (before + splits) + before + split
     store_columns(acc_ptr + at * DV, once(acc), query < GROUP, 0, 1, DV, BLOCK_DV)
     tl.store(sums_ptr + at * 4, origin, mask=query < GROUP)
@@ -394,93 +402,82 @@ def read_extra(
 
 @triton.jit(do_not_specialize=["row_count", "span_count", "extra_count", "list_splits", "span_splits", "extra_splits"])
 def pieces_kernel(
-    q_ptr, k_ptr, v_ptr, rows_ptr, spans_ptr, extra_s_ptr, extra_v_ptr, extra_w_ptr, cut_ptr, acc_ptr, sums_ptr,
+    q_ptr, k_ptr, v_ptr, acc_ptr, sums_ptr, rows_ptr, spans_ptr, scores_ptr, means_ptr, weights_ptr, cut_ptr,
     scale, softcap, row_count, span_count, extra_count, list_splits, span_splits, extra_splits, kv_heads,
-    q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, ev_b, ev_h, ev_n,
+    q_strides, k_strides, v_strides, mean_strides,
     GROUP: tl.constexpr, LISTS: tl.constexpr, SPANS: tl.constexpr, WEIGHTS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, FEW: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    CAPPED: tl.constexpr, EXTRA: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Sums over one piece, for the query heads of one KV head that read it."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+    """Sums over one piece, for the query heads of one KV head that read it:
+
+        total = sum_i exp(s_i),   acc = sum_i exp(s_i) v_i,   s_i = scale <q, k_i>
+
+    and, in the piece of a list that has rows of a cluster t read in part, acc - exp(s_t) sum of v_i - v_t over these.
+    """
+    BLOCK_D: tl.constexpr = block_of(D)
+    BLOCK_DV: tl.constexpr = block_of(DV)
+    BLOCK_M: tl.constexpr = block_of(GROUP)
+    begin(OVERLAP, False)
     piece, head = piece_and_head(LISTS * list_splits + span_splits + extra_splits)
     b, h = head // kv_heads, head % kv_heads
-    list_pieces = LISTS * list_splits
-    if EXTRA:  # noqa: SIM102
-        if piece >= list_pieces + span_splits:
+    if means_ptr is not None:
+        means = means_ptr + b * mean_strides[0] + h * mean_strides[1]
+        if piece >= LISTS * list_splits + span_splits:
             read_extra(
-                extra_s_ptr, extra_v_ptr + b * ev_b + h * ev_h, extra_w_ptr, acc_ptr, sums_ptr, head,
-                piece - list_pieces - span_splits, extra_splits, list_splits + span_splits, extra_count,
-                scale, softcap, ev_n, GROUP, WEIGHTS, DV, v_ptr.dtype.element_ty, CAPPED, FEW, BLOCK_DV, STAGES - 1,
+                scores_ptr, means, weights_ptr, acc_ptr, sums_ptr, head, piece - LISTS * list_splits - span_splits,
+                extra_splits, list_splits + span_splits, extra_count, scale, softcap, mean_strides[2],
+                GROUP, WEIGHTS, DV, v_ptr.dtype.element_ty, few(GROUP), BLOCK_DV, STAGES - 1,
             )  # fmt: skip
             return
-    in_list = piece < list_pieces
-    which = piece // tl.maximum(list_splits, 1)
-    split = tl.where(in_list, piece - which * list_splits, piece - list_pieces)
-    # Place of the piece among the pieces of one query, and the queries that read it.
-    own = tl.where(in_list, split, list_splits + split)
-    query = tl.arange(0, BLOCK_M)
-    reads = query < GROUP
-    if LISTS > 1:
-        reads = reads & (query == tl.where(in_list, which, query))
+    in_list, which, own, reads, first, end = read_by_piece(
+        piece, list_splits, span_splits, row_count, span_count, cut_ptr, LISTS, GROUP, BLOCK_M, BLOCK_N
+    )
 
-    d = tl.arange(0, BLOCK_D)
-    q_mask = (query < GROUP)[:, None] & (d < D)[None, :]
-    q = tl.load(q_ptr + b * q_b + (h * GROUP + query)[:, None] * q_h + d[None, :], mask=q_mask, other=0.0)
-    k_base = k_ptr + b * k_b + h * k_h
-    v_base = v_ptr + b * v_b + h * v_h
+    query = tl.arange(0, BLOCK_M)
+    q_rows = q_ptr + b * q_strides[0] + (h * GROUP + query) * q_strides[1]
+    q = load_columns(q_rows, query < GROUP, 0, 1, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    k_base = k_ptr + b * k_strides[0] + h * k_strides[1]
+    v_base = v_ptr + b * v_strides[0] + h * v_strides[1]
     origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-
-    count = tl.where(in_list, row_count, span_count)
-    splits = tl.where(in_list, list_splits, tl.maximum(span_splits, 1))
     listed = rows_ptr + (head * LISTS + which) * row_count
-    begin_tile, end_tile = tiles_of_piece(tl.cdiv(count, BLOCK_N), split, splits, in_list, CUT)
     if in_list:
         origin, total, acc = add_rows(
-            origin, total, acc, q, k_base, v_base, listed, begin_tile, end_tile, row_count, scale, softcap, k_n, v_n,
-            0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CAPPED,
+            origin, total, acc, q, k_base, v_base, listed, first, end, row_count, scale, softcap,
+            k_strides[2], v_strides[2], 0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
         )  # fmt: skip
     elif SPANS > 0:
         origin, total, acc = add_rows(
-            origin, total, acc, q, k_base, v_base, spans_ptr + b * SPANS * 2, begin_tile, end_tile, span_count,
-            scale, softcap, k_n, v_n, SPANS, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES - 1, CAPPED,
+            origin, total, acc, q, k_base, v_base, spans_ptr + b * SPANS * 2, first, end, span_count, scale, softcap,
+            k_strides[2], v_strides[2], SPANS, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES - 1,
         )  # fmt: skip
-    if CUT:
-        # A cluster read in part, places [cut_start, cut_end) of the list: its slot stands for the unread rows alone, so
-        # exp(s) (n mean - sum of the n rows read) joins the numerator. The rows are read twice: they are few, and the
-        # loop above stays as it is.
-        cut = cut_ptr + (head * LISTS + tl.where(in_list, which, 0)) * 3
-        cut_slot = tl.load(cut)
-        cut_start = tl.maximum(tl.load(cut + 1), begin_tile * BLOCK_N)
-        cut_end = tl.minimum(tl.load(cut + 2), end_tile * BLOCK_N)
+    if cut_ptr is not None:
+        # Its slot stands for the unread rows alone, so exp(s) (n mean - sum of the n rows read) joins the numerator.
+        # The rows are read twice: they are few, and the loop above stays as it is.
+        cut_slot, cut_start, cut_end = rows_of_cut(
+            cut_ptr, head * LISTS + tl.where(in_list, which, 0), first, end, BLOCK_N
+        )
         if in_list & (cut_slot >= 0) & (cut_end > cut_start):
-            cut_s = tl.load(
-                extra_s_ptr + (head * GROUP + query) * extra_count + cut_slot, mask=query < GROUP, other=0.0
-            )
-            cut_x = capped(cut_s * scale, softcap, CAPPED)
+            cut_s = tl.load(scores_ptr + (head * GROUP + query) * extra_count + cut_slot, mask=query < GROUP, other=0.0)
+            cut_x = capped(cut_s * scale, softcap)
             raised = tl.maximum(origin, cut_x)
             lowered = tl.exp2(origin - raised)
-            cut_column = tl.arange(0, BLOCK_DV)
-            cut_v_ptr = extra_v_ptr + b * ev_b + h * ev_h + cut_slot.to(tl.int64) * ev_n + cut_column
-            mean = tl.load(cut_v_ptr, mask=cut_column < DV, other=0.0).to(tl.float32)
-            missing = mean * (cut_end - cut_start).to(tl.float32)
-            for cut_tile in range(cut_start // BLOCK_N, tl.cdiv(cut_end, BLOCK_N)):
-                cut_place = cut_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                in_cut = (cut_place >= cut_start) & (cut_place < cut_end)
-                cut_row = tl.load(listed + cut_place, mask=in_cut, other=-1)
-                missing -= tl.sum(load_rows(v_base, cut_row, v_n, cut_row >= 0, DV, BLOCK_DV).to(tl.float32), 0)
+            column = tl.arange(0, BLOCK_DV)
+            mean_ptr = means + cut_slot.to(tl.int64) * mean_strides[2] + column
+            mean = tl.load(mean_ptr, mask=column < DV, other=0.0).to(tl.float32)
+            missing = mean * (cut_end - cut_start).to(tl.float32)  # [BLOCK_DV]
+            for tile in range(cut_start // BLOCK_N, tl.cdiv(cut_end, BLOCK_N)):
+                place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                row = tl.load(listed + place, mask=(place >= cut_start) & (place < cut_end), other=-1)
+                v = gather_tile(v_base, row, v_strides[2], row >= 0, DV, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+                missing -= tl.sum(v.to(tl.float32), 0)
             acc = acc * lowered[:, None] + tl.exp2(cut_x - raised)[:, None] * missing[None, :]
             total = total * lowered
             origin = raised
 
     at = (head * GROUP + query) * (list_splits + span_splits + extra_splits) + own
-    column = tl.arange(0, BLOCK_DV)
-    stored = reads[:, None] & (column < DV)[None, :]
-    tl.store(acc_ptr + at[:, None] * DV + column[None, :], acc, mask=stored)
+    store_columns(acc_ptr + at * DV, acc, reads, 0, 1, DV, BLOCK_DV)
     tl.store(sums_ptr + at * 4, origin, mask=reads)
     tl.store(sums_ptr + at * 4 + 1, total, mask=reads)
 
@@ -509,21 +506,11 @@ def steps_of_rows(base, slot):
 
 
 @triton.jit
-def add_scaled(acc, acc1, acc2, acc3, words, parts, shrink, lift):
-    """Sums [channels, 2 rows] of values times `parts` with those of a tile of words [channels, slots] added."""
-    v0, v1, v2, v3 = nibbles(words, parts.dtype)
-    return (
-        dot(v0, parts, acc * shrink + lift), dot(v1, parts, acc1 * shrink + lift),
-        dot(v2, parts, acc2 * shrink + lift), dot(v3, parts, acc3 * shrink + lift),
-    )  # fmt: skip
-
-
-@triton.jit
 def add_coded_rows(
-    origin, total, acc, acc1, acc2, acc3, hits, exact_at, q, q1, q2, q3, q_lift, q_center,
-    k_base, v_base, k_step, v_step, listed, first, last, end, scale, softcap, k_n, v_n,
+    origin, total, acc, hits, exact_at, q, lift, q_center, k_base, v_base, k_step, v_step, listed, first, last, end,
+    scale, softcap, k_n, v_n,
     SPANS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums with the tiles [first, last) of a list or of spans of 4-bit rows added, and how often each exact row came.
 
@@ -539,11 +526,9 @@ def add_coded_rows(
         # Steps are too small for asynchronous copies: those of the next tile are asked for a tile ahead.
         key_step, value_step = next_key_step.to(tl.float32) * 2.0, next_value_step.to(tl.float32) * 2.0
         next_key_step, next_value_step = steps_of_rows(k_step, ahead), steps_of_rows(v_step, ahead)
-        k0, k1, k2, k3 = nibbles(words_of_rows(k_base, here, k_n, D // 4, BLOCK_D), q.dtype)
-        s = dot(k0, q, tl.zeros((BLOCK_N, q.shape[1]), tl.float32) + q_lift[None, :])
-        s = folded(dot(k3, q3, dot(k2, q2, dot(k1, q1, s))))
-        if CAPPED:
-            x = capped((s * key_step[None, :] + q_center[:, None]) * scale, softcap, CAPPED)
+        s = word_products(words_of_rows(k_base, here, k_n, D // 4, BLOCK_D), q, lift)  # [BLOCK_M, BLOCK_N]
+        if softcap is not None:
+            x = capped((s * key_step[None, :] + q_center[:, None]) * scale, softcap)
         else:
             x = s * (key_step * (scale * LOG2E))[None, :]
         # Exact rows are read behind the loop: here they are only counted.
@@ -553,152 +538,137 @@ def add_coded_rows(
             hits += tl.sum(same.to(tl.float32), 1)
             hidden = tl.where(tl.max(same.to(tl.int32), 0) > 0, NEG_INF, hidden)
         origin, total, terms, shrink = add_terms(origin, total, x + hidden[None, :])
-        rounded = (terms * value_step[None, :]).to(q.dtype)
-        # Levels are read with an offset, which is taken off the sums.
-        lift = -nibble_offset(q.dtype) * tl.sum(rounded.to(tl.float32), 1)
-        acc, acc1, acc2, acc3 = add_scaled(
-            acc, acc1, acc2, acc3, words_of_rows(v_base, here, v_n, DV // 4, BLOCK_DV, True),
-            parts_of(rounded, q.dtype, True), of_rows(shrink, True), of_rows(lift, True),
-        )  # fmt: skip
-    return origin, total, acc, acc1, acc2, acc3, hits
+        parts, offset = value_operand(terms, value_step, q[0].dtype, True)
+        words = words_of_rows(v_base, here, v_n, DV // 4, BLOCK_DV, True)  # [BLOCK_DV, BLOCK_N]
+        acc = add_words(acc, parts, words, of_rows(shrink, True), offset, True)
+    return origin, total, acc, hits
 
 
 @triton.jit(do_not_specialize=["row_count", "span_count", "extra_count", "list_splits", "span_splits", "extra_splits"])
 def coded_pieces_kernel(
-    q_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr, rows_ptr, spans_ptr, extra_s_ptr, extra_v_ptr, extra_w_ptr, cut_ptr,
-    acc_ptr, sums_ptr,
-    k_center_ptr, v_center_ptr, k_sign_ptr, v_sign_ptr, k_exact_ptr, v_exact_ptr, exact_ptr,
+    q_ptr, keys, values, exact_ptr, acc_ptr, sums_ptr,
+    rows_ptr, spans_ptr, scores_ptr, means_ptr, weights_ptr, cut_ptr,
     scale, softcap, row_count, span_count, extra_count, list_splits, span_splits, extra_splits, kv_heads,
-    q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, k_step_b, k_step_h, v_step_b, v_step_h, ev_b, ev_h, ev_n,
+    q_strides, k_step_strides, v_step_strides, mean_strides,
     GROUP: tl.constexpr, LISTS: tl.constexpr, SPANS: tl.constexpr, WEIGHTS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    HALF: tl.constexpr, EXACT: tl.constexpr, CAPPED: tl.constexpr, EXTRA: tl.constexpr, CUT: tl.constexpr,
-    OVERLAP: tl.constexpr, EXACT_BLOCK: tl.constexpr = 16,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Sums over one piece of 4-bit rows, for the query heads of one KV head that read it (`pieces_kernel`)."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+    """Sums over one piece of 4-bit rows, as in `pieces_kernel`, with
+
+        s_i = scale (<q, center> + step_i <R q, z_i>),   v_i = step_i z_i
+
+    acc is of values around their center, in rotated coordinates. Exact rows are counted in the loop and read behind it.
+    """
+    D: tl.constexpr = keys.size
+    DV: tl.constexpr = values.size
+    BLOCK_D: tl.constexpr = block_of(D // 4)
+    BLOCK_DV: tl.constexpr = block_of(DV // 4)
+    BLOCK_M: tl.constexpr = few(GROUP)
+    begin(OVERLAP, False)
     piece, head = piece_and_head(LISTS * list_splits + span_splits + extra_splits)
     b, h = head // kv_heads, head % kv_heads
-    list_pieces = LISTS * list_splits
-    if EXTRA:  # noqa: SIM102
-        if piece >= list_pieces + span_splits:
+    if means_ptr is not None:
+        means = means_ptr + b * mean_strides[0] + h * mean_strides[1]
+        if piece >= LISTS * list_splits + span_splits:
             read_extra(
-                extra_s_ptr, extra_v_ptr + b * ev_b + h * ev_h, extra_w_ptr, acc_ptr, sums_ptr, head,
-                piece - list_pieces - span_splits, extra_splits, list_splits + span_splits, extra_count,
-                scale, softcap, ev_n, GROUP, WEIGHTS, DV, HALF, CAPPED, BLOCK_M, 4 * BLOCK_DV, STAGES - 1,
+                scores_ptr, means, weights_ptr, acc_ptr, sums_ptr, head, piece - LISTS * list_splits - span_splits,
+                extra_splits, list_splits + span_splits, extra_count, scale, softcap, mean_strides[2],
+                GROUP, WEIGHTS, DV, HALF, BLOCK_M, 4 * BLOCK_DV, STAGES - 1,
             )  # fmt: skip
             return
-    in_list = piece < list_pieces
-    which = piece // tl.maximum(list_splits, 1)
-    split = tl.where(in_list, piece - which * list_splits, piece - list_pieces)
-    own = tl.where(in_list, split, list_splits + split)
-    query = tl.arange(0, BLOCK_M)
-    reads = query < GROUP
-    if LISTS > 1:
-        reads = reads & (query == tl.where(in_list, which, query))
+    in_list, which, own, reads, first, end = read_by_piece(
+        piece, list_splits, span_splits, row_count, span_count, cut_ptr, LISTS, GROUP, BLOCK_M, BLOCK_N
+    )
 
-    k_base, v_base = k_ptr + b * k_b + h * k_h, v_ptr + b * v_b + h * v_h
-    k_step, v_step = k_step_ptr + b * k_step_b + h * k_step_h, v_step_ptr + b * v_step_b + h * v_step_h
-    count = tl.where(in_list, row_count, span_count)
-    splits = tl.where(in_list, list_splits, tl.maximum(span_splits, 1))
+    k_base, v_base = keys.data + b * keys.b + h * keys.h, values.data + b * values.b + h * values.h
+    k_step = keys.step + b * k_step_strides[0] + h * k_step_strides[1]
+    v_step = values.step + b * v_step_strides[0] + h * v_step_strides[1]
     listed = rows_ptr + (head * LISTS + which) * row_count
-    begin_tile, end_tile = tiles_of_piece(tl.cdiv(count, BLOCK_N), split, splits, in_list, CUT)
-
-    q_rows = q_ptr + b * q_b + (h * GROUP + query) * q_h
-    q, q1, q2, q3 = load_by_words(q_rows, query < GROUP, D, BLOCK_D)
-    c0, c1, c2, c3 = load_of_words(k_center_ptr + head * D, D, BLOCK_D)
-    q, q1, q2, q3 = q.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32)
-    q_center = tl.sum(q * c0 + q1 * c1 + q2 * c2 + q3 * c3, 1)
-    q, q1, q2, q3 = turned(q, q1, q2, q3, k_sign_ptr, D)
-    q, q1, q2, q3 = halves(q, HALF), halves(q1, HALF), halves(q2, HALF), halves(q3, HALF)
-    q_lift = offset_of_levels(q, q1, q2, q3)
-    q, q1, q2, q3 = beside(q), beside(q1), beside(q2), beside(q3)
+    query = tl.arange(0, BLOCK_M)
+    q_rows = q_ptr + b * q_strides[0] + (h * GROUP + query) * q_strides[1]
+    q = load_by_words(q_rows, query < GROUP, D, BLOCK_D)  # four parts [BLOCK_M, BLOCK_D]
+    center, sign = load_vector(keys.center + head * D, D, BLOCK_D), load_vector(keys.sign, D, BLOCK_D)
+    q, q_center = around(q, center, sign, D)
+    q, lift = query_operands(q, HALF)  # four parts [BLOCK_D, 2 BLOCK_M], [2 BLOCK_M]
     # <q, center> is in the logit of every row alike: without a cap it joins at the end.
     late = q_center * (scale * LOG2E)
     origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_DV, 2 * BLOCK_M), tl.float32)
-    acc1, acc2, acc3 = acc, acc, acc
+    zero = tl.zeros((BLOCK_DV, 2 * BLOCK_M), tl.float32)
+    acc = (zero, zero, zero, zero)
     exact_place = tl.arange(0, EXACT_BLOCK)
     exact_at = tl.load(exact_ptr + head * EXACT + exact_place, mask=exact_place < EXACT, other=-2)
     exact_at = tl.where(exact_at >= 0, exact_at, -2)
     hits = tl.zeros((EXACT_BLOCK,), tl.float32)
 
     if in_list:
-        origin, total, acc, acc1, acc2, acc3, hits = add_coded_rows(
-            origin, total, acc, acc1, acc2, acc3, hits, exact_at, q, q1, q2, q3, q_lift, q_center,
-            k_base, v_base, k_step, v_step, listed, begin_tile, end_tile, row_count, scale, softcap, k_n, v_n,
-            0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CAPPED,
+        origin, total, acc, hits = add_coded_rows(
+            origin, total, acc, hits, exact_at, q, lift, q_center, k_base, v_base, k_step, v_step,
+            listed, first, end, row_count, scale, softcap, keys.s, values.s,
+            0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES,
         )  # fmt: skip
     elif SPANS > 0:
-        origin, total, acc, acc1, acc2, acc3, hits = add_coded_rows(
-            origin, total, acc, acc1, acc2, acc3, hits, exact_at, q, q1, q2, q3, q_lift, q_center,
-            k_base, v_base, k_step, v_step, spans_ptr + b * SPANS * 2, begin_tile, end_tile, span_count,
-            scale, softcap, k_n, v_n, SPANS, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES - 1, CAPPED,
+        origin, total, acc, hits = add_coded_rows(
+            origin, total, acc, hits, exact_at, q, lift, q_center, k_base, v_base, k_step, v_step,
+            spans_ptr + b * SPANS * 2, first, end, span_count, scale, softcap, keys.s, values.s,
+            SPANS, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES - 1,
         )  # fmt: skip
 
     if tl.max(hits, 0) > 0.0:
         there = hits > 0.0
-        k0, k1, k2, k3 = load_by_words(k_exact_ptr + (head * EXACT + exact_place) * D, there, D, BLOCK_D)
-        s = exact_scores(tl.zeros((EXACT_BLOCK, 2 * BLOCK_M), tl.float32), k0, q)
-        s = folded(exact_scores(exact_scores(exact_scores(s, k1, q1), k2, q2), k3, q3))
-        if CAPPED:
+        k = load_by_words(keys.exact + (head * EXACT + exact_place) * D, there, D, BLOCK_D)
+        s = exact_products(k, q)  # [BLOCK_M, EXACT_BLOCK]
+        if softcap is not None:
             s += q_center[:, None]
-        x = capped(s * scale, softcap, CAPPED) + tl.log2(hits)[None, :]
+        x = capped(s * scale, softcap) + tl.log2(hits)[None, :]
         origin, total, terms, shrink = add_terms(origin, total, tl.where(there[None, :], x, NEG_INF))
-        parts, shrink = parts_of(terms, HALF, True), of_rows(shrink, True)
-        v0, v1, v2, v3 = load_by_words(v_exact_ptr + (head * EXACT + exact_place) * DV, there, DV, BLOCK_DV)
-        acc, acc1 = add_exact(acc * shrink, parts, v0, there, True), add_exact(acc1 * shrink, parts, v1, there, True)
-        acc2, acc3 = add_exact(acc2 * shrink, parts, v2, there, True), add_exact(acc3 * shrink, parts, v3, there, True)
-    acc, acc1, acc2, acc3 = once(acc), once(acc1), once(acc2), once(acc3)
-    if CUT:
+        v = load_by_words(values.exact + (head * EXACT + exact_place) * DV, there, DV, BLOCK_DV)
+        acc = add_exact(acc, operand(terms, HALF, True), v, there, of_rows(shrink, True), True)
+    acc = (once(acc[0]), once(acc[1]), once(acc[2]), once(acc[3]))  # four parts [BLOCK_M, BLOCK_DV]
+    if cut_ptr is not None:
         # exp(s) (n mean - sum of the n rows read): centers cancel, so both are taken around the center and rotated.
-        cut = cut_ptr + (head * LISTS + tl.where(in_list, which, 0)) * 3
-        cut_slot = tl.load(cut).to(tl.int64)
-        cut_start = tl.maximum(tl.load(cut + 1), begin_tile * BLOCK_N)
-        cut_end = tl.minimum(tl.load(cut + 2), end_tile * BLOCK_N)
+        cut_slot, cut_start, cut_end = rows_of_cut(
+            cut_ptr, head * LISTS + tl.where(in_list, which, 0), first, end, BLOCK_N
+        )
         if in_list & (cut_slot >= 0) & (cut_end > cut_start):
-            cut_s = tl.load(
-                extra_s_ptr + (head * GROUP + query) * extra_count + cut_slot, mask=query < GROUP, other=0.0
-            )
-            cut_x = capped(cut_s * scale, softcap, CAPPED)
-            if not CAPPED:
+            cut_s = tl.load(scores_ptr + (head * GROUP + query) * extra_count + cut_slot, mask=query < GROUP, other=0.0)
+            cut_x = capped(cut_s * scale, softcap)
+            if softcap is None:
                 cut_x -= late
             raised = tl.maximum(origin, cut_x)
             lowered = tl.exp2(origin - raised)
-            m0, m1, m2, m3 = load_of_words(extra_v_ptr + b * ev_b + h * ev_h + cut_slot * ev_n, DV, BLOCK_DV)
-            mid0, mid1, mid2, mid3 = load_of_words(v_center_ptr + head * DV, DV, BLOCK_DV)
-            m0, m1, m2, m3 = turned(m0 - mid0, m1 - mid1, m2 - mid2, m3 - mid3, v_sign_ptr, DV)
-            read = tl.zeros((BLOCK_DV, 2 * BLOCK_M), tl.float32)
-            read1, read2, read3 = read, read, read
+            m = load_vector(means + cut_slot.to(tl.int64) * mean_strides[2], DV, BLOCK_DV)
+            mid = load_vector(values.center + head * DV, DV, BLOCK_DV)
+            m = (m[0] - mid[0], m[1] - mid[1], m[2] - mid[2], m[3] - mid[3])
+            m = rotated(m, load_vector(values.sign, DV, BLOCK_DV), DV)
+            read = (zero, zero, zero, zero)
             cut_hits = tl.zeros((EXACT_BLOCK,), tl.float32)
-            for cut_tile in range(cut_start // BLOCK_N, tl.cdiv(cut_end, BLOCK_N)):
-                place = cut_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            for tile in range(cut_start // BLOCK_N, tl.cdiv(cut_end, BLOCK_N)):
+                place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 row = tl.load(listed + place, mask=(place >= cut_start) & (place < cut_end), other=-1)
                 same = row[None, :] == exact_at[:, None]
                 cut_hits += tl.sum(same.to(tl.float32), 1)
                 step = steps_of_rows(v_step, tl.where(tl.max(same.to(tl.int32), 0) > 0, -1, row)).to(tl.float32) * 2.0
-                cut_parts = tl.broadcast_to(halves(step[:, None], HALF), (BLOCK_N, BLOCK_M, 2))
-                read, read1, read2, read3 = add_scaled(
-                    read, read1, read2, read3, words_of_rows(v_base, row, v_n, DV // 4, BLOCK_DV, True),
-                    tl.reshape(cut_parts, (BLOCK_N, 2 * BLOCK_M)), 1.0, -0.5 * nibble_offset(HALF) * tl.sum(step, 0),
-                )  # fmt: skip
+                parts = tl.broadcast_to(halves(step[:, None], HALF), (BLOCK_N, BLOCK_M, 2))
+                parts = tl.reshape(parts, (BLOCK_N, 2 * BLOCK_M))
+                words = words_of_rows(v_base, row, values.s, DV // 4, BLOCK_DV, True)
+                read = add_words(read, parts, words, 1.0, -0.5 * nibble_offset(HALF) * tl.sum(step, 0), True)
             members, factor = (cut_end - cut_start).to(tl.float32), tl.exp2(cut_x - raised)
-            exact_rows = v_exact_ptr + (head * EXACT + exact_place) * DV
-            e0, e1, e2, e3 = load_by_words(exact_rows, cut_hits > 0.0, DV, BLOCK_DV)
-            acc = left_of_cut(acc, lowered, factor, members * m0, read, e0, cut_hits)
-            acc1 = left_of_cut(acc1, lowered, factor, members * m1, read1, e1, cut_hits)
-            acc2 = left_of_cut(acc2, lowered, factor, members * m2, read2, e2, cut_hits)
-            acc3 = left_of_cut(acc3, lowered, factor, members * m3, read3, e3, cut_hits)
+            exact_rows = values.exact + (head * EXACT + exact_place) * DV
+            e = load_by_words(exact_rows, cut_hits > 0.0, DV, BLOCK_DV)
+            acc = (
+                left_of_cut(acc[0], lowered, factor, members * m[0], read[0], e[0], cut_hits),
+                left_of_cut(acc[1], lowered, factor, members * m[1], read[1], e[1], cut_hits),
+                left_of_cut(acc[2], lowered, factor, members * m[2], read[2], e[2], cut_hits),
+                left_of_cut(acc[3], lowered, factor, members * m[3], read[3], e[3], cut_hits),
+            )
             total = total * lowered
             origin = raised
-    if not CAPPED:
+    if softcap is None:
         origin += late
 
     at = (head * GROUP + query) * (list_splits + span_splits + extra_splits) + own
-    store_by_words(acc_ptr + at * DV, acc, acc1, acc2, acc3, reads, DV, BLOCK_DV)
+    store_by_words(acc_ptr + at * DV, acc, reads, DV, BLOCK_DV)
     tl.store(sums_ptr + at * 4, origin, mask=reads)
     tl.store(sums_ptr + at * 4 + 1, total, mask=reads)
 

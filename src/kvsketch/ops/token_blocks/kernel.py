@@ -2,7 +2,7 @@
 
 A program of the attention reads one piece of one KV head (`common/ragged.py`), a block at a time, for all query heads
 of its group; `common/sums.py` combines the pieces. Queries are rotated where they are read. 4-bit codes in half
-precision are read as words of four levels (`weighted_attention.words`), others level by level.
+precision are read as words of four levels (`common/few_bits.py`), others level by level.
 Legend: rows are the G query heads of one KV head; the rest as in the package docstring.
 """
 
@@ -17,38 +17,35 @@ from kvsketch.ops.codec import LARGEST_STEP, CodedSlots
 from kvsketch.ops.codec.kernel import SMALL_TILE, TILE, levels_and_steps, store_codes
 from kvsketch.ops.codec.kernel import supported as codec_supported
 from kvsketch.ops.common.device import device_traits, on
+from kvsketch.ops.common.few_bits import (
+    HALVES,
+    add_words,
+    around,
+    hadamard,
+    load_by_words,
+    load_levels,
+    load_vector,
+    of_rows,
+    once,
+    query_operands,
+    store_by_words,
+    value_operand,
+    word_products,
+)
 from kvsketch.ops.common.kernel import (
     LOG2E,
     NEG_INF,
     PTX,
     begin,
+    block_of,
     dot,
-    hadamard,
     load_columns,
-    load_levels,
     load_tile,
-    nibble_offset,
-    nibbles,
     store_columns,
 )
 from kvsketch.ops.common.sums import add_terms, combine
 from kvsketch.ops.common.tensors import block_size, dense_last
 from kvsketch.ops.token_blocks import FIRST_BITS, TOKENS, Part, Reading, TokenBlocks, pieces_of
-from kvsketch.ops.weighted_attention.kernel import HALVES
-from kvsketch.ops.weighted_attention.words import (
-    add_values,
-    beside,
-    folded,
-    halves,
-    load_by_words,
-    load_of_words,
-    of_rows,
-    offset_of_levels,
-    once,
-    parts_of,
-    store_by_words,
-    turned_by,
-)
 
 T = tl.constexpr(TOKENS)
 FIRST_HALF = tl.constexpr((2**FIRST_BITS - 1) / 2)
@@ -77,7 +74,7 @@ def write_tokens(blocks: TokenBlocks, k: Tensor, v: Tensor, slots: Tensor) -> No
             count, blocks.pool.stride(0), key.codec.unit, key.codec.norm, value.codec.unit, value.codec.norm,
             key.first_codec.unit, value.first_codec.unit, LARGEST_STEP, *k.stride()[:2], *v.stride()[:2],
             KEY_BITS=key.codec.bits, VALUE_BITS=value.codec.bits, D=key.codec.size, DV=value.codec.size,
-            FIRST=blocks.shape.has_first, TILE=tile, num_warps=4 if key.codec.size <= 128 else 8,
+            TILE=tile, num_warps=4 if key.codec.size <= 128 else 8,
         )  # fmt: skip
 
 
@@ -89,7 +86,7 @@ def _written(part: Part) -> tuple[Tensor | None, ...]:
 def write_part(
     x_ptr, center_ptr, sign_ptr, code_ptr, step_ptr, first_ptr, first_step_ptr, row, block, slot, inside, h,
     block_bytes, unit, norm, first_unit, largest_step, x_n, x_h,
-    BITS: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr, TILE: tl.constexpr,
+    BITS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Codes and steps of the keys or values of TILE tokens, of one KV head."""
     BYTES: tl.constexpr = D * BITS // 8
@@ -101,7 +98,7 @@ def write_part(
     place = h * T + slot
     tl.store(step_ptr + block * (block_bytes // 2) + place, step.to(tl.float16), mask=inside)
     store_codes(code_ptr + (block * block_bytes + place * BYTES)[:, None], levels, inside, BITS, D, TILE)
-    if FIRST:
+    if first_ptr is not None:
         begins = inside & (slot == 0)
         if tl.max(begins.to(tl.int32), 0) > 0:
             levels, step = levels_and_steps(x, center, signs, first_unit, norm, largest_step, 8, D, TILE)
@@ -115,7 +112,7 @@ def write_kernel(
     v_ptr, v_center, v_sign, v_code, v_step, v_first, v_first_step,
     count, block_bytes, k_unit, k_norm, v_unit, v_norm, k_first_unit, v_first_unit, largest_step, k_n, k_h, v_n, v_h,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    FIRST: tl.constexpr, TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """The keys of TILE tokens of one KV head, or their values."""
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -126,12 +123,12 @@ def write_kernel(
     if tl.program_id(2) == 0:
         write_part(
             k_ptr, k_center, k_sign, k_code, k_step, k_first, k_first_step, row, block, slot, inside, h,
-            block_bytes, k_unit, k_norm, k_first_unit, largest_step, k_n, k_h, KEY_BITS, D, FIRST, TILE,
+            block_bytes, k_unit, k_norm, k_first_unit, largest_step, k_n, k_h, KEY_BITS, D, TILE,
         )  # fmt: skip
     else:
         write_part(
             v_ptr, v_center, v_sign, v_code, v_step, v_first, v_first_step, row, block, slot, inside, h,
-            block_bytes, v_unit, v_norm, v_first_unit, largest_step, v_n, v_h, VALUE_BITS, DV, FIRST, TILE,
+            block_bytes, v_unit, v_norm, v_first_unit, largest_step, v_n, v_h, VALUE_BITS, DV, TILE,
         )  # fmt: skip
 
 
@@ -159,11 +156,8 @@ def block_attention(q: Tensor, blocks: TokenBlocks, reading: Reading, scale: flo
             *(part.codes.view(torch.int16) if words else part.codes for part in blocks.parts), key.steps, value.steps,
             key.first, value.first, key.first_step, value.first_step, acc, sums,
             scale, heads, table.stride(0), blocks.pool.stride(0), *q.stride()[:2],
-            GROUP=group, D=size, DV=value_size,
-            BLOCK_D=block_size(size // 4 if words else size),
-            BLOCK_DV=block_size(value_size // 4 if words else value_size), BLOCK_M=block_m,
-            KEY_BITS=key.codec.bits, VALUE_BITS=value.codec.bits, WORDS=words,
-            FIRST=blocks.shape.has_first, HALF=HALVES.get(q.dtype, tl.float32), STAGES=2, OVERLAP=overlap,
+            GROUP=group, D=size, DV=value_size, BLOCK_M=block_m, KEY_BITS=key.codec.bits, VALUE_BITS=value.codec.bits,
+            HALF=HALVES.get(q.dtype, tl.float32), STAGES=2, OVERLAP=overlap,
             num_warps=(1 if block_m <= 8 else 2) if words else 4,
             **({"maxnreg": REGISTERS} if several and PTX.value else {}),
         )  # fmt: skip
@@ -182,11 +176,18 @@ def attention_kernel(
     q_ptr, table_ptr, work_ptr, center_ptr, sign_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr,
     k_first_ptr, v_first_ptr, k_first_step_ptr, v_first_step_ptr, acc_ptr, sums_ptr,
     scale, kv_heads, table_b, block_bytes, q_b, q_h,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, WORDS: tl.constexpr,
-    FIRST: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Sums over one piece of the tokens of one KV head."""
+    """Sums over one piece of the tokens of one KV head, of values around their center and rotated:
+
+        acc = sum_i exp(s_i) step_i z_i,   s_i = scale (<q, center> + step_i <R q, z_i>)
+
+    The first token of a request is in 8 bits, where its blocks have `k_first_ptr`.
+    """
+    WORDS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16
+    BLOCK_D: tl.constexpr = block_of(D // 4 if WORDS else D)
+    BLOCK_DV: tl.constexpr = block_of(DV // 4 if WORDS else DV)
     begin(OVERLAP, False)
     work = work_ptr + tl.program_id(0).to(tl.int64) * 5
     from_slot, to_slot, piece = tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
@@ -206,25 +207,17 @@ def attention_kernel(
 
     q_rows = q_ptr + b * q_b + (h * GROUP + row).to(tl.int64) * q_h
     if WORDS:
-        q, q1, q2, q3 = load_by_words(q_rows, inside, D, BLOCK_D)
-        q, q1, q2, q3 = q.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32)
-        c0, c1, c2, c3 = load_of_words(center_ptr + h * D, D, BLOCK_D)
-        q_center = tl.sum(q * c0 + q1 * c1 + q2 * c2 + q3 * c3, 1)
-        s0, s1, s2, s3 = load_of_words(sign_ptr, D, BLOCK_D)
-        q, q1, q2, q3 = turned_by(q, q1, q2, q3, s0, s1, s2, s3, D)
-        q, q1, q2, q3 = halves(q, HALF), halves(q1, HALF), halves(q2, HALF), halves(q3, HALF)
-        q_lift = offset_of_levels(q, q1, q2, q3)
-        q, q1, q2, q3 = beside(q), beside(q1), beside(q2), beside(q3)
-        acc = tl.zeros((BLOCK_DV, 2 * BLOCK_M), tl.float32)
-        acc1, acc2, acc3 = acc, acc, acc
+        center, sign = load_vector(center_ptr + h * D, D, BLOCK_D), load_vector(sign_ptr, D, BLOCK_D)
+        q, q_center = around(load_by_words(q_rows, inside, D, BLOCK_D), center, sign, D)
+        q, lift = query_operands(q, HALF)  # four parts [BLOCK_D, 2 BLOCK_M], [2 BLOCK_M]
+        zero = tl.zeros((BLOCK_DV, 2 * BLOCK_M), tl.float32)
+        acc = (zero, zero, zero, zero)
     else:
         column = tl.arange(0, D)
         wide = load_columns(q_rows, inside, 0, 1, D, BLOCK_D).to(tl.float32)
         q_center = tl.sum(wide * tl.load(center_ptr + h * D + column)[None, :], 1)
-        q = (hadamard(wide * tl.load(sign_ptr + column)[None, :], BLOCK_M, D) * D**-0.5).to(HALF)
-        q1, q2, q3, q_lift = q, q, q, scale
+        q = (hadamard(wide * tl.load(sign_ptr + column)[None, :], BLOCK_M, D) * D**-0.5).to(HALF)  # [BLOCK_M, D]
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-        acc1, acc2, acc3 = scale, scale, scale
     origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     slot = tl.arange(0, T)
@@ -235,43 +228,33 @@ def attention_kernel(
         value_step = tl.load(v_step + block * step_stride + slot, mask=there, other=0.0).to(tl.float32)
         keys, values = k_base + block * code_stride, v_base + block * code_stride
         if WORDS:
-            k0, k1, k2, k3 = nibbles(load_tile(keys, 0, D // 4, T, T, D // 4, BLOCK_D, False), HALF)
-            s = dot(k0, q, tl.zeros((T, 2 * BLOCK_M), tl.float32) + q_lift[None, :])
-            s = folded(dot(k3, q3, dot(k2, q2, dot(k1, q1, s)))) * 2.0
+            words = load_tile(keys, 0, D // 4, T, T, D // 4, BLOCK_D, False)  # [T, BLOCK_D]
+            s = word_products(words, q, lift) * 2.0  # [BLOCK_M, T]
         else:
             k_tile = load_levels(keys, 0, D * KEY_BITS // 8, T, T, D, BLOCK_D, KEY_BITS).to(HALF)
             s = dot(q, tl.trans(k_tile), tl.zeros((BLOCK_M, T), tl.float32))
-        if FIRST:
+        if k_first_ptr is not None:
             there = there & (tile * T + slot > 0)
         x = tl.where(there[None, :], s * (key_step * (scale * LOG2E))[None, :], NEG_INF)
         origin, total, terms, shrink = add_terms(origin, total, x)
         if WORDS:
-            v0, v1, v2, v3 = nibbles(
-                load_tile(values, 0, DV // 4, T, T, DV // 4, BLOCK_DV, False, True), HALF
-            )  # fmt: skip
-            rounded = (terms * (2.0 * value_step)[None, :]).to(HALF)
-            shrink = of_rows(shrink, True)
-            # Levels are read with an offset, which is taken off the sums.
-            lift = of_rows(-nibble_offset(HALF) * tl.sum(rounded.to(tl.float32), 1), True)
-            parts = parts_of(rounded, HALF, True)
-            acc = add_values(acc * shrink + lift, parts, v0, True)
-            acc1 = add_values(acc1 * shrink + lift, parts, v1, True)
-            acc2 = add_values(acc2 * shrink + lift, parts, v2, True)
-            acc3 = add_values(acc3 * shrink + lift, parts, v3, True)
+            words = load_tile(values, 0, DV // 4, T, T, DV // 4, BLOCK_DV, False, True)  # [BLOCK_DV, T]
+            parts, offset = value_operand(terms, 2.0 * value_step, HALF, True)
+            acc = add_words(acc, parts, words, of_rows(shrink, True), offset, True)
         else:
             v_tile = load_levels(values, 0, DV * VALUE_BITS // 8, T, T, DV, BLOCK_DV, VALUE_BITS).to(HALF)
             acc = dot((terms * value_step[None, :]).to(HALF), v_tile, acc * shrink[:, None])
 
-    if FIRST:  # noqa: SIM102
+    if k_first_ptr is not None:  # noqa: SIM102
         if from_slot == 0:
             block = tl.load(table).to(tl.int64)
             step = tl.load(k_first_step_ptr + block * step_stride + h).to(tl.float32) * (scale * LOG2E)
             value_step = tl.load(v_first_step_ptr + block * step_stride + h).to(tl.float32)
             k_first, v_first = k_first_ptr + block * block_bytes + h * D, v_first_ptr + block * block_bytes + h * DV
             if WORDS:
-                k0, k1, k2, k3 = first_of_words(k_first, D, BLOCK_D)
-                s = tl.sum(k0 * q.to(tl.float32) + k1 * q1.to(tl.float32), 0)
-                s += tl.sum(k2 * q2.to(tl.float32) + k3 * q3.to(tl.float32), 0)
+                k = first_of_words(k_first, D, BLOCK_D)
+                s = tl.sum(k[0] * q[0].to(tl.float32) + k[1] * q[1].to(tl.float32), 0)
+                s += tl.sum(k[2] * q[2].to(tl.float32) + k[3] * q[3].to(tl.float32), 0)
                 s = tl.sum(tl.reshape(s, (BLOCK_M, 2)), 1)
             else:
                 levels = tl.load(k_first + tl.arange(0, D)).to(tl.float32) - FIRST_HALF
@@ -280,9 +263,9 @@ def attention_kernel(
             term = tl.sum(terms, 1) * value_step
             if WORDS:
                 shrink, term = of_rows(shrink, True), of_rows(term, True)
-                v0, v1, v2, v3 = first_of_words(v_first, DV, BLOCK_DV)
-                acc, acc1 = acc * shrink + v0 * term, acc1 * shrink + v1 * term
-                acc2, acc3 = acc2 * shrink + v2 * term, acc3 * shrink + v3 * term
+                v = first_of_words(v_first, DV, BLOCK_DV)
+                acc = (acc[0] * shrink + v[0] * term, acc[1] * shrink + v[1] * term,
+                       acc[2] * shrink + v[2] * term, acc[3] * shrink + v[3] * term)  # fmt: skip
             else:
                 levels = tl.load(v_first + tl.arange(0, DV)).to(tl.float32) - FIRST_HALF
                 acc = acc * shrink[:, None] + levels[None, :] * term[:, None]
@@ -291,7 +274,7 @@ def attention_kernel(
     origin += q_center * (scale * LOG2E)
     place = piece.to(tl.int64) * GROUP + row
     if WORDS:
-        store_by_words(acc_ptr + place * DV, once(acc), once(acc1), once(acc2), once(acc3), inside, DV, BLOCK_DV)
+        store_by_words(acc_ptr + place * DV, [once(part) for part in acc], inside, DV, BLOCK_DV)
     else:
         store_columns(acc_ptr + place * DV, acc, inside, 0, 1, DV, BLOCK_DV)
     tl.store(sums_ptr + place * 4, origin, mask=inside)
@@ -301,9 +284,6 @@ def attention_kernel(
 @triton.jit
 def first_of_words(pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """The levels of one vector of 8 bits in four parts [BLOCK, 1]; zero behind its channels."""
-    x0, x1, x2, x3 = load_of_words(pointer, SIZE, BLOCK)
+    x = load_vector(pointer, SIZE, BLOCK)
     there = (tl.arange(0, BLOCK) < SIZE // 4)[None, :]
-    return (
-        tl.trans(tl.where(there, x0 - FIRST_HALF, 0.0)), tl.trans(tl.where(there, x1 - FIRST_HALF, 0.0)),
-        tl.trans(tl.where(there, x2 - FIRST_HALF, 0.0)), tl.trans(tl.where(there, x3 - FIRST_HALF, 0.0)),
-    )  # fmt: skip
+    return [tl.trans(tl.where(there, part - FIRST_HALF, 0.0)) for part in x]

@@ -113,7 +113,8 @@ class Arguments(NamedTuple):
         if self.pages is not None and self.ragged is not None:
             raise ValueError("pages hold heads of one size; ragged heads say themselves where they lie.")
         coded = [part for part in (k, v) if isinstance(part, CodedSlots)]
-        apart = {part.stride(0) for each in coded for part in (each.center, each.exact, each.exact_at)}
+        beside = [part for each in coded for part in (each.center, each.exact, each.exact_at)]
+        apart = {part.stride(0) for part in beside if part.numel()}
         if self.pages is not None and len(apart) > 1:
             raise ValueError("centers and exact slots of pages lie in the pages, equally far apart.")
         if self.ragged is not None and self.lengths is not None:

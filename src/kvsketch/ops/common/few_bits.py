@@ -1,0 +1,387 @@
+"""Triton functions for vectors in few bits (`ops.codec`): levels, words of 4-bit codes, rotation, products.
+
+A key in few bits meets a rotated query, <q, k> = <q, center> + step <R q, z>. Values in few bits are summed as step z,
+and the sum is rotated back once for each query (`sums.py`).
+
+Word u of a vector in 4 bits has channels 2 u, 2 u + D / 2, 2 u + 1, 2 u + 1 + D / 2. Queries and sums of words are
+tuples of four parts, one for each place in a word, and each part has a product of its own. Those of other vectors are
+tuples of one.
+
+A query in half precision would lose what a large common part of the keys leaves over. It is multiplied in two halves,
+its rounded value and the rest, and the two products are summed. Tensor cores multiply 16 x 16 by 16 x 8 numbers. A tile
+has many slots, and 4 queries of a group are 8 halves: slots and channels are the side of 16, halves that of 8, and
+nothing is padding.
+
+    s' [slots, halves] = K q'          acc' [channels, halves] = V' p'
+
+The two halves of a query are neighbouring columns: one thread has both, and sums them without asking another. Terms p
+have no halves. They come twice, so that sums lie where scores do. Helpers with ACROSS give operands of these products,
+without it those of all other keys: s [rows, slots] = q K', acc [rows, channels] = p V.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvsketch.ops.codec import CodedSlots
+from kvsketch.ops.common.kernel import PTX, dot
+from kvsketch.ops.common.tensors import dense_last, slot_strides
+
+HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Stored(NamedTuple):
+    """Keys or values as programs take them: [B, H, S, D], or [N, D] in a flat store."""
+
+    data: Tensor  # vectors in the dtype of the queries, or their codes; int16: 4-bit codes that are read as words
+    b: int  # strides by batch row or page, by KV head and by slot
+    h: int
+    s: Any  # a constant where words lie without gaps
+    bits: tl.constexpr  # 16: not coded
+    size: tl.constexpr
+    step: Tensor | None = None  # [B, H, S]
+    exact: Tensor | None = None  # [B, H, E, D] float32, rotated around the center
+    center: Tensor | None = None  # [B, H, D], or, without signs, <q, center> [B, Hq, N] of rotated queries
+    sign: Tensor | None = None  # [D], with which programs rotate themselves
+
+
+def stored(part: Tensor | CodedSlots, words: bool, paged: bool = False) -> Stored:
+    """Keys or values as programs take them, without center and signs; `words`: codes are read two bytes at a time."""
+    if isinstance(part, Tensor):
+        data = dense_last(part)
+        return Stored(data, *slot_strides(data), tl.constexpr(16), tl.constexpr(data.shape[-1]))
+    codes, codec = dense_last(part.codes), part.codec
+    data = codes.view(torch.int16) if words else codes
+    b, h, s = slot_strides(data)
+    return Stored(
+        data, b, h, tl.constexpr(s) if words and s == codec.size // 4 else s,
+        tl.constexpr(codec.bits), tl.constexpr(codec.size), dense_last(part.steps), beside_codes(part.exact, paged),
+    )  # fmt: skip
+
+
+def beside_codes(part: Tensor, paged: bool) -> Tensor:
+    """What codes have beside them, as programs take it: pages stay where they are."""
+    return part if paged else part.contiguous()
+
+
+@triton.jit
+def hadamard_signs(SIZE: tl.constexpr):
+    """A Hadamard matrix of ones and minus ones [SIZE, SIZE] in float32, made of nothing: SIZE is at most 256."""
+    i = tl.arange(0, SIZE)
+    both = i[:, None] & i[None, :]
+    both ^= both >> 4
+    both ^= both >> 2
+    both ^= both >> 1
+    return tl.where((both & 1) == 0, 1.0, -1.0)
+
+
+@triton.jit
+def hadamard(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr = None):
+    """Rows of a small tile times a Hadamard matrix; SIZE: of so many columns, None: of all.
+
+    A stage makes a + b, a - b of pairs a, b. Both have the sum, and the second takes its own b off twice: nothing moves
+    but what the sum takes, so that a warp that holds whole rows needs no shared memory.
+    """
+    second = tl.arange(0, 2).to(tl.float32)[None, None, :, None] * 2.0
+    MOST: tl.constexpr = COLUMNS if SIZE is None else SIZE
+    for stage in tl.static_range(8):
+        if 2 << stage <= MOST:
+            x = tl.reshape(x, (ROWS, COLUMNS >> (stage + 1), 2, 1 << stage))
+            x = tl.reshape(tl.expand_dims(tl.sum(x, 2), 2) - second * x, (ROWS, COLUMNS))
+    return x
+
+
+@triton.jit
+def load_levels(
+    base, first, stride, limit, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """z = c - (2^b - 1) / 2 of rows [first, first + ROWS) of packed codes (`ops.codec`); zero as in `load_tile`."""
+    rows = tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, COLUMNS)[None, :]
+    pointers = base + tl.cast(first, tl.int64) * stride + rows * stride
+    inside = (first + rows < limit) & (columns < SIZE)
+    if BITS == 8:
+        levels = tl.load(pointers + columns, mask=inside, other=0).to(tl.int32)
+    elif BITS == 4:
+        byte = tl.load(pointers + columns % (SIZE // 2), mask=inside, other=0).to(tl.int32)
+        levels = (byte >> (columns // (SIZE // 2) * 4)) & 15
+    else:
+        byte = tl.load(pointers + columns % (SIZE // 4), mask=inside, other=0).to(tl.int32)
+        levels = (byte >> (columns // (SIZE // 4) * 2)) & 3
+        if BITS == 3:
+            high = tl.load(pointers + SIZE // 4 + columns % (SIZE // 8), mask=inside, other=0).to(tl.int32)
+            levels += ((high >> (columns // (SIZE // 8))) & 1) * 4
+    return tl.where(inside, levels.to(tl.float32) - (2**BITS - 1) / 2, 0.0)
+
+
+# Two words of four codes each, in one register. Their levels are the upper bits of a mantissa: no conversion is needed.
+_NIBBLES = """{
+    .reg .b32 a;
+    shl.b32 a, $4, 3;
+    lop3.b32 $0, a, 0x00780078, HIGH, 0xEA;
+    shr.b32 a, $4, 1;
+    lop3.b32 $1, a, 0x00780078, HIGH, 0xEA;
+    shr.b32 a, $4, 5;
+    lop3.b32 $2, a, 0x00780078, HIGH, 0xEA;
+    shr.b32 a, $4, 9;
+    lop3.b32 $3, a, 0x00780078, HIGH, 0xEA;
+}"""
+NIBBLES_BFLOAT16 = tl.constexpr(_NIBBLES.replace("HIGH", "0x41004100"))
+NIBBLES_FLOAT16 = tl.constexpr(_NIBBLES.replace("HIGH", "0x54005400"))
+
+
+@triton.jit
+def nibble_base(DTYPE: tl.constexpr):
+    """What `nibbles` reads for the level c = 0; each level adds 1/2."""
+    return 8.0 if tl.bfloat16 == DTYPE else 64.0
+
+
+@triton.jit
+def nibble_offset(DTYPE: tl.constexpr):
+    """z / 2 = (c - 7.5) / 2 is what `nibbles` reads, less this."""
+    return nibble_base(DTYPE) + 3.75
+
+
+@triton.jit
+def nibbles(words, DTYPE: tl.constexpr):
+    """The four levels c in each int16 word of 4-bit codes (`ops.codec`), as `nibble_base` + c / 2 in half precision.
+
+    Word u has channels 2 u, 2 u + D / 2, 2 u + 1, 2 u + 1 + D / 2. bfloat16 with the bits 0x4100 | c << 3 is 8 + c / 2,
+    float16 with 0x5400 | c << 3 is 64 + c / 2.
+    """
+    if PTX:
+        if tl.bfloat16 == DTYPE:
+            return tl.inline_asm_elementwise(
+                NIBBLES_BFLOAT16, "=r,=r,=r,=r,r", [words],
+                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                NIBBLES_FLOAT16, "=r,=r,=r,=r,r", [words],
+                (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+            )  # fmt: skip
+    else:
+        bits = words.to(tl.int32)
+        base = nibble_base(DTYPE)
+        return (
+            (base + 0.5 * (bits & 15).to(tl.float32)).to(DTYPE),
+            (base + 0.5 * ((bits >> 4) & 15).to(tl.float32)).to(DTYPE),
+            (base + 0.5 * ((bits >> 8) & 15).to(tl.float32)).to(DTYPE),
+            (base + 0.5 * ((bits >> 12) & 15).to(tl.float32)).to(DTYPE),
+        )
+
+
+@triton.jit
+def load_pairs(rows, inside, first, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns first, first + 2, ... and first + 1, first + 3, ... of rows at these pointers; zero behind COUNT each."""
+    column = tl.arange(0, 2 * BLOCK)[None, :]
+    mask = inside[:, None] & (column < 2 * COUNT)
+    x = tl.load(rows[:, None] + first + column, mask=mask, other=0.0)  # [rows, 2 BLOCK]
+    return tl.split(tl.reshape(x, (x.shape[0], BLOCK, 2)))
+
+
+@triton.jit
+def load_by_words(rows, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows at these pointers in four parts [rows, BLOCK]."""
+    x0, x2 = load_pairs(rows, inside, 0, SIZE // 4, BLOCK)
+    x1, x3 = load_pairs(rows, inside, SIZE // 2, SIZE // 4, BLOCK)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def load_vector(pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """One vector in four parts [1, BLOCK] in float32."""
+    return wide(load_by_words(pointer + tl.zeros((1,), tl.int32), tl.full((1,), True, tl.int1), SIZE, BLOCK))
+
+
+@triton.jit
+def wide(x):
+    """All parts in float32."""
+    return x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32), x[3].to(tl.float32)
+
+
+@triton.jit
+def store_pairs(rows, a, b, inside, first, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes what `load_pairs` reads."""
+    column = tl.arange(0, 2 * BLOCK)[None, :]
+    mask = inside[:, None] & (column < 2 * COUNT)
+    tl.store(rows[:, None] + first + column, tl.reshape(tl.join(a, b), (a.shape[0], 2 * BLOCK)), mask=mask)
+
+
+@triton.jit
+def store_by_words(rows, x, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes what `load_by_words` reads."""
+    store_pairs(rows, x[0], x[2], inside, 0, SIZE // 4, BLOCK)
+    store_pairs(rows, x[1], x[3], inside, SIZE // 2, SIZE // 4, BLOCK)
+
+
+@triton.jit
+def rotated(x, sign, SIZE: tl.constexpr):
+    """R x in float32 of rows in four parts, with the signs of R in four parts.
+
+    A Hadamard matrix of SIZE is one of SIZE / 4 over the words, times two of 2 over the channels of a word.
+    """
+    ROWS: tl.constexpr = x[0].shape[0]
+    BLOCK: tl.constexpr = x[0].shape[1]
+    NORM: tl.constexpr = SIZE**-0.5
+    y0, y1 = x[0] * (sign[0] * NORM), x[1] * (sign[1] * NORM)
+    y2, y3 = x[2] * (sign[2] * NORM), x[3] * (sign[3] * NORM)
+    a, b, c, d = y0 + y1, y0 - y1, y2 + y3, y2 - y3
+    return (
+        hadamard(a + c, ROWS, BLOCK, SIZE // 4), hadamard(b + d, ROWS, BLOCK, SIZE // 4),
+        hadamard(a - c, ROWS, BLOCK, SIZE // 4), hadamard(b - d, ROWS, BLOCK, SIZE // 4),
+    )  # fmt: skip
+
+
+@triton.jit
+def around(q, center, sign, SIZE: tl.constexpr):
+    """R q of rows in four parts, and <q, center> [rows]."""
+    q = wide(q)
+    along = tl.sum(q[0] * center[0] + q[1] * center[1] + q[2] * center[2] + q[3] * center[3], 1)
+    return rotated(q, sign, SIZE), along
+
+
+@triton.jit
+def query_operands(q, DTYPE: tl.constexpr):
+    """Rotated queries in four parts as the operands q' [BLOCK, 2 rows], and what their products with words begin with.
+
+    Levels are read with an offset, which products of both halves [2 rows] have to lose.
+    """
+    h0, h1, h2, h3 = halves(q[0], DTYPE), halves(q[1], DTYPE), halves(q[2], DTYPE), halves(q[3], DTYPE)
+    sums = tl.sum(h0.to(tl.float32) + h1.to(tl.float32) + h2.to(tl.float32) + h3.to(tl.float32), 2)
+    lift = twice(-0.5 * nibble_offset(DTYPE) * tl.sum(sums, 1))
+    return (beside(h0), beside(h1), beside(h2), beside(h3)), lift
+
+
+@triton.jit
+def halves(y, DTYPE: tl.constexpr):
+    """Rows [rows, BLOCK] in float32 in half precision, [rows, BLOCK, 2]: each rounded, and beside it the rest."""
+    rounded = y.to(DTYPE)
+    return tl.join(rounded, (y - rounded.to(tl.float32)).to(DTYPE))
+
+
+@triton.jit
+def beside(h):
+    """Halves [rows, BLOCK, 2] as the operand q' [BLOCK, 2 rows]."""
+    return tl.reshape(tl.permute(h, (1, 0, 2)), (h.shape[1], 2 * h.shape[0]))
+
+
+@triton.jit
+def folded(s):
+    """Products [slots, 2 rows] as [rows, slots], the two halves of each row summed."""
+    return tl.trans(tl.sum(tl.reshape(s, (s.shape[0], s.shape[1] // 2, 2)), 2))
+
+
+@triton.jit
+def twice(x):
+    """[rows] or [rows, slots] as [2 rows] or [slots, 2 rows]: each row, and the same row again beside it."""
+    if len(x.shape) == 1:
+        return tl.reshape(tl.broadcast_to(x[:, None], (x.shape[0], 2)), (2 * x.shape[0],))
+    else:
+        across = tl.trans(x)[:, :, None]
+        return tl.reshape(tl.broadcast_to(across, (x.shape[1], x.shape[0], 2)), (x.shape[1], 2 * x.shape[0]))
+
+
+@triton.jit
+def once(acc):
+    """Sums [channels, 2 rows] of rows that come twice, as [rows, channels]."""
+    return folded(acc) * 0.5
+
+
+@triton.jit
+def word_products(words, q, lift):
+    """<R q, z_i> / 2 of a tile of words [slots, BLOCK] with queries in four parts, [rows, slots]."""
+    k0, k1, k2, k3 = nibbles(words, q[0].dtype)
+    s = dot(k0, q[0], tl.zeros((words.shape[0], q[0].shape[1]), tl.float32) + lift[None, :])
+    return folded(dot(k3, q[3], dot(k2, q[2], dot(k1, q[1], s))))
+
+
+@triton.jit
+def exact_products(k, q):
+    """<R q, k_i> of exact keys in four parts in float32, [rows, slots]; they are taken in two halves as well."""
+    s = add_product(tl.zeros((k[0].shape[0], q[0].shape[1]), tl.float32), k[0], q[0])
+    return folded(add_product(add_product(add_product(s, k[1], q[1]), k[2], q[2]), k[3], q[3]))
+
+
+@triton.jit
+def add_product(s, k, q):
+    rounded = k.to(q.dtype)
+    return dot((k - rounded.to(tl.float32)).to(q.dtype), q, dot(rounded, q, s))
+
+
+@triton.jit
+def value_operand(terms, step, DTYPE: tl.constexpr, ACROSS: tl.constexpr):
+    """Terms times steps as an operand for words, and what sums of words lose by it: levels are read with an offset."""
+    rounded = (terms * step[None, :]).to(DTYPE)
+    lift = -nibble_offset(DTYPE) * tl.sum(rounded.to(tl.float32), 1)
+    return operand(rounded, DTYPE, ACROSS), of_rows(lift, ACROSS)
+
+
+@triton.jit
+def add_words(acc, parts, words, shrink, lift, ACROSS: tl.constexpr):
+    """Sums in four parts, shrunk and with `lift` added, and then the products of a tile of words."""
+    v0, v1, v2, v3 = nibbles(words, parts.dtype)
+    return (
+        add_values(acc[0] * shrink + lift, parts, v0, ACROSS), add_values(acc[1] * shrink + lift, parts, v1, ACROSS),
+        add_values(acc[2] * shrink + lift, parts, v2, ACROSS), add_values(acc[3] * shrink + lift, parts, v3, ACROSS),
+    )  # fmt: skip
+
+
+@triton.jit
+def add_exact(acc, parts, v, valued, shrink, ACROSS: tl.constexpr):
+    """Sums in one or four parts, shrunk, and with exact values in as many added, of which those `valued` count."""
+    if len(acc) == 4:
+        return (
+            add_exact_part(acc[0] * shrink, parts, v[0], valued, ACROSS),
+            add_exact_part(acc[1] * shrink, parts, v[1], valued, ACROSS),
+            add_exact_part(acc[2] * shrink, parts, v[2], valued, ACROSS),
+            add_exact_part(acc[3] * shrink, parts, v[3], valued, ACROSS),
+        )
+    else:
+        return (add_exact_part(acc[0] * shrink, parts, v[0], valued, ACROSS),)
+
+
+@triton.jit
+def add_exact_part(acc, parts, v, valued, ACROSS: tl.constexpr):
+    return add_values(acc, parts, across(tl.where(valued[:, None], v, 0.0).to(parts.dtype), ACROSS), ACROSS)
+
+
+@triton.jit
+def add_values(acc, parts, v, ACROSS: tl.constexpr):
+    """acc + p V, or acc' + V' p'."""
+    if ACROSS:
+        return dot(v, parts, acc)
+    else:
+        return dot(parts, v, acc)
+
+
+@triton.jit
+def of_rows(x, ACROSS: tl.constexpr):
+    """A number of each row, beside the sums of its channels."""
+    if ACROSS:
+        return twice(x)[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def operand(terms, DTYPE: tl.constexpr, ACROSS: tl.constexpr):
+    """Terms [rows, slots] as the operand p or p'."""
+    if ACROSS:
+        return twice(terms.to(DTYPE))
+    else:
+        return terms.to(DTYPE)
+
+
+@triton.jit
+def across(v, ACROSS: tl.constexpr):
+    """Values [slots, channels] as the operand V or V'."""
+    if ACROSS:
+        return tl.trans(v)
+    else:
+        return v
