@@ -309,7 +309,8 @@ def test_every_sample_has_a_cache_seed_of_its_own() -> None:
 
 
 def test_the_summary_shows_failures_and_intervals() -> None:
-    data = [{"method": "a", "budget": "1/4", "size": i % 2, "score": float(i > 3)} for i in range(8)]
+    cell = {"method": "a", "budget": "1/4", "seed": 0}
+    data = [{**cell, "sample": f"text {i}", "size": i % 2, "score": float(i > 3)} for i in range(8)]
     data += [{"method": "a", "budget": "1/4", "size": 1, "failed": "no"}]
     table = result_table.table("title", data, "score", by="size")
     cells = [next(iter(column.cells)) for column in table.columns]

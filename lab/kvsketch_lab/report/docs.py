@@ -159,7 +159,7 @@ class Numbers:
         if kind == EQUAL_BYTES:
             return [{**vars(cell), "column": cell.column, "mean": cell.value.value} for cell in self.at_equal_bytes]
         if kind.endswith("/"):
-            return [{**record["data"], "kind": record["kind"]} for record in latest(self.records(kind))]
+            return [{**record["data"], "kind": record["kind"]} for record in latest(self.records(kind[:-1]))]
         data = [record["data"] for record in self.benchmarks if record["kind"] == kind.partition("_sizes")[0]]
         return benchmarks.sizes(data) if kind == KERNELS else benchmarks.last(data, *REPEATED.get(kind, ("method",)))
 

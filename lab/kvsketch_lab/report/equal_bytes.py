@@ -22,14 +22,12 @@ from kvsketch_lab.records import (
     latest,
     mean,
     mean_over_texts,
-    nested_mean,
-    perplexity_deviation,
     text_of,
 )
 from kvsketch_lab.records.held_out import is_held_out_seed, is_held_out_text
 from kvsketch_lab.report import blocks
-from kvsketch_lab.report.canvas import GRID, WIDEST, line_style, new_figure
-from kvsketch_lab.report.kinds import Data, model_name
+from kvsketch_lab.report.canvas import GRID, WIDEST, legend, line_style, new_figure
+from kvsketch_lab.report.kinds import Data, estimate_of, model_name
 from kvsketch_lab.report.palette import looks, order
 
 SHARES = ("1/4", "1/8", "1/16", "1/32")
@@ -158,16 +156,10 @@ def _knows_tokens(data: Data) -> bool:
 
 
 def _value(task: str, members: Sequence[Record]) -> Estimate:
-    data = [record["data"] for record in members]
-    if task.startswith("perplexity"):
-        return perplexity_deviation(data)
+    if not task.startswith("KL"):
+        return estimate_of(members)
     texts = [text_of(record["data"], record["seed"]) for record in members]
-    if task.startswith("KL"):
-        return mean_over_texts([each["kl"] for each in data], texts)
-    values = [each["score"] for each in data]
-    if task.startswith("RULER"):
-        return nested_mean(values, texts, [(each["task"],) for each in data])
-    return mean_over_texts(values, texts)
+    return mean_over_texts([record["data"]["kl"] for record in members], texts)
 
 
 def _ruler_tasks(members: Sequence[Record]) -> list[str]:
@@ -328,16 +320,7 @@ def picture(found: Sequence[Cell], model: str) -> Any | None:
         axes.set_title(_title(task), loc="left", fontsize=10)
     for axes in panels[len(tasks) :]:
         axes.set_axis_off()
-    handles = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    labels = sorted(handles, key=order)
-    figure.legend(
-        [handles[label] for label in labels],
-        labels,
-        frameon=False,
-        fontsize=9,
-        loc="outside lower center",
-        ncols=4 if max(map(len, labels)) < 22 else 3,
-    )
+    legend(figure, panels)
     return figure
 
 

@@ -166,6 +166,12 @@ def _nested(members: Sequence[Observation], *fields: str) -> Estimate:
     return nested_mean(values_of(members), [each.text for each in members], places)
 
 
+def estimate_of(records: Sequence[Record]) -> Estimate:
+    """What records of one experiment, method and setting say together, none of which failed."""
+    kind = next(kind for kind in KINDS if kind.owns(records[0]))
+    return kind.estimate([observation(kind, each, each["data"].get(kind.metric), "") for each in records])
+
+
 def _recall(kind: Kind, record: Record) -> list[Observation]:
     """One value for each query head of each layer."""
     by_layer = record["data"]["recall_by_head"]

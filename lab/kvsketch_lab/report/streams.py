@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from kvsketch_lab.records import (
-    FAILED,
-    Estimate,
-    Record,
-    budget_value,
-    interval_text,
-    latest,
-    mean_over_texts,
-    perplexity_deviation,
-    text_of,
-)
+from kvsketch_lab.records import FAILED, Estimate, Record, budget_value, interval_text, latest
 from kvsketch_lab.report.blocks import Code, table
-from kvsketch_lab.report.kinds import Data, model_name, variants
+from kvsketch_lab.report.kinds import estimate_of, model_name, variants
 from kvsketch_lab.report.palette import order
+from kvsketch_lab.report.rows import known_mean
 
 EXACT = 0
 
@@ -32,17 +23,15 @@ class Shown(NamedTuple):
     unit: str
     form: str
 
-    def estimate(self, cells: Sequence[Data]) -> Estimate:
-        if self.kind == "perplexity":
-            return perplexity_deviation(cells)
-        return mean_over_texts([each["score"] for each in cells], [text_of(each, each["seed"]) for each in cells])
-
-    def difference(self, pairs: Sequence[tuple[Data, Data]]) -> Estimate:
-        """First minus second of each pair; of perplexities, that of all their tokens."""
-        if self.kind == "perplexity":
-            return perplexity_deviation({**ours, "full_chunk_nll": theirs["chunk_nll"]} for ours, theirs in pairs)
-        differences = [ours["score"] - theirs["score"] for ours, theirs in pairs]
-        return mean_over_texts(differences, [text_of(ours, ours["seed"]) for ours, _ in pairs])
+    def difference(self, ours: Record, theirs: Record) -> Record:
+        """A record of the difference: one of a perplexity has the other in place of the full cache."""
+        data, other = ours["data"], theirs["data"]
+        less = (
+            {"full_chunk_nll": other["chunk_nll"]}
+            if self.kind == "perplexity"
+            else {"score": data["score"] - other["score"]}
+        )
+        return {**ours, "data": {**data, **less}}
 
 
 SHOWN = (
@@ -59,22 +48,22 @@ class Compared(NamedTuple):
     method: str
     budget: str
     length: int
-    ways: dict[int, list[Data]]  # by tokens of a chunk; EXACT: not in chunks
+    ways: dict[int, list[Record]]  # by tokens of a chunk; EXACT: not in chunks
 
-    def right(self, chunk: int) -> list[Data]:
-        return [each for each in self.ways.get(chunk, []) if FAILED not in each]
+    def right(self, chunk: int) -> list[Record]:
+        return [each for each in self.ways.get(chunk, []) if FAILED not in each["data"]]
 
 
 def compared(shown: Shown, records: Iterable[Record]) -> list[Compared]:
     """What the records of one experiment compare."""
-    found: dict[tuple[str, str, str, int], dict[int, list[Data]]] = {}
+    found: dict[tuple[str, str, str, int], dict[int, list[Record]]] = {}
     for record in latest(records):
-        data = {**record["data"], "seed": record["seed"]}
+        data = record["data"]
         if record["kind"] != shown.kind or data.get("protocol", "prefill") != "prefill":
             continue
         model = ", ".join([model_name(data), *variants({**data, "chunk": EXACT})])
         ways = found.setdefault((model, data["method"], data["budget"], data[shown.by]), {})
-        ways.setdefault(int(data.get("chunk") or EXACT), []).append(data)
+        ways.setdefault(int(data.get("chunk") or EXACT), []).append(record)
     parts = [Compared(*key, ways) for key, ways in found.items()]
     return sorted(parts, key=lambda p: (p.model, order(p.method), budget_value(p.budget), p.length))
 
@@ -82,10 +71,8 @@ def compared(shown: Shown, records: Iterable[Record]) -> list[Compared]:
 def added(shown: Shown, part: Compared, chunk: int) -> Estimate | None:
     """Streamed minus exact over the samples that were measured both ways."""
     exact = {_sample(each): each for each in part.right(EXACT)}
-    both = [(each, exact[_sample(each)]) for each in part.right(chunk) if _sample(each) in exact]
-    if chunk == EXACT or not both:
-        return None
-    return shown.difference(both)
+    both = [shown.difference(each, exact[_sample(each)]) for each in part.right(chunk) if _sample(each) in exact]
+    return estimate_of(both) if chunk != EXACT and both else None
 
 
 def asked(record: Record) -> tuple[Any, ...]:
@@ -94,8 +81,9 @@ def asked(record: Record) -> tuple[Any, ...]:
     return tuple(record["data"].get(name) for name in names)
 
 
-def _sample(data: Data) -> tuple[Any, ...]:
-    return data["seed"], data["sample"], data.get("position") if data.get("protocol") else None
+def _sample(record: Record) -> tuple[Any, ...]:
+    data = record["data"]
+    return record["seed"], data["sample"], data.get("position") if data.get("protocol") else None
 
 
 def summary(records: Sequence[Record], kind: str, model: str) -> str:
@@ -138,7 +126,7 @@ def _table(shown: Shown, parts: Sequence[Compared]) -> str:
 def _text(shown: Shown, part: Compared, chunk: int) -> str:
     right = part.right(chunk)
     failed = len(part.ways.get(chunk, [])) - len(right)
-    text = interval_text(shown.estimate(right), shown.form) if right else ""
+    text = interval_text(estimate_of(right), shown.form) if right else ""
     return f"{text} ({failed} failed)".strip() if failed else text
 
 
@@ -149,7 +137,6 @@ def _samples(part: Compared) -> str:
 
 def _length(shown: Shown, part: Compared) -> str:
     """`8,000`, and for numbers of lines how many tokens they come to."""
-    tokens = [each["prompt_tokens"] for way in part.ways.values() for each in way if "prompt_tokens" in each]
-    if shown.by != "lines" or not tokens:
-        return f"{part.length:,}"
-    return f"{part.length:,} ({round(sum(tokens) / len(tokens), -2):,.0f} tokens)"
+    tokens = [each["data"].get("prompt_tokens") for way in part.ways.values() for each in way]
+    mean = known_mean(tokens)
+    return f"{part.length:,} ({round(mean, -2):,.0f} tokens)" if shown.by == "lines" and mean else f"{part.length:,}"
