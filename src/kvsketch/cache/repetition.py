@@ -21,23 +21,11 @@ from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.masks import Prompt
 from kvsketch.methods.base import Method
 from kvsketch.methods.replay import equal_chunks
-from kvsketch.methods.waiting import newest, newest_slots
+from kvsketch.methods.waiting import Queue, newest, newest_slots
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
 BEFORE = 8  # tokens before a chunk that are said again, so that the model knows where to go on
-
-
-class Owing(Protocol):
-    """Newest tokens of a table, which the model has yet to repeat."""
-
-    @property
-    def owed(self) -> int: ...
-    def owe_at_most(self, tokens: int) -> None:
-        """Nobody has the ids of more than the last `tokens` tokens."""
-
-    def start_repetition(self) -> None:
-        """The model begins to repeat them."""
 
 
 @runtime_checkable
@@ -48,7 +36,7 @@ class RepeatingMethod(Protocol):
     def repeats(self) -> bool: ...
     @property
     def chunk(self) -> int: ...
-    def queue(self, table: SlotTable) -> Owing: ...
+    def queue(self, table: SlotTable) -> Queue: ...
     def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
         """Takes note of `tokens` tokens that the model has repeated, with these queries and keys [B, H, m, D].
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.budget import Size, row_prompts
-from kvsketch.methods.divide import HEAD, SHARES
+from kvsketch.methods.divide import HEAD
 from kvsketch.methods.parameters import option
 from kvsketch.methods.waiting import Waiting, WaitingMethod, newest, newest_slots, own_sinks
 from kvsketch.slots.table import SlotTable
@@ -41,21 +41,16 @@ class Expected(WaitingMethod):
     family: ClassVar[str] = "evict"
     paper: ClassVar[str] = "arXiv 2510.00636"
     look: ClassVar[tuple[str, ...]] = ("#4a6b00", "P")
+    continues: ClassVar[bool] = True
+    placeless: ClassVar[str] = "for it expects queries at the distances of the text"
+    apart: ClassVar[str] = "it weighs a token by the norm of its value in each head"
 
-    budget: Size | int | str = "50%"
     recent: Size | int | str = 0
-    share: str = option(HEAD, "who shares a budget: every head has its own, the heads of a layer, or all", SHARES)
+    share: str = HEAD
     wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are scored")
     future: int = option(512, "positions over which the rotation of queries to come is averaged")
     epsilon: float = option(0.0, "added to the expected attention before the value's norm weighs it")
-
-    @property
-    def placeless(self) -> str:
-        return "for it expects queries at the distances of the text"
-
-    @property
-    def apart(self) -> str:
-        return "it weighs a token by the norm of its value in each head"
+    bits: int = 16
 
     @property
     def needs_angles(self) -> tuple[str, str]:
@@ -94,7 +89,7 @@ class Expected(WaitingMethod):
         table.state_of(Waiting).note(table, slots, score / (1 + score), [queries.shape[2]])
 
     def settle(self, tables: Sequence[SlotTable]) -> None:
-        if chosen := self.chosen(tables, self.share, PIECE):
+        if chosen := self.chosen(tables, PIECE):
             self.keep_chosen(tables, chosen)
 
 

@@ -22,22 +22,10 @@ class Full(Method):
     look: ClassVar[tuple[str, ...]] = ("#444444", "o")
     keeps_all: ClassVar[bool] = True
     ignores_hidden_tokens: ClassVar[bool] = True
-
-    @property
-    def apart(self) -> str:
-        return ""
-
-    @property
-    def last_queries(self) -> int:
-        return 0
-
-    @property
-    def alone(self) -> str:
-        return ""
-
-    @property
-    def continues(self) -> bool:
-        return True
+    apart: ClassVar[str] = ""
+    last_queries: ClassVar[int] = 0
+    alone: ClassVar[str] = ""
+    continues: ClassVar[bool] = True
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         table.bound(max_length)

@@ -71,6 +71,8 @@ class KCenter(BudgetedMethod):
     lacks: ClassVar[Mapping[str, str]] = {
         "share": "its scores are distances between keys, which have another scale in every head"
     }
+    apart: ClassVar[str] = ""
+    last_queries: ClassVar[int] = 0
     sinks: int = option(1, "first tokens that are centers from the start; 0 still starts at the first token")
     recent: Size | int | str = "50%"
     weights: str = option("none", "count: a center weighs as much as the tokens nearest to it, in both sums", WEIGHTS)
@@ -82,14 +84,6 @@ class KCenter(BudgetedMethod):
         generated = 0 if self.slide else max(0, table.seen - table.prompt_tokens)
         total = self.budget_size.of(prompt) + generated
         return Budget(total, self.sinks, self.recent_size.of(total))
-
-    @property
-    def apart(self) -> str:
-        return ""
-
-    @property
-    def last_queries(self) -> int:
-        return 0
 
     @property
     def alone(self) -> str:

@@ -29,14 +29,8 @@ class EvictingMethod(BudgetedMethod):
     """Keeps the sinks, the recent window and the slots with the largest score; every kept slot has weight 1."""
 
     family: ClassVar[str] = "evict"
-
-    @property
-    def apart(self) -> str:
-        return ""
-
-    @property
-    def alone(self) -> str:
-        return ""
+    apart: ClassVar[str] = ""
+    alone: ClassVar[str] = ""
 
     def observe(self, table: SlotTable, queries: Tensor) -> None:
         """Takes note of the new tokens' queries; called after every forward, also while nothing needs to go."""

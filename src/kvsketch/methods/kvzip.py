@@ -9,7 +9,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvsketch.methods.budget import Size
-from kvsketch.methods.divide import MODEL, SHARES
 from kvsketch.methods.parameters import option
 from kvsketch.methods.replay import Replay
 from kvsketch.methods.waiting import WaitingMethod
@@ -37,12 +36,13 @@ class KVzip(WaitingMethod):
     paper: ClassVar[str] = "arXiv 2505.23416"
     look: ClassVar[tuple[str, ...]] = ("#7a5200", "X")
     repeats: ClassVar[bool] = True
+    placeless: ClassVar[str] = "for its weights are refitted to the distances of the text"
+    apart: ClassVar[str] = ""
 
-    budget: Size | int | str = "50%"
     recent: Size | int | str = 0
-    share: str = option(MODEL, "who shares a budget: every head has its own, the heads of a layer, or all", SHARES)
     chunk: int = option(2048, "tokens that are rehearsed together")
     wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are rehearsed")
+    bits: int = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,21 +62,9 @@ class KVzip(WaitingMethod):
 
     def settle(self, tables: Sequence[SlotTable]) -> None:
         """All chunks have scores: the best tokens of all heads stay."""
-        if chosen := self.chosen(tables, self.share, self.chunk):
+        if chosen := self.chosen(tables, self.chunk):
             self.keep_chosen(tables, chosen)
 
     @property
     def most_waiting(self) -> int:
         return min(self.chunk, self.wait)
-
-    @property
-    def continues(self) -> bool:
-        return False  # a text behind another cannot be repeated alone
-
-    @property
-    def placeless(self) -> str:
-        return "for its weights are refitted to the distances of the text"
-
-    @property
-    def apart(self) -> str:
-        return ""

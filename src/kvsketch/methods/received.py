@@ -68,9 +68,6 @@ class AttentionScored(EvictingMethod):
         score = table.state_of(self.State).held()
         return score if table.layout is None else table.layout.unpacked(score)
 
-    def scores(self, table: SlotTable, queries: Tensor) -> Tensor:
-        return self.worth(table)
-
     @property
     def settles(self) -> bool:
         return self.share == MODEL
@@ -128,32 +125,21 @@ def add_attention(
     A decode step whose attention has left its logits does not read the keys a second time. Where heads differ, `into`
     is flat as the table is.
     """
-    if table.layout is not None:
-        equal = _add(table, queries, table.layout.unpacked(into), reduce, fade, temperature, noise, row_lse)
-        return table.layout.write(into, equal) if table.shared else into.copy_(table.layout.packed(equal))
-    return _add(table, queries, into, reduce, fade, temperature, noise, row_lse)
-
-
-def _add(
-    table: SlotTable,
-    queries: Tensor,
-    into: Tensor,
-    reduce: str,
-    fade: float,
-    temperature: ops.Temperature | None,
-    noise: ops.Noise | None,
-    row_lse: Tensor | None,
-) -> Tensor:
-    temperature, left = temperature or ops.Temperature(), table.row_logits
-    index, clock = table.held_index(), None if table.exact else table.seen_on_device()
+    layout, temperature, index = table.layout, temperature or ops.Temperature(), table.held_index()
+    equal = into if layout is None else layout.unpacked(into)
+    left, clock = table.row_logits, None if table.exact else table.seen_on_device()
     if left is not None:
-        return ops.mass_from_logits(
+        ops.mass_from_logits(
             left.logits, table.bounded.held_index(), table.bounded.clock,
             row_lse=left.row_lse if is_plain(temperature, noise) else None, padding=table.padding,
-            temperature=temperature, noise=noise, reduce=reduce, into=into, fade=fade,
+            temperature=temperature, noise=noise, reduce=reduce, into=equal, fade=fade,
         )  # fmt: skip
-    return ops.attention_mass(
-        queries, table.read_keys(), table.scale,
-        seen=clock, index=index, padding=table.padding, temperature=temperature, noise=noise,
-        row_lse=row_lse, reduce=reduce, into=into, fade=fade,
-    )  # fmt: skip
+    else:
+        ops.attention_mass(
+            queries, table.read_keys(), table.scale,
+            seen=clock, index=index, padding=table.padding, temperature=temperature, noise=noise,
+            row_lse=row_lse, reduce=reduce, into=equal, fade=fade,
+        )  # fmt: skip
+    if layout is None:
+        return into
+    return layout.write(into, equal) if table.shared else into.copy_(layout.packed(equal))

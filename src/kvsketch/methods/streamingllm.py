@@ -25,8 +25,5 @@ class StreamingLLM(EvictingMethod):
     paper: ClassVar[str] = "arXiv 2309.17453"
     look: ClassVar[tuple[str, ...]] = ("#1b6ca8", "o")
     ignores_hidden_tokens: ClassVar[bool] = True
+    last_queries: ClassVar[int] = 0
     recent: Size | int | str = field(default=0, init=False, repr=False)
-
-    @property
-    def last_queries(self) -> int:
-        return 0

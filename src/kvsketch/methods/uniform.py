@@ -55,19 +55,10 @@ class Uniform(BudgetedMethod):
     random: ClassVar[bool] = True
     ignores_hidden_tokens: ClassVar[bool] = True
     State: ClassVar[type[Strata]] = Strata
+    apart: ClassVar[str] = ""
+    last_queries: ClassVar[int] = 0
+    alone: ClassVar[str] = ""
     weights: bool = option(True, "false reads the sample with weight 1")
-
-    @property
-    def apart(self) -> str:
-        return ""
-
-    @property
-    def last_queries(self) -> int:
-        return 0
-
-    @property
-    def alone(self) -> str:
-        return ""
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         bound_to_budget(table, self)

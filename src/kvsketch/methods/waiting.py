@@ -21,9 +21,10 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod
-from kvsketch.methods.budget import Tokens, row_prompts
-from kvsketch.methods.divide import winners
+from kvsketch.methods.budget import Size, Tokens, row_prompts
+from kvsketch.methods.divide import MODEL, SHARES, winners
 from kvsketch.methods.keep import layouts
+from kvsketch.methods.parameters import option
 from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.codes import LEAST
@@ -129,13 +130,10 @@ class Queue:
         table, least = self.table, LEAST if self.table.bits else 2
         if table.settled_at is not None:
             return False  # rows that come and go: `WaitingMethod.catch_up`
-        return self.count >= self.method.most_waiting or (
-            self.count >= least and table.appended > 1 and self._is_first()
-        )
-
-    def _is_first(self) -> bool:
-        table = self.table
-        return table.document is None and (table.settled == 0 or most_of(table.padding) > table.settled)
+        if self.count >= self.method.most_waiting:
+            return True
+        first = table.document is None and (table.settled == 0 or most_of(table.padding) > table.settled)
+        return first and table.appended > 1 and self.count >= least
 
     # tokens that the model repeats (`cache.repetition`)
 
@@ -193,11 +191,11 @@ class Queue:
     def _take_one(self, queries: Tensor) -> None:
         """Keeps a token, in place; makes room for more where the last is taken."""
         state, table, count = self.state, self.table, self.count
-        self._keep(queries, count - 1 + self._ahead(count - 1))
+        self._keep(queries, count - 1 + self.ahead(count - 1))
         if table.in_place:
             table.advance()
             if state.queries is not None and count == state.room:
-                more = self._ahead(count)
+                more = self.ahead(count)
                 table.bounded.widen(more)
                 state.queries = lengthened(state.queries, count + more)
 
@@ -205,33 +203,34 @@ class Queue:
         """Keeps tokens that are not enough yet."""
         state, count = self.state, self.count
         # A text that is kept whole has no slots ahead of its tokens either.
-        room = 0 if self.table.exact else self._ahead(count)
+        room = 0 if self.table.exact else self.ahead(count)
         self._keep(queries, count + room)
         if not self.table.exact:
             assert state.queries is not None
             state.queries = lengthened(state.queries, count + room)
-            self._make_room(room)
+            self.make_room(room)
 
     def _keep(self, queries: Tensor, room: int) -> None:
         """Keeps some queries of the newest tokens; where the last of them has no room, there is some for `room`."""
         state, table = self.state, self.table
         if state.queries is None:
-            state.queries = self._empty(queries, room)
+            state.queries = self.empty(queries, room)
         elif state.room < self.count:
             state.queries = lengthened(state.queries, room)
         at = table.seen_on_device() - (queries.shape[2] + table.settled)
         ops.keep_queries(state.queries, queries, at, table.shape[1])
 
-    def _empty(self, queries: Tensor, room: int) -> Tensor:
+    def empty(self, queries: Tensor, room: int) -> Tensor:
         """Room for what is kept of queries [B, Hq, n, D] of so many tokens."""
         batch, heads = self.table.shape[:2]
         shape = (batch, self.method.kept_heads(heads, queries.shape[1]), room, row_bytes(queries.shape[3]))
         return torch.zeros(shape, dtype=torch.uint8, device=queries.device)
 
-    def _ahead(self, waiting: int) -> int:
+    def ahead(self, waiting: int) -> int:
+        """New tokens that room is made for, beside those that wait."""
         return room_ahead(self.method.most_waiting, self.table.settled, waiting)
 
-    def _make_room(self, room: int) -> None:
+    def make_room(self, room: int) -> None:
         """Heads of their own sizes again, with all that they hold and room for so many tokens."""
         stays = self.table.index_slots() >= 0
         self.table.keep(stays, Layout.of(stays.sum(-1) + room + 1, bool(self.table.bits)))
@@ -254,47 +253,6 @@ class Queue:
         self.table.unpack()
         return ops.kept_queries(held[:, :, :count], self.table.key_size, self.table.stores()[0].dtype)
 
-    def forget(self, count: int) -> None:
-        """Drops the last `count` tokens."""
-        state, table = self.state, self.table
-        table.drop_newest(count) if table.layout is None else table.bounded.drop_last(count)
-        state.owed = min(state.owed, self.count)
-        if not table.exact and table.layout is None and not state.owed:
-            # Slots and queries have room for the same tokens.
-            self._make_room(max(state.room - self.count, self._ahead(self.count)))
-
-    # fixed shapes
-
-    def bound(self) -> None:
-        """A text that was too short to be decided takes its fixed shape when it is long enough for codes."""
-        state, table = self.state, self.table
-        under_way = state.again is not None or state.owed > 0
-        if under_way or state.queries is None or table.waits_for_codes:
-            return
-        room = self._ahead(self.count)
-        state.queries = lengthened(state.queries, self.count + room)
-        state.score = torch.zeros(table.shape, device=table.device)
-        capacity = torch.full(table.shape[:2], table.length + room + 1)
-        every = torch.ones(table.shape, dtype=torch.bool, device=table.device)
-        table.keep(every, Layout.of(capacity, bool(table.bits), table.device))
-
-    def needs(self) -> RowNeeds:
-        """What a row needs to go on among rows that come and go."""
-        tokens = self.method.most_waiting - self.count
-        room = (self.state.room or self._ahead(0)) - self.count
-        return RowNeeds(tokens, max(0, tokens - room), self.method.most_waiting)
-
-    def adopt(self) -> None:
-        """Earlier files hold all queries in half precision: [B, Hq, room, D]."""
-        state, table = self.state, self.table
-        if state.queries is None or not state.queries.is_floating_point() or table.empty:
-            return
-        whole, state.queries = state.queries, None
-        if whole.dim() != 4 or whole.shape[1] % table.shape[1]:
-            raise ValueError(f"queries {list(whole.shape)} are not those of {table.shape[1]} KV heads")
-        state.queries = self._empty(whole, whole.shape[2])
-        ops.keep_queries(state.queries, whole, torch.zeros(1, dtype=torch.int64, device=whole.device), table.shape[1])
-
 
 @dataclass(frozen=True)
 class WaitingMethod(BudgetedMethod):
@@ -302,6 +260,11 @@ class WaitingMethod(BudgetedMethod):
 
     State: ClassVar[type[TableState]] = Waiting
     budget_is_mean: ClassVar[bool] = True
+    alone: ClassVar[str] = ""
+    ragged: ClassVar[bool] = True
+
+    budget: Size | int | str = "50%"
+    share: str = option(MODEL, "who shares a budget: every head has its own, the heads of a layer, or all", SHARES)
 
     @property
     @abstractmethod
@@ -340,14 +303,14 @@ class WaitingMethod(BudgetedMethod):
 
     # all layers together
 
-    def chosen(self, tables: Sequence[SlotTable], share: str, longest: int) -> list[Tensor]:
-        """Which slots [B, H, S] of each table stay, once tokens have scores; [] before. `longest`: see below."""
+    def chosen(self, tables: Sequence[SlotTable], chunk: int) -> list[Tensor]:
+        """Which slots [B, H, S] of each table stay, once its tokens have scores, and [] before."""
         if tables[0].state_of(Waiting).again is None:
             return []
         for table in tables:
             # A short question is no measure for its answer. A chunk is the most that counts: generation stays bounded.
-            table.set_prompt(max(table.prompt_tokens, min(table.seen, longest)))
-        return winners(tables, [self.worth(t) for t in tables], [self.mean_slots(t) for t in tables], share)
+            table.set_prompt(max(table.prompt_tokens, min(table.seen, chunk)))
+        return winners(tables, [self.worth(t) for t in tables], [self.mean_slots(t) for t in tables], self.share)
 
     def worth(self, table: SlotTable) -> Tensor:  # [B, H, S]
         """Scores of slots; ALWAYS for those that stay, -inf for empty ones."""
@@ -389,18 +352,6 @@ class WaitingMethod(BudgetedMethod):
 
     # the verbs of tables that wait
 
-    @property
-    def alone(self) -> str:
-        return ""
-
-    @property
-    def ragged(self) -> bool:
-        return True
-
-    @property
-    def continues(self) -> bool:
-        return True
-
     def kept_heads(self, heads: int, query_heads: int) -> int:
         """Queries of a token, for all KV heads, that wait with it."""
         return min(heads * KEPT, query_heads) if self.stored_bits else query_heads
@@ -409,7 +360,17 @@ class WaitingMethod(BudgetedMethod):
         return self.queue(table).count
 
     def bound(self, table: SlotTable, max_length: int) -> None:
-        self.queue(table).bound()
+        """A text that was too short to be decided takes its fixed shape when it is long enough for codes."""
+        state, queue = table.state_of(Waiting), self.queue(table)
+        under_way = state.again is not None or state.owed > 0
+        if under_way or state.queries is None or table.waits_for_codes:
+            return
+        room = queue.ahead(queue.count)
+        state.queries = lengthened(state.queries, queue.count + room)
+        state.score = torch.zeros(table.shape, device=table.device)
+        capacity = torch.full(table.shape[:2], table.length + room + 1)
+        every = torch.ones(table.shape, dtype=torch.bool, device=table.device)
+        table.keep(every, Layout.of(capacity, bool(table.bits), table.device))
 
     def maintenance_due(self, table: SlotTable) -> bool:
         if table.settled_at is not None:
@@ -418,7 +379,9 @@ class WaitingMethod(BudgetedMethod):
         return coming >= self.most_waiting or coming >= room
 
     def row_needs(self, table: SlotTable) -> RowNeeds:
-        return self.queue(table).needs()
+        queue = self.queue(table)
+        tokens, room = self.most_waiting - queue.count, (queue.state.room or queue.ahead(0)) - queue.count
+        return RowNeeds(tokens, max(0, tokens - room), self.most_waiting)
 
     def catch_up(self, tables: Sequence[SlotTable]) -> None:
         for table in tables:
@@ -432,10 +395,23 @@ class WaitingMethod(BudgetedMethod):
         return left >= table.settled if table.layout is not None else left >= table.seen - table.new_tokens
 
     def forget(self, table: SlotTable, count: int) -> None:
-        self.queue(table).forget(count)
+        state, queue = table.state_of(Waiting), self.queue(table)
+        table.drop_newest(count) if table.layout is None else table.bounded.drop_last(count)
+        state.owed = min(state.owed, queue.count)
+        if not table.exact and table.layout is None and not state.owed:
+            # Slots and queries have room for the same tokens.
+            queue.make_room(max(state.room - queue.count, queue.ahead(queue.count)))
 
     def adopt(self, table: SlotTable) -> None:
-        self.queue(table).adopt()
+        state = table.state_of(Waiting)
+        if state.queries is None or not state.queries.is_floating_point() or table.empty:
+            return
+        # Earlier files hold all of them in half precision: [B, Hq, room, D].
+        whole, state.queries = state.queries, None
+        if whole.dim() != 4 or whole.shape[1] % table.shape[1]:
+            raise ValueError(f"queries {list(whole.shape)} are not those of {table.shape[1]} KV heads")
+        state.queries = self.queue(table).empty(whole, whole.shape[2])
+        ops.keep_queries(state.queries, whole, torch.zeros(1, dtype=torch.int64, device=whole.device), table.shape[1])
 
     def most_slots(self, table: SlotTable, longest: int) -> int:
         budget = super().most_slots(table, longest)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.budget import Size, Tokens
-from kvsketch.methods.divide import MODEL, SHARES
 from kvsketch.methods.parameters import option
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
 from kvsketch.methods.replay import Replay, first_keys
@@ -62,10 +61,9 @@ class Rehearse(WaitingMethod):
     family: ClassVar[str] = "summarise"
     paper: ClassVar[str] = "arXiv 2505.23416"
     look: ClassVar[tuple[str, ...]] = ("#b3123d", "*")
+    placeless: ClassVar[str] = "for its weights are refitted to the distances of the text"
 
-    budget: Size | int | str = "50%"
     recent: Size | int | str = 32
-    share: str = option(MODEL, "who shares a budget: every head has its own, the heads of a layer, or all", SHARES)
     replay: str = option(VIRTUAL, "exact: the model repeats the text in a second forward", REPLAYS)
     refit: str = option("full", "how weights and values of what stays are refitted", REFITS)
     chunk: int = option(2048, "tokens that are rehearsed together")
@@ -101,7 +99,7 @@ class Rehearse(WaitingMethod):
     # keep: the best of all heads, refitted
 
     def settle(self, tables: Sequence[SlotTable]) -> None:
-        if not (keep := self.chosen(tables, self.share, self.chunk)):
+        if not (keep := self.chosen(tables, self.chunk)):
             return
         if self.refit == "none":
             self.keep_chosen(tables, keep)
@@ -190,10 +188,6 @@ class Rehearse(WaitingMethod):
     @property
     def continues(self) -> bool:
         return not self.repeats
-
-    @property
-    def placeless(self) -> str:
-        return "for its weights are refitted to the distances of the text"
 
     @property
     def apart(self) -> str:

@@ -61,6 +61,7 @@ class SubGen(BudgetedMethod):
     random: ClassVar[bool] = True
     earlier_defaults: ClassVar[dict[str, str]] = {"normalizer": "clipped", "rho": "4.0"}
     State: ClassVar[type[slots.Structure]] = slots.Structure
+    placeless: ClassVar[str] = "for it holds a token in several slots, whose weights estimate sums over the whole text"
     recent: Size | int | str = "25%"
     positions: str = option(TEXT, "text alone: a token in several slots has no single place in the cache", POSITIONS)
     s: int | None = option(None, "samples; none: what sinks and window leave, half of it where there are clusters")
@@ -92,10 +93,6 @@ class SubGen(BudgetedMethod):
         self._require("form", self.form == "stream", "stream; the papers' experiments are the method kcenter")
         if self.budget_size.tokens is not None:
             self._require_room(self.budget_size.tokens)
-
-    @property
-    def placeless(self) -> str:
-        return "for it holds a token in several slots, whose weights estimate sums over the whole text"
 
     @property
     def clip(self) -> float | None:
