@@ -4,12 +4,12 @@
 # make test-variations   the tests as on other machines: vector instructions, threads, unwritten memory that holds NaN
 # make docs    build docs/ as a site in build/site; to search it: python -m http.server -d build/site
 # make test-vllm     the plugin for vLLM, with a CPU build of vLLM in an environment of its own
+# make test-ray      experiments on a Ray cluster, in an environment of its own
 # make wheel-test    build the wheel, install it and what it asks for in an environment of its own, ask it a question
 #
 # PYTHON=python3.12                       another interpreter (3.11 or newer)
 # VENV_OPTIONS=--system-site-packages     build on packages that the interpreter already has, such as a CUDA torch
 # TORCH=torch==2.11.0                     another torch
-# LAB_EXTRAS=[ray]                        also install Ray, so that its tests run
 # ARGS="--tokens 1000"                    options for the demo or for pytest
 
 PYTHON ?= python3
@@ -17,12 +17,11 @@ VENV ?= .venv
 VENV_OPTIONS ?=
 JOBS ?= 2
 ARGS ?=
-LAB_EXTRAS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvsketch-installed
 CPU_TORCH := 2.13.0
 
-.PHONY: demo test test-variations test-one-variation check lint docs wheel-check test-vllm wheel-test clean
+.PHONY: demo test test-variations test-one-variation check lint docs wheel-check test-vllm test-ray wheel-test clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -94,6 +93,19 @@ $(VLLM)/.kvsketch-installed: pyproject.toml lab/pyproject.toml tests/vllm.txt
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# Ray, which no other test needs.
+RAY := build/ray-env
+test-ray: $(RAY)/.kvsketch-installed
+	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest tests/evaluation/test_distributed.py $(ARGS)
+
+$(RAY)/.kvsketch-installed: pyproject.toml lab/pyproject.toml
+	rm -rf $(RAY)
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --upgrade pip
+	$(subst $(BIN)/,$(RAY)/bin/,$(INSTALL_TORCH))
+	$(RAY)/bin/python -m pip install --quiet pytest hypothesis --editable . --editable 'lab[ray]'
+	@touch $@
+
 # The wheel of this tree, installed with what its own metadata asks for and nothing else, answers a question.
 wheel-test:
 	rm -rf build/wheel
@@ -114,7 +126,7 @@ $(STAMP): pyproject.toml lab/pyproject.toml
 	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(INSTALL_TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[plot,lm-eval,dev]' --editable 'lab$(LAB_EXTRAS)'
+	$(BIN)/python -m pip install --quiet --editable '.[plot,lm-eval,dev]' --editable lab
 	@touch $@
 
 # A machine without an NVIDIA driver gets a CPU build of torch, so that no CUDA package is fetched: from the package

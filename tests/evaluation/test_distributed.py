@@ -1,4 +1,4 @@
-"""A run on a local Ray leaves the records of a run without it, whatever happens to its workers."""
+"""A run on a Ray cluster of two nodes leaves the records of a run without it, whatever happens to its workers."""
 
 from __future__ import annotations
 
@@ -77,16 +77,21 @@ class Fragile(Experiment):
 
 @pytest.fixture(scope="module")
 def _ray() -> Iterator[None]:
-    """Ray on this machine, as `--ray` without an address starts it."""
-    ray = pytest.importorskip("ray")
+    """A cluster of two nodes on this machine."""
+    ray = pytest.importorskip("ray", reason="not installed: make test-ray")
+    from ray.cluster_utils import Cluster
+
     # Workers cannot import this file.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with distributed.cluster(ray, ""):
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    nodes.add_node(num_cpus=1)
+    with distributed.cluster(ray, nodes.address):
         yield
+    nodes.shutdown()
 
 
-def run(out: Path, *arguments: str) -> list[dict[str, Any]]:
-    assert runner.main(Fragile, ["--out", str(out), *arguments]) == 0
+def run(out: Path, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
+    assert runner.main(Fragile, ["--out", str(out), *arguments]) == code
     return list(records.read(out / "fragile.jsonl"))
 
 
@@ -107,7 +112,7 @@ def test_same_records_as_a_serial_run_though_workers_die(
     kept = Path("fragile.jsonl").read_text()
     # One worker dies of sample 3; all workers that try die of sample 5.
     deadly = ("--deadly", "3:1,5:2")
-    found = run(Path(), "--ray", "--ray-workers", "2", *deadly)
+    found = run(Path(), "--ray", "--ray-workers", "2", *deadly, code=1)
     assert Path("died_of_3").read_text() == "x" and Path("died_of_5").read_text() == "xx"
     assert Path("fragile.jsonl").read_text().startswith(kept) and len(found) == len(complete)
     failed = [record for record in found if FAILED in record["data"]]
@@ -130,7 +135,7 @@ def test_a_model_that_cannot_be_loaded_is_the_same_error(tmp_path: Path) -> None
 
 
 def test_an_address_where_nobody_listens_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = pytest.importorskip("ray")
+    ray = pytest.importorskip("ray", reason="not installed: make test-ray")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with (
         pytest.raises(ValueError, match=r"--ray localhost:1: no Ray cluster answers .*leave the address out"),

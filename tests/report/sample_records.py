@@ -19,9 +19,10 @@ RECALL = ("quest", "clusterkv", "infinigen")
 MODEL = {"model": "qwen2.5-coder-1.5b", "dtype": "bfloat16", "budgets_in": "tokens", "model_sha256": "ab12" * 16}
 WORDS = ("The", "pass", "key", "is", "48213", "It", "has", "been", "the", "policy", "of", "this", "Government")
 
-
-SETTING = ("model", "dtype", "budgets_in", "method", "budget", "sample", "question", "lines", "length", "depth", "task",
-           "protocol", "position", "layer", "tokens", "chunk", "kvpress")  # fmt: skip
+SETTING = (
+    "model", "weights", "dtype", "budgets_in", "method", "budget", "sample", "question", "primed", "lines", "length",
+    "depth", "task", "protocol", "position", "layer", "tokens", "chunk", "kvpress",
+)  # fmt: skip
 
 
 def record(kind: str, data: dict[str, Any], seed: int = 0, command: str | None = None) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def test_answers_are_shown_with_the_tokens_that_lines_come_to(tmp_path: Path) ->
 
 
 def test_of_an_error_measured_twice_the_last_counts_and_other_settings_are_no_part(tmp_path: Path) -> None:
-    data = {"model": "qwen2.5-coder-0.5b", "dtype": "float32", "tokens": 8192, "method": "quest", "rate": 4}
+    data = {"model": "qwen2.5-coder-0.5b", "dtype": "float32", "tokens": 8192, "method": "quest", "budget": "1/4"}
     data |= {"tokens_read": 2064, "bytes": 3_000_000, "outcomes": {}, "layers": "0"}
     found = [record("attention_error", {**data, "mean": mean}) for mean in (0.9, 0.05)]
     found += [record("attention_error", {**data, "mean": 0.5, "dtype": "bfloat16", "method": "h2o"})]

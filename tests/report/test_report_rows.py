@@ -21,9 +21,9 @@ def contents_of(folder: Path, name: str, records: list[dict[str, Any]]) -> Conte
     return gather(folder)
 
 
-def line(question: int, score: float | None, seed: int = 0, lines: int = 200, **more: Any) -> dict[str, Any]:
+def line(number: int, score: float | None, seed: int = 0, lines: int = 200, **more: Any) -> dict[str, Any]:
     outcome = {"failed": "OutOfMemoryError: too much"} if score is None else {"score": score}
-    cell = {"method": "snapkv", "budget": "1/8", "sample": f"lines={lines} question={question}", **MODEL}
+    cell = {"method": "snapkv", "budget": "1/8", "sample": f"lines={lines} question={number}", **MODEL}
     return record("lines", {**cell, "lines": lines, **outcome, **memory("snapkv", "1/8", 8000), **more}, seed)
 
 
@@ -120,7 +120,7 @@ def test_models_stay_apart_in_rows_maps_pictures_and_documents(tmp_path: Path) -
     ("more", "words"),
     [
         ({"budgets_in": "bytes"}, "budgets of equal bytes"),
-        ({"question_as_decode": True}, "question unseen"),  # as older records say it
+        ({"question": "unseen"}, "question unseen"),
         ({"dtype": "float32"}, ""),
         ({"primed": True}, "answer begun"),
         ({"chunk": 2048}, "read in chunks of 2,048"),
@@ -150,7 +150,8 @@ def test_the_error_of_attention_is_shown_over_layers_and_by_layer(tmp_path: Path
         "0": {"error": 0.1, "tokens_read": 80, "bytes": 100},
         "4": {"error": 0.3, "tokens_read": 90, "bytes": 120},
     }
-    data = {"method": "quest", "sample": "speech", **MODEL, "tokens": 8192, "rate": 8, "mean": 0.2, "tokens_read": 85}
+    data = {"method": "quest", "budget": "1/8", "sample": "speech", **MODEL, "tokens": 8192}
+    data |= {"mean": 0.2, "tokens_read": 85}
     found = rows_of(
         contents_of(
             tmp_path, "attention_error", [record("attention_error", {**data, "bytes": 220, "outcomes": outcomes})]
@@ -222,7 +223,7 @@ def test_a_record_that_lacks_a_field_is_told_and_left_out(tmp_path: Path) -> Non
     (row,) = rows_of(contents)
     assert row.count == 2
     assert contents.remarks == [
-        "lines.jsonl, line 2: a record of lines that cannot be shown (it has no 'lines'); left out"
+        "lines.jsonl, line 3: a record of lines that cannot be shown (it has no 'lines'); left out"
     ]
 
 
