@@ -119,12 +119,9 @@ def test_kernel_writes_the_same_bytes(
     [
         ((4, 4), 128, 4, torch.bfloat16),
         ((4, 4), 64, 7, torch.float16),
-        ((4, 4), 32, 1, torch.bfloat16),
         ((4, 4), 32, 20, torch.bfloat16),
-        ((4, 4), 64, 2, torch.float32),
-        ((8, 8), 128, 8, torch.bfloat16),
         ((8, 4), 64, 4, torch.bfloat16),
-        ((3, 2), 16, 20, torch.float32),
+        ((3, 2), 16, 3, torch.float32),
     ],
 )
 def test_kernel_attends_as_the_reference(

@@ -17,8 +17,7 @@ CAPACITIES = [
 IMPLEMENTATIONS = ["reference", pytest.param("kernel", marks=needs_triton)]
 
 
-@pytest.mark.parametrize("lead", [0, EXACT_SLOTS])
-@pytest.mark.parametrize("resident", [1, 8, 1000])
+@pytest.mark.parametrize(("resident", "lead"), [(1, 0), (8, EXACT_SLOTS), (1000, EXACT_SLOTS)])
 @pytest.mark.parametrize("by", IMPLEMENTATIONS)
 def test_a_list_of_fixed_length_covers_every_slot_once(by: str, resident: int, lead: int, device: torch.device) -> None:
     capacity = torch.tensor(CAPACITIES, device=device)
@@ -42,7 +41,7 @@ def test_a_list_of_fixed_length_covers_every_slot_once(by: str, resident: int, l
 
 
 @needs_triton
-@pytest.mark.parametrize("heads", [1, 7, 64, 513])
+@pytest.mark.parametrize("heads", [1, 513])
 def test_the_kernel_cuts_heads_as_the_reference_does(heads: int, device: torch.device) -> None:
     from kvsketch.ops.work_list import kernel
 

@@ -165,7 +165,7 @@ def add_tile_of_values(
     ]
 )  # fmt: skip
 def coded_split_kernel(
-    q_ptr, keys, values, num_ptr, den_ptr, bias_ptr, length_ptr, start_ptr, work_ptr, pages, exact_ptr,
+    q_ptr, keys, values, num_ptr, den_ptr, bias_ptr, length_ptr, pieces, pages, exact_ptr,
     logits_ptr, acc_ptr, sums_ptr,
     scale, softcap, slots_total, value_slots, room, queries, kv_heads,
     q_strides, bias_strides, weight_b, weight_h, k_step_b, k_step_h, v_step_b, v_step_h,
@@ -194,8 +194,8 @@ def coded_split_kernel(
     batch_head = tl.program_id(2)
     leads = split == 0
     first, last = 0, 0
-    if work_ptr is not None:
-        work = work_ptr + tl.program_id(0).to(tl.int64) * 5
+    if pieces is not None:
+        work = pieces[1] + tl.program_id(0).to(tl.int64) * 5
         batch_head = tl.load(work)
         from_slot, to_slot = tl.load(work + 1), tl.load(work + 2)
         split = tl.load(work + 3)
@@ -211,9 +211,9 @@ def coded_split_kernel(
         page = tl.maximum(tl.load(pages[0] + b), 0)
         own, beside_at = h, page * pages[1]
     k_step, v_step, num_base, den_base = keys.step, values.step, num_ptr, den_ptr
-    if work_ptr is not None:
+    if pieces is not None:
         # Rows of a flat store begin where their head does.
-        at = tl.load(start_ptr + batch_head)
+        at = tl.load(pieces[0] + batch_head)
         room -= at.to(tl.int32)
         k_base, v_base = keys.data + at * keys.s, values.data + at * values.s
         k_step_at, v_step_at, weights_at = at, at, at
@@ -231,7 +231,7 @@ def coded_split_kernel(
         den_base += weights_at
     # Exact slots are read in the time that so many tiles take.
     WORTH: tl.constexpr = WORTH_OF_EXACT // BLOCK_N if EXACT > 0 else 0
-    if work_ptr is None and length_ptr is None:
+    if pieces is None and length_ptr is None:
         tiles = tl.cdiv(slots_total, BLOCK_N)
         first = tl.maximum((tiles + WORTH) * split // splits - WORTH, 0)
         last = tl.maximum((tiles + WORTH) * (split + 1) // splits - WORTH, 0)
@@ -252,7 +252,7 @@ def coded_split_kernel(
         sign = load_vector(keys.sign, D, BLOCK_D)
     if pages is None:
         begin(False, EARLY)
-    if work_ptr is not None:  # noqa: SIM102
+    if pieces is not None:  # noqa: SIM102
         if from_slot > to_slot:
             # A list of fixed length has entries that are none.
             return
@@ -283,7 +283,7 @@ def coded_split_kernel(
         bias = bias_of_rows(bias_ptr, bias_strides, b, h, head_in_group, row % queries)
 
     limit = slots_total
-    if work_ptr is not None:
+    if pieces is not None:
         # Nothing behind a piece is its own, and the slots of its head need not be asked for.
         limit = to_slot
     elif length_ptr is not None:
@@ -361,7 +361,7 @@ def coded_split_kernel(
     if EXACT > 0:  # noqa: SIM102
         if leads:
             exact_limit = limit
-            if work_ptr is not None:
+            if pieces is not None:
                 exact_limit = tl.load(length_ptr + batch_head).to(tl.int32)
             place = tl.arange(0, EXACT_BLOCK)
             slots = tl.load(exact_at + place, mask=place < EXACT, other=-1)
@@ -410,7 +410,7 @@ def coded_split_kernel(
         num_origin += q_center * (scale * LOG2E)
         den_origin += q_center * (scale * LOG2E)
     place = flat_row * splits + split
-    if work_ptr is not None:
+    if pieces is not None:
         place = split.to(tl.int64) * (GROUP * queries) + row
     rows = [once(part) if KEY_WORDS else part for part in acc]
     if VALUE_WORDS:

@@ -226,7 +226,7 @@ def _shared(call: Arguments, launch: Plan, buffers: Buffers, block_m: int) -> di
     masked = lengths is not None or slots % launch.block_n > 0 or value_slots % launch.block_n > 0
     return {
         "num_ptr": log_num, "den_ptr": log_den, "bias_ptr": bias, "length_ptr": lengths,
-        "start_ptr": None if ragged is None else ragged.start, "work_ptr": None if ragged is None else ragged.work,
+        "pieces": None if ragged is None else (ragged.start, ragged.work),
         "logits_ptr": buffers.logits, "acc_ptr": buffers.acc, "sums_ptr": buffers.sums,
         "scale": call.scale, "softcap": call.softcap, "slots_total": slots,
         "value_slots": None if value_slots == slots else value_slots, "queries": call.q.shape[2], "kv_heads": kv_heads,

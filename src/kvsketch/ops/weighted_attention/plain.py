@@ -82,7 +82,7 @@ def store_sums(sums_ptr, place, num_origin, num_total, den_origin, den_total, in
 # A cache that grows by a slot per step must not compile a kernel per length.
 @triton.jit(do_not_specialize=["slots_total", "value_slots", "queries", "weight_b", "weight_h"])
 def split_kernel(
-    q_ptr, k_ptr, v_ptr, num_ptr, den_ptr, bias_ptr, sink_ptr, length_ptr, start_ptr, work_ptr, page_ptr,
+    q_ptr, k_ptr, v_ptr, num_ptr, den_ptr, bias_ptr, sink_ptr, length_ptr, pieces, page_ptr,
     out_ptr, state_ptr, logits_ptr, acc_ptr, sums_ptr,
     scale, softcap, log2_clip, slots_total, value_slots, queries, kv_heads,
     q_strides, k_strides, v_strides, bias_strides, weight_b, weight_h,
@@ -100,15 +100,15 @@ def split_kernel(
     begin(OVERLAP, False)
     split, splits = tl.program_id(0), tl.num_programs(0)
     batch_head = tl.program_id(2)
-    if work_ptr is not None:
-        work = work_ptr + tl.program_id(0).to(tl.int64) * 5
+    if pieces is not None:
+        work = pieces[1] + tl.program_id(0).to(tl.int64) * 5
         batch_head, from_slot, to_slot, split = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
     b = (batch_head // kv_heads).to(tl.int64)
     h = (batch_head % kv_heads).to(tl.int64)
     num_base, den_base = num_ptr, den_ptr
-    if work_ptr is not None:
+    if pieces is not None:
         # Rows of a flat store begin where their head does.
-        at = tl.load(start_ptr + batch_head)
+        at = tl.load(pieces[0] + batch_head)
         k_base, v_base = k_ptr + at * k_strides[2], v_ptr + at * v_strides[2]
         weights_at = at
         begin(False, EARLY)
@@ -140,7 +140,7 @@ def split_kernel(
         bias = bias_of_rows(bias_ptr, bias_strides, b, h, head_in_group, row % queries)
 
     limit = slots_total
-    if work_ptr is not None:
+    if pieces is not None:
         # Nothing behind a piece is its own, and pieces begin at a multiple of every tile size.
         limit = to_slot
         first, last = from_slot // BLOCK_N, tl.cdiv(to_slot, BLOCK_N)
@@ -201,7 +201,7 @@ def split_kernel(
         tl.store(den_state + flat_row, (den_origin + tl.log2(den_total)) * LN2, mask=row_inside)
     else:
         place = flat_row * splits + split
-        if work_ptr is not None:
+        if pieces is not None:
             place = split.to(tl.int64) * (GROUP * queries) + row
         store_columns(acc_ptr + place * DV, acc, row_inside, 0, 1, DV, BLOCK_DV)
         store_sums(sums_ptr, place, num_origin, num_total, den_origin, den_total, row_inside, TIED)
