@@ -176,7 +176,7 @@ def test_a_row_of_few_tokens_or_none_yet_has_the_center_of_the_others() -> None:
     x, new = 20 + torch.randn(3, 1, 100, 16), 20 + torch.randn(3, 1, 9, 16)
     x[1, :, -2:] = 0  # the two tokens of the second row, unlike what follows; the third begins with the next chunk
     held = codes.coded(x, 4, torch.tensor([0, 98, 100])).inserted(100, new)
-    error = (held.coded(4).plain()[:, :, 100:] - new).norm(dim=-1).mean((1, 2))
+    error = (held.coded().plain()[:, :, 100:] - new).norm(dim=-1).mean((1, 2))
     assert (error < 1.5 * error[0]).all()
 
 

@@ -94,7 +94,7 @@ def forged_tables() -> dict[str, tuple[str, Callable[[SlotTable], None]]]:
         "queries of other heads": ("rehearse", lambda t: setattr(t.state, "queries", t.state.queries[:, :3])),
         "shorter queries": ("rehearse", lambda t: setattr(t.state, "queries", t.state.queries[..., 2:])),
         "earlier queries of other heads": ("rehearse", lambda t: setattr(t.state, "queries", torch.zeros(1, 3, 50, 8))),
-        "whole numbers as keys": ("full", lambda t: setattr(t, "keys", t.keys.long())),
+        "whole numbers as keys": ("full", lambda t: setattr(t, "keys", t.keys.moved(torch.Tensor.long))),
     }  # fmt: skip
 
 

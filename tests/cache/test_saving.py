@@ -159,7 +159,7 @@ def test_how_a_prompt_is_read_is_kept_and_half_a_prompt_is_not_saved(tmp_path: P
     kvsketch.prefill(model, zoo.tokens(1, 30), cache)
     cache.save(path)
     loaded = CompressedCache.load(path, model)
-    assert (loaded.prefill, loaded.chunk, loaded.slot_layers[0].chunk) == ("stream", 8, 8)
+    assert (loaded.prefill, loaded.chunk, loaded.slot_layers[0].forward.chunk) == ("stream", 8, 8)
     assert_goes_on_alike(model, cache, loaded, mask=torch.ones(1, 30, dtype=torch.long))
 
 

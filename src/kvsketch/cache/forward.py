@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,5 +34,15 @@ class Forward:
         known = self.found.get(name)
         if known is None or known[0]() is not mask or known[1] != state:
             known = self.found[name] = weakref.ref(mask), state, find()
-        result: T = known[2]
-        return result
+        answer: T = known[2]
+        return answer
+
+    @contextmanager
+    def during(self, **known: Any) -> Iterator[None]:
+        """Inside the block these fields have other values."""
+        before = {name: getattr(self, name) for name in known}
+        vars(self).update(known)
+        try:
+            yield
+        finally:
+            vars(self).update(before)

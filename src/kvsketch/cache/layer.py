@@ -139,12 +139,10 @@ class SlotLayer(CacheLayerMixin):
 
     def padding_after(self, mask: Any, seen: int, new: int) -> Tensor | None:  # [B]
         """Left padding of each row among `seen` tokens, the `new` last of them under this mask."""
-
-        def find() -> Tensor | None:
-            return masks.padding_after(mask, self.table.padding, seen, new)
-
+        known = self.table.padding
         # What is known is a sum on the device; an empty cache asks whether there is any.
-        return find() if self.table.padding is not None else self.forward.once("padding", mask, seen, find)
+        shared = mask if known is None else None
+        return self.forward.once("padding", shared, seen, lambda: masks.padding_after(mask, known, seen, new))
 
     def require_visible(self, mask: Any, end: int, new: int) -> None:
         """Refuses a mask that hides tokens inside a row from a method that would take them for visible."""

@@ -100,19 +100,17 @@ def _say(cache: Repeating, method: RepeatingMethod, model: Any, ids: Tensor, len
     """One forward of which nothing stays; the method learns the last `length` tokens of it."""
     layers, count = cache.slot_layers, ids.shape[1]
     cache.activate_past_recording()
-    forward = layers[0].forward
-    prompt, chunk = forward.prompt, forward.chunk
-    if chunk is not None:
+    forward, known = layers[0].forward, {}
+    if forward.chunk is not None:
         # A stream knows its padding from here and builds no mask; nothing is decided before all of it is said.
-        forward.prompt, forward.chunk = Prompt(cache.tokens_seen + count, None, causal=True), max(chunk, count)
+        prompt = Prompt(cache.tokens_seen + count, None, causal=True)
+        known = {"prompt": prompt, "chunk": max(forward.chunk, count)}
     options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    try:
+    with forward.during(**known):
         model(ids, past_key_values=cache, use_cache=True, **options)
         with plain():
             heard = [(layer.pending, _keys(layer, count)) for layer in layers]
         cache.crop(-count)
-    finally:
-        forward.prompt, forward.chunk = prompt, chunk
     # Not after an error: it would try to compress a part of the repetition, and its own error would hide the first.
     cache.end_recording()
     with plain():

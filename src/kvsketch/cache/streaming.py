@@ -122,11 +122,11 @@ def read_chunks(
             yield new, logits
         else:
             prompt = masks.Prompt(seen - cache.tokens_before + new, padding, causal=True)
-            cache.slot_layers[0].forward.prompt = prompt
-            for start, end in chunk_spans(new, cache.chunk):
-                logits = feed.forward(input_ids[:, start:end], feed.mask_of_native_layers(seen + end))
-                _repeat(model, input_ids[:, :end], cache, instruction)
-                yield end, logits
+            with cache.slot_layers[0].forward.during(prompt=prompt):
+                for start, end in chunk_spans(new, cache.chunk):
+                    logits = feed.forward(input_ids[:, start:end], feed.mask_of_native_layers(seen + end))
+                    _repeat(model, input_ids[:, :end], cache, instruction)
+                    yield end, logits
     cache.read.note(input_ids, seen, attention_mask)
 
 
@@ -149,8 +149,6 @@ def _whole_or_nothing(cache: Reader, new: int) -> Iterator[None]:
         if cache.layer_lengths() != before:
             cache.break_off(f"a prompt of {new} tokens, of which the cache has read a part")
         raise
-    finally:
-        cache.slot_layers[0].forward.prompt = None
 
 
 def _read_prompt(

@@ -225,24 +225,12 @@ def aside(layers: Sequence[SlotLayer]) -> Iterator[None]:
     """Inside the block the layers compress aside; the branches meet again at its end."""
     branch, forward = Aside([layer.table for layer in layers]), layers[0].forward
     branch.tables.begin()
-    forward.aside = branch
     try:
-        yield
+        with forward.during(aside=branch):
+            yield
     finally:
         branch.join()
         branch.tables.end()
-        forward.aside = None
-
-
-@contextlib.contextmanager
-def without_masks(layers: Sequence[SlotLayer], short: bool) -> Iterator[None]:
-    """Inside the block single tokens read bounded tables without a mask; `short`: all tables are bounded."""
-    forward = layers[0].forward
-    forward.mask_free, forward.short_mask = True, short
-    try:
-        yield
-    finally:
-        forward.mask_free = forward.short_mask = False
 
 
 class Step:
@@ -320,7 +308,7 @@ class Step:
         # Tables that are still exact are read under a mask.
         mask = None if bounded else left_padding.mask(table.padding, table.seen + 1, table.before)
         fused = fusion.fused(self.model) if self.fused else contextlib.nullcontext()
-        with without_masks(self.layers, short=bounded), fused:
+        with self.layers[0].forward.during(mask_free=True, short_mask=bounded), fused:
             logits = self.model(
                 # A sampler may say that there is no token: what the row does then is not read.
                 input_ids=self.token.clamp_min(0),

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import prefill
 from kvsketch.decode import fused as fusion
-from kvsketch.decode.captured import WARM_UP_STEPS, aside, capture_stream, turn_of, without_masks
+from kvsketch.decode.captured import WARM_UP_STEPS, aside, capture_stream, turn_of
 from kvsketch.decode.sampling import Draw
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
@@ -369,7 +369,7 @@ class Batch:
 
     def _forward(self) -> None:
         fused = fusion.fused(self.shared.model) if self.shared.fused else contextlib.nullcontext()
-        with without_masks(self.cache.slot_layers, short=True), fused:
+        with self.cache.slot_layers[0].forward.during(mask_free=True, short_mask=True), fused:
             logits = self.shared.model(
                 # A row may have no token: what it does then is not read.
                 input_ids=self.token.clamp_min(0),

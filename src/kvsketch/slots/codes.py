@@ -180,10 +180,7 @@ class SlotCodes(CodedSlots):
         fresh = tensors.gather_slots(self.fresh, (slots - first).clamp(0, new - 1))
         return torch.where(is_fresh.unsqueeze(-1), fresh, decoded)
 
-    def coded(self, bits: int, padding: Tensor | None = None, like: Slots | None = None) -> SlotCodes:
-        return self._all_coded()
-
-    def _all_coded(self) -> SlotCodes:
+    def coded(self, bits: int = 0, padding: Tensor | None = None, like: Slots | None = None) -> SlotCodes:
         if self.fresh is None:
             return self
         new = codecs.encode(self.fresh, self.center, self.codec)
@@ -217,14 +214,14 @@ class SlotCodes(CodedSlots):
     def head_parts(self) -> dict[str, Tensor]:
         return {".center": self.center, ".exact": self.exact, ".exact_at": self.exact_at}
 
-    def with_parts(self, parts: Mapping[str, Tensor]) -> SlotCodes:
-        return _with(self, {name.removeprefix("."): part for name, part in parts.items()})
+    def with_parts(self, parts: Mapping[str, Any]) -> SlotCodes:
+        return replace(self, **{name.removeprefix("."): part for name, part in parts.items()})
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> SlotCodes:
         return replace(self, codes=move(self.codes), steps=move(self.steps))
 
     def gathered(self, source: Tensor | None) -> SlotCodes:
-        slots = self._all_coded()
+        slots = self.coded()
         if source is None:
             return slots
         moved = source.unsqueeze(-1) == slots.exact_at.unsqueeze(2)  # [B, H, m, E]
@@ -232,7 +229,7 @@ class SlotCodes(CodedSlots):
         return replace(slots.moved(lambda part: tensors.gather_slots(part, source)), exact_at=at)
 
     def packed(self, pack: Callable[[Tensor], Tensor], to: Tensor | None = None) -> SlotCodes:
-        slots = self._all_coded()
+        slots = self.coded()
         if to is None:
             return slots.moved(pack)
         at = to.gather(2, slots.exact_at.clamp_min(0).long()).masked_fill_(slots.exact_at < 0, -1)
@@ -268,7 +265,7 @@ class SlotCodes(CodedSlots):
 
     def rows(self, rows: Tensor) -> SlotCodes:
         rows = rows.to(self.device)
-        return _with(self, {name: part.index_select(0, rows) for name, part in self.parts().items()})
+        return self.with_parts({name: part.index_select(0, rows) for name, part in self.parts().items()})
 
     def misfit(self) -> str:
         """What is wrong with one that came out of a file; empty: nothing."""
@@ -298,10 +295,6 @@ class SlotCodes(CodedSlots):
 
 Slots: TypeAlias = PlainSlots | SlotCodes  # keys or values of slots
 PARTS = ("center", "exact", "exact_at", "codes", "steps", "fresh")
-
-
-def _with(slots: SlotCodes, parts: Mapping[str, Any]) -> SlotCodes:
-    return replace(slots, **parts)
 
 
 def _alike(slots: Slots, new: Any) -> bool:

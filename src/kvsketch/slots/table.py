@@ -303,8 +303,7 @@ class SlotTable(Contents):
         made = kind(**{name: value for name, value in vars(self).items() if name in names}, **own)
         table: Any = self
         table.__class__, table.__dict__ = kind, vars(made)
-        result: T = table
-        return result
+        return table
 
     def _bounded_by(self, **own: Any) -> BoundedTable:
         """The table, bounded, with these fields."""
@@ -454,15 +453,16 @@ class SlotTable(Contents):
 
         The first `valued` slots have values; a slot may be chosen several times.
         """
-        source, new = chosen.clamp_min(0), {"index": index.int(), "log_num": log_num, "log_den": log_den}
-        new["next_slot"] = next_slot
-        old = {name: vars(self).get(name) for name in new}
-        fits = not self.exact and all(_shape(old[name]) == _shape(tensor) for name, tensor in new.items())
+        source = chosen.clamp_min(0)
+        new: dict[str, Any] = {"index": index.int(), "log_num": log_num, "log_den": log_den, "next_slot": next_slot}
+        old: dict[str, Any] = {name: vars(self).get(name) for name in new}
+        shapes = [[None if t is None else t.shape for t in each.values()] for each in (old, new)]
+        fits = not self.exact and shapes[0] == shapes[1]
         keys = self._storable("keys").gathered(source).exact_before(valued)
         values = self._storable("values").gathered(source[:, :, :valued])
         self.keys = keys if self.exact else self.keys.copied(keys)
         self.values = values if self.exact else self.values.copied(values)
-        own = {name: _copied(old[name], tensor) if fits else tensor for name, tensor in new.items()}
+        own = {name: old[name].copy_(t) if fits and t is not None else t for name, t in new.items()}
 
         def moved(state: Tensor) -> Tensor:
             taken = gather_slots(state, source).masked_fill(chosen < 0, 0)
@@ -873,11 +873,3 @@ class Together:
     def end(self) -> None:
         for table in self.tables:
             table.waits = None
-
-
-def _shape(tensor: Tensor | None) -> torch.Size | None:
-    return None if tensor is None else tensor.shape
-
-
-def _copied(old: Tensor | None, new: Tensor | None) -> Tensor | None:
-    return new if old is None or new is None else old.copy_(new)

@@ -66,7 +66,7 @@ def save(
 
 def require_complete(layers: Sequence[Any], broken_off: str) -> None:
     """Raises ValueError in the middle of a prompt, and after a forward that was broken off."""
-    if any(getattr(layer, "prompt", None) is not None for layer in layers):
+    if any(isinstance(layer, SlotLayer) and layer.forward.prompt is not None for layer in layers):
         raise ValueError("this cache is in the middle of a prompt; save it when the whole prompt has been read")
     if broken_off:
         raise ValueError(

@@ -132,13 +132,11 @@ class LayerReader:
             values[name] = PlainSlots(values[name]) if isinstance(values[name], Tensor) else values[name] or new.keys
         values["layout"] = self._layout(saved["layout"], coded=bool(new.bits))
         values |= {"state": self._state(method.State, saved["state"]), "hot": self._state(HotSet, saved["hot"])}
-        absent = {name for name in BOUNDED if values[name] is None}
-        if absent - {"log_num"} not in (set(), {*BOUNDED} - {"log_num"}) or absent == {*BOUNDED} - {"log_num"}:
+        own = {name: values.pop(name) for name in BOUNDED}
+        exact = {own[name] is None for name in BOUNDED if name != "log_num"}
+        if len(exact) > 1 or (True in exact and own["log_num"] is not None):
             raise ValueError("the tensors of a table do not fit each other")
-        if "index" in absent:
-            table: SlotTable = replace(new, **{name: value for name, value in values.items() if name not in BOUNDED})
-        else:
-            table = new.bounded_kind(**vars(new) | values)
+        table = replace(new, **values) if True in exact else new.bounded_kind(**vars(new) | values | own)
         require_shapes(table)
         method.adopt(table)
         if saved["host"] is not None:

@@ -38,10 +38,13 @@ def write_coded_token(
 ) -> None:
     """See `kvsketch.ops.write_coded_token`."""
 
+    packed = None if start is None else start.flatten() + token.slot.flatten()
+
     def places(held: Tensor) -> Tensor:  # [B H]
         """Where the token goes among the slots of all heads, in a flat store or in [B, H, S]."""
-        first = torch.arange(token.slot.numel(), device=held.device) * held.shape[-1] if start is None else start
-        return first.flatten() + token.slot.flatten()
+        if packed is not None:
+            return packed
+        return torch.arange(token.slot.numel(), device=held.device) * held.shape[-1] + token.slot.flatten()
 
     for stored, new in ((keys, token.key), (values, token.value)):
         if token.pages is not None:
