@@ -27,10 +27,10 @@ ARCHIVED = 1 << 20  # bytes
 
 def compact(path: Path) -> tuple[int, int]:
     """Rewrites one file; how many records it had and has."""
-    found = list(records.read(path))
-    kept = found
-    if all(map(_of_experiment, found)):
-        kept = sorted(records.latest(found), key=_run)
+    result = list(records.read(path))
+    kept = result
+    if all(map(_of_experiment, result)):
+        kept = sorted(records.latest(result), key=_run)
     target = path.with_name(f".{path.name}.compact")
     target.unlink(missing_ok=True)
     for _, run in groupby(kept, key=_run):
@@ -46,7 +46,7 @@ def compact(path: Path) -> tuple[int, int]:
     else:
         target.replace(path)
         archive.unlink(missing_ok=True)
-    return len(found), len(kept)
+    return len(result), len(kept)
 
 
 def _of_experiment(record: Record) -> bool:

@@ -149,22 +149,22 @@ def page_text(rows: list[Row]) -> str:
     refused, untried = (
         by_text([row for row in rows if row.outcome == outcome]) for outcome in ("refused", "not tried")
     )
-    counts = [sum(len(names) for names in found.values()) for found in (served, refused)]
+    counts = [sum(len(names) for names in result.values()) for result in (served, refused)]
     lines = [f"transformers {transformers.__version__}: {counts[0]} families served, {counts[1]} refused."]
-    for title, found in (("served", served), ("refused, and the message", refused), ("not tried", untried)):
+    for title, result in (("served", served), ("refused, and the message", refused), ("not tried", untried)):
         lines += ["", f"| {title} | families |", "| --- | --- |"]
-        lines += [f"| {text} | {', '.join(f'`{name}`' for name in names)} |" for text, names in sorted(found.items())]
+        lines += [f"| {text} | {', '.join(f'`{name}`' for name in names)} |" for text, names in sorted(result.items())]
     return "\n".join(lines) + "\n"
 
 
 def by_text(rows: list[Row]) -> dict[str, list[str]]:
     """The families of which the same is to be said, with the model's name and layer left out."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for row in rows:
         text = row.text.partition(" (If the last")[0].replace(row.family, "the model")
         text = re.sub(r" \(layer \d+\)", "", text).replace("<", "").replace(">", "")
-        found.setdefault(text or "all layers of attention are compressed", []).append(row.family)
-    return found
+        result.setdefault(text or "all layers of attention are compressed", []).append(row.family)
+    return result
 
 
 def main(names: list[str]) -> None:

@@ -92,8 +92,8 @@ class EvalFault(Fault):
         return attempt(lambda: list(records.read(self.out / "needle.jsonl")), "the records cannot be read")
 
     def outcome(self) -> Any:
-        found = records.read(self.out / "needle.jsonl")
-        return sorted(json.dumps([record["seed"], record["data"]], sort_keys=True) for record in found)
+        result = records.read(self.out / "needle.jsonl")
+        return sorted(json.dumps([record["seed"], record["data"]], sort_keys=True) for record in result)
 
 
 class PullFault(Fault):
@@ -170,8 +170,8 @@ class SaveFault(Fault):
 
     def damage(self) -> list[str]:
         def load() -> None:
-            found = numbers(CompressedCache.load(self.path, self.model))
-            if found not in self.expected:
+            result = numbers(CompressedCache.load(self.path, self.model))
+            if result not in self.expected:
                 raise ValueError("the file holds neither the old cache nor the new one")
 
         return attempt(load, "the saved cache is corrupt")

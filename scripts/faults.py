@@ -57,8 +57,8 @@ def run(fault: Fault, kills: int, seed: int) -> dict[str, Any]:
     expected, longest, moments, runs = fault.outcome(), seconds, [], 0
     while len(moments) < kills and runs < MOST_RUNS * kills:
         moment = chance.uniform(0, longest)
-        killed, found = trial(fault, moment, expected)
-        problems += found
+        killed, result = trial(fault, moment, expected)
+        problems += result
         runs += 1
         if killed:
             moments.append(round(moment, 3))

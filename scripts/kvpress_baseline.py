@@ -144,7 +144,7 @@ def lines(options: argparse.Namespace) -> None:
                 stored, size_bytes = cache.layers[0].keys.shape[2], cache_bytes(cache)
                 tokens = decode(model, cache, logits, ids.shape[1], 48, ends)
                 answer = tokenizer.decode(tokens, skip_special_tokens=True)
-                found = re.findall(r"\d+", answer)
+                result = re.findall(r"\d+", answer)
                 data = {
                     "method": f"kvpress-{press}",
                     "budget": budget,
@@ -154,7 +154,7 @@ def lines(options: argparse.Namespace) -> None:
                     "dtype": "bfloat16",
                     "max_new_tokens": 48,
                     "question": "seen",
-                    "score": float(bool(found) and int(found[-1]) == asked.expected),
+                    "score": float(bool(result) and int(result[-1]) == asked.expected),
                     "answer": answer,
                     "tokens_stored": stored,
                     "device_bytes": size_bytes,
@@ -180,8 +180,8 @@ def asked_of(tokenizer: Any, size: int, seed: int, text: int, count: int) -> tup
     def chat(content: str) -> list[int]:
         turn = [{"role": "user", "content": content}]
         rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        found: list[int] = tokenizer(rendered, add_special_tokens=False).input_ids
-        return found
+        result: list[int] = tokenizer(rendered, add_special_tokens=False).input_ids
+        return result
 
     asked = [line_records.generate(size, seed, text, number) for number in range(count)]
     prompts = [chat(each.text + each.question) for each in asked]
@@ -208,7 +208,7 @@ def unseen(options: argparse.Namespace) -> None:
                     answer = tokenizer.decode(answered(model, cache, rest, end, options.new))
                     for layer, length in zip(cache.layers, lengths, strict=True):
                         layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-                    found = re.findall(r"\d+", answer)
+                    result = re.findall(r"\d+", answer)
                     data = {
                         "method": "full" if press == "none" else f"kvpress-{press}",
                         "budget": budget,
@@ -220,7 +220,7 @@ def unseen(options: argparse.Namespace) -> None:
                         "max_new_tokens": options.new,
                         "question": "unseen",
                         "primed": True,
-                        "score": float(bool(found) and int(found[0]) == each.expected),
+                        "score": float(bool(result) and int(result[0]) == each.expected),
                         "answer": answer,
                         "tokens_stored": max(lengths),
                         "prompt_tokens": end,
@@ -252,7 +252,7 @@ def kept(options: argparse.Namespace) -> None:
     _, prompts, end = asked_of(tokenizer, int(options.lines), options.seed, 0, 2)
     context = torch.tensor([prompts[0][:end]], device=options.device)
     full, _ = prefill(model, context, "none", Fraction(1))
-    found = {}
+    result = {}
     for press in options.presses.split(","):
         for budget in options.budgets.split(","):
             cache, _ = prefill(model, context, press, Fraction(budget))
@@ -265,9 +265,9 @@ def kept(options: argparse.Namespace) -> None:
                 if (hidden := getattr(module.self_attn, "masked_key_indices", None)) is not None:
                     mask[hidden[1], hidden[2]] = False
                 masks.append(mask)
-            found[press, budget] = torch.stack(masks).cpu()
-            print(press, budget, f"{found[press, budget].float().mean():.4f} of the tokens", flush=True)
-    data = {"context": prompts[0][:end], "lines": int(options.lines), "seed": options.seed, "kept": found}
+            result[press, budget] = torch.stack(masks).cpu()
+            print(press, budget, f"{result[press, budget].float().mean():.4f} of the tokens", flush=True)
+    data = {"context": prompts[0][:end], "lines": int(options.lines), "seed": options.seed, "kept": result}
     torch.save(data | package_versions(), options.out)
 
 

@@ -153,24 +153,24 @@ def synchronize(device: str) -> None:
 
 def complaints(data: dict[str, Any], slower: float = SLOWER) -> list[str]:
     """What is not flat."""
-    intervals, found = data["intervals"], []
+    intervals, result = data["intervals"], []
     if data["tokens_seen"] != data["prompt"] + data["tokens"] - 1:
-        found.append(f"{data['tokens_seen']} tokens seen after {data['prompt']} + {data['tokens']} - 1")
+        result.append(f"{data['tokens_seen']} tokens seen after {data['prompt']} + {data['tokens']} - 1")
     most = max(i["tokens_stored"] for i in intervals)
     if most > data["budget"]:
-        found.append(f"{most} tokens stored with a budget of {data['budget']}")
+        result.append(f"{most} tokens stored with a budget of {data['budget']}")
     for name in ("device_bytes", "host_bytes"):
         sizes = {i[name] for i in intervals}
         if len(sizes) > 1:
-            found.append(f"{name} change: {min(sizes)} to {max(sizes)}")
+            result.append(f"{name} change: {min(sizes)} to {max(sizes)}")
     allocated = [i["allocated_bytes"] or 0 for i in intervals]
     half = len(allocated) // 2
     if max(allocated[half:]) > LARGER * max(allocated[:half]):
-        found.append(f"memory on the device grows: {max(allocated[:half])} to {max(allocated[half:])} bytes")
+        result.append(f"memory on the device grows: {max(allocated[:half])} to {max(allocated[half:])} bytes")
     ratio = slowdown(data)
     if ratio > slower:
-        found.append(f"the second half takes {ratio:.2f} times as long per token as the first")
-    return found
+        result.append(f"the second half takes {ratio:.2f} times as long per token as the first")
+    return result
 
 
 def slowdown(data: dict[str, Any]) -> float:

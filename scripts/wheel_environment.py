@@ -41,7 +41,7 @@ def asked_for(wheel: Path) -> tuple[str, list[str]]:
 
 def closure(wheels: dict[str, list[str]]) -> list[Distribution]:
     """The installed distributions that the wheels need, and those that these need in turn."""
-    found: dict[tuple[str, str], Distribution] = {}
+    result: dict[tuple[str, str], Distribution] = {}
     seen: set[tuple[str, str]] = set()
     open_ = [(text, "") for requirements in wheels.values() for text in requirements]
     while open_:
@@ -57,11 +57,11 @@ def closure(wheels: dict[str, list[str]]) -> list[Distribution]:
             if key[0] in wheels:
                 open_ += [(further, wanted) for further in wheels[key[0]]]
                 continue
-            found[key] = here = distribution(requirement.name)
+            result[key] = here = distribution(requirement.name)
             if not requirement.specifier.contains(here.version, prereleases=True):
                 raise SystemExit(f"{text} is asked for, {here.version} is installed")
             open_ += [(further, wanted) for further in here.requires or []]
-    return list(found.values())
+    return list(result.values())
 
 
 def link(package: Distribution, folder: Path) -> None:

@@ -82,7 +82,7 @@ def untested(package: str, version: str | None) -> str | None:
     if version is None:
         return None
     oldest, newest = (Version(bound) for bound in TESTED[package])
-    found = Version(Version(version).base_version)
-    if oldest <= found and found.release[:2] <= newest.release[:2]:
+    result = Version(Version(version).base_version)
+    if oldest <= result and result.release[:2] <= newest.release[:2]:
         return None
     return f"{package} {version} is outside the tested range {oldest} to {newest}"

@@ -60,15 +60,15 @@ def flag(name: str) -> str:
 def declared(cls: type[Options]) -> dict[str, tuple[type, bool, dataclasses.Field[Any]]]:
     """The type of each option, whether it is a list, and its field."""
     hints = get_type_hints(cls)
-    found = {}
+    result = {}
     for field in dataclasses.fields(cls):
         kind, many = hints[field.name], False
         if isinstance(kind, types.UnionType):
             kind = next(each for each in get_args(kind) if each is not type(None))
         if get_origin(kind) is tuple:
             kind, many = get_args(kind)[0], True
-        found[field.name] = (kind, many, field)
-    return found
+        result[field.name] = (kind, many, field)
+    return result
 
 
 def _converted(name: str, value: Any, kind: type, many: bool, checks: Any) -> Any:
@@ -77,24 +77,24 @@ def _converted(name: str, value: Any, kind: type, many: bool, checks: Any) -> An
     if many:
         parts = value.split(",") if isinstance(value, str) else value
         parts = [part.strip() if isinstance(part, str) else part for part in parts]
-        found = tuple(dict.fromkeys(_checked(name, part, kind, checks) for part in parts if part != ""))
-        if not found and not checks["none"]:
+        result = tuple(dict.fromkeys(_checked(name, part, kind, checks) for part in parts if part != ""))
+        if not result and not checks["none"]:
             raise ValueError(f"{name} is empty; name one value or more, separated by commas")
-        return found
+        return result
     return _checked(name, value, kind, checks)
 
 
 def _checked(name: str, value: Any, kind: type, checks: Any) -> Any:
     least, most, choices = (checks.get(each) for each in ("least", "most", "choices"))
     try:
-        found = kind(value)
-        right = (not choices or found in choices) and (least is None or found >= least)
-        right = right and (most is None or found <= most)
+        result = kind(value)
+        right = (not choices or result in choices) and (least is None or result >= least)
+        right = right and (most is None or result <= most)
     except ValueError:
         right = False
     if not right:
         raise ValueError(f"{name} {value} is not possible; use {_possible(kind, least, most, choices)}")
-    return found
+    return result
 
 
 def _possible(kind: type, least: float | None, most: float | None, choices: Sequence[str] | None) -> str:
@@ -120,8 +120,8 @@ def command(name: str, cls: type[Given], run: Callable[[Given], int], help_text:
     call.__annotations__ = {}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(name, help=_paragraphs(help_text), cls=Command)(call)
-    found: Any = typer.main.get_command(app)
-    return found
+    result: Any = typer.main.get_command(app)
+    return result
 
 
 def _parameter(key: str, kind: type, many: bool, field: dataclasses.Field[Any]) -> inspect.Parameter:
@@ -150,12 +150,12 @@ def _parameter(key: str, kind: type, many: bool, field: dataclasses.Field[Any]) 
 def _with_values(args: list[str], options: dict[str, tuple[type, bool, dataclasses.Field[Any]]]) -> list[str]:
     """The arguments, with the value of each option that may stand alone and does."""
     alone = {flag(key): field.metadata["alone"] for key, (_, _, field) in options.items()}
-    found = []
+    result = []
     for arg, following in zip(args, [*args[1:], "-"], strict=False):
-        found.append(arg)
+        result.append(arg)
         if alone.get(arg) is not None and following.startswith("-"):
-            found.append(alone[arg])
-    return found
+            result.append(alone[arg])
+    return result
 
 
 def _paragraphs(text: str) -> str:

@@ -50,8 +50,8 @@ def test_every_benchmark_runs_on_a_cpu_with_small_shapes(name: str, tmp_path: Pa
     out = tmp_path / "records.jsonl"
     done = bench(name, "--device", "cpu", "--out", str(out), *SMALL[name].split())
     assert done.exit_code == 0, done.output
-    found = list(records.read(out))
-    assert found and not any(record["data"].get("failed") for record in found)
+    result = list(records.read(out))
+    assert result and not any(record["data"].get("failed") for record in result)
 
 
 def test_requests_share_one_document(tmp_path: Path) -> None:
@@ -60,9 +60,9 @@ def test_requests_share_one_document(tmp_path: Path) -> None:
     options = "--shape tiny --layers 1 --prompt 300 --rows 3 --steps 2 --chunk 64 --tail 8 --device cpu"
     done = bench("serve", "--out", str(out), "--methods", "rehearse:budget=50%", *options.split())
     assert done.exit_code == 0, done.output
-    (found,) = [record["data"] for record in records.read(out)]
-    assert not found.get("failed") and (found["rows"], found["tail"]) == (3, 8)
-    assert 0 < found["document_bytes"] < found["device_bytes"] and found["tokens_per_s"] > 0
+    (result,) = [record["data"] for record in records.read(out)]
+    assert not result.get("failed") and (result["rows"], result["tail"]) == (3, 8)
+    assert 0 < result["document_bytes"] < result["device_bytes"] and result["tokens_per_s"] > 0
     done = bench("serve", "--methods", "snapkv:budget=32", *options.split())
     assert done.exit_code != 0 and "rows of snapkv:budget=32 copy their documents" in done.output
 
@@ -206,11 +206,11 @@ class Tuned(Toy):
 def test_launch_sizes_are_timed_and_those_that_do_not_fit_left_out(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(runner, "_require_device", lambda benchmark: None)
     assert runner.run(Tuned(device="cpu", tune=True, out=str(tmp_path / "toy.jsonl"))) == 0
-    found = [
+    result = [
         (record["kind"], record["data"]["size"], record["data"]["launch"])
         for record in records.read(tmp_path / "toy.jsonl")
     ]
-    assert found == [("toy-tune", 1, "0.0"), ("toy-tune", 1, "0.02"), ("toy-tune", 2, "0.0")]
+    assert result == [("toy-tune", 1, "0.0"), ("toy-tune", 1, "0.02"), ("toy-tune", 2, "0.0")]
 
 
 def test_checks_see_what_is_no_number() -> None:

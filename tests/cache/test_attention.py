@@ -54,9 +54,9 @@ def test_every_kind_of_mask_says_the_same(slots: torch.Tensor) -> None:
     wanted = expected(slots, pads)
     empty = slots < 0
     for mask in (boolean, additive, padding, block):
-        found = at_slots(slots, query, mask)
-        assert found is not None
-        visible = found if found.dtype == torch.bool else found == 0
+        result = at_slots(slots, query, mask)
+        assert result is not None
+        visible = result if result.dtype == torch.bool else result == 0
         hidden_slots = empty.unsqueeze(2).expand_as(visible)
         assert torch.equal(visible[~hidden_slots], wanted[~hidden_slots])
         last = masks.last_row_visible(mask, SEEN)

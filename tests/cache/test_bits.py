@@ -34,18 +34,18 @@ def read(model: Any, cache: Any, ids: Tensor, mask: Tensor, pieces: list[tuple[i
 def test_fewer_bits_are_fewer_bytes_and_many_bits_the_same_answers(name: str) -> None:
     model = zoo.build("llama", **BIG)
     ids, mask = padded(zoo.tokens(2, 92), [0, 7])
-    found = {bits: CompressedCache(model, method_of(name, bits)) for bits in (16, 8, 4, 2)}
-    logits = {bits: read(model, cache, ids, mask) for bits, cache in found.items()}
+    result = {bits: CompressedCache(model, method_of(name, bits)) for bits in (16, 8, 4, 2)}
+    logits = {bits: read(model, cache, ids, mask) for bits, cache in result.items()}
     errors = {bits: float((logits[bits] - logits[16]).norm() / logits[16].norm()) for bits in (8, 4, 2)}
     # What is drawn depends a little on what is held.
     drawn = name.startswith(("subgen", "balancekv:"))
     assert errors[8] < (0.15 if drawn else 0.05) and errors[8] < errors[2], errors
-    sizes = {bits: cache.device_bytes for bits, cache in found.items()}
+    sizes = {bits: cache.device_bytes for bits, cache in result.items()}
     assert sizes[2] < sizes[4] < sizes[8] < sizes[16]
-    stored = [cache.tokens_stored for cache in found.values()]
+    stored = [cache.tokens_stored for cache in result.values()]
     assert max(stored) - min(stored) <= drawn
     # Of the bytes of keys and values alone 16 channels at 4 bits take 8, and 2 for the step; sinks lie beside.
-    keys = found[4].slot_layers[-1].table.stores()[0]
+    keys = result[4].slot_layers[-1].table.stores()[0]
     assert keys.codes.shape[-1] == 8 and keys.steps.element_size() == 2
 
 
@@ -88,8 +88,8 @@ def test_a_draft_that_is_taken_back_leaves_no_trace(name: str) -> None:
     read(model, drafted, zoo.tokens(1, 92, seed=5), mask, [(81, 86)])
     drafted.crop(-5)
     expected = read(model, plain, ids, mask, [(81, 82), (82, 91), (91, 92)])
-    found = read(model, drafted, ids, mask, [(81, 82), (82, 91), (91, 92)])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    result = read(model, drafted, ids, mask, [(81, 82), (82, 91), (91, 92)])
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_pages_keep_their_exact_bounds_when_a_token_is_taken_back() -> None:
@@ -239,8 +239,8 @@ def test_room_for_all_tokens_to_come_keeps_slots_in_place(method: str) -> None:
         caches[0].method.make_room(table, 230)
     held = [[t.data_ptr() for slots in table.equal_slots() for t in slots.tensors()] for table in tables]
     steps = [(n, n + 1) for n in range(70, 229)]
-    found = [read_pieces(model, cache, ids, torch.ones_like(ids), steps) for cache in caches]
-    torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-6)
+    result = [read_pieces(model, cache, ids, torch.ones_like(ids), steps) for cache in caches]
+    torch.testing.assert_close(result[0], result[1], atol=1e-6, rtol=1e-6)
     assert held == [[t.data_ptr() for slots in table.equal_slots() for t in slots.tensors()] for table in tables]
     assert not any(caches[0].method.maintenance_due(table) for table in tables if "full" in method)
 

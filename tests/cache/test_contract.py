@@ -170,7 +170,7 @@ def test_the_random_methods_are_known() -> None:
 
 def drawn(model: torch.nn.Module, text: str, seed: int) -> list[torch.Tensor]:
     """What each layer of a cache stores of the same random tokens: its slots, scores and clusters, in one tensor."""
-    cache, found = CompressedCache(model, text, seed=seed), []
+    cache, result = CompressedCache(model, text, seed=seed), []
     heads, size = model.config.num_key_value_heads, model.config.head_dim
     for layer in cache.slot_layers:
         generator = torch.Generator().manual_seed(5)
@@ -183,8 +183,8 @@ def drawn(model: torch.nn.Module, text: str, seed: int) -> list[torch.Tensor]:
             layer.method.compress(table, queries[:, :, part])
         # The hash states of the draws tell the seed, whether it is used or not.
         state = [tensor for name, tensor in table.state.named() if name != "streams"]
-        found.append(torch.cat([tensor.flatten().double() for tensor in [table.index_slots(), *state]]))
-    return found
+        result.append(torch.cat([tensor.flatten().double() for tensor in [table.index_slots(), *state]]))
+    return result
 
 
 @pytest.mark.parametrize("name", RANDOM)

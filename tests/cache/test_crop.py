@@ -46,16 +46,16 @@ def without(pieces: list[int], count: int) -> list[int]:
 
 def state(cache: CompressedCache) -> list[Any]:
     """Everything a cache holds, to be compared later."""
-    found: list[Any] = []
+    result: list[Any] = []
     for layer in cache.layers:
         if layer in cache.slot_layers:
             table = layer.table
             counters = [table.seen, table.length, table.appended, table.new_tokens, table.prompt_tokens]
             held = [table.state.numbers(), table.hot.numbers(), table.tensors(), table.host_tensors(), layer.pending]
-            found += copy.deepcopy([*counters, *held])
+            result += copy.deepcopy([*counters, *held])
         else:
-            found += copy.deepcopy([layer.keys, layer.values, layer.get_seq_length()])
-    return found
+            result += copy.deepcopy([layer.keys, layer.values, layer.get_seq_length()])
+    return result
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -97,8 +97,8 @@ def test_a_row_that_is_cropped_to_padding_alone_begins_with_the_next_token(name:
     cache.crop(-30)
     mask[1, 30:] = 1
     read(model, never, ids, [30], mask)
-    found, expected = (read(model, each, ids, [20, 1, 30, 1], mask) for each in (cache, never))
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    result, expected = (read(model, each, ids, [20, 1, 30, 1], mask) for each in (cache, never))
+    torch.testing.assert_close(result, expected, atol=1e-3, rtol=1e-3)
 
 
 # pieces, tokens taken back; the last two reach behind the last forward

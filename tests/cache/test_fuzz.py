@@ -127,7 +127,7 @@ PLAIN = st.one_of(
 def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The way to every value in a tree of dicts and lists."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [found for key, value in items for found in [(*path, key), *places(value, (*path, key))]]
+    return [result for key, value in items for result in [(*path, key), *places(value, (*path, key))]]
 
 
 @quickly
@@ -164,9 +164,9 @@ def test_a_cache_file_whose_description_was_rewritten(
 def test_the_reader_of_records(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "records.jsonl"
     path.write_bytes(content)
-    found, error = result_or_error(lambda: list(records.read(path)))
+    result, error = result_or_error(lambda: list(records.read(path)))
     if error is None:
-        assert all(isinstance(record, dict) for record in found)
+        assert all(isinstance(record, dict) for record in result)
     else:
         assert "records.jsonl, line" in error
 

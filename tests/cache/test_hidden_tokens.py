@@ -151,9 +151,9 @@ def test_the_device_is_asked_once_in_a_forward_and_never_in_a_step(monkeypatch: 
 
 def test_what_was_found_in_a_mask_holds_for_that_mask() -> None:
     forward, mask = Forward(), torch.ones(1, 5, dtype=torch.int64)
-    found = [forward.once("sum", mask, 5, lambda: int(mask.sum())) for _ in range(2)]
+    result = [forward.once("sum", mask, 5, lambda: int(mask.sum())) for _ in range(2)]
     mask[0, 2] = 0
-    found.append(forward.once("sum", mask, 5, lambda: int(mask.sum())))
-    found.append(forward.once("sum", mask, 4, lambda: int(mask[:, :4].sum())))
+    result.append(forward.once("sum", mask, 5, lambda: int(mask.sum())))
+    result.append(forward.once("sum", mask, 4, lambda: int(mask[:, :4].sum())))
     other = torch.zeros(1, 4, dtype=torch.int64)
-    assert [*found, forward.once("sum", other, 4, lambda: int(other.sum()))] == [5, 5, 4, 3, 0]
+    assert [*result, forward.once("sum", other, 4, lambda: int(other.sum()))] == [5, 5, 4, 3, 0]

@@ -125,7 +125,7 @@ def test_gradients_of_a_prompt_reach_the_latents() -> None:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How far each read of slots was from the model's own attention over the same slots, expanded."""
-    found: list[float] = []
+    result: list[float] = []
     real = attention._attend_latents
 
     def compared(view: Any, module: Any, query: Tensor, scale: float, *rest: Any, **options: Any) -> Any:
@@ -139,11 +139,11 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         logits = logits if view.log_den is None else logits + view.log_den.unsqueeze(2)
         expected = logits.softmax(-1) @ values
         output, weights = real(view, module, query, scale, *rest, **options)
-        found.append(apart(output.transpose(1, 2), expected))
+        result.append(apart(output.transpose(1, 2), expected))
         return output, weights
 
     monkeypatch.setattr(attention, "_attend_latents", compared)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -62,15 +62,15 @@ def test_gradients_may_be_on(name: str, budget: int, prefill: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_gradients_of_a_prompt_are_those_of_the_model(name: str, recording: bool) -> None:
     model, ids = zoo.build("llama"), zoo.tokens(1, 40)
-    found = []
+    result = []
     for cache in (CompressedCache(model, with_budget(name, 16)), DynamicCache(config=model.config)):
         if recording:
             cache.activate_past_recording()
         model.zero_grad()
         model(ids, past_key_values=cache).logits.logsumexp(-1).sum().backward()
-        found.append([p.grad.clone() for p in model.parameters()])
+        result.append([p.grad.clone() for p in model.parameters()])
         cache.crop(0) if recording else None
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*result, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 

@@ -75,8 +75,8 @@ def test_wrappers_of_others_stay_and_ours_passes_on(seam: str, declared: bool) -
     try:
         kvsketch.uninstall()
         assert getattr(owner, name) is theirs
-        found = generate(model, ids, None).logits
-        assert calls and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        result = generate(model, ids, None).logits
+        assert calls and all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
         assert_compresses(model)
         kvsketch.uninstall()
         assert getattr(owner, name) is theirs

@@ -39,20 +39,20 @@ def nothing_is_left() -> Iterator[None]:
 
 def in_thread(work: Callable[[], Any]) -> Any:
     """What `work` returns in a thread of its own; its error is raised here."""
-    found: list[Any] = []
+    result: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(work())
+            result.append(work())
         except BaseException as error:
-            found.append(error)
+            result.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
 
 
 def test_the_streaming_recipe_of_transformers_is_compressed(tmp_path: Path) -> None:
@@ -98,44 +98,44 @@ def test_a_pool_from_before_takes_part_with_a_copied_context(model: Any) -> None
 def test_a_thread_that_outlives_the_block_runs_plainly(model: Any) -> None:
     ids, go = zoo.tokens(1, 30), threading.Event()
     plain = model.generate(ids, **OPTIONS).tolist()
-    found: list[Any] = []
+    result: list[Any] = []
 
     def late() -> None:
         go.wait()
-        found.append(model.generate(ids, **OPTIONS).tolist())
+        result.append(model.generate(ids, **OPTIONS).tolist())
 
     with kvsketch.use(model, METHOD) as session:
         thread = threading.Thread(target=late)
         thread.start()
     go.set()
     thread.join()
-    assert found == [plain] and session.cache is None
+    assert result == [plain] and session.cache is None
 
 
 def test_threads_with_sessions_of_their_own_and_one_without(model: Any) -> None:
     """All inside at once; each starts a thread of its own in its block."""
     ids, inside = zoo.tokens(1, 30), threading.Barrier(3, timeout=60)
     plain = model.generate(ids, **OPTIONS).tolist()
-    found: dict[int, Any] = {}
+    result: dict[int, Any] = {}
 
     def work(budget: int) -> None:
         with kvsketch.use(model, f"streamingllm:budget={budget}") as session:
             inside.wait()
             in_thread(lambda: model.generate(ids, **OPTIONS))
             assert session.cache is not None
-            found[budget] = session.cache.tokens_stored
+            result[budget] = session.cache.tokens_stored
             inside.wait()
 
     def without() -> None:
         inside.wait()
-        found[0] = model.generate(ids, **OPTIONS).tolist()
+        result[0] = model.generate(ids, **OPTIONS).tolist()
         inside.wait()
 
     threads = [threading.Thread(target=work, args=(budget,)) for budget in (10, 20)]
     threads.append(threading.Thread(target=without))
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    assert found == {10: 10, 20: 20, 0: plain}
+    assert result == {10: 10, 20: 20, 0: plain}
 
 
 def test_nested_sessions_and_two_models(model: Any) -> None:

@@ -258,18 +258,18 @@ def test_the_first_tokens_of_a_tail_may_go() -> None:
 
 def test_a_tail_is_rehearsed_behind_the_first_tokens_of_its_document(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk of it sees them, the first one too."""
-    model, scores, found = zoo.build("llama"), ops.replay_scores, []
+    model, scores, result = zoo.build("llama"), ops.replay_scores, []
 
     def noted(again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, **options: Any) -> Tensor:
-        found.append((sinks, options["bare"]))
+        result.append((sinks, options["bare"]))
         return scores(again, q, k, sinks, scale, **options)
 
     document = read(model, f"{REHEARSE}:sinks=3:bits=16")
     monkeypatch.setattr(ops, "replay_scores", noted)
     kvsketch.prefill(model, zoo.tokens(2, 130, seed=6), document.continued())
-    assert len(found) >= 2
-    for number, (sinks, bare) in enumerate(found):
-        table = document.slot_layers[number * 2 // len(found)].table
+    assert len(result) >= 2
+    for number, (sinks, bare) in enumerate(result):
+        table = document.slot_layers[number * 2 // len(result)].table
         first = (table.index_slots()[0] < 3) & (table.index_slots()[0] >= 0)
         expected = torch.stack([keys[held] for keys, held in zip(table.key_slots()[0], first, strict=True)])
         assert torch.equal(sinks, expected.expand(2, -1, -1, -1)) and bare == 0

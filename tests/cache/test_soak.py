@@ -30,8 +30,8 @@ def test_bytes_and_budget_stay_flat(name: str) -> None:
 
 def test_a_cache_that_grows_is_noticed() -> None:
     data = soaked("full")
-    found = " ".join(soak.complaints({**data, "budget": 72}, SLOWER))
-    assert "tokens stored with a budget of 72" in found and "device_bytes change" in found
+    result = " ".join(soak.complaints({**data, "budget": 72}, SLOWER))
+    assert "tokens stored with a budget of 72" in result and "device_bytes change" in result
 
 
 def test_a_run_that_slows_down_is_noticed() -> None:

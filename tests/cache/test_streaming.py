@@ -270,14 +270,14 @@ def test_transformers_own_chunks_know_of_no_prompt(name: str, length: int, share
     model, ids = zoo.build("llama"), zoo.tokens(1, length)
     method = with_budget(name, 16).replace("budget=16", "budget=50%")
     cache, whole = (CompressedCache(model, method, prefill=prefill, chunk=CHUNK) for _ in range(2))
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     hook = model.register_forward_hook(
-        lambda *_: found.append((cache.slot_layers[0].table.prompt_tokens, cache.tokens_stored))
+        lambda *_: result.append((cache.slot_layers[0].table.prompt_tokens, cache.tokens_stored))
     )
     model.generate(ids, past_key_values=cache, prefill_chunk_size=CHUNK, max_new_tokens=1, do_sample=False)
     hook.remove()
-    assert [share for share, _ in found] == shares
-    assert all(stored <= share // 2 for share, stored in found)
+    assert [share for share, _ in result] == shares
+    assert all(stored <= share // 2 for share, stored in result)
     kvsketch.prefill(model, ids, whole)
     assert whole.slot_layers[0].table.prompt_tokens == length
 

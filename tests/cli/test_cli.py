@@ -104,11 +104,11 @@ def test_models_lists_the_catalogue() -> None:
 
 
 def test_env_reports_versions_and_ranges() -> None:
-    found = read_json("env")
-    assert found["kvsketch"] == kvsketch.__version__
-    assert set(found["versions"]) == set(found["tested"]) == {"python", "torch", "transformers", "triton"}
-    assert found["home"] == str(models.home())
-    assert found["versions"]["transformers"] in run("env").stdout
+    result = read_json("env")
+    assert result["kvsketch"] == kvsketch.__version__
+    assert set(result["versions"]) == set(result["tested"]) == {"python", "torch", "transformers", "triton"}
+    assert result["home"] == str(models.home())
+    assert result["versions"]["transformers"] in run("env").stdout
 
 
 @pytest.mark.parametrize(
@@ -128,16 +128,16 @@ def test_env_warns_on_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_generate_gives_the_models_own_text_with_the_full_cache(folder: str) -> None:
-    found = read_json("generate", PROMPT, "--model", folder, "--method", "full", "--max-new-tokens", "9")
+    result = read_json("generate", PROMPT, "--model", folder, "--method", "full", "--max-new-tokens", "9")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(PROMPT, return_tensors="pt")
     cache = DynamicCache(config=model.config)
     output = model.generate(**inputs, past_key_values=cache, max_new_tokens=9, do_sample=False)
     count = inputs["input_ids"].shape[1]
-    assert found["text"] == tokenizer.decode(output[0, count:], skip_special_tokens=True)
-    assert found["prompt_tokens"] == count
-    assert found["full_bytes"] == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert found["tokens_seen"] == found["tokens_stored"] == cache.get_seq_length()
+    assert result["text"] == tokenizer.decode(output[0, count:], skip_special_tokens=True)
+    assert result["prompt_tokens"] == count
+    assert result["full_bytes"] == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert result["tokens_seen"] == result["tokens_stored"] == cache.get_seq_length()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -152,21 +152,23 @@ def test_the_full_cache_is_measured_with_its_sliding_layers(family: str, length:
 
 def test_generate_streams_text_and_says_what_the_cache_took(folder: str) -> None:
     command = ("generate", PROMPT, "--model", folder, "--method", "streamingllm:budget=16", "--max-new-tokens", "6")
-    streamed, found = run(*command), read_json(*command)
-    assert streamed.stdout.strip() == found["text"].strip()
-    assert found["tokens_stored"] == 16
-    assert 0 < found["device_bytes"] < found["full_bytes"]
+    streamed, result = run(*command), read_json(*command)
+    assert streamed.stdout.strip() == result["text"].strip()
+    assert result["tokens_stored"] == 16
+    assert 0 < result["device_bytes"] < result["full_bytes"]
     kept, speed = streamed.stderr.strip().splitlines()
-    assert kept.startswith(f"streamingllm:budget=16: {found['tokens_seen']} tokens read, 16 kept, and what was dropped")
-    assert f"read {found['prompt_tokens']} tokens at " in speed and "wrote 6 at " in speed
+    assert kept.startswith(
+        f"streamingllm:budget=16: {result['tokens_seen']} tokens read, 16 kept, and what was dropped"
+    )
+    assert f"read {result['prompt_tokens']} tokens at " in speed and "wrote 6 at " in speed
     assert "float32 on cpu; peak memory " in speed and "above the loaded model" in speed
-    assert found["peak_bytes"] > found["peak_bytes_above_model"] >= 0
-    assert found["prefill_tokens_per_second"] > 0 and found["decode_tokens_per_second"] > 0
+    assert result["peak_bytes"] > result["peak_bytes_above_model"] >= 0
+    assert result["prefill_tokens_per_second"] > 0 and result["decode_tokens_per_second"] > 0
 
 
 def test_the_default_keeps_every_token(folder: str) -> None:
-    found = read_json("generate", PROMPT, "--model", folder, "--max-new-tokens", "2")
-    assert found["method"] == "full" and found["tokens_stored"] == found["tokens_seen"]
+    result = read_json("generate", PROMPT, "--model", folder, "--max-new-tokens", "2")
+    assert result["method"] == "full" and result["tokens_stored"] == result["tokens_seen"]
 
 
 def test_a_question_about_a_file_a_pipe_and_a_saved_cache_is_one_prompt(folder: str, tmp_path: Path) -> None:

@@ -168,11 +168,11 @@ def test_tokens_hidden_inside_a_row_are_read_eagerly_or_refused(name: str) -> No
             kvsketch.generate(model, inputs, ours, **options)
         return
     with warned:
-        found = kvsketch.generate(model, inputs, ours, **options)[:, 30:].tolist()
-    assert found == model.generate(**inputs, past_key_values=theirs, **options)[:, 30:].tolist()
+        result = kvsketch.generate(model, inputs, ours, **options)[:, 30:].tolist()
+    assert result == model.generate(**inputs, past_key_values=theirs, **options)[:, 30:].tolist()
     theirs.reset()
     inputs["input_ids"] = torch.where(mask == 0, 7, ids)
-    assert found == model.generate(**inputs, past_key_values=theirs, **options)[:, 30:].tolist()
+    assert result == model.generate(**inputs, past_key_values=theirs, **options)[:, 30:].tolist()
 
 
 def test_a_streamer_hears_every_token() -> None:
@@ -390,14 +390,14 @@ def test_threads_capture_beside_each_other_and_beside_plain_work(fused: bool) ->
 
     alone = [text(number) for number in range(len(methods))]
     plain = model.generate(prompts[0], **options).tolist()
-    found: dict[int, list[Any]] = {number: [] for number in range(len(methods))}
+    result: dict[int, list[Any]] = {number: [] for number in range(len(methods))}
     beside: list[Any] = []
     errors: list[BaseException] = []
     done = threading.Event()
 
     def captures(number: int) -> None:
         try:
-            found[number] = [text(number) for _ in range(5)]
+            result[number] = [text(number) for _ in range(5)]
         except BaseException as error:
             errors.append(error)
 
@@ -411,14 +411,14 @@ def test_threads_capture_beside_each_other_and_beside_plain_work(fused: bool) ->
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=captures, args=(number,)) for number in found]
+    threads = [threading.Thread(target=captures, args=(number,)) for number in result]
     other = threading.Thread(target=works_beside)
     [thread.start() for thread in (*threads, other)]
     [thread.join() for thread in threads]
     done.set()
     other.join()
     assert not errors, errors
-    assert found == {number: [alone[number]] * 5 for number in found}
+    assert result == {number: [alone[number]] * 5 for number in result}
     assert beside and all(text == plain for text in beside)
 
 
@@ -430,10 +430,10 @@ def test_all_layers_advance_in_one_launch(method: str) -> None:
     """A launch for each layer costs a tenth of a millisecond in a step of 32 layers."""
 
     class Additions(TorchDispatchMode):
-        found = ends = 0
+        result = ends = 0
 
         def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.found += "add" in str(operation) and isinstance(args[0], list)
+            self.result += "add" in str(operation) and isinstance(args[0], list)
             self.ends += str(operation) == "aten.add.out"  # of the tails of clusters
             return operation(*args, **(kwargs or {}))
 
@@ -444,7 +444,7 @@ def test_all_layers_advance_in_one_launch(method: str) -> None:
         step = decoding.Step(model, cache, sampler, sampler.choose(model(ids, past_key_values=cache).logits[:, -1]), 90)
         with Additions() as additions, decoding.aside(step.layers):
             step._forward(bounded=True)
-    assert additions.found == 1 and additions.ends == ("clusterkv" in method)
+    assert additions.result == 1 and additions.ends == ("clusterkv" in method)
     assert all((layer.table.next_slot == 81).all() for layer in step.layers)
 
 

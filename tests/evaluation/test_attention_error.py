@@ -93,9 +93,9 @@ def test_the_error_is_that_of_a_direct_computation(layers: dict[int, Captured]) 
 
     exact = attend(list(range(context)))
     wanted = ((attend(kept) - exact).norm(dim=-1) / exact.norm(dim=-1)).mean()
-    found = attention_error.measure("streamingllm", 4, layer, QUERIES)
-    assert found.error == pytest.approx(float(wanted), rel=1e-4)
-    assert found.tokens_read == len(kept)
+    result = attention_error.measure("streamingllm", 4, layer, QUERIES)
+    assert result.error == pytest.approx(float(wanted), rel=1e-4)
+    assert result.tokens_read == len(kept)
 
 
 @pytest.mark.parametrize("text", [ORACLE, *BOUNDED, *RECALL])
@@ -116,8 +116,8 @@ def test_the_protocol_of_balancekv_by_hand(layers: dict[int, Captured]) -> None:
     kept = causal & ((token < CAUSAL.sinks) | (token >= 480 - recent))
     exact, out = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values for seen in (causal, kept))
     wanted = ((out - exact).norm(dim=-1) / exact.norm(dim=-1)).mean()
-    found = attention_error.measure("streamingllm", 4, layer, QUERIES, CAUSAL)
-    assert found.error == pytest.approx(float(wanted), rel=1e-4)
+    result = attention_error.measure("streamingllm", 4, layer, QUERIES, CAUSAL)
+    assert result.error == pytest.approx(float(wanted), rel=1e-4)
 
 
 def test_the_seed_changes_methods_with_chance_alone(layers: dict[int, Captured]) -> None:
@@ -144,11 +144,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     line += ["--rates", "4,8", "--seeds", "0-2", "--out", str(tmp_path)]
     for _ in range(2):
         assert attention_error.main(line) == 0
-    found = list(records.read(tmp_path / "attention_error.jsonl"))
+    result = list(records.read(tmp_path / "attention_error.jsonl"))
     # Three methods without chance once, uniform with three seeds, at two rates.
-    assert len(loads) == 1 and len(found) == 2 * (3 + 3)
-    assert {record["kind"] for record in found} == {attention_error.KIND}
-    assert all(record["data"]["outcomes"]["1"]["error"] > 0 for record in found)
+    assert len(loads) == 1 and len(result) == 2 * (3 + 3)
+    assert {record["kind"] for record in result} == {attention_error.KIND}
+    assert all(record["data"]["outcomes"]["1"]["error"] > 0 for record in result)
     assert "12 records" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--tokens 170 leaves too few"):
         attention_error.main([*line, "--tokens", "170"])

@@ -32,8 +32,8 @@ def test_the_codec_with_all_its_parts_is_ours() -> None:
     # Tables code in integers: now and then a number falls on the other side of a level, and its vector moves a little.
     torch.testing.assert_close(taken, read, atol=2e-3, rtol=0)
     assert ((taken - read).abs().amax(-1) > 1e-5).float().mean() < 0.02
-    found = [bit_stores.Taken(f"codec:bits=4:{part}=no", None).coded(keys) for part in bit_stores.PARTS]
-    assert all(not torch.allclose(each, read, atol=1e-3) for each in found)
+    result = [bit_stores.Taken(f"codec:bits=4:{part}=no", None).coded(keys) for part in bit_stores.PARTS]
+    assert all(not torch.allclose(each, read, atol=1e-3) for each in result)
 
 
 def test_fp8_holds_a_byte_for_each_number_and_goes_on() -> None:
@@ -63,12 +63,12 @@ def test_records_say_what_few_bits_cost(
     assert bits.main([*options, "--out", str(tmp_path)]) == 0
     assert "skipped: hqq:bits=4, hqq is not installed" in capsys.readouterr().err
     read = records.read_folder(tmp_path)
-    found: dict[str, dict[str, Any]] = {record["data"]["method"]: record["data"] for record in read}
-    assert found["full"]["error"] == 0 and abs(found["full"]["kl"]) < 1e-6
-    assert found["full"]["device_bytes"] == found["full"]["full_bytes"] > found["full:bits=2"]["device_bytes"]
+    result: dict[str, dict[str, Any]] = {record["data"]["method"]: record["data"] for record in read}
+    assert result["full"]["error"] == 0 and abs(result["full"]["kl"]) < 1e-6
+    assert result["full"]["device_bytes"] == result["full"]["full_bytes"] > result["full:bits=2"]["device_bytes"]
     for name in ("error", "kl", "again_kl"):
-        assert 0 < found["full:bits=8"][name] < found["full:bits=2"][name]
-    assert "device_bytes" not in found["codec:bits=2:center=no"] and found["full:bits=2"]["step_ms"] > 0
+        assert 0 < result["full:bits=8"][name] < result["full:bits=2"][name]
+    assert "device_bytes" not in result["codec:bits=2:center=no"] and result["full:bits=2"]["step_ms"] > 0
     page = tables(read)
     assert "### tiny" in page and "| `full:bits=2` |" in page and page.count("| 2 |") == 2
 

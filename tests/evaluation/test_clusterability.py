@@ -28,16 +28,16 @@ def planted(parts: int, members: int) -> torch.Tensor:
 
 def test_the_radius_is_that_of_the_greedy_choice_and_never_rises() -> None:
     points = vectors(40)
-    found = clusterability.radius_curve(points, [1, 2, 4, 8, 16, 32, 64])
-    assert list(found) == ["1", "2", "4", "8", "16", "32"], "no more centers than points"
+    result = clusterability.radius_curve(points, [1, 2, 4, 8, 16, 32, 64])
+    assert list(result) == ["1", "2", "4", "8", "16", "32"], "no more centers than points"
     for head in range(2):
         distance = torch.cdist(points[0, head], points[0, head])
         chosen = [0]
         for k in (1, 2, 4, 8, 16, 32):
             while len(chosen) < k:
                 chosen.append(int(distance[chosen].amin(0).argmax()))
-            assert found[str(k)][head] == pytest.approx(float(distance[chosen].amin(0).max()), abs=1e-3)
-        curve = [radius[head] for radius in found.values()]
+            assert result[str(k)][head] == pytest.approx(float(distance[chosen].amin(0).max()), abs=1e-3)
+        curve = [radius[head] for radius in result.values()]
         assert curve == sorted(curve, reverse=True)
 
 
@@ -61,12 +61,12 @@ def test_wider_clusters_are_fewer() -> None:
 def test_query_norms() -> None:
     queries = vectors(100)
     norms = queries[0].double().norm(dim=-1)
-    found = clusterability.query_norms(queries)
+    result = clusterability.query_norms(queries)
     half = 1.96 * float(norms.std()) / 200**0.5
-    assert found["mean"] == pytest.approx(float(norms.mean()), abs=1e-4) and found["queries"] == 200
-    assert (found["low"], found["high"]) == pytest.approx((found["mean"] - half, found["mean"] + half), abs=1e-4)
-    assert found["runs"] == pytest.approx([float(norms[:, :64].mean()), float(norms[:, 64:].mean())], abs=1e-4)
-    assert found["by_head"] == pytest.approx(norms.mean(1).tolist(), abs=1e-4)
+    assert result["mean"] == pytest.approx(float(norms.mean()), abs=1e-4) and result["queries"] == 200
+    assert (result["low"], result["high"]) == pytest.approx((result["mean"] - half, result["mean"] + half), abs=1e-4)
+    assert result["runs"] == pytest.approx([float(norms[:, :64].mean()), float(norms[:, 64:].mean())], abs=1e-4)
+    assert result["by_head"] == pytest.approx(norms.mean(1).tolist(), abs=1e-4)
     layers = [{"sample": "a", "seed": 0, "query_norm": {"runs": runs}} for runs in ([1.0, 2.0], [3.0, 6.0])]
     other = [{"sample": "b", "seed": 0, "query_norm": {"runs": [7.0]}}]
     assert clusterability.run_means(layers + other) == [2.0, 4.0, 7.0], "layers of a text are one sample"
@@ -76,14 +76,14 @@ def test_a_picture_marks_the_greedy_centers() -> None:
     pytest.importorskip("sklearn")
     points = planted(parts=16, members=4)
     layer = Captured(points, points, vectors(64), 1.0, 3, 4)
-    found = clusterability.picture(layer, 1, 64, 0)
-    assert found["head"] == 1 and found["tokens"] == list(range(64))
-    assert sorted(center % 16 for center in found["keys"]["centers"]) == list(range(16)), "one in each cluster"
-    assert found["keys"]["centers"][0] == 0 and len(found["values"]["centers"]) == 16
+    result = clusterability.picture(layer, 1, 64, 0)
+    assert result["head"] == 1 and result["tokens"] == list(range(64))
+    assert sorted(center % 16 for center in result["keys"]["centers"]) == list(range(16)), "one in each cluster"
+    assert result["keys"]["centers"][0] == 0 and len(result["values"]["centers"]) == 16
     for part in ("keys", "values"):
-        assert len(found[part]["points"]) == 64 and all(len(point) == 2 for point in found[part]["points"])
+        assert len(result[part]["points"]) == 64 and all(len(point) == 2 for point in result[part]["points"])
     assert clusterability.picture(layer, 1, 20, 0)["tokens"] == torch.linspace(0, 63, 20).round().int().tolist()
-    assert clusterability.picture(layer, 1, 64, 0) == found, "the seed decides"
+    assert clusterability.picture(layer, 1, 64, 0) == result, "the seed decides"
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +113,11 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(texts, "document", lambda name: text)
     line = ["--tokens", "100", "--points", "40", "--pictures", "1", "--most-centers", "32"]
     first = run(folder, tmp_path, *line, "--layers", "1")
-    found = run(folder, tmp_path, *line)
-    assert [record["data"]["layer"] for record in found] == [1, 0], "layer 1 is not measured again"
-    assert found[0] == first[0]
-    assert [len(record["data"].get("tsne", {}).get("tokens", [])) for record in found] == [40, 0]
-    for data in (record["data"] for record in found):
+    result = run(folder, tmp_path, *line)
+    assert [record["data"]["layer"] for record in result] == [1, 0], "layer 1 is not measured again"
+    assert result[0] == first[0]
+    assert [len(record["data"].get("tsne", {}).get("tokens", [])) for record in result] == [40, 0]
+    for data in (record["data"] for record in result):
         assert data["query_norm"]["queries"] == 4 * 100
         assert list(data["keys"]["radius"]) == ["1", "2", "4", "8", "16", "32"]
         assert all(len(counts) == 2 for counts in data["values"]["clusters"].values())

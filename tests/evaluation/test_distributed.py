@@ -95,9 +95,9 @@ def run(out: Path, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
     return list(records.read(out / "fragile.jsonl"))
 
 
-def comparable(found: list[dict[str, Any]]) -> list[str]:
+def comparable(result: list[dict[str, Any]]) -> list[str]:
     """Records without their time and their line, in an order of their own."""
-    return sorted(str({key: value for key, value in each.items() if key not in ("time", "place")}) for each in found)
+    return sorted(str({key: value for key, value in each.items() if key not in ("time", "place")}) for each in result)
 
 
 @pytest.mark.usefixtures("_ray")
@@ -112,15 +112,15 @@ def test_same_records_as_a_serial_run_though_workers_die(
     kept = Path("fragile.jsonl").read_text()
     # One worker dies of sample 3; all workers that try die of sample 5.
     deadly = ("--deadly", "3:1,5:2")
-    found = run(Path(), "--ray", "--ray-workers", "2", *deadly, code=1)
+    result = run(Path(), "--ray", "--ray-workers", "2", *deadly, code=1)
     assert Path("died_of_3").read_text() == "x" and Path("died_of_5").read_text() == "xx"
-    assert Path("fragile.jsonl").read_text().startswith(kept) and len(found) == len(complete)
-    failed = [record for record in found if FAILED in record["data"]]
+    assert Path("fragile.jsonl").read_text().startswith(kept) and len(result) == len(complete)
+    failed = [record for record in result if FAILED in record["data"]]
     assert [record["data"]["sample"] for record in failed] == ["sample=5"] * 3
     assert all("2 workers died" in record["data"][FAILED] for record in failed)
     assert "failed: snapkv 1/4 sample=5: WorkerDied" in capsys.readouterr().err
     healthy = [record for record in complete if record["data"]["sample"] != "sample=5"]
-    assert comparable([record for record in found if record not in failed]) == comparable(healthy)
+    assert comparable([record for record in result if record not in failed]) == comparable(healthy)
     # A run without Ray goes on from there.
     again = run(Path(), "--retry-failed", *deadly)
     assert comparable(again[18:]) == comparable([r for r in complete if r not in healthy])

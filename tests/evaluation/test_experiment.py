@@ -83,21 +83,21 @@ def run(out: Path, *arguments: str, code: int | None = 0) -> list[dict[str, Any]
     return list(records.read(out / "toy_example.jsonl"))
 
 
-def keys(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    return [(r["seed"], r["data"]["sample"], r["data"]["method"], r["data"]["budget"]) for r in found]
+def keys(result: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(r["seed"], r["data"]["sample"], r["data"]["method"], r["data"]["budget"]) for r in result]
 
 
 def test_records_say_what_was_measured_and_are_made_once(tmp_path: Path) -> None:
-    found = run(tmp_path)
-    assert len(found) == len(set(keys(found))) == 6 * 3
-    assert found[0]["kind"] == "toy_example"
+    result = run(tmp_path)
+    assert len(result) == len(set(keys(result))) == 6 * 3
+    assert result[0]["kind"] == "toy_example"
     expected = {"method": "full", "budget": "", "sample": "sample=0", "half": False, "score": 0.0, "model_sha256": "0"}
-    assert found[0]["data"] == expected
+    assert result[0]["data"] == expected
     calls.clear()
-    assert run(tmp_path) == found
+    assert run(tmp_path) == result
     assert calls == [], "a complete file needs neither the model nor a measurement"
     more = run(tmp_path, "--seeds", "0,4-5")
-    assert more[:18] == found and len(set(keys(more))) == 18 * 3
+    assert more[:18] == result and len(set(keys(more))) == 18 * 3
 
 
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -114,32 +114,34 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert 4 <= len(before) < 18
     with path.open("ab") as file:
         file.write(json.dumps(before[0]).encode()[:200])  # a line that the kill cut short
-    found = run(tmp_path)
-    assert found[: len(before)] == before
-    assert sorted(keys(found)) == sorted(set(keys(found))) and len(found) == 18
+    result = run(tmp_path)
+    assert result[: len(before)] == before
+    assert sorted(keys(result)) == sorted(set(keys(result))) and len(result) == 18
     assert len(calls) == 1 + 18 - len(before)
 
 
 def test_failures_are_records_until_they_are_retried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run(tmp_path, "--bad", "1", "--explode", "4", code=1)
-    failed = [record["data"] for record in found if "failed" in record["data"]]
-    assert len(found) == 18 and len(failed) == 6
+    result = run(tmp_path, "--bad", "1", "--explode", "4", code=1)
+    failed = [record["data"] for record in result if "failed" in record["data"]]
+    assert len(result) == 18 and len(failed) == 6
     assert {data["failed"] for data in failed} == {"ValueError: bad sample", "RuntimeError: out of luck"}
     assert all("score" not in data for data in failed)
     output = capsys.readouterr()
     assert "18 records" in output.out and "6 of them failed" in output.out
     assert "failed: snapkv 1/4 sample=4: RuntimeError: out of luck" in output.err
-    assert run(tmp_path, code=1) == found
+    assert run(tmp_path, code=1) == result
     again = run(tmp_path, "--retry-failed")
-    assert again[:18] == found and sorted(keys(again[18:])) == sorted(keys([r for r in found if "failed" in r["data"]]))
+    assert again[:18] == result and sorted(keys(again[18:])) == sorted(
+        keys([r for r in result if "failed" in r["data"]])
+    )
     assert all("score" in record["data"] for record in again[18:])
     assert run(tmp_path, "--retry-failed") == again
     assert "failed" not in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_limit_takes_the_first_samples_of_each_setting(tmp_path: Path) -> None:
-    found = run(tmp_path, "--limit", "2")
-    assert {record["data"]["sample"] for record in found} == {"sample=0", "sample=1", "sample=3", "sample=4"}
+    result = run(tmp_path, "--limit", "2")
+    assert {record["data"]["sample"] for record in result} == {"sample=0", "sample=1", "sample=3", "sample=4"}
     assert len(run(tmp_path)) == 18
     with pytest.raises(ValueError, match="--limit 0 is not possible"):
         run(tmp_path, "--limit", "0")
@@ -147,8 +149,8 @@ def test_a_limit_takes_the_first_samples_of_each_setting(tmp_path: Path) -> None
 
 def test_an_outcome_that_is_no_number_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Toy, "measure", lambda self, cells: ((cell, {"score": float("nan")}) for cell in cells))
-    found = run(tmp_path, "--samples", "1", code=1)
-    assert ["ValueError" in record["data"]["failed"] for record in found] == [True] * 3
+    result = run(tmp_path, "--samples", "1", code=1)
+    assert ["ValueError" in record["data"]["failed"] for record in result] == [True] * 3
 
 
 def test_a_lost_device_stops_the_run_after_what_lost_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,15 +162,15 @@ def test_a_lost_device_stops_the_run_after_what_lost_it(tmp_path: Path, monkeypa
     monkeypatch.setattr(Toy, "measure", lost)
     with pytest.raises(RuntimeError, match="snapkv 1/4 left the GPU unusable"):
         run(tmp_path, "--samples", "1")
-    found = list(records.read(tmp_path / "toy_example.jsonl"))
-    assert [("failed" in r["data"], r["data"]["budget"]) for r in found] == [(False, ""), (True, "1/4")]
+    result = list(records.read(tmp_path / "toy_example.jsonl"))
+    assert [("failed" in r["data"], r["data"]["budget"]) for r in result] == [(False, ""), (True, "1/4")]
     assert [record["data"]["budget"] for record in run(tmp_path, "--samples", "1", code=1)] == ["", "1/4", "64"]
 
 
 def test_an_experiment_that_forgets_a_cell_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Toy, "measure", lambda self, cells: iter([(cells[0], {"score": 1.0})]))
-    found = run(tmp_path, "--samples", "1", code=1)
-    assert [record["data"].get("failed") for record in found] == [None] + 2 * [
+    result = run(tmp_path, "--samples", "1", code=1)
+    assert [record["data"].get("failed") for record in result] == [None] + 2 * [
         "RuntimeError: the experiment gave no outcome"
     ]
 
@@ -280,9 +282,9 @@ def test_records_that_lack_a_field_are_measured_again(tmp_path: Path) -> None:
     del lacking[0]["seed"], lacking[1]["data"]["sample"], lacking[2]["data"]["score"]
     path.unlink()
     records.append(path, *lacking, *whole[3:])
-    found = run(tmp_path)
+    result = run(tmp_path)
     assert len(calls) == 2 + 18 + 3
-    assert sorted(keys(found[-3:])) == sorted(keys(whole[:3]))
+    assert sorted(keys(result[-3:])) == sorted(keys(whole[:3]))
     path.write_text('{"kind": "toy_example"}\n' + path.read_text())
     with pytest.raises(ValueError, match=r"toy_example\.jsonl, line 1 is not a record \(it has no data"):
         run(tmp_path)

@@ -34,13 +34,13 @@ def run(out: Path, folder: Path, *arguments: str, code: int = 0) -> list[dict[st
 def test_generated_records_have_the_form_of_longeval() -> None:
     positions = set()
     for number in range(30):
-        found = line_records.generate(30, seed=1, text=0, question=number % 30)
-        rows = LINE.findall(found.text)
+        result = line_records.generate(30, seed=1, text=0, question=number % 30)
+        rows = LINE.findall(result.text)
         assert len(rows) == len({name for name, _ in rows}) == 30
-        name, value = rows[found.position]
-        assert int(value) == found.expected and f"in line {name} is" in found.question
+        name, value = rows[result.position]
+        assert int(value) == result.expected and f"in line {name} is" in result.question
         assert all(1 <= int(value) <= 50_000 for _, value in rows)
-        positions.add(found.position)
+        positions.add(result.position)
     assert len(positions) == 30, "each question asks for another line of the same text"
     assert line_records.generate(30, 1, 3) == line_records.generate(30, 1, 3) != line_records.generate(30, 2, 3)
     assert len(LINE.findall(line_records.generate(1350, 0, 0).text)) == 1350
@@ -146,13 +146,13 @@ def test_a_batch_that_does_not_fit_is_halved(
 
 def test_a_longeval_file_is_asked(tmp_path: Path, model_folder: Path) -> None:
     path = tmp_path / "3_lines.jsonl"
-    found = [line_records.generate(3, 0, number) for number in range(2)]
+    result = [line_records.generate(3, 0, number) for number in range(2)]
     rows = [{"prompt": each.text + each.question, "expected_number": each.expected, "num_lines": 3,
-             "random_idx": ["x-y", each.position]} for each in found]  # fmt: skip
+             "random_idx": ["x-y", each.position]} for each in result]  # fmt: skip
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = run(tmp_path, model_folder, "--file", str(path), "--methods", "full")
     assert [(each["expected"], each["position"], each["lines"], each["file"]) for each in data] == [
-        (str(each.expected), each.position, 3, path.name) for each in found
+        (str(each.expected), each.position, 3, path.name) for each in result
     ]
 
 
@@ -183,8 +183,8 @@ def test_many_questions_of_one_compressed_text(
 
 
 def test_methods_that_look_at_the_question_see_it_unless_told_otherwise() -> None:
-    found = asked(lines="5", texts=1, questions=1, methods="snapkv,streamingllm", budgets="1/2").cells()
-    assert [(cell.method, dict(cell.setting)["question"]) for cell in found] == [
+    result = asked(lines="5", texts=1, questions=1, methods="snapkv,streamingllm", budgets="1/2").cells()
+    assert [(cell.method, dict(cell.setting)["question"]) for cell in result] == [
         ("snapkv", "seen"), ("streamingllm", "unseen")]  # fmt: skip
 
 
@@ -222,15 +222,15 @@ def test_prompts_read_as_a_stream_give_the_answers_of_streaming_generation(tmp_p
     method = "streamingllm:sinks=2"
     arguments = ["--lines", "4", "--texts", "2", "--questions", "1", "--methods", method, "--budgets", "40"]
     arguments += ["--chunk", "32", "--question", "seen"]
-    found = run(tmp_path, model_folder, *arguments)
-    assert [data["chunk"] for data in found] == [32, 32]
+    result = run(tmp_path, model_folder, *arguments)
+    assert [data["chunk"] for data in result] == [32, 32]
     model, tokenizer = models.load(model_folder, device="cpu")
-    for data in found:
+    for data in result:
         asked = source_of(data)
         inputs = models.encode_chat(tokenizer, asked.text + asked.question)
         cache = CompressedCache(model, f"{method}:budget=40", prefill="stream", chunk=32)
         # Rows are padded to the longest of their batch, and chunks are cut by column.
-        if inputs["input_ids"].shape[1] == max(each["prompt_tokens"] for each in found):
+        if inputs["input_ids"].shape[1] == max(each["prompt_tokens"] for each in result):
             whole = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)
             answer = tokenizer.decode(whole[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             assert data["answer"] == answer

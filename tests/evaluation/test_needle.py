@@ -34,9 +34,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> needle.Needle:
         methods="full,snapkv",
         budgets="1/2",
     )
-    found = needle.Needle(options)
-    found.tokenizer = models.load(folder, device="cpu")[1]
-    return found
+    result = needle.Needle(options)
+    result.tokenizer = models.load(folder, device="cpu")[1]
+    return result
 
 
 def test_depths_share_a_text_and_repeats_do_not(asked: needle.Needle) -> None:
@@ -67,22 +67,22 @@ def test_all_numbers_of_a_text_are_asked_of_one_cache(asked: needle.Needle) -> N
     together = needle.Needle(dataclasses.replace(asked.options, together=True, methods="full"))
     together.tokenizer = asked.tokenizer
     cells = [cell for cell in together.cells() if cell.sample.endswith("repeat=0")]
-    found = [together.ask(cell) for cell in cells]
-    texts_read = {question.ids[: -question.asked] for question in found}
-    assert len(cells) == 3 and len(texts_read) == 1 and len({question.expected for question in found}) == 3
+    result = [together.ask(cell) for cell in cells]
+    texts_read = {question.ids[: -question.asked] for question in result}
+    assert len(cells) == 3 and len(texts_read) == 1 and len({question.expected for question in result}) == 3
     read = together.tokenizer.decode(texts_read.pop())
-    places = [read.index(f" is {question.expected}. ") / len(read) for question in found]
-    assert places == sorted(places) and all(600 < len(question.ids) <= 700 for question in found)
-    for question in found:
+    places = [read.index(f" is {question.expected}. ") / len(read) for question in result]
+    assert places == sorted(places) and all(600 < len(question.ids) <= 700 for question in result)
+    for question in result:
         name = re.search(rf"The ([a-z ]+) is {question.expected}", read)
         assert name and f"What is the {name[1]}?" in together.tokenizer.decode(question.ids[-question.asked :])
 
 
 def test_decoys_are_hidden_beside_the_passkey() -> None:
     text = "".join(SENTENCES[:30])
-    found = needle.with_decoys(text, 3, random.Random(0))
-    assert len(set(re.findall(r"The ([a-z ]+) is \d{5}\. ", found)) & set(needle.DECOYS)) == 3
-    assert re.sub(r"The [a-z ]+ is (\d{5})\. Remember it: \1 is the [a-z ]+\. ", "", found) == text
+    result = needle.with_decoys(text, 3, random.Random(0))
+    assert len(set(re.findall(r"The ([a-z ]+) is \d{5}\. ", result)) & set(needle.DECOYS)) == 3
+    assert re.sub(r"The [a-z ]+ is (\d{5})\. Remember it: \1 is the [a-z ]+\. ", "", result) == text
 
 
 @pytest.mark.parametrize(

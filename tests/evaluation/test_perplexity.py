@@ -60,17 +60,17 @@ def stream(model: Any, method: str, ids: torch.Tensor) -> torch.Tensor:
 def test_the_full_cache_in_blocks_is_one_forward(model: Any, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(next_token, "BLOCK_TOKENS", block)
     ids = zoo.tokens(2, 60)
-    found = exact_nll(model, ids)
-    assert found[:, 0].isnan().all()
-    torch.testing.assert_close(found[:, 1:].double(), direct_nll(model, ids), atol=1e-4, rtol=1e-4)
+    result = exact_nll(model, ids)
+    assert result[:, 0].isnan().all()
+    torch.testing.assert_close(result[:, 1:].double(), direct_nll(model, ids), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["full", "quest:budget=200", "streamingllm:budget=200", "clusterkv:budget=200"])
 def test_a_stream_that_keeps_everything_is_one_forward(model: Any, method: str) -> None:
     ids = zoo.tokens(2, 60)
-    found = stream(model, method, ids)
-    assert found[:, : START + 1].isnan().all(), "what the exact prefill predicts does not count"
-    torch.testing.assert_close(found[:, START + 1 :].double(), direct_nll(model, ids)[:, START:], atol=1e-4, rtol=1e-4)
+    result = stream(model, method, ids)
+    assert result[:, : START + 1].isnan().all(), "what the exact prefill predicts does not count"
+    torch.testing.assert_close(result[:, START + 1 :].double(), direct_nll(model, ids)[:, START:], atol=1e-4, rtol=1e-4)
 
 
 def test_a_compressed_stream_is_the_model_with_that_cache(model: Any) -> None:
@@ -82,9 +82,9 @@ def test_a_compressed_stream_is_the_model_with_that_cache(model: Any) -> None:
         for place in range(START, 59):
             logits = model(ids[:, place : place + 1], past_key_values=cache).logits[0, -1].double()
             wanted.append(-logits.log_softmax(-1)[ids[0, place + 1]])
-    found = stream(model, "streamingllm:budget=12", ids)[0, START + 1 :].double()
-    torch.testing.assert_close(found, torch.stack(wanted), atol=1e-4, rtol=1e-4)
-    assert (found - direct_nll(model, ids)[0, START:]).abs().max() > 1e-2
+    result = stream(model, "streamingllm:budget=12", ids)[0, START + 1 :].double()
+    torch.testing.assert_close(result, torch.stack(wanted), atol=1e-4, rtol=1e-4)
+    assert (result - direct_nll(model, ids)[0, START:]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("method", ["full", "streamingllm:budget=30", "quest:budget=48:page=4", "snapkv:budget=64"])
@@ -110,13 +110,13 @@ def test_a_cache_that_has_read_something_else_is_refused(model: Any) -> None:
 
 def test_the_outcome_of_a_stretch() -> None:
     nll, full = torch.arange(120.0) / 100, torch.ones(120)
-    found = perplexity.summary(nll, full, 50)
-    assert found["nll"] == pytest.approx(0.595) and found["full_nll"] == 1.0
-    assert found["deviation"] == pytest.approx(math.exp(0.595) - math.e)
-    assert found["chunk_tokens"] == [50, 50, 20]
-    assert found["chunk_nll"] == pytest.approx([0.245, 0.745, 1.095])
-    both = records.perplexity_deviation([found, found])
-    assert both.value == pytest.approx(found["deviation"], rel=1e-4), "chunks count by their tokens"
+    result = perplexity.summary(nll, full, 50)
+    assert result["nll"] == pytest.approx(0.595) and result["full_nll"] == 1.0
+    assert result["deviation"] == pytest.approx(math.exp(0.595) - math.e)
+    assert result["chunk_tokens"] == [50, 50, 20]
+    assert result["chunk_nll"] == pytest.approx([0.245, 0.745, 1.095])
+    both = records.perplexity_deviation([result, result])
+    assert both.value == pytest.approx(result["deviation"], rel=1e-4), "chunks count by their tokens"
     assert both.low is not None and both.high is not None
     assert math.exp(0.245) - math.e <= both.low < both.value < both.high <= math.exp(1.095) - math.e
     assert records.perplexity_deviation([perplexity.summary(nll, nll, 50)])[:3] == (0.0, 0.0, 0.0)
@@ -165,8 +165,8 @@ def test_the_prefill_protocol_and_a_method_that_fails(
 
     monkeypatch.setattr(StreamingLLM, "compress", broken)
     line = ["--protocol", "prefill", "--tokens", "90", "--bucket", "30", "--steps", "5", "--budgets", "1/2"]
-    found = run(folder, tmp_path, *line, "--methods", "full,streamingllm,snapkv:window=4", code=1)
-    data = [record["data"] for record in found]
+    result = run(folder, tmp_path, *line, "--methods", "full,streamingllm,snapkv:window=4", code=1)
+    data = [record["data"] for record in result]
     assert [each["position"] for each in data] == [30, 30, 30, 60, 60, 60]
     assert [each.get("failed") for each in data] == [None, "RuntimeError: no room", None] * 2
     for each in (each for each in data if "failed" not in each):
@@ -242,8 +242,8 @@ def test_a_real_model(tmp_path: Path) -> None:
         "--budgets",
         "40",
     ]
-    found = {record["data"]["method"]: record["data"] for record in run(Path("smollm2-135m"), tmp_path, *line)}
-    assert abs(found["full"]["deviation"]) < 1e-2
-    assert 1.0 < math.exp(found["full"]["full_nll"]) < 60.0
-    assert abs(found["streamingllm"]["deviation"]) > 1e-2
-    assert found["streamingllm"]["tokens_stored"] == 40
+    result = {record["data"]["method"]: record["data"] for record in run(Path("smollm2-135m"), tmp_path, *line)}
+    assert abs(result["full"]["deviation"]) < 1e-2
+    assert 1.0 < math.exp(result["full"]["full_nll"]) < 60.0
+    assert abs(result["streamingllm"]["deviation"]) > 1e-2
+    assert result["streamingllm"]["tokens_stored"] == 40

@@ -40,7 +40,7 @@ def chosen(text: str, layer: Captured) -> tuple[Any, Any, Choice]:
 def test_recall_by_brute_force(layer: Captured, text: str) -> None:
     _, _, choice = chosen(f"{text}:budget=48", layer)
     ranks = selections.true_ranks(layer, CONTEXT, 60)
-    found = selections.recall(choice.rows, ranks, 48)
+    result = selections.recall(choice.rows, ranks, 48)
     queries, keys = layer.queries[0, :, CONTEXT:].double(), layer.keys[0, :, :CONTEXT].double()
     for head in range(4):
         for step in range(STEPS):
@@ -48,8 +48,8 @@ def test_recall_by_brute_force(layer: Captured, text: str) -> None:
             best = set(scores.sort(descending=True).indices[:48].tolist())
             read = [row for row in choice.rows[head, step].tolist() if row >= 0]
             assert len(read) == len(set(read)) <= 48
-            assert float(found[head, step]) == pytest.approx(len(best & set(read)) / 48)
-    assert 0.05 < float(found.mean()) < 0.999
+            assert float(result[head, step]) == pytest.approx(len(best & set(read)) / 48)
+    assert 0.05 < float(result.mean()) < 0.999
 
 
 @pytest.mark.parametrize("text", METHODS)
@@ -155,8 +155,8 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(texts, "document", lambda name: text)
     line = ["--tokens", "240", "--steps", "8", "--layers", "all", "--hot-budgets", "40", "--budgets", "40,1/2"]
     line += ["--methods", "clusterkv,quest", "--clusters", "24"]
-    found = run(folder, tmp_path, *line)
-    data = [record["data"] for record in found]
+    result = run(folder, tmp_path, *line)
+    data = [record["data"] for record in result]
     paper = "clusterkv:tokens_per_cluster=10:recluster_into=4:rounds=20:completion=false"
     assert [(each["method"], each["budget"]) for each in data] == [
         (method, budget) for method in ("clusterkv", "quest", paper) for budget in ("40", "1/2")
@@ -169,7 +169,7 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert ("cluster_hits" in each) == ("clusters" in each) == each["method"].startswith("clusterkv")
     assert data[-1]["clusters"] <= 24
     (tmp_path / "recall.jsonl").unlink()
-    records.append(tmp_path / "recall.jsonl", *found[1:4])
+    records.append(tmp_path / "recall.jsonl", *result[1:4])
     resumed = run(folder, tmp_path, *line)
     assert sorted(json.dumps(record["data"], sort_keys=True) for record in resumed) == sorted(
         json.dumps(each, sort_keys=True) for each in data
@@ -186,21 +186,21 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_real_model(tmp_path: Path) -> None:
     line = ["--tokens", "200", "--steps", "4", "--layers", "10", "--budgets", "50", "--hot-budgets", "50"]
     line += ["--methods", "clusterkv,quest,infinigen:alpha=100"]
-    found = {record["data"]["method"]: record["data"] for record in run(Path("smollm2-135m"), tmp_path, *line)}
-    assert all(50 / 200 < each["recall"] < 1.0 for each in found.values()), "better than reading at random"
-    assert all(0.0 < each["hot_set_hits"]["1"] <= each["hot_set_hits"]["2"] <= 1.0 for each in found.values())
-    assert 0.0 < found["clusterkv"]["cluster_hits"]["1"] <= 1.0
+    result = {record["data"]["method"]: record["data"] for record in run(Path("smollm2-135m"), tmp_path, *line)}
+    assert all(50 / 200 < each["recall"] < 1.0 for each in result.values()), "better than reading at random"
+    assert all(0.0 < each["hot_set_hits"]["1"] <= each["hot_set_hits"]["2"] <= 1.0 for each in result.values())
+    assert 0.0 < result["clusterkv"]["cluster_hits"]["1"] <= 1.0
 
 
 @pytest.mark.real_model
 def test_speculation_finds_more_with_the_rotation_known(tmp_path: Path) -> None:
     line = ["--tokens", "96", "--steps", "4", "--layers", "6", "--budget", "32", "--out", str(tmp_path)]
     assert speculation.main(line) == 0
-    found = {
+    result = {
         record["data"]["query"]: record["data"]["recall"] for record in records.read(tmp_path / "speculation.jsonl")
     }
-    assert list(found) == list(speculation.QUERIES)
-    assert found["own"] > found["previous"] > found["previous, map of other tokens"]
+    assert list(result) == list(speculation.QUERIES)
+    assert result["own"] > result["previous"] > result["previous, map of other tokens"]
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def test_questions_of_a_file(tmp_path: Path) -> None:
         {"question": "None?", "answers": []}]}]} for i in range(30)]}  # fmt: skip
     path = tmp_path / "squad.json"
     path.write_text(json.dumps(squad))
-    several, found = read_paragraphs(path)
-    assert not several and len(found.texts) == 30 and found.rows[4] == ("Which 4?", (4,), ("4",))
-    made = ruler.TASKS["qa_1"].make(random.Random(0), 16, SOURCE._replace(paragraphs=found))
+    several, result = read_paragraphs(path)
+    assert not several and len(result.texts) == 30 and result.rows[4] == ("Which 4?", (4,), ("4",))
+    made = ruler.TASKS["qa_1"].make(random.Random(0), 16, SOURCE._replace(paragraphs=result))
     assert made.text.count("Document ") == 16 and len(made.asks) == 2
     for ask in made.asks:
         assert f"Text {ask.expected[0]}." in made.text

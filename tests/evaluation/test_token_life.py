@@ -82,10 +82,10 @@ def test_what_is_noted_changes_no_output(model: Any, ids: torch.Tensor) -> None:
 def test_views_are_cut_not_rounded() -> None:
     shares = torch.full((9, 4, 3), 0.999)
     shares[:, :, 0] = 1.0
-    found = views(shares, list(range(9)))
-    assert [(each["layer"], each["head"]) for each in found[:3]] == [(None, None), (0, 0), (0, 3)]
-    assert len(found) == 1 + 6 * 2 and found[-1]["layer"] == 8
-    assert all(each["shares"] == [1.0, 0.99, 0.99] for each in found)
+    result = views(shares, list(range(9)))
+    assert [(each["layer"], each["head"]) for each in result[:3]] == [(None, None), (0, 0), (0, 3)]
+    assert len(result) == 1 + 6 * 2 and result[-1]["layer"] == 8
+    assert all(each["shares"] == [1.0, 0.99, 0.99] for each in result)
     assert spread(30, 6) == [0, 6, 12, 17, 23, 29] and spread(3, 6) == [0, 1, 2]
 
 
@@ -104,17 +104,17 @@ def test_the_experiment_writes_small_records_and_resumes(
     assert token_life.main(options) == 0
     path = tmp_path / "token_life.jsonl"
     rows = path.read_text(encoding="utf-8").splitlines()
-    found = {record["data"]["method"]: record["data"] for record in records.read(path)}
-    assert len(rows) == 1 + 3 and list(found) == ["full", "snapkv", "quest"]
-    assert "failed" not in found["snapkv"], found["snapkv"]
+    result = {record["data"]["method"]: record["data"] for record in records.read(path)}
+    assert len(rows) == 1 + 3 and list(result) == ["full", "snapkv", "quest"]
+    assert "failed" not in result["snapkv"], result["snapkv"]
     assert all(len(row) < 300_000 for row in rows)
-    words = found["snapkv"]["words"]
-    spelt = "".join(words[at] for at in found["snapkv"]["marked"])
+    words = result["snapkv"]["words"]
+    spelt = "".join(words[at] for at in result["snapkv"]["marked"])
     assert spelt == spelt[:5] * 2 and spelt.isdigit()
-    assert found["full"]["score"] == 1.0 and found["snapkv"]["mean_share"] < 1
-    assert found["snapkv"]["tokens_stored"] <= len(words) // 4
-    assert [found[name]["measures"] for name in ("snapkv", "quest")] == ["stored", "read"]
-    assert len(found["snapkv"]["views"]) == 1 + 2 * 2
+    assert result["full"]["score"] == 1.0 and result["snapkv"]["mean_share"] < 1
+    assert result["snapkv"]["tokens_stored"] <= len(words) // 4
+    assert [result[name]["measures"] for name in ("snapkv", "quest")] == ["stored", "read"]
+    assert len(result["snapkv"]["views"]) == 1 + 2 * 2
 
 
 @pytest.mark.parametrize(("option", "value"), [("--tokens", "10"), ("--chunk", "0")])

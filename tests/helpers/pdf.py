@@ -30,9 +30,9 @@ def pdf(pages: int = 1, lines: int = 1, blanks: int = 0) -> bytes:
 
 def readers() -> list[psutil.Process]:
     """The processes of `serve/pdf.py` that this one has started."""
-    found = []
+    result = []
     for each in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if "pdf.py" in " ".join(each.cmdline()):
-                found.append(each)
-    return found
+                result.append(each)
+    return result

@@ -39,10 +39,10 @@ def asked(kind: Any, *requests: tuple[Any, ...]) -> list[Instance]:
 
 
 def generated(lm: Any, *texts: str) -> list[str]:
-    found: list[str] = lm.generate_until(
+    result: list[str] = lm.generate_until(
         asked("generate_until", *((t, {"until": [], "max_gen_toks": 8}) for t in texts))
     )
-    return found
+    return result
 
 
 def test_generation_goes_through_the_cache(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,10 +78,10 @@ def test_log_likelihoods_are_refused(tiny: Path) -> None:
 
 def test_split_scores_with_the_full_cache_are_lm_evals_own(tiny: Path) -> None:
     requests = asked("loglikelihood", (TEXT, " yes"), (TEXT, " no"), ("", "peace"), ("A", "b"), (TEXT[:40], "!"))
-    found = build(tiny, method="full", loglikelihood="split").loglikelihood(requests, disable_tqdm=True)
+    result = build(tiny, method="full", loglikelihood="split").loglikelihood(requests, disable_tqdm=True)
     model, tokenizer = models.load(tiny, device="cpu")
     theirs = get_model("hf")(pretrained=model, tokenizer=tokenizer).loglikelihood(requests, disable_tqdm=True)
-    for (ours, greedy), (expected, their_greedy) in zip(found, theirs, strict=True):
+    for (ours, greedy), (expected, their_greedy) in zip(result, theirs, strict=True):
         assert ours == pytest.approx(expected, abs=1e-4) and greedy == their_greedy
 
 
@@ -89,13 +89,13 @@ def test_split_scores_read_the_compressed_cache(tiny: Path) -> None:
     request = asked("loglikelihood", (TEXT, "!"))
     full = build(tiny, method="full", loglikelihood="split").loglikelihood(request, disable_tqdm=True)
     lm = build(tiny, method="streamingllm:budget=8", loglikelihood="split")
-    found = lm.loglikelihood(request, disable_tqdm=True)
-    assert abs(found[0][0] - full[0][0]) > 1e-3, "a single token of continuation reads the cache too"
+    result = lm.loglikelihood(request, disable_tqdm=True)
+    assert abs(result[0][0] - full[0][0]) > 1e-3, "a single token of continuation reads the cache too"
     ids = torch.tensor([lm.tok_encode(TEXT)])
     cache = CompressedCache(lm.model, "streamingllm:budget=8")
     lm.model(ids[:, :-1], past_key_values=cache)
     logits = lm.model(ids[:, -1:], past_key_values=cache).logits[0, -1]
-    assert found[0][0] == pytest.approx(float(logits.log_softmax(-1)[lm.tok_encode("!")[0]]), abs=1e-5)
+    assert result[0][0] == pytest.approx(float(logits.log_softmax(-1)[lm.tok_encode("!")[0]]), abs=1e-5)
 
 
 def test_a_context_too_long_is_cut_on_its_left(tiny: Path) -> None:

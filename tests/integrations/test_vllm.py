@@ -74,7 +74,7 @@ def answers(
     """The same, and the logits [new, vocabulary] behind it."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    found = []
+    result = []
     for text in texts:
         ids = torch.tensor([text])
         cache = kvsketch.CompressedCache(model, method, **options)
@@ -82,20 +82,20 @@ def answers(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
-        found.append((out.sequences[0, len(text) :].tolist(), torch.cat(out.logits)))
-    return found
+        result.append((out.sequences[0, len(text) :].tolist(), torch.cat(out.logits)))
+    return result
 
 
-def require_same(found: list[list[int]], wanted: list[tuple[list[int], torch.Tensor]], tie: float) -> None:
+def require_same(result: list[list[int]], wanted: list[tuple[list[int], torch.Tensor]], tie: float) -> None:
     """The tokens are those wanted, up to a tie: vLLM adds in another order, and codes and choices round."""
     compared = 0
-    for tokens, (best, logits) in zip(found, wanted, strict=True):
+    for tokens, (best, logits) in zip(result, wanted, strict=True):
         first = next((i for i, pair in enumerate(zip(tokens, best, strict=True)) if pair[0] != pair[1]), len(best))
         compared += first
         if first < len(best):
             apart = float(logits[first, best[first]] - logits[first, tokens[first]])
             assert apart < tie, f"token {first} is {tokens[first]}, {apart} below {best[first]}"
-    assert compared > 0.6 * sum(map(len, found))
+    assert compared > 0.6 * sum(map(len, result))
 
 
 def engine(folder: Path, method: str, **options: Any) -> LLM:
@@ -221,11 +221,11 @@ def test_the_server_answers(folder: Path) -> None:
             f"http://127.0.0.1:{port}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
-            found = json.load(answer)["choices"][0]["token_ids"]
+            result = json.load(answer)["choices"][0]["token_ids"]
     finally:
         server.terminate()
         server.wait(60)
-    assert found == alone(folder, method, [text])[0]
+    assert result == alone(folder, method, [text])[0]
 
 
 def test_without_custom_vllm_is_as_it_was(folder: Path) -> None:

@@ -48,9 +48,9 @@ def whole(model: Any, tokens: list[int]) -> Tensor:
 def divergence(model: Any, served: BlockModel, request: int, tokens: list[int], prompt: int) -> float:
     """Mean KL divergence of the model's answer, token by token behind a prompt, from that over blocks."""
     served.read(request, tokens[:prompt])
-    found = torch.cat([served.read(request, [token]) for token in tokens[prompt:]])
+    result = torch.cat([served.read(request, [token]) for token in tokens[prompt:]])
     wanted = whole(model, tokens)[prompt:].log_softmax(-1)
-    return float((wanted.exp() * (wanted - found.log_softmax(-1))).sum(-1).mean())
+    return float((wanted.exp() * (wanted - result.log_softmax(-1))).sum(-1).mean())
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,17 @@ def test_a_short_first_prompt_is_replaced_by_a_longer_one() -> None:
     assert torch.equal(centers, served.layers[0].key_center), "centers that are good enough have moved"
     # What was written around the first centers is read around the last.
     wanted = whole(model, tokens)[30:]
-    found = torch.cat([served.read(1, [token]) for token in tokens[30:]])
-    assert (wanted - found).abs().max() < 0.1
+    result = torch.cat([served.read(1, [token]) for token in tokens[30:]])
+    assert (wanted - result).abs().max() < 0.1
 
 
 def test_chunks_read_their_past_from_blocks() -> None:
     model, tokens = llama(), text(200)
     chunked = BlockModel(model, "full:bits=8")
-    found = torch.cat([chunked.read(0, tokens[start:end]) for start, end in ((0, 70), (70, 71), (71, 150), (150, 200))])
-    assert (found - whole(model, tokens)).abs().max() < 0.05
+    result = torch.cat(
+        [chunked.read(0, tokens[start:end]) for start, end in ((0, 70), (70, 71), (71, 150), (150, 200))]
+    )
+    assert (result - whole(model, tokens)).abs().max() < 0.05
 
 
 def layer_of(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[BlockLayer, Tensor]:

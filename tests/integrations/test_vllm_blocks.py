@@ -63,10 +63,10 @@ def blocks_alone(calm: Path, bits: int) -> BlockModel:
 
 
 @torch.no_grad()
-def require_likely(calm: Path, texts: list[list[int]], found: list[list[int]], error: float) -> None:
+def require_likely(calm: Path, texts: list[list[int]], result: list[list[int]], error: float) -> None:
     """Each token of an answer is the most likely one to the model with all tokens as they are, up to this error."""
     model = AutoModelForCausalLM.from_pretrained(calm, dtype=torch.float32).eval()
-    for text, tokens in zip(texts, found, strict=True):
+    for text, tokens in zip(texts, result, strict=True):
         logits = model(torch.tensor([text + tokens])).logits[0, len(text) - 1 : -1]
         apart = logits.amax(1) - logits.gather(1, torch.tensor(tokens).unsqueeze(1))[:, 0]
         assert apart.max() < error, f"token {int(apart.argmax())} of {tokens} behind {len(text)}"
@@ -89,11 +89,11 @@ def test_prefix_caching_finds_the_blocks_of_others(calm: Path) -> None:
     alone.read(0, first)
     # A text with the same beginning: what vLLM has of it is whole blocks of its own.
     second = first[:500] + tail
-    found = llm.generate([{"prompt_token_ids": second}], _greedy(), use_tqdm=False)[0]
-    assert found.num_cached_tokens is not None and found.num_cached_tokens >= 384
-    shared = found.num_cached_tokens
+    result = llm.generate([{"prompt_token_ids": second}], _greedy(), use_tqdm=False)[0]
+    assert result.num_cached_tokens is not None and result.num_cached_tokens >= 384
+    shared = result.num_cached_tokens
     alone.tables[1], alone.seen[1] = alone.tables[0][: shared // TOKENS], shared
-    require_same([[*found.outputs[0].token_ids]], [alone.answer(1, second[shared:], NEW)], FLIPS[4])
+    require_same([[*result.outputs[0].token_ids]], [alone.answer(1, second[shared:], NEW)], FLIPS[4])
 
 
 def test_a_chunk_reads_what_is_before_it_from_blocks(calm: Path) -> None:
@@ -122,9 +122,9 @@ def test_a_preempted_request_ends_as_if_it_had_not_been(calm: Path, monkeypatch:
     # Four prompts of one block of vLLM's each, whose answers need a second one; six are there, and one is nobody's.
     llm = started(calm, 8, num_gpu_blocks_override=7, max_model_len=512)
     texts, new = prompts(120, 121, 122, 123), 40
-    found = served(llm, texts, new)
+    result = served(llm, texts, new)
     assert preempted
-    require_likely(calm, texts, found, ERRORS[8])
+    require_likely(calm, texts, result, ERRORS[8])
 
 
 def test_two_processes_share_the_heads(calm: Path) -> None:

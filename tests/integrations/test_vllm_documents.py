@@ -31,12 +31,12 @@ def sharing(folder: Path, method: str, count: int = 2, files: Path | None = None
 def asked(llm: LLM, texts: list[list[int]], **given: str) -> list[Any]:
     extra = {"kv_transfer_params": {f"kvsketch_{name}": value for name, value in given.items()}}
     params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra)
-    found: list[Any] = llm.generate([{"prompt_token_ids": text} for text in texts], params)
-    return found
+    result: list[Any] = llm.generate([{"prompt_token_ids": text} for text in texts], params)
+    return result
 
 
-def tokens(found: list[Any]) -> list[list[int]]:
-    return [[*each.outputs[0].token_ids] for each in found]
+def tokens(result: list[Any]) -> list[list[int]]:
+    return [[*each.outputs[0].token_ids] for each in result]
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,10 @@ def whole(folder: Path) -> list[list[int]]:
     """Answers behind the document, and behind the document and each question, of requests that share nothing."""
     llm = engine(folder, "rehearse:budget=500:wait=64:bits=16", enable_chunked_prefill=False)
     document, *questions = prompts(200, 7, 90, 1, 20)
-    found = tokens(asked(llm, [document, *(document + question for question in questions)]))
+    result = tokens(asked(llm, [document, *(document + question for question in questions)]))
     del llm
     gc.collect()
-    return found
+    return result
 
 
 def test_a_document_that_is_kept_whole_gives_the_answers_of_the_whole_prompt(

@@ -23,12 +23,12 @@ HANDBOOK, NOVEL = [*range(100)], [*range(500, 700)]
 
 
 def library(count: int = 2) -> Library:
-    found = Library(count)
-    found.store("a", "handbook", HANDBOOK)
-    found.store("b", "novel", NOVEL)
+    result = Library(count)
+    result.store("a", "handbook", HANDBOOK)
+    result.store("b", "novel", NOVEL)
     for request in "ab":
-        found.release(request)
-    return found
+        result.release(request)
+    return result
 
 
 def test_a_prompt_that_begins_with_a_document_continues_it() -> None:

@@ -85,15 +85,15 @@ def wanted(
     """What kvsketch on transformers says after each text by itself, and the logits [new, vocabulary] behind it."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None
-    found = []
+    result = []
     for text in texts:
         ids = torch.tensor([text])
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, output_logits=True,
             past_key_values=kvsketch.CompressedCache(model, method, **options), return_dict_in_generate=True,
         )  # fmt: skip
-        found.append((out.sequences[0, len(text) :].tolist(), torch.cat(out.logits).float()))
-    return found
+        result.append((out.sequences[0, len(text) :].tolist(), torch.cat(out.logits).float()))
+    return result
 
 
 @pytest.mark.parametrize(

@@ -137,18 +137,18 @@ def test_requests_in_pages_are_requests_alone(text: str, options: dict[str, Any]
 
     def prompt(page: int, n: int) -> None:
         new = served.tokens(n)
-        found = served.layer.prefill(served.pages, whole(page), seen[page], *new)
-        torch.testing.assert_close(found, alone[page].read(*new), atol=1e-5, rtol=1e-4)
+        result = served.layer.prefill(served.pages, whole(page), seen[page], *new)
+        torch.testing.assert_close(result, alone[page].read(*new), atol=1e-5, rtol=1e-4)
         seen[page] += n
 
     def step(*batch: int) -> None:
         new = served.tokens(len(batch))
         counts = whole(*(seen.get(page, -1) for page in batch))
-        found = served.layer.decode(served.pages, whole(*batch), counts, *new)
+        result = served.layer.decode(served.pages, whole(*batch), counts, *new)
         for i, page in enumerate(batch):
             if page in alone:
                 wanted = alone[page].read(*(x[i : i + 1] for x in new))
-                torch.testing.assert_close(found[i : i + 1], wanted, atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(result[i : i + 1], wanted, atol=1e-5, rtol=1e-4)
                 seen[page] += 1
 
     prompt(4, 30)
@@ -181,10 +181,10 @@ def test_a_request_that_was_not_finite_leaves_nothing_in_its_page(text: str, val
         for new in (begins, 1, 1, 1):
             tokens = served.tokens(new)
             if new > 1:
-                found = served.layer.prefill(served.pages, whole(4), seen, *tokens)
+                result = served.layer.prefill(served.pages, whole(4), seen, *tokens)
             else:
-                found = served.layer.decode(served.pages, whole(4), whole(seen), *tokens)
-            torch.testing.assert_close(found, alone.read(*tokens), atol=1e-5, rtol=1e-4)
+                result = served.layer.decode(served.pages, whole(4), whole(seen), *tokens)
+            torch.testing.assert_close(result, alone.read(*tokens), atol=1e-5, rtol=1e-4)
             seen += new
         assert served.kept(4, seen) == kept(alone.table)
 
@@ -196,8 +196,8 @@ def test_a_page_is_the_same_under_the_defaults_of_a_loader() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            found = PagedLayer(parse_method(text), Place(1, 3, bits=FewBits(4, 4)), 0.3)
-            shape = found.page_shape(HEADS, SIZE, SIZE, torch.float32)
+            result = PagedLayer(parse_method(text), Place(1, 3, bits=FewBits(4, 4)), 0.3)
+            shape = result.page_shape(HEADS, SIZE, SIZE, torch.float32)
     finally:
         torch.set_default_dtype(torch.float32)
     assert shape.planes == wanted.planes and shape.nbytes == wanted.nbytes
@@ -219,8 +219,8 @@ def test_the_kernels_do_the_same(bits: int, monkeypatch: pytest.MonkeyPatch) -> 
         wanted = by_torch.layer.decode(by_torch.pages, rows, seen, *new)
         with monkeypatch.context() as patch:
             patch.setattr(dispatch, "kernel_for", kernel_for)
-            found = by_kernel.layer.decode(by_kernel.pages, rows, seen, *new)
-        torch.testing.assert_close(found[0], wanted[0], atol=1e-5, rtol=1e-4)
+            result = by_kernel.layer.decode(by_kernel.pages, rows, seen, *new)
+        torch.testing.assert_close(result[0], wanted[0], atol=1e-5, rtol=1e-4)
     assert used == {"page_rows", "slot_update", "weighted_attention", "attention_mass"}
     assert by_kernel.kept(4, 4) == by_torch.kept(4, 4)
     assert torch.equal(by_kernel.pool[:4], by_torch.pool[:4])

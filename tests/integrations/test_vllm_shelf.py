@@ -57,23 +57,23 @@ class Served:
 
     def read(self, page: int, seen: int, new: Tokens) -> list[Tensor]:
         self.together.begin(self.pool)
-        found = [self.together.prefill(layer, page, seen, *part) for layer, part in enumerate(new)]
+        result = [self.together.prefill(layer, page, seen, *part) for layer, part in enumerate(new)]
         self.together.finish()
-        return found
+        return result
 
     def step(self, seen: dict[int, int], new: dict[int, Tokens]) -> dict[int, list[Tensor]]:
         """A token of each request, by page; the first row of the step is none."""
         self.together.catch_up(self.pool, seen.items())
         self.together.begin(self.pool)
         pages, counts = torch.tensor([0, *seen]), torch.tensor([-1, *seen.values()])
-        found: dict[int, list[Tensor]] = {page: [] for page in seen}
+        result: dict[int, list[Tensor]] = {page: [] for page in seen}
         for layer in range(LAYERS):
             parts = [torch.cat([new[page][layer][part] for page in (next(iter(seen)), *seen)]) for part in range(3)]
             out = self.together.decode(layer, pages, counts, *parts)
             for row, page in enumerate(seen):
-                found[page].append(out[row + 1 : row + 2])
+                result[page].append(out[row + 1 : row + 2])
         self.together.finish()
-        return found
+        return result
 
     def stored(self) -> None:
         self.begin({1: Use()}, {1: Stored(1)})
@@ -82,12 +82,12 @@ class Served:
     def on_the_shelf(self, place: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Keys, values [H, S, D] and log-weights [H, S] of a document, by layer."""
         beside = self.shelf.beside(torch.tensor([[place, 0, 0]]), torch.float32)
-        found = []
+        result = []
         for table in beside.tables:
             weights = table.log_weights()[1]
             assert weights is not None
-            found.append((table.key_slots()[0], table.value_slots()[0], weights[0]))
-        return found
+            result.append((table.key_slots()[0], table.value_slots()[0], weights[0]))
+        return result
 
 
 def attended(q: Tensor, parts: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:  # [1, Hq, D]
@@ -122,12 +122,12 @@ def test_a_request_sees_the_document_and_its_own_tokens(turn: int) -> None:
         )
         return q, k, part[2]
 
-    found = served.read(2, use.before, said[0])
+    result = served.read(2, use.before, said[0])
     for layer in range(LAYERS):
         q, k, v = placed(said[0][layer])
         for last in range(5):
             wanted = attended(q[last : last + 1], [books[layer], own([(q, k[: last + 1], v[: last + 1])])])
-            torch.testing.assert_close(found[layer][last : last + 1], wanted, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(result[layer][last : last + 1], wanted, atol=2e-5, rtol=1e-4)
     # The first token of the other request comes alone.
     first = served.tokens(1)
     for count in range(4):
@@ -157,10 +157,10 @@ def test_a_document_never_changes_and_others_do_not_see_it(bits: int) -> None:
     for count in range(140):
         # Both are rehearsed twice meanwhile.
         new, other = served.tokens(1), served.tokens(1)
-        found = served.step({2: DOCUMENT + count, 3: 70 + count}, {2: other, 3: new})
+        result = served.step({2: DOCUMENT + count, 3: 70 + count}, {2: other, 3: new})
         wanted = plain.step({3: 70 + count}, {3: new})
-        torch.testing.assert_close(found[3], wanted[3], atol=2e-5, rtol=1e-4)
-        assert all(part.isfinite().all() for part in found[2])
+        torch.testing.assert_close(result[3], wanted[3], atol=2e-5, rtol=1e-4)
+        assert all(part.isfinite().all() for part in result[2])
     assert served.together.settled[2] == 128
     after = [part for layer in served.on_the_shelf(1) for part in layer]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
@@ -187,10 +187,10 @@ def test_the_request_that_stores_a_document_goes_on_behind_it() -> None:
     served.stored()
     assert served.together.uses[1] == Use(1, DOCUMENT) and served.together.settled[1] == 0
     new = served.tokens(1)
-    found = served.step({1: DOCUMENT}, {1: new})
+    result = served.step({1: DOCUMENT}, {1: new})
     for layer, book in enumerate(served.on_the_shelf(1)):
         wanted = attended(new[layer][0], [book, own([new[layer]])])
-        torch.testing.assert_close(found[1][layer], wanted, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(result[1][layer], wanted, atol=2e-5, rtol=1e-4)
     kept = [int(keys.shape[1]) for keys, _, _ in served.on_the_shelf(1)]
     assert max(kept) < DOCUMENT, "documents have a budget"
 

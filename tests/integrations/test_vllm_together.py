@@ -37,7 +37,7 @@ class Alone:
 
     def read(self, tokens: list[list[Tensor]]) -> list[Tensor]:
         """Attention in each layer of new tokens, q, k and v of each layer."""
-        found = []
+        result = []
         for table, new in zip(self.tables, tokens, strict=True):
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in new)
             past = None
@@ -50,9 +50,9 @@ class Alone:
                 out = ops.weighted_attention(q, *table.as_held()[:4], SCALE, ragged=table.layout, **self.options)
             table.note(scale=SCALE)
             self.method.compress(table, q)
-            found.append(out[0].transpose(0, 1))
+            result.append(out[0].transpose(0, 1))
         self.method.settle(self.tables)
-        return found
+        return result
 
     def kept(self) -> list[list[list[int]]]:
         return [kept(table) for table in self.tables]
@@ -88,7 +88,7 @@ class Served:
             if page not in self.seen:
                 self.alone[page], self.seen[page] = Alone(self.method, self.options), 0
         news = {page: self.tokens(n) for page, n in (dict.fromkeys(singles, 1) | prompts).items()}
-        found: dict[int, list[Tensor]] = {page: [] for page in news}
+        result: dict[int, list[Tensor]] = {page: [] for page in news}
         self.together.catch_up(self.pool, self.seen.items())
         self.together.begin(self.pool)
         for layer in range(LAYERS):
@@ -97,12 +97,12 @@ class Served:
                 seen = torch.tensor([self.seen[page] for page in singles])
                 out = self.together.decode(layer, torch.tensor(singles), seen, *batch)
                 for i, page in enumerate(singles):
-                    found[page].append(out[i : i + 1])
+                    result[page].append(out[i : i + 1])
             for page in prompts:
-                found[page].append(self.together.prefill(layer, page, self.seen[page], *news[page][layer]))
+                result[page].append(self.together.prefill(layer, page, self.seen[page], *news[page][layer]))
         self.together.finish()
         for page, new in news.items():
-            torch.testing.assert_close(found[page], self.alone[page].read(new), atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(result[page], self.alone[page].read(new), atol=2e-5, rtol=1e-4)
             self.seen[page] += new[0][0].shape[0]
 
     def kept(self, page: int) -> list[list[list[int]]]:
@@ -204,8 +204,8 @@ def test_memory_is_measured_without_a_page() -> None:
 def tensors_over(storages: set[int]) -> int:
     """Tensors that lie in these pieces of memory."""
     gc.collect()
-    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.device.type == "cpu"]
-    return sum(each.untyped_storage().data_ptr() in storages for each in found)
+    result = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.device.type == "cpu"]
+    return sum(each.untyped_storage().data_ptr() in storages for each in result)
 
 
 def test_nothing_of_a_forward_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def test_the_kernels_do_the_same(bits: int, monkeypatch: pytest.MonkeyPatch) -> 
     wanted = by_torch.together.decode(1, *step)
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "kernel_for", kernel_for)
-        found = by_kernel.together.decode(1, *step)
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+        result = by_kernel.together.decode(1, *step)
+    torch.testing.assert_close(result, wanted, atol=1e-4, rtol=1e-3)
     assert used >= {"weighted_attention", "work_list", "keep_queries"} | ({"slot_update"} if bits == 4 else set())
     assert torch.equal(by_kernel.pool, by_torch.pool)

@@ -45,12 +45,12 @@ def stream(method: BalanceKV, count: int, chunks: list[int] | None = None) -> Sl
 
 def contents(table: SlotTable, weights: Tensor) -> list[list[tuple[int, int]]]:
     """(logical index, level) of the tokens in one sum, for each row and head."""
-    found = []
+    result = []
     for index, weight in zip(table.index_slots().flatten(0, 1), weights.flatten(0, 1), strict=True):
         used = weight > NEG_INF
         pairs = zip(index[used].tolist(), (weight[used] / LN2).round().int().tolist(), strict=True)
-        found.append(sorted(pairs))
-    return found
+        result.append(sorted(pairs))
+    return result
 
 
 # structure

@@ -86,9 +86,9 @@ def test_bad_methods_name_the_choices(text: str, words: list[str]) -> None:
 def test_a_share_of_next_to_nothing_is_told(tokens: int, said: str | None) -> None:
     model, ids = zoo.build("llama"), zoo.tokens(1, tokens)
     cache = CompressedCache(model, "h2o:budget=50%")
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as result:
         warnings.simplefilter("always")
         generate(model, ids, cache, max_new_tokens=3)
-    told = [str(each.message) for each in found if "h2o: budget=50%" in str(each.message)]
+    told = [str(each.message) for each in result if "h2o: budget=50%" in str(each.message)]
     assert len(told) == (said is not None)
     assert said is None or (f"a prompt of {said}" in told[0] and "budget=1024" in told[0])

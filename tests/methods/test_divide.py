@@ -52,9 +52,9 @@ def test_one_threshold_decides_for_all_heads_that_share(share: str) -> None:
 def test_a_floor_mixes_in_an_equal_part_and_the_sum_stays() -> None:
     won, equal = torch.tensor([[40, 0, 3, 1], [11, 11, 11, 11]]), torch.full((2, 4), 11)
     contested = torch.tensor([[False], [False]])
-    found = mixed(won, equal, Fraction(1, 5), contested)
-    assert found.sum(-1).tolist() == [44, 44] and found[1].tolist() == [11, 11, 11, 11]
-    assert (found[0] - (0.8 * won[0] + 0.2 * 11)).abs().max() < 1 and found[0].min() >= 2
+    result = mixed(won, equal, Fraction(1, 5), contested)
+    assert result.sum(-1).tolist() == [44, 44] and result[1].tolist() == [11, 11, 11, 11]
+    assert (result[0] - (0.8 * won[0] + 0.2 * 11)).abs().max() < 1 and result[0].min() >= 2
     # 8 tokens where 44 fit: each head has its own and a quarter of the rest.
     assert mixed(torch.tensor([[5, 0, 3, 0]]), equal[:1], Fraction(1, 5), torch.tensor([[True]])).tolist() == [
         [14, 9, 12, 9]
@@ -72,12 +72,12 @@ def test_equal_heads_in_a_flat_store_give_the_same_logits(name: str) -> None:
     """floor=100% divides equally: all that remains is the path of heads that differ."""
     model = zoo.build("llama")
     ids, mask = padded(zoo.tokens(2, 92), [0, 7])
-    found = []
+    result = []
     for text in (with_budget(name, 16), f"{with_budget(name, 16)}:share=layer:floor=100%"):
         cache = CompressedCache(model, text)
-        found.append(read_pieces(model, cache, ids, mask, PIECES))
+        result.append(read_pieces(model, cache, ids, mask, PIECES))
     assert all(table.layout is not None for table in tables(cache))
-    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*result, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["h2o:share=model", "snapkv:share=layer:bits=4", "keyformer:share=model:bits=8"])

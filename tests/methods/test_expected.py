@@ -23,8 +23,8 @@ def test_the_closed_form_is_the_mean_over_normal_queries() -> None:
     keys, mean, root = torch.randn(1, 1, 5, 8), torch.randn(1, 2, 8), torch.randn(1, 2, 8, 8) / 3
     queries = mean.unsqueeze(2) + torch.randn(1, 2, 400_000, 8) @ root.mT
     drawn = (0.35 * queries @ keys.mT).exp().mean(2)  # [1, 2, 5]
-    found = expected_logits(keys, mean, root @ root.mT, 0.35).exp()
-    torch.testing.assert_close(found.flatten(1, 2), drawn, rtol=0.03, atol=0)
+    result = expected_logits(keys, mean, root @ root.mT, 0.35).exp()
+    torch.testing.assert_close(result.flatten(1, 2), drawn, rtol=0.03, atol=0)
     # Without the covariance it is another number.
     assert (expected_logits(keys, mean, 0 * root, 0.35).exp().flatten(1, 2) < 0.9 * drawn).any()
 
@@ -47,9 +47,9 @@ def test_the_rotation_is_the_mean_of_those_of_the_next_positions() -> None:
     places = torch.arange(30, 37)
     # Row i of a turned identity is the rotation of channel i.
     turns = turned(torch.eye(10).expand(7, 1, 10, 10), ANGLES, places).mean(0)[0].T
-    found = turned_on_average(mean, root @ root.mT, ANGLES, places[None])
-    torch.testing.assert_close(found[0], mean @ turns.T)
-    torch.testing.assert_close(found[1], turns @ root @ root.mT @ turns.T, atol=1e-4, rtol=1e-4)
+    result = turned_on_average(mean, root @ root.mT, ANGLES, places[None])
+    torch.testing.assert_close(result[0], mean @ turns.T)
+    torch.testing.assert_close(result[1], turns @ root @ root.mT @ turns.T, atol=1e-4, rtol=1e-4)
 
 
 class Seen(Expected):

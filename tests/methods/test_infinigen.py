@@ -90,11 +90,11 @@ def test_a_few_channels_find_most_of_the_best() -> None:
     table, query = indexed(InfiniGen(budget=20, skip_layers=0, alpha=1e6))
     rows = InfiniGen(budget=20, skip_layers=0, alpha=1e6).rows_chosen(table, query)
     best = true_scores(table, query)[..., :TOKENS].topk(19, dim=-1).indices
-    found = [
+    result = [
         len({*c} & {*w}) / 19 for c, w in zip(rows.flatten(0, 1).tolist(), best.flatten(0, 1).tolist(), strict=True)
     ]
     # No figure is promised for random keys; this asks for clearly more than the 0.21 of chance.
-    assert sum(found) / len(found) > 0.6
+    assert sum(result) / len(result) > 0.6
 
 
 def test_the_threshold_counts_what_is_near_the_maximum() -> None:

@@ -46,9 +46,9 @@ def longest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[methods.Met
     """The two files: a module in methods/, and its class in the index."""
     (tmp_path / "longest.py").write_text(SOURCE, encoding="utf-8")
     monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
-    found: type[methods.Method] = importlib.import_module("kvsketch.methods.longest").Longest
-    monkeypatch.setitem(kvsketch.METHODS, "longest", found)
-    return found
+    result: type[methods.Method] = importlib.import_module("kvsketch.methods.longest").Longest
+    monkeypatch.setitem(kvsketch.METHODS, "longest", result)
+    return result
 
 
 def test_a_method_in_the_index_is_everywhere(longest: type[methods.Method]) -> None:

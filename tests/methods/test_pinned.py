@@ -63,29 +63,29 @@ def read(model: Any, method: str, way: str) -> dict[str, Any]:
     repeats = method.partition(":")[0] not in FED or "replay=exact" in method
     ids, mask = padded(zoo.tokens(2, PROMPT + SAID + TURN), [0, 0 if repeats else 9])
     cache = CompressedCache(model, method, **({"prefill": "stream", "chunk": 56} if way == "chunks" else {}))
-    found: dict[str, Any] = {"kept": [], "logits": []}
+    result: dict[str, Any] = {"kept": [], "logits": []}
 
     def note(logits: Tensor) -> None:
-        found["kept"].append(kept(cache))
-        found["logits"].append([round(x, 3) for x in logits[:, :3].flatten().tolist()])
+        result["kept"].append(kept(cache))
+        result["logits"].append([round(x, 3) for x in logits[:, :3].flatten().tolist()])
 
     end = PROMPT + SAID
     note(prefill(model, ids[:, :PROMPT], cache, mask[:, :PROMPT]))
     note(read_pieces(model, cache, ids, mask, [(at, at + 1) for at in range(PROMPT, end)])[-1])
     note(prefill(model, ids[:, end:], cache, mask))
-    return found
+    return result
 
 
 @pytest.mark.parametrize("way", ["whole", "chunks"])
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_kept_and_said_is_what_it_was(method: str, way: str) -> None:
     model = zoo.build("llama", **BIG)
-    found, pinned = read(model, method, way), json.loads(FILE.read_text())
+    result, pinned = read(model, method, way), json.loads(FILE.read_text())
     if os.environ.get("KVSKETCH_PIN"):
-        pinned[f"{method} {way}"] = found
+        pinned[f"{method} {way}"] = result
         FILE.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in pinned.items()) + "\n}\n")
     expected = pinned[f"{method} {way}"]
     # A code of few bits may differ by one between processors, and what follows is then another text: the prompt counts.
     stages = 3 if CompressedCache(model, method).method.bits == 16 else int(way == "whole")
-    assert found["kept"][:stages] == expected["kept"][:stages]
-    torch.testing.assert_close(*(torch.tensor(x["logits"][:stages]) for x in (found, expected)), atol=0.02, rtol=0)
+    assert result["kept"][:stages] == expected["kept"][:stages]
+    torch.testing.assert_close(*(torch.tensor(x["logits"][:stages]) for x in (result, expected)), atol=0.02, rtol=0)

@@ -38,15 +38,15 @@ def rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 def test_new_queries_see_the_mass_and_the_output_of_all_slots_better() -> None:
     q, k, v, kept = problem()
-    found = refit(q[:, :300], Slots(k, v, kept, 0.25))
+    result = refit(q[:, :300], Slots(k, v, kept, 0.25))
     new = q[:, 300:]
     out, mass = attended(new, k, v, torch.zeros(6, 60))
     errors = []
-    for values, log_w in ((rows(v, kept), torch.zeros(6, 20)), (found.values, found.log_weights)):
+    for values, log_w in ((rows(v, kept), torch.zeros(6, 20)), (result.values, result.log_weights)):
         out_kept, mass_kept = attended(new, rows(k, kept), values, log_w)
         errors.append(((out_kept - out).square().mean().item(), (mass_kept - mass).square().mean().item()))
     assert errors[1][0] < 0.6 * errors[0][0] and errors[1][1] < 0.3 * errors[0][1]
-    assert (found.gain < 1).all()
+    assert (result.gain < 1).all()
 
 
 def test_slots_with_equal_keys_merge_into_one_with_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,10 +54,10 @@ def test_slots_with_equal_keys_merge_into_one_with_their_sum(monkeypatch: pytest
     q, k, v, _ = problem(slots=40, queries=200)
     k[:, 20:] = k[:, :20]
     kept = torch.arange(20).expand(6, 20)
-    found = refit(q, Slots(k, v, kept, 0.25), steps=(2000, 100))
-    torch.testing.assert_close(found.log_weights.exp(), torch.full((6, 20), 2.0), atol=0.02, rtol=0)
+    result = refit(q, Slots(k, v, kept, 0.25), steps=(2000, 100))
+    torch.testing.assert_close(result.log_weights.exp(), torch.full((6, 20), 2.0), atol=0.02, rtol=0)
     out, mass = attended(q, k, v, torch.zeros(6, 40))
-    out_kept, mass_kept = attended(q, k[:, :20], found.values, found.log_weights)
+    out_kept, mass_kept = attended(q, k[:, :20], result.values, result.log_weights)
     torch.testing.assert_close(out_kept, out, atol=0.02, rtol=0.02)
     torch.testing.assert_close(mass_kept, mass, atol=0.02, rtol=0)
 
@@ -84,11 +84,11 @@ def test_values_are_held_back_by_what_weights_make_of_their_slots() -> None:
     p = (0.25 * q @ k.mT).softmax(-1)
     a, target = p.gather(2, kept.unsqueeze(1).expand(6, 400, 20)), p @ v
     w = 0.5 + torch.rand(6, 20, generator=torch.Generator().manual_seed(0))
-    found = []
+    result = []
     for times in (1.0, 16.0):
         seen = a / times
-        found.append(module.fitted_values(module.squared(seen), seen, times * w, rows(v, kept), target, 8)[0])
-    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+        result.append(module.fitted_values(module.squared(seen), seen, times * w, rows(v, kept), target, 8)[0])
+    torch.testing.assert_close(*result, atol=1e-4, rtol=1e-4)
 
 
 def test_what_rounding_does_to_keys_is_fitted_away() -> None:
@@ -97,8 +97,8 @@ def test_what_rounding_does_to_keys_is_fitted_away() -> None:
     out, mass = attended(q, k, v, torch.zeros(6, 60))
     errors = []
     for held in (None, rough):
-        found = refit(q, Slots(k, v, kept, 0.25, held=None if held is None else rows(held, kept)))
-        out_kept, mass_kept = attended(q, rows(rough, kept), found.values, found.log_weights)
+        result = refit(q, Slots(k, v, kept, 0.25, held=None if held is None else rows(held, kept)))
+        out_kept, mass_kept = attended(q, rows(rough, kept), result.values, result.log_weights)
         errors.append((out_kept - out).square().mean().item() + (mass_kept - mass).square().mean().item())
     assert errors[1] < 0.9 * errors[0]
 
@@ -121,11 +121,11 @@ def test_a_head_whose_held_back_queries_lose_keeps_its_plain_slots() -> None:
     # The queries that are fitted see other slots than those held back.
     q[:, held] = -8.0 * q[:, held]
     q[0] = q[0].abs()
-    found = refit(q, Slots(k, v, kept, 0.25))
-    plain = ~(found.gain < 1)
+    result = refit(q, Slots(k, v, kept, 0.25))
+    plain = ~(result.gain < 1)
     assert plain.any()
-    assert (found.log_weights[plain] == 0).all()
-    torch.testing.assert_close(found.values[plain], rows(v, kept)[plain])
+    assert (result.log_weights[plain] == 0).all()
+    torch.testing.assert_close(result.values[plain], rows(v, kept)[plain])
 
 
 def test_heads_that_keep_fewer_slots_are_fitted_as_if_alone() -> None:
@@ -158,22 +158,22 @@ def test_values_are_solved_to_the_end() -> None:
     plain, w = rows(v, kept), torch.linspace(0.5, 4.0, 20).expand(6, 20)
     x = (a * w.unsqueeze(1)).double()
     ridge = module.RIDGES[1] * x.square().sum(1).mean(-1).view(-1, 1, 1)
-    found, parts = module.solved_values(a, w, plain, target)
-    missing = x @ found.double() - x.sum(-1, keepdim=True) * target.double()
-    slope = x.mT @ missing + ridge * (found - plain).double()
+    result, parts = module.solved_values(a, w, plain, target)
+    missing = x @ result.double() - x.sum(-1, keepdim=True) * target.double()
+    slope = x.mT @ missing + ridge * (result - plain).double()
     assert slope.abs().max() < 1e-4 * (x.mT @ target.double()).abs().max()
-    torch.testing.assert_close(parts, found * w.unsqueeze(-1))
+    torch.testing.assert_close(parts, result * w.unsqueeze(-1))
 
 
 def test_a_head_with_a_nan_keeps_its_plain_slots_and_the_others_are_fitted() -> None:
     q, k, v, kept = problem()
     expected = refit(q, Slots(k, v, kept, 0.25))
     k[2, 5] = float("nan")
-    found = refit(q, Slots(k, v, kept, 0.25))
+    result = refit(q, Slots(k, v, kept, 0.25))
     others = torch.arange(6) != 2
-    assert (found.log_weights[2] == 0).all()
-    torch.testing.assert_close(found.values[2], rows(v, kept)[2])
-    torch.testing.assert_close(found.values[others], expected.values[others])
+    assert (result.log_weights[2] == 0).all()
+    torch.testing.assert_close(result.values[2], rows(v, kept)[2])
+    torch.testing.assert_close(result.values[others], expected.values[others])
 
 
 def test_inputs_in_bf16_are_fine() -> None:
@@ -182,9 +182,9 @@ def test_inputs_in_bf16_are_fine() -> None:
     new, plain = q[:, 300:], Slots(k, v, kept, 0.25)
     half = Slots(k.bfloat16(), v.bfloat16(), kept, 0.25)
     errors = []
-    for found in (refit(q[:, :300], plain), refit(q[:, :300].bfloat16(), half)):
+    for result in (refit(q[:, :300], plain), refit(q[:, :300].bfloat16(), half)):
         out, mass = attended(new, k, v, torch.zeros(6, 60))
-        out_kept, mass_kept = attended(new, rows(k, kept), found.values.float(), found.log_weights)
+        out_kept, mass_kept = attended(new, rows(k, kept), result.values.float(), result.log_weights)
         errors.append(((out_kept - out).square().mean() + (mass_kept - mass).square().mean()).item())
     assert errors[1] < 1.05 * errors[0]
 
@@ -193,9 +193,9 @@ def test_few_steps_fit_new_queries_as_well_as_many() -> None:
     q, k, v, kept = problem()
     new, errors = q[:, 300:], []
     for steps in ((module.WEIGHT_STEPS, module.VALUE_STEPS), (300, 100)):
-        found = refit(q[:, :300], Slots(k, v, kept, 0.25), steps=steps)
+        result = refit(q[:, :300], Slots(k, v, kept, 0.25), steps=steps)
         out, mass = attended(new, k, v, torch.zeros(6, 60))
-        out_kept, mass_kept = attended(new, rows(k, kept), found.values, found.log_weights)
+        out_kept, mass_kept = attended(new, rows(k, kept), result.values, result.log_weights)
         errors.append(((out_kept - out).square().mean() + (mass_kept - mass).square().mean()).item())
     assert errors[0] < 1.1 * errors[1]
 
@@ -207,11 +207,11 @@ def test_folding_adds_a_slot_to_the_one_with_its_key() -> None:
     k[:, 2], k[:, 3] = k[:, 0], k[:, 1]
     score = torch.tensor([[0.8, 2.0, 0.4, 0.8]])
     slots = Slots(k, v, torch.tensor([[0, 1]]), 0.3)
-    found = module.fold(q, slots, score)
-    assert found.gain < 1
-    torch.testing.assert_close(found.log_weights.exp(), torch.tensor([[1 + 0.5 + 1.0, 1.0]]))
-    torch.testing.assert_close(found.values[0, 0], (v[0, 0] + 0.5 * v[0, 2] + v[0, 3]) / 2.5)
-    torch.testing.assert_close(found.values[0, 1], v[0, 1])
+    result = module.fold(q, slots, score)
+    assert result.gain < 1
+    torch.testing.assert_close(result.log_weights.exp(), torch.tensor([[1 + 0.5 + 1.0, 1.0]]))
+    torch.testing.assert_close(result.values[0, 0], (v[0, 0] + 0.5 * v[0, 2] + v[0, 3]) / 2.5)
+    torch.testing.assert_close(result.values[0, 1], v[0, 1])
 
 
 def changes(chunks: list[range], folds: bool) -> Changes:
@@ -230,9 +230,9 @@ def changes(chunks: list[range], folds: bool) -> Changes:
 def test_a_chunk_is_refitted_alone_beside_a_longer_one(folds: bool) -> None:
     """What fills up the shorter one is no token of it."""
     together, first, second = (changes(c, folds) for c in ([range(17), range(17, 30)], [range(17)], [range(17, 30)]))
-    found, alone = (torch.cat([c.log_weights.unsqueeze(1), c.values], 1) for c in (together, _joined(first, second)))
+    result, alone = (torch.cat([c.log_weights.unsqueeze(1), c.values], 1) for c in (together, _joined(first, second)))
     order, wanted = together.place.argsort(), _joined(first, second).place.argsort()
-    torch.testing.assert_close(found[order], alone[wanted], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(result[order], alone[wanted], atol=1e-3, rtol=1e-3)
     assert together.log_weights.abs().max() > 0.1, "weights were refitted"
 
 

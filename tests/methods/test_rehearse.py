@@ -48,8 +48,8 @@ def full(model: Any, text: tuple[Tensor, Tensor]) -> Tensor:
     return read(model, CompressedCache(model, "full"), *text)
 
 
-def error(found: Tensor, full: Tensor) -> float:
-    return float((found[1:] - full[1:]).norm() / full[1:].norm())
+def error(result: Tensor, full: Tensor) -> float:
+    return float((result[1:] - full[1:]).norm() / full[1:].norm())
 
 
 @pytest.mark.parametrize("refit", ["none", "full"])
@@ -175,8 +175,8 @@ def test_saved_reordered_and_rolled_back_caches_go_on(model: Any, text: Any, tmp
     loaded.crop(-5)
     expected = read(model, cache, ids, mask, PIECES[3:])
     torch.testing.assert_close(read(model, loaded, ids, mask, PIECES[3:]), expected, atol=1e-4, rtol=1e-4)
-    found = read(model, swapped, ids.flip(0), mask.flip(0), PIECES[3:])
-    torch.testing.assert_close(found.flip(1), expected, atol=1e-3, rtol=1e-3)
+    result = read(model, swapped, ids.flip(0), mask.flip(0), PIECES[3:])
+    torch.testing.assert_close(result.flip(1), expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("pads", [[0], [0, 9]])
@@ -209,8 +209,8 @@ def test_queries_of_an_earlier_file_are_coded_when_it_is_loaded(model: Any, meth
     state.queries = whole
     cache.save(tmp_path / "cache.kvs")
     loaded = CompressedCache.load(tmp_path / "cache.kvs", model)
-    found = loaded.slot_layers[1].table.state
-    assert found.room == room and torch.equal(found.queries, expected)
+    result = loaded.slot_layers[1].table.state
+    assert result.room == room and torch.equal(result.queries, expected)
     read(model, loaded, ids, torch.ones_like(ids), [(110, 111), (111, 120)])
 
 
@@ -236,8 +236,8 @@ def test_turning_a_query_is_what_the_model_does_at_a_later_position(model: Any) 
         cos, sin = rotary(plain, torch.arange(first, first + 5)[None])
         turned_at[first] = apply_rotary_pos_emb(plain, plain, cos, sin)[0]
     turns = whole_turns(tuple(angles), plain.device)
-    found = ops.turn_queries(turned_at[0], torch.tensor([[137]]), turns)
-    torch.testing.assert_close(found, turned_at[137], atol=1e-4, rtol=1e-4)
+    result = ops.turn_queries(turned_at[0], torch.tensor([[137]]), turns)
+    torch.testing.assert_close(result, turned_at[137], atol=1e-4, rtol=1e-4)
 
 
 def test_the_largest_are_as_many_as_asked_for_also_with_ties() -> None:
@@ -269,8 +269,8 @@ def test_a_real_repetition_leaves_nothing_behind_and_everything_is_exact_with_ro
     for way in ("exact", "stream"):
         cache = CompressedCache(model, Rehearse(budget="100%", **EXACT), prefill=way, chunk=80)
         for (a, b), logits in zip(((0, 200), (200, 290), (290, 291)), expected, strict=True):
-            found = prefill(model, ids[:, a:b], cache, instruction=instruction)
-            torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+            result = prefill(model, ids[:, a:b], cache, instruction=instruction)
+            torch.testing.assert_close(result, logits, atol=1e-4, rtol=1e-4)
         tables = [layer.table for layer in cache.slot_layers]
         assert cache.tokens_seen == 291 and all((t.index_slots() >= 0).sum((0, 2)).eq(291).all() for t in tables)
 
@@ -297,13 +297,13 @@ def test_the_choice_of_a_virtual_repetition_is_that_of_a_real_one_where_queries_
 
 def test_scores_do_not_depend_on_where_a_text_begins(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens at positions 0 and 1,000: rotary logits depend on differences alone."""
-    ids, found = zoo.tokens(1, 90), []
+    ids, result = zoo.tokens(1, 90), []
     for first in (0, 1000):
         cache = CompressedCache(model, Rehearse(refit="none", sinks=0, bits=16))
         with torch.no_grad():
             model(ids, past_key_values=cache, position_ids=torch.arange(first, first + 90)[None])
-        found.append(torch.cat([layer.table.index_slots().sort().values for layer in cache.slot_layers], 2))
-    assert torch.equal(*found)
+        result.append(torch.cat([layer.table.index_slots().sort().values for layer in cache.slot_layers], 2))
+    assert torch.equal(*result)
 
 
 def test_a_prompt_that_was_not_repeated_is_refused_with_the_way_out(model: Any) -> None:
@@ -347,8 +347,8 @@ def test_tokens_that_were_not_repeated_can_go(model: Any, first: int, more: int,
             model(ids[:, start:end], past_key_values=never)
             never.rehearse(model, ids[:, :end])
         for number in range(left, left + 30):
-            found, wanted = (model(ids[:, number : number + 1], past_key_values=c).logits for c in (cache, never))
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+            result, wanted = (model(ids[:, number : number + 1], past_key_values=c).logits for c in (cache, never))
+    torch.testing.assert_close(result, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_a_prompt_of_which_more_than_the_logits_is_wanted_is_repeated_too(model: Any) -> None:
@@ -421,11 +421,11 @@ def test_there_is_a_slot_for_every_token_that_waits(model: Any, monkeypatch: pyt
     monkeypatch.setattr(waiting, "ROOM", 2)
     ids, mask = zoo.tokens(1, 300), torch.ones(1, 300, dtype=torch.long)
     pieces = [(0, 256), *((i, i + 1) for i in range(256, 280)), (280, 283), *((i, i + 1) for i in range(283, 300))]
-    found, full = (
+    result, full = (
         read(model, CompressedCache(model, method), ids, mask, pieces)
         for method in (Rehearse(budget=1000, bits=16), "full")
     )
-    torch.testing.assert_close(found, full, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(result, full, atol=1e-4, rtol=1e-4)
 
 
 def test_a_short_turn_adds_little_to_a_document(model: Any) -> None:
@@ -450,24 +450,24 @@ def test_turns_that_wait_are_scored_as_tokens_that_come_one_by_one(model: Any, b
     """Each has its own queries: behind a rehearsed prompt, and in a text that is too short for codes at first."""
     method = Rehearse(budget="100%", refit="none", bits=bits, chunk=128, wait=64, recent=8)
     ids, mask = zoo.tokens(1, turns[-1]), torch.ones(1, turns[-1], dtype=torch.int64)
-    found = []
+    result = []
     for ends in (turns, [*range(turns[0], turns[-2] + 1), turns[-1]]):
         cache = CompressedCache(model, method)
         read(model, cache, ids, mask, [*itertools.pairwise([0, *ends])])
-        found.append(scores(cache))
+        result.append(scores(cache))
     # Queries that wait are rounded, and a last bit may round another way.
-    assert (found[0] - found[1]).norm() < 0.02 * found[1].norm()
+    assert (result[0] - result[1]).norm() < 0.02 * result[1].norm()
 
 
 @pytest.mark.parametrize("replay", ["virtual", "exact"])
 def test_sinks_among_the_tokens_of_a_chunk_are_not_counted_once_more(model: Any, replay: str) -> None:
     """In a text of one chunk the sinks are its own first tokens: scores are those of a method without sinks."""
-    found = []
+    result = []
     for sinks in (0, 4):
         cache = CompressedCache(model, Rehearse(budget="100%", replay=replay, refit="none", sinks=sinks, bits=16))
         prefill(model, zoo.tokens(1, 90), cache)
-        found.append(scores(cache))
-    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
+        result.append(scores(cache))
+    torch.testing.assert_close(*result, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("pads", [[0, 0], [0, 9]])
@@ -502,14 +502,14 @@ def test_tokens_that_wait_can_go_and_leave_their_room_to_others(model: Any, turn
     """With a budget for all tokens, the full cache's logits; as many come after as there is room for, and more."""
     ids, mask = zoo.tokens(1, 190), torch.ones(1, 190, dtype=torch.int64)
     caches = CompressedCache(model, Rehearse(budget="100%", **PLAIN)), CompressedCache(model, "full")
-    found = []
+    result = []
     for cache in caches:
         cache.activate_past_recording()
         read(model, cache, ids, mask, [*itertools.pairwise(itertools.accumulate([0, 120, *turn]))])
         cache.crop(-gone)
         left = cache.tokens_seen
-        found.append(read(model, cache, ids.flip(1), mask, [(at, at + 1) for at in range(left, left + 45)]))
-    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+        result.append(read(model, cache, ids.flip(1), mask, [(at, at + 1) for at in range(left, left + 45)]))
+    torch.testing.assert_close(*result, atol=1e-4, rtol=1e-4)
 
 
 def test_sinks_and_the_last_tokens_always_stay(model: Any) -> None:
@@ -526,6 +526,6 @@ def test_sinks_and_the_last_tokens_always_stay(model: Any) -> None:
 def test_queries_of_padding_ask_nothing_in_a_refit() -> None:
     """Two chunks of 20 tokens; of the second row the first 25 are padding."""
     tokens = torch.arange(40.0).view(1, 1, 40, 1).expand(2, 4, 40, 8)
-    found = sampled(tokens, 2, 2, torch.tensor([0, 25]), 64)  # [B, H, P, 64, D]
-    ranges = [[(int(each.min()), int(each.max())) for each in row[0]] for row in found]
+    result = sampled(tokens, 2, 2, torch.tensor([0, 25]), 64)  # [B, H, P, 64, D]
+    ranges = [[(int(each.min()), int(each.max())) for each in row[0]] for row in result]
     assert ranges[0] == [(0, 19), (20, 39)] and ranges[1][1] == (25, 39)

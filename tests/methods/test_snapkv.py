@@ -76,12 +76,12 @@ def test_scores_are_the_formula(pool: str, reduce: str, window: int, kernel: int
     for head in range(HEADS):
         raw = text.observed(list(range(40 - window, 40)), list(range(40)), head, reduce)
         expected = torch.tensor(pooled(raw, kernel, pool, window))
-        found = table.state.score[0, head].cpu()
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        result = table.state.score[0, head].cpu()
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
         if window > 1:
             acausal = text.observed(list(range(40 - window, 40)), list(range(40)), head, reduce, causal=False)
             wrong = torch.tensor(pooled(acausal, kernel, pool, window))
-            assert not torch.allclose(found, wrong, atol=1e-3), "without the causal mask the scores must differ"
+            assert not torch.allclose(result, wrong, atol=1e-3), "without the causal mask the scores must differ"
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
@@ -190,9 +190,9 @@ def test_left_padding_neither_votes_nor_is_voted_for(length: int) -> None:
         if start >= 40:
             short.feed(alone, method, shift.start, shift.stop)
         for head in range(HEADS):
-            expected, found = scores_by_token(alone, head), scores_by_token(together, head, row=1)
-            assert set(found) == set(expected)
-            assert all(found[t] == pytest.approx(s, rel=1e-3, abs=1e-6) for t, s in expected.items())
+            expected, result = scores_by_token(alone, head), scores_by_token(together, head, row=1)
+            assert set(result) == set(expected)
+            assert all(result[t] == pytest.approx(s, rel=1e-3, abs=1e-6) for t, s in expected.items())
 
 
 def test_pooling_keeps_the_neighbours_of_a_needle() -> None:

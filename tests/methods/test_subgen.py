@@ -126,11 +126,11 @@ def test_both_sums_of_mixed_samples_have_the_exact_mean_and_variance(samples: in
     p = p / p.sum()
     e = exact_terms(keys, query)
     sketch = run(stream(keys, values, heads=600), samples, 1, 1.0, "absorb", mixed=True)
-    found = {
+    result = {
         "numerator": (numerator(sketch, query)[:, 0].cpu(), e * values[:, 0].double()),
         "denominator": (numerator_terms(sketch, query).sum(-1)[0].cpu(), e),
     }
-    for name, (sums, f) in found.items():
+    for name, (sums, f) in result.items():
         g = f / (even * p + odd / 200)
         variance = even * ((p * g * g).sum() - (p * g).sum() ** 2) + odd * ((g * g).mean() - g.mean() ** 2)
         assert off_by(sums, float(f.sum())) < SIGMAS, name

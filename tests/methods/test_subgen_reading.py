@@ -30,9 +30,9 @@ def test_the_two_sums_of_a_table_are_unbiased(sampling: str) -> None:
     )
     den = log_den[0, :, 0].double().exp()
     num = out[0, :, 0, 0].double() * den
-    for found, expected in ((den, exact.sum()), (num, (exact * values[0, 0, :, 0]).sum())):
-        assert abs(found.mean() - expected) < 4 * found.std() / 600**0.5
-        assert found.std() > 0
+    for result, expected in ((den, exact.sum()), (num, (exact * values[0, 0, :, 0]).sum())):
+        assert abs(result.mean() - expected) < 4 * result.std() / 600**0.5
+        assert result.std() > 0
 
 
 def test_self_normalised_output_stays_among_the_values() -> None:

@@ -43,8 +43,8 @@ def test_however_the_tokens_arrive_the_table_is_the_same(chunks: str, setting: s
         table.values.read.masked_fill_((table.index[:, :, : table.values.shape[2]] < 0)[..., None], 0.0)
     for name, expected in vars(state_of(whole)).items():
         if expected is not None:
-            found = getattr(state_of(other), name)
-            torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+            result = getattr(state_of(other), name)
+            torch.testing.assert_close(result, expected, atol=2e-6, rtol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
     state = state_of(whole)
     for counted in (state.folded, state.counts.sum(-1) if method.normalizer == "clipped" else None):
         assert counted is None or int(counted[0, 0]) == 150 - 4 - 10, "sinks and window stay out"
@@ -159,18 +159,18 @@ def test_bytes_are_those_of_the_formula(budget: int, normalizer: str) -> None:
 def test_policies_under_pressure() -> None:
     """Far keys keep coming: absorb and double stay within the budget, grow opens a cluster for each."""
     keys, values = tokens(200)
-    found = {}
+    result = {}
     for policy in ("absorb", "double", "grow"):
         table = ExactTable(0, 1)
         feed(table, subgen(f"budget=40:normalizer=clipped:policy={policy}:delta=0.01"), keys, values, [100] + [1] * 100)
-        found[policy] = table
+        result[policy] = table
         assert int(state_of(table).counts[0, 0].sum()) == 200 - 4 - 10
-    assert found["absorb"].stored() <= 40
-    assert found["double"].stored() <= 40
-    assert found["grow"].stored() > 200
-    assert (state_of(found["absorb"]).delta == 0.01).all()
-    assert (state_of(found["double"]).delta > 0.1).all()
-    assert subgen("normalizer=clipped:policy=grow").maintenance_due(found["grow"])
+    assert result["absorb"].stored() <= 40
+    assert result["double"].stored() <= 40
+    assert result["grow"].stored() > 200
+    assert (state_of(result["absorb"]).delta == 0.01).all()
+    assert (state_of(result["double"]).delta > 0.1).all()
+    assert subgen("normalizer=clipped:policy=grow").maintenance_due(result["grow"])
 
 
 @pytest.mark.parametrize(

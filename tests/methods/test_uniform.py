@@ -37,9 +37,9 @@ def feed(table: SlotTable, method: Uniform, keys: Tensor, values: Tensor, chunks
         start += chunk
 
 
-def off_by(found: Tensor, expected: float) -> float:
+def off_by(result: Tensor, expected: float) -> float:
     """Distance of the mean from its expected value, in standard errors."""
-    return float((found.mean() - expected).abs() / (found.std() / len(found) ** 0.5))
+    return float((result.mean() - expected).abs() / (result.std() / len(result) ** 0.5))
 
 
 def weights_of(table: SlotTable, count: int) -> Tensor:  # [H, count]
@@ -137,11 +137,11 @@ def test_strata_of_a_row_do_not_depend_on_the_batch() -> None:
         own = [t[row : row + 1, :, 200 - length :] for t in (keys, values)]
         feed(table, method, *own, [length, *turns])
         for head in range(2):
-            found = [
+            result = [
                 sorted(zip(t.position_slots()[b, head].tolist(), t.log_den[b, head].tolist(), strict=True))
                 for t, b in ((table, 0), (together, row))
             ]
-            ours, theirs = ([pair for pair in pairs if pair[0] >= 0] for pairs in found)
+            ours, theirs = ([pair for pair in pairs if pair[0] >= 0] for pairs in result)
             assert [p for p, _ in ours] == [p for p, _ in theirs]
             torch.testing.assert_close(torch.tensor([w for _, w in ours]), torch.tensor([w for _, w in theirs]))
 
@@ -156,6 +156,6 @@ def test_strata_follow_beams_and_files(tmp_path) -> None:  # type: ignore[no-unt
         other = kvsketch.CompressedCache.load(tmp_path / "turns.kvs", model)
         other.batch_repeat_interleave(2)
         expected = model(ids[:, 110:111], past_key_values=cache).logits
-        found = model(ids[:, 110:111].repeat(2, 1), past_key_values=other).logits
+        result = model(ids[:, 110:111].repeat(2, 1), past_key_values=other).logits
     assert cache.slot_layers[0].table.state.strata.shape[1] == 2
-    torch.testing.assert_close(found, expected.repeat(2, 1, 1))
+    torch.testing.assert_close(result, expected.repeat(2, 1, 1))

@@ -72,31 +72,31 @@ def test_a_changed_wheel_is_refused(made_up_speeches: dict[str, str], monkeypatc
 def test_the_prompt_fills_its_tokens_up_to_a_sentence(
     made_up_speeches: dict[str, str], tokenizer: PreTrainedTokenizerFast, tokens: int, seed: int
 ) -> None:
-    found = texts.passkey_document(tokenizer, tokens, 0.5, seed)
-    assert found.input_ids.shape == (1, len(found.prompt.split()))
-    assert tokens - len(SENTENCE.split()) < found.input_ids.shape[1] <= tokens
+    result = texts.passkey_document(tokenizer, tokens, 0.5, seed)
+    assert result.input_ids.shape == (1, len(result.prompt.split()))
+    assert tokens - len(SENTENCE.split()) < result.input_ids.shape[1] <= tokens
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.1, 0.25, 0.5, 0.9, 1.0])
 def test_the_passkey_lies_at_its_depth(
     made_up_speeches: dict[str, str], tokenizer: PreTrainedTokenizerFast, depth: float
 ) -> None:
-    found = texts.passkey_document(tokenizer, 1500, depth, seed=3)
-    words = found.text.removeprefix(texts.INTRODUCTION).split()
+    result = texts.passkey_document(tokenizer, 1500, depth, seed=3)
+    words = result.text.removeprefix(texts.INTRODUCTION).split()
     place = words.index("pass") / (len(words) - len(texts.HIDDEN_SENTENCE.split()))
     assert place == pytest.approx(depth, abs=0.02)
-    assert found.text.count(found.passkey) == 2
-    assert found.prompt.endswith(found.question)
+    assert result.text.count(result.passkey) == 2
+    assert result.prompt.endswith(result.question)
 
 
 def test_the_text_around_the_passkey_is_the_speech(
     made_up_speeches: dict[str, str], tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    found = texts.passkey_document(tokenizer, 300, 0.4, seed=5)
-    hidden = texts.HIDDEN_SENTENCE.format(passkey=found.passkey)
-    rest = found.text.removeprefix(texts.INTRODUCTION).replace(hidden, "")
+    result = texts.passkey_document(tokenizer, 300, 0.4, seed=5)
+    hidden = texts.HIDDEN_SENTENCE.format(passkey=result.passkey)
+    rest = result.text.removeprefix(texts.INTRODUCTION).replace(hidden, "")
     assert any(speech.startswith(rest) for speech in made_up_speeches.values())
-    before = found.text.split(hidden)[0]
+    before = result.text.split(hidden)[0]
     assert before.endswith((". ", ".\n\n"))
     assert not before.endswith(("Mr. ", "J. ", "U.S. "))
 
@@ -134,6 +134,6 @@ def test_the_real_speeches_are_long_and_many() -> None:
 @pytest.mark.real_model
 def test_smollm2_finds_the_passkey_with_its_own_cache() -> None:
     model, tokenizer = models.load("smollm2-135m", device="cpu")
-    found = texts.passkey_document(tokenizer, 400, depth=0.5, seed=0)
-    output = model.generate(found.input_ids, max_new_tokens=12, do_sample=False)
-    assert found.passkey in tokenizer.decode(output[0, found.input_ids.shape[1] :])
+    result = texts.passkey_document(tokenizer, 400, depth=0.5, seed=0)
+    output = model.generate(result.input_ids, max_new_tokens=12, do_sample=False)
+    assert result.passkey in tokenizer.decode(output[0, result.input_ids.shape[1] :])

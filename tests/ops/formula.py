@@ -160,7 +160,7 @@ def in_pages(parts: list[Tensor | CodedSlots], rows: list[int], count: int) -> t
     starts = [sum(-(-size // 64) * 64 for size in sizes[:n]) for n in range(len(sizes))]
     pool = torch.full((count, starts[-1] + sizes[-1] + 128), 255, dtype=torch.uint8, device=held[0][0].device)
     pool = pool[:, : pool.shape[1] // 64 * 64].contiguous()
-    found, place = [], iter(zip(starts, sizes, strict=True))
+    result, place = [], iter(zip(starts, sizes, strict=True))
     for like, each in zip(parts, held, strict=True):
         planes = []
         for part in each:
@@ -168,5 +168,5 @@ def in_pages(parts: list[Tensor | CodedSlots], rows: list[int], count: int) -> t
             plane = pool[:, start : start + size].view(part.dtype).unflatten(1, part.shape[1:])
             plane[rows] = part
             planes.append(plane)
-        found.append(planes[0] if isinstance(like, Tensor) else CodedSlots(like.codec, *planes))
-    return pool, found
+        result.append(planes[0] if isinstance(like, Tensor) else CodedSlots(like.codec, *planes))
+    return pool, result

@@ -63,8 +63,8 @@ def test_integers_lose_nothing_against_the_formula_in_float64(bits: int, size: i
     z = (y / first + 2.0 ** (bits - 1)).floor().clamp(0, 2**bits - 1) - codec.half_range
     steps = (y * z).sum(-1, keepdim=True) / (z * z).sum(-1, keepdim=True)
     formula = steps.half().double() * z @ turn
-    found = (coded(x, center, bits).decoded(torch.float64) - x).square().mean()
-    assert found < 1.002 * (formula - d).square().mean()
+    result = (coded(x, center, bits).decoded(torch.float64) - x).square().mean()
+    assert result < 1.002 * (formula - d).square().mean()
 
 
 @pytest.mark.parametrize("size", [8, 64, 80, 96, 72])
@@ -93,9 +93,9 @@ def test_equal_vectors_need_no_step_and_what_is_not_finite_is_marked() -> None:
     x, center = vectors(64)
     x[0, 0, 1] = center[0, 0]
     x[0, 1, 2, 5], x[1, 2, 3, 0] = float("nan"), float("inf")
-    found = codecs.encode(x, center, Codec(4, 64))
-    assert found.steps[0, 0, 1] == 0
-    assert found.steps.isnan().nonzero().tolist() == [[0, 1, 2], [1, 2, 3]]
+    result = codecs.encode(x, center, Codec(4, 64))
+    assert result.steps[0, 0, 1] == 0
+    assert result.steps.isnan().nonzero().tolist() == [[0, 1, 2], [1, 2, 3]]
 
 
 @pytest.mark.parametrize("exact", [0, 1, 4])
@@ -151,8 +151,8 @@ def test_kernel_decodes_what_the_reference_decodes(bits: int, device: torch.devi
 
     x, center = vectors(64, 21)
     slots = coded(x.to(device), center.to(device), bits, exact=3)
-    found, expected = kernel.decode(slots, torch.float32), codec_reference.decode(slots, torch.float32)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    result, expected = kernel.decode(slots, torch.float32), codec_reference.decode(slots, torch.float32)
+    torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-5)
 
 
 @needs_triton
@@ -188,8 +188,8 @@ def test_attention_reads_codes_as_what_they_stand_for(
     ours, theirs = kernel.weighted_attention(call), attention_reference.weighted_attention(call)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     assert relative_error(ours.out.float(), theirs.out.float()) < tolerance
-    for found, expected in ((ours.log_sum_num, theirs.log_sum_num), (ours.log_sum_den, theirs.log_sum_den)):
-        torch.testing.assert_close(found, expected, atol=20 * tolerance, rtol=tolerance)
+    for result, expected in ((ours.log_sum_num, theirs.log_sum_num), (ours.log_sum_den, theirs.log_sum_den)):
+        torch.testing.assert_close(result, expected, atol=20 * tolerance, rtol=tolerance)
     # Queries that meet 4-bit keys are taken in two halves: nothing is lost by rounding them.
     close = 2e-4 if key_bits == 4 else tolerance
     torch.testing.assert_close(ours.logits, theirs.logits, atol=20 * close, rtol=close)

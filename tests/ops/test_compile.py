@@ -69,12 +69,12 @@ def test_every_kernel_compiles_for_an_h200() -> None:
 
 def launches_in_the_source() -> set[str]:
     """`operation.kernel` for all that is launched as kernel[grid](...) in the package."""
-    found = set()
+    result = set()
     for file in Path(ops.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                found.add(f"{file.parent.name}.{ast.unparse(node.func.value)}")
-    return found
+                result.add(f"{file.parent.name}.{ast.unparse(node.func.value)}")
+    return result
 
 
 class OnGpu(Tensor):

@@ -88,10 +88,10 @@ def test_exact_is_the_greedy_choice(
     choose: Choose, device: torch.device, length: int, size: int, count: int, given: int, dtype: torch.dtype
 ) -> None:
     keys = normal(1, 2, length, size).to(dtype)
-    found = choose(keys.to(device), count, given=given)
-    assert found.index.cpu().equal(greedy(keys, count, given=given))
-    expected = radius(keys[:, :1], found.index[:, :1].cpu())
-    assert float(found.radius[0, 0]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    result = choose(keys.to(device), count, given=given)
+    assert result.index.cpu().equal(greedy(keys, count, given=given))
+    expected = radius(keys[:, :1], result.index[:, :1].cpu())
+    assert float(result.radius[0, 0]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(("length", "count", "spread"), [(63, 20, 0.3), (150, 20, 1.0)])
@@ -124,9 +124,9 @@ def test_radius_is_near_the_planted_one(choose: Choose, device: torch.device, fo
     bound = 2.0 if form == "exact" else 2.0 / SLACK
     for seed in range(2):
         keys, planted = clusters(120, 8, seed=seed)
-        found = choose(keys.to(device), 8, form=form)
-        assert float(found.radius) <= bound * planted
-        assert radius(keys, found.index.cpu()) == pytest.approx(float(found.radius), rel=1e-3)
+        result = choose(keys.to(device), 8, form=form)
+        assert float(result.radius) <= bound * planted
+        assert radius(keys, result.index.cpu()) == pytest.approx(float(result.radius), rel=1e-3)
         # The bound has teeth: the first eight tokens miss whole clusters.
         assert radius(keys, torch.arange(8)[None, None]) > bound * planted
 
@@ -143,10 +143,10 @@ def test_insertion_distances_never_grow_and_no_center_comes_twice(choose: Choose
 def test_coarse_centers_keep_apart(choose: Choose, device: torch.device) -> None:
     """Every center was at least SLACK times the radius of its time from the others, hence of the final radius."""
     keys = normal(1, 1, 100, 16)
-    found = choose(keys.to(device), 25, form="coarse")
-    assert insertion_distances(keys, found.index.cpu()).min() >= SLACK * float(found.radius) * (1 - 1e-5)
+    result = choose(keys.to(device), 25, form="coarse")
+    assert insertion_distances(keys, result.index.cpu()).min() >= SLACK * float(result.radius) * (1 - 1e-5)
     exact = choose(keys.to(device), 25)
-    assert float(found.radius) <= 1.1 * float(exact.radius)
+    assert float(result.radius) <= 1.1 * float(exact.radius)
     first = torch.arange(25)[None, None]
     assert insertion_distances(keys, first).min() < SLACK * radius(keys, first), (
         "the check must reject the first tokens"
@@ -174,15 +174,15 @@ def test_only_valid_keys_take_part(choose: Choose, device: torch.device, form: s
     valid[0, 0, 20:85] = True
     valid[1, 0, 75:85] = True
     far = torch.where(valid.unsqueeze(-1), keys, 1e3)
-    found = choose(far.to(device), 20, valid.to(device), form=form)
+    result = choose(far.to(device), 20, valid.to(device), form=form)
     for row, (start, end) in enumerate([(20, 85), (75, 85)]):
         own_keys, own_valid = (part[row : row + 1, :, start:].contiguous().to(device) for part in (keys, valid))
         alone = choose(own_keys, 20, own_valid, form=form)
-        assert found.index[row, 0].equal(torch.where(alone.index >= 0, alone.index + start, -1)[0, 0])
-        chosen = found.index[row, 0][found.index[row, 0] >= 0]
+        assert result.index[row, 0].equal(torch.where(alone.index >= 0, alone.index + start, -1)[0, 0])
+        chosen = result.index[row, 0][result.index[row, 0] >= 0]
         assert len(chosen) == min(20, end - start)
         assert bool(((chosen >= start) & (chosen < end)).all())
-    assert float(found.radius[1, 0]) == 0.0
+    assert float(result.radius[1, 0]) == 0.0
 
 
 @pytest.mark.parametrize("form", ["exact", "coarse"])
@@ -190,20 +190,20 @@ def test_equal_keys_have_distance_zero_and_fill_up_in_order(choose: Choose, devi
     different = 3 * normal(5, 128)
     label = torch.tensor([3, 1, 3, 0, 1, 4, 2, 2, 0, 3])
     keys = different[label][None, None].bfloat16().to(device)
-    found = choose(keys, 8, form=form)
-    index = found.index.flatten().tolist()
+    result = choose(keys, 8, form=form)
+    index = result.index.flatten().tolist()
     assert index[0] == 0 and sorted(index[:5]) == [0, 1, 3, 5, 6], "one of each, the lowest"
     assert index[5:] == [2, 4, 7], "then the lowest of the rest"
-    assert float(found.radius) == 0.0
+    assert float(result.radius) == 0.0
     assert sorted(choose(keys, 10, form=form).index.flatten().tolist()) == list(range(10))
 
 
 def test_strided_keys_and_the_public_call(device: torch.device) -> None:
     buffer = normal(1, 2, 80, 16).to(device)
     view = buffer[:, :, :50]
-    found = ops.farthest_first(view, 12)
-    assert found.index.cpu().equal(greedy(view, 12))
-    assert found.index.equal(ops.farthest_first(view.contiguous(), 12).index)
+    result = ops.farthest_first(view, 12)
+    assert result.index.cpu().equal(greedy(view, 12))
+    assert result.index.equal(ops.farthest_first(view.contiguous(), 12).index)
 
 
 def test_nearest_center(device: torch.device) -> None:
@@ -261,7 +261,7 @@ def test_long_prompts_on_a_gpu(dtype: torch.dtype) -> None:
     valid = torch.ones(keys.shape[:3], dtype=torch.bool, device="cuda")
     expected = reference.farthest_first(keys, 512, valid, 1, "exact")
     torch.testing.assert_close(ours.radius, expected.radius, atol=0, rtol=1e-2)
-    chosen = [torch.zeros_like(valid).scatter_(2, found.index, True) for found in (ours, expected)]
+    chosen = [torch.zeros_like(valid).scatter_(2, result.index, True) for result in (ours, expected)]
     assert float((chosen[0] & chosen[1]).sum() / chosen[1].sum()) > 0.9
     coarse = ops.farthest_first(keys, 512, form="coarse")
     assert bool((coarse.radius <= 1.05 * expected.radius).all())

@@ -54,9 +54,9 @@ class Case:
             for h in range(heads):
                 group = rows.shape[1] // heads
                 wanted = rows[b, h * group : (h + 1) * group].flatten().tolist()
-                found = slots[b, h * group : (h + 1) * group].flatten().tolist()
+                result = slots[b, h * group : (h + 1) * group].flatten().tolist()
                 far = int(self.store.row[b])
-                for token, slot in zip(wanted, found, strict=True):
+                for token, slot in zip(wanted, result, strict=True):
                     assert (slot >= self.buffer.first_hot) == (0 <= token < int(self.tail[b]))
                     if slot >= self.buffer.first_hot:
                         assert torch.equal(self.buffer.keys[b, h, slot].cpu(), self.store.keys[far, h, token])

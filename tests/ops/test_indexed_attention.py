@@ -141,9 +141,9 @@ def test_what_is_not_finite_is_not_hidden(attend: Attend, device: torch.device) 
     wanted = attend(call).out
     keys = call.k.clone()
     keys[1, 0, 55] = float("nan")  # in a span
-    found = attend(replace(call, k=keys)).out
-    assert found[1, :2].isnan().all()
-    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1, 2:], wanted[1, 2:])
+    result = attend(replace(call, k=keys)).out
+    assert result[1, :2].isnan().all()
+    assert torch.equal(result[0], wanted[0]) and torch.equal(result[1, 2:], wanted[1, 2:])
 
 
 @pytest.mark.parametrize(

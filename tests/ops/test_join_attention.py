@@ -49,15 +49,15 @@ def grouped(dtype: torch.dtype = torch.float32, device: torch.device | None = No
 
 def test_rows_find_their_groups() -> None:
     own, groups, at = grouped()
-    found = join_attention(own, groups, at)
+    result = join_attention(own, groups, at)
     for row, number in enumerate(at.tolist()):
         one = Part(own.out[row : row + 1], own.log_sum[row : row + 1])
         if number < 0:
-            assert torch.equal(found[row], one.out[0])
+            assert torch.equal(result[row], one.out[0])
             continue
         group, query = divmod(number, 2)
         other = Part(*(part[group : group + 1, :, query : query + 1] for part in groups))
-        torch.testing.assert_close(found[row : row + 1], join_attention(one, other))
+        torch.testing.assert_close(result[row : row + 1], join_attention(one, other))
 
 
 @needs_triton

@@ -51,15 +51,15 @@ def test_kernel_is_the_reference_bit_for_bit(device: torch.device, size: int, pa
 
     q, at = queries(3, size, device).bfloat16(), torch.tensor([50, 2], device=device)
     pages = torch.tensor([4, 1], device=device) if paged else None
-    found = []
+    result = []
     for module in (reference, kernel):
         # A plane of a page: the rows of other layers lie between.
         held = empty(2 * (5 if paged else 2), 6, size, device).unflatten(0, (-1, 2))[:, 1]
         module.keep_queries(held, q, at, 2, pages)
-        found.append(held)
-    assert torch.equal(*found)
+        result.append(held)
+    assert torch.equal(*result)
     # A place beyond the room is the last one that fits.
-    assert found[0][0 if pages is None else 4, :, ROOM - 3 :].any(-1).all()
+    assert result[0][0 if pages is None else 4, :, ROOM - 3 :].any(-1).all()
 
 
 def test_a_query_that_is_not_finite_comes_back_as_such_and_spoils_no_other(device: torch.device) -> None:

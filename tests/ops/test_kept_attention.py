@@ -62,10 +62,10 @@ def test_kernel_gives_the_reference(dtype: torch.dtype, jump: float, device: tor
     rows = kept.clamp_min(0).unsqueeze(-1).expand(-1, -1, 16).to(device)
     held, elsewhere = k.gather(1, rows) + 0.05, torch.full((3, 37), 20.0, device=device)
     for others in ((None, None, None), (hidden.to(device), held, elsewhere)):
-        found = kernel.kept_attention(q, k, v, kept.to(device), 0.3, *others)
+        result = kernel.kept_attention(q, k, v, kept.to(device), 0.3, *others)
         expected = reference.kept_attention(q, k, v, kept.to(device), 0.3, *others)
         tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(result, expected, strict=True):
             torch.testing.assert_close(one.float(), other.float(), atol=tolerance, rtol=tolerance)
 
 

@@ -44,8 +44,8 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def reference_on_cpu(keys: Tensor, clusters: int, start: Any, counts: Any, *rest: Any) -> Clusters:
     """The reference where its matrix products do not depend on their size to the last bit: not on a GPU."""
     start, counts = (None if sizes is None else sizes.cpu() for sizes in (start, counts))
-    found = reference.kmeans(keys.cpu(), clusters, start, counts, *rest)
-    return Clusters(found.centroids.to(keys.device), found.labels.to(keys.device))
+    result = reference.kmeans(keys.cpu(), clusters, start, counts, *rest)
+    return Clusters(result.centroids.to(keys.device), result.labels.to(keys.device))
 
 
 def first_centroids(keys: Tensor, clusters: int) -> Tensor:
@@ -84,7 +84,7 @@ def test_keys_with_a_large_common_part_do_not_fall_into_one_cluster(
     """Their directions differ by less than 16 bits tell: rounded as they are, one cluster takes nearly all keys."""
     data = with_common_part(1, 1, 200, 32, times=times, channels=channels).to(device, dtype)
     rounded, exact = cluster(data, 10, 2), cluster(data.float(), 10, 2)
-    sizes, wanted = (ops.cluster_index(found.labels, 10).sizes for found in (rounded, exact))
+    sizes, wanted = (ops.cluster_index(result.labels, 10).sizes for result in (rounded, exact))
     assert bool((sizes > 0).all()) and int(sizes.max()) <= 1.5 * int(wanted.max())
     assert float((rounded.labels == exact.labels).float().mean()) > 0.7
     # The share of what a key could gain over the mean centroid that rounding takes from it.

@@ -74,16 +74,16 @@ def test_matches_the_key_by_key_definition(
     valid = (torch.rand(2, 1, count, generator=generator) > 0.2).to(device)
     valid[:, :, 0] = True
     delta = 1.1 * size**0.5
-    found = cluster(keys, valid, *start(keys, room, delta, limit))
-    assert found.representatives.dtype == dtype
+    result = cluster(keys, valid, *start(keys, room, delta, limit))
+    assert result.representatives.dtype == dtype
     for b in range(2):
         for h in range(2):
             labels, leaders, overflow = by_hand(keys[b, h].cpu(), valid[b, 0].cpu(), delta, limit, room)
-            assert found.alive[b, h] == len(leaders)
-            assert torch.equal(found.representatives[b, h, : len(leaders)], keys[b, h, leaders])
-            assert found.labels[b, h].tolist() == labels
-            assert found.overflow[b, h] == overflow
-    assert count < 60 or (found.alive > 3).all(), "a single cluster would test nothing"
+            assert result.alive[b, h] == len(leaders)
+            assert torch.equal(result.representatives[b, h, : len(leaders)], keys[b, h, leaders])
+            assert result.labels[b, h].tolist() == labels
+            assert result.overflow[b, h] == overflow
+    assert count < 60 or (result.alive > 3).all(), "a single cluster would test nothing"
 
 
 @pytest.mark.parametrize("cut", [1, 64])
@@ -106,9 +106,9 @@ def test_radius_zero_tells_equal_keys_from_almost_equal_ones(cluster: Cluster, d
     near = key.clone()
     near[3] += 2e-4
     keys = torch.stack([key, near, key, near, key]).to(device).expand(1, 1, 5, 16)
-    found = cluster(keys, torch.ones(1, 1, 5, dtype=torch.bool, device=device), *start(keys, 5, 0.0))
-    assert found.alive.item() == 2
-    assert torch.equal(found.representatives[0, 0, :2], keys[0, 0, :2])
+    result = cluster(keys, torch.ones(1, 1, 5, dtype=torch.bool, device=device), *start(keys, 5, 0.0))
+    assert result.alive.item() == 2
+    assert torch.equal(result.representatives[0, 0, :2], keys[0, 0, :2])
 
 
 def test_invalid_keys_and_full_heads_open_nothing(cluster: Cluster, device: torch.device) -> None:
@@ -130,6 +130,6 @@ def test_strided_keys_and_the_public_call(device: torch.device) -> None:
     buffer = torch.randn(1, 2, 130, 16, generator=torch.Generator().manual_seed(2)).to(device)
     keys = buffer[:, :, 7:107]
     valid = torch.ones(1, 1, 100, dtype=torch.bool, device=device)
-    found = ops.leader_clustering(keys, valid, *start(keys, 30, 4.5))
+    result = ops.leader_clustering(keys, valid, *start(keys, 30, 4.5))
     expected = ops.leader_clustering(keys.contiguous(), valid, *start(keys, 30, 4.5))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))

@@ -39,8 +39,8 @@ def test_out_and_back(device: torch.device, slots: int, scored: bool) -> None:
         changed.tokens.scatter_(2, next_slot, 1000)
         module.close_rows(held, rows, changed)
         results.append([x for x in (*opened, next_slot, own, mine) if x is not None])
-    for wanted, found in zip(*results, strict=True):
-        assert torch.equal(wanted.view(torch.int32), found.view(torch.int32))
+    for wanted, result in zip(*results, strict=True):
+        assert torch.equal(wanted.view(torch.int32), result.view(torch.int32))
     opened, own, mine = results[0][0], results[0][-2].cpu(), results[0][-1].cpu()
     assert own[1].tolist() == [0] * zeros + [-1] * ones + [7] * 4, "the front of the page of a first token"
     assert (own[[0, 2, 3, 4]] == 7).all(), "those of others"
@@ -59,8 +59,8 @@ def test_attention_reads_the_page_of_a_row(device: torch.device) -> None:
     pages = torch.tensor([4, 1, 2], device=device)
     wanted = ops.weighted_attention(q, k[pages], v[pages], weights, weights, 0.2, return_logits=True)
     call = Arguments(q, k, v, weights, weights, 0.2, return_logits=True, pages=pages)
-    for found in (attention.weighted_attention(call), attention_kernel.weighted_attention(call)):
-        torch.testing.assert_close((found.out, found.logits), wanted, atol=1e-5, rtol=1e-5)
+    for result in (attention.weighted_attention(call), attention_kernel.weighted_attention(call)):
+        torch.testing.assert_close((result.out, result.logits), wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
@@ -89,10 +89,10 @@ def test_attention_reads_codes_in_the_page_of_a_row(
     paged = paged._replace(**dict(zip("kv", in_pages(parts, pages.tolist(), 6)[1], strict=True)))
     paged.check()
     for module in (attention, attention_kernel):
-        wanted, found = module.weighted_attention(by_row), module.weighted_attention(paged)
-        assert torch.equal(found.out, wanted.out) and found.out.isfinite().all()
-        assert torch.equal(found.log_sum_den, wanted.log_sum_den)
-        assert not asked or torch.equal(found.logits, wanted.logits)
+        wanted, result = module.weighted_attention(by_row), module.weighted_attention(paged)
+        assert torch.equal(result.out, wanted.out) and result.out.isfinite().all()
+        assert torch.equal(result.log_sum_den, wanted.log_sum_den)
+        assert not asked or torch.equal(result.logits, wanted.logits)
 
 
 def test_pages_whose_parts_lie_differently_are_refused() -> None:

@@ -55,7 +55,7 @@ def flat_call(dtype: torch.dtype, group: int, size: int, tied: bool, bits: int, 
 
 def test_each_head_reads_its_own_slots(device: torch.device) -> None:
     call = flat_call(torch.float32, 2, 16, False, 16, device)
-    found = attention_reference.weighted_attention(call)
+    result = attention_reference.weighted_attention(call)
     assert call.ragged is not None and isinstance(call.k, Tensor) and isinstance(call.v, Tensor)
     assert call.log_num is not None and call.log_den is not None and call.bias is not None
     assert call.sink_logits is not None
@@ -67,7 +67,7 @@ def test_each_head_reads_its_own_slots(device: torch.device) -> None:
             call.log_num[None, None, here], call.log_den[None, None, here], call.scale,
             bias=call.bias[b : b + 1, ..., :count], sink_logits=call.sink_logits[heads], clip=0.5,
         )  # fmt: skip
-        torch.testing.assert_close(found.out[b, heads], alone[0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(result.out[b, heads], alone[0], atol=1e-5, rtol=1e-4)
 
 
 @needs_triton
@@ -96,11 +96,11 @@ def test_kernel_reads_a_work_list(
     # What is not written shows.
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
-    found: Attended = kernel.weighted_attention(call)
+    result: Attended = kernel.weighted_attention(call)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
-    assert relative_error(found.out, expected.out) < tolerance
-    assert (found.out[0, group : 2 * group] == 0).all()
-    for ours, theirs in zip(found[1:], expected[1:], strict=True):
+    assert relative_error(result.out, expected.out) < tolerance
+    assert (result.out[0, group : 2 * group] == 0).all()
+    for ours, theirs in zip(result[1:], expected[1:], strict=True):
         torch.testing.assert_close(ours, theirs, atol=20 * tolerance, rtol=tolerance)
 
 
@@ -118,8 +118,8 @@ def test_kernel_reads_a_list_of_fixed_length(device: torch.device, monkeypatch: 
     fixed = Layout(layout.start, layout.capacity, 1000, layout.total, work[0], first[0], most_pieces=8)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
-    found: Attended = kernel.weighted_attention(call._replace(ragged=fixed))
-    assert relative_error(found.out, expected.out) < 1e-2
+    result: Attended = kernel.weighted_attention(call._replace(ragged=fixed))
+    assert relative_error(result.out, expected.out) < 1e-2
 
 
 @needs_triton
@@ -142,12 +142,12 @@ def test_kernel_reads_for_several_queries_together(
     expected = attention_reference.weighted_attention(call._replace(q=q))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
-    found: Attended = kernel.weighted_attention(call._replace(q=q, ragged=fixed))
-    assert relative_error(found.out, expected.out) < 1e-2
+    result: Attended = kernel.weighted_attention(call._replace(q=q, ragged=fixed))
+    assert relative_error(result.out, expected.out) < 1e-2
     # The head without slots.
-    assert (found.out[0, group : 2 * group] == 0).all()
-    assert (found.log_sum_den[0, group : 2 * group] == float("-inf")).all()
-    torch.testing.assert_close(found.log_sum_den, expected.log_sum_den, atol=0.2, rtol=1e-2)
+    assert (result.out[0, group : 2 * group] == 0).all()
+    assert (result.log_sum_den[0, group : 2 * group] == float("-inf")).all()
+    torch.testing.assert_close(result.log_sum_den, expected.log_sum_den, atol=0.2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("lead", [0, EXACT_SLOTS])

@@ -65,21 +65,21 @@ def test_kernels_give_the_reference(unknowns: int, columns: int, dtype: torch.dt
     # More steps would show how the rounding of bfloat16 grows.
     steps = 2 if dtype == torch.float32 else 1
     for start in (descent(gram), conjugate(gram, columns, steps + 1)):
-        found, expected = (type(start)(*(x.clone() for x in start)) for _ in range(2))
-        for state, module in ((found, kernel), (expected, reference)):
+        result, expected = (type(start)(*(x.clone() for x in start)) for _ in range(2))
+        for state, module in ((result, kernel), (expected, reference)):
             for number in range(steps):
                 if isinstance(state, Descent):
                     module.weight_step(state, 0.3)
                 else:
                     module.value_step(state, number, product(gram, state.scaled[number]))
-        for one, other in zip(found[: 4 if isinstance(start, Conjugate) else 6], expected, strict=False):
+        for one, other in zip(result[: 4 if isinstance(start, Conjugate) else 6], expected, strict=False):
             torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance, equal_nan=True)
-        if isinstance(found, Conjugate) and isinstance(expected, Conjugate):
+        if isinstance(result, Conjugate) and isinstance(expected, Conjugate):
             last = product(gram, expected.scaled[steps])
             for module in (kernel, reference):
                 module.value_step(expected, steps, last.clone())
-                found.lengths[0 if module is kernel else 1] = expected.lengths[steps]
-            torch.testing.assert_close(*found.lengths[:2], atol=tolerance, rtol=tolerance)
+                result.lengths[0 if module is kernel else 1] = expected.lengths[steps]
+            torch.testing.assert_close(*result.lengths[:2], atol=tolerance, rtol=tolerance)
 
 
 @needs_triton
@@ -96,12 +96,12 @@ def test_kernels_of_rows_give_the_reference(
     state = Conjugate.of(w, w[:, :1], less.clone(), 2, dtype)
     state.scaled.normal_()
     state.lengths.normal_()
-    found: list[list[Tensor]] = []
+    result: list[list[Tensor]] = []
     for module in (kernel, reference):
         outs = [torch.empty_like(plain) for _ in range(4)]
         module.stepped_values(state, plain, *outs[:2])
         module.weighed(target, w, less, outs[2])
         module.weighed(plain, w, None, outs[3])
-        found.append([*outs, module.errors(less, w, target, w + 0.1)])
-    for one, other in zip(*found, strict=True):
+        result.append([*outs, module.errors(less, w, target, w + 0.1)])
+    for one, other in zip(*result, strict=True):
         torch.testing.assert_close(one, other)

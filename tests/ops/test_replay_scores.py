@@ -48,21 +48,21 @@ def test_reference_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(replay_scores(*values, 0.4, hidden=hidden), expected, atol=1e-6, rtol=1e-5)
     assert (expected[1, :, :5] == 0).all() and expected.max() <= 1
     copies = torch.randn_like(values[2])
-    found = replay_scores(*values, 0.4, hidden=hidden, copies=copies)
-    torch.testing.assert_close(found, direct(*values, 0.4, [0, 5], copies), atol=1e-6, rtol=1e-5)
+    result = replay_scores(*values, 0.4, hidden=hidden, copies=copies)
+    torch.testing.assert_close(result, direct(*values, 0.4, [0, 5], copies), atol=1e-6, rtol=1e-5)
 
 
 def test_chunks_know_nothing_of_each_other() -> None:
     """Two chunks of one call; the second row's padding reaches into the second, and the first looks at no sinks."""
     again, q, k, sinks = inputs(count=46)
-    found = replay_scores(again, q, k, sinks, 0.4, chunks=2, bare=1, hidden=torch.tensor([5, 30]))
+    result = replay_scores(again, q, k, sinks, 0.4, chunks=2, bare=1, hidden=torch.tensor([5, 30]))
     for number, pads in enumerate(([5, 23], [0, 7])):
         own = slice(23 * number, 23 * number + 23)
         parts = again[:, :, own], q[:, :, own], k[:, :, own]
         expected = direct(*parts, sinks[:, :, : 4 * number], 0.4, pads)
-        torch.testing.assert_close(found[:, :, own], expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(result[:, :, own], expected, atol=1e-6, rtol=1e-5)
     of_rows = replay_scores(again, q, k, sinks, 0.4, chunks=2, bare=torch.tensor([1, 2]), hidden=torch.tensor([5, 30]))
-    torch.testing.assert_close(of_rows[:1], found[:1])
+    torch.testing.assert_close(of_rows[:1], result[:1])
     torch.testing.assert_close(of_rows[1:, :, 23:], direct(*parts, sinks[:, :, :0], 0.4, [0, 7])[1:])
 
 
@@ -89,9 +89,9 @@ def test_kernel_gives_the_reference(
     bare = chunks - 1 if pads is None else torch.tensor([chunks - 1, chunks], device=device)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for copies in (None, torch.randn_like(values[2])):
-        found = kernel.replay_scores(*values, 0.3, chunks, bare, pads, copies)
+        result = kernel.replay_scores(*values, 0.3, chunks, bare, pads, copies)
         expected = reference.replay_scores(*values, 0.3, chunks, bare, pads, copies)
-        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

@@ -84,8 +84,8 @@ def test_write_coded_token(device: torch.device, bits: int, value_bits: int, fla
         module.write_coded_token(*parts, Slots(index, log_den, log_num), token, score, start if flat else None)
         held = [t for part in parts for t in (part.codes, part.steps, part.exact_at)]
         results.append([*held, index, log_den, log_num, score, clock])
-    for found, expected in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    for result, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
     codes, steps, exact_at, *_, index, log_den, _, score, clock = results[0]
     assert int((index == 77).sum()) == 6 and clock.item() == 78 and int(steps.isnan().sum()) == 1
     assert exact_at[:, :, 0].tolist() == [[-1, 5, 5], [5, 5, 5]]
@@ -103,7 +103,7 @@ def test_a_token_goes_to_the_page_of_its_row(device: torch.device) -> None:
         token = Token(new[..., :24], new[..., 24:], t["next"], t["clock"], pages)
         module.write_token(keys, values, Slots(t["index"], t["log_den"], None), token, t["scores"])
         results.append([mine, t["index"], t["log_den"], t["scores"], t["clock"]])
-    assert all(torch.equal(wanted, found) for wanted, found in zip(*results, strict=True))
+    assert all(torch.equal(wanted, result) for wanted, result in zip(*results, strict=True))
     mine = results[0][0].cpu()
     assert torch.equal(mine[:4], pool[:4]) and (mine[4] != pool[4]).sum() == 3 * 64
 

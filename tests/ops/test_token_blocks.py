@@ -55,13 +55,13 @@ class Filled:
 def test_a_request_reads_what_it_has_written(bits: tuple[int, int], size: int, device: torch.device) -> None:
     filled = Filled([1, 130, 64], device, bits, size)
     for part, which in ((filled.blocks.key, 0), (filled.blocks.value, 1)):
-        found = part.of_requests(filled.table.long()).decoded(torch.float32)
+        result = part.of_requests(filled.table.long()).decoded(torch.float32)
         for i, tokens in enumerate(filled.tokens):
             x = tokens[which].transpose(0, 1).float()  # [H, n, D]
             alone = encode(x.unsqueeze(0), part.center.unsqueeze(0), part.codec)
             steps = part.steps[filled.table[i].long()].transpose(0, 1).flatten(1)
             assert torch.equal(steps[:, : x.shape[1]], alone.steps[0])
-            error = (found[i, :, : x.shape[1]] - x).square().mean(2)
+            error = (result[i, :, : x.shape[1]] - x).square().mean(2)
             if x.shape[1] > 1:
                 assert 0.5 < error[:, 1:].mean() / NORMAL_ERROR[part.codec.bits] < 1.2
             assert error[:, 0].max() < 3 * NORMAL_ERROR[8], "a text does not begin in 8 bits"
@@ -71,15 +71,15 @@ def test_a_request_reads_what_it_has_written(bits: tuple[int, int], size: int, d
 def test_attention_is_attention_over_the_tokens(bits: tuple[int, int], device: torch.device) -> None:
     filled = Filled([1, 130, 0, 64], device, bits)
     q = filled.normal(4, 2 * HEADS, 64)
-    found = reference.block_attention(q, filled.blocks, filled.reading(), 0.1)
-    assert not found[2].any()
+    result = reference.block_attention(q, filled.blocks, filled.reading(), 0.1)
+    assert not result[2].any()
     for i in (0, 1, 3):
         decoded = [
             part.of_requests(filled.table[i : i + 1].long()).decoded(torch.float64) for part in filled.blocks.parts
         ]
         k, v = (x[0, :, : filled.lengths[i]].repeat_interleave(2, 0) for x in decoded)
         weights = (0.1 * (q[i].double().unsqueeze(1) @ k.mT)).softmax(-1)
-        assert relative_error(found[i], (weights @ v)[:, 0]) < 1e-5
+        assert relative_error(result[i], (weights @ v)[:, 0]) < 1e-5
 
 
 @needs_triton
@@ -135,9 +135,9 @@ def test_kernel_attends_as_the_reference(
     q = filled.normal(5, HEADS * group, size)
     wanted = reference.block_attention(q, filled.blocks, filled.reading(), size**-0.5)
     poison(monkeypatch)
-    found = kernel.block_attention(q, filled.blocks, filled.reading(), size**-0.5)
-    assert not found[2].any()
-    assert relative_error(found, wanted) < (1e-5 if dtype == torch.float32 else 1e-2)
+    result = kernel.block_attention(q, filled.blocks, filled.reading(), size**-0.5)
+    assert not result[2].any()
+    assert relative_error(result, wanted) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_moved_blocks_hold_the_same_tokens(device: torch.device) -> None:
@@ -151,10 +151,10 @@ def test_moved_blocks_hold_the_same_tokens(device: torch.device) -> None:
     assert not filled.pool[untouched].any()
     for part, center, which in zip(filled.blocks.parts, new, (0, 1), strict=True):
         assert torch.equal(part.center, center)
-        found = part.of_requests(filled.table.long()).decoded(torch.float32)
+        result = part.of_requests(filled.table.long()).decoded(torch.float32)
         for i, tokens in enumerate(filled.tokens):
             x = tokens[which].transpose(0, 1).float()
-            error = (found[i, :, : x.shape[1]] - x).square().mean(2)
+            error = (result[i, :, : x.shape[1]] - x).square().mean(2)
             assert error[:, 1:].mean() < 2.4 * NORMAL_ERROR[4]
             assert error[:, 0].max() < 6 * NORMAL_ERROR[8]
 

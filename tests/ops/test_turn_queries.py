@@ -17,14 +17,14 @@ POSITIONS = torch.tensor([[5, 1_000_000], [0, 7]])
 def test_a_chunk_is_turned_by_its_positions_and_other_channels_stay() -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 3, 10, 8, dtype=torch.float64)
-    found = turn_queries(q, POSITIONS, whole_turns(ANGLES, q.device))
+    result = turn_queries(q, POSITIONS, whole_turns(ANGLES, q.device))
     for b in range(2):
         for token in range(10):
             by = POSITIONS[b, token // 5] * torch.tensor(ANGLES, dtype=torch.float64)
             x, y = q[b, :, token, :3], q[b, :, token, 3:6]
             expected = torch.cat([x * by.cos() - y * by.sin(), y * by.cos() + x * by.sin()], 1)
-            torch.testing.assert_close(found[b, :, token, :6], expected, atol=1e-5, rtol=0)
-    assert torch.equal(found[..., 6:], q[..., 6:])
+            torch.testing.assert_close(result[b, :, token, :6], expected, atol=1e-5, rtol=0)
+    assert torch.equal(result[..., 6:], q[..., 6:])
 
 
 @needs_triton

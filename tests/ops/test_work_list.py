@@ -49,9 +49,9 @@ def test_the_kernel_cuts_heads_as_the_reference_does(heads: int, device: torch.d
     # Those of the first rows of more: layers lie apart.
     capacity = torch.randint(0, 3000, (3, heads + 5), generator=generator).to(device)[:, :heads]
     for readers in (Readers(264), Readers(1584, EXACT_SLOTS)):
-        found, wanted = (module.fixed_work_list(capacity, 40_000, readers) for module in (kernel, reference))
-        torch.testing.assert_close(found[1], wanted[1], atol=0, rtol=0)
-        for ours, theirs in zip(found[0], wanted[0], strict=True):
+        result, wanted = (module.fixed_work_list(capacity, 40_000, readers) for module in (kernel, reference))
+        torch.testing.assert_close(result[1], wanted[1], atol=0, rtol=0)
+        for ours, theirs in zip(result[0], wanted[0], strict=True):
             assert {*map(tuple, ours.tolist())} == {*map(tuple, theirs.tolist())}
 
 

@@ -35,8 +35,8 @@ def test_commit_is_the_checkout_or_what_the_environment_names(monkeypatch: pytes
     assert records.commit() == {"hash": "abc123", "dirty": True}
     stamp.commit.cache_clear()
     monkeypatch.delenv("KVSKETCH_COMMIT")
-    found = records.commit()
-    assert found is None or re.fullmatch(r"[0-9a-f]{40,64}", found["hash"])
+    result = records.commit()
+    assert result is None or re.fullmatch(r"[0-9a-f]{40,64}", result["hash"])
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_what_is_read_is_what_was_appended(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     whole = [record(1, lines=200), record(2, lines=400), {**record(3), "kind": "other", "seed": None}]
     records.append(path, *whole, common=["lines"])
-    found = list(records.read(path))
-    assert [{k: v for k, v in each.items() if k != "place"} for each in found] == whole
-    assert [each["place"] for each in found] == [f"records.jsonl, line {line}" for line in (2, 4, 6)]
-    records.append(path, *found)
+    result = list(records.read(path))
+    assert [{k: v for k, v in each.items() if k != "place"} for each in result] == whole
+    assert [each["place"] for each in result] == [f"records.jsonl, line {line}" for line in (2, 4, 6)]
+    records.append(path, *result)
     assert numbers(path) == [1, 2, 3] * 2
 
 
@@ -170,18 +170,18 @@ def cell(sample: int, score: float, seed: int = 0, **more: object) -> dict[str, 
     return {"kind": "lines", "identity": names, **run, "seed": seed, "data": {**data, **more}}
 
 
-def scores(found: list[dict[str, object]]) -> list[object]:
-    return [each["data"]["score"] for each in found]  # type: ignore[index]
+def scores(result: list[dict[str, object]]) -> list[object]:
+    return [each["data"]["score"] for each in result]  # type: ignore[index]
 
 
 def test_the_last_record_of_a_measurement_counts() -> None:
-    found = [cell(0, 0.1), cell(1, 0.2), cell(0, 0.3), cell(0, 0.4, seed=1), cell(0, 0.5, device_bytes=7)]
-    assert scores(records.latest(found)) == [0.5, 0.2, 0.4]
+    result = [cell(0, 0.1), cell(1, 0.2), cell(0, 0.3), cell(0, 0.4, seed=1), cell(0, 0.5, device_bytes=7)]
+    assert scores(records.latest(result)) == [0.5, 0.2, 0.4]
 
 
 def test_models_of_one_name_are_told_apart_by_their_weights() -> None:
-    found = [cell(0, 0.1, model_sha256="a"), cell(0, 0.2, model_sha256="b")]
-    assert scores(records.latest(found)) == [0.1, 0.2]
+    result = [cell(0, 0.1, model_sha256="a"), cell(0, 0.2, model_sha256="b")]
+    assert scores(records.latest(result)) == [0.1, 0.2]
 
 
 def test_a_run_that_measured_again_replaces_all_of_an_older_version() -> None:

@@ -143,8 +143,8 @@ def plane(chance: random.Random, points: int, groups: int) -> dict[str, Any]:
     middles = [(chance.uniform(-40, 40), chance.uniform(-40, 40)) for _ in range(groups)]
     width = 40 / groups
     chosen = (middles[at % groups] for at in range(points))
-    found = [[round(chance.gauss(x, width), 2), round(chance.gauss(y, width), 2)] for x, y in chosen]
-    return {"points": found, "centers": list(range(0, points, points // 16))[:16]}
+    result = [[round(chance.gauss(x, width), 2), round(chance.gauss(y, width), 2)] for x, y in chosen]
+    return {"points": result, "centers": list(range(0, points, points // 16))[:16]}
 
 
 def token_life(tokens: int = 160) -> Iterator[dict[str, Any]]:

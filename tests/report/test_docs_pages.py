@@ -155,16 +155,16 @@ def line(question: int, score: float, **more: Any) -> dict[str, Any]:
     return record("lines", {**CELL, **place, "score": score, "prompt_tokens": 9012, "position": 7 * question, **more})
 
 
-def read(folder: Path, name: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    write(folder / f"{name}.jsonl", found)
+def read(folder: Path, name: str, result: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    write(folder / f"{name}.jsonl", result)
     return records.read_folder(folder)
 
 
 def test_models_and_lengths_stay_apart_and_samples_are_paired(tmp_path: Path) -> None:
-    found = [perplexity(text, 8000, 1.0) for text in (1, 2, 3)]
-    found += [perplexity(1, 16000, 2.0), perplexity(1, 8000, 3.0, model="other")]
-    found += [perplexity(text, 8000, 2.0, chunk=2048) for text in (1, 2, 3, 4)]
-    text = streams.tables(read(tmp_path, "perplexity", found))
+    result = [perplexity(text, 8000, 1.0) for text in (1, 2, 3)]
+    result += [perplexity(1, 16000, 2.0), perplexity(1, 8000, 3.0, model="other")]
+    result += [perplexity(text, 8000, 2.0, chunk=2048) for text in (1, 2, 3, 4)]
+    text = streams.tables(read(tmp_path, "perplexity", result))
     assert "#### m (bfloat16)" in text and "#### other (bfloat16)" in text
     head = "| method | budget | tokens | exact prefill | chunks of 2,048 | chunks of 2,048 - exact | samples |"
     assert head in text and "| method | budget | tokens | exact prefill | samples |\n" in text
@@ -180,8 +180,8 @@ def test_a_retried_failure_counts_no_more_and_others_are_told(tmp_path: Path) ->
 
 
 def test_answers_are_shown_with_the_tokens_that_lines_come_to(tmp_path: Path) -> None:
-    found = [line(n, 1.0) for n in range(4)] + [line(n, float(n < 2), chunk=2048) for n in range(4)]
-    text = streams.tables(read(tmp_path, "lines", found))
+    result = [line(n, 1.0) for n in range(4)] + [line(n, float(n < 2), chunk=2048) for n in range(4)]
+    text = streams.tables(read(tmp_path, "lines", result))
     (row,) = [each for each in text.splitlines() if each.startswith("| `snapkv`")]
     assert row.startswith("| `snapkv` | 1024 | 600 (9,000 tokens) | 1.00 [1.00, 1.00] | 0.50 [0.00, 1.00] | -0.50 [")
 
@@ -192,11 +192,11 @@ def test_answers_are_shown_with_the_tokens_that_lines_come_to(tmp_path: Path) ->
 def test_of_an_error_measured_twice_the_last_counts_and_other_settings_are_no_part(tmp_path: Path) -> None:
     data = {"model": "qwen2.5-coder-0.5b", "dtype": "float32", "tokens": 8192, "method": "quest", "budget": "1/4"}
     data |= {"tokens_read": 2064, "bytes": 3_000_000, "outcomes": {}, "layers": "0"}
-    found = [record("attention_error", {**data, "mean": mean}) for mean in (0.9, 0.05)]
-    found += [record("attention_error", {**data, "mean": 0.5, "dtype": "bfloat16", "method": "h2o"})]
+    result = [record("attention_error", {**data, "mean": mean}) for mean in (0.9, 0.05)]
+    result += [record("attention_error", {**data, "mean": 0.5, "dtype": "bfloat16", "method": "h2o"})]
     (tmp_path / "docs").mkdir()
     (tmp_path / "results" / "eval").mkdir(parents=True)
-    write(tmp_path / "results" / "attention_error.jsonl", found)
+    write(tmp_path / "results" / "attention_error.jsonl", result)
     rows = docs.Numbers(tmp_path).select("errors", model=recall.MODEL, overall=True)
     assert recall.table(rows).endswith("| recall | `quest` | .050 | 2064 | 3 |")
     assert [(row["method"], row["mean"]) for row in rows] == [("quest", 0.05)]

@@ -41,8 +41,8 @@ def made() -> Iterator[Any]:
     yield from (answer("rehearse", "1/8", 0.12, n, 0.0, seed=0) for n in range(16))
     for method, kl in (("full", 0.0), ("rehearse", 0.02)):
         runs = {"chunk_tokens": [64], "chunk_nll": [2.0 + kl], "full_chunk_nll": [2.0], "kl": kl, "position": 4096}
-        found = answer(method, "" if kl == 0 else "1/8", 0.12 if kl else 1.0, 0, 0.0, **runs)
-        yield {**found, "kind": "perplexity", "data": {**found["data"], "sample": "1907-Roosevelt-1"}}
+        result = answer(method, "" if kl == 0 else "1/8", 0.12 if kl else 1.0, 0, 0.0, **runs)
+        yield {**result, "kind": "perplexity", "data": {**result["data"], "sample": "1907-Roosevelt-1"}}
 
 
 @pytest.fixture
@@ -80,11 +80,11 @@ def test_a_table_for_each_share_holds_held_out_questions_alone(root: Path) -> No
 
 def test_a_method_without_a_budget_stands_in_one_table() -> None:
     # Near the middle between two shares: of each task alone the nearest would differ.
-    found = equal_bytes.cells(
+    result = equal_bytes.cells(
         answer("full:bits=2", "", share, 0, 1.0, lines=lines, sample=f"lines={lines} text=0 question=0")
         for lines, share in ((200, 0.18), (400, 0.174))
     )
-    assert {cell.column for cell in found} == {"1/4"} and {cell.bytes for cell in found} == {0.18, 0.174}
+    assert {cell.column for cell in result} == {"1/4"} and {cell.bytes for cell in result} == {0.18, 0.174}
 
 
 def test_a_task_that_was_asked_far_less_is_named() -> None:
@@ -101,8 +101,8 @@ def test_pages_without_such_records_say_so(root: Path) -> None:
 
 
 def test_what_fits_is_recommended_from_the_smallest_loss_on(root: Path) -> None:
-    found = records.read_folder(root / "results", below=True)
-    measured = recommend.table(found)[MODEL]
+    result = records.read_folder(root / "results", below=True)
+    measured = recommend.table(result)[MODEL]
     fits = measured.fitting(0.3, "unseen")
     assert [each.method for each in fits] == ["full:bits=4", "rehearse:budget=50%", "rehearse:budget=50%",
                                                   "snapkv:budget=50%", "snapkv:budget=50%"]  # fmt: skip
@@ -130,8 +130,8 @@ def test_the_command_says_what_it_does_not_know(root: Path) -> None:
 
 def ruler(method: str, task: str, text: int, score: float) -> Any:
     name = {"task": task, "length": 4000, "sample": f"task={task} length=4000 text={text} question=0"}
-    found = answer(method, "" if method == "full" else "1/8", 0.12, text, score, **name)
-    return {**found, "kind": "ruler", "data": {k: v for k, v in found["data"].items() if k != "lines"}}
+    result = answer(method, "" if method == "full" else "1/8", 0.12, text, score, **name)
+    return {**result, "kind": "ruler", "data": {k: v for k, v in result["data"].items() if k != "lines"}}
 
 
 def test_what_was_asked_less_is_marked_or_left_out() -> None:
@@ -140,8 +140,8 @@ def test_what_was_asked_less_is_marked_or_left_out() -> None:
     made += [ruler("rehearse", task, n, 0.5) for task in ("vt", "cwe") for n in range(4)]
     made += [ruler("snapkv", "vt", n, 0.5) for n in range(4)]  # lacks two tasks
     made += [ruler("kvzip", task, 0, 0.5) for task in tasks]  # a quarter of the questions
-    found = equal_bytes.cells(made)
-    assert {cell.method for cell in found} == {"full", "rehearse"}
-    assert "without fwe (full 0.25)" in equal_bytes.tables(found, docs.BIG)
-    assert "0.50*" in equal_bytes.short_table(found, docs.BIG)
-    assert equal_bytes.short_note(found, docs.BIG) == "*: without RULER's fwe, where the full cache has 0.25"
+    result = equal_bytes.cells(made)
+    assert {cell.method for cell in result} == {"full", "rehearse"}
+    assert "without fwe (full 0.25)" in equal_bytes.tables(result, docs.BIG)
+    assert "0.50*" in equal_bytes.short_table(result, docs.BIG)
+    assert equal_bytes.short_note(result, docs.BIG) == "*: without RULER's fwe, where the full cache has 0.25"

@@ -47,10 +47,10 @@ def lines(page: Path) -> Iterator[Line]:
     headings: dict[int, str] = {}
     head: list[str] = []
     for text in page.read_text(encoding="utf-8").splitlines():
-        if found := re.match(r"(#+) (.*)|\*\*(.*)\*\*$", text):
-            level = len(found[1] or "")
+        if result := re.match(r"(#+) (.*)|\*\*(.*)\*\*$", text):
+            level = len(result[1] or "")
             headings = {at: name for at, name in headings.items() if 0 < at < level or level == 0}
-            headings[level] = found[2] or found[3]
+            headings[level] = result[2] or result[3]
         if not text.startswith("| "):
             head = []
             continue

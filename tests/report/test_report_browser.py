@@ -30,9 +30,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
         # A root user, as in containers, has no sandbox.
-        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
+        result = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield result
+        result.close()
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])

@@ -60,8 +60,8 @@ def test_seeds_are_measurements_of_their_own(tmp_path: Path) -> None:
 
 
 def test_settings_stay_apart_and_come_together_once(tmp_path: Path) -> None:
-    found = rows_of(contents_of(tmp_path, "lines", [line(0, 1.0), line(0, 0.0, lines=1000)]))
-    assert [(row.setting, row.mean, row.count) for row in found] == [
+    result = rows_of(contents_of(tmp_path, "lines", [line(0, 1.0), line(0, 0.0, lines=1000)]))
+    assert [(row.setting, row.mean, row.count) for row in result] == [
         ("all numbers of lines", 0.5, 2),
         ("lines 200", 1.0, 1),
         ("lines 1,000", 0.0, 1),
@@ -73,21 +73,21 @@ def test_methods_are_compared_over_the_settings_that_they_share(tmp_path: Path) 
     more = [line(0, 0.0, lines=300), line(0, 0.0, lines=300, method="h2o"), line(0, 0.0, lines=400, method="uniform")]
     more += [line(0, 1.0, lines=200, method="quest"), line(0, 1.0, lines=200, method="clusterkv")]
     failed = line(0, None, lines=400, method="clusterkv")
-    found = rows_of(contents_of(tmp_path, "lines", [*shared, *more, failed]))
-    overall = [row for row in found if row.setting == "all of lines 200, 400"]
+    result = rows_of(contents_of(tmp_path, "lines", [*shared, *more, failed]))
+    overall = [row for row in result if row.setting == "all of lines 200, 400"]
     assert [(row.method, row.mean, row.count) for row in overall] == [
         ("h2o", 1.0, 2),
         ("snapkv", 1.0, 2),
         ("kcenter", 1.0, 2),
     ]
-    assert found[0] == overall[0] and len([row for row in found if row.setting == "lines 300"]) == 2
+    assert result[0] == overall[0] and len([row for row in result if row.setting == "lines 300"]) == 2
 
 
 def test_ways_to_measure_have_means_of_their_own(tmp_path: Path) -> None:
     own = [line(0, 1.0, lines=n) for n in (200, 300)] + [line(0, 1.0, lines=200, method="h2o")]
     in_bytes = [line(0, 0.0, lines=n, budgets_in="bytes") for n in (200, 400)]
-    found = rows_of(contents_of(tmp_path, "lines", [*in_bytes, *own, line(0, 0.5, lines=50, primed=True)]))
-    assert [(row.setting, row.variant, row.mean) for row in found] == [
+    result = rows_of(contents_of(tmp_path, "lines", [*in_bytes, *own, line(0, 0.5, lines=50, primed=True)]))
+    assert [(row.setting, row.variant, row.mean) for row in result] == [
         ("all numbers of lines, budgets of equal bytes", "budgets of equal bytes", 0.0),
         ("lines 50, answer begun", "answer begun", 0.5),
         ("lines 200", "", 1.0),
@@ -127,8 +127,8 @@ def test_models_stay_apart_in_rows_maps_pictures_and_documents(tmp_path: Path) -
     ],
 )
 def test_other_ways_to_measure_are_not_mixed(tmp_path: Path, more: dict[str, Any], words: str) -> None:
-    found = rows_of(contents_of(tmp_path, "lines", [line(0, 1.0), line(0, 0.0, **more)]))
-    single = [row for row in found if not row.setting.startswith("all")]
+    result = rows_of(contents_of(tmp_path, "lines", [line(0, 1.0), line(0, 0.0, **more)]))
+    single = [row for row in result if not row.setting.startswith("all")]
     assert sorted((row.mean, row.count) for row in single) == [(0.0, 1), (1.0, 1)]
     assert any(words in row.setting for row in single if row.mean == 0.0)
 
@@ -152,12 +152,12 @@ def test_the_error_of_attention_is_shown_over_layers_and_by_layer(tmp_path: Path
     }
     data = {"method": "quest", "budget": "1/8", "sample": "speech", **MODEL, "tokens": 8192}
     data |= {"mean": 0.2, "tokens_read": 85}
-    found = rows_of(
+    result = rows_of(
         contents_of(
             tmp_path, "attention_error", [record("attention_error", {**data, "bytes": 220, "outcomes": outcomes})]
         )
     )
-    assert [(row.setting, row.budget, row.mean, row.tokens_read, row.device_bytes) for row in found] == [
+    assert [(row.setting, row.budget, row.mean, row.tokens_read, row.device_bytes) for row in result] == [
         ("mean over layers 0,4, 8,192 tokens", "1/8", 0.2, 85, 220),
         ("layer 0, 8,192 tokens", "1/8", 0.1, 80, 100),
         ("layer 4, 8,192 tokens", "1/8", 0.3, 90, 120),
@@ -168,14 +168,14 @@ def test_a_retried_error_replaces_its_failure(tmp_path: Path) -> None:
     cell = {"method": "quest", "budget": "1/8", "sample": "speech", **MODEL, "tokens": 8192, "layers": "0"}
     outcome = {"rate": 8, "mean": 0.2, "bytes": 9, "outcomes": {"0": {"error": 0.2, "tokens_read": 80, "bytes": 9}}}
     records = [record("attention_error", {**cell, **each}) for each in ({"failed": "OutOfMemoryError: no"}, outcome)]
-    found = rows_of(contents_of(tmp_path, "attention_error", records))
-    assert [(row.budget, row.mean, row.failed) for row in found] == [("1/8", 0.2, 0), ("1/8", 0.2, 0)]
+    result = rows_of(contents_of(tmp_path, "attention_error", records))
+    assert [(row.budget, row.mean, row.failed) for row in result] == [("1/8", 0.2, 0), ("1/8", 0.2, 0)]
 
 
 def test_streams_of_other_lengths_are_other_measurements(tmp_path: Path) -> None:
     data = [{**perplexity_data("snapkv", "1/8", 2000, [2.0], [2.0]), "tokens": n} for n in (4096, 16384)]
-    found = rows_of(contents_of(tmp_path, "perplexity", [record("perplexity", each) for each in data]))
-    assert [row.setting for row in found] == ["stream of 4,096 tokens", "stream of 16,384 tokens"]
+    result = rows_of(contents_of(tmp_path, "perplexity", [record("perplexity", each) for each in data]))
+    assert [row.setting for row in result] == ["stream of 4,096 tokens", "stream of 16,384 tokens"]
 
 
 def test_recall_counts_every_query_head(tmp_path: Path) -> None:
@@ -199,9 +199,9 @@ def test_needle_maps_keep_failures_and_gaps(tmp_path: Path) -> None:
         "needle",
         [cell(1000, 0.0, score=1.0), cell(2000, 0.5, failed="ValueError: no"), cell(2000, 0.0, score=0.0)],
     )
-    (found,) = contents.needle
-    assert (found["lengths"], found["depths"]) == ([1000, 2000], [0.0, 0.5])
-    assert found["cells"] == [[[1.0, 1, 0], [0.0, 1, 0]], [None, [None, 0, 1]]]
+    (result,) = contents.needle
+    assert (result["lengths"], result["depths"]) == ([1000, 2000], [0.0, 0.5])
+    assert result["cells"] == [[[1.0, 1, 0], [0.0, 1, 0]], [None, [None, 0, 1]]]
 
 
 def test_every_experiment_is_read(tmp_path: Path) -> None:
@@ -228,10 +228,10 @@ def test_a_record_that_lacks_a_field_is_told_and_left_out(tmp_path: Path) -> Non
 
 
 def test_models_of_one_name_with_other_weights_have_rows_of_their_own(tmp_path: Path) -> None:
-    found = rows_of(
+    result = rows_of(
         contents_of(tmp_path, "lines", [line(0, 1.0, weights="aaaaaaaaaa"), line(0, 0.0, weights="bbbbbbbbbb")])
     )
-    assert [(row.model, row.mean) for row in found] == [
+    assert [(row.model, row.mean) for row in result] == [
         ("qwen2.5-coder-1.5b aaaaaaaa (bfloat16)", 1.0),
         ("qwen2.5-coder-1.5b bbbbbbbb (bfloat16)", 0.0),
     ]

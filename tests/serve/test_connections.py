@@ -50,9 +50,9 @@ def serving(loaded: tuple[Any, Any], tmp_path: Path) -> Iterator[Callable[..., S
 
 
 def connected(server: Server, data: bytes = b"") -> socket.socket:
-    found = socket.create_connection(("127.0.0.1", urlsplit(server.address).port or 0), timeout=30)
-    found.sendall(data)
-    return found
+    result = socket.create_connection(("127.0.0.1", urlsplit(server.address).port or 0), timeout=30)
+    result.sendall(data)
+    return result
 
 
 def call(server: Server, method: str, path: str, body: bytes | None = None) -> int:
@@ -73,14 +73,14 @@ def trickle(connection: socket.socket, seconds: float) -> None:
 
 def rest(connection: socket.socket) -> bytes:
     """What comes until the connection is closed."""
-    found = b""
+    result = b""
     try:
         while piece := connection.recv(1 << 20):
-            found += piece
+            result += piece
     except ConnectionError:
         pass
     connection.close()
-    return found
+    return result
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,9 @@ def test_a_document_is_read_once_and_found_after_a_restart(opened: Any, model: A
 def test_a_short_document_that_names_no_method_is_kept_whole(opened: Any, model: Any, tokenizer: Any) -> None:
     tokens = document_ids(tokenizer, TEXT).shape[1]
     store = opened(whole_below=tokens + 1)
-    found = store.wait(store.add(TEXT).id)
-    assert found.method == "full" and found.tokens_stored == tokens and found.device_bytes == found.full_bytes
-    assert store.add(TEXT, method="full").id == found.id, "the same text, the same method: the same document"
+    result = store.wait(store.add(TEXT).id)
+    assert result.method == "full" and result.tokens_stored == tokens and result.device_bytes == result.full_bytes
+    assert store.add(TEXT, method="full").id == result.id, "the same text, the same method: the same document"
     named = store.wait(store.add(TEXT, method=METHOD).id)
     assert named.method == METHOD and named.tokens_stored < tokens
     longer = opened(whole_below=tokens, folder=store.folder)
@@ -170,9 +170,9 @@ def test_a_damaged_file_hides_no_other_document(opened: Any, tmp_path: Path, nam
     contents = [json.dumps({**whole, key: value}) for key in whole for value in WRONG]
     for content in (*contents, "", "{", "[]", "[" * 100_000, b"\xff".decode("latin-1")):
         path.write_text(content)
-        found = store.documents()
-        assert other in found, content
-        json.dumps([each.public() for each in found], allow_nan=False, ensure_ascii=False).encode()
+        result = store.documents()
+        assert other in result, content
+        json.dumps([each.public() for each in result], allow_nan=False, ensure_ascii=False).encode()
     path.write_text("{}")
     assert [each.id for each in opened().documents()] == (
         [other.id] if name == "document.json" else [other.id, damaged.id]

@@ -32,17 +32,17 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = save_tiny_model(tmp_path_factory.mktemp("tiny"))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     service = start_service(model, tokenizer, "tiny", METHOD, folder=tmp_path_factory.mktemp("documents"))
-    with Server(service, api_key="secret").started() as found:
-        yield found
+    with Server(service, api_key="secret").started() as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
         # A root user, as in containers, has no sandbox.
-        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
+        result = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield result
+        result.close()
 
 
 def test_a_document_is_read_asked_and_compared(browser: Any, address: str, tmp_path: Path) -> None:

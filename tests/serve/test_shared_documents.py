@@ -240,8 +240,8 @@ def test_recorded_steps_serve_whichever_document_is_read(method: str) -> None:
         for number, (ticket, (text, length, count)) in enumerate(zip(tickets, asked, strict=True)):
             ids = torch.tensor([prompt(number, length)], device="cuda")
             inputs = {"input_ids": ids, "attention_mask": ids.new_ones(1, 150 + length)}
-            found = kvsketch.generate(on_gpu, inputs, text.continued(), max_new_tokens=count, do_sample=False)
-            assert list(ticket) == found[0, length:].tolist(), f"request {number}"
+            result = kvsketch.generate(on_gpu, inputs, text.continued(), max_new_tokens=count, do_sample=False)
+            assert list(ticket) == result[0, length:].tolist(), f"request {number}"
         assert graphs == [batch.graph for batch in engine._shared.batches] and engine.state().documents_laid == 2
     finally:
         engine.close(drain=False)

@@ -48,8 +48,8 @@ def test_a_token_over_an_exact_one_is_what_is_read(packed: bool) -> None:
     for row in range(2):
         for head in range(3):
             left = [slot for slot in range(EXACT) if slot != at[row, head, 0]]
-            found = slots.plain()[row, head, left]
-            torch.testing.assert_close(found, x[row, head, left], atol=1e-4, rtol=1e-4)
+            result = slots.plain()[row, head, left]
+            torch.testing.assert_close(result, x[row, head, left], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("at", [SLOTS, 30])
@@ -61,12 +61,12 @@ def test_some_slots_are_those_of_all_beside_new_ones(at: int) -> None:
     everything = slots.plain()
     assert torch.equal(everything[:, :, at : at + 5], new)
     order = torch.randperm(SLOTS + 5, generator=torch.Generator().manual_seed(2)).expand(2, 3, -1)
-    found = slots.at(order)
-    torch.testing.assert_close(found, everything[:, :, order[0, 0]], atol=1e-4, rtol=1e-4)
+    result = slots.at(order)
+    torch.testing.assert_close(result, everything[:, :, order[0, 0]], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(slots.part(at - 3, at + 2), everything[:, :, at - 3 : at + 2])
 
 
 def test_keys_without_values_are_not_exact() -> None:
     _, slots = text()
-    found = slots.exact_before(2)
-    assert found.exact_at.tolist() == [[[0, 1, -1, -1]] * 3] * 2
+    result = slots.exact_before(2)
+    assert result.exact_at.tolist() == [[[0, 1, -1, -1]] * 3] * 2

@@ -15,9 +15,9 @@ from tests.helpers.common import padded
 def test_only_tensors_that_fill_a_storage_of_their_own_are_copied_together() -> None:
     whole, wide = torch.arange(6.0), torch.arange(8)
     shared = torch.zeros(2, 2)
-    found = copies([whole, whole, wide[2:5], shared, shared.view(4)])
-    assert [*found] == [id(whole)] and torch.equal(found[id(whole)], whole)
-    assert found[id(whole)].data_ptr() != whole.data_ptr()
+    result = copies([whole, whole, wide[2:5], shared, shared.view(4)])
+    assert [*result] == [id(whole)] and torch.equal(result[id(whole)], whole)
+    assert result[id(whole)].data_ptr() != whole.data_ptr()
 
 
 def test_a_copy_of_a_cache_goes_on_by_itself() -> None:

@@ -292,9 +292,9 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def each_row_reads_what_it_holds(self) -> None:
         self.store.count_to(self.clock)
-        found = [read(table) for table in self.store.tables]
+        result = [read(table) for table in self.store.tables]
         for number, row in self.rows.items():
-            self._check(row, found, number, self.clock - row.seen)
+            self._check(row, result, number, self.clock - row.seen)
             begin = self.clock - row.seen
             counts = [int(t[number]) for t in (self.store.padding, self.store.prompts, self.store.settled_at)]
             assert counts == [begin, begin + row.prompt, begin + row.settled]
@@ -302,10 +302,10 @@ class Machine(RuleBasedStateMachine):
             for table, note in zip(self.store.tables, row.notes, strict=True):
                 assert torch.equal(table.state_of(Noted).note[number], note)
 
-    def _check(self, row: Row, found: list[tuple[Tensor, Tensor]], at: int, shift: int) -> None:
+    def _check(self, row: Row, result: list[tuple[Tensor, Tensor]], at: int, shift: int) -> None:
         """Row `at` of what was read holds the tokens of the model, one after the other, and nothing behind them."""
         for (layer, head), held in row.heads.items():
-            index, whole = (part[at, head] for part in found[layer])
+            index, whole = (part[at, head] for part in result[layer])
             count = len(held)
             assert index[:count].tolist() == [token.number + shift for token in held]
             wanted = torch.stack([token.held for token in held])

@@ -196,11 +196,11 @@ class Machine(RuleBasedStateMachine):
                 queries = self.pages.planes["queries"][page, layer, :, request.waiting].clone()
                 assert not any(torch.equal(queries, other) for other in request.queries[layer]), "queries of another"
                 request.queries[layer].append(queries)
-            found = read(table)
+            result = read(table)
             for row, page in enumerate(pages):
                 request = self.requests[page]
                 # The numbers of tokens that wait are written when the request is opened.
-                self._check(request, layer, found, row, unnumbered=request.waiting + 1)
+                self._check(request, layer, result, row, unnumbered=request.waiting + 1)
         for page in pages:
             self.requests[page].seen += 1
 
@@ -235,10 +235,10 @@ class Machine(RuleBasedStateMachine):
                 for place, wanted in enumerate(request.queries[layer]):
                     assert torch.equal(queries[0, :, place], wanted)
 
-    def _check(self, request: Held, layer: int, found: tuple[Tensor, Tensor], at: int, unnumbered: int = 0) -> None:
+    def _check(self, request: Held, layer: int, result: tuple[Tensor, Tensor], at: int, unnumbered: int = 0) -> None:
         """Row `at` of what was read holds the tokens of the model, one after the other, and nothing behind them."""
         for head in range(HEADS):
-            held, (index, whole) = request.heads[layer, head], (part[at, head] for part in found)
+            held, (index, whole) = request.heads[layer, head], (part[at, head] for part in result)
             count = len(held)
             numbered = count - unnumbered
             assert index[:numbered].tolist() == [token.number for token in held[:numbered]]

@@ -189,11 +189,11 @@ class RaggedInOurs(OnOneClock):
         return [self.rows.take(entry, request.seen)]
 
     def read(self, entry: int, request: Request) -> list[SlotTable]:
-        found = super().read(entry, request)
-        for table in found:
+        result = super().read(entry, request)
+        for table in result:
             # A step learns the largest head.
             table.layout.most = table.length = int(table.layout.capacity.max())
-        return found
+        return result
 
 
 class EqualInPages(Form):
@@ -247,8 +247,8 @@ class RaggedInPages(Form):
         # Several tokens are added to tables of one layer each.
         self.stacks = not self.stacks
         taken = self.pages.stack if self.stacks else self.pages.take
-        found = taken(1 + entry, request.seen, request.settled)
-        return [found] if isinstance(found, SlotTable) else found
+        result = taken(1 + entry, request.seen, request.settled)
+        return [result] if isinstance(result, SlotTable) else result
 
     def read(self, entry: int, request: Request) -> list[SlotTable]:
         return self.pages.take(1 + entry, request.seen, request.settled)

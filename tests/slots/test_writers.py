@@ -15,13 +15,13 @@ FIELDS = {field.name for field in dataclasses.fields(BoundedTable)}
 
 
 def test_nobody_else_assigns_the_fields_of_a_table() -> None:
-    found = [
+    result = [
         f"{path.relative_to(SOURCE)}:{line}"
         for path in sorted(SOURCE.rglob("*.py"))
         if path.parent.name != "slots" or path.parent.parent != SOURCE
         for line in writes(ast.parse(path.read_text()))
     ]
-    assert not found, f"a field of a table is written outside slots/; use a verb of the table: {found}"
+    assert not result, f"a field of a table is written outside slots/; use a verb of the table: {result}"
 
 
 def test_the_test_sees_every_way_to_write() -> None:

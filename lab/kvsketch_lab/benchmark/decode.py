@@ -94,12 +94,12 @@ def check_tokens(model: Any, method: str | Method, prompt: Tensor, count: int) -
         return "captured tokens differ from eager ones", median
     if whole:
         return None, median
-    found = Session(model, method, prompt, 1, count + 1, fused=False).tokens(count)
+    result = Session(model, method, prompt, 1, count + 1, fused=False).tokens(count)
     options = {"max_new_tokens": count + 1, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(
         prompt, past_key_values=CompressedCache(model, method), eos_token_id=model.config.vocab_size, **options
     )
-    return None if torch.equal(found, expected) else "captured tokens differ from those of model.generate", median
+    return None if torch.equal(result, expected) else "captured tokens differ from those of model.generate", median
 
 
 def _prefilled(model: Any, method: str | Method, prompt: Tensor) -> CompressedCache:
@@ -178,9 +178,9 @@ class Decode(CheckedBenchmark):
         # The peak is that of the model, not of the check.
         self.on.free()
         session = Session(self.built, method, self.tokens, batch, self.steps + 8)
-        found = _times(session.times(self.steps))
+        result = _times(session.times(self.steps))
         layers, held = self.checked.config.num_hidden_layers, session.cache.device_bytes
-        return found | {
+        return result | {
             # A step must read every weight and every slot once.
             "floor_ms": 1e3 * (weight_bytes(self.built) + held) / self.bandwidth,
             "cache_bytes": held,
@@ -204,8 +204,8 @@ class Decode(CheckedBenchmark):
             self.on.synchronize()
             times.append(1e3 * (time.perf_counter() - start))
         timed = times[2:]
-        found = {"step_ms": statistics.median(timed), "p10_ms": min(timed), "p90_ms": max(timed)}
-        return found | {"prompt": prompt.shape[1]}
+        result = {"step_ms": statistics.median(timed), "p10_ms": min(timed), "p90_ms": max(timed)}
+        return result | {"prompt": prompt.shape[1]}
 
     def _static(self) -> Row:
         """transformers' StaticCache with its decode step captured by hand."""

@@ -112,11 +112,13 @@ class Document(Benchmark):
             sizes = {"file_bytes": file.stat().st_size, "cache_bytes": cache.device_bytes + cache.host_bytes}
             stored, from_file = timed(lambda: CompressedCache.load(file, asked.model), asked, self.repeats)
         held, from_memory = timed(lambda: copy.deepcopy(cache), asked, self.repeats)
-        for name, times, found in (
+        for name, times, result in (
             ("read again", again, wanted), ("from its file", stored, from_file), ("held ready", held, from_memory),
         ):  # fmt: skip
             row = {**shared, **sizes, "cache": name, "seconds": statistics.median(times), "times": times}
-            yield (row if found == wanted else {**row, FAILED: "another first token than from the document read again"})
+            yield (
+                row if result == wanted else {**row, FAILED: "another first token than from the document read again"}
+            )
 
     def shown(self, row: Row, rows: list[Row]) -> Row:
         base = next(each for each in rows if each["method"] == row["method"] and each["tokens"] == row["tokens"])

@@ -82,14 +82,14 @@ class HitRate(Benchmark):
     def cells(self) -> list[Row]:
         shared = {"model": self.model, "prompt": self.prompt, "steps": self.steps}
         budget = self.prompt // self.share
-        found = [
+        result = [
             {"method": f"{text.strip()}:budget={budget}:offload=host:keep_steps={keep}", **shared}
             for text in self.methods.split(",")
             for keep in self.keep_steps
         ]
-        for cell in found:
+        for cell in result:
             parse_method(str(cell["method"]))
-        return found
+        return result
 
     def measure(self, method: str, **shared: Any) -> Iterator[Row]:
         yield measure(*self.loaded[:1], method, self.loaded[1], self.prompt) | shared

@@ -223,9 +223,9 @@ class Kernels(Benchmark):
         plan = dataclasses.asdict(default_plan(batch, slots)) if self.on.is_gpu else None
         for contender in (*OURS, *(RIVALS if self.on.is_gpu else ON_A_CPU)):
             held = [inputs.held_as(contender) for inputs in sets]
-            if (found := contender_calls(held, contender)) is None:
+            if (result := contender_calls(held, contender)) is None:
                 continue
-            calls, expanded = found
+            calls, expanded = result
             read = held[0].bytes_read
             states = {"cold": calls} | ({"warm": calls[:1]} if read < self.l2_bytes else {})
             for cache, used in states.items():

@@ -88,8 +88,8 @@ def same_tokens(model: Any, near: Method, far: Method, prompt: Tensor, count: in
 
 def counts_of(session: Session) -> Tensor:  # [4]
     """What the hot sets of all layers have counted so far."""
-    found = [layer.table.hot.counts for layer in session.cache.slot_layers]
-    return torch.stack([each.sum((0, 1)).cpu() for each in found if each is not None]).sum(0)
+    result = [layer.table.hot.counts for layer in session.cache.slot_layers]
+    return torch.stack([each.sum((0, 1)).cpu() for each in result if each is not None]).sum(0)
 
 
 @dataclass
@@ -108,13 +108,13 @@ class Offload(CheckedBenchmark):
 
     @functools.cached_property
     def pairs(self) -> dict[str, tuple[Method, Method]]:
-        found = [
+        result = [
             variants(text, locality)
             for text in self.texts
             for locality in self.locality
             if locality == 0 or text.startswith("clusterkv")
         ]
-        return {str(near): (near, far) for near, far in found}
+        return {str(near): (near, far) for near, far in result}
 
     @functools.cached_property
     def right(self) -> Callable[[str], bool]:
@@ -133,8 +133,8 @@ class Offload(CheckedBenchmark):
         if not self.right(method):
             yield row | {FAILED: "offloaded tokens differ"}
             return
-        found = self.compared(method, batch)
-        yield row | found | {"ratio": found["host_ms"] / found["device_ms"]}
+        result = self.compared(method, batch)
+        yield row | result | {"ratio": result["host_ms"] / result["device_ms"]}
 
     def compared(self, method: str, batch: int) -> Row:
         """One method, on the device and in host memory."""

@@ -75,9 +75,9 @@ class Pages(Benchmark):
         bounds = keys.new_empty(batch, KV_HEADS, self.tokens // PAGE * 9 // 8 + 1, HEAD_SIZE)
         query = self.on.normal(self.on.generator(seed), batch, QUERY_HEADS, 1, HEAD_SIZE)
         seen = torch.tensor([self.tokens], device=self.device)
-        found = Layer(keys, bounds, bounds, seen, query).without_bounds()
-        found.widen()
-        return found
+        result = Layer(keys, bounds, bounds, seen, query).without_bounds()
+        result.widen()
+        return result
 
     def wrong(self) -> Iterator[str]:
         pages = self.budget // PAGE

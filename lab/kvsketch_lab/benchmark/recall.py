@@ -188,11 +188,11 @@ class Recall(OfPrefill):
 
     def _wrong_selection(self, layer: Layer) -> Iterator[str]:
         scores = partial(ops.cluster_scores, layer.query(self.seed), layer.centroids)
-        found = scores()
-        if not torch.allclose(found, by_reference(scores), atol=1e-2, rtol=1e-3):
+        result = scores()
+        if not torch.allclose(result, by_reference(scores), atol=1e-2, rtol=1e-3):
             yield f"cluster_scores, {layer.clusters} clusters: differs from the reference"
         for budget in self.budgets:
-            choose = partial(layer.choose, found, budget)
+            choose = partial(layer.choose, result, budget)
             if not torch.equal(choose().rows, by_reference(choose).rows):
                 yield f"select_clusters, {layer.clusters} clusters, budget {budget}: differs from the reference"
             for shared in (False, True):

@@ -143,15 +143,15 @@ def _measured(benchmark: Benchmark, path: Path, cells: list[Row]) -> tuple[list[
     """The rows of all cells, and how many cells this command has measured before."""
     known, rows, skipped = [] if benchmark.again else _recorded(benchmark, path), [], 0
     for cell in tqdm(cells, unit="cell", desc=benchmark.name, mininterval=0.2 if sys.stderr.isatty() else 30.0):
-        found = [row for row in known if cell.items() <= row.items()]
-        skipped += bool(found)
-        if not found:
+        result = [row for row in known if cell.items() <= row.items()]
+        skipped += bool(result)
+        if not result:
             try:
-                found = list(benchmark.measure(**cell))
+                result = list(benchmark.measure(**cell))
             except OutOfMemory:
-                found = [{**cell, FAILED: OUT_OF_MEMORY}]
-            records.append(path, *(records.make_record(benchmark.kind, row, benchmark.seed) for row in found))
-        rows += found
+                result = [{**cell, FAILED: OUT_OF_MEMORY}]
+            records.append(path, *(records.make_record(benchmark.kind, row, benchmark.seed) for row in result))
+        rows += result
     return rows, skipped
 
 
@@ -165,16 +165,16 @@ def _tuned(benchmark: Benchmark, path: Path) -> list[Row]:
             setting, launches, calls_of, timing = next(trials) if answer is None else trials.send(answer)
         except StopIteration:
             return rows
-        found: dict[Any, Timing] = {}
+        result: dict[Any, Timing] = {}
         for launch in launches:
             try:
-                found[launch] = benchmark.on.time(calls_of(launch), **timing)
+                result[launch] = benchmark.on.time(calls_of(launch), **timing)
             except Exception as error:
                 if type(error).__name__ not in DOES_NOT_FIT:
                     raise
                 print(f"{launch}: {type(error).__name__}", file=sys.stderr)
-        answer = sorted(found, key=lambda launch: found[launch].median_us)
-        these = [{**setting, "launch": str(launch), **dataclasses.asdict(found[launch])} for launch in answer]
+        answer = sorted(result, key=lambda launch: result[launch].median_us)
+        these = [{**setting, "launch": str(launch), **dataclasses.asdict(result[launch])} for launch in answer]
         records.append(path, *(records.make_record(benchmark.tuning_kind, row, benchmark.seed) for row in these))
         rows += [row | {"setting": ", ".join(map(str, setting.values()))} for row in these]
 
@@ -210,18 +210,18 @@ def _recorded(benchmark: Benchmark, path: Path) -> list[Row]:
 
 def table(benchmark: Benchmark, columns: str, rows: list[Row]) -> Table:
     """A line for each row: the fields that the columns name; what a row does not have stays empty."""
-    found = Table(title=benchmark.headline(rows) if rows else benchmark.title)
+    result = Table(title=benchmark.headline(rows) if rows else benchmark.title)
     specs = [
         COLUMN.fullmatch(each.strip())
         for each in (columns + (" | failed" if any(map(_failed, rows)) else "")).split("|")
     ]
     for spec in specs:
         assert spec is not None, columns
-        found.add_column(spec["heading"], justify="right" if spec["form"] else "left", overflow="fold")
+        result.add_column(spec["heading"], justify="right" if spec["form"] else "left", overflow="fold")
     for row in rows:
         seen = row if row.get(FAILED) or benchmark.tunes else row | benchmark.shown(row, rows)
-        found.add_row(*(_cell(seen.get(spec["field"] or spec["heading"]), spec) for spec in specs if spec))
-    return found
+        result.add_row(*(_cell(seen.get(spec["field"] or spec["heading"]), spec) for spec in specs if spec))
+    return result
 
 
 def _failed(row: Row) -> bool:

@@ -209,12 +209,12 @@ class Serve(ShapeBenchmark):
         rows = self._rows(method)
         options: dict[str, Any] = {"rows": rows, "longest": self.longest, "queue": rows, "chunk": self.chunk}
         engine = BatchedEngine(self.built, method, **options, readers=1 if method.keeps_all else 4)
-        found: Row = {"rows": rows, "start_s": time.monotonic() - began, "prefill": engine.prefill}
-        found["row_bytes"] = engine.bytes_per_row
+        result: Row = {"rows": rows, "start_s": time.monotonic() - began, "prefill": engine.prefill}
+        result["row_bytes"] = engine.bytes_per_row
         try:
-            found["ttft_s"] = self._first_token(engine)
-            found["join_ms"] = self._join_ms(engine, document)
-            return found | self._together(engine, document, rows) | {"peak_bytes": self.on.peak}
+            result["ttft_s"] = self._first_token(engine)
+            result["join_ms"] = self._join_ms(engine, document)
+            return result | self._together(engine, document, rows) | {"peak_bytes": self.on.peak}
         finally:
             engine.close(drain=False)
 
@@ -227,14 +227,14 @@ class Serve(ShapeBenchmark):
         engine = BatchedEngine(self.built, method, **options, memory=memory, documents=True)
         shared = engine._shared
         assert shared is not None
-        found: Row = {"rows": rows, "start_s": time.monotonic() - began, "prefill": engine.prefill}
-        found["document_bytes"] = shared.bytes_per_slot * shared.document_slots(document)
+        result: Row = {"rows": rows, "start_s": time.monotonic() - began, "prefill": engine.prefill}
+        result["document_bytes"] = shared.bytes_per_slot * shared.document_slots(document)
         tail = shared.slots_for(self.question + self.new_tokens)
-        found["row_bytes"] = shared.bytes_per_slot * tail + shared.bytes_beside
-        found["device_bytes"] = shared.device_bytes
+        result["row_bytes"] = shared.bytes_per_slot * tail + shared.bytes_beside
+        result["device_bytes"] = shared.device_bytes
         try:
-            found["join_ms"] = self._join_ms(engine, document)
-            return found | self._filled(engine, document, rows)[0] | {"peak_bytes": self.on.peak}
+            result["join_ms"] = self._join_ms(engine, document)
+            return result | self._filled(engine, document, rows)[0] | {"peak_bytes": self.on.peak}
         finally:
             engine.close(drain=False)
 
@@ -292,17 +292,17 @@ class Serve(ShapeBenchmark):
         wait_for("the timed steps", lambda: len(listeners[-1].times) >= first + self.steps, tickets)
         end = time.monotonic()
         gaps = [gap for each in listeners for gap in each.gaps(start, end)]
-        found: Row = {
+        result: Row = {
             "tokens_per_s": sum(each.count(start, end) for each in listeners) / (end - start),
             "p50_ms": quantile(gaps, 0.5),
             "p99_ms": quantile(gaps, 0.99),
             "document_ttft_s": _first(tickets[0]),
             "fill_s": filled,
         }
-        return found, listeners
+        return result, listeners
 
     def _together(self, engine: BatchedEngine, document: CompressedCache, rows: int) -> Row:
-        found, listeners = self._filled(engine, document, rows)
+        result, listeners = self._filled(engine, document, rows)
         tickets = [each.ticket for each in listeners]
         tickets[-1].cancel()
         tickets[-1].wait(PATIENCE)
@@ -315,7 +315,7 @@ class Serve(ShapeBenchmark):
             "a step after it", lambda: all(each.ticket.done or each.times[-1] > end for each in others), tickets[:-1]
         )
         busy = [gap for each in others for gap in each.gaps(start, time.monotonic())]
-        return found | {
+        return result | {
             "busy_ttft_s": _first(late),
             "busy_p50_ms": quantile(busy, 0.5),
             "busy_p99_ms": quantile(busy, 0.99),

@@ -93,14 +93,14 @@ def prefill_times(
 ) -> tuple[list[float], Tensor, Any]:
     """Milliseconds of each prefill after one that warms up, the last logits, and the cache of the last."""
     prompt = make_prompt(tokens, device, 0, model.config.vocab_size)
-    found: list[Any] = []
+    result: list[Any] = []
 
     def call() -> None:
-        found[:] = [make_cache(model, method)]
-        found.append(model(prompt, past_key_values=found[0], logits_to_keep=1).logits)
+        result[:] = [make_cache(model, method)]
+        result.append(model(prompt, past_key_values=result[0], logits_to_keep=1).logits)
 
     times = device.milliseconds(call, repeats)
-    return times, found[1], found[0]
+    return times, result[1], result[0]
 
 
 def problem_of(cache: CompressedCache) -> str | None:

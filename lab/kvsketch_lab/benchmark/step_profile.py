@@ -27,13 +27,13 @@ STEPS = 4
 def kernels_of(session: Session) -> list[Row]:
     """Microseconds and launches per step of each kernel, the longest first; on a CPU, of torch's operations."""
     gpu = session.device.is_gpu
-    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as result:
         for _ in range(STEPS):
             session.run()
         session.device.synchronize()
     averages = [
         ((e.self_device_time_total if gpu else e.self_cpu_time_total) / STEPS, e.count / STEPS, e.key)
-        for e in found.key_averages()
+        for e in result.key_averages()
     ]
     return [
         {"kernel": name[:120], "us": round(us, 2), "launches": launches}

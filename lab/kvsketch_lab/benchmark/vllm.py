@@ -131,8 +131,8 @@ def run(job: Job) -> Row:
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     if not lines:
         return {FAILED: f"the engine ended with {ran.returncode} and told nothing"}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
 
 
 command = functools.partial(runner.command, Vllm)

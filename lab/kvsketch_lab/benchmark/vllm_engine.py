@@ -101,24 +101,24 @@ class Engine:
 
     def _options(self) -> Row:
         job = self.job
-        found: Row = {"load_format": "dummy"} if job.batches else {}
+        result: Row = {"load_format": "dummy"} if job.batches else {}
         if job.rows:
-            found["max_num_seqs"] = job.rows
-        found["gpu_memory_utilization"] = job.share if job.device == "cuda" else CPU_SHARE
+            result["max_num_seqs"] = job.rows
+        result["gpu_memory_utilization"] = job.share if job.device == "cuda" else CPU_SHARE
         if job.eager or job.device == "cpu":
-            found["enforce_eager"] = True
+            result["enforce_eager"] = True
         elif not job.batches:
             # Layers as in an eager engine: what differs is that steps are captured.
-            found["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+            result["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         if job.contender in OWN:
-            return found | OWN[job.contender]
-        found |= {"attention_backend": "CUSTOM", "additional_config": {"kvsketch": job.contender}}
+            return result | OWN[job.contender]
+        result |= {"attention_backend": "CUSTOM", "additional_config": {"kvsketch": job.contender}}
         if job.question and not keeps_all(job.contender):
             extra = {"budget": job.kept, "count": 1}
-            found["kv_transfer_config"] = {
+            result["kv_transfer_config"] = {
                 "kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": extra,
             }  # fmt: skip
-        return found
+        return result
 
     def rows_that_fit(self) -> float:
         """Requests of the longest length that memory holds."""
@@ -203,14 +203,14 @@ class Engine:
         for _ in range(WARM_UP_STEPS):
             self.step(made)
         times, tokens = self._steps(made, self.job.steps)
-        found: Row = {"batch": batch, "step_times_ms": times, "tokens_per_s": 1e3 * tokens / sum(times)}
+        result: Row = {"batch": batch, "step_times_ms": times, "tokens_per_s": 1e3 * tokens / sum(times)}
         if tokens < batch * len(times):
-            found[FAILED] = f"{tokens / len(times):.1f} of {batch} requests ran at a time"
+            result[FAILED] = f"{tokens / len(times):.1f} of {batch} requests ran at a time"
         if self.job.wait:
             # Rows began one after the other: in so many steps each is rehearsed once.
             times, tokens = self._steps(made, self.job.wait)
-            found |= {"longest_ms": max(times), "sustained_per_s": 1e3 * tokens / sum(times)}
-        return found
+            result |= {"longest_ms": max(times), "sustained_per_s": 1e3 * tokens / sum(times)}
+        return result
 
     def _steps(self, made: dict[str, list[int]], count: int) -> tuple[list[float], int]:
         """Milliseconds of each of so many steps, and the tokens that they made."""
@@ -223,25 +223,25 @@ class Engine:
 
 
 def work(job: Job) -> Row:
-    found: Row = {}
+    result: Row = {}
     try:
         import vllm
 
-        found |= {"vllm": vllm.__version__, "torch": torch.__version__}
+        result |= {"vllm": vllm.__version__, "torch": torch.__version__}
         engine = Engine(job)
-        found |= {"start_s": engine.start_s, "rows_that_fit": engine.rows_that_fit()}
+        result |= {"start_s": engine.start_s, "rows_that_fit": engine.rows_that_fit()}
         if not job.batches:
-            return found | {"tokens": engine.answers()}
-        found["batches"] = []
+            return result | {"tokens": engine.answers()}
+        result["batches"] = []
         for row in engine.timed([*{max(1, min(batch, int(engine.rows_that_fit()))) for batch in job.batches}]):
-            found["batches"].append(row)
-            print(json.dumps(found), flush=True)  # who stops this process has what was timed so far
+            result["batches"].append(row)
+            print(json.dumps(result), flush=True)  # who stops this process has what was timed so far
         if torch.cuda.is_available():
-            found["peak_bytes"] = torch.cuda.max_memory_allocated()
+            result["peak_bytes"] = torch.cuda.max_memory_allocated()
     except Exception as error:  # told to who started this process
         traceback.print_exc()
-        found[FAILED] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    return found
+        result[FAILED] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    return result
 
 
 if __name__ == "__main__":

@@ -112,11 +112,11 @@ class AttentionError(Experiment):
         sizes = shares or [size.strip() for size in options.budgets.split(",") if size.strip()]
         for size in sizes:
             rate_of(size)
-        found = []
+        result = []
         for text in options.methods.split(",") if options.methods != "all" else budgets.ALL:
             known = [text] if text == ORACLE else dict.fromkeys(m for m, _ in budgets.contenders(text, "1/2"))
-            found += [(method, size) for method in known for size in sizes if method != "full"]
-        return list(dict.fromkeys(found))
+            result += [(method, size) for method in known for size in sizes if method != "full"]
+        return list(dict.fromkeys(result))
 
     def cells(self) -> list[Cell]:
         self._check_tokens()
@@ -159,19 +159,19 @@ class AttentionError(Experiment):
 
     def table(self, data: list[dict[str, Any]]) -> Table:
         """A row for each method and rate: the error with its interval and its deviation over texts and seeds."""
-        found = Table(title="relative error of the attention output")
+        result = Table(title="relative error of the attention output")
         for column in ("method", "budget", "error [95%]", "deviation", "measured", "failed", "tokens read"):
-            found.add_column(column, justify="left" if column in ("method", "budget") else "right", no_wrap=True)
+            result.add_column(column, justify="left" if column in ("method", "budget") else "right", no_wrap=True)
         for (method, budget), cells in by_method(data).items():
             right = [each for each in cells if experiment.FAILED not in each]
             means = [each["mean"] for each in right]
             deviation = f"{statistics.stdev(means):.4f}" if len(means) > 1 else "-"
             read = f"{statistics.mean(each['tokens_read'] for each in right):,.0f}" if right else "-"
             failed = str(len(cells) - len(right))
-            found.add_row(
+            result.add_row(
                 method, budget, estimate_text(right, "mean", digits=4), deviation, str(len(right)), failed, read
             )
-        return found
+        return result
 
 
 def rate_of(budget: str) -> int:

@@ -75,13 +75,13 @@ class Bits(Experiment):
     def stores(self) -> list[str]:
         """Those that are installed; the others are named once."""
         wanted = list(STORES) if self.options.methods == "all" else self.options.methods.split(",")
-        found = []
+        result = []
         for text in dict.fromkeys(each.strip() for each in wanted if each.strip()):
             if absent := store(text, None).missing():
                 print(f"skipped: {text}, {absent}", file=sys.stderr)
             else:
-                found.append(text)
-        return found
+                result.append(text)
+        return result
 
     def check(self) -> None:
         passages.require(self.tokenizer, passages.names(self.options.texts), self.options.tokens + self.options.steps)
@@ -110,15 +110,15 @@ class Bits(Experiment):
             yield cell, outcome
 
     def table(self, data: list[Data]) -> Table:
-        found = Table(title="keys and values in few bits, against the full cache")
+        result = Table(title="keys and values in few bits, against the full cache")
         columns = ("attention error", "kl", "kl, passage again", "nll, passage again", "bytes", "step", "captured")
-        found.add_column("store", no_wrap=True)
+        result.add_column("store", no_wrap=True)
         for column in columns:
-            found.add_column(column, justify="right", no_wrap=True)
+            result.add_column(column, justify="right", no_wrap=True)
         for text in dict.fromkeys(each["method"] for each in data):
             right = [each for each in data if each["method"] == text and experiment.FAILED not in each]
-            found.add_row(text, *(_row(right) if right else ["failed"]))
-        return found
+            result.add_row(text, *(_row(right) if right else ["failed"]))
+        return result
 
 
 class Texts:
@@ -162,15 +162,15 @@ class Texts:
         """What one store costs on this text."""
         cache = kind.new(self.model)
         self._prompt_read(cache, kind)
-        found: Data = {"error": self._error(kind, cache), "full_bytes": self.full_bytes}
+        result: Data = {"error": self._error(kind, cache), "full_bytes": self.full_bytes}
         if kind.held:
-            found["device_bytes"] = kind.bytes(cache)
+            result["device_bytes"] = kind.bytes(cache)
         del cache
-        found["kl"] = divergence(self.exact, self._logits(kind.new(self.model), kind))
+        result["kl"] = divergence(self.exact, self._logits(kind.new(self.model), kind))
         again = self._logits(kind.new(self.model), kind, again=True)
-        found |= {"again_kl": divergence(self.exact_again, again), "again_nll": self._loss(again)}
-        found["full_again_nll"] = self._loss(self.exact_again)
-        return found | (self._times(kind) if timed and kind.held else {})
+        result |= {"again_kl": divergence(self.exact_again, again), "again_nll": self._loss(again)}
+        result["full_again_nll"] = self._loss(self.exact_again)
+        return result | (self._times(kind) if timed and kind.held else {})
 
     def _loss(self, logits: Tensor) -> float:
         """-log p of the passage's tokens behind its first."""
@@ -196,10 +196,10 @@ class Texts:
             begun = self._now()
             self.model(token, past_key_values=cache, use_cache=True)
             seconds.append(self._now() - begun)
-        found = {"step_ms": 1e3 * sorted(seconds[2:])[TIMED // 2]}
+        result = {"step_ms": 1e3 * sorted(seconds[2:])[TIMED // 2]}
         cache = kind.new(self.model)
         if not isinstance(cache, CompressedCache) or captured.impossible(self.model, cache, {}) is not None:
-            return found
+            return result
         self._prompt_read(cache, kind)
         count = STEPS_WORTH_CAPTURING + 2 * TIMED
         ids = torch.cat([self.prompt, self.next.repeat(1, -(-count // self.steps))[:, :count]], 1)
@@ -207,7 +207,7 @@ class Texts:
         reading.to(ids.shape[1] - TIMED)
         begun = self._now()
         reading.to(ids.shape[1])
-        return found | {"captured_ms": 1e3 * (self._now() - begun) / TIMED}
+        return result | {"captured_ms": 1e3 * (self._now() - begun) / TIMED}
 
     def _now(self) -> float:
         if self.model.device.type == "cuda":
@@ -215,9 +215,9 @@ class Texts:
         return time.perf_counter()
 
 
-def divergence(exact: Tensor, found: Tensor) -> float:
+def divergence(exact: Tensor, result: Tensor) -> float:
     """Mean over tokens of KL(exact || found) in nats, from logits [n, V]."""
-    p, q = exact.log_softmax(-1), found.log_softmax(-1)
+    p, q = exact.log_softmax(-1), result.log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 

@@ -17,22 +17,22 @@ FORMS = "comma-separated numbers and ranges such as 0,7,14 or 2-, or all"
 def layer_numbers(text: str, spec: str) -> list[int]:
     """The layers that `--layers` names: `0,7`, `2-27`, `2-` (to the last) or `all`; only those of full attention."""
     known = full_attention_layers(spec)
-    found: list[int] = []
+    result: list[int] = []
     try:
         for part in ("0-" if text == "all" else text).split(","):
             first, dash, last = part.strip().partition("-")
             if dash:
-                found += [layer for layer in known if int(first) <= layer <= (int(last) if last else known[-1])]
+                result += [layer for layer in known if int(first) <= layer <= (int(last) if last else known[-1])]
             else:
-                found.append(int(first))
+                result.append(int(first))
     except ValueError:
         raise ValueError(f"--layers {text!r} is not a list of layers; use {FORMS}") from None
-    absent = sorted(set(found) - set(known))
-    if absent or not found:
+    absent = sorted(set(result) - set(known))
+    if absent or not result:
         have = ", ".join(map(str, known))
         wrong = f"{absent} is not" if absent else "none is"
         raise ValueError(f"--layers {text!r}: {wrong} among the full-attention layers {have}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(result))
 
 
 def full_attention_layers(spec: str) -> list[int]:

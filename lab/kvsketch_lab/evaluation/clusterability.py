@@ -94,12 +94,12 @@ def picture(layer: Captured, head: int, points: int, seed: int) -> dict[str, Any
     """Keys and values of a head in the plane, tokens evenly taken from the text, with their k-center marks."""
     count = layer.keys.shape[2]
     tokens = torch.linspace(0, count - 1, min(points, count), device=layer.keys.device).round().long()
-    found: dict[str, Any] = {"head": head, "tokens": tokens.tolist()}
+    result: dict[str, Any] = {"head": head, "tokens": tokens.tolist()}
     for name, vectors in (("keys", layer.keys), ("values", layer.values)):
         chosen = vectors[:, head : head + 1, tokens].contiguous()
         centers = ops.farthest_first(chosen, min(CENTERS, len(tokens))).index[0, 0]
-        found[name] = {"points": plane(chosen[0, 0], seed), "centers": [c for c in centers.tolist() if c >= 0]}
-    return found
+        result[name] = {"points": plane(chosen[0, 0], seed), "centers": [c for c in centers.tolist() if c >= 0]}
+    return result
 
 
 def shape_of(vectors: Tensor, most: int) -> dict[str, Any]:
@@ -172,30 +172,30 @@ class Clusterability(experiment.Experiment):
     @torch.no_grad()
     def _outcome(self, layer: Captured, points: int, seed: int) -> dict[str, Any]:
         most = self.options.most_centers
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "query_norm": query_norms(layer.queries),
             "keys": shape_of(layer.keys, most),
             "values": shape_of(layer.values, most),
         }
         if points:
             head = random.Random(f"{seed} {layer.layer}").randrange(layer.keys.shape[1])
-            found["tsne"] = picture(layer, head, points, seed)
-        return found
+            result["tsne"] = picture(layer, head, points, seed)
+        return result
 
     def table(self, data: list[dict[str, Any]]) -> Table:
         """A row for each layer and one for all: the mean query norm, and how keys and values cluster."""
         largest = f"r({SHOWN_K})/r(1)"
         columns = [f"{what} {name}" for name in (largest, "m'(spread)") for what in ("keys", "values")]
-        found = Table("layer", "|q| [95%]", *columns, title=self.name)
+        result = Table("layer", "|q| [95%]", *columns, title=self.name)
         layers: dict[int, list[dict[str, Any]]] = {}
         for each in data:
             if experiment.FAILED not in each:
                 layers.setdefault(each["layer"], []).append(each)
         for layer, cells in sorted(layers.items()):
-            found.add_row(str(layer), *_row(cells))
+            result.add_row(str(layer), *_row(cells))
         if layers:
-            found.add_row("all", *_row([each for cells in layers.values() for each in cells]))
-        return found
+            result.add_row("all", *_row([each for cells in layers.values() for each in cells]))
+        return result
 
 
 def _row(cells: list[dict[str, Any]]) -> list[str]:

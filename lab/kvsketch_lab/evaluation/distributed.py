@@ -46,13 +46,13 @@ def run(experiment: Experiment, groups: list[list[Cell]]) -> None:
     with cluster(ray, "" if experiment.options.ray == "local" else str(experiment.options.ray)):
         pool = _Pool(ray, experiment, len(groups))
         with tqdm(total=sum(map(len, groups)), unit="cell", disable=None, desc=experiment.name) as bar:
-            for found in pool.measure(groups):
-                for record in found:
+            for result in pool.measure(groups):
+                for record in result:
                     if FAILED in (data := record["data"]):
                         told = f"failed: {data['method']} {data['budget']} {data['sample']}: {data[FAILED]}"
                         tqdm.write(told, file=sys.stderr)
-                records.append(path, *found, common=common)
-                bar.update(len(found))
+                records.append(path, *result, common=common)
+                bar.update(len(result))
 
 
 class Started(NamedTuple):
@@ -102,19 +102,19 @@ class _Pool:
             answer = self.ray.wait(list(self.running), num_returns=1)[0][0]
             worker, group = self.running.pop(answer)
             try:
-                found = self.ray.get(answer)
+                result = self.ray.get(answer)
             except self.ray.exceptions.RayTaskError as error:
                 raise error.cause if isinstance(error.cause, Exception) else error from None
             except self.ray.exceptions.RayError as error:
-                found = self._after_death(group, waiting, error)
+                result = self._after_death(group, waiting, error)
                 if waiting:
                     self._start()
             else:
                 if waiting:
                     group = waiting.popleft()
                     self.running[worker.measure.remote(group)] = (worker, group)
-            if found:
-                yield found
+            if result:
+                yield result
 
     def _start(self) -> None:
         share, experiment = self.share, self.experiment

@@ -143,8 +143,8 @@ class Experiment(ABC):
 
     @classmethod
     def options_type(cls) -> type[ExperimentOptions]:
-        found: type[ExperimentOptions] = get_type_hints(cls)["options"]
-        return found
+        result: type[ExperimentOptions] = get_type_hints(cls)["options"]
+        return result
 
     @abstractmethod
     def cells(self) -> list[Cell]:
@@ -168,10 +168,10 @@ class Experiment(ABC):
 
     def groups(self) -> Iterable[list[Cell]]:
         """Cells that are measured together."""
-        found: dict[Hashable, list[Cell]] = {}
+        result: dict[Hashable, list[Cell]] = {}
         for cell in self.cells():
-            found.setdefault(self.alike(cell), []).append(cell)
-        return found.values()
+            result.setdefault(self.alike(cell), []).append(cell)
+        return result.values()
 
     def table(self, data: list[dict[str, Any]]) -> Table:
         """A summary: a row for each method and budget, the mean of `metric` with its 95% interval."""
@@ -223,16 +223,16 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 def parse_seeds(text: str) -> list[int]:
     """`0,1,2` or `0-9`, or both."""
-    found: list[int] = []
+    result: list[int] = []
     try:
         for part in text.split(","):
             first, dash, last = part.strip().partition("-")
-            found += range(int(first), int(last) + 1) if dash else [int(first)]
+            result += range(int(first), int(last) + 1) if dash else [int(first)]
     except ValueError:
         raise ValueError(f"--seeds {text!r} is not a list of seeds; use whole numbers such as 0,1,2 or 0-9") from None
-    if not found:
+    if not result:
         raise ValueError(f"--seeds {text!r} names no seed; use whole numbers such as 0,1,2 or 0-9")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(result))
 
 
 # records

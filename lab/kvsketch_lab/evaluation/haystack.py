@@ -37,11 +37,11 @@ def sentences(seed: int, chance: random.Random, tokens: int) -> list[str]:
     return texts.sentences(texts.CHARACTERS_PER_TOKEN * tokens, chance, messages(seed))
 
 
-def hide(found: Sequence[str], hidden: Sequence[Hidden]) -> str:
+def hide(result: Sequence[str], hidden: Sequence[Hidden]) -> str:
     """The sentences as one text with others hidden among them."""
-    parts = list(found)
+    parts = list(result)
     for each in sorted(hidden, key=lambda each: -each.depth):
-        parts.insert(round(each.depth * len(found)), each.sentence.rstrip() + " ")
+        parts.insert(round(each.depth * len(result)), each.sentence.rstrip() + " ")
     return "".join(parts).rstrip()
 
 
@@ -55,11 +55,11 @@ def most_that_fit(most: int, tokens: Callable[[int], int], limit: int) -> int:
     slope = float(limit)
     while too_many - fits > 1:
         guess = min(max(guess, fits + 1), too_many - 1)
-        found = tokens(guess)
-        slope = max(found / guess, 1e-9) if fits == 0 else max((found - low) / (guess - fits), 1e-9)
-        if found <= limit:
-            fits, low = guess, found
-            if found > NEAR * limit:
+        result = tokens(guess)
+        slope = max(result / guess, 1e-9) if fits == 0 else max((result - low) / (guess - fits), 1e-9)
+        if result <= limit:
+            fits, low = guess, result
+            if result > NEAR * limit:
                 break
         else:
             too_many = guess

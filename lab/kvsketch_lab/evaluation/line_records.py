@@ -79,16 +79,16 @@ def generate(lines: int, seed: int, text: int, question: int = 0) -> LineRecord:
 
 def read_file(path: str | Path) -> list[LineRecord]:
     """The questions of a LongEval file of lines: JSON lines with prompt, expected_number, num_lines and random_idx."""
-    found = []
+    result = []
     for number, row in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
-            found.append(_parsed(json.loads(row)))
+            result.append(_parsed(json.loads(row)))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ValueError(
                 f"{path}, line {number} is not a LongEval question ({type(error).__name__}: {error}); it needs "
                 "prompt, expected_number, num_lines and random_idx"
             ) from error
-    return found
+    return result
 
 
 def _parsed(row: dict[str, object]) -> LineRecord:

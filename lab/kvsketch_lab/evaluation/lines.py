@@ -83,20 +83,20 @@ class Lines(QuestionExperiment):
         return line_records.generate(int(named["lines"]), cell.seed, int(named["text"]), int(named["question"]))
 
     def ask(self, cell: Cell) -> Question:
-        found = self.record(cell)
+        result = self.record(cell)
         return chat_question(
             self.tokenizer,
-            found.text,
-            found.question,
-            str(found.expected),
-            OPENING.format(name=found.name) if self.options.primed else "",
-            position=found.position,
-            text_sha256=text_sha256(found.text + found.question),
+            result.text,
+            result.question,
+            str(result.expected),
+            OPENING.format(name=result.name) if self.options.primed else "",
+            position=result.position,
+            text_sha256=text_sha256(result.text + result.question),
         )
 
     def score(self, answer: str, expected: str) -> float:
-        found = numbers(answer)
-        return float(bool(found) and found[0 if self.options.primed else -1] == int(expected))
+        result = numbers(answer)
+        return float(bool(result) and result[0 if self.options.primed else -1] == int(expected))
 
     def table(self, data: list[dict[str, Any]]) -> Table:
         return result_table.table("lines: share of right answers", data, self.metric, by="lines")

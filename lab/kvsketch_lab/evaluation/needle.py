@@ -92,12 +92,12 @@ class Needle(QuestionExperiment):
         if self.options.together:
             return self._ask_of_many(cell, chance)
         tokens = setting["length"] - DECOY_TOKENS * (setting["needles"] - 1)
-        found = texts.passkey_document(
+        result = texts.passkey_document(
             self.tokenizer, tokens, setting["depth"], chance.randrange(2**31), haystack.messages(cell.seed)
         )
-        text = with_decoys(found.text, setting["needles"] - 1, chance)
+        text = with_decoys(result.text, setting["needles"] - 1, chance)
         return chat_question(
-            self.tokenizer, text, f"\n\n{found.question}", found.passkey, text_sha256=text_sha256(text)
+            self.tokenizer, text, f"\n\n{result.question}", result.passkey, text_sha256=text_sha256(text)
         )
 
     def _ask_of_many(self, cell: Cell, chance: random.Random) -> Question:
@@ -111,23 +111,23 @@ class Needle(QuestionExperiment):
         ]
         name = f"{self.text_of(cell)} seed={cell.seed}"
         if name not in self._texts:
-            found = haystack.sentences(cell.seed, chance, setting["length"])
+            result = haystack.sentences(cell.seed, chance, setting["length"])
 
             def text(count: int) -> str:
-                return INTRODUCTION + haystack.hide(found[:count], hidden)
+                return INTRODUCTION + haystack.hide(result[:count], hidden)
 
             def tokens(count: int) -> int:
                 return len(self.tokenizer(text(count))["input_ids"])
 
             room = setting["length"] - QUESTION_TOKENS
-            self._texts[name] = text(haystack.most_that_fit(len(found), tokens, room))
+            self._texts[name] = text(haystack.most_that_fit(len(result), tokens, room))
         asked, whole = depths.index(setting["depth"]), self._texts[name]
         question = QUESTION.format(name=names[asked])
         return chat_question(self.tokenizer, whole, question, numbers[asked], text_sha256=text_sha256(whole))
 
     def score(self, answer: str, expected: str) -> float:
-        found = re.findall(r"\d+", answer)
-        return float(bool(found) and found[0] == expected)
+        result = re.findall(r"\d+", answer)
+        return float(bool(result) and result[0] == expected)
 
     def table(self, data: list[dict[str, Any]]) -> Table:
         return result_table.table("needle: share of passkeys found, all depths", data, self.metric, by="length")

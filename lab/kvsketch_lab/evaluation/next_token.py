@@ -35,23 +35,23 @@ def losses(logits: Tensor, targets: Tensor) -> Tensor:
 def exact_nll(model: Any, ids: Tensor) -> Tensor:  # [B, n] float32
     """-log p of every token of ids [B, n] given those before it, NaN for the first; read in blocks."""
     rows, length = ids.shape
-    found = torch.full((rows, length), float("nan"), device=ids.device)
+    result = torch.full((rows, length), float("nan"), device=ids.device)
     past: Any = None
     block = max(1, BLOCK_TOKENS // rows)
     for start in range(0, length - 1, block):
         end = min(start + block, length - 1)
         output = model(ids[:, start:end], past_key_values=past, use_cache=True)
         past = output.past_key_values
-        found[:, start + 1 : end + 1] = losses(output.logits, ids[:, start + 1 : end + 1])
-    return found
+        result[:, start + 1 : end + 1] = losses(output.logits, ids[:, start + 1 : end + 1])
+    return result
 
 
 @torch.no_grad()
 def full_log_probs(model: Any, ids: Tensor, start: int) -> Tensor:  # [B, n - start, V] float32
     """Log-probabilities of the token after each one from `start` on, with the model's own full cache."""
     past = model(ids[:, :start], use_cache=True, logits_to_keep=1).past_key_values
-    found: Tensor = model(ids[:, start:], past_key_values=past, use_cache=True).logits.float().log_softmax(-1)
-    return found
+    result: Tensor = model(ids[:, start:], past_key_values=past, use_cache=True).logits.float().log_softmax(-1)
+    return result
 
 
 class Script:

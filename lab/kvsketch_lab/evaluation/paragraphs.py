@@ -23,9 +23,9 @@ class Paragraphs(NamedTuple):
 def read_paragraphs(path: str | Path) -> tuple[bool, Paragraphs]:
     """Whether questions need several paragraphs (HotpotQA) or one (SQuAD), and the content of the file."""
     try:
-        found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-        several = isinstance(found, list)
-        return several, (_hotpot(found) if several else _squad(found["data"]))
+        result: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        several = isinstance(result, list)
+        return several, (_hotpot(result) if several else _squad(result["data"]))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(
             f"--qa-file {path} is neither SQuAD's JSON (data, paragraphs, qas) nor HotpotQA's (a list with context, "

@@ -23,10 +23,10 @@ def names(wanted: str) -> list[str]:
     apart = wanted.startswith(HELD_OUT)
     wanted = wanted.removeprefix(HELD_OUT)
     if not wanted.strip().isdigit():
-        found = [name.strip() for name in wanted.split(",") if name.strip()]
-        for name in found:
+        result = [name.strip() for name in wanted.split(",") if name.strip()]
+        for name in result:
             texts.document(name)
-        return found
+        return result
     known = [name for name in texts.speeches() if not apart or is_held_out_text(name)]
     count = int(wanted)
     if not 1 <= count <= len(known):

@@ -140,8 +140,8 @@ class Perplexity(experiment.Experiment):
             if name not in self._read:
                 ids = passages.token_ids(self.tokenizer, name, self.options.tokens, self.model.device)
                 self._read[name] = (ids, exact_nll(self.model, ids))
-        found = [self._read[name] for name in names]
-        return torch.cat([ids for ids, _ in found]), torch.cat([nll for _, nll in found])
+        result = [self._read[name] for name in names]
+        return torch.cat([ids for ids, _ in result]), torch.cat([nll for _, nll in result])
 
     def _stream(self, cells: list[Cell], names: list[str], ids: Tensor, full: Tensor) -> Iterator[tuple[Cell, Data]]:
         prefix, tokens = self.options.prefix, self.options.tokens
@@ -193,8 +193,8 @@ class Perplexity(experiment.Experiment):
             for cell in asked:
                 row = names.index(cell.sample)
                 nll, kl = (each[rows.index(row), scored] for each in (reading.nll, reading.kl))
-                found = summary(nll, full[row, scored], steps) | {"kl": float(kl.double().mean())}
-                yield cell, found | held | _drawn(cell)
+                result = summary(nll, full[row, scored], steps) | {"kl": float(kl.double().mean())}
+                yield cell, result | held | _drawn(cell)
 
     def _behind(
         self, prefilled: Prefilled | None, read: dict[str, Tensor], rows: list[int], seed: int, text: str
@@ -208,12 +208,12 @@ class Perplexity(experiment.Experiment):
         """A row for each method and budget: deviation of perplexity by position and over all, with its interval."""
         right = [each for each in data if experiment.FAILED not in each]
         shown = _shown(sorted({each["position"] for each in right}))
-        found = Table("method", "budget", title=f"{self.name}, {self.options.protocol}: deviation from the full cache")
+        result = Table("method", "budget", title=f"{self.name}, {self.options.protocol}: deviation from the full cache")
         for name in (*(f"from {place}" for place in shown), "all [95%]", "full", "tokens stored", "failed"):
-            found.add_column(name, justify="right")
+            result.add_column(name, justify="right")
         for cells in _by_method(data):
-            found.add_row(*_row(cells, shown))
-        return found
+            result.add_row(*_row(cells, shown))
+        return result
 
 
 def _position(cell: Cell) -> int:
@@ -232,11 +232,11 @@ def _drawn(cell: Cell) -> Data:
 
 def _by_method(cells: Iterable[Any]) -> list[list[Any]]:
     """Cells that share a cache, or data of records by method and budget."""
-    found: dict[Any, list[Any]] = {}
+    result: dict[Any, list[Any]] = {}
     for cell in cells:
         key = _through_one_cache(cell) if isinstance(cell, Cell) else (cell["method"], cell["budget"])
-        found.setdefault(key, []).append(cell)
-    return list(found.values())
+        result.setdefault(key, []).append(cell)
+    return list(result.values())
 
 
 def _shown(positions: list[int], most: int = 6) -> list[int]:

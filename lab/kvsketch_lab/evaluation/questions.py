@@ -110,11 +110,11 @@ class QuestionExperiment(Experiment):
     @property
     def askings(self) -> list[tuple[str, str, str]]:
         """Method, budget and way to ask of all that is compared."""
-        found = []
+        result = []
         for method, budget in self.contenders:
             own = SEEN if parse_method(method).looks_at_question else UNSEEN
-            found += [(method, budget, own if way == AUTO else way) for way in self.options.question]
-        return list(dict.fromkeys(found))
+            result += [(method, budget, own if way == AUTO else way) for way in self.options.question]
+        return list(dict.fromkeys(result))
 
     @property
     def setting(self) -> tuple[tuple[str, Any], ...]:
@@ -211,15 +211,15 @@ class QuestionExperiment(Experiment):
             text, facts = budgets.sized(self.model, cell.method, cell.budget, chosen.input_ids.shape[1], unit)
             cache = chosen.cache(text, seed)
         facts |= memory(cache)
-        found: dict[int, str] = {}
+        result: dict[int, str] = {}
         parts = list(_of_equal_length(asked, size))
         for number, part in enumerate(parts):
             picks = [rows.index(asked[at].row) for at in part]
             ids = torch.tensor([asked[at].after for at in part], dtype=torch.long)
             last = number == len(parts) - 1
             tokens = self._continue(chosen, cache if last else copy.deepcopy(cache), picks, ids, self.new_tokens(cell))
-            found |= dict(zip(part, self.tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True))
-        return [self._outcome(each.question, found[at], facts) for at, each in enumerate(asked)]
+            result |= dict(zip(part, self.tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True))
+        return [self._outcome(each.question, result[at], facts) for at, each in enumerate(asked)]
 
     def _continue(
         self, texts: Prefilled, cache: CompressedCache, picks: list[int], after: Tensor, new: int

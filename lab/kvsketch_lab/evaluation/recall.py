@@ -78,21 +78,23 @@ class LayerOutcome:
 
     def data(self, budget: int) -> dict[str, Any]:
         heads = [value for layer in self.recall.values() for value in layer]
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "budget_tokens": budget,
             "recall": sum(heads) / len(heads),
             "recall_by_head": self.recall,
             "tokens_read": round(sum(self.tokens_read) / len(self.tokens_read), 1),
         }
         if self.clusters:
-            found["clusters"] = max(self.clusters)
+            result["clusters"] = max(self.clusters)
         for kind, shares in self.hits.items():
             if shares:
-                found[kind] = {steps: round(sum(s) / len(s), 4) for steps, s in shares.items()}
+                result[kind] = {steps: round(sum(s) / len(s), 4) for steps, s in shares.items()}
         if self.hot:
-            found["hot_set_hits"] = {steps: round(hits / max(reads, 1), 4) for steps, (hits, reads) in self.hot.items()}
+            result["hot_set_hits"] = {
+                steps: round(hits / max(reads, 1), 4) for steps, (hits, reads) in self.hot.items()
+            }
         memory = {"tokens_stored": self.stored, "device_bytes": self.bytes, "host_bytes": 0}
-        return found | memory | {"full_bytes": self.full_bytes}
+        return result | memory | {"full_bytes": self.full_bytes}
 
 
 @dataclass
@@ -191,15 +193,15 @@ class Recall(experiment.Experiment):
 
     def table(self, data: list[dict[str, Any]]) -> Table:
         """A row for each method and budget: recall with its interval over heads, tokens read, and the hit rates."""
-        found = Table("method", "budget", "recall [95%]", "read", "clusters", title=self.name)
+        result = Table("method", "budget", "recall [95%]", "read", "clusters", title=self.name)
         for name in ("cluster hits R=1, 2", "hot set hits R=1, 2", "failed"):
-            found.add_column(name, justify="right")
+            result.add_column(name, justify="right")
         for (method, budget), cells in by_method(data).items():
             right = [each for each in cells if experiment.FAILED not in each]
             heads = [value for each in right for layer in each["recall_by_head"].values() for value in layer]
             numbers = [mean_of(right, name) for name in ("tokens_read", "clusters")]
             hits = [_hits(right, kind) for kind in ("cluster_hits", "hot_set_hits")]
-            found.add_row(
+            result.add_row(
                 method,
                 budget,
                 mean_text(heads, range(len(heads)), digits=3),
@@ -207,12 +209,12 @@ class Recall(experiment.Experiment):
                 *hits,
                 str(len(cells) - len(right)),
             )
-        return found
+        return result
 
 
 def _hits(cells: list[dict[str, Any]], kind: str) -> str:
-    found = [each[kind] for each in cells if kind in each]
-    return " ".join(f"{mean([each[steps] for each in found]):.1%}" for steps in found[0]) if found else "-"
+    result = [each[kind] for each in cells if kind in each]
+    return " ".join(f"{mean([each[steps] for each in result]):.1%}" for steps in result[0]) if result else "-"
 
 
 command, main = runner.commands(Recall)

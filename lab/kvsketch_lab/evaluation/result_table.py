@@ -16,7 +16,7 @@ def table(title: str, data: Sequence[Data], metric: str, by: str | None = None, 
     """A row for each method and budget: the mean of `metric` with its interval, over all and, where the field `by` has
     several values, for each of them. `nested`: the mean over all is that of these means.
     """
-    found = Table(title=title)
+    result = Table(title=title)
     ways = {each.get("question") for each in data}
     if len(ways) > 1:
         data = [each | {"method": f"{each['method']}, {each['question']}"} for each in data]
@@ -24,11 +24,11 @@ def table(title: str, data: Sequence[Data], metric: str, by: str | None = None, 
     values = values if len(values) > 1 else []
     numbers = [*(f"{by} {value}" for value in values), metric, "samples", "failed", "tokens stored", "of full bytes"]
     for name in ("method", "budget", *numbers):
-        found.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
+        result.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
     for (method, budget), cells in by_method(data).items():
         right = [each for each in cells if metric in each]
         parts = [[each for each in right if by is not None and each[by] == value] for value in values]
-        found.add_row(
+        result.add_row(
             method,
             budget,
             *(estimate_text(part, metric) for part in parts),
@@ -38,7 +38,7 @@ def table(title: str, data: Sequence[Data], metric: str, by: str | None = None, 
             mean_of(right, "tokens_stored"),
             _share(right),
         )
-    return found
+    return result
 
 
 def estimate_text(data: Sequence[Data], metric: str, nested: Sequence[str] = (), digits: int = 2) -> str:
@@ -53,10 +53,10 @@ def estimate_text(data: Sequence[Data], metric: str, nested: Sequence[str] = (),
 
 def by_method(data: Iterable[Data]) -> dict[tuple[str, str], list[Data]]:
     """The data of records by method and budget."""
-    found: dict[tuple[str, str], list[Data]] = {}
+    result: dict[tuple[str, str], list[Data]] = {}
     for each in data:
-        found.setdefault((each["method"], each["budget"]), []).append(each)
-    return found
+        result.setdefault((each["method"], each["budget"]), []).append(each)
+    return result
 
 
 def mean_of(data: Sequence[Data], name: str) -> str:

@@ -130,10 +130,10 @@ def _uuid(chance: random.Random) -> str:
 
 
 def _distinct(chance: random.Random, count: int, draw: Callable[[random.Random], str]) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[draw(chance)] = None
-    return list(found)
+    result: dict[str, None] = {}
+    while len(result) < count:
+        result[draw(chance)] = None
+    return list(result)
 
 
 # variables
@@ -175,9 +175,9 @@ def _common_words(chance: random.Random, size: int, source: Source) -> Made:
     """A numbered list in which ten words stand 30 times and all others 3 times, and a short solved example before."""
 
     def listed(words: Sequence[str], common: int, times: int, rare: int) -> tuple[str, list[str]]:
-        found = list(words[:common]) * times + list(words[common:]) * rare
-        chance.shuffle(found)
-        return " ".join(f"{i}. {word}" for i, word in enumerate(found, 1)), list(words[:common])
+        result = list(words[:common]) * times + list(words[common:]) * rare
+        chance.shuffle(result)
+        return " ".join(f"{i}. {word}" for i, word in enumerate(result, 1)), list(words[:common])
 
     question = f"\n\nWhat are the {COMMON} words that stand most often in the list above?"
     opening = f"The {COMMON} most common words of the list are:"
@@ -271,7 +271,7 @@ class Ruler(QuestionExperiment):
     @functools.cached_property
     def _files(self) -> dict[str, Paragraphs]:
         """The paragraphs of qa_1 and qa_2, by task."""
-        return {("qa_2" if hops else "qa_1"): found for hops, found in map(read_paragraphs, self.options.qa_file)}
+        return {("qa_2" if hops else "qa_1"): result for hops, result in map(read_paragraphs, self.options.qa_file)}
 
     @property
     def tasks(self) -> list[str]:
@@ -336,8 +336,8 @@ class Ruler(QuestionExperiment):
         return self._made[name]
 
     def score(self, answer: str, expected: Any) -> float:
-        found = [string.lower() in answer.lower() for string in expected["strings"]]
-        return float(any(found)) if expected["match"] == PART else sum(found) / len(found)
+        result = [string.lower() in answer.lower() for string in expected["strings"]]
+        return float(any(result)) if expected["match"] == PART else sum(result) / len(result)
 
     def table(self, data: list[dict[str, Any]]) -> Table:
         return result_table.table("ruler: mean score", data, self.metric, by="task", nested=True)

@@ -38,20 +38,20 @@ DEVICE_LOST = "CUDA error"  # after one, nothing else runs on the device in this
 def wanted_cells(experiment: Experiment) -> dict[str, Cell]:
     """The cells of this run by key: those of the first `--limit` samples of each setting."""
     samples: dict[tuple[tuple[str, Any], ...], set[str]] = {}
-    found: dict[str, Cell] = {}
+    result: dict[str, Cell] = {}
     limit = experiment.options.limit
     for cell in experiment.cells():
         known = samples.setdefault(cell.setting, set())
         if limit is None or cell.sample in known or len(known) < limit:
             known.add(cell.sample)
-            found[cell.key] = cell
-    return found
+            result[cell.key] = cell
+    return result
 
 
 def recorded(experiment: Experiment, wanted: dict[str, Cell]) -> dict[str, Record]:
     """The records of the wanted cells, by key; the last record of a cell counts."""
     names = {tuple(cell.data) for cell in wanted.values()}
-    found: dict[str, Record] = {}
+    result: dict[str, Record] = {}
     for record in records.read(records_path(experiment)):
         data, seed = record["data"], record["seed"]
         if experiment.metric not in data and FAILED not in data:
@@ -60,8 +60,8 @@ def recorded(experiment: Experiment, wanted: dict[str, Cell]) -> dict[str, Recor
             if all(name in data for name in fields):
                 key = key_of({name: data[name] for name in fields}, seed)
                 if key in wanted:
-                    found[key] = record
-    return found
+                    result[key] = record
+    return result
 
 
 def pending(experiment: Experiment, wanted: dict[str, Cell]) -> list[list[Cell]]:
@@ -119,12 +119,12 @@ def start(experiment: type[Experiment], options: ExperimentOptions) -> int:
             asked.check()
         records.append(records_path(asked))
         (run if options.ray is None else distributed.run)(asked, groups)
-    found = recorded(asked, wanted)
-    asked.show([{**record["data"], "seed": record["seed"]} for record in found.values()])
-    failed = sum(FAILED in record["data"] for record in found.values())
-    missing = len(wanted) - len(found)
-    said = [f"{len(found)} records in {records_path(asked)}"]
-    said += [f"{failed} of them failed" if failed < len(found) else "all of them failed"] if failed else []
+    result = recorded(asked, wanted)
+    asked.show([{**record["data"], "seed": record["seed"]} for record in result.values()])
+    failed = sum(FAILED in record["data"] for record in result.values())
+    missing = len(wanted) - len(result)
+    said = [f"{len(result)} records in {records_path(asked)}"]
+    said += [f"{failed} of them failed" if failed < len(result) else "all of them failed"] if failed else []
     said += [f"{missing} cells have none"] if missing else []
     print(", ".join(said))
     return 1 if failed or missing else 0

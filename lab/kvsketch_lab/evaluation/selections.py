@@ -32,8 +32,8 @@ class Choice(NamedTuple):
 
 def changed(method: Any, **parameters: Any) -> Method:
     """The method with other parameters."""
-    found: Method = dataclasses.replace(method, **parameters)
-    return found
+    result: Method = dataclasses.replace(method, **parameters)
+    return result
 
 
 def readable(method: Method) -> Method:
@@ -66,8 +66,8 @@ def true_ranks(layer: Captured, context: int, most: int) -> Tensor:  # [Hq, Q, c
 
 def recall(rows: Tensor, ranks: Tensor, budget: int) -> Tensor:  # [Hq, Q]
     """Share of the `budget` tokens of largest inner product that are among rows [Hq, Q, M]."""
-    found = (ranks.gather(2, rows.clamp_min(0).long()) < budget) & (rows >= 0)
-    return found.sum(-1) / min(budget, ranks.shape[2])
+    result = (ranks.gather(2, rows.clamp_min(0).long()) < budget) & (rows >= 0)
+    return result.sum(-1) / min(budget, ranks.shape[2])
 
 
 @torch.no_grad()

@@ -64,7 +64,7 @@ def recall(
     tables = [ExactTable(number, 2, rotary=angles if query.rotation else ()) for number in range(2)]
     tables[1].note(previous=tables[0])
     total = layers[0].queries.shape[2]
-    prompt, found = total - steps, []
+    prompt, result = total - steps, []
     for number, (table, layer) in enumerate(zip(tables, layers, strict=True)):
         asked = layer.queries[:, :, :prompt]
         if query.shuffled and number == 0:
@@ -73,8 +73,8 @@ def recall(
         method.compress(table, asked)
     for step in range(prompt, total):
         rows = _step(method, tables, layers, step)
-        found.append(_share_found(rows, layers[1], step, budget - 1))
-    return sum(found) / len(found)
+        result.append(_share_found(rows, layers[1], step, budget - 1))
+    return sum(result) / len(result)
 
 
 def _step(method: InfiniGen, tables: Sequence[SlotTable], layers: tuple[Asked, Asked], step: int) -> Tensor:
@@ -151,19 +151,19 @@ class Speculation(experiment.Experiment):
         angles = rotary.frequencies(self.model.config)
         for cell in cells:
             query, budget = QUERIES[dict(cell.setting)["query"]], budget_tokens(cell.budget, self.options.tokens)
-            found = {}
+            result = {}
             for layer in self.layers:
                 pair = (Asked(*captured[layer - 1][:2]), Asked(*captured[layer][:2]))
-                found[str(layer)] = round(recall(pair, query, angles, budget, self.options.steps), 4)
-            yield cell, {"recall": sum(found.values()) / len(found), "layers": found}
+                result[str(layer)] = round(recall(pair, query, angles, budget, self.options.steps), 4)
+            yield cell, {"recall": sum(result.values()) / len(result), "layers": result}
 
     def table(self, data: list[dict[str, Any]]) -> Table:
-        found = Table("query", "budget", "recall", *map(str, self.layers), title=self.name)
+        result = Table("query", "budget", "recall", *map(str, self.layers), title=self.name)
         for each in data:
             if experiment.FAILED not in each:
                 values = (f"{value:.3f}" for value in each["layers"].values())
-                found.add_row(each["query"], each["budget"], f"{each['recall']:.3f}", *values)
-        return found
+                result.add_row(each["query"], each["budget"], f"{each['recall']:.3f}", *values)
+        return result
 
 
 command, main = runner.commands(Speculation)

@@ -87,16 +87,16 @@ class TokenLife(Experiment):
         method = noting_reads(parse_method(text), reads)
         cache = CompressedCache(self.model, method, seed=cell.cache_seed)
         shares = residence(self.model, cache, ids, options.chunk, reads)
-        found = marked(words, document.passkey)
+        result = marked(words, document.passkey)
         return {
-            "score": float(shares.mean((0, 1))[found].mean()),
+            "score": float(shares.mean((0, 1))[result].mean()),
             "mean_share": float(shares.mean()),
             "measures": "read" if method.family == "recall" else "stored",
             "cache_seed": cell.cache_seed,
             **facts,
             **memory(cache),
             "words": words,
-            "marked": found,
+            "marked": result,
             "views": views(shares, [layer.table.layer_idx for layer in cache.slot_layers]),
         }
 
@@ -110,8 +110,8 @@ def noting_reads(method: Method, reads: Reads) -> Method:
             rows = self.rows_chosen(table, query)
             if rows is not None:
                 reads[table.layer_idx] = rows[0].long().reshape(table.shape[1], -1)
-            found: Tensor | None = super().attend(table, query, *options, **more)
-            return found
+            result: Tensor | None = super().attend(table, query, *options, **more)
+            return result
 
     return Noting(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method) if field.init})
 
@@ -162,13 +162,13 @@ def views(shares: Tensor, layers: list[int]) -> list[dict[str, Any]]:
     """
     chosen_layers = spread(len(layers), LAYERS_SHOWN)
     chosen_heads = spread(shares.shape[1], HEADS_SHOWN)
-    found: list[dict[str, Any]] = [{"layer": None, "head": None, "shares": _cut(shares.mean((0, 1)))}]
-    found += [
+    result: list[dict[str, Any]] = [{"layer": None, "head": None, "shares": _cut(shares.mean((0, 1)))}]
+    result += [
         {"layer": layers[place], "head": head, "shares": _cut(shares[place, head])}
         for place in chosen_layers
         for head in chosen_heads
     ]
-    return found
+    return result
 
 
 def spread(count: int, most: int) -> list[int]:

@@ -168,16 +168,16 @@ def _read(path: Path, content: bytes, remarks: list[str] | None) -> Iterator[Rec
 
 def _parsed(line: bytes, runs: dict[str, Record]) -> Record | None:
     """The record of a line; None for the line of a run, which is noted."""
-    found = json.loads(line)
-    if not isinstance(found, dict):
+    result = json.loads(line)
+    if not isinstance(result, dict):
         raise ValueError("no object in braces")
-    if "run" in found:
-        runs[str(found.pop("run"))] = found
+    if "run" in result:
+        runs[str(result.pop("run"))] = result
         return None
-    run = runs.get(str(found.pop("of", None)))
+    run = runs.get(str(result.pop("of", None)))
     if run is None:
         raise ValueError("its run is not described before it")
-    record = {"seed": None, **run, **found, "data": {**run.get("data", {}), **_data(found)}}
+    record = {"seed": None, **run, **result, "data": {**run.get("data", {}), **_data(result)}}
     if not isinstance(record.get("kind"), str):
         raise ValueError("it has no kind")
     return record
@@ -186,8 +186,8 @@ def _parsed(line: bytes, runs: dict[str, Record]) -> Record | None:
 def _data(record: Record) -> Record:
     if not isinstance(record.get("data"), dict):
         raise ValueError("it has no data in braces")
-    found: Record = record["data"]
-    return found
+    result: Record = record["data"]
+    return result
 
 
 def read_folder(folder: Path, remarks: list[str] | None = None, below: bool = False) -> list[Record]:

@@ -23,9 +23,9 @@ def identity(record: Record) -> str:
 def _key(record: Record, without: tuple[str, ...]) -> str:
     data = record["data"]
     names = [name for name in record.get("identity", ()) if name not in without]
-    found = {name: data[name] for name in names if data.get(name) not in (None, False, "")}
+    result = {name: data[name] for name in names if data.get(name) not in (None, False, "")}
     seed = None if "seed" in without else record.get("seed")
-    return json.dumps([record["kind"], seed, _weights(data), found], sort_keys=True, default=str)
+    return json.dumps([record["kind"], seed, _weights(data), result], sort_keys=True, default=str)
 
 
 def _weights(data: dict[str, Any]) -> str:

@@ -63,10 +63,10 @@ def commit() -> dict[str, Any] | None:
     if named := os.environ.get("KVSKETCH_COMMIT"):
         return {"hash": named.removesuffix("-dirty"), "dirty": named.endswith("-dirty")}
     library, laboratory = Path(kvsketch.__file__).parent, Path(__file__).parents[1]
-    found = _git(library, "rev-parse", "HEAD")
-    if found is None or _git(library, "ls-files", "--error-unmatch", kvsketch.__file__, __file__) is None:
+    result = _git(library, "rev-parse", "HEAD")
+    if result is None or _git(library, "ls-files", "--error-unmatch", kvsketch.__file__, __file__) is None:
         return None
-    return {"hash": found, "dirty": bool(_git(library, "status", "--porcelain", "--", ".", str(laboratory)))}
+    return {"hash": result, "dirty": bool(_git(library, "status", "--porcelain", "--", ".", str(laboratory)))}
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -88,10 +88,10 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     import torch
 
-    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    result: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            result[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            result[package] = None
+    return result

@@ -102,11 +102,11 @@ def prefill(data: list[Data]) -> str:
 
 
 def decode(data: list[Data]) -> str:
-    found = last(data, "method", "batch", "prompt")
-    full = {d["batch"]: d["step_ms"] for d in found if d["method"] == "full" and d["step_ms"]}
+    result = last(data, "method", "batch", "prompt")
+    full = {d["batch"]: d["step_ms"] for d in result if d["method"] == "full" and d["step_ms"]}
     best = max((1e3 * batch / ms for batch, ms in full.items()), default=0.0)
     rows = []
-    for d in sorted(found, key=lambda d: (d["batch"], d["step_ms"] or 1e9)):
+    for d in sorted(result, key=lambda d: (d["batch"], d["step_ms"] or 1e9)):
         if d["step_ms"] is None:
             rows.append((d["batch"], Code(d["method"]), d["failed"], "", "", "", "", ""))
             continue
@@ -417,23 +417,23 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
 ]
 
 
-def page(found: Sequence[Record]) -> str:
+def page(result: Sequence[Record]) -> str:
     """The whole page from the records of benchmarks."""
     parts: list[str] = []
     for title, kind, text, make in SECTIONS:
-        data = [record["data"] for record in found if record["kind"] == kind]
+        data = [record["data"] for record in result if record["kind"] == kind]
         if data:
             parts += [f"## {title}", text, make(data)]
     known = {kind for _, kind, _, _ in SECTIONS}
     told = "A command runs at its commit; `python -m kvsketch.benchmark.NAME` is `kvsketch bench NAME` at later ones."
-    machines = _machines([record for record in found if record["kind"] in known])
+    machines = _machines([record for record in result if record["kind"] in known])
     parts += ["## Where the numbers come from", told, machines]
     return "\n\n".join(parts)
 
 
-def _machines(found: Sequence[Record]) -> str:
+def _machines(result: Sequence[Record]) -> str:
     rows = {}
-    for record in found:
+    for record in result:
         versions, machine = record.get("versions") or {}, record.get("machine") or {}
         named = (f"{name} {versions.get(name)}" for name in ("torch", "triton", "transformers"))
         rows[record.get("command")] = (

@@ -53,12 +53,12 @@ def _of_model(name: str, data: Sequence[dict[str, Any]]) -> str:
 
 
 def _means(data: Sequence[dict[str, Any]]) -> Means:
-    found: dict[str, dict[str, list[float]]] = {}
+    result: dict[str, dict[str, list[float]]] = {}
     for each in data:
         for key, value in each.items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                found.setdefault(_short(each["method"]), {}).setdefault(key, []).append(value)
-    return {store: {key: mean(values) for key, values in by.items()} for store, by in found.items()}
+                result.setdefault(_short(each["method"]), {}).setdefault(key, []).append(value)
+    return {store: {key: mean(values) for key, values in by.items()} for store, by in result.items()}
 
 
 def _short(store: str) -> str:

@@ -32,19 +32,19 @@ NOTE = (
 
 def body(contents: Contents, figures: Sequence[str] = ()) -> list[Block]:
     """The whole report; `figures` are the paths of the figures beside it."""
-    found: list[Block] = [Heading(1, TITLE), Words(lead(contents)), Words(NOTE), *_glance(contents)]
+    result: list[Block] = [Heading(1, TITLE), Words(lead(contents)), Words(NOTE), *_glance(contents)]
     for section in contents.sections:
-        found += _section(section, contents.models, _named(figures, f"{section.kind.name}-"))
+        result += _section(section, contents.models, _named(figures, f"{section.kind.name}-"))
     if contents.clusters:
         pictures = _named(figures, "clusterability-")
-        found += [Heading(2, "Do keys cluster, do values?"), *pictures, _cluster_table(contents)]
-    found += _lives(contents.documents)
+        result += [Heading(2, "Do keys cluster, do values?"), *pictures, _cluster_table(contents)]
+    result += _lives(contents.documents)
     header = ("file", "command", "records", "seeds", "model", "machine", "commit", "versions", "dates")
     rows = [
         [Code(run[name]) if name == "command" else str(run[name]) for name in header] for run in contents.provenance
     ]
-    found += [Heading(2, "Where the numbers come from"), Table(header, rows)]
-    return [*found, *([Points(contents.remarks)] if contents.remarks else [])]
+    result += [Heading(2, "Where the numbers come from"), Table(header, rows)]
+    return [*result, *([Points(contents.remarks)] if contents.remarks else [])]
 
 
 def lead(contents: Contents) -> str:
@@ -106,17 +106,17 @@ def _named(figures: Sequence[str], prefix: str) -> list[Picture]:
 def _section(section: Section, models: Sequence[str], figures: Sequence[Picture]) -> list[Block]:
     kind = section.kind
     better = "Higher is better." if kind.higher_is_better else "Lower is better."
-    found: list[Block] = [Heading(2, kind.title), Words(f"{kind.text} Measure: {kind.measure}. {better}"), *figures]
+    result: list[Block] = [Heading(2, kind.title), Words(f"{kind.text} Measure: {kind.measure}. {better}"), *figures]
     for model in models:
         own = [row for row in section.rows if row.model == model]
         for variant in dict.fromkeys(row.variant for row in own):
             rows = [row for row in own if row.variant == variant]
-            found += [
+            result += [
                 Heading(3, ", ".join(filter(None, (model, variant)))),
                 *result_tables(kind, rows),
                 *_failures(rows),
             ]
-    return found
+    return result
 
 
 def result_tables(kind: Kind, rows: Sequence[Row]) -> list[Block]:

@@ -35,10 +35,10 @@ def line_style(look: Look) -> Any:
 
 def legend(figure: Any, panels: Sequence[Any]) -> None:
     """One legend for all panels, below them."""
-    found = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    labels = sorted(found, key=order)
+    result = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    labels = sorted(result, key=order)
     columns = 4 if max(map(len, labels), default=0) < 22 else 3
-    handles = [found[label] for label in labels]
+    handles = [result[label] for label in labels]
     names = [folded(label) for label in labels]
     figure.legend(handles, names, frameon=False, fontsize=9, loc="outside lower center", ncols=columns)
 

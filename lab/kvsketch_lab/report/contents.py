@@ -38,9 +38,9 @@ class Contents:
 
     @property
     def methods(self) -> list[str]:
-        found = {row.method for section in self.sections for row in section.rows}
-        found |= {life["method"] for document in self.documents for life in document["lives"]}
-        return sorted(found, key=order)
+        result = {row.method for section in self.sections for row in section.rows}
+        result |= {life["method"] for document in self.documents for life in document["lives"]}
+        return sorted(result, key=order)
 
     @property
     def models(self) -> list[str]:
@@ -56,12 +56,12 @@ def gather(folder: Path, below: bool = False) -> Contents:
     remarks: list[str] = []
     records = read_folder(folder, remarks, below)
     counted = latest(records)
-    known = [(kind, found) for kind in KINDS if (found := _observations(kind, counted, remarks))]
+    known = [(kind, result) for kind in KINDS if (result := _observations(kind, counted, remarks))]
     used = [record for record in records if _is_shown(record)]
-    of = {kind.name: found for kind, found in known}
+    of = {kind.name: result for kind, result in known}
     estimates = {kind.name: kind.estimate for kind, _ in known}
     return Contents(
-        sections=[Section(kind, _ordered(aggregate(found, kind.estimate))) for kind, found in known],
+        sections=[Section(kind, _ordered(aggregate(result, kind.estimate))) for kind, result in known],
         needle=pictures.needle_maps(each for each in of.get("needle", []) if not is_overall(each.setting)),
         positions=pictures.by_position(of.get("perplexity", []), estimates.get("perplexity")),
         clusters=pictures.clusters(_drawn(counted, CLUSTERABILITY), remarks),
@@ -74,13 +74,13 @@ def gather(folder: Path, below: bool = False) -> Contents:
 
 def _observations(kind: Kind, records: Iterable[Record], remarks: list[str]) -> list[Observation]:
     """What the records of an experiment measured; one that lacks a field is told and left out."""
-    found: list[Observation] = []
+    result: list[Observation] = []
     for record in filter(kind.owns, records):
         try:
-            found += kind.observations(record)
+            result += kind.observations(record)
         except (KeyError, TypeError, ValueError) as error:
             remarks.append(pictures.lacking(record, error))
-    return together(kind.setting[0], kind.overall, found) if kind.overall and found else found
+    return together(kind.setting[0], kind.overall, result) if kind.overall and result else result
 
 
 def _drawn(records: Iterable[Record], name: str) -> list[Record]:
@@ -180,8 +180,8 @@ def _machine(machine: dict[str, Any]) -> str:
 
 
 def _model(data: Data) -> str:
-    name, found = str(data.get("model") or ""), data.get("model_sha256") or ""
-    return f"{name} ({str(found)[:16]})" if found else name
+    name, result = str(data.get("model") or ""), data.get("model_sha256") or ""
+    return f"{name} ({str(result)[:16]})" if result else name
 
 
 def _span(dates: list[str]) -> str:

@@ -89,20 +89,20 @@ def setting_text(kind: Kind, data: Data) -> str:
 
 def variants(data: Data) -> list[str]:
     """What makes a measurement another one than the common one of its experiment."""
-    found = [f"kvpress {data['kvpress']}"] if "kvpress" in data else []
+    result = [f"kvpress {data['kvpress']}"] if "kvpress" in data else []
     if data.get("budgets_in") == "bytes":
-        found.append("budgets of equal bytes")
+        result.append("budgets of equal bytes")
     if data.get("question") == "unseen":
-        found.append("question unseen")
+        result.append("question unseen")
     if data.get("primed"):
-        found.append("answer begun")
+        result.append("answer begun")
     if data.get("chunk"):
-        found.append(f"read in chunks of {data['chunk']:,}")
+        result.append(f"read in chunks of {data['chunk']:,}")
     if data.get("file"):
-        found.append(f"from {data['file']}")
+        result.append(f"from {data['file']}")
     if data.get("needles", 1) != 1:
-        found.append(f"{data['needles']} needles")
-    return found
+        result.append(f"{data['needles']} needles")
+    return result
 
 
 def _words(key: str, value: Any) -> str:
@@ -135,12 +135,12 @@ def _attention_error(kind: Kind, record: Record) -> list[Observation]:
     """The mean over layers, and each layer on its own."""
     data = record["data"]
     (overall,) = kind.settings(data)
-    found = [observation(kind, record, data["mean"], overall, device_bytes=data["bytes"])]
+    result = [observation(kind, record, data["mean"], overall, device_bytes=data["bytes"])]
     for layer, each in data["outcomes"].items():
         place = overall.replace(_layers(data), f"layer {layer}", 1)
         memory = {"tokens_read": each["tokens_read"], "device_bytes": each["bytes"], "full_bytes": None}
-        found.append(observation(kind, record, each["error"], place, **memory))
-    return found
+        result.append(observation(kind, record, each["error"], place, **memory))
+    return result
 
 
 def _perplexity_places(kind: Kind, data: Data) -> list[str]:

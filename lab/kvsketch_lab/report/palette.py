@@ -33,13 +33,13 @@ def look_file(methods: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _base(text: str) -> dict[str, Look]:
-    found: dict[str, Look] = {}
+    result: dict[str, Look] = {}
     for name, (family, *own) in json.loads(text).items():
-        found[name] = Look(family, *(own or [SPARE[len(found) % len(SPARE)]]))
+        result[name] = Look(family, *(own or [SPARE[len(result) % len(SPARE)]]))
     # Two references: `full` reads everything, `oracle` the tokens with the largest inner products.
     oracle = Look("oracle", "#222222", "*", "2 3")
-    return {"full": found["full"]._replace(dash="6 4"), "oracle": oracle} | {
-        n: x for n, x in found.items() if n != "full"
+    return {"full": result["full"]._replace(dash="6 4"), "oracle": oracle} | {
+        n: x for n, x in result.items() if n != "full"
     }
 
 
@@ -48,7 +48,7 @@ BASE = _base((resources.files("kvsketch_lab.report") / FILE).read_text(encoding=
 
 def looks(methods: Iterable[str]) -> dict[str, Look]:
     """A look for each method text: variants of a method share its colour and differ by dash."""
-    found: dict[str, Look] = {}
+    result: dict[str, Look] = {}
     variants: dict[str, int] = {}
     unknown: dict[str, Look] = {}
     for method in sorted(set(methods), key=order):
@@ -59,8 +59,8 @@ def looks(methods: Iterable[str]) -> dict[str, Look]:
         if name != method:
             look = look._replace(dash=DASHES[variants.get(name, 0) % len(DASHES)])
             variants[name] = variants.get(name, 0) + 1
-        found[method] = look
-    return found
+        result[method] = look
+    return result
 
 
 def name_of(method: str) -> str:

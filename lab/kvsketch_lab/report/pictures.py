@@ -55,15 +55,15 @@ def by_position(observations: Iterable[Observation], estimator: Any) -> list[Dat
         if each.value is not None and "position" in each.data:
             key = (each.model, each.setting, each.method, each.budget)
             groups.setdefault(key, {}).setdefault(int(each.data["position"]), []).append(each)
-    found = []
+    result = []
     for (model, setting, method, budget), places in _sorted(groups):
         values = [estimator(places[place]) for place in sorted(places)]
         edges = zip(*values, strict=True)
         named = dict(zip(("mean", "low", "high"), map(list, edges), strict=True))
-        found.append(
+        result.append(
             {"model": model, "setting": setting, "method": method, "budget": budget, "x": sorted(places), **named}
         )
-    return found
+    return result
 
 
 def clusters(records: Iterable[Record], remarks: list[str]) -> list[Data]:

@@ -26,8 +26,8 @@ def table(records: Sequence[Record]) -> dict[str, Measured]:
 
 def file_text(records: Sequence[Record]) -> str:
     """The table as it lies in the library."""
-    found = {model: dataclasses.asdict(measured) for model, measured in table(records).items()}
-    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+    result = {model: dataclasses.asdict(measured) for model, measured in table(records).items()}
+    return json.dumps(result, indent=1, ensure_ascii=False) + "\n"
 
 
 def _in_one_dtype(counted: Iterable[Record], model: str) -> list[Record]:
@@ -84,13 +84,13 @@ def _advice(members: Sequence[Cell], full: dict[str, Cell], steps: dict[str, tup
 
 def _step_times(records: Iterable[Record]) -> dict[str, tuple[float, str]]:
     """The step at batch 1 and the longest prompt of each method, by its text form without the budget."""
-    found: dict[str, tuple[int, float, str]] = {}
+    result: dict[str, tuple[int, float, str]] = {}
     for record in records:
         data: dict[str, Any] = record["data"]
         if record["kind"] != "decode" or data.get("batch") != 1 or not data.get("step_ms"):
             continue
         name, prompt = without_budget(str(data["method"])), int(data["prompt"])
-        if name not in found or prompt >= found[name][0]:
+        if name not in result or prompt >= result[name][0]:
             shapes = str(data.get("shape") or "the shapes of the benchmark")
-            found[name] = prompt, float(data["step_ms"]), f"{shapes}, {prompt:,} tokens"
-    return {name: (step, of) for name, (_, step, of) in found.items()}
+            result[name] = prompt, float(data["step_ms"]), f"{shapes}, {prompt:,} tokens"
+    return {name: (step, of) for name, (_, step, of) in result.items()}

@@ -28,9 +28,9 @@ def render(source: Path, target: Path, page: bool = True, below: bool = False) -
     """
     contents = gather(source, below)
     if not contents.records:
-        found = "; ".join(contents.remarks)
+        result = "; ".join(contents.remarks)
         raise ValueError(
-            f"{source} holds no record of an experiment; run one first: kvsketch eval --help. Found: {found}"
+            f"{source} holds no record of an experiment; run one first: kvsketch eval --help. Found: {result}"
         )
     drawn, remarks = _write_figures(contents, target)
     whole = body(contents, [path.relative_to(target).as_posix() for path in drawn])

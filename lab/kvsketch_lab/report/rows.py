@@ -156,9 +156,9 @@ def _of_group(field: str, overall: str, members: Sequence[Observation]) -> list[
     complete = {pair for pair in measured[shared[0]] if all((value, *pair) in known for value in shared)}
     name = overall if len(shared) == len(measured) else f"all of {field} {', '.join(f'{v:,}' for v in shared)}"
     setting = ", ".join(filter(None, (name, members[0].variant)))
-    found = [
+    result = [
         dataclasses.replace(each, setting=setting)
         for each in members
         if is_overall(each.setting) and int(each.data[field]) in shared and (each.method, each.budget) in complete
     ]
-    return found + own
+    return result + own

@@ -56,15 +56,15 @@ class Compared(NamedTuple):
 
 def compared(shown: Shown, records: Iterable[Record]) -> list[Compared]:
     """What the records of one experiment compare."""
-    found: dict[tuple[str, str, str, int], dict[int, list[Record]]] = {}
+    result: dict[tuple[str, str, str, int], dict[int, list[Record]]] = {}
     for record in latest(records):
         data = record["data"]
         if record["kind"] != shown.kind or data.get("protocol", "prefill") != "prefill":
             continue
         model = ", ".join([model_name(data), *variants({**data, "chunk": EXACT})])
-        ways = found.setdefault((model, data["method"], data["budget"], data[shown.by]), {})
+        ways = result.setdefault((model, data["method"], data["budget"], data[shown.by]), {})
         ways.setdefault(int(data.get("chunk") or EXACT), []).append(record)
-    parts = [Compared(*key, ways) for key, ways in found.items()]
+    parts = [Compared(*key, ways) for key, ways in result.items()]
     return sorted(parts, key=lambda p: (p.model, order(p.method), budget_value(p.budget), p.length))
 
 
@@ -90,8 +90,8 @@ def summary(records: Sequence[Record], kind: str, model: str) -> str:
     """How many differences between streamed and exact prefill have an interval that excludes zero."""
     (shown,) = [each for each in SHOWN if each.kind == kind]
     parts = [part for part in compared(shown, records) if part.model == model]
-    found = [added(shown, part, chunk) for part in parts for chunk in part.ways if chunk != EXACT]
-    known = [each for each in found if each is not None and each.low is not None]
+    result = [added(shown, part, chunk) for part in parts for chunk in part.ways if chunk != EXACT]
+    known = [each for each in result if each is not None and each.low is not None]
     more, fewer = (sum(each.excludes_zero and sign * each.value > 0 for each in known) for sign in (1, -1))
     return f"of {len(known)} differences with an interval, {more} are clear increases and {fewer} clear decreases"
 
@@ -100,10 +100,10 @@ def tables(records: Sequence[Record]) -> str:
     """All tables, a title for each experiment and model."""
     parts: list[str] = []
     for shown in SHOWN:
-        found = compared(shown, records)
-        parts += [f"### {shown.title}"] if found else []
-        for model in dict.fromkeys(part.model for part in found):
-            parts += [f"#### {model}", _table(shown, [part for part in found if part.model == model])]
+        result = compared(shown, records)
+        parts += [f"### {shown.title}"] if result else []
+        for model in dict.fromkeys(part.model for part in result):
+            parts += [f"#### {model}", _table(shown, [part for part in result if part.model == model])]
     return "\n\n".join(parts)
 
 

@@ -50,9 +50,9 @@ def attention_classes(config: PretrainedConfig) -> Iterator[type]:
     if not getattr(text, "kv_lora_rank", None) or not home.startswith("transformers.models."):
         return
     name = home.replace(".configuration_", ".modeling_")
-    for found in list(vars(sys.modules.get(name) or importlib.import_module(name)).values()):
-        if isinstance(found, type) and EXPAND in vars(found):
-            yield found
+    for result in list(vars(sys.modules.get(name) or importlib.import_module(name)).values()):
+        if isinstance(result, type) and EXPAND in vars(result):
+            yield result
 
 
 def require_latent_slots(method: Method, name: str) -> None:

@@ -161,9 +161,9 @@ def fitted(method: Method, memory: int, context: int, count: Callable[[Method], 
         tried = with_budget(method, middle)
         held = None if tried is None else count(tried)
         low, high = (middle, high) if held is not None and held <= memory else (low, middle - 1)
-    found = with_budget(method, low)
-    assert found is not None
-    return found
+    result = with_budget(method, low)
+    assert result is not None
+    return result
 
 
 def with_budget(method: Method, tokens: int) -> Method | None:
@@ -180,10 +180,10 @@ def _least(method: Method, context: int) -> Method:
     while low < high:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if with_budget(method, middle) is None else (low, middle)
-    found = with_budget(method, low)
-    if found is None:
+    result = with_budget(method, low)
+    if result is None:
         raise ValueError(f"{method}: takes no budget of {context} tokens or fewer; give it smaller sinks and windows")
-    return found
+    return result
 
 
 def _tokens(method: Any) -> int:
@@ -221,12 +221,12 @@ def parsed(memory: float | str) -> int:
     """Bytes of `2GB`, `1.5 GiB` or a number of bytes, also as 2e9."""
     if isinstance(memory, float) and memory.is_integer():
         memory = int(memory)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
-    if isinstance(memory, bool) or not isinstance(memory, (int, str)) or found is None:
+    result = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
+    if isinstance(memory, bool) or not isinstance(memory, (int, str)) or result is None:
         raise ValueError(f"memory={memory!r} is not a size; use {FORMS}")
-    if found[2].upper() not in UNITS:
-        raise ValueError(f"memory={memory!r}: {found[2]} is no unit; use {FORMS}")
-    size = int(float(found[1]) * UNITS[found[2].upper()])
+    if result[2].upper() not in UNITS:
+        raise ValueError(f"memory={memory!r}: {result[2]} is no unit; use {FORMS}")
+    size = int(float(result[1]) * UNITS[result[2].upper()])
     if size < 1:
         raise ValueError(f"memory={memory!r} is nothing; use {FORMS}")
     return size

@@ -85,8 +85,8 @@ def _still_open() -> tuple[int, ...]:
 
 def _session(model: Any) -> Session | None:
     """The innermost open session of this thread or task on the model."""
-    found = (_open.get(number, (None, None)) for number in reversed(_entered.get()))
-    return next((session for owner, session in found if owner is model), None)
+    result = (_open.get(number, (None, None)) for number in reversed(_entered.get()))
+    return next((session for owner, session in result if owner is model), None)
 
 
 def _generate(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

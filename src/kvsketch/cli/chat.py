@@ -174,8 +174,8 @@ class Talk:
         name = name or about.get("model")
         if name is None:
             raise ValueError(f"{path} does not say which model it belongs to; name it with --model")
-        found = dtype or (about["dtype"] if about["dtype"] != "None" else None)
-        model, tokenizer = _loaded(name, device, found)
+        result = dtype or (about["dtype"] if about["dtype"] != "None" else None)
+        model, tokenizer = _loaded(name, device, result)
         talk = cls(model, tokenizer, lambda: kvsketch.CompressedCache.load(path, model))
         talk.tell(f"{about.get('files', path)}: {_held(model, talk.cache)}")
         return talk

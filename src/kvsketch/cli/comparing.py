@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 LEFT = ("method", "answer")  # columns of text; the others are numbers
 
 
-def with_progress(found: Iterable[Row], methods: Sequence[Any]) -> list[Row]:
+def with_progress(result: Iterable[Row], methods: Sequence[Any]) -> list[Row]:
     """The rows, with a bar that names the method at work."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     rows: list[Row] = []
     with Progress(*columns, console=remarks(), transient=True) as progress:
         task = progress.add_task(str(methods[0]), total=len(methods))
-        for row in found:
+        for row in result:
             rows.append(row)
             progress.update(task, advance=1, description=str(methods[min(len(rows), len(methods) - 1)]))
     return rows

@@ -107,7 +107,7 @@ def greeting(server: Any, has_key: bool) -> list[str]:
 
 def size(text: str, name: str) -> int:
     """Bytes of a size such as 8GB, 500MB or 1.5G, in powers of ten."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
-    if not found:
+    result = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if not result:
         raise ValueError(f"{name} {text!r} is not a size; use a number with a unit, such as 8GB or 500MB")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return int(float(result[1]) * UNITS[result[2].upper()])

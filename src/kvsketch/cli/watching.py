@@ -119,8 +119,8 @@ class PeakMemory:
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         with contextlib.suppress(OSError):
-            if found := re.search(r"VmHWM:\s+(\d+)", (PROCESS / "status").read_text()):
-                return 1024 * int(found[1])
+            if result := re.search(r"VmHWM:\s+(\d+)", (PROCESS / "status").read_text()):
+                return 1024 * int(result[1])
         try:
             import resource
         except ImportError:
@@ -142,7 +142,7 @@ def quick_dtype(device: str | None) -> str | None:
     on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
     if not on_cpu or sys.platform == "darwin":
         return None
-    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    known = [found.get(name) for name in ("bf16", "avx512_bf16", "amx_bf16")]
+    result: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    known = [result.get(name) for name in ("bf16", "avx512_bf16", "amx_bf16")]
     known += [getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return "bfloat16" if any(known) else None

@@ -36,20 +36,20 @@ def contenders(methods: str, budgets: str) -> list[tuple[str, str]]:
     sizes = [budget.strip() for budget in budgets.split(",") if budget.strip()]
     for size in sizes:
         Size.parse(size, "--budgets")
-    found: list[tuple[str, str]] = []
+    result: list[tuple[str, str]] = []
     for text in _names(methods):
         method, own = split(text)
         if own:
-            found.append((method, own))
+            result.append((method, own))
         elif takes_budget(method):
             if not sizes:
                 raise ValueError(f"--budgets is empty, and {method} has one; use for instance 1/4,1/8")
-            found += [(method, size) for size in sizes]
+            result += [(method, size) for size in sizes]
         else:
-            found.append((method, ""))
-    for method, budget in found:
+            result.append((method, ""))
+    for method, budget in result:
         parse_method(with_budget(method, budget))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(result))
 
 
 def compared(methods: str, budgets: str) -> list[Method]:
@@ -101,8 +101,8 @@ def sized(model: Any, method: str, budget: str, prompt: int, unit: str) -> tuple
                 f"tokens take {taken / sizes.full:.1%}; use a share of more than that, or --budgets-in tokens"
             )
         most = int(limit * sizes.full)
-        found: Any = memory.fitted(parse_method(method), most, prompt, functools.partial(sizes.bytes, more=0))
-        tokens = int(found.budget.of(prompt))
+        result: Any = memory.fitted(parse_method(method), most, prompt, functools.partial(sizes.bytes, more=0))
+        tokens = int(result.budget.of(prompt))
     return with_budget(method, tokens), {"budget_tokens": tokens, "measured_as": method}
 
 

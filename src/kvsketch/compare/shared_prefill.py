@@ -100,10 +100,10 @@ class Prefilled:
         alone = unpadded and len(chosen) == 1 and all(isinstance(layer, SlotLayer) for layer in self.read.layers)
         start = int((mask == 0).sum()) if alone else 0
         logits = self.logits[chosen]
-        found = Prefilled(self.model, ids[:, start:], mask[:, start:], self.read, self.queries, logits)
-        found.chosen = chosen if self.chosen is None else [self.chosen[row] for row in chosen]
-        found.start, found.instruction = self.start + start, self.instruction
-        return found
+        result = Prefilled(self.model, ids[:, start:], mask[:, start:], self.read, self.queries, logits)
+        result.chosen = chosen if self.chosen is None else [self.chosen[row] for row in chosen]
+        result.start, result.instruction = self.start + start, self.instruction
+        return result
 
     @torch.no_grad()
     def cache(self, method: str | Method, seed: int = 0) -> CompressedCache:

@@ -210,8 +210,8 @@ class SharedRows:
     def _laid(self, document: CompressedCache) -> LaidDocument:
         """A document as it lies in the store; it is laid there if it does not."""
         assert isinstance(self.store, DocumentRows)
-        if (found := self.store.lying(document)) is not None:
-            return found
+        if (result := self.store.lying(document)) is not None:
+            return result
         tables = [layer.table for layer in document.slot_layers]
         first = torch.cat([sink_keys(table, self.method.first_tokens) for table in tables])  # [L, H, sinks, D]
         held, seen = PlainSlots(first), tables[0].seen

@@ -96,8 +96,8 @@ class CompressedLM(HFLM):
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         if self.scoring == "refuse":
             raise Refused(REFUSED)
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
-        return found
+        result: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return result
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         raise Refused(REFUSED_ROLLING)
@@ -107,17 +107,17 @@ class CompressedLM(HFLM):
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Scores through the cache, one request after another; those with the same context share its prefill."""
-        found: dict[int, tuple[float, bool]] = {}
+        result: dict[int, tuple[float, bool]] = {}
         order = sorted(range(len(requests)), key=lambda index: requests[index][1])
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for context, indices in itertools.groupby(order, key=lambda index: self._context(requests[index])):
                 prefilled = shared_prefill(self.model, torch.tensor([context[:-1] or context]))
                 for index in indices:
                     texts, _, continuation = requests[index]
-                    found[index] = self._score(prefilled, context, continuation)
-                    self.cache_hook.add_partial("loglikelihood", texts, found[index])
+                    result[index] = self._score(prefilled, context, continuation)
+                    self.cache_hook.add_partial("loglikelihood", texts, result[index])
                     bar.update()
-        return [found[index] for index in range(len(requests))]
+        return [result[index] for index in range(len(requests))]
 
     def _context(self, request: Request) -> list[int]:
         """The context, cut on its left where context and continuation together are longer than the model's."""

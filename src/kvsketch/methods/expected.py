@@ -146,8 +146,8 @@ def expected_logits(keys: Tensor, mean: Tensor, covariance: Tensor, scale: float
     """log E exp(scale <q, k>) of keys [B, H, n, D] over normal queries with these moments, [B, Hq, ...]."""
     heads = keys.shape[1]
     mean, covariance = (moment.unflatten(1, (heads, -1)) for moment in (mean, covariance))
-    found = []
+    result = []
     for part in keys.float().unsqueeze(2).split(PIECE, 3):  # [B, H, 1, n, D]
         linear, square = part @ mean.unsqueeze(-1), ((part @ covariance) * part).sum(-1)
-        found.append(scale * linear.squeeze(-1) + 0.5 * scale**2 * square)
-    return torch.cat(found, -1)
+        result.append(scale * linear.squeeze(-1) + 0.5 * scale**2 * square)
+    return torch.cat(result, -1)

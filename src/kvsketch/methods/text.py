@@ -85,18 +85,18 @@ def installed(methods: Mapping[str, type[Method]]) -> dict[str, type[Method]]:
 def _load(entry: EntryPoint) -> type[Method]:
     module, _, cls = entry.value.partition(":")
     try:
-        found = getattr(importlib.import_module(module), cls, None)
+        result = getattr(importlib.import_module(module), cls, None)
     except Exception as error:
         raise ValueError(
             f"method {entry.value!r}: the module {module!r} cannot be imported ({type(error).__name__}: {error}); "
             "install it, or put its folder on PYTHONPATH"
         ) from error
-    if not isinstance(found, type) or not issubclass(found, Method):
+    if not isinstance(result, type) or not issubclass(result, Method):
         there = [k for k, v in vars(sys.modules[module]).items() if isinstance(v, type) and issubclass(v, Method)]
         raise ValueError(f"method {entry.value!r}: {cls!r} is no Method; the module has: {_list(there)}")
-    if "__dataclass_params__" not in vars(found) or not getattr(found, "name", ""):
+    if "__dataclass_params__" not in vars(result) or not getattr(result, "name", ""):
         raise ValueError(f"method {entry.value!r}: needs @dataclass(frozen=True) and a name: ClassVar[str]")
-    return found
+    return result
 
 
 def _convert(name: str, value: str, hint: Any) -> Any:

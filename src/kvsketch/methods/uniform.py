@@ -132,6 +132,6 @@ def stratified(position: Tensor, middle: Tensor, strata: Tensor, end: Tensor) ->
     places = torch.zeros(*kept.shape[:2], strata.shape[1] + 1, dtype=torch.float64, device=position.device)
     members = places.scatter_add(2, group, middle.double())
     stood_for = torch.cat([torch.where(small, 0.0, tokens), torch.where(small, tokens, 0.0).sum(-1, keepdim=True)], 2)
-    found = torch.where(members > 0, stood_for, 0.0).sum(-1, keepdim=True)
-    weight = stood_for / members.clamp_min(1) * tokens.sum(-1, keepdim=True) / found.clamp_min(1)
+    result = torch.where(members > 0, stood_for, 0.0).sum(-1, keepdim=True)
+    weight = stood_for / members.clamp_min(1) * tokens.sum(-1, keepdim=True) / result.clamp_min(1)
     return weight.gather(2, group).log().float()

@@ -125,11 +125,11 @@ def work_folder(path: Path) -> Path:
 
 def _is_private(path: Path) -> bool:
     try:
-        found = path.lstat()
+        result = path.lstat()
     except FileNotFoundError:
         return False
-    own = os.name != "posix" or (found.st_uid == os.geteuid() and not found.st_mode & 0o022)
-    return stat.S_ISDIR(found.st_mode) and own
+    own = os.name != "posix" or (result.st_uid == os.geteuid() and not result.st_mode & 0o022)
+    return stat.S_ISDIR(result.st_mode) and own
 
 
 def let_read(path: Path, like: Path) -> None:

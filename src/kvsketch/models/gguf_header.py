@@ -32,10 +32,10 @@ class _Reader(GGUFReader):
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
         self.data = np.asarray(self.data)  # the same pages; a memmap takes five times as long to slice
-        found = super()._get(offset, dtype, count, *args, **kwargs)
-        if len(found) < count:
+        result = super()._get(offset, dtype, count, *args, **kwargs)
+        if len(result) < count:
             raise ValueError(f"{count} numbers at byte {offset} of {len(self.data)}")
-        return found
+        return result
 
 
 def read_metadata(path: Path) -> dict[str, Scalar]:

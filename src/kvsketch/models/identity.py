@@ -35,12 +35,12 @@ def _remembered_sha256(file: Path) -> str:
     known = read_json(note).get("sha256")
     if isinstance(known, str):
         return known
-    found = sha256_of(file)
+    result = sha256_of(file)
     # A hash that cannot be stored is computed again the next time.
     with contextlib.suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
-        write_json(note, {"file": file.name, "sha256": found})
-    return found
+        write_json(note, {"file": file.name, "sha256": result})
+    return result
 
 
 def text_sha256(text: str) -> str:

@@ -84,21 +84,21 @@ def passkey_document(
         raise ValueError(f"depth {depth} is outside [0, 1]; 0 hides the passkey at the start of the text, 1 at its end")
     chance = random.Random(seed)
     passkey = str(chance.randint(10_000, 99_999))
-    found = sentences(CHARACTERS_PER_TOKEN * tokens, chance, among)
+    result = sentences(CHARACTERS_PER_TOKEN * tokens, chance, among)
 
     def with_sentences(count: int) -> PasskeyDocument:
-        return _assemble(tokenizer, found[:count], passkey, depth)
+        return _assemble(tokenizer, result[:count], passkey, depth)
 
     if _length(with_sentences(1)) > tokens:
         raise ValueError(
             f"{tokens} tokens cannot hold the passkey, the question and a sentence of text; "
             f"use at least {_length(with_sentences(1))}"
         )
-    if _length(with_sentences(len(found))) < tokens:
+    if _length(with_sentences(len(result))) < tokens:
         raise ValueError(
-            f"there is not enough text for {tokens} tokens; use at most {_length(with_sentences(len(found)))}"
+            f"there is not enough text for {tokens} tokens; use at most {_length(with_sentences(len(result)))}"
         )
-    fits, too_many = 1, len(found) + 1
+    fits, too_many = 1, len(result) + 1
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         if _length(with_sentences(middle)) <= tokens:
@@ -116,8 +116,8 @@ def _assemble(tokenizer: PreTrainedTokenizerBase, sentences: list[str], passkey:
     return PasskeyDocument(text, passkey, QUESTION, prompt["input_ids"])
 
 
-def _length(found: PasskeyDocument) -> int:
-    return found.input_ids.shape[1]
+def _length(result: PasskeyDocument) -> int:
+    return result.input_ids.shape[1]
 
 
 def _sentence_at(sentences: list[str], depth: float) -> int:
@@ -133,14 +133,14 @@ def sentences(characters: int, chance: random.Random, among: Sequence[str] = ())
     texts = _read_speeches(_wheel())
     names = list(among or texts)
     first = chance.randrange(len(names))
-    found: list[str] = []
+    result: list[str] = []
     for name in names[first:] + names[:first]:
         for sentence in _split(texts[name].strip() + "\n\n"):
             if characters <= 0:
-                return found
-            found.append(sentence)
+                return result
+            result.append(sentence)
             characters -= len(sentence)
-    return found
+    return result
 
 
 def _split(text: str) -> Iterator[str]:

@@ -272,8 +272,8 @@ class Routes:
     # documents
 
     async def documents(self, request: Request) -> Response:
-        found = await run_in_threadpool(self.service.documents.documents)
-        return JSONResponse({"object": "list", "data": [each.public() for each in found]})
+        result = await run_in_threadpool(self.service.documents.documents)
+        return JSONResponse({"object": "list", "data": [each.public() for each in result]})
 
     async def add_document(self, request: Request) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -192,12 +192,12 @@ def _thin(group: Iterable[_Connection], most: int, grace: float) -> None:
 def _network(address: str) -> str:
     """What counts as one address: a host of IPv6 has a whole network of them."""
     try:
-        found = ipaddress.ip_address(address)
+        result = ipaddress.ip_address(address)
     except ValueError:
         return address
-    if found.version == 4 or found.ipv4_mapped:
+    if result.version == 4 or result.ipv4_mapped:
         return address
-    return str(ipaddress.ip_network((found.packed, 64), strict=False))
+    return str(ipaddress.ip_network((result.packed, 64), strict=False))
 
 
 def _timed_out() -> bytes:

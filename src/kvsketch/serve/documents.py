@@ -196,12 +196,12 @@ class DocumentStore:
 
     def documents(self) -> list[Document]:
         """All documents of the folder, the oldest first."""
-        found = []
+        result = []
         for path in self.folder.iterdir():
             if ID.fullmatch(path.name):
                 with contextlib.suppress(Unknown):
-                    found.append(self.get(path.name))
-        return sorted(found, key=lambda each: (each.created_at, each.id))
+                    result.append(self.get(path.name))
+        return sorted(result, key=lambda each: (each.created_at, each.id))
 
     def get(self, number: str) -> Document:
         """A document as it is at this moment; Unknown where there is none."""
@@ -293,8 +293,8 @@ class DocumentStore:
                     raise Full(f"{MOST_WAITING} documents wait to be read")
                 document = Document(number, name, int(time.time()), self.name, str(chosen), tokens, len(text))
                 self._create(document, chosen, text)
-            found = self.get(number)
-            if found.status in ("waiting", "failed"):
+            result = self.get(number)
+            if result.status in ("waiting", "failed"):
                 self._start(number)
         return self.get(number)
 
@@ -333,9 +333,9 @@ class DocumentStore:
     def wait(self, number: str, timeout: float = 60.0) -> Document:
         """The document when it is no longer waiting or being read, or as it is after `timeout` seconds."""
         end = time.monotonic() + timeout
-        while (found := self.get(number)).status in ("waiting", "reading") and time.monotonic() < end:
+        while (result := self.get(number)).status in ("waiting", "reading") and time.monotonic() < end:
             time.sleep(0.02)
-        return found
+        return result
 
     def _create(self, document: Document, method: Method, text: str) -> None:
         facts = {key: getattr(document, key) for key in FACTS}
@@ -428,9 +428,9 @@ class DocumentStore:
         if not bool(logits.amax().isfinite()):
             raise not_finite("the document", self.model)
         cache.read.open, cache.watch = True, None
-        found = held.summary(self.model, cache)
+        result = held.summary(self.model, cache)
         seconds = round(time.perf_counter() - start, 3)
-        write_json(path / "held.json", {**found, "seconds": seconds})
+        write_json(path / "held.json", {**result, "seconds": seconds})
         if (path / "cache.kvs").is_symlink():
             (path / "cache.kvs").unlink()
         cache.save(path / "cache.kvs")

@@ -325,12 +325,12 @@ class BatchedEngine:
         """Starts to read prompts while there are rows for them."""
         while self._free_rows() and len(self._reading) < self.readers:
             with self._changed:
-                found = self._slots_for(self._waiting[0]) if self._waiting else None
-                if found is None:
+                result = self._slots_for(self._waiting[0]) if self._waiting else None
+                if result is None:
                     return
                 ticket = self._waiting.popleft()
             try:
-                self._start(ticket, *found)
+                self._start(ticket, *result)
             except Exception as error:
                 self._finish(ticket, "error", error)
 

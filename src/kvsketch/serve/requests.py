@@ -39,17 +39,17 @@ class Closed(RuntimeError):
 
 def not_finite(what: str, model: Any, error: BaseException | None = None) -> NotFinite:
     """What a request or a document ends with when the model overflows on it; `error`: where that was seen."""
-    found, dtype = "" if error is None else f" ({error})", str(model.dtype).removeprefix("torch.")
+    result, dtype = "" if error is None else f" ({error})", str(model.dtype).removeprefix("torch.")
     return NotFinite(
-        f"{what}: the activations of the model are not finite{found}, {dtype} overflows on this text; load the model "
+        f"{what}: the activations of the model are not finite{result}, {dtype} overflows on this text; load the model "
         "in bfloat16 or float32 (--dtype bfloat16), or send another text"
     )
 
 
 def unused_settings(model: Any) -> dict[str, Any]:
     """Generation settings of a model that would change answers, and that no engine follows."""
-    found = {name: getattr(model.generation_config, name, None) for name in WITHOUT}
-    return {name: value for name, value in found.items() if value is not None and value != WITHOUT[name]}
+    result = {name: getattr(model.generation_config, name, None) for name in WITHOUT}
+    return {name: value for name, value in result.items() if value is not None and value != WITHOUT[name]}
 
 
 @dataclass(frozen=True)

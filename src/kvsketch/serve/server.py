@@ -191,13 +191,13 @@ class _Uvicorn(uvicorn.Server):
 def _listening(host: str, port: int) -> socket.socket:
     """The address is taken before the model is announced, so that a port in use is told at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    result = socket.socket(family, socket.SOCK_STREAM)
+    result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((host, port))
+        result.bind((host, port))
     except OSError as error:
-        found.close()
+        result.close()
         raise OSError(
             f"cannot listen on {host}:{port} ({error.strerror}); choose another --port, or 0 for any"
         ) from None
-    return found
+    return result

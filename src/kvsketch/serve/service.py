@@ -203,20 +203,20 @@ class Service:
             raise ApiError(409, str(error), "document_unusable", "document") from None
 
     def _statuses(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
         for document in self.documents.documents():
-            found[document.status] = found.get(document.status, 0) + 1
-        return found
+            result[document.status] = result.get(document.status, 0) + 1
+        return result
 
     def models(self) -> list[dict[str, Any]]:
         """The model, and once more with each document that is ready."""
         plain = {"object": "model", "owned_by": "kvsketch"}
-        found = [{"id": self.name, "created": self.created, **plain, "method": str(self.method)}]
-        found[0] |= {"context": self.context, "whole_below": self.documents.whole_below}
+        result = [{"id": self.name, "created": self.created, **plain, "method": str(self.method)}]
+        result[0] |= {"context": self.context, "whole_below": self.documents.whole_below}
         for each in self.documents.documents():
             if each.status == "ready":
-                found.append({"id": f"{self.name}{BETWEEN}{each.id}", "created": each.created_at, **plain})
-        return found
+                result.append({"id": f"{self.name}{BETWEEN}{each.id}", "created": each.created_at, **plain})
+        return result
 
     def close(self, drain: bool = True) -> None:
         """Answers what was accepted with `drain`, then stops."""

@@ -108,10 +108,10 @@ class GrowingText:
 
     def _released(self, new: str) -> str:
         text = self._held + new
-        found = [place for place in (text.find(stop) for stop in self.stops) if place >= 0]
-        if found:
+        result = [place for place in (text.find(stop) for stop in self.stops) if place >= 0]
+        if result:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(result)]
         waits = max((_overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - waits :]
         return text[: len(text) - waits]

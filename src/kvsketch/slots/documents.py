@@ -113,8 +113,8 @@ class DocumentRows(RaggedRows):
 
     def lying(self, document: Any) -> LaidDocument | None:
         """Where a document lies, if it does."""
-        found = self.laid.get(id(document))
-        return found if found is not None and found.owner() is document else None
+        result = self.laid.get(id(document))
+        return result if result is not None and result.owner() is document else None
 
     def lay(self, document: Any, tables: Sequence[BoundedTable], text: SlotTable) -> LaidDocument:
         """Copies the slots of a document into the store."""

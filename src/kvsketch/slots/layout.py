@@ -40,11 +40,11 @@ class Layout(Ragged):
             start = capacity.flatten().cumsum(0).view(capacity.shape) - capacity
             parts.append((start, capacity, *work_list(capacity, readers(coded, device_traits(device).multiprocessors))))
         near = iter(uploaded([part for each in parts for part in each], [d for d in devices for _ in range(4)]))
-        found = []
+        result = []
         for _, capacity, _, first in parts:
             sizes, pieces = capacity.flatten().tolist(), first.diff().tolist()
-            found.append(cls(next(near), next(near), max(sizes), sum(sizes), next(near), next(near), max(pieces)))
-        return found
+            result.append(cls(next(near), next(near), max(sizes), sum(sizes), next(near), next(near), max(pieces)))
+        return result
 
     def at(self, slots: Tensor) -> Tensor:  # [B H n]
         """Places of the slots [B, H, n] in the flat store."""

@@ -206,12 +206,12 @@ def _in_order(table: SlotTable, parts: list[Tensor], room: int) -> list[Tensor]:
     """The first parts of an offloaded table with all its tokens at their numbers, [B, H, room, n]."""
     assert table.host is not None
     store, first, seen = table.host, table.hot.sinks, table.seen
-    found = [t.new_empty(t.shape[0], t.shape[1], room, t.shape[3]) for t in parts]
+    result = [t.new_empty(t.shape[0], t.shape[1], room, t.shape[3]) for t in parts]
     # The store has keys first, as `parts` do.
-    store.read(table.hot.host_row.tolist(), found)
-    for near, all_tokens in zip(parts, found, strict=True):
+    store.read(table.hot.host_row.tolist(), result)
+    for near, all_tokens in zip(parts, result, strict=True):
         all_tokens[:, :, store.length : seen] = near[:, :, first : first + seen - store.length]
-    return found
+    return result
 
 
 def _coded_in_order(table: SlotTable, like: Slots, parts: list[Tensor]) -> Slots:

@@ -233,13 +233,13 @@ class RaggedRows(Rows):
         return self.store.first_table(layer, rows, state=state, previous=None, settled_at=self.settled_at[:rows])
 
     def first(self, rows: int) -> list[BoundedTable]:
-        found = []
+        result = []
         for layer, whole in enumerate(self.tables):
             table = self._table(layer, rows, whole.state.first_rows(rows))
             table.positions, table.clock, table.seen = whole.positions, whole.clock, whole.seen
             table.padding, table.prompts = self.padding[:rows], self.prompts[:rows]
-            found.append(table)
-        return found
+            result.append(table)
+        return result
 
     def before_step(self, tables: Sequence[BoundedTable]) -> None:
         rows = tables[0].shape[0]

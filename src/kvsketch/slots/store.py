@@ -136,11 +136,11 @@ class Equal:
 
     def first(self, count: int) -> list[BoundedTable]:
         """Tables that share the tensors of the first entries: what is written into one is in the other."""
-        found = []
+        result = []
         for table in self.tables:
             parts = {name: part[:count] for name, part in (slot_parts(table) | row_parts(table)).items()}
-            found.append(table_of(table, parts, table.state.first_rows(count)))
-        return found
+            result.append(table_of(table, parts, table.state.first_rows(count)))
+        return result
 
     def put(self, entry: int, singles: Sequence[BoundedTable], source: int = 0) -> None:
         """Copies row `source` of `singles`, which may be the tables themselves, over an entry, in place."""

@@ -36,11 +36,11 @@ def owned(tensor: Tensor) -> Tensor:
 
 def copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """Copies of tensors that fill storages of their own, by id, for `copy.deepcopy`; of others there are none."""
-    found = {id(tensor): tensor for tensor in tensors}
-    storages = Counter(tensor.untyped_storage().data_ptr() for tensor in found.values())
+    result = {id(tensor): tensor for tensor in tensors}
+    storages = Counter(tensor.untyped_storage().data_ptr() for tensor in result.values())
     made: dict[int, Tensor] = {}
     pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-    for number, tensor in found.items():
+    for number, tensor in result.items():
         storage = tensor.untyped_storage()
         if storages[storage.data_ptr()] == 1 and storage.nbytes() == tensor.nbytes > 0:
             made[number] = torch.empty_like(tensor)
@@ -90,7 +90,7 @@ def rows_of(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 
 def uploaded(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
     """Tensors of the host on devices; those of a kind in one go, without waiting for what the device has to do yet."""
-    found = [*tensors]
+    result = [*tensors]
     for device, dtype in {(device, tensor.dtype) for device, tensor in zip(devices, tensors, strict=True)}:
         if device.type != "cuda":
             continue
@@ -100,8 +100,8 @@ def uploaded(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list
         flat = [torch.nn.functional.pad(part, (0, -len(part) % 16)) for part in flat]
         near = torch.cat(flat).pin_memory().to(device, non_blocking=True).split([len(part) for part in flat])
         for n, part in zip(numbers, near, strict=True):
-            found[n] = part[: tensors[n].numel()].view(tensors[n].shape)
-    return found
+            result[n] = part[: tensors[n].numel()].view(tensors[n].shape)
+    return result
 
 
 def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -204,9 +204,9 @@ class LayerReader:
         if kind == "list":
             return [self._decode(item) for item in content]
         if kind == "dtype":
-            found = getattr(torch, content)
-            if isinstance(found, torch.dtype):
-                return found
+            result = getattr(torch, content)
+            if isinstance(result, torch.dtype):
+                return result
         if kind == "device":
             return self._device
         raise ValueError(f"unknown kind of value {kind!r} in the description of a layer")

@@ -106,14 +106,14 @@ def weights_digest(model: Any) -> str | None:
 
 def adapters_digest(model: Any) -> dict[str, str | None]:
     """A digest of each adapter that is switched on, by its name: its weights and the scale they are added with."""
-    found: dict[str, list[tuple[str, Any]]] = {}
+    result: dict[str, list[tuple[str, Any]]] = {}
     scales: dict[str, set[str]] = {}
     for layer in _adapted_layers(model):
         for name in [] if layer.disable_adapters else layer.active_adapters:
             own = [pair for pair in _own_weights(layer) if name in pair[0].split(".")]
-            found.setdefault(name, []).extend(own)
+            result.setdefault(name, []).extend(own)
             scales.setdefault(name, set()).add(str(getattr(layer, "scaling", {}).get(name)))
-    return {name: _digest(weights, " ".join(sorted(scales[name]))) for name, weights in found.items() if weights}
+    return {name: _digest(weights, " ".join(sorted(scales[name]))) for name, weights in result.items() if weights}
 
 
 def _adapted_layers(model: Any) -> list[Any]:

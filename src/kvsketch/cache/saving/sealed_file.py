@@ -61,8 +61,8 @@ def write(target: Path, tensors: dict[str, Tensor], text: dict[str, str]) -> Non
 
 def _number(error: Exception) -> int:
     """The operating system's error number inside a message of safetensors; that of an I/O error where it has none."""
-    found = re.search(r"os error (\d+)", str(error))
-    return int(found[1]) if found else errno.EIO
+    result = re.search(r"os error (\d+)", str(error))
+    return int(result[1]) if result else errno.EIO
 
 
 def verified(path: Path) -> dict[str, str]:
@@ -78,10 +78,10 @@ def verified(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is no saved cache, is damaged or cut short ({error}); save the cache again") from None
     if not re.fullmatch("[0-9a-f]{64}", text.get("checksum", "")):
         raise ValueError(f"{path} is no saved cache: its header has no checksum; save the cache with cache.save()")
-    found = _checksum(path, text["checksum"])
-    if found != text["checksum"]:
+    result = _checksum(path, text["checksum"])
+    if result != text["checksum"]:
         raise ValueError(
-            f"{path} is damaged or was changed: its SHA-256 is {found} and should be {text['checksum']}; save the "
+            f"{path} is damaged or was changed: its SHA-256 is {result} and should be {text['checksum']}; save the "
             "cache again"
         )
     return text
@@ -111,7 +111,7 @@ def _seal(path: Path) -> None:
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors in host memory, each alone in its storage, as safetensors wants them."""
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     taken: set[int] = set()
     for name, tensor in tensors.items():
         near = tensor.detach().cpu().contiguous()
@@ -119,8 +119,8 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if storage.data_ptr() in taken or storage.nbytes() != near.numel() * near.element_size():
             near = near.clone()
         taken.add(near.untyped_storage().data_ptr())
-        found[name] = near
-    return found
+        result[name] = near
+    return result
 
 
 def _prefix(target: Path) -> str:

@@ -67,9 +67,9 @@ class Products(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear and not kwargs:
-            found = self.ready.pop(id(args[1]), None) if args[0] is self.input else None
-            if found is not None:
-                return found
+            result = self.ready.pop(id(args[1]), None) if args[0] is self.input else None
+            if result is not None:
+                return result
             kernel = _thin_kernel(args[0], args[1])
             if kernel is not None:
                 return kernel.linears(args[0], [args[1]], [args[2] if len(args) > 2 else None])[0]
@@ -96,7 +96,7 @@ def _patches_of(family: str) -> list[Patch]:
     """Wrappers for the family's layer, norm, MLP and rotary function."""
     if family not in _patches:
         modeling: Any = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        found = [
+        result = [
             Patch(owner, "forward", functools.partial(_forward, replacement))
             for owner in vars(modeling).values()
             if isinstance(owner, type) and issubclass(owner, nn.Module) and owner.__module__ == modeling.__name__
@@ -104,8 +104,8 @@ def _patches_of(family: str) -> list[Patch]:
             if owner.__name__.endswith(ending)
         ]
         if hasattr(modeling, "apply_rotary_pos_emb"):
-            found.append(Patch(modeling, "apply_rotary_pos_emb", _rotary))
-        _patches.setdefault(family, found)
+            result.append(Patch(modeling, "apply_rotary_pos_emb", _rotary))
+        _patches.setdefault(family, result)
     return _patches[family]
 
 

@@ -158,8 +158,8 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
             self.failed |= together.begin_requests(self.pool, told.uses, told.stores, told.loads)
 
     def _together(self) -> Together | None:
-        found = (getattr(layer.impl, "together", None) for layer in self._layers().values())
-        return next((each for each in found if each is not None), None)
+        result = (getattr(layer.impl, "together", None) for layer in self._layers().values())
+        return next((each for each in result if each is not None), None)
 
     def _layers(self) -> dict[str, Any]:
         every = self._vllm_config.compilation_config.static_forward_context

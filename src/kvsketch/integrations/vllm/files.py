@@ -46,15 +46,15 @@ def path_of(folder: Path, name: str) -> Path:
 
 def listed(folder: Path, config: Any, method: BudgetedMethod) -> dict[str, Filed]:
     """The documents in a folder that this model and method can read, by name; the others are named in the log."""
-    found = {}
+    result = {}
     for path in sorted(folder.glob("*.kvs")):
         try:
             cache, words = _opened(path, config, method)
         except (ValueError, OSError) as error:
             log.warning("kvsketch: %s is no document here: %s", path.name, error)
             continue
-        found[unquote(path.stem)] = Filed(path, cache.tokens_seen, words.get(DIGEST))
-    return found
+        result[unquote(path.stem)] = Filed(path, cache.tokens_seen, words.get(DIGEST))
+    return result
 
 
 def read(path: Path, config: Any, method: BudgetedMethod, device: torch.device) -> list[BoundedTable]:

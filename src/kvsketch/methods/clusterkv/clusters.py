@@ -163,8 +163,8 @@ def labels(table: SlotTable) -> Tensor | None:  # [B, H, seen] int64
     place = torch.arange(state.ordered, dtype=first.dtype, device=order.device).expand_as(order).contiguous()
     cluster = torch.searchsorted(end, place, right=True).clamp_max(state.used - 1)
     inside = (place >= first.gather(2, cluster)) & (place < end.gather(2, cluster))
-    found = torch.full((*order.shape[:2], table.seen), -1, device=order.device)
-    return found.scatter_(2, order, torch.where(inside, cluster, -1))
+    result = torch.full((*order.shape[:2], table.seen), -1, device=order.device)
+    return result.scatter_(2, order, torch.where(inside, cluster, -1))
 
 
 def note_spans(table: SlotTable, sinks: int) -> None:

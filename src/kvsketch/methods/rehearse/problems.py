@@ -53,7 +53,7 @@ def refit_layers(layers: Sequence[LayerProblems], counted: Tensor, folds: bool =
 
     The device is not asked.
     """
-    found: list[list[Changes]] = [[] for _ in layers]
+    result: list[list[Changes]] = [[] for _ in layers]
     device = layers[0].keys.device
     stays, there = torch.stack([layer.marks for layer in layers], 1)  # [L, B H, P, C]
     kept, sizes = counted
@@ -85,9 +85,9 @@ def refit_layers(layers: Sequence[LayerProblems], counted: Tensor, folds: bool =
         part, stayed = slice(begin, begin + len(batch)), slice(done, done + sum(kept))
         changes = _fitted(layers[0], everything, part, stayed, size, folds)
         for number, *parts in zip(own_layers.tolist(), *(change.split(kept) for change in changes), strict=True):
-            found[number].append(Changes(*parts))
+            result[number].append(Changes(*parts))
         begin, done = part.stop, stayed.stop
-    return [_joined(each, layer) for each, layer in zip(found, layers, strict=True)]
+    return [_joined(each, layer) for each, layer in zip(result, layers, strict=True)]
 
 
 def _batch_sizes(counts: list[int], layer: LayerProblems) -> list[int]:
@@ -174,10 +174,10 @@ class Everything(NamedTuple):
 
 def same_rows_of(tensors: list[Tensor]) -> tuple[list[Tensor], tuple[int, int, int]]:
     """`rows_of` tensors [B, H, S, D] of one shape, which are copied where they do not lie in memory alike."""
-    found = [rows_of(x) for x in tensors]
-    if any(strides != found[0][1] for _, strides in found):
-        found = [rows_of(x.contiguous()) for x in tensors]
-    return [rows for rows, _ in found], found[0][1]
+    result = [rows_of(x) for x in tensors]
+    if any(strides != result[0][1] for _, strides in result):
+        result = [rows_of(x.contiguous()) for x in tensors]
+    return [rows for rows, _ in result], result[0][1]
 
 
 def _fitted(one: LayerProblems, all_of: Everything, part: slice, stayed: slice, most: int, folds: bool) -> Changes:
@@ -202,11 +202,13 @@ def _fitted(one: LayerProblems, all_of: Everything, part: slice, stayed: slice, 
     hidden = None if all_of.hidden is None else all_of.hidden[part]
     slots = Slots(keys, values, kept, one.scale, hidden, held, elsewhere)
     if folds and all_of.worth is not None:
-        found = fold(q, slots, all_of.worth[layer, head].gather(1, places))
+        result = fold(q, slots, all_of.worth[layer, head].gather(1, places))
     else:
-        found = refit(q, slots)
+        result = refit(q, slots)
     at = all_of.place[stayed]
-    return Changes(all_of.token[stayed], found.log_weights.flatten()[at], ops.take_rows(found.values.flatten(0, 1), at))
+    return Changes(
+        all_of.token[stayed], result.log_weights.flatten()[at], ops.take_rows(result.values.flatten(0, 1), at)
+    )
 
 
 def _joined(changes: list[Changes], layer: LayerProblems) -> Changes:

@@ -152,19 +152,19 @@ def fold_denominator(sketch: Sketch, tokens: Tokens, policy: str) -> Sketch:
         room = sketch.representatives.shape[2]
         if policy == "grow":
             limit = torch.full_like(limit, room)
-        found = ops.leader_clustering(
+        result = ops.leader_clustering(
             tokens.keys, valid, sketch.representatives, sketch.alive, sketch.delta, limit.expand_as(sketch.alive)
         )
-        full = found.overflow < column.shape[0]
+        full = result.overflow < column.shape[0]
         if policy == "absorb" or not bool(full.any()):
-            joined = join(sketch, tokens, found.labels, found.representatives)
+            joined = join(sketch, tokens, result.labels, result.representatives)
             return with_room(joined, max(1, int(joined.alive.max()))) if policy == "grow" else joined
         if policy == "grow":
             sketch = with_room(sketch, max(16, 2 * room))
             continue
-        before = column < found.overflow[..., None]
-        sketch = join(sketch, tokens, torch.where(before, found.labels, room), found.representatives)
-        sketch = doubled(sketch, tokens, found.overflow, full)
+        before = column < result.overflow[..., None]
+        sketch = join(sketch, tokens, torch.where(before, result.labels, room), result.representatives)
+        sketch = doubled(sketch, tokens, result.overflow, full)
         valid = tokens.valid[:, None] & ~before
 
 

@@ -175,8 +175,8 @@ class CodedSlots:
         codes = self.codes.gather(2, slots.unsqueeze(-1).expand(*slots.shape, self.codes.shape[3]))
         y = (levels_of(codes, self.codec) - self.codec.half_range) * self.steps.gather(2, slots).float().unsqueeze(-1)
         for i in range(self.exact.shape[2]):
-            found = (slots == self.exact_at[:, :, i : i + 1]).unsqueeze(-1)
-            y = torch.where(found, self.exact[:, :, i : i + 1], y)
+            result = (slots == self.exact_at[:, :, i : i + 1]).unsqueeze(-1)
+            y = torch.where(result, self.exact[:, :, i : i + 1], y)
         return (y @ self.codec.rotation(slots.device) + self.center.unsqueeze(2)).to(dtype)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:  # [B, H, S, D]

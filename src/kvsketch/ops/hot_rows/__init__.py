@@ -62,10 +62,10 @@ class Buffer(NamedTuple):
 
 def pairs(store: Store, buffer: Buffer) -> list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
     """What is copied together: tensors of the store, and where they go."""
-    found = [((store.keys, store.values), (buffer.keys, buffer.values))]
+    result = [((store.keys, store.values), (buffer.keys, buffer.values))]
     if store.steps is not None and buffer.steps is not None:
-        found.append((store.steps, buffer.steps))
-    return found
+        result.append((store.steps, buffer.steps))
+    return result
 
 
 def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> Tensor:

@@ -40,7 +40,7 @@ def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: B
     hot_block = max(64, min(HOT_BLOCK, triton.next_power_of_2(places)))
     parts = triton.cdiv(entries, block)
     # `lists`: tokens to copy and their places; missing entries and their tokens; the same, as each part found them.
-    lists, found, totals = (
+    lists, result, totals = (
         torch.empty((batch * heads, *shape), dtype=torch.int32, device=rows.device)
         for shape in ((6, entries), (2, parts), (2,))
     )
@@ -50,7 +50,7 @@ def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: B
     size, value_size = buffer.keys.shape[3], buffer.values.shape[3]
     with on(rows.device):
         place_kernel[(parts, batch * heads)](
-            rows, tail, *hot, slots, lists, found, totals,
+            rows, tail, *hot, slots, lists, result, totals,
             heads, entries, places, tokens, buffer.first_tail, buffer.first_hot,
             BLOCK=block, PARTS=triton.next_power_of_2(parts), HOT_BLOCK=hot_block,
             num_warps=min(WARPS, max(4, hot_block // 256)), **early_start.launch(rows.device),
@@ -86,7 +86,7 @@ def place_kernel(
     place_of = place_of_ptr + head * tokens
     last_read = last_read_ptr + head * places
     lists = lists_ptr + head * 6 * entries
-    found = found_ptr + head * 2 * parts
+    result = found_ptr + head * 2 * parts
     counts = counts_ptr + head * 4
     call = (tl.load(counts, cache_modifier=".cg") % ARRIVED).to(tl.int32) + 1
 
@@ -103,14 +103,14 @@ def place_kernel(
     before = tl.cumsum(missing.to(tl.int32), 0) - 1
     tl.store(lists + 4 * entries + part * BLOCK + before, entry, mask=missing)
     tl.store(lists + 5 * entries + part * BLOCK + before, token, mask=missing)
-    tl.store(found + part, tl.sum(missing.to(tl.int32), 0))
-    tl.store(found + parts + part, tl.sum(stored.to(tl.int32), 0))
+    tl.store(result + part, tl.sum(missing.to(tl.int32), 0))
+    tl.store(result + parts + part, tl.sum(stored.to(tl.int32), 0))
     tl.debug_barrier()
 
     if tl.atomic_add(counts, ARRIVED, sem="acq_rel") // ARRIVED == parts - 1:
         each = tl.arange(0, PARTS)
-        missing_of = tl.load(found + each, mask=each < parts, other=0, cache_modifier=".cg")
-        reads = tl.sum(tl.load(found + parts + each, mask=each < parts, other=0, cache_modifier=".cg"), 0)
+        missing_of = tl.load(result + each, mask=each < parts, other=0, cache_modifier=".cg")
+        reads = tl.sum(tl.load(result + parts + each, mask=each < parts, other=0, cache_modifier=".cg"), 0)
         all_missing = tl.sum(missing_of, 0)
         copies = 0
         if all_missing > 0:

@@ -46,5 +46,5 @@ def kept_attention(
         if given is not None and given.shape != shape:
             raise ValueError(f"{name} {list(given.shape)} must be {list(shape)}, with q {list(q.shape)}.")
     chosen = implementation("kept_attention", q.device, q, v)
-    found: Kept = chosen.kept_attention(q, k, v, kept, scale, hidden, held, elsewhere)
-    return found
+    result: Kept = chosen.kept_attention(q, k, v, kept, scale, hidden, held, elsewhere)
+    return result

@@ -17,12 +17,12 @@ def kept_attention(
 ) -> Kept:  # fmt: skip
     """See `kvsketch.ops.kept_attention`."""
     block = max(1, MAX_LOGITS.get(q.device.type, 1 << 22) // max(1, q.shape[1] * k.shape[1]))
-    found = [
+    result = [
         _block(q[part], k[part], v[part], kept[part], scale, *(x if x is None else x[part] for x in others))
         for others in ((hidden, held, elsewhere),)
         for part in (slice(start, start + block) for start in range(0, len(q), block))
     ]
-    return found[0] if len(found) == 1 else Kept(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+    return result[0] if len(result) == 1 else Kept(*(torch.cat(parts) for parts in zip(*result, strict=True)))
 
 
 def _block(

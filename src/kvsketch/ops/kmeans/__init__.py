@@ -74,8 +74,8 @@ def kmeans(
     _check(keys, clusters, start, counts, rounds)
     stream = Stream(seed, layer, first_position, first_head)
     chosen = implementation("kmeans", keys.device, keys)
-    found: Clusters = chosen.kmeans(keys, clusters, start, counts, rounds, stream)
-    return found
+    result: Clusters = chosen.kmeans(keys, clusters, start, counts, rounds, stream)
+    return result
 
 
 def _check(keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int) -> None:

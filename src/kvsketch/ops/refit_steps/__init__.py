@@ -69,9 +69,9 @@ def value_step(state: Conjugate, number: int, turned: Tensor) -> None:
 
 def stepped_values(state: Conjugate, plain: Tensor) -> tuple[Tensor, Tensor]:
     """plain + X after the last step, [N, K, Dv], in the dtype of `plain`, and w times that in the one of `scaled`."""
-    found = torch.empty_like(plain), torch.empty(plain.shape, dtype=state.scaled.dtype, device=plain.device)
-    implementation("refit_steps", plain.device, plain).stepped_values(state, plain, *found)
-    return found
+    result = torch.empty_like(plain), torch.empty(plain.shape, dtype=state.scaled.dtype, device=plain.device)
+    implementation("refit_steps", plain.device, plain).stepped_values(state, plain, *result)
+    return result
 
 
 def weighed(x: Tensor, w: Tensor, less: Tensor | None = None, *, out: Tensor) -> Tensor:
@@ -87,5 +87,5 @@ def errors(outputs: Tensor, mass: Tensor, target: Tensor, share: Tensor) -> Tens
 
     outputs and target [N, Q, Dv], mass and share [N, Q], all float32.
     """
-    found: Tensor = implementation("refit_steps", outputs.device, outputs).errors(outputs, mass, target, share)
-    return found
+    result: Tensor = implementation("refit_steps", outputs.device, outputs).errors(outputs, mass, target, share)
+    return result

@@ -86,14 +86,14 @@ def errors(outputs: Tensor, mass: Tensor, target: Tensor, share: Tensor) -> Tens
     """See `kvsketch.ops.refit_steps`."""
     count, queries, size = outputs.shape
     block = triton.next_power_of_2(size)
-    found = outputs.new_empty(count)
+    result = outputs.new_empty(count)
     outputs, target = (x if x.stride(2) == 1 else x.contiguous() for x in (outputs, target))
     with on(outputs.device):
         error_kernel[(count,)](
-            outputs, mass.contiguous(), target, share.contiguous(), found, queries, size, *outputs.stride()[:2],
+            outputs, mass.contiguous(), target, share.contiguous(), result, queries, size, *outputs.stride()[:2],
             *target.stride()[:2], ROWS=max(1, ENTRIES // block), BLOCK=block, num_warps=4,
         )  # fmt: skip
-    return found
+    return result
 
 
 @triton.jit
@@ -214,9 +214,9 @@ def values_kernel(
         length = tl.load(length_ptr + (step + n) * size + column, mask=column < size, other=0.0)
         scaled = tl.load(scaled_ptr + step.to(tl.int64) * unknowns * size + at, mask=inside, other=0.0)
         moved += length[None, :] * scaled.to(tl.float32)
-    found = tl.load(plain_ptr + at, mask=inside, other=0.0).to(tl.float32) + moved / w
-    tl.store(values_ptr + at, found.to(values_ptr.dtype.element_ty), mask=inside)
-    tl.store(weighed_ptr + at, (w * found).to(weighed_ptr.dtype.element_ty), mask=inside)
+    result = tl.load(plain_ptr + at, mask=inside, other=0.0).to(tl.float32) + moved / w
+    tl.store(values_ptr + at, result.to(values_ptr.dtype.element_ty), mask=inside)
+    tl.store(weighed_ptr + at, (w * result).to(weighed_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -230,10 +230,10 @@ def weighed_kernel(
     inside = (row < unknowns)[:, None] & (column < size)[None, :]
     at = (n * unknowns + row)[:, None] * size + column[None, :]
     w = tl.load(w_ptr + n * unknowns + row, mask=row < unknowns, other=0.0)[:, None]
-    found = w * tl.load(x_ptr + n * x_n + row[:, None] * x_k + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    result = w * tl.load(x_ptr + n * x_n + row[:, None] * x_k + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if LESS:
-        found -= tl.load(less_ptr + at, mask=inside, other=0.0)
-    tl.store(out_ptr + at, found.to(out_ptr.dtype.element_ty), mask=inside)
+        result -= tl.load(less_ptr + at, mask=inside, other=0.0)
+    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -39,9 +39,9 @@ def stepped_values(state: Conjugate, plain: Tensor, values: Tensor, weighed: Ten
     w, moved = state.w.unsqueeze(-1), torch.zeros_like(state.residual)
     for length, scaled in zip(state.lengths, state.scaled, strict=True):
         moved.addcmul_(length.unsqueeze(1), scaled)
-    found = moved.div_(w).add_(plain)
-    values.copy_(found)
-    weighed.copy_(found.mul_(w))
+    result = moved.div_(w).add_(plain)
+    values.copy_(result)
+    weighed.copy_(result.mul_(w))
 
 
 def weighed(x: Tensor, w: Tensor, less: Tensor | None, out: Tensor) -> None:

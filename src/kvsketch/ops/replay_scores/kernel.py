@@ -168,9 +168,9 @@ def row_sums_kernel(
             there = there & (column[None, :] <= row[:, None])
             origin, total, _, _ = add_terms(origin, total, tl.where(there, logits(q, k, scale), NEG_INF))
     # Padding asks nothing: its shares are 0.
-    found = tl.where(row >= pads, origin + tl.log2(total), INF)
+    result = tl.where(row >= pads, origin + tl.log2(total), INF)
     place = ((b.to(tl.int64) * heads * GROUP + query_head) * chunks + p) * room
-    tl.store(sums_ptr + place + row, found, mask=row < count)
+    tl.store(sums_ptr + place + row, result, mask=row < count)
 
 
 @triton.jit(do_not_specialize=["count", "chunks"])

@@ -14,15 +14,15 @@ def replay_scores(
     hidden: Tensor | None, copies: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """See `kvsketch.ops.replay_scores`."""
-    count, found = q.shape[2] // chunks, []
+    count, result = q.shape[2] // chunks, []
     bares = [bare] * len(q) if isinstance(bare, int) else bare.tolist()
     for number in range(chunks):
         own = slice(number * count, (number + 1) * count)
         pads = None if hidden is None else (hidden - own.start).clamp(0, count)
         seen = [first if number >= most else first[:, :0] for first, most in zip(sinks, bares, strict=True)]
         parts = (again[:, :, own], q[:, :, own], k[:, :, own], seen)
-        found.append(_one_chunk(*parts, scale, pads, None if copies is None else copies[:, :, own]))
-    return found[0] if chunks == 1 else torch.cat(found, 2)
+        result.append(_one_chunk(*parts, scale, pads, None if copies is None else copies[:, :, own]))
+    return result[0] if chunks == 1 else torch.cat(result, 2)
 
 
 def _one_chunk(

@@ -110,16 +110,16 @@ class TokenBlocks:
         """The blocks in `pool` [P, at least nbytes] uint8, around the centers [H, D] and [H, Dv] float32."""
         if pool.shape[1] < shape.nbytes or pool.stride(1) != 1:
             raise ValueError(f"blocks of {shape.nbytes} bytes do not fit a pool {list(pool.shape)}, {pool.stride()}.")
-        found: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         start = 0
         for name, size, dtype in shape.planes():
             end = start + prod(size) * dtype.itemsize
-            found[name] = pool[:, start:end].view(dtype).unflatten(1, size)
+            result[name] = pool[:, start:end].view(dtype).unflatten(1, size)
             start = end
         key, value = (
             Part(
-                codec, center, found[f"{name}_codes"], found[f"{name}_steps"],
-                found.get(f"{name}_first"), found.get(f"{name}_first_step"),
+                codec, center, result[f"{name}_codes"], result[f"{name}_steps"],
+                result.get(f"{name}_first"), result.get(f"{name}_first_step"),
             )
             for name, codec, center in (("key", shape.key, key_center), ("value", shape.value, value_center))
         )  # fmt: skip
