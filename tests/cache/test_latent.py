@@ -34,7 +34,7 @@ MODELS = {
     "v2 with small queries, yarn": ("deepseek_v2", {"q_lora_rank": 8, "rope_parameters": YARN}),
     "v3": ("deepseek_v3", {}),
     "v3 with whole queries, yarn": ("deepseek_v3", {"q_lora_rank": None, "rope_parameters": YARN}),
-    "v3 turned by halves": ("deepseek_v3", {"rope_interleave": False}),
+    "v3 rotated by halves": ("deepseek_v3", {"rope_interleave": False}),
     "v3 eager": ("deepseek_v3", {"attn_implementation": "eager"}),
 }
 METHODS = ["streamingllm", "uniform", "h2o", "keyformer", "snapkv", "pyramidkv", "kcenter", "rehearse:refit=none"]
@@ -148,7 +148,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("name", "bits"), [("v2", 16), ("v2", 4), ("v3 with whole queries, yarn", 8), ("v3 turned by halves", 2)]
+    ("name", "bits"), [("v2", 16), ("v2", 4), ("v3 with whole queries, yarn", 8), ("v3 rotated by halves", 2)]
 )
 def test_a_step_reads_what_the_heads_of_the_model_would(name: str, method: str, bits: int, steps: list[float]) -> None:
     model, ids = build(name), zoo.tokens(2, 110)
@@ -414,7 +414,7 @@ def test_angles_are_those_of_slots_of_latents_alone(monkeypatch: pytest.MonkeyPa
     assert len(rotary.frequencies(config)) == ROTARY // 2
     monkeypatch.setattr(latent, "attention_classes", lambda config: iter(()))
     assert rotary.frequencies(config) == ()
-    with pytest.raises(ValueError, match="rehearse turns queries by the rotary angles"):
+    with pytest.raises(ValueError, match="rehearse rotates queries by the rotary angles"):
         CompressedCache(config, "rehearse:refit=none")
 
 

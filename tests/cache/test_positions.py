@@ -23,7 +23,7 @@ from kvsketch import CompressedCache
 from kvsketch.cache import rotary
 from kvsketch.cache.chunks import chunk_spans
 from kvsketch.methods import H2O
-from kvsketch.ops.turn_keys import reference
+from kvsketch.ops.rotate_keys import reference
 from kvsketch.slots.table import SlotTable
 from tests.cache.test_oracle import BUDGET, SCHEDULES, SINKS, step_by_step
 from tests.helpers import zoo
@@ -102,7 +102,7 @@ def test_one_layer_equals_the_model_on_the_kept_tokens(family: str) -> None:
     ids=lambda rope: rope["rope_type"],
 )  # fmt: skip
 @torch.no_grad()
-def test_stretched_contexts_are_turned_by_their_own_angles(rope: dict[str, Any]) -> None:
+def test_stretched_contexts_are_rotated_by_their_own_angles(rope: dict[str, Any]) -> None:
     parameters = {"rope_theta": 10000.0, **rope}
     model, ids = zoo.build("llama", num_hidden_layers=1, rope_parameters=parameters), zoo.tokens(1, 50)
     ours = by_steps(model, CompressedCache(model, BY_PLACE), ids, 30)
@@ -131,7 +131,7 @@ def test_angles_are_the_models_own_numbers(family: str) -> None:
 
 @contextmanager
 def turning(model: Any, visible: Tensor, gone: Tensor) -> Iterator[None]:
-    """Inside the block the model attends where `visible` [B, 1 or H, L, L], keys turned by `gone` positions."""
+    """Inside the block the model attends where `visible` [B, 1 or H, L, L], keys rotated by `gone` positions."""
     angle = torch.tensor(rotary.frequencies(model.config), dtype=torch.float64)
     half = len(angle)
 
@@ -193,7 +193,7 @@ def oracle(model: Any, ids: Tensor, mask: Tensor, visible: Tensor, gone: Tensor)
     [*(("llama", schedule, [0, 4, 17]) for schedule in SCHEDULES), ("gpt_neox", "second_turn", [0])],
 )
 @torch.no_grad()
-def test_streamingllm_equals_the_turning_model(family: str, schedule: str, pads: list[int]) -> None:
+def test_streamingllm_equals_the_rotating_model(family: str, schedule: str, pads: list[int]) -> None:
     model, chunks = zoo.build(family), SCHEDULES[schedule]
     ids, mask = padded(zoo.tokens(len(pads), sum(chunks)), pads)
     cache = CompressedCache(model, BY_PLACE)
@@ -209,7 +209,7 @@ def test_streamingllm_equals_the_turning_model(family: str, schedule: str, pads:
 @pytest.mark.parametrize("way", ["one forward", "many"])
 @pytest.mark.parametrize("pads", [[0], [0, 4, 17]], ids=["alone", "left_padded"])
 @torch.no_grad()
-def test_streams_equal_the_turning_model(way: str, pads: list[int]) -> None:
+def test_streams_equal_the_rotating_model(way: str, pads: list[int]) -> None:
     model, length, chunk = zoo.build("llama"), 45, 11
     ids, mask = padded(zoo.tokens(len(pads), length), pads)
     cache = CompressedCache(model, BY_PLACE, prefill="stream", chunk=chunk)
@@ -277,14 +277,14 @@ def test_text_positions_read_the_stored_keys_themselves(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(runs[0].logits, runs[1].logits, strict=True))
     table = caches[0].slot_layers[0].table
     assert not table.exact and table.read_keys().data_ptr() == table.keys.read.data_ptr()
-    turned = generate(model, ids, CompressedCache(model, named(name, 16)), max_new_tokens=5)
-    assert not torch.allclose(turned.logits[-1], runs[0].logits[-1], atol=1e-3)
+    rotated = generate(model, ids, CompressedCache(model, named(name, 16)), max_new_tokens=5)
+    assert not torch.allclose(rotated.logits[-1], runs[0].logits[-1], atol=1e-3)
 
 
 # what methods score by
 
 
-def turned_by_hand(table: SlotTable) -> Tensor:  # [B, H, S, D] float64
+def rotated_by_hand(table: SlotTable) -> Tensor:  # [B, H, S, D] float64
     """The keys at their places, one slot after the other."""
     assert table.index is not None
     keys, angle = table.key_slots().double().clone(), torch.tensor(table.rotary, dtype=torch.float64)
@@ -305,7 +305,7 @@ def turned_by_hand(table: SlotTable) -> Tensor:  # [B, H, S, D] float64
 def test_scores_are_the_attention_that_was_paid(
     recording: bool, chunks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """h2o sums up the softmax over turned keys."""
+    """h2o sums up the softmax over rotated keys."""
     model, ids, observed = zoo.build("llama", num_hidden_layers=1), zoo.tokens(1, sum(chunks)), []
     observe = H2O.observe
 
@@ -313,7 +313,7 @@ def test_scores_are_the_attention_that_was_paid(
         if table.exact:
             return observe(method, table, queries)
         before = table.state.score.clone()
-        logits = table.scale * queries.unflatten(1, (2, 2)).double() @ turned_by_hand(table).unsqueeze(2).mT
+        logits = table.scale * queries.unflatten(1, (2, 2)).double() @ rotated_by_hand(table).unsqueeze(2).mT
         token = torch.arange(table.seen - queries.shape[2], table.seen).view(1, 1, 1, -1, 1)
         index = table.index.view(1, 2, 1, 1, -1)
         mass = logits.masked_fill((index < 0) | (index > token), -torch.inf).softmax(-1).sum((2, 3))
@@ -372,7 +372,7 @@ def test_a_saved_cache_goes_on_at_its_places(tmp_path: Path) -> None:
     by_steps(model, cache, ids[:, :40], 30)
     cache.save(tmp_path / "places.kvs")
     loaded = CompressedCache.load(tmp_path / "places.kvs", model)
-    assert loaded.method == cache.method and loaded.slot_layers[0].table.positions.turned_by
+    assert loaded.method == cache.method and loaded.slot_layers[0].table.positions.rotated_by
     for t in range(40, 50):
         pair = [model(ids[:, t : t + 1], past_key_values=each).logits for each in (cache, loaded)]
         assert torch.equal(*pair)
@@ -402,7 +402,7 @@ def test_tokens_rolled_back_leave_no_hole(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_half_precision_with_a_large_common_part(dtype: torch.dtype) -> None:
-    """Keys of trained models share a large vector; turned and rounded once they err as any rounding does."""
+    """Keys of trained models share a large vector; rotated and rounded once they err as any rounding does."""
     model, ids = zoo.build("qwen2", num_hidden_layers=1), zoo.tokens(1, 60)
     model.model.layers[0].self_attn.k_proj.bias.copy_(20 * torch.randn(16, generator=torch.Generator().manual_seed(0)))
     expected = on_kept_tokens(model, ids, 30)

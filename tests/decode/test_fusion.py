@@ -108,10 +108,10 @@ def _double_values(layer: Any) -> None:
 
 
 def _turn_attention(layer: Any) -> None:
-    def turned(_module: Any, args: Any, kwargs: Any) -> Any:
+    def rotated(_module: Any, args: Any, kwargs: Any) -> Any:
         return args, {**kwargs, "hidden_states": -kwargs["hidden_states"]}
 
-    layer.self_attn.register_forward_pre_hook(turned, with_kwargs=True)
+    layer.self_attn.register_forward_pre_hook(rotated, with_kwargs=True)
 
 
 def _replace_mlp(layer: Any) -> None:

@@ -41,7 +41,7 @@ def test_a_prompt_that_begins_with_a_document_continues_it() -> None:
 
 def test_a_prompt_may_name_what_it_follows() -> None:
     books = library()
-    assert books.use("c", [1, 2, 3], "novel") == Use(place=2, turn=200)
+    assert books.use("c", [1, 2, 3], "novel") == Use(place=2, ahead=200)
     assert books.use("d", [*NOVEL, 4], "novel") == Use(place=2, before=200)
     with pytest.raises(KeyError, match="no document 'plan' is stored; documents: handbook, novel"):
         books.use("e", [1, 2], "plan")
@@ -81,11 +81,11 @@ def test_a_document_in_a_file_is_read_when_it_is_asked_for() -> None:
         "plan": Filed(Path("plan.kvs"), 80, digest(NOVEL[:80])),
         "read at home": Filed(Path("home.kvs"), 90, None),
     }
-    assert books.use("c", [1, 2], "plan") == Use(place=1, turn=80) and books.loads == {1: Path("plan.kvs")}
+    assert books.use("c", [1, 2], "plan") == Use(place=1, ahead=80) and books.loads == {1: Path("plan.kvs")}
     assert {*books.documents} == {"novel", "plan"}
     books.loads = {}
     assert books.use("d", [*NOVEL[:80], 5], None) == Use(place=1, before=80) and not books.loads, "it is there"
-    assert books.use("e", [7], "read at home").turn == 90 and books.loads == {2: Path("home.kvs")}
+    assert books.use("e", [7], "read at home").ahead == 90 and books.loads == {2: Path("home.kvs")}
     with pytest.raises(ValueError, match="all 2 documents are in use"):
         books.store("f", "third", NOVEL)
     with pytest.raises(KeyError, match="documents: plan, read at home"):

@@ -18,8 +18,8 @@ from kvsketch.integrations.vllm.shelf import Shelf
 from kvsketch.integrations.vllm.together import Together
 from kvsketch.methods import parse_method
 from kvsketch.methods.rehearse import Rehearse
-from kvsketch.ops import turn_queries
-from kvsketch.ops.turn_keys import whole_turns
+from kvsketch.ops import rotate_queries
+from kvsketch.ops.rotate_keys import whole_turns
 from tests.integrations.test_vllm_together import GROUP, HEADS, LAYERS, SCALE, SIZE, places
 
 DOCUMENT = 100  # tokens
@@ -103,11 +103,11 @@ def own(tokens: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Te
     return keys, values, torch.zeros(keys.shape[:2])
 
 
-@pytest.mark.parametrize("turn", [0, DOCUMENT], ids=["begins with it", "names it"])
-def test_a_request_sees_the_document_and_its_own_tokens(turn: int) -> None:
+@pytest.mark.parametrize("ahead", [0, DOCUMENT], ids=["begins with it", "names it"])
+def test_a_request_sees_the_document_and_its_own_tokens(ahead: int) -> None:
     served = Served(bits=16)
     served.stored()
-    use = Use(1, 0 if turn else DOCUMENT, turn)
+    use = Use(1, 0 if ahead else DOCUMENT, ahead)
     served.begin({2: use, 3: use})
     books = served.on_the_shelf(1)
     assert sum(keys.shape[1] for keys, _, _ in books) > 0
@@ -117,7 +117,7 @@ def test_a_request_sees_the_document_and_its_own_tokens(turn: int) -> None:
     def placed(part: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys where they belong, behind the document."""
         q, k = (
-            turn_queries(x.transpose(0, 1).unsqueeze(0), torch.tensor([[turn]]), turns)[0].transpose(0, 1)
+            rotate_queries(x.transpose(0, 1).unsqueeze(0), torch.tensor([[ahead]]), turns)[0].transpose(0, 1)
             for x in part[:2]
         )
         return q, k, part[2]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import CompressedCache
-from kvsketch.methods.expected import Expected, expected_logits, moments, turned, turned_on_average
+from kvsketch.methods.expected import Expected, expected_logits, moments, moved, rotated_on_average
 from tests.helpers import zoo
 from tests.helpers.common import padded, read_pieces
 
@@ -33,7 +33,7 @@ def test_moments_are_those_of_the_queries_before_their_rotation() -> None:
     torch.manual_seed(0)
     plain, position = torch.randn(2, 3, 50, 10) + 7, torch.arange(50) - torch.tensor([[0], [6]])
     counted = position >= 4
-    mean, covariance = moments(turned(plain, ANGLES, position), ANGLES, position, counted)
+    mean, covariance = moments(moved(plain, ANGLES, position), ANGLES, position, counted)
     for row, first in ((0, 4), (1, 10)):
         own = plain[row, :, first:]
         torch.testing.assert_close(mean[row], own.mean(1))
@@ -45,9 +45,9 @@ def test_the_rotation_is_the_mean_of_those_of_the_next_positions() -> None:
     torch.manual_seed(0)
     mean, root = torch.randn(1, 2, 10), torch.randn(1, 2, 10, 10)
     places = torch.arange(30, 37)
-    # Row i of a turned identity is the rotation of channel i.
-    turns = turned(torch.eye(10).expand(7, 1, 10, 10), ANGLES, places).mean(0)[0].T
-    result = turned_on_average(mean, root @ root.mT, ANGLES, places[None])
+    # Row i of a rotated identity is the rotation of channel i.
+    turns = moved(torch.eye(10).expand(7, 1, 10, 10), ANGLES, places).mean(0)[0].T
+    result = rotated_on_average(mean, root @ root.mT, ANGLES, places[None])
     torch.testing.assert_close(result[0], mean @ turns.T)
     torch.testing.assert_close(result[1], turns @ root @ root.mT @ turns.T, atol=1e-4, rtol=1e-4)
 
@@ -66,7 +66,7 @@ seen: list[Any] = []
 def brute_force(queries: Tensor, keys: Tensor, values: Tensor, angles: Any, future: int, epsilon: float) -> Tensor:
     """Scores [H, n] of one text, token by token and head by head, sinks left out."""
     n, size = queries.shape[2], queries.shape[3]
-    turn = [turned(torch.eye(size)[None, None], angles, torch.tensor([at]))[0, 0].T for at in range(n + future)]
+    turn = [moved(torch.eye(size)[None, None], angles, torch.tensor([at]))[0, 0].T for at in range(n + future)]
     scores = torch.zeros(2, n)
     for head in range(4):
         own = torch.stack([turn[at].T @ queries[0, head, at] for at in range(4, n)])
@@ -115,5 +115,5 @@ def test_mistakes_are_named() -> None:
         Expected(future=0)
     with pytest.raises(ValueError, match="expected: epsilon=-1 is not valid; use a number of 0 or more"):
         Expected(epsilon=-1)
-    with pytest.raises(ValueError, match=r"turns queries by .* use kvzip"):
+    with pytest.raises(ValueError, match=r"rotates queries by .* use kvzip"):
         CompressedCache(zoo.build("gpt2"), "expected")

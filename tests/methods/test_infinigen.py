@@ -1,4 +1,4 @@
-"""InfiniGen: the turned channels, the threshold, and the choice against brute force."""
+"""InfiniGen: the rotated channels, the threshold, and the choice against brute force."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def projector(table: SlotTable) -> torch.Tensor:
 @pytest.mark.parametrize("padding", [0, 30])
 @pytest.mark.parametrize("budget", [10, 60])
 def test_a_short_first_prompt_does_not_decide_for_a_long_second(budget: int, padding: int) -> None:
-    """The queries of the second, with all keys, give the directions; every stored key is turned along them."""
+    """The queries of the second, with all keys, give the directions; every stored key is rotated along them."""
     method, text = InfiniGen(budget=budget, skip_layers=0), Text(216, padding)
     table = text.read(method, [16, 200])
     late = Text(216)

@@ -19,7 +19,7 @@ from kvsketch.methods.divide import largest
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.rehearse.problems import STEP
 from kvsketch.methods.replay import sampled
-from kvsketch.ops.turn_keys import whole_turns
+from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.layout import Layout
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, read_pieces
@@ -221,23 +221,23 @@ def test_generate_runs_and_a_text_names_it(model: Any) -> None:
 
 
 def test_a_model_without_known_angles_is_told_what_needs_none() -> None:
-    with pytest.raises(ValueError, match=r"rehearse turns queries by the rotary angles.*gptj.*use replay=exact"):
+    with pytest.raises(ValueError, match=r"rehearse rotates queries by the rotary angles.*gptj.*use replay=exact"):
         CompressedCache(zoo.build("gptj"), Rehearse())
 
 
-def test_turning_a_query_is_what_the_model_does_at_a_later_position(model: Any) -> None:
+def test_rotating_a_query_is_what_the_model_does_at_a_later_position(model: Any) -> None:
     rotary, attention = model.model.rotary_emb, model.model.layers[0].self_attn
     angles = CompressedCache(model, "full").slot_layers[0].table.rotary
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     plain = torch.randn(1, 4, 5, attention.head_dim)
-    turned_at = {}
+    rotated_at = {}
     for first in (0, 137):
         cos, sin = rotary(plain, torch.arange(first, first + 5)[None])
-        turned_at[first] = apply_rotary_pos_emb(plain, plain, cos, sin)[0]
+        rotated_at[first] = apply_rotary_pos_emb(plain, plain, cos, sin)[0]
     turns = whole_turns(tuple(angles), plain.device)
-    result = ops.turn_queries(turned_at[0], torch.tensor([[137]]), turns)
-    torch.testing.assert_close(result, turned_at[137], atol=1e-4, rtol=1e-4)
+    result = ops.rotate_queries(rotated_at[0], torch.tensor([[137]]), turns)
+    torch.testing.assert_close(result, rotated_at[137], atol=1e-4, rtol=1e-4)
 
 
 def test_the_largest_are_as_many_as_asked_for_also_with_ties() -> None:

@@ -42,11 +42,11 @@ class Layers:
 def turn(still: Tensor) -> Tensor:
     """What a rotary embedding makes of vectors [1, heads, n, D] at positions 0..n-1."""
     position = torch.arange(still.shape[2]).view(1, 1, -1)
-    return speculation.turned(still, position, torch.tensor([ANGLES]), 1)
+    return speculation.rotated(still, position, torch.tensor([ANGLES]), 1)
 
 
 def planted(noise: float, seed: int = 0) -> Layers:
-    """Queries of the second layer that are a linear map of all heads of the first, before both are turned."""
+    """Queries of the second layer that are a linear map of all heads of the first, before both are rotated."""
     g = torch.Generator().manual_seed(seed)
     heads, total = HEADS * GROUP, PROMPT + STEPS
     first = torch.randn(1, total, heads * SIZE, generator=g) + 2 * torch.randn(heads * SIZE, generator=g)
@@ -57,13 +57,13 @@ def planted(noise: float, seed: int = 0) -> Layers:
     return Layers(*(Asked(q, k) for q, k in zip(queries, keys, strict=True)))
 
 
-def test_turning_forth_and_back_keeps_a_query() -> None:
+def test_rotating_forth_and_back_keeps_a_query() -> None:
     queries = torch.randn(2, 3, 5, SIZE, generator=torch.Generator().manual_seed(0))
     position = torch.arange(10).view(2, 1, 5)
     for half in (SIZE // 2, 3, 0):
         angles = torch.tensor([ANGLES[:half]] * 2).view(2, half)
-        there = speculation.turned(queries, position, angles, 1)
-        torch.testing.assert_close(speculation.turned(there, position, angles, -1), queries, atol=1e-5, rtol=1e-5)
+        there = speculation.rotated(queries, position, angles, 1)
+        torch.testing.assert_close(speculation.rotated(there, position, angles, -1), queries, atol=1e-5, rtol=1e-5)
         assert (half == 0) == torch.equal(there, queries)
 
 
@@ -91,7 +91,7 @@ def assert_angles_fit(model: Any) -> None:
     table = cache.slot_layers[0].table
     angles, keys = torch.tensor([table.rotary]), table.key_slots()
     assert table.layer_idx == 0 and angles.shape[1] > 0
-    still = speculation.turned(keys, torch.arange(20).view(1, 1, -1), angles, -1)
+    still = speculation.rotated(keys, torch.arange(20).view(1, 1, -1), angles, -1)
     torch.testing.assert_close(still, still[:, :, :1].expand_as(still), atol=1e-5, rtol=1e-4)
     assert not torch.allclose(keys, keys[:, :, :1].expand_as(keys), atol=1e-3)
 

@@ -220,8 +220,8 @@ def join_attention() -> None:
     ops.join_attention(rows, parts[0], longs(B))
 
 
-def turn_queries() -> None:
-    ops.turn_queries(normal(B, HQ, N, D), longs(B, 2), longs(D // 4))
+def rotate_queries() -> None:
+    ops.rotate_queries(normal(B, HQ, N, D), longs(B, 2), longs(D // 4))
 
 
 def kept_attention() -> None:
@@ -280,8 +280,8 @@ def mass_from_known_sums() -> None:
     ops.mass_from_logits(zeros(B, HQ, S), ints(B, H, S), longs(1), row_lse=zeros(B, HQ), padding=longs(B))
 
 
-def turn_keys() -> None:
-    ops.turn_keys(normal(B, H, S, D), ints(B, H, S), longs(1), longs(D // 4))
+def rotate_keys() -> None:
+    ops.rotate_keys(normal(B, H, S, D), ints(B, H, S), longs(1), longs(D // 4))
 
 
 def kmeans() -> None:
@@ -396,8 +396,8 @@ CALLS: tuple[Callable[[], None], ...] = (
     lambda: ragged_attention(4), paged_attention, coded_paged_attention, coded_paged_slot_update,
     partial(token_blocks, 4, 4), partial(token_blocks, 8, 3),
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention,
-    mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, turn_keys, turn_queries, join_attention,
-    kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
+    mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, rotate_keys, rotate_queries,
+    join_attention, kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
     refit_steps, take_rows, keep_queries, slot_update, coded_slot_update, work_list, page_rows, reservoir, fold_token,
     hot_rows,
     coded_hot_rows,

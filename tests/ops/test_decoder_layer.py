@@ -42,9 +42,9 @@ def test_rotate_both(device: torch.device, dtype: torch.dtype, size: int, rows: 
     k = torch.randn(3, 1, 2, size, device=device).to(dtype).transpose(1, 2)
     angle = torch.randn(rows, 1, size // 2, device=device).repeat(1, 1, 2)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    q_turned, k_turned = kernel.rotate_both(q, k, cos, sin)
-    close(q_turned, reference.rotate(q, cos, sin))
-    close(k_turned, reference.rotate(k, cos, sin))
+    q_rotated, k_rotated = kernel.rotate_both(q, k, cos, sin)
+    close(q_rotated, reference.rotate(q, cos, sin))
+    close(k_rotated, reference.rotate(k, cos, sin))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -27,7 +27,7 @@ from kvsketch.methods.base import Method
 from kvsketch.slots.latent import LatentTable
 
 EXPAND = "expand_kv"
-NEIGHBOURS = ("deepseek_v2",)  # families that turn neighbouring rotary channels together
+NEIGHBOURS = ("deepseek_v2",)  # families that rotate neighbouring rotary channels together
 
 
 class LatentSizes(NamedTuple):
@@ -76,8 +76,8 @@ class LatentView(LayerView):
         assert isinstance(table, LatentTable)
         if not table.reads_codes:
             return super().attend(query, scale, mask, bias, **options)
-        sums = super().attend(table.turned(query), scale, mask, bias, **options)
-        return table.turned_back(sums).to(query.dtype)
+        sums = super().attend(table.rotated(query), scale, mask, bias, **options)
+        return table.rotated_back(sums).to(query.dtype)
 
 
 class LatentLayer(SlotLayer):
@@ -85,7 +85,7 @@ class LatentLayer(SlotLayer):
     caches them.
     """
 
-    turns_neighbours = False  # whether the model turns the rotary channels 2i and 2i + 1 together, not i and i + half
+    rotates_neighbours = False  # whether rotary channels 2i and 2i + 1 rotate together, not i and i + half
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         latents, rotary = key_states, value_states
@@ -109,18 +109,18 @@ class LatentLayer(SlotLayer):
         return self.table.new_tokens if last is None else max(2, last)
 
     def halves(self, rotary: Tensor) -> Tensor:
-        """Rotary channels of the model, [..., E], with those that turn together half of the size apart."""
-        return rotary.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.turns_neighbours else rotary
+        """Rotary channels of the model, [..., E], with those that rotate together half of the size apart."""
+        return rotary.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.rotates_neighbours else rotary
 
     def neighbours(self, rotary: Tensor) -> Tensor:
         """The same back."""
-        return rotary.unflatten(-1, (2, -1)).mT.flatten(-2) if self.turns_neighbours else rotary
+        return rotary.unflatten(-1, (2, -1)).mT.flatten(-2) if self.rotates_neighbours else rotary
 
 
 class PairedLatentLayer(LatentLayer):
-    """The same for models that turn neighbouring channels together."""
+    """The same for models that rotate neighbouring channels together."""
 
-    turns_neighbours = True
+    rotates_neighbours = True
 
 
 def layer_kind(config: PretrainedConfig) -> type[LatentLayer]:

@@ -1,4 +1,4 @@
-"""The rotary embedding of a model, as far as its config tells: the angle by which a position turns a pair of channels.
+"""The rotary embedding of a model, as far as its config tells: the angle by which a position rotates two channels.
 
 Knows configs alone, no model. Families are listed whose channels i and i + half form a pair, in latent attention those
 of the slots (`slots.latent`); for others nothing is known.
@@ -73,7 +73,7 @@ def positions(config: PretrainedConfig, choice: str | None) -> Positions:
     trained = trained_positions(config)
     if choice == CACHE:
         if not angles:
-            raise ValueError(f"positions=cache turns keys by the rotary angles of the model, and {unknown(config)}")
+            raise ValueError(f"positions=cache rotates keys by the rotary angles of the model, and {unknown(config)}")
         advice = f"Use a smaller budget or chunk, prefill='stream', or {LONGER}."
         return Positions(name, trained, angles, advice)
     if not angles:

@@ -62,7 +62,7 @@ def alone(model: Any, method: str | Method) -> str:
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     if kinds & {*OF_THE_BATCH}:
-        return f"{cache.model_name} turns keys by angles that depend on the longest row of a batch"
+        return f"{cache.model_name} rotates keys by angles that depend on the longest row of a batch"
     return ""
 
 

@@ -91,7 +91,7 @@ class Method(Parameters):
 
     @property
     def needs_angles(self) -> tuple[str, str] | None:
-        """What it turns by the rotary angles of the model, and what to use where they are not known; None: nothing."""
+        """What it rotates by the model's rotary angles, and what to use where they are not known; None: nothing."""
         return None
 
     @property

@@ -23,8 +23,8 @@ PIECE = 2048  # tokens that are worked on at a time
 class Expected(WaitingMethod):
     """Keeps the tokens to which a normal distribution of queries, fitted to those of the text, attends most.
 
-        q ~ N(mu, Sigma)   mean and covariance of the text's queries before rotary embedding, without the sinks', turned
-                           by the mean of the rotations of the next `future` positions
+        q ~ N(mu, Sigma)   mean and covariance of the text's queries before rotary embedding, without the sinks',
+                           rotated by the mean of the rotations of the next `future` positions
         z_j = E exp(scale <q, k_j>) = exp(scale <mu, k_j> + scale^2 / 2 k_j' Sigma k_j)
         score(j) = (mean over the query heads of the group of z_j / sum z + epsilon) |v_j|
 
@@ -54,7 +54,7 @@ class Expected(WaitingMethod):
 
     @property
     def needs_angles(self) -> tuple[str, str]:
-        return "turns queries", "kvzip"
+        return "rotates queries", "kvzip"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +77,7 @@ class Expected(WaitingMethod):
         counted = position >= sinks
         mean, covariance = moments(queries, table.rotary, table.before + position, counted)
         places = table.before + table.real_tokens()[:, :, 0] + torch.arange(self.future, device=table.device)  # [B, T]
-        mean, covariance = turned_on_average(mean, covariance, table.rotary, places)
+        mean, covariance = rotated_on_average(mean, covariance, table.rotary, places)
         keys, values = newest(table, slots)
         logits = expected_logits(keys, mean, covariance, table.scale)  # [B, H, G, n]
         attention = logits.masked_fill(~counted[:, None, None], -math.inf).softmax(-1).nan_to_num(0.0).mean(2)
@@ -96,7 +96,7 @@ class Expected(WaitingMethod):
 def moments(queries: Tensor, angles: tuple[float, ...], position: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     """Mean [B, Hq, D] and covariance [B, Hq, D, D] of queries [B, Hq, n, D] before their rotary embedding.
 
-    `position` [B, n] by which they were turned; those that are `counted` [B, n] take part.
+    `position` [B, n] by which they were rotated; those that are `counted` [B, n] take part.
     """
     total = counted.sum(1).clamp_min(1).view(-1, 1, 1, 1)
     batch, heads, _, size = queries.shape
@@ -117,26 +117,26 @@ def _plain(
     """Pieces of the queries without their rotation, [B, Hq, m, D], and whether they count, [B, 1, m, 1]."""
     pieces = (queries.split(PIECE, 2), position.split(PIECE, 1), counted[:, None, :, None].split(PIECE, 2))
     for q, places, counts in zip(*pieces, strict=True):
-        yield turned(q, angles, -places), counts
+        yield moved(q, angles, -places), counts
 
 
-def turned_on_average(
+def rotated_on_average(
     mean: Tensor, covariance: Tensor, angles: tuple[float, ...], places: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Moments of queries [B, Hq, D] and [B, Hq, D, D] turned by the mean of the rotations of the places [B, T]."""
+    """Moments of queries [B, Hq, D] and [B, Hq, D, D] rotated by the mean of the rotations of the places [B, T]."""
     angle = places.unsqueeze(-1) * torch.tensor(angles, dtype=torch.float64, device=mean.device)  # [B, T, D/2]
     cos, sin = (each.mean(1)[:, None, None].float() for each in (angle.cos(), angle.sin()))
     return rotated(mean.unsqueeze(2), cos, sin).squeeze(2), rotated(rotated(covariance, cos, sin).mT, cos, sin)
 
 
-def turned(q: Tensor, angles: tuple[float, ...], positions: Tensor) -> Tensor:
+def moved(q: Tensor, angles: tuple[float, ...], positions: Tensor) -> Tensor:
     """Queries [B, Hq, n, D] as they would be so many positions, [B] or [B, n], later, in float32."""
     angle = positions.view(len(positions), 1, -1, 1) * torch.tensor(angles, dtype=torch.float64, device=q.device)
     return rotated(q, angle.cos().float(), angle.sin().float())
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Vectors [..., D], channels (i, i + half) turned by angles with these cosines and sines [..., half]."""
+    """Vectors [..., D], channels (i, i + half) rotated by angles with these cosines and sines [..., half]."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :].float()
     return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.budget import Tokens
 from kvsketch.methods.waiting import Waiting, newest, newest_slots, own_sinks
-from kvsketch.ops.turn_keys import whole_turns
+from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.table import SlotTable
 
 GAP = 24  # positions between the text and its virtual repetition
@@ -69,7 +69,7 @@ class Replay:
             q, k = queries[:, :, done:end], keys[:, :, done:end]
             begins = (begin + length * torch.arange(count, device=k.device)).expand(len(k), -1)  # [B, P]
             asked_from = begins if pads is None else torch.maximum(begins, pads.view(-1, 1))
-            repeated = ops.turn_queries(q, GAP + table.seen - asked_from, angles)
+            repeated = ops.rotate_queries(q, GAP + table.seen - asked_from, angles)
             hidden = None if pads is None else (pads - begin).clamp_min(0)
             bare: Tokens = sum(b < sinks for b in range(begin, begin + count * length, length))
             if pads is not None:

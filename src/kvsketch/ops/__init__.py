@@ -9,8 +9,8 @@ reading keys and values
     mass_from_logits     the same for one query, from the logits of its attention
     kept_attention       what queries see of the slots that are kept, beside the output of all
     replay_scores        how much a text would look at its own tokens if it came again
-    turn_keys            keys rotated to their positions in the cache, so that rotary distances skip dropped tokens
-    turn_queries         queries rotated to later positions; angles_of, turn_by: by angles that several calls share
+    rotate_keys            keys rotated to their positions in the cache, so that rotary distances skip dropped tokens
+    rotate_queries         queries rotated to later positions; angles_of, rotate_by: by angles that several calls share
 choosing what a query reads
     cluster_scores       inner products of a query with centroids
     select_clusters      the tokens of the best clusters, as many as the budget
@@ -70,12 +70,12 @@ from kvsketch.ops.page_rows import close_rows, open_rows
 from kvsketch.ops.random import gumbel, uniform
 from kvsketch.ops.replay_scores import replay_scores
 from kvsketch.ops.reservoir import reservoir
+from kvsketch.ops.rotate_keys import rotate_keys
+from kvsketch.ops.rotate_queries import angles_of, rotate_by, rotate_queries
 from kvsketch.ops.select_clusters import cluster_scores, select_clusters
 from kvsketch.ops.select_pages import select_pages, widen_pages
 from kvsketch.ops.slot_update import free_lowest, write_coded_token, write_token
 from kvsketch.ops.take_rows import take_rows
-from kvsketch.ops.turn_keys import turn_keys
-from kvsketch.ops.turn_queries import angles_of, turn_by, turn_queries
 from kvsketch.ops.weighted_attention import weighted_attention
 
 __all__ = [
@@ -110,12 +110,12 @@ __all__ = [
     "open_rows",
     "replay_scores",
     "reservoir",
+    "rotate_by",
+    "rotate_keys",
+    "rotate_queries",
     "select_clusters",
     "select_pages",
     "take_rows",
-    "turn_by",
-    "turn_keys",
-    "turn_queries",
     "uniform",
     "weighted_attention",
     "widen_pages",

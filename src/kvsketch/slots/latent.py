@@ -6,8 +6,8 @@ c_i is stored once: where other tables have keys, this one has the latents [B, 1
 rotary keys [B, 1, S, E]. Each has a codec of its own in few bits. Methods and attention see the keys and values above;
 the rotary channels come first, as in partial rotary embeddings.
 
-A step reads codes as y = T (x - center), T the rotation of the codec, for to turn every slot back would cost more than
-attention does. The product of a query with the center is the same for all slots and falls out of the softmax:
+A step reads codes as y = T (x - center), T the rotation of the codec: rotating every slot back would cost more
+than attention does. The product of a query with the center is the same for all slots and falls out of the softmax:
 
     sum_i p_i c_i = center + T' sum_i p_i y_i,     p = softmax of scale <T q, y_i>
 """
@@ -47,8 +47,8 @@ class LatentTable(SlotTable):
 
     @property
     def reads_codes(self) -> bool:
-        """Whether attention reads codes as they are: for queries that are `turned`, and sums that are `turned_back`."""
-        return self.in_place and bool(self.bits) and not self.positions.turned_by
+        """Whether attention reads codes as they are: for `rotated` queries and sums that are `rotated_back`."""
+        return self.in_place and bool(self.bits) and not self.positions.rotated_by
 
     def read(self) -> HeldSlots:
         if self.reads_codes:
@@ -59,13 +59,13 @@ class LatentTable(SlotTable):
             keys = self.read_keys()
         return HeldSlots(keys, keys[..., self.stores()[1].shape[3] :], *self.log_weights())
 
-    def turned(self, queries: Tensor) -> Tensor:  # [B, Hq, n, E + R] float32
+    def rotated(self, queries: Tensor) -> Tensor:  # [B, Hq, n, E + R] float32
         """Queries [B, Hq, n, E + R] in the channels of the codes."""
         latents, rotary = (part.codec.rotation(queries.device) for part in self._coded())
         both = queries.float().split([len(rotary), len(latents)], -1)
-        return torch.cat([part @ turn.T for part, turn in zip(both, (rotary, latents), strict=True)], -1)
+        return torch.cat([part @ rotation.T for part, rotation in zip(both, (rotary, latents), strict=True)], -1)
 
-    def turned_back(self, sums: Tensor) -> Tensor:  # [B, Hq, n, R]
+    def rotated_back(self, sums: Tensor) -> Tensor:  # [B, Hq, n, R]
         """Weighted sums of codes, [B, Hq, n, R], as those of latents."""
         latents = self._coded()[0]
         return sums @ latents.codec.rotation(sums.device) + latents.center.unsqueeze(2)

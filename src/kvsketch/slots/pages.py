@@ -266,7 +266,7 @@ class RequestShape(Planes):
             each["uses"] = (
                 (3,),
                 torch.int64,
-            )  # place of the document, its tokens before those here, positions to turn by
+            )  # place of the document, its tokens before those here, positions to rotate by
         return each
 
     def of(self, pool: Tensor) -> Parts:  # [P, ...]

@@ -274,7 +274,7 @@ class Contents(Place):
     def read_keys(self, coming: int = 0) -> Tensor:  # [B, H, S, D]
         """The keys as attention reads them (`positions`), beside `coming` new tokens that are not appended yet."""
         self._note_reach(coming)
-        return self.positions.turned(self.key_slots())
+        return self.positions.rotated(self.key_slots())
 
     def _note_reach(self, coming: int = 0) -> None:
         # A bounded table keeps one slot free for a single token to come.
@@ -613,10 +613,10 @@ class BoundedTable(SlotTable):
 
     def read_keys(self, coming: int = 0) -> Tensor:
         self._note_reach(coming)
-        return self.positions.turned(self.key_slots(), self.held_index(), self.clock)
+        return self.positions.rotated(self.key_slots(), self.held_index(), self.clock)
 
     def read(self) -> HeldSlots:
-        if not self.in_place or self.positions.turned_by or not (self.bits or self.layout):
+        if not self.in_place or self.positions.rotated_by or not (self.bits or self.layout):
             return HeldSlots(self.read_keys(), self.value_slots(), *self.log_weights())
         self._note_reach()
         return self.as_held()

@@ -37,12 +37,12 @@ class Use:
 
     place: int = 0  # 0: it continues none
     before: int = 0  # tokens of the document that vLLM counts as the request's own
-    turn: int = 0  # positions that its tokens stand behind those that vLLM gives them
+    ahead: int = 0  # positions that its tokens stand behind those that vLLM gives them
 
     @property
     def tokens(self) -> int:
         """Of the document."""
-        return self.before or self.turn
+        return self.before or self.ahead
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def rotary_angles(method: Method, config: Any) -> tuple[float, ...]:
     """Radians per position of the model with this config; ValueError where they are not known."""
     angles = rotary.frequencies(config)
     if not angles:
-        what = f"{method.name} turns queries by the rotary angles of the model"
+        what = f"{method.name} rotates queries by the rotary angles of the model"
         raise ValueError(f"{what}, and {rotary.unknown(config, 'another method, such as snapkv')}")
     return angles
 

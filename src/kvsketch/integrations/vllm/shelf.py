@@ -5,7 +5,7 @@ of one size, which nobody writes until another document takes the place. A reque
 own tokens, which says where the document lies. Queries read both, and the two are joined (`ops.join_attention`).
 
 Positions: a prompt that begins with the document's tokens has its own tokens behind them, as the model wants it. One
-that only names it has them from 0 on: its queries and keys are turned to where they belong. Knows nothing of vLLM.
+that only names it has them from 0 on: its queries and keys are rotated to where they belong. Knows nothing of vLLM.
 
 Legend: L layers, B requests, n tokens, Hq query heads, H KV heads, D key size, Dv value size.
 """
@@ -22,26 +22,26 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.ops.join_attention import Part
-from kvsketch.ops.turn_keys import whole_turns
+from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.pages import RequestPages, RequestShape
 from kvsketch.slots.table import BoundedTable, SlotTable
 
 
-class Turn(NamedTuple):
-    """Angles by which the tokens of each row are turned, [B, 1, half]."""
+class Rotation(NamedTuple):
+    """Angles by which the tokens of each row are rotated, [B, 1, half]."""
 
     cos: Tensor
     sin: Tensor
 
     def of(self, x: Tensor) -> Tensor:  # [B, heads, n, D]
-        return ops.turn_by(x, self.cos, self.sin)
+        return ops.rotate_by(x, self.cos, self.sin)
 
 
 class Beside(NamedTuple):
     """The documents of the rows of a step, or of one prompt."""
 
     tables: list[BoundedTable]  # of each layer; their slots lie on the shelf
-    turn: Turn
+    rotation: Rotation
 
     def joined(
         self, layer: int, q: Tensor, own: Part, scale: float, softcap: float | None = None
@@ -85,11 +85,11 @@ class Shelf:
         self.pages.put(place, tables)
 
     def beside(self, uses: Tensor, dtype: torch.dtype) -> Beside:
-        """The documents of B rows; uses [B, 3]: place, tokens before the row's own, positions to turn by.
+        """The documents of B rows; uses [B, 3]: place, tokens before the row's own, positions to rotate by.
 
         Asks the device for nothing on a GPU.
         """
-        store, (places, _, turn) = self.pages.store, uses.T.contiguous()
+        store, (places, _, ahead) = self.pages.store, uses.T.contiguous()
         own = store.named(places.clamp(0, len(self.pages.planes["kept"]) - 1))
         start, kept = own.pop("start"), own.pop("kept") * (places > 0).view(-1, 1)  # [L, B, H]
         # The definition in torch reads as many slots of every head as the largest has.
@@ -99,4 +99,4 @@ class Shelf:
         layouts = [store.layout(start[n], kept[n], most, (work[n], first[n])) for n in range(len(kept))]
         tables = [store.table(layer, own, layout) for layer, layout in enumerate(layouts)]
         turns = whole_turns(self.angles, places.device)
-        return Beside(tables, Turn(*ops.angles_of(turn.view(-1, 1), turns, dtype)))
+        return Beside(tables, Rotation(*ops.angles_of(ahead.view(-1, 1), turns, dtype)))

@@ -136,7 +136,7 @@ class Together:
         self.stores = stores
         if uses:
             pages = torch.tensor([*uses], device=pool.device)
-            told = torch.tensor([[use.place, use.before, use.turn] for use in uses.values()], device=pool.device)
+            told = torch.tensor([[use.place, use.before, use.ahead] for use in uses.values()], device=pool.device)
             opened = self.pages(pool)
             opened.planes["uses"].index_copy_(0, pages, told)
             # Whatever comes first finds an empty page, and is coded around the center of the document.
@@ -206,7 +206,7 @@ class Together:
                 forward.documents, seen = self.shelf.beside(uses, q.dtype), seen - uses[:, 1]
             forward.step = forward.pages.rows(pages, seen)
         if forward.documents is not None:
-            query, k = forward.documents.turn.of(query), forward.documents.turn.of(k.unsqueeze(2)).squeeze(2)
+            query, k = forward.documents.rotation.of(query), forward.documents.rotation.of(k.unsqueeze(2)).squeeze(2)
         table = forward.pages.write(forward.step, layer, query.squeeze(2), k, v)
         attended = ops.weighted_attention(
             query, *table.as_held()[:4], self.scales[layer],
@@ -226,7 +226,7 @@ class Together:
         forward, seen = self._forward(), self.own_tokens(page, seen)
         document = self._document(forward, page, q.dtype)
         if document is not None:
-            query, keys = document.turn.of(query), document.turn.of(keys)
+            query, keys = document.rotation.of(query), document.rotation.of(keys)
         if seen:
             assert forward.pages is not None
             if page not in forward.past:

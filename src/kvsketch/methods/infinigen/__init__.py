@@ -39,7 +39,7 @@ class InfiniGen(RecallingMethod):
 
     A row learns its directions when it reaches its budget, from the queries of that forward (a whole prompt, or one
     token) and, where these leave directions undecided, from all its keys. It learns again whenever its tokens have
-    doubled: rotary positions turn queries, so that old directions fit new queries badly.
+    doubled: rotary positions rotate queries, so that old directions fit new queries badly.
 
     Paper: Lee et al., InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache
     Management (arXiv 2406.19707). Differs from the authors' code: the directions come from the queries of the text
@@ -220,5 +220,5 @@ class InfiniGen(RecallingMethod):
 
     def _scores(self, table: SlotTable, query: Tensor) -> Tensor:
         skew, partial = table.state_of(self.State).index_parts()
-        turned = query.view(query.shape[0], skew.shape[1], -1, query.shape[3]) @ skew
-        return (turned @ partial.mT).float().flatten(1, 2) * table.scale
+        rotated = query.view(query.shape[0], skew.shape[1], -1, query.shape[3]) @ skew
+        return (rotated @ partial.mT).float().flatten(1, 2) * table.scale

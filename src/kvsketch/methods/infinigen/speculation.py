@@ -71,13 +71,13 @@ def speculate(table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq, 1, D]
     assert table.previous is not None
     state, asked, position = table.state_of(Learned), table.previous.state_of(Learned).asked, table.real_tokens() - 1
     assert asked is not None and state.map is not None
-    asked = turned(asked.to(query.device), position, state.angles, -1).transpose(1, 2).flatten(2)
+    asked = rotated(asked.to(query.device), position, state.angles, -1).transpose(1, 2).flatten(2)
     still = asked @ state.basis @ state.map + state.offset  # [B, 1, F']
-    return turned(still.unflatten(2, (query.shape[1], -1)).transpose(1, 2), position, state.angles, 1)
+    return rotated(still.unflatten(2, (query.shape[1], -1)).transpose(1, 2), position, state.angles, 1)
 
 
-def turned(queries: Tensor, position: Tensor, angles: Tensor, sign: int) -> Tensor:
-    """Queries [B, Hq, n, D] turned forth (1) or back (-1) by their positions [B, 1, n], in pairs (i, i + half)."""
+def rotated(queries: Tensor, position: Tensor, angles: Tensor, sign: int) -> Tensor:
+    """Queries [B, Hq, n, D] rotated forth (1) or back (-1) by their positions [B, 1, n], in pairs (i, i + half)."""
     half = angles.shape[1]
     if half == 0:
         return queries
@@ -101,7 +101,7 @@ def _still(table: SlotTable, queries: Tensor) -> list[Tensor]:
     queries = queries[:, :, -FIT_TOKENS:]
     new = queries.shape[2]
     position = table.real_tokens() - new + torch.arange(new, device=queries.device)  # [B, 1, n]
-    still = turned(queries.float(), position, table.state_of(Learned).angles, -1).transpose(1, 2).flatten(2)
+    still = rotated(queries.float(), position, table.state_of(Learned).angles, -1).transpose(1, 2).flatten(2)
     padding = left_padding.of_rows(table.padding, len(still))
     return [row[max(0, pad - (table.seen - new)) :] for row, pad in zip(still, padding, strict=True)]
 

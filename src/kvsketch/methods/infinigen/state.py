@@ -30,7 +30,7 @@ class Learned(Recalled):
     basis: Tensor = per_row()  # [B, F, r]
     map: Tensor | None = per_row()  # [B, r, F']; basis, offset and angles come with it
     offset: Tensor = per_row()  # [B, 1, F']
-    angles: Tensor = per_row()  # [B, half], by which a position turns each pair of channels
+    angles: Tensor = per_row()  # [B, half], by which a position rotates each pair of channels
     # [B] int64, tokens of a row that its map was found from; the fewest of any row
     tokens: Tensor | None = per_row(lambda t, s: Range(t.shape[:1], 0, FIT_TOKENS))
     fewest_tokens: int = number()

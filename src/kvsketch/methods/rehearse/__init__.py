@@ -46,7 +46,7 @@ class Rehearse(WaitingMethod):
                  chunk (`refit.py`); a head that gains nothing on held-back queries stays as it is. With `refit=fold` a
                  token that goes joins the kept one with the nearest key
 
-    With `replay=virtual` queries are turned to the positions of a repetition, which rotary embeddings allow, and no
+    With `replay=virtual` queries are rotated to the positions of a repetition, which rotary embeddings allow, and no
     forward is needed. With `replay=exact` the model repeats the text in a second forward (`CompressedCache.rehearse`,
     which `kvsketch.prefill` and `generate` call), which takes about as long as the first.
 
@@ -195,4 +195,4 @@ class Rehearse(WaitingMethod):
 
     @property
     def needs_angles(self) -> tuple[str, str] | None:
-        return ("turns queries", "replay=exact") if self.replay == VIRTUAL else None
+        return ("rotates queries", "replay=exact") if self.replay == VIRTUAL else None

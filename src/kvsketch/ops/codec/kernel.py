@@ -92,7 +92,7 @@ def packed(levels, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 
 
 @triton.jit
-def turned_integers(n, ROWS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
+def rotated_integers(n, ROWS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
     """Integers of up to so many bits and a sign, 8 or 16, times a Hadamard matrix, without rounding."""
     if ROWS < 16:
         return hadamard(n, ROWS, D)
@@ -120,7 +120,7 @@ def levels_and_steps(
     wide = n.to(tl.float64)
     first = unit * tl.sqrt_rn(tl.sum(wide * wide, 1).to(tl.float32))
     inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.where(first == 0.0, 1.0, first))
-    y = turned_integers(n * signs[None, :], ROWS, D, 16)
+    y = rotated_integers(n * signs[None, :], ROWS, D, 16)
     largest = 2.0**BITS - 1.0
     levels = tl.minimum(tl.maximum(tl.floor(y * inverse[:, None]) + 2.0 ** (BITS - 1), 0.0), largest)
     z = 2.0 * levels - largest
@@ -179,7 +179,7 @@ def decode_kernel(
     inside = row < count
     z = load_levels(code_ptr + b * code_b + h * code_h, first, code_n, count, TILE, D, D, BITS)
     step = tl.load(step_ptr + b * step_b + h * step_h + row, mask=inside, other=0.0).to(tl.float32)
-    x = turned_integers(2.0 * z, TILE, D, 8) * (0.5 * unit_norm * step)[:, None]
+    x = rotated_integers(2.0 * z, TILE, D, 8) * (0.5 * unit_norm * step)[:, None]
     for i in range(EXACT):
         at = tl.load(exact_at_ptr + head * EXACT + i)
         if (at >= first) & (at < first + TILE):

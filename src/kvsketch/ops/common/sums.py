@@ -28,32 +28,32 @@ COMBINE_COLUMNS, COMBINE_SPLITS = 64, 128  # that one program reads at a time
 def combine(
     acc: Tensor, sums: Tensor, out: Tensor, state: Tensor, splits: int, sink_logits: Tensor | None,
     tied: bool, log2_clip: float | None, overlap: bool, ragged: Ragged | None = None,
-    turned: CodedSlots | None = None, turned_splits: int | None = None, pages: Tensor | None = None,
+    rotated: CodedSlots | None = None, rotated_splits: int | None = None, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes out [B, Hq, N, Dv] and state [2 or 3, B, Hq, N] from acc [B, Hq, N, splits, Dv] and sums [.., splits, 4].
 
     `log2_clip` bounds the denominator, None: not; `overlap` starts the programs while those of the splits still run.
     Where heads are ragged, acc and sums have the rows of a head for each piece: [P, G N, Dv] and [P, G N, 4].
-    `turned`: values in few bits, whose sums are rotated back here; those of the first `turned_splits`, None: of all.
+    `rotated`: values in few bits, whose sums are rotated back here; those of the first `rotated_splits`, None: of all.
     `pages` [B]: the pages in which its centers lie, None: row by row.
     Their centers [B, H, Dv] may be [1, H, Dv], the same for all rows.
     """
     query_heads, queries, value_size = out.shape[1:]
     most = splits if ragged is None else ragged.most_pieces
-    heads = ragged.start.shape[1] if ragged is not None else query_heads if turned is None else turned.center.shape[1]
-    columns = COMBINE_COLUMNS if turned is None else value_size
+    heads = ragged.start.shape[1] if ragged is not None else query_heads if rotated is None else rotated.center.shape[1]
+    columns = COMBINE_COLUMNS if rotated is None else value_size
     block = min(COMBINE_SPLITS, triton.next_power_of_2(max(1, most)))
-    assert most <= block or turned_splits is None, f"splits of two kinds are combined at once: {most} exceed {block}"
+    assert most <= block or rotated_splits is None, f"splits of two kinds are combined at once: {most} exceed {block}"
     combine_kernel[(out.shape[0] * query_heads * queries, triton.cdiv(value_size, columns))](
         acc, sums, sink_logits, None if ragged is None else ragged.first_piece,
-        None if turned is None else turned.center if pages is not None else turned.center.contiguous(),
-        None if turned is None else turned.codec.signs(out.device),
-        None if turned is None else pages, out, state, log2_clip,
-        0 if turned is None else turned.center.stride(0), heads,
-        splits, queries, query_heads, query_heads // heads * queries, turned_splits,
+        None if rotated is None else rotated.center if pages is not None else rotated.center.contiguous(),
+        None if rotated is None else rotated.codec.signs(out.device),
+        None if rotated is None else pages, out, state, log2_clip,
+        0 if rotated is None else rotated.center.stride(0), heads,
+        splits, queries, query_heads, query_heads // heads * queries, rotated_splits,
         DV=value_size, COLUMNS=columns, BLOCK_SPLITS=block, MANY=most > block,
         TIED=tied, OVERLAP=overlap, RATIO=state.shape[0] == 3,
-        CENTERS=0 if turned is None or len(turned.center) == len(out) else heads,
+        CENTERS=0 if rotated is None or len(rotated.center) == len(out) else heads,
         num_warps=4 if block * columns <= 8192 else 8, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
@@ -143,10 +143,10 @@ def load_pieces(acc_ptr, place, column, inside, DV: tl.constexpr):
     return tl.load(acc_ptr + place[:, None] * DV + column[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["splits", "queries", "head_rows", "turned_splits"])
+@triton.jit(do_not_specialize=["splits", "queries", "head_rows", "rotated_splits"])
 def combine_kernel(
     acc_ptr, sums_ptr, sink_ptr, first_ptr, center_ptr, sign_ptr, page_ptr, out_ptr, state_ptr,
-    log2_clip, center_p, kv_heads, splits, queries, query_heads, head_rows, turned_splits,
+    log2_clip, center_p, kv_heads, splits, queries, query_heads, head_rows, rotated_splits,
     DV: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, MANY: tl.constexpr,
     TIED: tl.constexpr, OVERLAP: tl.constexpr, RATIO: tl.constexpr, CENTERS: tl.constexpr,
 ):  # fmt: skip
@@ -195,8 +195,8 @@ def combine_kernel(
         den_origin, den_total, _ = merge_sums(den_origins, den_totals)
     pieces *= share[:, None]
     out, plain, weight = tl.sum(pieces, 0), 0.0, num_total
-    if turned_splits is not None:
-        rotated = inside & (split < turned_splits)
+    if rotated_splits is not None:
+        rotated = inside & (split < rotated_splits)
         plain = tl.sum(tl.where(rotated[:, None], 0.0, pieces), 0)
         weight = tl.sum(tl.where(rotated, totals, 0.0) * share, 0)
     by_origin, by_total = clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip)
@@ -208,11 +208,11 @@ def combine_kernel(
     factor = normalizer(num_origin, num_total, by_origin, by_total)
     out *= factor
     if sign_ptr is not None:
-        if turned_splits is not None:
+        if rotated_splits is not None:
             out -= plain * factor
-        turned = tl.reshape(hadamard(tl.reshape(out, (1, DV)), 1, DV), (DV,)) * DV**-0.5
-        out = turned * sign + center * (weight * factor)
-        if turned_splits is not None:
+        rotated = tl.reshape(hadamard(tl.reshape(out, (1, DV)), 1, DV), (DV,)) * DV**-0.5
+        out = rotated * sign + center * (weight * factor)
+        if rotated_splits is not None:
             out += plain * factor
     tl.store(out_ptr + row * DV + column, out.to(out_ptr.dtype.element_ty), mask=column < DV)
     if tl.program_id(1) == 0:

@@ -23,8 +23,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, H, n, D] rotated by the angles of its position; cos, sin [B, n, D] hold each angle twice."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * cos + turned * sin
+    rotated = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos + rotated * sin
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:

@@ -144,15 +144,15 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     sinks, tail = contiguous(call.sink_logits), launch.extra_splits
 
     with on(q.device):
-        turned, turned_splits = None, None
+        rotated, rotated_splits = None, None
         if isinstance(call.k, CodedSlots) and isinstance(call.v, CodedSlots):
-            turned, turned_splits = call.v, pieces - tail if tail else None
+            rotated, rotated_splits = call.v, pieces - tail if tail else None
             _read_coded(call, call.k, call.v, launch, acc, sums)
         else:
             _read(call, launch, acc, sums)
         combine(
             acc, sums, out, state, pieces, sinks, True, None, launch.overlap,
-            turned=turned, turned_splits=turned_splits,
+            rotated=rotated, rotated_splits=rotated_splits,
         )  # fmt: skip
     return Attended(out, state[0], state[1])
 

@@ -62,9 +62,9 @@ def weight_step(descent: Descent, speed: float) -> None:
     implementation("refit_steps", descent.gram.device, descent.gram).weight_step(descent, speed)
 
 
-def value_step(state: Conjugate, number: int, turned: Tensor) -> None:
-    """Step `number` of conjugate gradients, given turned [N, K, Dv] = G `scaled[number]` in float32."""
-    implementation("refit_steps", turned.device, turned).value_step(state, number, turned)
+def value_step(state: Conjugate, number: int, product: Tensor) -> None:
+    """Step `number` of conjugate gradients, given product [N, K, Dv] = G `scaled[number]` in float32."""
+    implementation("refit_steps", product.device, product).value_step(state, number, product)
 
 
 def stepped_values(state: Conjugate, plain: Tensor) -> tuple[Tensor, Tensor]:

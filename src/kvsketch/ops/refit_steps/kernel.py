@@ -45,14 +45,14 @@ def weight_step(descent: Descent, speed: float) -> None:
         )  # fmt: skip
 
 
-def value_step(state: Conjugate, number: int, turned: Tensor) -> None:
+def value_step(state: Conjugate, number: int, product: Tensor) -> None:
     """See `kvsketch.ops.refit_steps`."""
     w, ridge, residual, scaled, lengths = state
     count, unknowns, size = residual.shape
     columns, last = min(CHANNELS, triton.next_power_of_2(size)), number + 1 == len(scaled)
-    with on(turned.device):
+    with on(product.device):
         value_kernel[(triton.cdiv(size, columns), count)](
-            w, ridge, residual, scaled[number], scaled[number if last else number + 1], lengths[number], turned,
+            w, ridge, residual, scaled[number], scaled[number if last else number + 1], lengths[number], product,
             unknowns, size, ROWS=SLOTS, COLUMNS=columns, LAST=last, num_warps=WARPS,
         )  # fmt: skip
 
@@ -145,7 +145,7 @@ def weight_kernel(
 
 @triton.jit
 def step_tile(
-    w_ptr, scaled_ptr, turned_ptr, residual_ptr, start, ridge, column, unknowns, size, ROWS: tl.constexpr
+    w_ptr, scaled_ptr, product_ptr, residual_ptr, start, ridge, column, unknowns, size, ROWS: tl.constexpr
 ):  # fmt: skip
     """W^2, S, M and R of a tile, their places, and which are there; 1 and 0 elsewhere."""
     row = start + tl.arange(0, ROWS)
@@ -153,13 +153,13 @@ def step_tile(
     at = row[:, None] * size + column[None, :]
     w = tl.load(w_ptr + row, mask=row < unknowns, other=1.0)
     scaled = tl.load(scaled_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    turned = tl.load(turned_ptr + at, mask=inside, other=0.0) + (ridge / (w * w))[:, None] * scaled
-    return (w * w)[:, None], scaled, turned, tl.load(residual_ptr + at, mask=inside, other=0.0), at, inside
+    product = tl.load(product_ptr + at, mask=inside, other=0.0) + (ridge / (w * w))[:, None] * scaled
+    return (w * w)[:, None], scaled, product, tl.load(residual_ptr + at, mask=inside, other=0.0), at, inside
 
 
 @triton.jit
 def value_kernel(
-    w_ptr, ridge_ptr, residual_ptr, scaled_ptr, next_ptr, length_ptr, turned_ptr, unknowns, size,
+    w_ptr, ridge_ptr, residual_ptr, scaled_ptr, next_ptr, length_ptr, product_ptr, unknowns, size,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """One step for a tile of columns of one problem."""
@@ -170,18 +170,18 @@ def value_kernel(
     w_ptr, residual_ptr, scaled_ptr, next_ptr = (
         w_ptr + n * unknowns, residual_ptr + first, scaled_ptr + first, next_ptr + first,
     )  # fmt: skip
-    turned_ptr, ridge = turned_ptr + first, tl.load(ridge_ptr + n)
+    product_ptr, ridge = product_ptr + first, tl.load(ridge_ptr + n)
     asked = tl.zeros((ROWS, COLUMNS), tl.float32)
     curved, along, square = asked, asked, asked
     for start in range(0, unknowns, ROWS):
-        weight, scaled, turned, residual, _, _ = step_tile(
-            w_ptr, scaled_ptr, turned_ptr, residual_ptr, start, ridge, column, unknowns, size, ROWS
+        weight, scaled, product, residual, _, _ = step_tile(
+            w_ptr, scaled_ptr, product_ptr, residual_ptr, start, ridge, column, unknowns, size, ROWS
         )
         asked += residual * scaled
-        curved += scaled * turned
+        curved += scaled * product
         if not LAST:
-            along += residual * weight * turned
-            square += turned * weight * turned
+            along += residual * weight * product
+            square += product * weight * product
     bend = tl.maximum(tl.sum(curved, 0), TINY)
     length = tl.sum(asked, 0) / bend
     tl.store(length_ptr + n * size + column, length, mask=column < size)
@@ -189,10 +189,10 @@ def value_kernel(
         left = ((tl.sum(along, 0) - length * tl.sum(square, 0)) / bend)[None, :]
         final = (unknowns - 1) // ROWS * ROWS
         for back in range(0, unknowns, ROWS):
-            weight, scaled, turned, residual, at, inside = step_tile(
-                w_ptr, scaled_ptr, turned_ptr, residual_ptr, final - back, ridge, column, unknowns, size, ROWS
+            weight, scaled, product, residual, at, inside = step_tile(
+                w_ptr, scaled_ptr, product_ptr, residual_ptr, final - back, ridge, column, unknowns, size, ROWS
             )
-            residual -= length[None, :] * turned
+            residual -= length[None, :] * product
             tl.store(residual_ptr + at, residual, mask=inside)
             tl.store(next_ptr + at, (weight * residual - left * scaled).to(next_ptr.dtype.element_ty), mask=inside)
 

@@ -18,19 +18,19 @@ def weight_step(descent: Descent, speed: float) -> None:
     w.copy_(new)
 
 
-def value_step(state: Conjugate, number: int, turned: Tensor) -> None:
+def value_step(state: Conjugate, number: int, product: Tensor) -> None:
     """See `kvsketch.ops.refit_steps`."""
     residual, scaled = state.residual, state.scaled[number].float()
     square, ridge = state.w.square().unsqueeze(-1), state.ridge.unsqueeze(-1)
-    turned = turned.addcmul_(scaled, ridge / square)
-    curved = _columns(scaled, turned).clamp_min_(TINY)
+    product = product.addcmul_(scaled, ridge / square)
+    curved = _columns(scaled, product).clamp_min_(TINY)
     length = _columns(residual, scaled) / curved
     state.lengths[number] = length.squeeze(1)
     if number + 1 == len(state.scaled):
         return
-    weighed = turned * square
-    left = (_columns(residual, weighed) - length * _columns(turned, weighed)) / curved
-    residual.addcmul_(length, turned, value=-1)
+    weighed = product * square
+    left = (_columns(residual, weighed) - length * _columns(product, weighed)) / curved
+    residual.addcmul_(length, product, value=-1)
     state.scaled[number + 1] = torch.mul(residual, square, out=weighed).addcmul_(left, scaled, value=-1)
 
 

@@ -1,11 +1,11 @@
 """How much a text would look at each of its own tokens if it came again: virtual replay.
 
-    A_ij = scale <q~_i, k_j>   for the sinks and every token j of the chunk; q~: the query turned to a place after it
+    A_ij = scale <q~_i, k_j>   for the sinks and every token j of the chunk; q~: the query rotated to a place after it
     B_ij = scale <q_i, k_j>    for the tokens j <= i of the copy that is being read again
     p    = softmax over [A | B],     score_j = max over i and over the query heads of the group of p_ij   (A part)
 
 With `copies`, keys that the tokens have when they really come again, B reads those in place of the first keys.
-A rotary logit depends on a difference of positions alone, so a turned query needs no second forward of the model. What
+A rotary logit depends on a difference of positions alone, so a rotated query needs no second forward of the model. What
 a token's own copy already explains (B) takes weight away from A, as it does in a real repetition.
 
 Two passes, so that no matrix of tokens by tokens is held: the rows' sums first, then the columns' maxima.
@@ -25,7 +25,7 @@ def replay_scores(
 ) -> Tensor:  # fmt: skip
     """Scores [B, H, P C] float32, in [0, 1], of tokens in P = `chunks` chunks that know nothing of each other.
 
-    again, q [B, Hq, P C, D]: the turned queries and those of the first reading; k [B, H, P C, D]; sinks [B, H, E, D]:
+    again, q [B, Hq, P C, D]: the rotated queries and those of the first reading; k [B, H, P C, D]; sinks [B, H, E, D]:
     keys before the chunks that everything looks at, E may be 0; the first `bare` chunks do not, as many in all rows or
     [B] int64. hidden [B] int64: the first tokens of a row that are left padding; they ask nothing and score 0. copies:
     like k.

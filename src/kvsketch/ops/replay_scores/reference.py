@@ -48,8 +48,8 @@ def _scores(again: Tensor, q: Tensor, k: Tensor, copies: Tensor, sinks: Tensor) 
     later = torch.full((block, block), float("-inf"), device=q.device).triu_(1)
     for start in range(0, count, block):
         stop = min(start + block, count)
-        turned, first = (x[:, start:stop].flatten(0, 1) for x in (again, q))  # [G m, D]
-        a, b, c = turned @ k, first @ copies[:, :stop], turned @ sinks
+        rotated, first = (x[:, start:stop].flatten(0, 1) for x in (again, q))  # [G m, D]
+        a, b, c = rotated @ k, first @ copies[:, :stop], rotated @ sinks
         # Tokens of the copy that are not read yet; a mask of all of them would take longer than the product.
         b.view(group, stop - start, stop)[:, :, start:] += later[: stop - start, : stop - start]
         top = torch.maximum(a.amax(-1, keepdim=True), b.amax(-1, keepdim=True))

@@ -161,11 +161,11 @@ def block_attention(q: Tensor, blocks: TokenBlocks, reading: Reading, scale: flo
             num_warps=(1 if block_m <= 8 else 2) if words else 4,
             **({"maxnreg": REGISTERS} if several and PTX.value else {}),
         )  # fmt: skip
-        combine(acc, sums, out, state, 0, None, True, None, overlap, pieces, _turned(value))
+        combine(acc, sums, out, state, 0, None, True, None, overlap, pieces, _rotated(value))
     return out[:, :, 0]
 
 
-def _turned(part: Part) -> CodedSlots:
+def _rotated(part: Part) -> CodedSlots:
     """What `combine` rotates sums of values back with: one center for all requests."""
     exact = part.center.new_empty(1, len(part.center), 0, part.codec.size)
     return CodedSlots(part.codec, part.center.unsqueeze(0), exact, exact[..., 0].int(), part.codes, part.steps)

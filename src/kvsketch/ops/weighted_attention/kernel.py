@@ -135,8 +135,8 @@ def _coded_attention(call: Arguments, launch: Plan | None) -> Attended:
             EXACT=0 if exact_at is None else exact_at.shape[2], AHEAD=launch.ahead if foreseen else 0,
             **shared, **({"maxnreg": launch.registers} if launch.registers and PTX.value else {}),
         )  # fmt: skip
-        turned = call.v if isinstance(call.v, CodedSlots) and not late else None
-        buffers.combine(call, launch, contiguous(call.sink_logits), _log2_clip(call), turned)
+        rotated = call.v if isinstance(call.v, CodedSlots) and not late else None
+        buffers.combine(call, launch, contiguous(call.sink_logits), _log2_clip(call), rotated)
     out = buffers.out
     if isinstance(call.v, CodedSlots) and late:
         out = _rotated_back(out, buffers.state[2], _centers(call.v, call.pages), call.v).to(dtype)
@@ -169,13 +169,13 @@ class Buffers(NamedTuple):
 
     def combine(
         self, call: Arguments, launch: Plan, sinks: Tensor | None, log2_clip: float | None,
-        turned: CodedSlots | None = None,
+        rotated: CodedSlots | None = None,
     ) -> None:  # fmt: skip
         """Writes the output from the sums of all pieces."""
         assert self.acc is not None and self.sums is not None
         combine(
             self.acc, self.sums, self.out, self.state, launch.splits, sinks, call.tied, log2_clip, launch.overlap,
-            call.ragged, turned, None, call.pages,
+            call.ragged, rotated, None, call.pages,
         )  # fmt: skip
 
 

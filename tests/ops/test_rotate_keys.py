@@ -1,4 +1,4 @@
-"""Keys turned by the tokens that are gone: the reference against complex numbers, the kernel against the reference."""
+"""Keys rotated by the tokens that are gone: the reference against complex numbers, the kernel against the reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.ops.turn_keys import TURN, reference, whole_turns
+from kvsketch.ops.rotate_keys import TURN, reference, whole_turns
 from tests.ops.formula import needs_triton, poison
 
 
@@ -49,25 +49,27 @@ def test_reference_is_the_formula(slots: int, half: int) -> None:
     keys, index, seen = table(slots, seen=60)
     turns = whole_turns(angles(half), keys.device)
     expected = by_hand(keys, index, 60, half)
-    torch.testing.assert_close(ops.turn_keys(keys.double(), index, seen, turns), expected, atol=1e-7, rtol=1e-9)
-    torch.testing.assert_close(ops.turn_keys(keys, index, seen, turns).double(), expected, atol=1e-4, rtol=1e-5)
-    half_precision = ops.turn_keys(keys.bfloat16(), index, seen, turns).double()
+    torch.testing.assert_close(ops.rotate_keys(keys.double(), index, seen, turns), expected, atol=1e-7, rtol=1e-9)
+    torch.testing.assert_close(ops.rotate_keys(keys, index, seen, turns).double(), expected, atol=1e-4, rtol=1e-5)
+    half_precision = ops.rotate_keys(keys.bfloat16(), index, seen, turns).double()
     expected = by_hand(keys.bfloat16(), index, 60, half)
     torch.testing.assert_close(half_precision, expected, atol=1e-4, rtol=2**-8)
 
 
-def test_nothing_gone_is_nothing_turned() -> None:
+def test_nothing_gone_is_nothing_rotated() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         keys, _, _ = table(9, 9, dtype)
         index = torch.stack([torch.randperm(9, generator=torch.Generator().manual_seed(i)) for i in range(6)])
-        turned = ops.turn_keys(keys, index.view(2, 3, 9).int(), torch.tensor([9]), whole_turns(angles(12), keys.device))
-        assert torch.equal(turned, keys)
+        rotated = ops.rotate_keys(
+            keys, index.view(2, 3, 9).int(), torch.tensor([9]), whole_turns(angles(12), keys.device)
+        )
+        assert torch.equal(rotated, keys)
 
 
-def test_a_hundred_million_positions_are_turned_as_exactly_as_one() -> None:
+def test_a_hundred_million_positions_are_rotated_as_exactly_as_one() -> None:
     gone, angle = 100_000_003, angles(12)
     keys = torch.randn(1, 1, 1, 24, generator=torch.Generator().manual_seed(0))
-    ours = ops.turn_keys(keys, torch.zeros(1, 1, 1).int(), torch.tensor([gone + 1]), whole_turns(angle, keys.device))
+    ours = ops.rotate_keys(keys, torch.zeros(1, 1, 1).int(), torch.tensor([gone + 1]), whole_turns(angle, keys.device))
     exact = torch.tensor([math.fmod(a * gone, 2 * math.pi) for a in angle], dtype=torch.float64)
     z = torch.complex(keys[..., :12].double(), keys[..., 12:].double()) * torch.polar(torch.ones_like(exact), exact)
     # The angles are kept to 2^-41 turns each, so that 10^8 positions err by 3e-4.
@@ -86,7 +88,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         ((keys, index, seen.repeat(2), turns), "one whole number"),
     ):
         with pytest.raises(ValueError, match=message):
-            ops.turn_keys(*wrong)
+            ops.rotate_keys(*wrong)
 
 
 @needs_triton
@@ -97,14 +99,14 @@ def test_arguments_that_do_not_fit_are_named() -> None:
 def test_kernel_is_the_reference(
     device: torch.device, slots: int, half: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvsketch.ops.turn_keys import kernel
+    from kvsketch.ops.rotate_keys import kernel
 
     keys, index, seen = (t.to(device) for t in table(slots, 3 * slots + 1_000_000, dtype))
     keys = torch.nn.functional.pad(keys, (0, 3))[..., :24]  # a view
     turns = whole_turns(angles(half), device)
-    expected = reference.turn_keys(keys, index, seen, turns)
+    expected = reference.rotate_keys(keys, index, seen, turns)
     poison(monkeypatch)
-    ours = kernel.turn_keys(keys, index, seen, turns)
+    ours = kernel.rotate_keys(keys, index, seen, turns)
     # One unit in the last place: Triton's interpreter cuts bfloat16 off where a GPU rounds.
     rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=rounding)

@@ -1,4 +1,4 @@
-"""Turned queries in Triton: a program turns a tile of tokens of one query head."""
+"""Rotated queries in Triton: a program rotates a tile of tokens of one query head."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.tensors import KERNEL_DTYPES
-from kvsketch.ops.turn_keys.kernel import store_turned
+from kvsketch.ops.rotate_keys.kernel import store_rotated
 
 TOKENS = 64  # of one program
 
 
 @triton.jit(do_not_specialize=["count", "chunk", "chunks"])
-def _turn_queries(
+def _rotate_queries(
     q, cos, sin, out, count, chunk, heads, chunks, half, size, q_b, q_h, q_n,
     TOKENS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
@@ -27,7 +27,7 @@ def _turn_queries(
     cosine, sine = tl.load(cos + at, mask=inside, other=0.0), tl.load(sin + at, mask=inside, other=0.0)
     source = q + row // heads * q_b + row % heads * q_h + token[:, None].to(tl.int64) * q_n
     target = out + (row * count + token[:, None]) * size
-    store_turned(source, target, token < count, cosine, sine, half, size, HALF, REST)
+    store_rotated(source, target, token < count, cosine, sine, half, size, HALF, REST)
 
 
 def supported(q: Tensor) -> bool:
@@ -35,13 +35,13 @@ def supported(q: Tensor) -> bool:
     return q.dtype in KERNEL_DTYPES and q.stride(3) == 1
 
 
-def turn_queries(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See reference.turn_queries."""
+def rotate_queries(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See reference.rotate_queries."""
     batch, heads, count, size = q.shape
     chunks, half = cos.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with on(q.device):
-        _turn_queries[(triton.cdiv(count, TOKENS), batch * heads)](
+        _rotate_queries[(triton.cdiv(count, TOKENS), batch * heads)](
             q, cos.contiguous(), sin.contiguous(), out, count, count // chunks, heads, chunks, half, size,
             *q.stride()[:3], TOKENS=TOKENS, HALF=triton.next_power_of_2(half),
             REST=triton.next_power_of_2(size - 2 * half) if size > 2 * half else 0, num_warps=8,

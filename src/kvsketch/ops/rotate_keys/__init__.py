@@ -26,7 +26,7 @@ from kvsketch.ops.common.dispatch import implementation
 TURN = 1 << 40  # one full turn
 
 
-def turn_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:
+def rotate_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:
     """Keys [B, H, S, D] rotated by the number of tokens dropped after each, so that rotary distances skip these.
 
     index [B, H, S]: the tokens in the slots, each in one slot only; negative for empty slots, whose keys stay. seen
@@ -34,7 +34,7 @@ def turn_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tenso
     in float32 and rounded once to the dtype of the keys; the host never waits for the device.
     """
     check_arguments(keys, index, seen, turns)
-    return implementation("turn_keys", keys.device, keys).turn_keys(keys, index, seen, turns)
+    return implementation("rotate_keys", keys.device, keys).rotate_keys(keys, index, seen, turns)
 
 
 @functools.lru_cache(maxsize=256)
@@ -48,7 +48,7 @@ def check_turns(turns: Tensor, size: int) -> None:
     if turns.dim() != 1 or turns.dtype != torch.int64 or 2 * turns.shape[0] > size:
         raise ValueError(
             f"turns must be int64 [half] with half at most {size // 2} for heads of size {size}, "
-            f"got {turns.dtype} {list(turns.shape)}; see turn_keys.whole_turns."
+            f"got {turns.dtype} {list(turns.shape)}; see rotate_keys.whole_turns."
         )
 
 

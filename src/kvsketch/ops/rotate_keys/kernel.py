@@ -19,7 +19,7 @@ SLOTS = 16  # of one program
 
 
 @triton.jit
-def store_turned(source, target, inside, cos, sin, half, size, HALF: tl.constexpr, REST: tl.constexpr):
+def store_rotated(source, target, inside, cos, sin, half, size, HALF: tl.constexpr, REST: tl.constexpr):
     """Vectors at the pointers `source` [n, 1], rotated by pairs of channels (c, c + half), to those of `target`."""
     c = tl.arange(0, HALF)
     both = inside[:, None] & (c < half)[None, :]
@@ -36,7 +36,7 @@ def store_turned(source, target, inside, cos, sin, half, size, HALF: tl.constexp
 
 
 @triton.jit
-def _turn_keys(
+def _rotate_keys(
     keys, index, seen, turns, out, heads, slots, size, half, key_b, key_h, key_s,
     SLOTS: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def _turn_keys(
     angle = phase.to(tl.float32) * 5.714523747137342e-12
     source = keys + row // heads * key_b + row % heads * key_h + s[:, None].to(tl.int64) * key_s
     target = out + (row * slots + s[:, None]) * size
-    store_turned(source, target, s < slots, tl.cos(angle), tl.sin(angle), half, size, HALF, REST)
+    store_rotated(source, target, s < slots, tl.cos(angle), tl.sin(angle), half, size, HALF, REST)
 
 
 def supported(keys: Tensor) -> bool:
@@ -65,13 +65,13 @@ def supported(keys: Tensor) -> bool:
     return keys.dtype in KERNEL_DTYPES and keys.stride(3) == 1
 
 
-def turn_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:
-    """See reference.turn_keys."""
+def rotate_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:
+    """See reference.rotate_keys."""
     batch, heads, slots, size = keys.shape
     half = turns.shape[0]
     out = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
     with on(keys.device):
-        _turn_keys[(batch * heads, triton.cdiv(slots, SLOTS))](
+        _rotate_keys[(batch * heads, triton.cdiv(slots, SLOTS))](
             keys, index.contiguous(), seen, turns, out, heads, slots, size, half, *keys.stride()[:3],
             SLOTS=SLOTS, TILE=min(256, triton.next_power_of_2(slots)), HALF=triton.next_power_of_2(half),
             REST=triton.next_power_of_2(size - 2 * half) if size > 2 * half else 0, num_warps=4,

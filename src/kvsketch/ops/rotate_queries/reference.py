@@ -1,4 +1,4 @@
-"""Turned queries in torch: the definition the kernel is tested against, and the path used on a CPU."""
+"""Rotated queries in torch: the definition the kernel is tested against, and the path used on a CPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def turn_queries(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries [B, Hq, P C, D] turned by the angles of their chunk, given as cosine and sine [B, P, half]."""
+def rotate_queries(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries [B, Hq, P C, D] rotated by the angles of their chunk, given as cosine and sine [B, P, half]."""
     half = cos.shape[2]
     cos, sin = (part[:, None, :, None] for part in (cos, sin))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

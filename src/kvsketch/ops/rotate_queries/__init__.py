@@ -2,7 +2,7 @@
 
     q_i' = q_i rotated by the positions of its chunk:   q[c] + i q[c + half]  times  exp(i positions angle_c),  c < half
 
-Channels from 2 half on are not rotary and stay. Angles are whole numbers of turns, as in `turn_keys`.
+Channels from 2 half on are not rotary and stay. Angles are whole numbers of turns, as in `rotate_keys`.
 Legend: B batch rows, Hq query heads, P chunks of C tokens, D head size.
 """
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.common.dispatch import implementation
-from kvsketch.ops.turn_keys import TURN, check_turns
+from kvsketch.ops.rotate_keys import TURN, check_turns
 
 
-def turn_queries(q: Tensor, positions: Tensor, turns: Tensor) -> Tensor:
+def rotate_queries(q: Tensor, positions: Tensor, turns: Tensor) -> Tensor:
     """Queries [B, Hq, P C, D], those of a chunk so many positions [B, P] int64 later, rounded once to their dtype.
 
-    turns [half] int64: the angle of one position in channels c and c + half (`turn_keys.whole_turns`).
+    turns [half] int64: the angle of one position in channels c and c + half (`rotate_keys.whole_turns`).
     """
     if positions.dim() != 2 or len(positions) != len(q) or q.shape[2] % positions.shape[1]:
         raise ValueError(
@@ -28,18 +28,18 @@ def turn_queries(q: Tensor, positions: Tensor, turns: Tensor) -> Tensor:
             f"{list(q.shape)}."
         )
     check_turns(turns, q.shape[3])
-    return turn_by(q, *angles_of(positions, turns, q.dtype))
+    return rotate_by(q, *angles_of(positions, turns, q.dtype))
 
 
 def angles_of(positions: Tensor, turns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [B, P, half] each
-    """Cosine and sine of the angles of so many positions [B, P], for `turn_by` of vectors of a dtype."""
+    """Cosine and sine of the angles of so many positions [B, P], for `rotate_by` of vectors of a dtype."""
     phase = positions.unsqueeze(-1) * turns
     phase = ((phase + TURN // 2) & (TURN - 1)) - TURN // 2
     angle = phase.to(torch.promote_types(dtype, torch.float32)) * (2 * math.pi / TURN)
     return angle.cos(), angle.sin()
 
 
-def turn_by(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries [B, Hq, P C, D] turned by angles that several calls share; keys are turned alike."""
-    turned: Tensor = implementation("turn_queries", q.device, q).turn_queries(q, cos, sin)
-    return turned
+def rotate_by(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries [B, Hq, P C, D] rotated by angles that several calls share; keys are rotated alike."""
+    rotated: Tensor = implementation("rotate_queries", q.device, q).rotate_queries(q, cos, sin)
+    return rotated

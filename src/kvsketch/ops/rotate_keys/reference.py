@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvsketch.ops.turn_keys import TURN
+from kvsketch.ops.rotate_keys import TURN
 
 
 def gone_after(index: Tensor, seen: Tensor) -> Tensor:  # [B, H, S] int64
@@ -23,7 +23,7 @@ def gone_after(index: Tensor, seen: Tensor) -> Tensor:  # [B, H, S] int64
     return torch.where(index >= 0, seen - 1 - index - stored_after, 0)
 
 
-def turn_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:  # [B, H, S, D]
+def rotate_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:  # [B, H, S, D]
     """Keys [B, H, S, D] rotated by the tokens dropped after each, in float32 (float64 for float64), rounded once."""
     half = turns.shape[0]
     phase = gone_after(index, seen).unsqueeze(-1) * turns
@@ -32,5 +32,5 @@ def turn_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tenso
     angle = phase.to(exact) * (2 * math.pi / TURN)
     cos, sin = angle.cos(), angle.sin()
     first, second = keys[..., :half].to(exact), keys[..., half : 2 * half].to(exact)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(keys.dtype)
-    return turned if 2 * half == keys.shape[3] else torch.cat([turned, keys[..., 2 * half :]], -1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(keys.dtype)
+    return rotated if 2 * half == keys.shape[3] else torch.cat([rotated, keys[..., 2 * half :]], -1)
