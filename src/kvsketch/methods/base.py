@@ -25,14 +25,12 @@ from torch import Tensor
 from kvsketch.methods.budget import Budget, Size, Tokens, row_prompts
 from kvsketch.methods.parameters import Parameters, option
 from kvsketch.slots.bytes import LayerShape, bytes_beside
-from kvsketch.slots.codes import BITS, PLAIN, FewBits
 from kvsketch.slots.positions import CACHE, POSITIONS, TEXT
 from kvsketch.slots.rows import RowNeeds
 from kvsketch.slots.state import TableState
 from kvsketch.slots.table import SlotTable
 
 LITTLE = 16  # tokens: whoever can see fewer than these has lost the thread
-BIT_CHOICES = f"{', '.join(map(str, BITS))}, or {PLAIN} for the dtype of the model"
 
 
 @dataclass(frozen=True)
@@ -60,24 +58,6 @@ class Method(Parameters):
     shaped_by_prompt: ClassVar[bool] = False  # whether a long prompt has another budget than a short one
     wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in table.row_lse
     wants_logits: ClassVar[bool] = False  # whether a decode step should leave its logits in table.row_logits
-
-    bits: int = option(PLAIN, f"bits of a stored key and value: {BIT_CHOICES}", kw_only=True)
-    key_bits: int | None = option(None, "bits of a key, where they differ", kw_only=True)
-    value_bits: int | None = option(None, "bits of a value, where they differ", kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("bits", "key_bits", "value_bits"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and value in (*BITS, PLAIN)
-            kind = "" if isinstance(value, int) else f"a whole number, not {value!r}: "
-            self._require(name, whole or (value is None and name != "bits"), kind + BIT_CHOICES)
-
-    @property
-    def stored_bits(self) -> FewBits:
-        """Bits of a stored key and of a stored value."""
-        keys, values = (self.bits if own is None else own for own in (self.key_bits, self.value_bits))
-        return FewBits(keys, values)
 
     @property
     def apart(self) -> str:

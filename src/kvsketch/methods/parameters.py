@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from kvsketch.slots.codes import BITS, PLAIN, FewBits
+
+BIT_CHOICES = f"{', '.join(map(str, BITS))}, or {PLAIN} for the dtype of the model"
+
 
 class Option(NamedTuple):
     """A parameter of a method."""
@@ -32,12 +36,27 @@ class Parameters:
 
     name: ClassVar[str]
 
+    bits: int = option(PLAIN, f"bits of a stored key and value: {BIT_CHOICES}", kw_only=True)
+    key_bits: int | None = option(None, "bits of a key, where they differ", kw_only=True)
+    value_bits: int | None = option(None, "bits of a value, where they differ", kw_only=True)
+
     def __post_init__(self) -> None:
         for name, _, choices, _ in self.options():
             if choices:
                 self._require(
                     name, getattr(self, name) in choices, (" or " if len(choices) < 3 else ", ").join(choices)
                 )
+        for name in ("bits", "key_bits", "value_bits"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and value in (*BITS, PLAIN)
+            kind = "" if isinstance(value, int) else f"a whole number, not {value!r}: "
+            self._require(name, whole or (value is None and name != "bits"), kind + BIT_CHOICES)
+
+    @property
+    def stored_bits(self) -> FewBits:
+        """Bits of a stored key and of a stored value."""
+        keys, values = (self.bits if own is None else own for own in (self.key_bits, self.value_bits))
+        return FewBits(keys, values)
 
     @classmethod
     def options(cls) -> list[Option]:
