@@ -286,7 +286,7 @@ def test_records_that_lack_a_field_are_measured_again(tmp_path: Path) -> None:
     assert len(calls) == 2 + 18 + 3
     assert sorted(keys(result[-3:])) == sorted(keys(whole[:3]))
     path.write_text('{"kind": "toy_example"}\n' + path.read_text())
-    with pytest.raises(ValueError, match=r"toy_example\.jsonl, line 1 is not a record \(it has no data"):
+    with pytest.raises(ValueError, match=r"toy_example\.jsonl, line 1 is not a record \(its run is not described"):
         run(tmp_path)
 
 
