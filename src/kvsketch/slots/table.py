@@ -600,12 +600,8 @@ class BoundedTable(SlotTable):
     def shape(self) -> tuple[int, int, int]:
         return self.next_slot.shape[0], self.next_slot.shape[1], self.length
 
-    def _both(self) -> tuple[Tensor, Tensor]:
-        """Weights in numerator and denominator as they lie."""
-        return self.log_den if self.log_num is None else self.log_num, self.log_den
-
     def log_weights(self) -> tuple[Tensor, Tensor]:
-        log_num, log_den = self._both()
+        log_num, log_den = self.log_den if self.log_num is None else self.log_num, self.log_den
         if self.layout is None:
             return log_num, log_den
         unpacked = self.layout.unpacked(log_den, NEG_INF)
@@ -622,7 +618,8 @@ class BoundedTable(SlotTable):
         return self.as_held()
 
     def as_held(self) -> HeldSlots:
-        return HeldSlots(self.keys.read, self.values.read, *self._both(), self.layout)
+        log_num = self.log_den if self.log_num is None else self.log_num
+        return HeldSlots(self.keys.read, self.values.read, log_num, self.log_den, self.layout)
 
     def held_index(self) -> Tensor:
         return self.index if self.layout is None else self.layout.unpacked(self.index, CLOSED)
