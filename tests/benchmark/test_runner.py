@@ -17,7 +17,7 @@ from kvsketch.options import option
 from kvsketch.serve.requests import Request
 from kvsketch_lab import records
 from kvsketch_lab.benchmark import runner, serve
-from kvsketch_lab.benchmark.runner import Benchmark, Row, Trial
+from kvsketch_lab.benchmark.runner import Benchmark, Fields, Trial
 from kvsketch_lab.commands import BENCHMARKS
 from tests.helpers.tiny import save_tiny_model
 
@@ -70,7 +70,7 @@ def test_requests_share_one_document(tmp_path: Path) -> None:
 def test_a_method_that_cannot_be_served_says_so_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def served(_: Any, method: Any) -> Row:
+    def served(_: Any, method: Any) -> Fields:
         ticket = serve.Ticket(Request((1,), 1))
         ticket.finish(*(("error", MemoryError("no room")) if method.name == "h2o" else ("length",)))
         serve.wait_for("an answer", lambda: ticket.finish_reason == "length", [ticket])
@@ -142,10 +142,10 @@ class Toy(Benchmark):
     def wrong(self) -> list[str]:
         return ["all of it"] if self.broken else []
 
-    def cells(self) -> Iterator[Row]:
+    def cells(self) -> Iterator[Fields]:
         return ({"size": size} for size in self.sizes)
 
-    def measure(self, size: int) -> Iterator[Row]:
+    def measure(self, size: int) -> Iterator[Fields]:
         if size == 9:
             raise torch.OutOfMemoryError("no")
         for contender in ("ours", "torch"):
@@ -153,7 +153,7 @@ class Toy(Benchmark):
             yield {"size": size, "contender": contender, **failed}
 
 
-def run(out: Path, code: int = 0, **options: Any) -> list[Row]:
+def run(out: Path, code: int = 0, **options: Any) -> list[Fields]:
     assert runner.run(Toy(device="cpu", out=str(out), **options)) == code
     return [record["data"] for record in records.read(out)]
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import kvsketch
 from kvsketch import CompressedCache
+from kvsketch.cache import interrupted
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.decode.captured import Step
 from kvsketch.slots.table import SlotTable
@@ -81,7 +82,7 @@ def test_a_forward_broken_off_anywhere(name: str, prefill: str) -> None:
             cache = copy.deepcopy(begun)
             with pytest.raises(KeyboardInterrupt), BreakOff(at):
                 logits_after(model, cache, ids[:, start:end])
-            if cache.broken_off():
+            if cache._left_behind():
                 refused += 1
                 with pytest.raises(RuntimeError, match=BROKEN):
                     logits_after(model, cache, ids[:, start:end])
@@ -143,7 +144,7 @@ def test_inside_a_native_layer_at_the_end(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(MemoryError):
         logits_after(model, cache, ids[:, :9])
     monkeypatch.undo()
-    assert len(set(cache.layer_lengths())) == 1
+    assert len(set(interrupted.lengths(cache.layers))) == 1
     assert_refused(model, cache, ids)
 
 

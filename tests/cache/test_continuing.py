@@ -62,12 +62,12 @@ def test_a_text_read_in_parts_and_behind_padding_is_known() -> None:
     for start, end in ((0, 13), (13, 20), (20, 40)):
         kvsketch.prefill(model, ids[:, start:end], parts, mask[:, start:end])
     kvsketch.prefill(model, torch.where(mask == 0, 3, ids), whole, mask)
-    assert parts.read == whole.read and parts.read.tokens == 40
+    assert parts.text == whole.text and parts.text.tokens == 40
     parts.crop(-1)
-    assert parts.read.tokens == 0
+    assert parts.text.tokens == 0
     parts.reset()
     kvsketch.prefill(model, ids[:, :20], parts)
-    assert parts.read != whole.read
+    assert parts.text != whole.text
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +105,13 @@ CHAT = (
 def test_a_model_that_repeats_a_text_is_told_to(monkeypatch: pytest.MonkeyPatch, loaded: tuple[Any, Any]) -> None:
     """As in the evaluations: scores come from a repetition behind KVzip's words."""
     (model, tokenizer), said = loaded, []
-    real = CompressedCache.rehearse
+    real = CompressedCache.replay
 
-    def rehearse(self: CompressedCache, model: Any, ids: Any, instruction: Any = None) -> None:
+    def replay(self: CompressedCache, model: Any, ids: Any, instruction: Any = None) -> None:
         said.append(tokenizer.decode(instruction[0]))
         real(self, model, ids, instruction)
 
-    monkeypatch.setattr(CompressedCache, "rehearse", rehearse)
+    monkeypatch.setattr(CompressedCache, "replay", replay)
     cache = CompressedCache(model, "kvzip:budget=50%")
     kvsketch.read(model, tokenizer, cache, TEXT)
     assert said and said[0].startswith("\n\nRepeat the previous context exactly.")

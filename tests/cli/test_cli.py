@@ -18,7 +18,7 @@ import kvsketch
 from kvsketch import environment, models
 from kvsketch.cli import app
 from kvsketch.cli.boundary import one_line
-from kvsketch.cli.generate import Request, read_request
+from kvsketch.cli.generate import Asked, read_request
 from kvsketch.cli.options import DEFAULT_MODEL
 from kvsketch.cli.watching import quick_dtype
 from kvsketch.serve.held import full_cache_bytes
@@ -197,7 +197,7 @@ def test_several_files_are_told_apart(tmp_path: Path) -> None:
         path.write_text(f"text of {path.stem}\n", encoding="utf-8-sig")
     request = read_request("Why?", paths)
     one, two = (f"File {path}:\n\ntext of {path.stem}\n" for path in paths)
-    assert request == Request(f"{one}\n\n{two}", "Why?")
+    assert request == Asked(f"{one}\n\n{two}", "Why?")
 
 
 def test_bfloat16_is_for_a_cpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

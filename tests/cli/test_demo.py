@@ -81,8 +81,8 @@ def test_mean_kl_is_the_definition() -> None:
     assert answers.mean_kl(p.log(), q.log()) == pytest.approx(float(by_hand) / 2, rel=1e-5)
 
 
-def row(method: str, right: bool, size: int, divergence: float = 0.1) -> answers.Row:
-    return answers.Row(method, method.partition(":")[0], 100, 50, size, 0, 10.0, "an answer", right, divergence)
+def row(method: str, right: bool, size: int, divergence: float = 0.1) -> answers.Compared:
+    return answers.Compared(method, method.partition(":")[0], 100, 50, size, 0, 10.0, "an answer", right, divergence)
 
 
 def test_the_summary_says_what_was_lost() -> None:

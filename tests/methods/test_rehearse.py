@@ -314,12 +314,12 @@ def test_a_prompt_that_was_not_repeated_is_refused_with_the_way_out(model: Any) 
             model(ids[:, :1], past_key_values=cache)
         for wrong in (ids[:, :70], ids.expand(2, -1)):
             with pytest.raises(ValueError, match=r"the 80 tokens that the cache has read.* all 1 rows"):
-                cache.rehearse(model, wrong)
-        cache.rehearse(model, ids)
+                cache.replay(model, wrong)
+        cache.replay(model, ids)
         model(ids[:, :1], past_key_values=cache)
     assert cache.tokens_seen == 81
     with pytest.raises(ValueError, match="repeats nothing"):
-        CompressedCache(model, "h2o").rehearse(model, ids)
+        CompressedCache(model, "h2o").replay(model, ids)
 
 
 def test_a_model_without_known_angles_repeats_and_generates() -> None:
@@ -339,13 +339,13 @@ def test_tokens_that_were_not_repeated_can_go(model: Any, first: int, more: int,
         for start, end in turns:
             model(ids[:, start:end], past_key_values=cache)
             if end < first + more:
-                cache.rehearse(model, ids[:, :end])
+                cache.replay(model, ids[:, :end])
         cache.crop(-gone)
         left = cache.tokens_seen
-        cache.rehearse(model, ids[:, :left])
+        cache.replay(model, ids[:, :left])
         for start, end in [(start, min(end, left)) for start, end in turns if start < left]:
             model(ids[:, start:end], past_key_values=never)
-            never.rehearse(model, ids[:, :end])
+            never.replay(model, ids[:, :end])
         for number in range(left, left + 30):
             result, wanted = (model(ids[:, number : number + 1], past_key_values=c).logits for c in (cache, never))
     torch.testing.assert_close(result, wanted, atol=1e-4, rtol=1e-4)
@@ -366,7 +366,7 @@ def test_an_error_in_a_repetition_is_told_as_it_is(model: Any, monkeypatch: pyte
         with monkeypatch.context() as patch:
             patch.setattr(model.model.layers[1].mlp, "forward", Mock(side_effect=MemoryError("no more")))
             with pytest.raises(MemoryError, match="no more"):
-                cache.rehearse(model, ids)
+                cache.replay(model, ids)
         with pytest.raises(RuntimeError, match=r"the model was repeating.*cache\.reset"):
             model(ids[:, :1], past_key_values=cache)
     cache.reset()

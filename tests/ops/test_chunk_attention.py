@@ -30,7 +30,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     def in_small_tiles(call: Arguments) -> Attended:
         assert kernel.supported(call)
         tile = 16 if call.q.shape[2] * call.k.shape[2] < 1000 else 32 if call.q.shape[2] < 500 else 128
-        return kernel.chunk_attention(call, kernel.Launch(2 * tile, tile, 4, 2))
+        return kernel.chunk_attention(call, kernel.ChunkLaunch(2 * tile, tile, 4, 2))
 
     return in_small_tiles
 

@@ -126,7 +126,7 @@ def test_every_launch_gives_the_same(device: torch.device) -> None:
 
     data = normal(1, 1, 100, 16).to(device)
     results = [
-        kernel.kmeans(data, 20, None, None, 1, Stream(0, 0, 0), launch=kernel.Launch(keys, clusters, 4, 2))
+        kernel.kmeans(data, 20, None, None, 1, Stream(0, 0, 0), launch=kernel.KMeansLaunch(keys, clusters, 4, 2))
         for keys, clusters in ((16, 16), (128, 32))
     ]
     assert torch.equal(results[0].labels, results[1].labels)

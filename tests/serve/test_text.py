@@ -62,7 +62,7 @@ def test_a_question_about_a_document_is_that_of_ask(tokenizer: Any, template: st
         [{"role": "user", "content": "Be brief.\n\nWhat?"}]
     )
     kvsketch.prefill(model, torch.tensor([[*wanted, *tokenizer("It.")["input_ids"]]]), cache)
-    cache.read.open = False
+    cache.text.open = False
     again = asking.question_inputs(tokenizer, cache, "Why?")["input_ids"][0].tolist()
     talk = [*ask, {"role": "assistant", "content": "It."}, {"role": "user", "content": "Why?"}]
     behind = prompts.after_document(talk)

@@ -29,7 +29,7 @@ from kvsketch.slots.table import ExactTable, SlotTable
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, SCALE, OfPrefill
-from kvsketch_lab.benchmark.runner import Row
+from kvsketch_lab.benchmark.runner import Fields
 
 BLOCK = 256
 LIMIT = 0.03  # of prefill, for two halvings
@@ -134,13 +134,13 @@ class Balance(OfPrefill):
             if broken or (count > 1 and judged < 0.5):
                 yield f"{count} tokens, {walk}, values {values}: {broken} wrong signs, {judged:.0%} could be judged"
 
-    def cells(self) -> list[Row]:
+    def cells(self) -> list[Fields]:
         whole = self.tokens - WINDOW
         walks = [("walk, first halving", whole), ("walk, second halving", whole // 2)]
         others = [("two halvings", self.tokens), ("uniform sample", self.tokens), ("making room", self.slots)]
         return [{"contender": name, "tokens": tokens} for name, tokens in walks + others]
 
-    def measure(self, contender: str, tokens: int) -> Iterator[Row]:
+    def measure(self, contender: str, tokens: int) -> Iterator[Fields]:
         if contender.startswith("walk"):
             k, v = make_tokens(self.on, self.tokens, self.seed)
             slots = blocks_of(self.on, tokens)
@@ -152,7 +152,7 @@ class Balance(OfPrefill):
         else:
             yield self._compression(contender, tokens)
 
-    def _compression(self, contender: str, tokens: int) -> Row:
+    def _compression(self, contender: str, tokens: int) -> Fields:
         """Whole compressions of one layer to a quarter of the middle."""
         k, v = make_tokens(self.on, tokens, self.seed)
         budget = WINDOW + (tokens - WINDOW) // 4
@@ -170,7 +170,7 @@ class Balance(OfPrefill):
         row |= self.share_of_prefill(row["median_ms"], tokens) | {"limit": LIMIT if halving else None}
         return row | {"extra_bytes": None if before is None or self.on.peak is None else self.on.peak - before}
 
-    def _making_room(self, slots: int) -> Row:
+    def _making_room(self, slots: int) -> Fields:
         """Making room in a full table, which happens once every `freed` tokens."""
         method = BalanceKV(budget=slots)
         k, v = make_tokens(self.on, 4 * slots, self.seed)
@@ -188,7 +188,7 @@ class Balance(OfPrefill):
         return row | {"ms_per_token_all_layers": LAYERS * row["median_ms"] / freed}
 
 
-def _row(name: str, tokens: int, times: list[float], dtype: str) -> Row:
+def _row(name: str, tokens: int, times: list[float], dtype: str) -> Fields:
     return {
         "operation": "balancekv", "contender": name, "tokens": tokens, "median_ms": statistics.median(times),
         "least_ms": min(times), "most_ms": max(times), "layers": LAYERS, "kv_heads": KV_HEADS,

@@ -25,7 +25,7 @@ from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE
-from kvsketch_lab.benchmark.runner import Benchmark, Row, Trial, by_reference, relative_error, too_far
+from kvsketch_lab.benchmark.runner import Benchmark, Fields, Trial, by_reference, relative_error, too_far
 
 TOLERANCE = 1e-2
 TILES = (  # queries, keys, warps, stages
@@ -84,7 +84,7 @@ class ChunkAttention(Benchmark):
     slots: int = option(2049, "slots before the chunk", least=101)
     tune: bool = option(False, "time launch sizes at the largest chunk instead")
 
-    def headline(self, rows: list[Row]) -> str:
+    def headline(self, rows: list[Fields]) -> str:
         return f"Attention of a chunk, {self.slots:,} slots before it"
 
     @functools.cached_property
@@ -94,10 +94,10 @@ class ChunkAttention(Benchmark):
     def wrong(self) -> list[str]:
         return too_far("chunk attention", self.error, TOLERANCE)
 
-    def cells(self) -> Iterator[Row]:
+    def cells(self) -> Iterator[Fields]:
         return ({"chunk": chunk} for chunk in self.chunks)
 
-    def measure(self, chunk: int) -> Iterator[Row]:
+    def measure(self, chunk: int) -> Iterator[Fields]:
         alone = make_chunk(self.on, chunk, True, 0, self.seed)
         tied, separate = (make_chunk(self.on, chunk, tied, self.slots, self.seed) for tied in (True, False))
         contenders: dict[str, Callable[[], object]] = {
@@ -122,7 +122,7 @@ class ChunkAttention(Benchmark):
         call = Arguments(given.q, given.k, given.v, SCALE, given.past)
         yield Trial(
             {"contender": "separate weights", "chunk": max(self.chunks)},
-            [kernel.Launch(*tile) for tile in TILES],
+            [kernel.ChunkLaunch(*tile) for tile in TILES],
             lambda launch: [functools.partial(kernel.chunk_attention, call, launch)],
             {"replays": 10, "least_calls": 5},
         )

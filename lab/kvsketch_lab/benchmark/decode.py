@@ -27,7 +27,7 @@ from kvsketch.methods import Method
 from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Device, spread
-from kvsketch_lab.benchmark.runner import FAILED, OUT_OF_MEMORY, Row
+from kvsketch_lab.benchmark.runner import FAILED, OUT_OF_MEMORY, Fields
 from kvsketch_lab.benchmark.shapes import CheckedBenchmark, make_cache, weight_bytes
 
 CHECK_PROMPT = 4096
@@ -124,7 +124,7 @@ class Decode(CheckedBenchmark):
         "dynamic,static", "of transformers", choices=("dynamic", "static", "none"), none=True
     )
 
-    def shown(self, row: Row, rows: list[Row]) -> Row:
+    def shown(self, row: Fields, rows: list[Fields]) -> Fields:
         full = [each for each in rows if (each["method"], each["batch"]) == ("full", row["batch"]) and each["step_ms"]]
         return {
             "rate": 1e3 * row["batch"] / row["step_ms"],
@@ -141,7 +141,7 @@ class Decode(CheckedBenchmark):
         prompt = self.tokens[:, : min(CHECK_PROMPT, self.prompt)]
         return functools.cache(lambda method: check_tokens(self.checked, method, prompt, self.check_tokens))
 
-    def cells(self) -> Iterator[Row]:
+    def cells(self) -> Iterator[Fields]:
         if "dynamic" in self.baselines:
             yield {"method": DYNAMIC, "batch": 1}
         for method in self.texts:
@@ -150,9 +150,9 @@ class Decode(CheckedBenchmark):
         if "static" in self.baselines and self.on.is_gpu:
             yield {"method": STATIC, "batch": 1}
 
-    def measure(self, method: str, batch: int) -> Iterator[Row]:
+    def measure(self, method: str, batch: int) -> Iterator[Fields]:
         self.on.free()
-        row: Row = {"shape": self.shape, "copy_bytes_per_s": self.bandwidth, "method": method, "batch": batch}
+        row: Fields = {"shape": self.shape, "copy_bytes_per_s": self.bandwidth, "method": method, "batch": batch}
         row |= {
             "prompt": self.prompt,
             **dict.fromkeys(OUTCOMES),
@@ -171,7 +171,7 @@ class Decode(CheckedBenchmark):
             row[FAILED] = OUT_OF_MEMORY
         yield row
 
-    def _method(self, method: str, batch: int) -> Row:
+    def _method(self, method: str, batch: int) -> Fields:
         wrong, eager_ms = self.verdict(method)
         if wrong is not None:
             return {FAILED: wrong}
@@ -192,7 +192,7 @@ class Decode(CheckedBenchmark):
             "checked_layers": layers,
         }
 
-    def _dynamic(self, steps: int = 12) -> Row:
+    def _dynamic(self, steps: int = 12) -> Fields:
         """transformers' own cache and loop body, eager: what a user has today."""
         prompt, cache = self.tokens[:, :CHECK_PROMPT], make_cache(self.built, None)
         token = self.built(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
@@ -207,7 +207,7 @@ class Decode(CheckedBenchmark):
         result = {"step_ms": statistics.median(timed), "p10_ms": min(timed), "p90_ms": max(timed)}
         return result | {"prompt": prompt.shape[1]}
 
-    def _static(self) -> Row:
+    def _static(self) -> Fields:
         """transformers' StaticCache with its decode step captured by hand."""
         from transformers import StaticCache
 
@@ -230,7 +230,7 @@ class Decode(CheckedBenchmark):
         return _times(self.on.milliseconds(graph.replay, self.steps, warm_up=0))
 
 
-def _times(times: list[float]) -> Row:
+def _times(times: list[float]) -> Fields:
     return dict(zip(("step_ms", "p10_ms", "p90_ms"), spread(times), strict=True))
 
 

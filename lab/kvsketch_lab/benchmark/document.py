@@ -30,7 +30,7 @@ from kvsketch.methods import parse_method
 from kvsketch.models import texts
 from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
-from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Row
+from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Fields
 
 QUESTION = "What does the text say about energy? Answer in one sentence."
 
@@ -49,7 +49,7 @@ class Asked:
     def read(self, method: str) -> CompressedCache:
         cache = CompressedCache(self.model, method)
         prefill(self.model, self.document, cache)
-        cache.read.open = True
+        cache.text.open = True
         return cache
 
     def first_token(self, cache: CompressedCache) -> int:
@@ -88,13 +88,13 @@ class Document(Benchmark):
         text = Path(self.text).read_text(encoding="utf-8") if self.text else texts.document()
         return *models.load(self.model, dtype=self.dtype or None, device=self.device), text
 
-    def cells(self) -> list[Row]:
+    def cells(self) -> list[Fields]:
         methods = [text.strip() for text in self.methods.split(",")]
         for method in methods:
             parse_method(method)
         return [{"model": self.model, "method": m, "tokens": n} for m in methods for n in self.tokens]
 
-    def measure(self, model: str, method: str, tokens: int) -> Iterator[Row]:
+    def measure(self, model: str, method: str, tokens: int) -> Iterator[Fields]:
         asked = Asked(*self.loaded, tokens)
         shared = {"model": model, "method": method, "tokens": tokens, "repeats": self.repeats}
         shared |= {"dtype": str(asked.model.dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
@@ -120,7 +120,7 @@ class Document(Benchmark):
                 row if result == wanted else {**row, FAILED: "another first token than from the document read again"}
             )
 
-    def shown(self, row: Row, rows: list[Row]) -> Row:
+    def shown(self, row: Fields, rows: list[Fields]) -> Fields:
         base = next(each for each in rows if each["method"] == row["method"] and each["tokens"] == row["tokens"])
         return {"faster": base["seconds"] / row["seconds"]}
 

@@ -25,12 +25,12 @@ from kvsketch.models import texts
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
 from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
-from kvsketch_lab.benchmark.runner import Benchmark, Row
+from kvsketch_lab.benchmark.runner import Benchmark, Fields
 
 METHODS = "clusterkv,clusterkv:tokens_per_cluster=80:recluster_into=4:rounds=20:completion=false,quest"
 
 
-def measure(model: Any, method: str, ids: Tensor, prompt: int) -> Row:
+def measure(model: Any, method: str, ids: Tensor, prompt: int) -> Fields:
     """Counts over the tokens after the prompt."""
     cache = CompressedCache(model, method)
     model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1)
@@ -79,7 +79,7 @@ class HitRate(Benchmark):
             raise ValueError(f"the text has {ids.shape[1]} tokens; use a smaller --prompt")
         return model, ids
 
-    def cells(self) -> list[Row]:
+    def cells(self) -> list[Fields]:
         shared = {"model": self.model, "prompt": self.prompt, "steps": self.steps}
         budget = self.prompt // self.share
         result = [
@@ -91,7 +91,7 @@ class HitRate(Benchmark):
             parse_method(str(cell["method"]))
         return result
 
-    def measure(self, method: str, **shared: Any) -> Iterator[Row]:
+    def measure(self, method: str, **shared: Any) -> Iterator[Fields]:
         yield measure(*self.loaded[:1], method, self.loaded[1], self.prompt) | shared
 
 

@@ -25,7 +25,7 @@ from kvsketch.ops.farthest_first import FORMS, Centers
 from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KEYS, KV_HEADS, LAYERS, OfPrefill, make_keys
-from kvsketch_lab.benchmark.runner import Row, by_reference, target_text
+from kvsketch_lab.benchmark.runner import Fields, by_reference, target_text
 
 TARGETS = {"exact": 0.40, "coarse": 0.10}  # share of prefill
 LOOP_CENTERS = 48  # timed of the plain loop
@@ -69,10 +69,10 @@ class KCenter(OfPrefill):
     keys: tuple[str, ...] = option(tuple(KEYS), "kinds of keys, comma-separated", choices=tuple(KEYS))
     repeats: int = option(7, "calls that are timed", least=1)
 
-    def headline(self, rows: list[Row]) -> str:
+    def headline(self, rows: list[Fields]) -> str:
         return f"Farthest-first centers, one layer; prefill {rows[0]['prefill_ms']:.0f} ms"
 
-    def shown(self, row: Row, rows: list[Row]) -> Row:
+    def shown(self, row: Fields, rows: list[Fields]) -> Fields:
         return {"judged": target_text(row)}
 
     def wrong(self, most: int = 8192) -> Iterator[str]:
@@ -83,10 +83,10 @@ class KCenter(OfPrefill):
             if problem := difference(keys, call(), by_reference(call)):
                 yield f"{kind} keys, {form}: {problem}"
 
-    def cells(self) -> Iterator[Row]:
+    def cells(self) -> Iterator[Fields]:
         return ({"keys": kind} for kind in self.keys)
 
-    def measure(self, keys: str) -> Iterator[Row]:
+    def measure(self, keys: str) -> Iterator[Fields]:
         drawn = make_keys(keys, self.length, self.seed, self.on)
         exact = ops.farthest_first(drawn, self.centers).radius
         for form in FORMS:
@@ -98,7 +98,7 @@ class KCenter(OfPrefill):
         times = [time * self.centers / few for time in self.on.milliseconds(loop, 3)]
         yield self.row(keys, "plain loop", times, [1.0]) | {"scaled_from": few}
 
-    def row(self, kind: str, form: str, times: list[float], ratio: list[float]) -> Row:
+    def row(self, kind: str, form: str, times: list[float], ratio: list[float]) -> Fields:
         layer_ms = statistics.median(times)
         share = self.share_of_prefill(layer_ms, self.length)
         return {

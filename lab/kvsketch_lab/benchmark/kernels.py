@@ -36,7 +36,7 @@ from kvsketch.slots.layout import Layout
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Call
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE, SIZES
-from kvsketch_lab.benchmark.runner import Benchmark, Row, Trial, by_reference, relative_error, too_far
+from kvsketch_lab.benchmark.runner import Benchmark, Fields, Trial, by_reference, relative_error, too_far
 
 if TYPE_CHECKING:
     from kvsketch.ops.weighted_attention.kernel import Plan
@@ -177,10 +177,10 @@ class Kernels(Benchmark):
     slots: tuple[int, ...] = option("1024,2048,32768", "slots of a table, comma-separated", least=1)
     sweep: bool = option(False, "time launch plans of our kernel instead of the rivals")
 
-    def headline(self, rows: list[Row]) -> str:
+    def headline(self, rows: list[Fields]) -> str:
         return f"Decode attention, one layer (copy {rows[0]['copy_bytes_per_second'] / 1e12:.2f} TB/s)"
 
-    def shown(self, row: Row, rows: list[Row]) -> Row:
+    def shown(self, row: Fields, rows: list[Fields]) -> Fields:
         where = {name: row[name] for name in ("batch", "slots", "cache")}
         rivals = [r["median_us"] for r in rows if r["contender"] in RIVALS and where.items() <= r.items()]
         return {"ratio": row["median_us"] / min(rivals)} if rivals and row["contender"] in OURS else {}
@@ -215,10 +215,10 @@ class Kernels(Benchmark):
                 error = error_against_reference(held, contender, held.ours(contender))
                 yield from too_far(f"batch {batch}, {slots} slots, {contender}", error, TOLERANCE)
 
-    def cells(self) -> Iterator[Row]:
+    def cells(self) -> Iterator[Fields]:
         return ({"batch": batch, "slots": slots} for batch in self.batch for slots in self.slots)
 
-    def measure(self, batch: int, slots: int) -> Iterator[Row]:
+    def measure(self, batch: int, slots: int) -> Iterator[Fields]:
         sets = self.input_sets(batch, slots)
         plan = dataclasses.asdict(default_plan(batch, slots)) if self.on.is_gpu else None
         for contender in (*OURS, *(RIVALS if self.on.is_gpu else ON_A_CPU)):

@@ -24,7 +24,7 @@ from kvsketch.ops.thin_linear import reference
 from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Call
-from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Row, Trial, relative_error
+from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Fields, Trial, relative_error
 
 HIDDEN, INNER, QUERIES, KEYS, VOCABULARY = 4096, 14336, 4096, 1024, 128256
 COPIED_BYTES = 400e6  # several times what the second-level cache holds
@@ -97,7 +97,7 @@ class Linear(Benchmark):
     def bandwidth(self) -> float:
         return self.on.copy_bandwidth()
 
-    def cells(self) -> Iterator[Row]:
+    def cells(self) -> Iterator[Fields]:
         return ({"product": product, "batch": batch} for batch, product in itertools.product(self.batches, PRODUCTS))
 
     def inputs(self, product: str, batch: int) -> Inputs:
@@ -109,10 +109,10 @@ class Linear(Benchmark):
         residual = normal(batch, 1, shapes[0][0]) if product in ("output", "down") else None
         return Inputs(product, normal(batch, 1, shapes[0][1]), residual, weights)
 
-    def measure(self, product: str, batch: int) -> Iterator[Row]:
+    def measure(self, product: str, batch: int) -> Iterator[Fields]:
         inputs = self.inputs(product, batch)
         ours, theirs = inputs.errors()
-        data: Row = {"product": product, "batch": batch, "error": ours, "torch_error": theirs}
+        data: Fields = {"product": product, "batch": batch, "error": ours, "torch_error": theirs}
         if not ours <= 1.05 * theirs:
             yield {**data, FAILED: f"error {ours:.2e} where torch has {theirs:.2e}"}
             return

@@ -28,7 +28,7 @@ from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Timing
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, QUERY_HEADS, SCALE, SIZES, OfPrefill
-from kvsketch_lab.benchmark.runner import Row, Trial, by_reference, relative_error, too_far
+from kvsketch_lab.benchmark.runner import Fields, Trial, by_reference, relative_error, too_far
 
 TOLERANCE = 5e-3
 NOISE = Noise(seed=0, layer=0)
@@ -109,10 +109,10 @@ class Mass(OfPrefill):
         error = error_against_reference(inputs, inputs.mass(NOISE), NOISE)
         yield from too_far(f"{self.tokens} tokens, keyformer", error, TOLERANCE)
 
-    def cells(self) -> list[Row]:
+    def cells(self) -> list[Fields]:
         return [{"tokens": self.tokens}, {"slots": self.slots}]
 
-    def measure(self, tokens: int | None = None, slots: int | None = None) -> Iterator[Row]:
+    def measure(self, tokens: int | None = None, slots: int | None = None) -> Iterator[Fields]:
         if tokens is None:
             assert slots is not None
             inputs = self.inputs(1, slots + 1)
@@ -138,17 +138,17 @@ class Mass(OfPrefill):
                 self.row(name, timing) | {"tokens": tokens} | share | {"extra_bytes": extra, "limit": LIMITS.get(name)}
             )
 
-    def row(self, contender: str, timing: Timing) -> Row:
+    def row(self, contender: str, timing: Timing) -> Fields:
         measured = {"operation": self.operation, "contender": contender, "batch": 1, "layers": LAYERS, **SIZES}
         return measured | {"dtype": self.on.dtype_name} | dataclasses.asdict(timing)
 
     def trials(self) -> Generator[Trial, list[Any], None]:
         from kvsketch.ops.attention_mass import Options, kernel
-        from kvsketch.ops.attention_mass.kernel import Launch, Launches
+        from kvsketch.ops.attention_mass.kernel import Launches, MassLaunch
 
         inputs = self.inputs(self.tokens, self.tokens)
         row_lse, into = inputs.row_sums(), torch.zeros(inputs.k.shape[:3], device=self.device)
-        launches = [Launch(*size, *rest) for size in TILES for rest in itertools.product((2, 3), (None, 128))]
+        launches = [MassLaunch(*size, *rest) for size in TILES for rest in itertools.product((2, 3), (None, 128))]
         # With row sums given only the second pass runs; the noise has no such sums, so both passes use the launch.
         for name, noise, lse in (
             ("column pass", None, row_lse),
@@ -157,7 +157,7 @@ class Mass(OfPrefill):
         ):
             options = Options(into, seen=self.tokens, noise=noise, row_lse=lse)
 
-            def calls_of(launch: Launch, options: Options = options) -> list[Callable[[], object]]:
+            def calls_of(launch: MassLaunch, options: Options = options) -> list[Callable[[], object]]:
                 sizes = Launches(launch, launch)
                 return [lambda: kernel.attention_mass(inputs.q, inputs.k, SCALE, options, sizes)]
 

@@ -33,7 +33,7 @@ from kvsketch.slots.table import SlotTable
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.decode import CHECK_PROMPT, Session, check_tokens
 from kvsketch_lab.benchmark.device import spread
-from kvsketch_lab.benchmark.runner import FAILED, Row
+from kvsketch_lab.benchmark.runner import FAILED, Fields
 from kvsketch_lab.benchmark.shapes import CheckedBenchmark
 
 WARM_UP = 6  # steps that Session.times runs before it times
@@ -122,12 +122,12 @@ class Offload(CheckedBenchmark):
         prompt = self.tokens[:, : min(CHECK_PROMPT, self.prompt)]
         return functools.cache(lambda method: same_tokens(self.checked, *self.pairs[method], prompt, self.check_tokens))
 
-    def cells(self) -> Iterator[Row]:
+    def cells(self) -> Iterator[Fields]:
         for method in self.pairs:
             yield from ({"method": method, "batch": batch, "prompt": self.prompt} for batch in self.batches)
 
-    def measure(self, method: str, batch: int, prompt: int) -> Iterator[Row]:
-        row: Row = {"shape": self.shape, "ratio": None, "method": method, "batch": batch, "prompt": prompt}
+    def measure(self, method: str, batch: int, prompt: int) -> Iterator[Fields]:
+        row: Fields = {"shape": self.shape, "ratio": None, "method": method, "batch": batch, "prompt": prompt}
         row |= {**dict.fromkeys(OUTCOMES), "checked_tokens": self.check_tokens, FAILED: None}
         row["checked_layers"] = self.checked.config.num_hidden_layers
         if not self.right(method):
@@ -136,12 +136,12 @@ class Offload(CheckedBenchmark):
         result = self.compared(method, batch)
         yield row | result | {"ratio": result["host_ms"] / result["device_ms"]}
 
-    def compared(self, method: str, batch: int) -> Row:
+    def compared(self, method: str, batch: int) -> Fields:
         """One method, on the device and in host memory."""
         self.on.free()
         sessions = (Session(self.built, each, self.tokens, batch, self.steps + 8) for each in self.pairs[method])
         near = next(sessions)
-        row: Row = {"device_ms": statistics.median(near.times(self.steps)), "device_prefill_ms": near.prefill_ms}
+        row: Fields = {"device_ms": statistics.median(near.times(self.steps)), "device_prefill_ms": near.prefill_ms}
         row["device_bytes"] = near.cache.device_bytes
         del near
         self.on.free()

@@ -24,7 +24,7 @@ from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Call
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, QUERY_HEADS, make_keys
-from kvsketch_lab.benchmark.runner import Benchmark, Row, by_reference
+from kvsketch_lab.benchmark.runner import Benchmark, Fields, by_reference
 
 PAGE = 16
 SAME_CHOICE = 0.999  # scores are summed in another order, so that pages with nearly the same score may change places
@@ -57,7 +57,7 @@ def _marks(rows: Tensor, tokens: int) -> Tensor:
 
 
 @dataclass
-class Pages(Benchmark):
+class PageChoice(Benchmark):
     name, kind, operation, title = "pages", "pages", "select_pages", "Pages, one layer"
     columns = (
         "operation | contender | batch:d | µs=median_us:.1f | floor µs=floor_us:.1f | all layers, ms=all_layers_ms:.2f"
@@ -93,10 +93,10 @@ class Pages(Benchmark):
             if share < SAME_CHOICE or int(ours.sum()) != int(right.sum()):
                 yield f"batch {batch}, select_pages, {pages} pages: {share:.2%} of the tokens are the reference's"
 
-    def cells(self) -> Iterator[Row]:
+    def cells(self) -> Iterator[Fields]:
         return ({"batch": batch} for batch in self.batches)
 
-    def measure(self, batch: int) -> Iterator[Row]:
+    def measure(self, batch: int) -> Iterator[Fields]:
         pages = self.budget // PAGE
         layers = [self.layer(batch, self.seed + number) for number in range(8 if batch == 1 else 2)]
         slot = torch.full((batch, KV_HEADS, 1), self.tokens - 1, device=self.device)
@@ -123,4 +123,4 @@ class Pages(Benchmark):
                 }  # fmt: skip
 
 
-command = functools.partial(runner.command, Pages)
+command = functools.partial(runner.command, PageChoice)

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
-from kvsketch_lab.benchmark.runner import FAILED, OUT_OF_MEMORY, Row, relative_error
+from kvsketch_lab.benchmark.runner import FAILED, OUT_OF_MEMORY, Fields, relative_error
 from kvsketch_lab.benchmark.shapes import ModelBenchmark, prefill_times, problem_of
 
 METHODS = (
@@ -45,7 +45,7 @@ class Prefill(ModelBenchmark):
     length: int = option(32768, "tokens of the prompt", least=1)
     repeats: int = option(2, "prefills that are timed", least=1)
 
-    def headline(self, rows: list[Row]) -> str:
+    def headline(self, rows: list[Fields]) -> str:
         timed = [f"; DynamicCache {row['baseline_ms']:.0f} ms" for row in rows if "baseline_ms" in row]
         return f"Prefill of {self.length:,} tokens{(*timed, '')[0]}"
 
@@ -55,13 +55,18 @@ class Prefill(ModelBenchmark):
         times, expected, _ = prefill_times(self.built, None, self.length, self.repeats + 1, self.on)
         return statistics.median(times), expected
 
-    def cells(self) -> Iterator[Row]:
+    def cells(self) -> Iterator[Fields]:
         return ({"method": method, "length": self.length, "model": self.model} for method in self.texts)
 
-    def measure(self, method: str, length: int, model: str) -> Iterator[Row]:
+    def measure(self, method: str, length: int, model: str) -> Iterator[Fields]:
         baseline, expected = self.baseline
         self.on.free()
-        row: Row = {"method": method, "length": length, "layers": self.built.config.num_hidden_layers, "model": model}
+        row: Fields = {
+            "method": method,
+            "length": length,
+            "layers": self.built.config.num_hidden_layers,
+            "model": model,
+        }
         try:
             times, logits, cache = prefill_times(self.built, method, length, self.repeats, self.on)
         except runner.OutOfMemory:
@@ -72,7 +77,7 @@ class Prefill(ModelBenchmark):
             return
         yield row | self._measured(times, baseline, cache)
 
-    def _measured(self, times: list[float], baseline: float, cache: Any) -> Row:
+    def _measured(self, times: list[float], baseline: float, cache: Any) -> Fields:
         median = statistics.median(times)
         return {
             "prefill_ms": median, "least_ms": min(times), "most_ms": max(times), "repeats": self.repeats,

@@ -31,7 +31,7 @@ from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Call, Device, Timing
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, QUERY_HEADS, SCALE, SIZES, OfPrefill, make_keys
-from kvsketch_lab.benchmark.runner import Row, Trial, by_reference, relative_error, target_text
+from kvsketch_lab.benchmark.runner import Fields, Trial, by_reference, relative_error, target_text
 
 SINKS, TAIL = 16, 320
 SHIPPED = ClusterKV()
@@ -201,7 +201,7 @@ class Recall(OfPrefill):
                 if not error < TOLERANCE:
                     yield f"indexed_attention, budget {budget}, shared {shared}: relative error {error:.1e}"
 
-    def cells(self) -> Iterator[Row]:
+    def cells(self) -> Iterator[Fields]:
         for share, rounds in dict.fromkeys(CLUSTERINGS):
             yield {"operation": "kmeans", "clusters": self.tokens // share, "rounds": rounds}
         yield {"operation": "index"}
@@ -214,7 +214,7 @@ class Recall(OfPrefill):
             yield {"operation": "indexed_attention", "batch": batch}
             yield {"operation": "full attention", "batch": batch}
 
-    def measure(self, operation: str, clusters: int = 0, rounds: int = 0, batch: int = 1) -> Iterator[Row]:
+    def measure(self, operation: str, clusters: int = 0, rounds: int = 0, batch: int = 1) -> Iterator[Fields]:
         if operation == "kmeans":
             yield from self._clustering(clusters, rounds)
         elif operation == "selection":
@@ -242,7 +242,7 @@ class Recall(OfPrefill):
             timing = self.on.time([calls[operation]])
             yield self.row(operation, "ours", timing, tokens=self.tokens, clusters=clusters)
 
-    def _clustering(self, clusters: int, rounds: int) -> Iterator[Row]:
+    def _clustering(self, clusters: int, rounds: int) -> Iterator[Fields]:
         target, whole = TARGETS["kmeans", self._share(clusters)], self.prefill_of(self.tokens)
         shape = {"tokens": self.tokens, "clusters": clusters, "rounds": rounds}
         centroids, labels = ops.kmeans(self.keys, clusters, rounds=rounds)
@@ -256,7 +256,7 @@ class Recall(OfPrefill):
     def _share(self, clusters: int) -> int:
         return next(share for share in (80, 20) if self.tokens // share == clusters)
 
-    def _selection(self, clusters: int, batch: int) -> Iterator[Row]:
+    def _selection(self, clusters: int, batch: int) -> Iterator[Fields]:
         share = self._share(clusters)
         layer = self.layer(share, batch)
         queries = [layer.query(self.seed + number) for number in range(4)]
@@ -271,7 +271,7 @@ class Recall(OfPrefill):
                 data = self.row("selection", contender, self.on.time(calls), **shape)
                 yield judged(data, TARGETS["selection", share], self.step_ms, "step") if batch == 1 else data
 
-    def _attention(self, batch: int) -> Iterator[Row]:
+    def _attention(self, batch: int) -> Iterator[Fields]:
         layer = self.layer(20, batch)
         pinned = [store.cpu().pin_memory() for store in (layer.k, layer.v)] if self.on.is_gpu else []
         for budget, shared, completion in itertools.product(self.budgets, (False, True), (False, True)):
@@ -286,11 +286,11 @@ class Recall(OfPrefill):
                 shape = {"budget": budget, "batch": batch, "shared": shared, "completion": completion, "store": store}
                 yield self.row("indexed_attention", contender, timing, tokens=self.tokens, **shape)
 
-    def row(self, operation: str, contender: str, timing: Timing, **shape: Any) -> Row:
+    def row(self, operation: str, contender: str, timing: Timing, **shape: Any) -> Fields:
         measured = {"operation": operation, "contender": contender, **shape, **SIZES, "dtype": self.on.dtype_name}
         return measured | dataclasses.asdict(timing)
 
-    def shown(self, row: Row, rows: list[Row]) -> Row:
+    def shown(self, row: Fields, rows: list[Fields]) -> Fields:
         shape = ", ".join(f"{name} {row[name]}" for name in SHAPE_FIELDS if name in row)
         return {"shape": shape, "judged": target_text(row)}
 
@@ -305,7 +305,7 @@ class Recall(OfPrefill):
         for clusters in (self.tokens // 80, self.tokens // 20):
             # One assignment with its first centroids, which takes about as long in every launch.
             call = partial(kmeans.kmeans, self.keys, clusters, None, None, 0, Stream(0, 0, 0))
-            launches = [kmeans.Launch(*sizes) for sizes in LAUNCHES]
+            launches = [kmeans.KMeansLaunch(*sizes) for sizes in LAUNCHES]
             setting = {"operation": "assignment", "clusters": clusters}
             yield Trial(setting, launches, partial(_with_launch, [call]), few)
         layer, overlap = self.layer(20, 1), torch.cuda.get_device_capability() >= (9, 0)
@@ -337,7 +337,7 @@ def _with_launch(calls: list[Callable[..., object]], launch: Any) -> list[Call]:
     return [partial(call, launch) for call in calls]
 
 
-def judged(data: Row, target: float, whole_ms: float, whole: str) -> Row:
+def judged(data: Fields, target: float, whole_ms: float, whole: str) -> Fields:
     share = LAYERS * data["median_us"] / 1e3 / whole_ms
     return data | {"layers": LAYERS, "of": whole, "whole_ms": whole_ms, "share": share, "target": target,
                    "within_target": share <= target}  # fmt: skip

@@ -26,7 +26,7 @@ from kvsketch.methods.rehearse import Rehearse
 from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.prefill import Prefill
-from kvsketch_lab.benchmark.runner import Row
+from kvsketch_lab.benchmark.runner import Fields
 from kvsketch_lab.benchmark.shapes import prefill_times
 
 PARTS = ("score", "choice", "refit", "encoding")
@@ -80,7 +80,7 @@ class Rehearsal(Prefill):
             if type(parse_method(text)) is not Rehearse:
                 raise ValueError(f"--methods {text} is not rehearse; use kvsketch bench prefill for other methods")
 
-    def _measured(self, times: list[float], baseline: float, cache: Any) -> Row:
+    def _measured(self, times: list[float], baseline: float, cache: Any) -> Fields:
         row = super()._measured(times, baseline, cache)
         settings = {name: getattr(cache.method, name) for name in asdict(cache.method)}
         timed = Timed(**settings, ready=self.on.synchronize)

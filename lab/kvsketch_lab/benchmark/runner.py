@@ -1,7 +1,7 @@
 """What every benchmark shares: its options, the check that comes before any number, records, resuming, progress, table.
 
     @dataclass
-    class Pages(Benchmark):
+    class PageChoice(Benchmark):
         name, kind, columns = "pages", "pages", "operation | contender | µs=median_us:.1f"
         batches: tuple[int, ...] = option("1,8", "batch sizes, comma-separated", least=1)
         def wrong(self): ...              # what is wrong with our results, one line each
@@ -36,7 +36,7 @@ from kvsketch.options import command as make_command
 from kvsketch_lab import records
 from kvsketch_lab.benchmark.device import Call, Device, Timing
 
-Row = dict[str, Any]
+Fields = dict[str, Any]
 FAILED, OUT_OF_MEMORY = records.FAILED, "out of memory"
 OutOfMemory = torch.OutOfMemoryError
 WIDTH_IN_FILES = 160
@@ -48,7 +48,7 @@ DOES_NOT_FIT = ("OutOfResources", "PassManagerError", "CompilationError")
 class Trial(NamedTuple):
     """Launch sizes to be timed: fields of their records, and the calls for each of them."""
 
-    setting: Row
+    setting: Fields
     launches: Iterable[Any]
     calls_of: Callable[[Any], Sequence[Call]]
     timing: dict[str, Any] = {}  # noqa: RUF012
@@ -82,11 +82,11 @@ class Benchmark(Options, ABC):
         return ()
 
     @abstractmethod
-    def cells(self) -> Iterable[Row]:
+    def cells(self) -> Iterable[Fields]:
         """The inputs, each as the fields that all its rows share."""
 
     @abstractmethod
-    def measure(self, *_: Any, **cell: Any) -> Iterator[Row]:
+    def measure(self, *_: Any, **cell: Any) -> Iterator[Fields]:
         """The rows of a cell, one for each contender."""
 
     @property
@@ -98,10 +98,10 @@ class Benchmark(Options, ABC):
         """Yields launch sizes to time, and receives those of a trial back, the fastest first."""
         raise NotImplementedError
 
-    def headline(self, rows: list[Row]) -> str:
+    def headline(self, rows: list[Fields]) -> str:
         return self.title
 
-    def shown(self, row: Row, rows: list[Row]) -> Row:
+    def shown(self, row: Fields, rows: list[Fields]) -> Fields:
         """Fields that the table shows beside those of a record, which may compare it with the others."""
         return {}
 
@@ -139,7 +139,7 @@ def run(benchmark: Benchmark) -> int:
     return 1 if any(reason != OUT_OF_MEMORY for reason in failed) or (failed and len(failed) == len(rows)) else 0
 
 
-def _measured(benchmark: Benchmark, path: Path, cells: list[Row]) -> tuple[list[Row], int]:
+def _measured(benchmark: Benchmark, path: Path, cells: list[Fields]) -> tuple[list[Fields], int]:
     """The rows of all cells, and how many cells this command has measured before."""
     known, rows, skipped = [] if benchmark.again else _recorded(benchmark, path), [], 0
     for cell in tqdm(cells, unit="cell", desc=benchmark.name, mininterval=0.2 if sys.stderr.isatty() else 30.0):
@@ -155,10 +155,10 @@ def _measured(benchmark: Benchmark, path: Path, cells: list[Row]) -> tuple[list[
     return rows, skipped
 
 
-def _tuned(benchmark: Benchmark, path: Path) -> list[Row]:
+def _tuned(benchmark: Benchmark, path: Path) -> list[Fields]:
     """A row for each launch, those of a trial from the fastest on; one that does not compile or fit is left out."""
     trials = benchmark.trials()
-    rows: list[Row] = []
+    rows: list[Fields] = []
     answer: list[Any] | None = None
     while True:
         try:
@@ -198,7 +198,7 @@ def _require_device(benchmark: Benchmark) -> None:
         raise ValueError("the kernels are turned off; unset KVSKETCH_KERNELS and install triton")
 
 
-def _recorded(benchmark: Benchmark, path: Path) -> list[Row]:
+def _recorded(benchmark: Benchmark, path: Path) -> list[Fields]:
     """The rows that the same command has written at the same commit, on such a machine."""
     commit = records.commit()
     if commit is None or commit["dirty"]:
@@ -208,7 +208,7 @@ def _recorded(benchmark: Benchmark, path: Path) -> list[Row]:
     return [r["data"] for r in records.read(path) if tuple(r.get(name) for name in names) == own]
 
 
-def table(benchmark: Benchmark, columns: str, rows: list[Row]) -> Table:
+def table(benchmark: Benchmark, columns: str, rows: list[Fields]) -> Table:
     """A line for each row: the fields that the columns name; what a row does not have stays empty."""
     result = Table(title=benchmark.headline(rows) if rows else benchmark.title)
     specs = [
@@ -224,7 +224,7 @@ def table(benchmark: Benchmark, columns: str, rows: list[Row]) -> Table:
     return result
 
 
-def _failed(row: Row) -> bool:
+def _failed(row: Fields) -> bool:
     return bool(row.get(FAILED))
 
 
@@ -259,7 +259,7 @@ def too_far(what: str, error: float, tolerance: float) -> list[str]:
     return [] if error < tolerance else [f"{what}: relative error {error:.2e}"]
 
 
-def target_text(row: Row) -> str | None:
+def target_text(row: Fields) -> str | None:
     """`10% met`, for a row that is judged by a share."""
     if row.get("target") is None:
         return None

@@ -43,7 +43,7 @@ from kvsketch.serve.engine import BatchedEngine, usual_prefill
 from kvsketch.serve.requests import Request, Ticket
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Device
-from kvsketch_lab.benchmark.runner import FAILED, OUT_OF_MEMORY, Row
+from kvsketch_lab.benchmark.runner import FAILED, OUT_OF_MEMORY, Fields
 from kvsketch_lab.benchmark.shapes import ShapeBenchmark, build, make_prompt
 
 QUESTION = 16  # tokens after the prompt
@@ -157,13 +157,13 @@ class Serve(ShapeBenchmark):
     def checked(self) -> Any:
         return build("tiny", 2, self.seed, self.device).float()
 
-    def cells(self) -> Iterator[Row]:
+    def cells(self) -> Iterator[Fields]:
         yield from ({"method": method} for method in self.texts)
 
-    def measure(self, method: str) -> Iterator[Row]:
+    def measure(self, method: str) -> Iterator[Fields]:
         self.on.free()
         began = time.monotonic()
-        row: Row = {"shape": self.shape, "method": method, "prompt": self.prompt, "chunk": self.chunk, FAILED: None}
+        row: Fields = {"shape": self.shape, "method": method, "prompt": self.prompt, "chunk": self.chunk, FAILED: None}
         row["layers"] = self.built.config.num_hidden_layers
         row |= {"tail": self.tail} if self.tail else {}
         reason = alone(self.built, method) or check_tokens(self.checked, method)
@@ -201,7 +201,7 @@ class Serve(ShapeBenchmark):
         self.on.free()
         return max(2, min(self.rows, int(0.95 * torch.cuda.mem_get_info()[0] / row) - HELD))
 
-    def _serve(self, method: Method) -> Row:
+    def _serve(self, method: Method) -> Fields:
         # This also compiles what reading needs.
         document = CompressedCache(self.built, method, prefill=usual_prefill(self.built, method), chunk=self.chunk)
         prefill(self.built, self.tokens, document)
@@ -209,7 +209,7 @@ class Serve(ShapeBenchmark):
         rows = self._rows(method)
         options: dict[str, Any] = {"rows": rows, "longest": self.longest, "queue": rows, "chunk": self.chunk}
         engine = BatchedEngine(self.built, method, **options, readers=1 if method.keeps_all else 4)
-        result: Row = {"rows": rows, "start_s": time.monotonic() - began, "prefill": engine.prefill}
+        result: Fields = {"rows": rows, "start_s": time.monotonic() - began, "prefill": engine.prefill}
         result["row_bytes"] = engine.bytes_per_row
         try:
             result["ttft_s"] = self._first_token(engine)
@@ -218,7 +218,7 @@ class Serve(ShapeBenchmark):
         finally:
             engine.close(drain=False)
 
-    def _serve_shared(self, method: Method) -> Row:
+    def _serve_shared(self, method: Method) -> Fields:
         document = CompressedCache(self.built, method, prefill=usual_prefill(self.built, method), chunk=self.chunk)
         prefill(self.built, self.tokens, document)
         began = time.monotonic()
@@ -227,7 +227,7 @@ class Serve(ShapeBenchmark):
         engine = BatchedEngine(self.built, method, **options, memory=memory, documents=True)
         shared = engine._shared
         assert shared is not None
-        result: Row = {"rows": rows, "start_s": time.monotonic() - began, "prefill": engine.prefill}
+        result: Fields = {"rows": rows, "start_s": time.monotonic() - began, "prefill": engine.prefill}
         result["document_bytes"] = shared.bytes_per_slot * shared.document_slots(document)
         tail = shared.slots_for(self.question + self.new_tokens)
         result["row_bytes"] = shared.bytes_per_slot * tail + shared.bytes_beside
@@ -280,7 +280,7 @@ class Serve(ShapeBenchmark):
             del cache
         return statistics.median(times[1:])
 
-    def _filled(self, engine: BatchedEngine, document: CompressedCache, rows: int) -> tuple[Row, list[Listener]]:
+    def _filled(self, engine: BatchedEngine, document: CompressedCache, rows: int) -> tuple[Fields, list[Listener]]:
         """Steps of all rows, and who goes on after them."""
         requests = [Request(self._ids(i), self.new_tokens, document=document) for i in range(rows)]
         listeners = [Listener(engine.submit(request)) for request in requests]
@@ -292,7 +292,7 @@ class Serve(ShapeBenchmark):
         wait_for("the timed steps", lambda: len(listeners[-1].times) >= first + self.steps, tickets)
         end = time.monotonic()
         gaps = [gap for each in listeners for gap in each.gaps(start, end)]
-        result: Row = {
+        result: Fields = {
             "tokens_per_s": sum(each.count(start, end) for each in listeners) / (end - start),
             "p50_ms": quantile(gaps, 0.5),
             "p99_ms": quantile(gaps, 0.99),
@@ -301,7 +301,7 @@ class Serve(ShapeBenchmark):
         }
         return result, listeners
 
-    def _together(self, engine: BatchedEngine, document: CompressedCache, rows: int) -> Row:
+    def _together(self, engine: BatchedEngine, document: CompressedCache, rows: int) -> Fields:
         result, listeners = self._filled(engine, document, rows)
         tickets = [each.ticket for each in listeners]
         tickets[-1].cancel()

@@ -18,13 +18,13 @@ from torch.profiler import ProfilerActivity, profile
 from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.decode import Session
-from kvsketch_lab.benchmark.runner import Row
+from kvsketch_lab.benchmark.runner import Fields
 from kvsketch_lab.benchmark.shapes import ShapeBenchmark
 
 STEPS = 4
 
 
-def kernels_of(session: Session) -> list[Row]:
+def kernels_of(session: Session) -> list[Fields]:
     """Microseconds and launches per step of each kernel, the longest first; on a CPU, of torch's operations."""
     gpu = session.device.is_gpu
     with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as result:
@@ -51,18 +51,18 @@ class StepProfile(ShapeBenchmark):
     rows: int = option(16, "kernels shown; the record holds all", least=1)
     batches: tuple[int, ...] = option("1,8", "batch sizes, comma-separated", least=1)
 
-    def shown(self, row: Row, rows: list[Row]) -> Row:
+    def shown(self, row: Fields, rows: list[Fields]) -> Fields:
         return {
             "longest": "\n".join(
                 f"{kernel['us']:8.1f} {kernel['kernel'][:80]}" for kernel in row["kernels"][: self.rows]
             )
         }
 
-    def cells(self) -> Iterator[Row]:
+    def cells(self) -> Iterator[Fields]:
         shared = {"layers": self.layers, "prompt": self.prompt}
         return ({"method": method, "batch": batch, **shared} for method in self.texts for batch in self.batches)
 
-    def measure(self, method: str, batch: int, layers: int, prompt: int) -> Iterator[Row]:
+    def measure(self, method: str, batch: int, layers: int, prompt: int) -> Iterator[Fields]:
         self.on.free()
         session = Session(self.built, method, self.tokens, batch, 64)
         step_ms = statistics.median(session.times(12))

@@ -27,7 +27,7 @@ from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.chunk import TOLERANCE, kernel_error
 from kvsketch_lab.benchmark.device import Device
-from kvsketch_lab.benchmark.runner import FAILED, Row, too_far
+from kvsketch_lab.benchmark.runner import FAILED, Fields, too_far
 from kvsketch_lab.benchmark.shapes import ModelBenchmark, make_prompt, problem_of
 
 METHODS = (
@@ -96,9 +96,9 @@ def problem(cache: CompressedCache, logits: Tensor, tokens: int) -> str | None:
 @torch.no_grad()
 def measure(
     model: Any, method: str, tokens: int, chunk: int, steps: int, deadline: float, device: Device, seed: int = 0
-) -> Row:
+) -> Fields:
     """One prompt under one method, as data of a record."""
-    row: Row = {"method": method, "tokens": tokens, "chunk": chunk, "layers": model.config.num_hidden_layers}
+    row: Fields = {"method": method, "tokens": tokens, "chunk": chunk, "layers": model.config.num_hidden_layers}
     row["full_bytes"] = full_bytes(model, tokens)
     cache = CompressedCache(model, method, prefill="stream", chunk=chunk)
     prompt = make_prompt(tokens, device, seed, model.config.vocab_size)
@@ -126,7 +126,7 @@ def measure(
     }
 
 
-def with_ratio(row: Row, shortest: dict[str, Row]) -> Row:
+def with_ratio(row: Fields, shortest: dict[str, Fields]) -> Fields:
     """The row with its peak over that of the shortest prompt of the same method, which comes first."""
     if not row.get("peak_bytes"):
         return row
@@ -149,10 +149,10 @@ class Stream(ModelBenchmark):
     layers: int | None = option(None, "fewer layers than the shape has", least=1)
     limit_seconds: float = option(540.0, "stop after so many seconds, and say so", least=0)
 
-    def headline(self, rows: list[Row]) -> str:
+    def headline(self, rows: list[Fields]) -> str:
         return f"Streaming prefill in chunks of {self.chunk:,} tokens"
 
-    def shown(self, row: Row, rows: list[Row]) -> Row:
+    def shown(self, row: Fields, rows: list[Fields]) -> Fields:
         return {"rate": row["tokens"] / row["prefill_s"]}
 
     @functools.cached_property
@@ -161,14 +161,14 @@ class Stream(ModelBenchmark):
 
     def wrong(self) -> list[str]:
         self._deadline = time.perf_counter() + self.limit_seconds
-        self._shortest: dict[str, Row] = {}
+        self._shortest: dict[str, Fields] = {}
         return too_far("chunk attention", self.error, TOLERANCE)
 
-    def cells(self) -> Iterator[Row]:
+    def cells(self) -> Iterator[Fields]:
         for method, tokens in itertools.product(self.texts, sorted(self.tokens)):
             yield {"method": method, "tokens": tokens, "chunk": self.chunk, "model": self.model}
 
-    def measure(self, method: str, tokens: int, chunk: int, model: str) -> Iterator[Row]:
+    def measure(self, method: str, tokens: int, chunk: int, model: str) -> Iterator[Fields]:
         if tokens == min(self.tokens):
             measure(self.built, method, WARM_UP_CHUNKS * chunk, chunk, 2, self._deadline, self.on, self.seed)
         row = measure(self.built, method, tokens, chunk, self.steps, self._deadline, self.on, self.seed)

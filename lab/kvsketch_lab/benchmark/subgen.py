@@ -26,7 +26,7 @@ from kvsketch.slots.table import ExactTable, SlotTable
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KEYS, KV_HEADS, LAYERS, OfPrefill, make_keys
-from kvsketch_lab.benchmark.runner import Row, by_reference, target_text
+from kvsketch_lab.benchmark.runner import Fields, by_reference, target_text
 
 TARGET = 0.10  # share of prefill
 # Keys equally near to two representatives may go to either, and their slots with them.
@@ -112,10 +112,10 @@ class SubGenLayer(OfPrefill):
     keys: tuple[str, ...] = option(tuple(KEYS), "kinds of keys, comma-separated", choices=tuple(KEYS))
     repeats: int = option(7, "calls that are timed", least=1)
 
-    def headline(self, rows: list[Row]) -> str:
+    def headline(self, rows: list[Fields]) -> str:
         return f"SubGen, one layer; prefill {rows[0]['prefill_ms']:.0f} ms"
 
-    def shown(self, row: Row, rows: list[Row]) -> Row:
+    def shown(self, row: Fields, rows: list[Fields]) -> Fields:
         return {
             "judged": target_text(row),
             "parts": ", ".join(f"{name} {ms:.2f}" for name, ms in row["parts_ms"].items()),
@@ -132,12 +132,12 @@ class SubGenLayer(OfPrefill):
         for kind in self.keys:
             yield from check(kind, min(8192, self.length), min(1024, *self.budgets), self.seed, self.on)
 
-    def cells(self) -> Iterator[Row]:
+    def cells(self) -> Iterator[Fields]:
         for budget in self.budgets:
             method = str(SubGen(budget=budget, normalizer="clipped"))
             yield from ({"method": method, "keys": kind} for kind in self.keys)
 
-    def measure(self, method: str, keys: str) -> Iterator[Row]:
+    def measure(self, method: str, keys: str) -> Iterator[Fields]:
         from kvsketch.methods import parse_method
 
         chosen, table = parse_method(method), make_table(keys, self.length, self.seed, self.on)

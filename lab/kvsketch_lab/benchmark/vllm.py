@@ -31,7 +31,7 @@ from typing import Any
 from kvsketch.methods import parse_method
 from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
-from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Row
+from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Fields
 from kvsketch_lab.benchmark.shapes import SHAPES
 from kvsketch_lab.benchmark.vllm_engine import OWN, Job, keeps_all
 
@@ -71,11 +71,11 @@ class Vllm(Benchmark):
     def texts(self) -> list[str]:
         return [each.strip() for each in self.contenders.split(",")]
 
-    def cells(self) -> list[Row]:
+    def cells(self) -> list[Fields]:
         return [{"contender": each} for each in self.texts]
 
-    def measure(self, contender: str) -> Iterator[Row]:
-        row: Row = {"contender": contender, "shape": self.shape, "layers": self.layers, "prompt": self.prompt}
+    def measure(self, contender: str) -> Iterator[Fields]:
+        row: Fields = {"contender": contender, "shape": self.shape, "layers": self.layers, "prompt": self.prompt}
         if reason := self._wrong(contender):
             yield row | {FAILED: reason}
             return
@@ -124,7 +124,7 @@ def _wait(contender: str) -> int:
     return 0 if contender in OWN else getattr(parse_method(contender), "most_waiting", 0)
 
 
-def run(job: Job) -> Row:
+def run(job: Job) -> Fields:
     """What the engine of a job measured, in a process of its own: an engine gives its memory back when that ends."""
     command = [sys.executable, "-m", WORKER, json.dumps(asdict(job))]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)

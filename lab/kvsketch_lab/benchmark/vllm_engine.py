@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kvsketch_lab.benchmark.runner import FAILED, Row
+from kvsketch_lab.benchmark.runner import FAILED, Fields
 from kvsketch_lab.benchmark.shapes import SHAPES
 
 # Caches of vLLM's own; cascade: where requests share a prefix, it is read once for all of them.
@@ -99,9 +99,9 @@ class Engine:
             torch.manual_seed(self.job.seed)
             LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
 
-    def _options(self) -> Row:
+    def _options(self) -> Fields:
         job = self.job
-        result: Row = {"load_format": "dummy"} if job.batches else {}
+        result: Fields = {"load_format": "dummy"} if job.batches else {}
         if job.rows:
             result["max_num_seqs"] = job.rows
         result["gpu_memory_utilization"] = job.share if job.device == "cuda" else CPU_SHARE
@@ -142,7 +142,7 @@ class Engine:
         )  # fmt: skip
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
-    def read_document(self) -> Row:
+    def read_document(self) -> Fields:
         """The document that all requests share is read once."""
         start = time.perf_counter()
         given = {} if keeps_all(self.job.contender) else {"kvsketch_store": "document"}
@@ -182,7 +182,7 @@ class Engine:
             self.step(made)
         return [made[name] for name in names]
 
-    def timed(self, batches: list[int]) -> Iterator[Row]:
+    def timed(self, batches: list[int]) -> Iterator[Fields]:
         """Steps of so many requests, the most first: they are read once, and some end before fewer are timed."""
         names = [f"{number}" for number in range(max(batches))]
         made: dict[str, list[int]] = {}
@@ -199,11 +199,11 @@ class Engine:
                 told["cache_bytes"] = self.cache_bytes(batch)
             yield self._timed(batch, made) | {"prefill_s": prefill} | told
 
-    def _timed(self, batch: int, made: dict[str, list[int]]) -> Row:
+    def _timed(self, batch: int, made: dict[str, list[int]]) -> Fields:
         for _ in range(WARM_UP_STEPS):
             self.step(made)
         times, tokens = self._steps(made, self.job.steps)
-        result: Row = {"batch": batch, "step_times_ms": times, "tokens_per_s": 1e3 * tokens / sum(times)}
+        result: Fields = {"batch": batch, "step_times_ms": times, "tokens_per_s": 1e3 * tokens / sum(times)}
         if tokens < batch * len(times):
             result[FAILED] = f"{tokens / len(times):.1f} of {batch} requests ran at a time"
         if self.job.wait:
@@ -222,8 +222,8 @@ class Engine:
         return times, tokens
 
 
-def work(job: Job) -> Row:
-    result: Row = {}
+def work(job: Job) -> Fields:
+    result: Fields = {}
     try:
         import vllm
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-class Row(NamedTuple):
+class Question(NamedTuple):
     """A question, the paragraphs that answer it, and the answers that are right."""
 
     question: str
@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
 class Paragraphs(NamedTuple):
     texts: list[str]
-    rows: list[Row]
+    rows: list[Question]
 
 
 def read_paragraphs(path: str | Path) -> tuple[bool, Paragraphs]:
@@ -40,7 +40,7 @@ def _squad(data: Any) -> Paragraphs:
         at = texts.setdefault(paragraph["context"], len(texts))
         for asked in paragraph["qas"]:
             if answers := tuple(dict.fromkeys(answer["text"] for answer in asked["answers"])):
-                rows.append(Row(asked["question"], (at,), answers))
+                rows.append(Question(asked["question"], (at,), answers))
     return Paragraphs(list(texts), rows)
 
 
@@ -53,5 +53,5 @@ def _hotpot(data: Any) -> Paragraphs:
             for title, sentences in asked["context"]
         }
         gold = tuple(dict.fromkeys(places[title] for title, _ in asked["supporting_facts"]))
-        rows.append(Row(asked["question"], gold, (asked["answer"],)))
+        rows.append(Question(asked["question"], gold, (asked["answer"],)))
     return Paragraphs(list(texts), rows)

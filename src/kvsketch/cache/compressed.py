@@ -30,8 +30,8 @@ from kvsketch.cache import memory as memory_sizes
 from kvsketch.cache.checks import require_finite
 from kvsketch.cache.chunks import require_one_chunk, require_stream
 from kvsketch.cache.layer import SlotLayer
-from kvsketch.cache.read import ReadBehind, TextRead
 from kvsketch.cache.saving.model_identity import ModelIdentity
+from kvsketch.cache.text import ReadBehind, TextRead
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.slots.heads import head_share
@@ -85,7 +85,7 @@ class CompressedCache(Cache):
         self._last_updated = len(self.layers)  # updated last; an index not above it starts a new forward
         self._broken_off = ""
         self.is_document = False  # whether others continue it, so that it must not change
-        self.read = TextRead()
+        self.text = TextRead()
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
@@ -101,16 +101,16 @@ class CompressedCache(Cache):
         """
         if reason := self.why_not_continued():
             raise ValueError(reason)
-        self.end_recording()
+        rollback.end_recording(self.layers)
         self.is_document = True
         made = copy.copy(self)
         made.layers, made.is_document = [*continuing.layers_after(self.slot_layers)], False
-        made.read = ReadBehind.of(self.read)
+        made.text = ReadBehind.of(self.text)
         return made
 
     def why_not_continued(self) -> str:
         """Why `continued` refuses; empty: it does not."""
-        return continuing.refusal(self.layers, self.method, self.model_name, self.broken_off())
+        return continuing.refusal(self.layers, self.method, self.model_name, self._left_behind())
 
     @property
     def tokens_before(self) -> int:
@@ -151,22 +151,18 @@ class CompressedCache(Cache):
             if self.head_share is not None:
                 self.head_share.place(layer.table, key_states.shape[1])
             return layer.update(key_states, value_states, *args, **kwargs)
-        self.break_off(f"layer {layer_idx} has taken some of its tokens")
+        self._break_off(f"layer {layer_idx} has taken some of its tokens")
         updated = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._broken_off = ""
         return updated
 
-    def break_off(self, what: str) -> None:
+    def _break_off(self, what: str) -> None:
         """From here on every forward is refused until `reset`."""
         self._broken_off = what
 
-    def broken_off(self) -> str:
+    def _left_behind(self) -> str:
         """What an interrupted forward has left behind, in words; empty when all layers have read the same tokens."""
         return self._broken_off or interrupted.left_behind(self.layers)
-
-    def layer_lengths(self) -> list[int]:
-        """Tokens that each layer of attention has read."""
-        return interrupted.lengths(self.layers)
 
     def reset(self) -> None:
         """Forgets everything; the cache is empty again, or as it was right after the document that it continues."""
@@ -176,7 +172,7 @@ class CompressedCache(Cache):
             self.layers[number] = copy.deepcopy(native)
         self._last_updated, self._broken_off = len(self.layers), ""
         self.is_document = False
-        self.read = self.read.start_over()
+        self.text = self.text.start_over()
 
     def crop(self, tokens_to_remove: int) -> None:
         """`crop(-k)` forgets the newest k tokens, as if they had never been read.
@@ -187,29 +183,25 @@ class CompressedCache(Cache):
         """
         self._require_own()
         rollback.crop(self.layers, self.tokens_seen, -int(tokens_to_remove), self._broken_off, self.tokens_before)
-        if self.tokens_seen < self.read.tokens:
-            self.read.forget()
+        if self.tokens_seen < self.text.tokens:
+            self.text.forget()
 
     def reorder_cache(self, beam_idx: Any) -> None:
         self._require_own()
         super().reorder_cache(beam_idx)
-        self.read.forget()
+        self.text.forget()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._require_own()
         super().batch_repeat_interleave(repeats)
-        self.read.forget()
+        self.text.forget()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._require_own()
         super().batch_select_indices(indices)
-        self.read.forget()
+        self.text.forget()
 
-    def end_recording(self) -> None:
-        """Compresses what could still be rolled back. From here on every forward is compressed at once."""
-        rollback.end_recording(self.layers)
-
-    def rehearse(self, model: nn.Module, input_ids: Tensor, instruction: Tensor | None = None) -> None:
+    def replay(self, model: nn.Module, input_ids: Tensor, instruction: Tensor | None = None) -> None:
         """Lets the model repeat what this cache has read and its method has not compressed yet (replay=exact, kvzip).
 
         `input_ids` [B, n] end with these tokens. `instruction`, token ids, is said before every chunk, such as those of
@@ -258,12 +250,12 @@ class CompressedCache(Cache):
 
     def save(self, path: str | os.PathLike[str], about: Mapping[str, str] | None = None) -> None:
         """Writes the cache to a file, in one step; see `saving`. `about`: words of your own, for `saving.about`."""
-        saving.require_complete(self.layers, self.broken_off())
+        saving.require_complete(self.layers, self._left_behind())
         if self.tokens_before:
             raise ValueError("a cache that continues a document is not saved; save the document, and read what follows")
         # `check` is a debugging option and is not saved.
         options = {"seed": self.slot_layers[0].table.seed, "prefill": self.prefill, "chunk": self.chunk}
-        model, read = self.identity.describe(self.head_share), dataclasses.asdict(self.read)
+        model, read = self.identity.describe(self.head_share), dataclasses.asdict(self.text)
         saving.save(path, self.method, options, model, read, self.layers, about or {})
 
     @classmethod
@@ -272,7 +264,7 @@ class CompressedCache(Cache):
         with saving.opened(path) as saved:
             cache = cls(model, saved.method, **saved.options)
             saved.fill(cache.layers, model, cache.identity, cache.head_share)
-            cache.read = TextRead(**saved.read)
+            cache.text = TextRead(**saved.read)
         return cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

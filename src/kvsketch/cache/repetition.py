@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvsketch.cache import rotary
+from kvsketch.cache import rollback, rotary
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.masks import Prompt
 from kvsketch.methods.base import Method
@@ -61,9 +61,8 @@ class Repeating(Protocol):
     @property
     def tokens_seen(self) -> int: ...
     def activate_past_recording(self) -> None: ...
-    def end_recording(self) -> None: ...
     def crop(self, tokens_to_remove: int) -> None: ...
-    def break_off(self, what: str) -> None: ...
+    def _break_off(self, what: str) -> None: ...
 
 
 @torch.no_grad()
@@ -92,7 +91,7 @@ def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor 
         with plain():
             cache.method.settle(tables)
     except BaseException:
-        cache.break_off("a text that the model was repeating")
+        cache._break_off("a text that the model was repeating")
         raise
 
 
@@ -112,7 +111,7 @@ def _say(cache: Repeating, method: RepeatingMethod, model: Any, ids: Tensor, len
             heard = [(layer.pending, _keys(layer, count)) for layer in layers]
         cache.crop(-count)
     # Not after an error: it would try to compress a part of the repetition, and its own error would hide the first.
-    cache.end_recording()
+    rollback.end_recording(layers)
     with plain():
         for layer, (queries, keys) in zip(layers, heard, strict=True):
             assert queries is not None

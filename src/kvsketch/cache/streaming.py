@@ -24,14 +24,14 @@ from tqdm.auto import tqdm
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvsketch.cache import masks, rollback
+from kvsketch.cache import interrupted, masks, rollback
 from kvsketch.cache.chunks import chunk_spans
 from kvsketch.cache.continuing import require_visible
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.patches import Patch
-from kvsketch.cache.read import TextRead
 from kvsketch.cache.repetition import repeats
 from kvsketch.cache.saving.model_identity import ModelIdentity
+from kvsketch.cache.text import TextRead
 from kvsketch.methods.base import Method
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.tensors import plain
@@ -48,7 +48,7 @@ class Reader(Protocol):
     @property
     def chunk(self) -> int: ...
     @property
-    def read(self) -> TextRead: ...
+    def text(self) -> TextRead: ...
     @property
     def identity(self) -> ModelIdentity: ...
     @property
@@ -59,12 +59,10 @@ class Reader(Protocol):
     def tokens_seen(self) -> int: ...
     @property
     def tokens_before(self) -> int: ...
-    def layer_lengths(self) -> list[int]: ...
     @property
     def method(self) -> Method: ...
-    def rehearse(self, model: Any, input_ids: Tensor, instruction: Tensor | None = None) -> None: ...
-    def break_off(self, what: str) -> None: ...
-    def end_recording(self) -> None: ...
+    def replay(self, model: Any, input_ids: Tensor, instruction: Tensor | None = None) -> None: ...
+    def _break_off(self, what: str) -> None: ...
 
 
 def prefill(
@@ -82,7 +80,7 @@ def prefill(
     `attention_mask` [B, n], or with the tokens seen before [B, seen + n]: 0 for left padding. To go on, append the
     token you choose and call `model.generate(all_ids, past_key_values=cache)`. A cache made with prefill="exact" reads
     the prompt in one forward. `progress` shows a bar; `after_chunk` is called with the number of tokens read so far.
-    `instruction`: as in `CompressedCache.rehearse`, for methods that let the model repeat a text.
+    `instruction`: as in `CompressedCache.replay`, for methods that let the model repeat a text.
     """
     _require(input_ids, cache)
     bar = tqdm(total=input_ids.shape[1], unit="token", disable=not progress, desc="prefill")
@@ -111,7 +109,7 @@ def read_chunks(
     _require(input_ids, cache)
     cache.identity.require(model.config)
     if rollback.has_drafted(cache.slot_layers[0]):
-        cache.end_recording()
+        rollback.end_recording(cache.layers)
     padding = _left_padding(input_ids, cache, attention_mask)
     seen, new = cache.tokens_seen, input_ids.shape[1]
     feed = _Feed(model, cache, padding)
@@ -127,7 +125,7 @@ def read_chunks(
                     logits = feed.forward(input_ids[:, start:end], feed.mask_of_native_layers(seen + end))
                     _repeat(model, input_ids[:, :end], cache, instruction)
                     yield end, logits
-    cache.read.note(input_ids, seen, attention_mask)
+    cache.text.note(input_ids, seen, attention_mask)
 
 
 def _repeat(model: Any, read: Tensor, cache: Reader, instruction: Tensor | None) -> None:
@@ -136,18 +134,18 @@ def _repeat(model: Any, read: Tensor, cache: Reader, instruction: Tensor | None)
         with plain():
             for layer in cache.slot_layers:
                 method.queue(layer.table).owe_at_most(read.shape[1])
-        cache.rehearse(model, read, instruction)
+        cache.replay(model, read, instruction)
 
 
 @contextlib.contextmanager
 def _whole_or_nothing(cache: Reader, new: int) -> Iterator[None]:
     """Reads a prompt of `new` tokens; one that is read in part cannot be read again by the same call."""
-    before = cache.layer_lengths()
+    before = interrupted.lengths(cache.layers)
     try:
         yield
     except BaseException:
-        if cache.layer_lengths() != before:
-            cache.break_off(f"a prompt of {new} tokens, of which the cache has read a part")
+        if interrupted.lengths(cache.layers) != before:
+            cache._break_off(f"a prompt of {new} tokens, of which the cache has read a part")
         raise
 
 
@@ -171,7 +169,7 @@ def _read_prompt(
     # The ids are the whole text, or new ones alone under a mask for all.
     whole = length == input_ids.shape[1]
     if whole and seen:
-        cache.read.require(input_ids, seen, mask)
+        cache.text.require(input_ids, seen, mask)
     new = input_ids[:, seen:] if whole else input_ids
     if _can_stream(cache, generation_config, model_kwargs):
         logits: Any = prefill(model, new, cache, mask)[:, None]
@@ -179,7 +177,7 @@ def _read_prompt(
     else:
         output = original(model, input_ids, generation_config, model_kwargs, *args, **options)
         _repeat(model, new, cache, None)
-    cache.read.note(input_ids, 0 if whole else seen, mask)
+    cache.text.note(input_ids, 0 if whole else seen, mask)
     if cache.tokens_seen > 1:
         cache.method.note_prompt(cache.slot_layers[0].table)
     return output

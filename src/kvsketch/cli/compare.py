@@ -20,13 +20,13 @@ from kvsketch.cli.output import remarks
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvsketch.compare.answers import Row
+    from kvsketch.compare.answers import Compared
     from kvsketch.methods import Method
 
 ANSWER_WIDTH = 96
 OPENING = "The pass key is"  # of the answer to the demo's question
 MOST = 10  # tokens of it
-COLUMNS: dict[str, Callable[[Row], str]] = {
+COLUMNS: dict[str, Callable[[Compared], str]] = {
     "stored": lambda row: f"{row.tokens_stored:,}",
     "cache": cache_size,
     "seconds": lambda row: f"{row.seconds:.1f}",
@@ -129,7 +129,7 @@ def demo(
 
 def _rows(
     model: Any, tokenizer: Any, ids: Tensor, chosen: Sequence[Method], refused: list[str], **options: Any
-) -> list[Row]:
+) -> list[Compared]:
     """A row for each method; one that refuses this prompt is told and left out."""
     from kvsketch.compare.answers import answers
 
@@ -153,7 +153,7 @@ def _fitting(model: Any, methods: str, room: int, tokens: int, refused: list[str
     return result
 
 
-def summary(rows: Sequence[Row], passkey: str = "") -> list[str]:
+def summary(rows: Sequence[Compared], passkey: str = "") -> list[str]:
     """Which caches gave the right answer, and the smallest of them; the first row is the full cache."""
     full, compressed = rows[0], rows[1:]
     lines = ["agreement: words in common with the full cache's answer; divergence: KL in nats from its next tokens"]
@@ -174,5 +174,5 @@ def summary(rows: Sequence[Row], passkey: str = "") -> list[str]:
     return [*lines, "the full cache's answer may be wrong itself; one question is an illustration, not a benchmark"]
 
 
-def _names(rows: Iterable[Row]) -> str:
+def _names(rows: Iterable[Compared]) -> str:
     return ", ".join(row.method for row in rows) or "none"

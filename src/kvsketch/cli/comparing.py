@@ -16,15 +16,15 @@ from rich.table import Table
 from kvsketch.cli.output import megabytes, print_json, remarks, results
 
 if TYPE_CHECKING:
-    from kvsketch.compare.answers import Row
+    from kvsketch.compare.answers import Compared
 
 LEFT = ("method", "answer")  # columns of text; the others are numbers
 
 
-def with_progress(result: Iterable[Row], methods: Sequence[Any]) -> list[Row]:
+def with_progress(result: Iterable[Compared], methods: Sequence[Any]) -> list[Compared]:
     """The rows, with a bar that names the method at work."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    rows: list[Row] = []
+    rows: list[Compared] = []
     with Progress(*columns, console=remarks(), transient=True) as progress:
         task = progress.add_task(str(methods[0]), total=len(methods))
         for row in result:
@@ -37,8 +37,8 @@ def show(
     name: str,
     title: str,
     record: dict[str, Any],
-    rows: Sequence[Row],
-    columns: Mapping[str, Callable[[Row], str]],
+    rows: Sequence[Compared],
+    columns: Mapping[str, Callable[[Compared], str]],
     lines: Sequence[str],
     out: Path | None,
     as_json: bool,
@@ -67,7 +67,9 @@ def show(
         results().print(line, markup=False)
 
 
-def _write(out: Path, name: str, title: str, record: dict[str, Any], rows: Sequence[Row], **words: Any) -> list[str]:
+def _write(
+    out: Path, name: str, title: str, record: dict[str, Any], rows: Sequence[Compared], **words: Any
+) -> list[str]:
     """Writes the record and, if matplotlib is installed, the picture; returns a line about each."""
     out.mkdir(parents=True, exist_ok=True)
     path, picture = out / f"{name}.json", out / f"{name}.png"
@@ -80,11 +82,11 @@ def _write(out: Path, name: str, title: str, record: dict[str, Any], rows: Seque
     return [f"record: {path}", f"picture: {picture}"]
 
 
-def cache_size(row: Row) -> str:
+def cache_size(row: Compared) -> str:
     return megabytes(row.device_bytes) + (f" + {megabytes(row.host_bytes)} host" if row.host_bytes else "")
 
 
-def smallest(rows: Sequence[Row], full: Row) -> str:
+def smallest(rows: Sequence[Compared], full: Compared) -> str:
     """The row with the smallest cache, and its share of the full cache's bytes."""
     least = min(rows, key=lambda row: row.device_bytes + row.host_bytes)
     share = (least.device_bytes + least.host_bytes) / (full.device_bytes + full.host_bytes)

@@ -75,7 +75,7 @@ def _rate(tokens_per_second: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class Request:
+class Asked:
     """What to read and what to ask: a document and a question, or only a prompt."""
 
     document: str | None
@@ -184,7 +184,7 @@ def _require_fitting(
         raise ValueError(f"--chunk {chunk} says how a stream is read; add --prefill stream, or leave it out")
 
 
-def _most_tokens(tokenizer: Any, request: Request) -> int:
+def _most_tokens(tokenizer: Any, request: Asked) -> int:
     """Tokens of a request, and room for a chat template."""
     text = "\n\n".join(part for part in (request.document, request.prompt) if part)
     return len(tokenizer(text).input_ids) + TEMPLATE_TOKENS
@@ -199,7 +199,7 @@ class Run:
         self.name, self.model, self.tokenizer, self.cache = name, model, tokenizer, cache
         self.options, self.seed, self.show = options, seed, show
 
-    def answer(self, request: Request, save: Path | None, raw: bool) -> Generation:
+    def answer(self, request: Asked, save: Path | None, raw: bool) -> Generation:
         from kvsketch.cli.watching import PeakMemory
         from kvsketch.serve.held import full_cache_bytes
 
@@ -210,10 +210,10 @@ class Run:
         new: Any = []
         if save is not None:
             reading = self._read(inputs["input_ids"])
-            self.cache.read.open = True
+            self.cache.text.open = True
             self.cache.save(save)
             remarks().print(f"saved {save}", markup=False, soft_wrap=True)
-            inputs = None if request.prompt is None else self._inputs(Request(None, request.prompt), raw, False)
+            inputs = None if request.prompt is None else self._inputs(Asked(None, request.prompt), raw, False)
         if inputs is not None:
             new, more, writing = self._write(inputs)
             reading += more
@@ -239,7 +239,7 @@ class Run:
             full_bytes=full_cache_bytes(self.model, self.cache.tokens_seen),
         )
 
-    def _inputs(self, request: Request, raw: bool, reads_first: bool) -> Any:
+    def _inputs(self, request: Asked, raw: bool, reads_first: bool) -> Any:
         """Inputs of the model; with `reads_first` only the document, for a question that comes later."""
         from kvsketch import models
         from kvsketch.decode import asking
@@ -282,7 +282,7 @@ class Run:
         return output[0, prompt_tokens:], began - start, end - began
 
 
-def read_request(prompt: str | None, files: list[Path], loaded: bool = False, saved: bool = False) -> Request:
+def read_request(prompt: str | None, files: list[Path], loaded: bool = False, saved: bool = False) -> Asked:
     """The texts of the given files, or of a pipe; ValueError if there is nothing to read."""
     # With a named file standard input is not read: it may belong to a shell loop over files.
     piped = not files and not loaded and sys.stdin is not None and not sys.stdin.isatty()
@@ -298,11 +298,11 @@ def read_request(prompt: str | None, files: list[Path], loaded: bool = False, sa
         missing = "--load needs a question" if loaded else "there is no prompt"
         raise ValueError(f"{missing}; give one{'' if loaded else ', --file FILE'}, or - to read standard input")
     if not documents:
-        return Request(None, prompt)
+        return Asked(None, prompt)
     document = documents[0][1]
     if len(documents) > 1:
         document = "\n\n".join(f"File {name}:\n\n{text}" for name, text in documents)
-    return Request(None, document) if prompt is None and not saved else Request(document, prompt)
+    return Asked(None, document) if prompt is None and not saved else Asked(document, prompt)
 
 
 def file_text(file: Path) -> str:

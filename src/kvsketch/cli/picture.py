@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvsketch.compare.answers import Row
+from kvsketch.compare.answers import Compared
 
 COLOURS = {"evict": "#1b6ca8", "summarise": "#c8553d", "recall": "#3a7d44"}
 FLOOR = 1e-4  # a logarithmic axis has no zero; a smaller divergence is drawn here
 
 
 def draw(
-    rows: Sequence[Row], path: Path, title: str, marks: tuple[str, str] = ("passkey found", "passkey lost")
+    rows: Sequence[Compared], path: Path, title: str, marks: tuple[str, str] = ("passkey found", "passkey lost")
 ) -> None:
     """Writes a PNG with one labelled point per method and budget, and the full cache as a line; `marks` are the words
     for rows that are right and for the others.
@@ -39,7 +39,7 @@ def draw(
     pyplot.close(figure)
 
 
-def _scale(axes: Any, rows: Sequence[Row]) -> None:
+def _scale(axes: Any, rows: Sequence[Compared]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     sizes = [megabytes(row) for row in rows]
@@ -55,16 +55,16 @@ def _scale(axes: Any, rows: Sequence[Row]) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def megabytes(row: Row) -> float:
+def megabytes(row: Compared) -> float:
     """All the memory a row's cache takes, on the device and on the host."""
     return (row.device_bytes + row.host_bytes) / 1e6
 
 
-def _height(row: Row) -> float:
+def _height(row: Compared) -> float:
     return max(row.divergence, FLOOR)
 
 
-def _scatter(axes: Any, rows: Sequence[Row], marks: tuple[str, str]) -> None:
+def _scatter(axes: Any, rows: Sequence[Compared], marks: tuple[str, str]) -> None:
     if not rows:
         return
     family, right = rows[0].family, rows[0].right
@@ -79,16 +79,16 @@ def _scatter(axes: Any, rows: Sequence[Row], marks: tuple[str, str]) -> None:
     )
 
 
-def _spaced(rows: Sequence[Row]) -> list[Row]:
+def _spaced(rows: Sequence[Compared]) -> list[Compared]:
     """Rows whose sizes differ by a quarter or more, so that their tick labels do not touch."""
-    kept: list[Row] = []
+    kept: list[Compared] = []
     for row in sorted(rows, key=megabytes):
         if not kept or megabytes(row) > 1.25 * megabytes(kept[-1]):
             kept.append(row)
     return kept
 
 
-def _label(axes: Any, rows: Sequence[Row]) -> None:
+def _label(axes: Any, rows: Sequence[Compared]) -> None:
     """Writes each method's name to the right of its point, moved up or down where names would overlap."""
     axes.figure.canvas.draw()
     points_per_pixel = 72 / axes.figure.dpi
@@ -106,9 +106,9 @@ def _label(axes: Any, rows: Sequence[Row]) -> None:
             )
 
 
-def _columns(rows: Sequence[Row]) -> list[list[Row]]:
+def _columns(rows: Sequence[Compared]) -> list[list[Compared]]:
     """Rows of about the same size, each column from the lowest divergence up."""
-    columns: list[list[Row]] = []
+    columns: list[list[Compared]] = []
     for row in sorted(rows, key=megabytes):
         if columns and megabytes(row) < 1.25 * megabytes(columns[-1][-1]):
             columns[-1].append(row)

@@ -17,6 +17,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import TextStreamer
 
+from kvsketch.cache import interrupted
 from kvsketch.cli.output import remarks
 
 LOOK_AGAIN = 0.2  # seconds
@@ -30,14 +31,14 @@ def reading_bar(cache: Any, new: int) -> Iterator[Progress]:
     It follows the lengths of the cache's layers, so it also moves within a forward.
     """
     columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
-    before, done = sum(cache.layer_lengths()), threading.Event()
+    before, done = sum(interrupted.lengths(cache.layers)), threading.Event()
     console = remarks()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=new)
 
         def look() -> None:
             while not done.wait(LOOK_AGAIN):
-                lengths = cache.layer_lengths()
+                lengths = interrupted.lengths(cache.layers)
                 bar.update(task, completed=min(new, (sum(lengths) - before) // max(1, len(lengths))))
 
         watcher = threading.Thread(target=look, daemon=True)

@@ -31,7 +31,7 @@ from kvsketch.methods import Method
 
 
 @dataclass(frozen=True)
-class Row:
+class Compared:
     """One line of the table."""
 
     method: str
@@ -57,7 +57,7 @@ def answers(
     most: int = 32,
     refused: list[str] | None = None,
     unit: str = "tokens",
-) -> Iterator[Row]:
+) -> Iterator[Compared]:
     """Yields a row per method for a prompt of ids [1, n]; the first method is the reference that the others diverge
     from. With `refused`, a method that refuses this prompt is listed there and left out. With `unit="bytes"` a budget
     is a share of the full cache's bytes, and a row names the tokens that it came to.
@@ -85,7 +85,7 @@ def answers(
         text = tokenizer.decode(answer, skip_special_tokens=True).strip()
         if expected is None:
             expected, expected_text = given, text
-        yield Row(
+        yield Compared(
             method=str(cache.method),
             family=method.family,
             tokens_seen=cache.tokens_seen,

@@ -122,7 +122,7 @@ class Prefilled:
                 if self.chosen is not None:
                     copied.batch_select_indices(torch.tensor(self.chosen, device=self.input_ids.device))
         if repeats(cache.method):
-            cache.rehearse(self.model, self.input_ids, self.instruction)
+            cache.replay(self.model, self.input_ids, self.instruction)
         return cache
 
     def _own(self, tensor: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def read(model: Any, tokenizer: Any, cache: CompressedCache, text: str, *, progr
         )
     ids, said = document_ids(tokenizer, text), repeat_instruction(tokenizer)
     prefill(model, ids.to(model.device), cache, progress=progress, instruction=said)
-    cache.read.open = True
+    cache.text.open = True
 
 
 def ask(model: Any, tokenizer: Any, cache: CompressedCache, question: str, **options: Any) -> str:
@@ -58,7 +58,7 @@ def ask(model: Any, tokenizer: Any, cache: CompressedCache, question: str, **opt
 
 def finish(model: Any, cache: CompressedCache, inputs: Any, output: Tensor) -> Tensor:
     """The new tokens of an answer; reads the last one, which generate leaves unread, unless it is an end token."""
-    cache.read.open = False
+    cache.text.open = False
     new = output[0, inputs["input_ids"].shape[1] :]
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
@@ -83,7 +83,7 @@ def question_inputs(tokenizer: Any, cache: CompressedCache, question: str) -> An
     from transformers import BatchEncoding
 
     frame, seen = chat_frame(tokenizer), cache.tokens_seen
-    before = frame.before if not seen else "" if cache.read.open else frame.between
+    before = frame.before if not seen else "" if cache.text.open else frame.between
     ids = _encode(tokenizer, before + question + frame.after, first=not seen)
     mask = torch.ones(1, seen + ids.shape[1], dtype=torch.long)
     padding = cache.slot_layers[0].table.padding

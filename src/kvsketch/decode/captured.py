@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache import masks, streaming
+from kvsketch.cache import masks, rollback, streaming
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.decode import fused as fusion
@@ -134,7 +134,7 @@ def _captured_loop(
             generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
         )  # fmt: skip
     cache = model_kwargs["past_key_values"]
-    cache.end_recording()
+    rollback.end_recording(cache.layers)
     eos, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
     sampler = Sampler(logits_processor, input_ids, stopping_criteria.max_length, eos, pad, generation_config.do_sample)
     turn = turn_of(model.device)
@@ -270,7 +270,7 @@ class Step:
             self._run()
         except BaseException:
             # The device may have gone further than the host has counted.
-            self.cache.break_off("a captured decode step")
+            self.cache._break_off("a captured decode step")
             raise
 
     def _run(self) -> None:

@@ -44,7 +44,7 @@ REFUSED_ROLLING = (
     "kvsketch eval perplexity measures perplexity through the cache"
 )
 
-Request = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of the context, tokens of the continuation
+Continuation = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of the context, tokens of the continuation
 
 
 class Refused(ValueError):
@@ -104,7 +104,7 @@ class CompressedLM(HFLM):
 
     @torch.no_grad()
     def _loglikelihood_tokens(
-        self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
+        self, requests: list[Continuation], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Scores through the cache, one request after another; those with the same context share its prefill."""
         result: dict[int, tuple[float, bool]] = {}
@@ -119,7 +119,7 @@ class CompressedLM(HFLM):
                     bar.update()
         return [result[index] for index in range(len(requests))]
 
-    def _context(self, request: Request) -> list[int]:
+    def _context(self, request: Continuation) -> list[int]:
         """The context, cut on its left where context and continuation together are longer than the model's."""
         _, context, continuation = request
         return context[max(0, len(context) + len(continuation) - self.max_length) :] or context[-1:]

@@ -21,7 +21,7 @@ NOTHING = (float("inf"), float("-inf"))  # bounds of a page without tokens
 
 
 @dataclass
-class Pages(Recalled):
+class PageBounds(Recalled):
     """The bounds of the pages."""
 
     page_min: Tensor | None = per_row()  # [B, H, pages, D], smallest key channels of each page
@@ -57,7 +57,7 @@ class Quest(RecallingMethod):
     name: ClassVar[str] = "quest"
     paper: ClassVar[str] = "arXiv 2406.10774"
     look: ClassVar[tuple[str, ...]] = ("#728200", "s")
-    State: ClassVar[type[Pages]] = Pages
+    State: ClassVar[type[PageBounds]] = PageBounds
     sinks: int = field(default=0, init=False)
     page: int = option(16, "tokens of a page")
 

@@ -290,7 +290,7 @@ class WaitingMethod(BudgetedMethod):
         if owed := self.queue(table).owed:
             raise ValueError(
                 f"{self.name} has {owed} tokens that the model has not repeated yet; read prompts with "
-                "kvsketch.prefill(model, input_ids, cache), or call cache.rehearse(model, input_ids) after the "
+                "kvsketch.prefill(model, input_ids, cache), or call cache.replay(model, input_ids) after the "
                 "forward, or use rehearse:replay=virtual"
             )
 

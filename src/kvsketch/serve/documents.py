@@ -37,6 +37,7 @@ import psutil
 import torch
 from filelock import FileLock, Timeout
 
+from kvsketch.cache import interrupted
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.saving import sealed_file
 from kvsketch.cache.streaming import prefill
@@ -417,7 +418,7 @@ class DocumentStore:
         def watch() -> None:
             if reading.cancelled or self._closed.is_set():
                 raise GivenUp
-            lengths = cache.layer_lengths()
+            lengths = interrupted.lengths(cache.layers)
             reading.tokens_read = sum(lengths) // len(lengths)
 
         cache.watch, reading.cache = watch, cache
@@ -427,7 +428,7 @@ class DocumentStore:
             logits = prefill(self.model, ids.to(self.model.device), cache, after_chunk=turn.pass_on, instruction=said)
         if not bool(logits.amax().isfinite()):
             raise not_finite("the document", self.model)
-        cache.read.open, cache.watch = True, None
+        cache.text.open, cache.watch = True, None
         result = held.summary(self.model, cache)
         seconds = round(time.perf_counter() - start, 3)
         write_json(path / "held.json", {**result, "seconds": seconds})

@@ -13,7 +13,7 @@ from kvsketch.methods.balancekv import blocks as balance_blocks
 from kvsketch.methods.balancekv import schedule as row_schedule
 from kvsketch.methods.balancekv import stream as balance_stream
 from kvsketch.methods.balancekv.merge_reduce import theory_c
-from kvsketch.methods.balancekv.schedule import Balanced, Recipe, Row
+from kvsketch.methods.balancekv.schedule import Balanced, Recipe, RowPlan
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Size
 from kvsketch.methods.parameters import option
@@ -152,7 +152,7 @@ class BalanceKV(BudgetedMethod):
         rows = shape.batch * 8 * (4 + 5 + 2)  # schedule, limits, capacity
         return held + rows + (shape.all_heads * (4 * (row_schedule.ZERO_VALUE + 1) + 16) if streams else 0)
 
-    def rows(self, table: SlotTable) -> list[Row]:
+    def rows(self, table: SlotTable) -> list[RowPlan]:
         """What each row of the table may hold."""
         return row_schedule.rows_of(table, self.budget_size, self.sinks, self.recent_size, DEFAULT_WINDOW, self.block)
 
@@ -182,7 +182,7 @@ class BalanceKV(BudgetedMethod):
     def _algorithm(self) -> ModuleType:
         return balance_blocks if self.form == "block" else balance_stream
 
-    def _exceeds(self, row: Row) -> bool:
+    def _exceeds(self, row: RowPlan) -> bool:
         if self.form == "paper":
             return row.seen - row.sinks - row.recent >= self.block
         return row.seen > row.budget

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.balancekv import schedule as row_schedule
 from kvsketch.methods.balancekv.merge_reduce import stream_state
-from kvsketch.methods.balancekv.schedule import Recipe, Row, compact, running_count, to_device
+from kvsketch.methods.balancekv.schedule import Recipe, RowPlan, compact, running_count, to_device
 from kvsketch.slots.heads import least_over_heads
 from kvsketch.slots.table import NEG_INF, SlotTable
 
@@ -26,7 +26,7 @@ LN2 = math.log(2.0)
 HEAVIEST = 64  # halvings that any token can have gone through
 
 
-def compress(recipe: Recipe, table: SlotTable, rows: list[Row], queries: Tensor) -> None:
+def compress(recipe: Recipe, table: SlotTable, rows: list[RowPlan], queries: Tensor) -> None:
     """Brings an exact or lengthened table back to the budget of its rows and to its fixed shape; needs no queries."""
     row_schedule.set_schedule(table, rows, [0] * len(rows))
     rest = Remaining.of(recipe, table, rows)
@@ -44,7 +44,7 @@ class Remaining:
 
     recipe: Recipe
     table: SlotTable
-    rows: list[Row]
+    rows: list[RowPlan]
     stored: list[int]  # tokens of each row
     surplus: list[int]  # tokens that have to go
     middle: Tensor  # [B, H, S], slots that may be halved
@@ -54,7 +54,7 @@ class Remaining:
     passes: int = 0
 
     @classmethod
-    def of(cls, recipe: Recipe, table: SlotTable, rows: list[Row]) -> Remaining:
+    def of(cls, recipe: Recipe, table: SlotTable, rows: list[RowPlan]) -> Remaining:
         real = table.index_slots() >= 0
         stored = [row.seen for row in rows] if table.exact else real.sum(-1)[:, 0].tolist()
         # A decoded token makes room for more than itself, so that the next ones need not.
@@ -126,7 +126,7 @@ class Remaining:
         self.alive &= dropped == 0
 
 
-def bound(recipe: Recipe, table: SlotTable, rows: list[Row]) -> None:
+def bound(recipe: Recipe, table: SlotTable, rows: list[RowPlan]) -> None:
     """Gives an exact table that fits its fixed shape before anything had to go."""
     table.bound(max(row.budget for row in rows), two_sums=not recipe.tied)
     row_schedule.set_schedule(table, rows, [row.budget + 1 for row in rows])
@@ -258,7 +258,7 @@ def _write(table: SlotTable, rest: Remaining, room: int) -> None:
     )
 
 
-def _require_room(recipe: Recipe, rows: list[Row], stored: list[int]) -> None:
+def _require_room(recipe: Recipe, rows: list[RowPlan], stored: list[int]) -> None:
     for row, count in zip(rows, stored, strict=True):
         if count > row.budget:
             raise ValueError(
@@ -267,7 +267,7 @@ def _require_room(recipe: Recipe, rows: list[Row], stored: list[int]) -> None:
             )
 
 
-def _rounds_needed(row: Row) -> int:
+def _rounds_needed(row: RowPlan) -> int:
     middle, rounds = row.seen - row.sinks - row.recent, 0
     while middle >> rounds > row.middle:
         rounds += 1

@@ -23,7 +23,7 @@ NEVER = 1 << 62
 ZERO_VALUE = 63  # bucket of tokens without a value; 0: not entered; 1 .. 62: floor(log2 |v|) + 32
 
 
-class Row(NamedTuple):
+class RowPlan(NamedTuple):
     """What one row may hold, and what it has seen."""
 
     seen: int  # real tokens
@@ -97,7 +97,7 @@ class Recipe(NamedTuple):
     seed: int
 
 
-def rows_of(table: SlotTable, budget: Size, sinks: int, recent: Size, default: int, block: int) -> list[Row]:
+def rows_of(table: SlotTable, budget: Size, sinks: int, recent: Size, default: int, block: int) -> list[RowPlan]:
     """The rows of a table; sinks and recent windows of `default` tokens shrink to an eighth of a small budget."""
     rows = []
     for pad in left_padding.of_rows(table.padding, table.shape[0]):
@@ -105,7 +105,7 @@ def rows_of(table: SlotTable, budget: Size, sinks: int, recent: Size, default: i
         first = min(within(sinks, default, tokens), tokens - 1)
         last = min(within(recent.of(tokens), default, tokens), tokens - first)
         freed = max(1, min(block // 2, (tokens - first - last) // 16))
-        rows.append(Row(table.seen - pad, tokens, first, last, freed))
+        rows.append(RowPlan(table.seen - pad, tokens, first, last, freed))
     return rows
 
 
@@ -114,7 +114,7 @@ def within(size: int, default: int, budget: int) -> int:
     return min(size, budget // 8) if size == default else size
 
 
-def set_schedule(table: SlotTable, rows: list[Row], full_at: list[int]) -> None:
+def set_schedule(table: SlotTable, rows: list[RowPlan], full_at: list[int]) -> None:
     """Remembers when each row is full: at the real token number `full_at`, then every `freed` tokens."""
     host = [[table.seen - row.seen, at, row.freed, table.length] for at, row in zip(full_at, rows, strict=True)]
     limits = [

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvsketch.methods.balancekv import schedule as row_schedule
 from kvsketch.methods.balancekv.merge_reduce import Balance, grouped, merge_and_reduce, softmax_balance, stream_state
-from kvsketch.methods.balancekv.schedule import ZERO_VALUE, Balanced, Recipe, Row, compact, to_device
+from kvsketch.methods.balancekv.schedule import ZERO_VALUE, Balanced, Recipe, RowPlan, compact, to_device
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.slots.table import NEG_INF, SlotTable
 
@@ -30,7 +30,7 @@ LN2 = math.log(2.0)
 SMALLEST_BATCH, LARGEST_BATCH = 2, 1024
 
 
-def compress(recipe: Recipe, table: SlotTable, rows: list[Row], queries: Tensor) -> None:
+def compress(recipe: Recipe, table: SlotTable, rows: list[RowPlan], queries: Tensor) -> None:
     """Summarises the rows that exceed their budget, and gives the table its fixed shape.
 
     Without a budget a row is summarised when its middle completes a batch, whatever the other rows of the batch do.
@@ -70,7 +70,7 @@ def make_room(recipe: Recipe, table: SlotTable, queries: Tensor) -> None:
     _write(table, num, den, room, table.length - room - 1)
 
 
-def bound(recipe: Recipe, table: SlotTable, rows: list[Row]) -> None:
+def bound(recipe: Recipe, table: SlotTable, rows: list[RowPlan]) -> None:
     """Gives an exact table that fits its fixed shape before anything had to go."""
     row_schedule.set_schedule(table, rows, [0] * len(rows))
     _set_up(recipe, table, rows)
@@ -82,13 +82,13 @@ def bound(recipe: Recipe, table: SlotTable, rows: list[Row]) -> None:
     row_schedule.set_schedule(table, rows, [row.budget + 1 for row in rows])
 
 
-def shares(row: Row) -> tuple[int, int]:
+def shares(row: RowPlan) -> tuple[int, int]:
     """Slots with a value (sinks and recent window among them) and slots with a key only, of a row's budget."""
     keys_only = row.middle // 3
     return row.budget - keys_only, keys_only
 
 
-def _set_up(recipe: Recipe, table: SlotTable, rows: list[Row]) -> None:
+def _set_up(recipe: Recipe, table: SlotTable, rows: list[RowPlan]) -> None:
     state = table.state_of(Balanced)
     if state.bucket is not None:
         return
@@ -102,7 +102,7 @@ def _set_up(recipe: Recipe, table: SlotTable, rows: list[Row]) -> None:
     state.largest = torch.zeros(len(rows), heads, 2, device=device)
 
 
-def first_batch(row: Row) -> int:
+def first_batch(row: RowPlan) -> int:
     """The batch size a row starts with: the largest power of two of which its slots hold one batch."""
     room = max(SMALLEST_BATCH, shares(row)[0] - row.sinks - row.recent)
     return min(LARGEST_BATCH, 1 << (room.bit_length() - 1))

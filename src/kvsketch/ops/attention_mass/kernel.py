@@ -64,7 +64,7 @@ MAX_TILES = 512
 LOGITS_TILE = 2048  # logits that one program reads, those of all query heads of a KV head together
 
 
-class Launch(NamedTuple):
+class MassLaunch(NamedTuple):
     """Tile sizes and resources of one pass; every choice gives the same result up to rounding."""
 
     rows: int
@@ -75,8 +75,8 @@ class Launch(NamedTuple):
 
 
 class Launches(NamedTuple):
-    row_pass: Launch
-    column_pass: Launch
+    row_pass: MassLaunch
+    column_pass: MassLaunch
 
 
 def supported(rows: Tensor, columns: Tensor) -> bool:
@@ -162,7 +162,7 @@ class Call:
         sizes = {"GROUP": self.group, "BLOCK_D": block_size(head_size), "SINCE": self.since_by_row}
         return {**sizes, "NOISE": noisy, "PTX": self.ptx, **self.flags}
 
-    def resources(self, launch: Launch) -> dict[str, Any]:
+    def resources(self, launch: MassLaunch) -> dict[str, Any]:
         options = {
             "BLOCK_M": launch.rows,
             "BLOCK_N": launch.columns,
@@ -256,10 +256,10 @@ def launches(q: Tensor, noise: Noise | None) -> Launches:
     """
     if q.shape[3] > 128 or q.dtype == torch.float32:
         edge = 32 if q.shape[3] > 128 and q.dtype == torch.float32 else 64
-        return Launches(Launch(edge, edge, 4, 2), Launch(edge, edge, 4, 2))
+        return Launches(MassLaunch(edge, edge, 4, 2), MassLaunch(edge, edge, 4, 2))
     if noise is None:
-        return Launches(Launch(128, 128, 8, 2), Launch(128, 128, 8, 2))
-    return Launches(Launch(64, 64, 4, 2, 128), Launch(64, 64, 4, 2, 128))
+        return Launches(MassLaunch(128, 128, 8, 2), MassLaunch(128, 128, 8, 2))
+    return Launches(MassLaunch(64, 64, 4, 2, 128), MassLaunch(64, 64, 4, 2, 128))
 
 
 def _columns_per_tile(columns: int, least: int) -> int:

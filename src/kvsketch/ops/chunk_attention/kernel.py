@@ -32,7 +32,7 @@ from kvsketch.ops.common.tensors import (
 )
 
 
-class Launch(NamedTuple):
+class ChunkLaunch(NamedTuple):
     """Tile sizes and resources; every choice gives the same result up to rounding."""
 
     queries: int
@@ -47,18 +47,24 @@ def supported(call: Arguments) -> bool:
     return call.q.dtype in KERNEL_DTYPES and max(call.q.shape[3], call.v.shape[3]) <= MAX_HEAD_SIZE and min(sizes) > 0
 
 
-def launch_for(call: Arguments) -> Launch:
+def launch_for(call: Arguments) -> ChunkLaunch:
     """The launch sizes: as much of a tile as shared memory and registers hold."""
     size = max(block_size(call.q.shape[3]), block_size(call.v.shape[3]))
     roomy = device_traits(call.q.device).shared_bytes > 170 * 1024
     if call.q.dtype == torch.float32:
-        return Launch(64, 32, 4, 2) if size <= 128 else Launch(64, 32, 8, 2) if roomy else Launch(32, 32, 4, 1)
+        return (
+            ChunkLaunch(64, 32, 4, 2)
+            if size <= 128
+            else ChunkLaunch(64, 32, 8, 2)
+            if roomy
+            else ChunkLaunch(32, 32, 4, 1)
+        )
     if not roomy:
-        return Launch(64, 32 if size > 128 else 64, 4, 2)
-    return Launch(128, 64, 8, 3) if size <= 128 else Launch(64, 64, 8, 2)
+        return ChunkLaunch(64, 32 if size > 128 else 64, 4, 2)
+    return ChunkLaunch(128, 64, 8, 3) if size <= 128 else ChunkLaunch(64, 64, 8, 2)
 
 
-def chunk_attention(call: Arguments, launch: Launch | None = None) -> Attended:
+def chunk_attention(call: Arguments, launch: ChunkLaunch | None = None) -> Attended:
     """See `kvsketch.ops.chunk_attention`; `launch` overrides the launch sizes."""
     q, k, v = call.q, call.k, call.v
     batch, query_heads, queries, size = q.shape

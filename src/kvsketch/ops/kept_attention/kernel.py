@@ -22,7 +22,7 @@ from kvsketch.ops.kept_attention import Kept
 from kvsketch.ops.take_rows import take_rows
 
 
-class Launch(NamedTuple):
+class KeptLaunch(NamedTuple):
     """Tile sizes and resources; every choice gives the same result up to rounding."""
 
     queries: int
@@ -37,18 +37,18 @@ def supported(q: Tensor, v: Tensor) -> bool:
     return q.dtype in KERNEL_DTYPES and max(q.shape[2], v.shape[2]) <= MAX_HEAD_SIZE and min(sizes) > 0
 
 
-def launch_for(q: Tensor, v: Tensor) -> Launch:
+def launch_for(q: Tensor, v: Tensor) -> KeptLaunch:
     """The launch sizes: as much of a tile as shared memory and registers hold."""
     small = max(block_size(q.shape[2]), block_size(v.shape[2])) <= 128
     roomy = device_traits(q.device).shared_bytes > 170 * 1024
     if q.dtype == torch.float32 or not roomy:
-        return Launch(64, 32, 4 if small else 8, 2 if small or roomy else 1)
-    return Launch(64, 64, 4, 3) if small else Launch(64, 64, 8, 2)
+        return KeptLaunch(64, 32, 4 if small else 8, 2 if small or roomy else 1)
+    return KeptLaunch(64, 64, 4, 3) if small else KeptLaunch(64, 64, 8, 2)
 
 
 def kept_attention(
     q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float, hidden: Tensor | None, held: Tensor | None,
-    elsewhere: Tensor | None, launch: Launch | None = None,
+    elsewhere: Tensor | None, launch: KeptLaunch | None = None,
 ) -> Kept:  # fmt: skip
     """See `kvsketch.ops.kept_attention`; `launch` overrides the launch sizes."""
     count, queries, size = q.shape

@@ -31,7 +31,7 @@ BEGIN_ROWS = 32
 LEAST_RADIUS = tl.constexpr(1 / 64)
 
 
-class Launch(NamedTuple):
+class KMeansLaunch(NamedTuple):
     """Tiles and resources of the assignment; every choice gives the same result up to rounding."""
 
     keys: int
@@ -46,12 +46,12 @@ def supported(keys: Tensor) -> bool:
     return keys.dtype in KERNEL_DTYPES and batch * heads > 0 and size <= MAX_HEAD_SIZE and index_supported(length, size)
 
 
-def launch_for(dtype: torch.dtype, size: int) -> Launch:
-    """Launch sizes for keys of this dtype and (padded) size."""
+def launch_for(dtype: torch.dtype, size: int) -> KMeansLaunch:
+    """KMeansLaunch sizes for keys of this dtype and (padded) size."""
     if dtype == torch.float32:
-        return Launch(64, 64, 4, 2) if size <= 128 else Launch(32, 32, 4, 2)
+        return KMeansLaunch(64, 64, 4, 2) if size <= 128 else KMeansLaunch(32, 32, 4, 2)
     # Every tile of keys reads all centroids: large tiles keep that traffic below what the matrix units need.
-    return Launch(256, 64, 8, 3) if size <= 128 else Launch(128, 64, 8, 2)
+    return KMeansLaunch(256, 64, 8, 3) if size <= 128 else KMeansLaunch(128, 64, 8, 2)
 
 
 def kmeans(
@@ -61,7 +61,7 @@ def kmeans(
     counts: Tensor | None,
     rounds: int,
     stream: Stream,
-    launch: Launch | None = None,
+    launch: KMeansLaunch | None = None,
 ) -> Clusters:
     """See `kvsketch.ops.kmeans`; `launch` overrides the launch sizes."""
     batch, heads, length, size = keys.shape

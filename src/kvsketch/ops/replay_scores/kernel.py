@@ -20,7 +20,7 @@ from kvsketch.ops.common.sums import LIMIT, add_terms, finite_or_zero
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, aligned, block_size, dense_last
 
 
-class Launch(NamedTuple):
+class ReplayLaunch(NamedTuple):
     """Tile sizes and resources; every choice gives the same result up to rounding."""
 
     still: int  # rows or columns of the tile that stays
@@ -35,19 +35,19 @@ def supported(q: Tensor, k: Tensor) -> bool:
     return q.dtype in KERNEL_DTYPES and q.shape[3] <= MAX_HEAD_SIZE and q.numel() > 0 and k.numel() > 0
 
 
-def launches_for(k: Tensor, count: int) -> tuple[Launch, Launch]:
+def launches_for(k: Tensor, count: int) -> tuple[ReplayLaunch, ReplayLaunch]:
     """The launch sizes for the sums and for the maxima: as much as fits beside each other."""
     if k.dtype == torch.float32 or block_size(k.shape[3]) > 128 or count <= 64:
-        return Launch(64, 32, 4, 2), Launch(64, 32, 4, 2)
+        return ReplayLaunch(64, 32, 4, 2), ReplayLaunch(64, 32, 4, 2)
     if device_traits(k.device).shared_bytes > 170 * 1024:
         # Two programs side by side: one takes exponentials while the tensor cores work for the other.
-        return Launch(128, 128, 8, 2, 128), Launch(128, 128, 8, 2)
-    return Launch(64, 64, 4, 2), Launch(64, 64, 4, 2)
+        return ReplayLaunch(128, 128, 8, 2, 128), ReplayLaunch(128, 128, 8, 2)
+    return ReplayLaunch(64, 64, 4, 2), ReplayLaunch(64, 64, 4, 2)
 
 
 def replay_scores(
     again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, chunks: int, bare: int | Tensor,
-    hidden: Tensor | None, copies: Tensor | None, launches: tuple[Launch, Launch] | None = None,
+    hidden: Tensor | None, copies: Tensor | None, launches: tuple[ReplayLaunch, ReplayLaunch] | None = None,
 ) -> Tensor:  # fmt: skip
     """See `kvsketch.ops.replay_scores`; `launches` overrides the launch sizes of the two kernels."""
     copied = k if copies is None else copies.to(k.dtype)
@@ -78,7 +78,7 @@ def replay_scores(
     return scores
 
 
-def _resources(launch: Launch) -> dict[str, int]:
+def _resources(launch: ReplayLaunch) -> dict[str, int]:
     capped = {"maxnreg": launch.registers} if launch.registers and PTX.value else {}
     return {"num_warps": launch.warps, "num_stages": launch.stages, **capped}
 
