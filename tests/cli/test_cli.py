@@ -69,12 +69,6 @@ def test_default_model_is_the_catalogue_default() -> None:
     assert DEFAULT_MODEL == models.DEFAULT_MODEL
 
 
-def test_the_command_and_the_application_serve_alike() -> None:
-    server = pytest.importorskip("kvsketch.serve.server")
-    command = sys.modules["kvsketch.cli.serve"]
-    assert (command.DEFAULT_METHOD, command.SHORT) == (server.DEFAULT_METHOD, server.SHORT)
-
-
 def test_methods_lists_every_method() -> None:
     listed = {method["name"]: method for method in read_json("methods")}
     assert list(listed) == list(kvsketch.METHODS)

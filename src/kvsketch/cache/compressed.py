@@ -32,6 +32,7 @@ from kvsketch.cache.chunks import require_one_chunk, require_stream
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.saving.model_identity import ModelIdentity
 from kvsketch.cache.text import ReadBehind, TextRead
+from kvsketch.defaults import CHUNK
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.slots.heads import head_share
@@ -63,7 +64,7 @@ class CompressedCache(Cache):
         seed: int = 0,
         check: bool = False,
         prefill: str = "exact",
-        chunk: int = 2048,
+        chunk: int = CHUNK,
         memory: float | str | None = None,
         context: int | None = None,
         batch: int = 1,

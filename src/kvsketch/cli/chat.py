@@ -15,11 +15,11 @@ import typer
 from kvsketch.cli.generate import DTYPE_HELP, read_request, require_writable
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, ModelOption
 from kvsketch.cli.output import megabytes, remarks
-from kvsketch.cli.serve import DEFAULT_METHOD, SHORT
+from kvsketch.defaults import CHUNK, METHOD, SHORT
 
 SAVED = ".kvs"
 METHOD_HELP = (
-    f"What keeps the cache small; see `kvsketch methods`. Unless given, {DEFAULT_METHOD} for a text of {SHORT:,} "
+    f"What keeps the cache small; see `kvsketch methods`. Unless given, {METHOD} for a text of {SHORT:,} "
     "tokens or more, and full for a shorter one."
 )
 COMMANDS = "/reset forgets the conversation, /cache shows what is held, /quit or Ctrl-D ends; Ctrl-C stops an answer"
@@ -33,7 +33,7 @@ def read(
     prefill: Annotated[str, typer.Option(help="exact reads the text whole; stream reads --chunk tokens at a time.")] = (
         "exact"
     ),
-    chunk: Annotated[int, typer.Option(min=2, help="Tokens read at a time with --prefill stream.")] = 2048,
+    chunk: Annotated[int, typer.Option(min=2, help="Tokens read at a time with --prefill stream.")] = CHUNK,
     device: DeviceOption = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
 ) -> None:
@@ -148,7 +148,7 @@ class Talk:
         from kvsketch.cli.watching import reading_bar
         from kvsketch.decode import asking
 
-        parsed = kvsketch.parse_method(method or DEFAULT_METHOD)
+        parsed = kvsketch.parse_method(method or METHOD)
         model, tokenizer = _loaded(name, device, dtype)
         length = asking.document_ids(tokenizer, text).shape[1]
         if method is None and length < SHORT:

@@ -14,10 +14,11 @@ import typer
 
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, JsonOption, ModelOption
 from kvsketch.cli.output import megabytes, print_json, remarks
+from kvsketch.defaults import CHUNK
 
-DEFAULT_METHOD = "full"
+WHOLE = "full"
 METHOD_HELP = (
-    f"name:key=value:...; {DEFAULT_METHOD} unless given, which keeps every token. For long files: "
+    f"name:key=value:...; {WHOLE} unless given, which keeps every token. For long files: "
     "clusterkv:budget=1024 keeps all and reads a part; snapkv:budget=50% keeps a part and says how much. "
     "See `kvsketch methods`."
 )
@@ -51,7 +52,7 @@ class Generation:
     def lines(self) -> list[str]:
         """What was kept, then how fast and with how much memory."""
         host = f" + {megabytes(self.host_bytes)} in host memory" if self.host_bytes else ""
-        full = "" if self.method == DEFAULT_METHOD else f", full cache {megabytes(self.full_bytes)}"
+        full = "" if self.method == WHOLE else f", full cache {megabytes(self.full_bytes)}"
         kept = "all kept"
         if self.tokens_per_head < self.tokens_seen:
             mean = "" if self.tokens_per_head == self.tokens_stored else " by a head on average"
@@ -99,7 +100,9 @@ def generate(
         str | None,
         typer.Option(help="exact reads the prompt whole; stream reads it --chunk tokens at a time, in less memory."),
     ] = None,
-    chunk: Annotated[int | None, typer.Option(min=2, help="Tokens read at a time with --prefill stream; 512.")] = None,
+    chunk: Annotated[
+        int | None, typer.Option(min=2, help=f"Tokens read at once by --prefill stream; {CHUNK:,}")
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Keep the cache of the files in this file.")] = None,
     load: Annotated[Path | None, typer.Option(help="Ask about the files of a saved cache.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
@@ -127,8 +130,8 @@ def generate(
     from kvsketch.cache.chunks import require_stream
     from kvsketch.cli.watching import quick_dtype
 
-    parsed = kvsketch.parse_method(method or DEFAULT_METHOD)
-    reading: dict[str, Any] = {"prefill": prefill or "exact", "chunk": chunk or 512}
+    parsed = kvsketch.parse_method(method or WHOLE)
+    reading: dict[str, Any] = {"prefill": prefill or "exact", "chunk": chunk or CHUNK}
     require_stream(**reading)
     loaded, tokenizer = models.load(model, dtype=dtype or quick_dtype(device), device=device)
     if load is not None:

@@ -10,12 +10,10 @@ import typer
 
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption
 from kvsketch.cli.output import remarks
+from kvsketch.defaults import CHUNK, METHOD, SHORT
 
-# Those of kvsketch.serve.server, which a test checks; importing them here would make --help load torch.
-DEFAULT_METHOD = "rehearse:budget=1/2"
-SHORT = 1024  # a text of fewer tokens is kept whole unless a method is named: its cache is small anyway
 METHOD_HELP = (
-    f"What keeps caches small; see `kvsketch methods`. Unless given, {DEFAULT_METHOD}, and full for documents of fewer "
+    f"What keeps caches small; see `kvsketch methods`. Unless given, {METHOD}, and full for documents of fewer "
     f"than {SHORT:,} tokens."
 )
 NEEDS = "serving needs more packages: pip install 'kvsketch[serve]'"
@@ -48,7 +46,7 @@ def serve(
         str | None,
         typer.Option(help="exact reads a prompt whole; stream --chunk tokens at a time, between others' answers."),
     ] = None,
-    chunk: Annotated[int, typer.Option(min=2, help="Tokens read at a time with --prefill stream.")] = 2048,
+    chunk: Annotated[int, typer.Option(min=2, help="Tokens read at a time with --prefill stream.")] = CHUNK,
     largest_body: Annotated[str, typer.Option(help="Largest request or document, such as 32MB.")] = "32MB",
     drain: Annotated[int, typer.Option(min=1, help="Seconds that running answers get when the server stops.")] = 60,
     answer_seconds: Annotated[
@@ -81,7 +79,7 @@ def serve(
     from kvsketch.cli.watching import quick_dtype
     from kvsketch.methods import parse_method
 
-    parsed = parse_method(method or DEFAULT_METHOD)
+    parsed = parse_method(method or METHOD)
     require_stream(prefill or "exact", chunk)
     loaded, tokenizer = models.load(model, dtype=dtype or quick_dtype(device), device=device)
     service = server.start_service(

@@ -43,6 +43,7 @@ from kvsketch.cache.saving import sealed_file
 from kvsketch.cache.streaming import prefill
 from kvsketch.decode import captured
 from kvsketch.decode.asking import document_ids, repeat_instruction
+from kvsketch.defaults import CHUNK
 from kvsketch.methods import Method, parse_method
 from kvsketch.models.files import is_plain_file, place, read_json, remove, write_json
 from kvsketch.serve import held
@@ -166,7 +167,7 @@ class DocumentStore:
         most_tokens: int | None = None,
         most_bytes: int = 4 * 10**9,
         prefill: str = "exact",
-        chunk: int = 2048,
+        chunk: int = CHUNK,
         whole_below: int = 0,
     ) -> None:
         self.folder, self.model, self.tokenizer, self.name = folder, model, tokenizer, name

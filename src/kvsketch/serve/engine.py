@@ -41,6 +41,7 @@ from kvsketch.cache.streaming import read_chunks
 from kvsketch.decode.captured import Step, impossible, turn_of
 from kvsketch.decode.sampling import NO_TOKEN, Draw
 from kvsketch.decode.shared import LONGEST, RowFailed, SharedRows, alone
+from kvsketch.defaults import CHUNK
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.serve.requests import Closed, EngineState, FinishReason, Full, Request, Ticket, not_finite
@@ -168,7 +169,7 @@ class BatchedEngine:
         longest: int = 32768,
         queue: int = 64,
         prefill: str | None = None,
-        chunk: int = 2048,
+        chunk: int = CHUNK,
         readers: int = 4,
         memory: int | None = None,
         seed: int = 0,

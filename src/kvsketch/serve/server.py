@@ -17,6 +17,7 @@ import uvicorn
 
 from kvsketch import models
 from kvsketch.decode.shared import SharedRows, alone
+from kvsketch.defaults import CHUNK, METHOD, SHORT
 from kvsketch.methods import Method, parse_method
 from kvsketch.serve import connections
 from kvsketch.serve.app import LARGEST_BODY, create_app
@@ -26,8 +27,6 @@ from kvsketch.serve.files import SENT, Limits
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.service import ANSWER_SECONDS, Service, longest_context
 
-DEFAULT_METHOD = "rehearse:budget=1/2"
-SHORT = 1024  # tokens of a document below which it is kept whole unless a method is named
 MOST_ROWS_CPU, MOST_ROWS_GPU = 4, 64  # unless asked for more
 
 
@@ -42,7 +41,7 @@ def start_service(
     memory: int | None = None,
     rows: int | None = None,
     prefill: str | None = None,
-    chunk: int = 2048,
+    chunk: int = CHUNK,
     whole_below: int = 0,
     answer_seconds: float = ANSWER_SECONDS,
 ) -> Service:
@@ -88,7 +87,7 @@ def application(
     """
     loaded, tokenizer = models.load(model, dtype=dtype, device=device)
     usual = {"whole_below": SHORT} if method is None else {}
-    service = start_service(loaded, tokenizer, name or model, method or DEFAULT_METHOD, **{**usual, **options})
+    service = start_service(loaded, tokenizer, name or model, method or METHOD, **{**usual, **options})
     return create_app(service, api_key=api_key)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.defaults import CHUNK
 from kvsketch.methods import Method, parse_method
 from kvsketch.models import files
 from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
@@ -74,7 +75,7 @@ class Service:
         queue: int = 32,
         memory: int | None = None,
         prefill: str = "exact",
-        chunk: int = 2048,
+        chunk: int = CHUNK,
         whole_below: int = 0,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
