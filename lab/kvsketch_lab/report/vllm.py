@@ -35,9 +35,10 @@ def documents(records: list[Record]) -> str:
         lines.append([
             SHARED.get(name, Code(name)), f"{row['batch']}", f"{row['step_ms']:.2f}", f"{row['tokens_per_s']:,.0f}",
             f"{row['cache_bytes'] / 1e9:.2f}", f"{row['document_s']:.2f}", f"{1e3 * row['prefill_s']:.0f}",
+            f"{row['start_s']:.0f}",
         ])  # fmt: skip
     headings = ["", "requests", "step, ms", "tokens/s", "GB of their caches", "document read in, s"]
-    return markdown([*headings, "a request begins in, ms"], lines)
+    return markdown([*headings, "a request begins in, ms", "engine starts in, s"], lines)
 
 
 def table(records: list[Record]) -> str:
