@@ -2,6 +2,7 @@
 
 requests.py     what an engine is asked and how it answers: Request, Ticket, Engine
 engine.py       the engine: rows that join and leave over one decode step, or take steps by themselves
+schedule.py     who waits, whose prompt is read and who runs
 text.py         messages to token ids, and answers that grow token by token
 documents.py    texts that are read once and kept on disk
 held.py         what a cache holds of a text, for people

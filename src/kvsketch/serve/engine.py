@@ -29,7 +29,7 @@ import inspect
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,8 @@ from kvsketch.decode.shared import LONGEST, RowFailed, SharedRows, alone
 from kvsketch.defaults import CHUNK
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
-from kvsketch.serve.requests import Closed, EngineState, FinishReason, Full, Request, Ticket, not_finite
+from kvsketch.serve.requests import EngineState, FinishReason, Request, Ticket, not_finite
+from kvsketch.serve.schedule import Run, Schedule
 from kvsketch.slots.codes import NotFinite
 
 WHOLE = "full"  # the method of documents that any engine answers
@@ -72,33 +73,6 @@ class WatchedCache(CompressedCache):
         if self.watch is not None:
             self.watch()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
-@dataclass(eq=False)
-class Run:
-    """A request whose prompt has been read, or is."""
-
-    ticket: Ticket
-    cache: CompressedCache
-    draw: Draw
-    mode: int
-    slots: int  # of the shared store that it may need
-    shares: bool = False  # whether its row continues a document that lies in the store
-    chunks: Generator[tuple[int, Tensor], None, None] | None = None  # of a prompt that is being read
-    read: int = 0  # tokens of the prompt that all layers have read
-    begun: int = 0  # layers that have begun to read the whole prompt
-    work: int = 0  # tokens that layers have read since the others last took a step
-    token: Tensor | None = None  # [1, 1], the last one, of a request that takes its steps by itself
-    row: int | None = None  # in the shared tables
-    step: Step | None = None  # of a request that shares nothing, captured, or nothing yet
-    returned: bool = False  # whether the cache serves others
-    launched: int = 0  # tokens that the device has been told to make
-    delivered: int = 0
-
-    @property
-    def left(self) -> int:
-        """Tokens of the prompt that have not been read."""
-        return len(self.ticket.request.ids) - self.read
 
 
 @dataclass
@@ -148,6 +122,19 @@ class OwnDraw:
         return self.draw.choose(logits, self.mode)
 
 
+def close_gap(shared: SharedRows, runs: list[Run]) -> None:
+    """Moves the last row forward while fewer rows would do for a smaller batch."""
+    while True:
+        last = max(runs, key=lambda run: run.row or 0)
+        assert last.row is not None
+        needed = next(batch.rows for batch in shared.batches if batch.rows >= len(runs))
+        if last.row < needed:
+            return
+        row = min({*range(needed)} - {run.row for run in runs})
+        shared.move(last.row, row)
+        last.row = row
+
+
 class BatchedEngine:
     """Serves requests to one model with one method, `rows` of them at a time.
 
@@ -194,15 +181,10 @@ class BatchedEngine:
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._shared = self._new_shared()
         self.bytes_per_row = None if self._shared is None else self._shared.device_bytes // rows
-        self._waiting: deque[Ticket] = deque()
-        self._reading: list[Run] = []
-        self._running: list[Run] = []
+        self._schedule = Schedule(rows, queue, readers)
         self._on_the_way: deque[Tokens] = deque()
         self._spare: list[WatchedCache] = []
         self._counts = Counts()
-        self._turn = False  # whether the next chunk is of the prompt that came first
-        self._ending: str | None = None  # "drain" or "stop"
-        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="kvsketch engine", daemon=True)
         self._thread.start()
 
@@ -211,27 +193,22 @@ class BatchedEngine:
     def submit(self, request: Request) -> Ticket:
         ticket = Ticket(request)
         self._require(ticket)
-        with self._changed:
-            if self._ending is not None:
-                raise Closed("the engine is closing and takes no more requests")
-            self._drop_waiting()
-            if len(self._waiting) >= self.queue + self._free_rows():
-                raise Full(f"{len(self._waiting)} requests wait, and the queue has {self.queue} places")
-            self._waiting.append(ticket)
-            self._changed.notify_all()
+        self._drop_waiting()
+        self._schedule.put(ticket)
         return ticket
 
     def state(self) -> EngineState:
-        with self._changed:
+        here = self._schedule
+        with here.lock:
             self._drop_waiting()
-            seen = [run.ticket.prompt_tokens + run.launched for run in self._running]
+            seen = [run.ticket.prompt_tokens + run.launched for run in here.running]
             stored = [
-                min(tokens, run.ticket.tokens_stored or tokens) for tokens, run in zip(seen, self._running, strict=True)
+                min(tokens, run.ticket.tokens_stored or tokens) for tokens, run in zip(seen, here.running, strict=True)
             ]
-            own = [run.cache for run in (*self._reading, *self._running) if run.row is None]
+            own = [run.cache for run in here.runs if run.row is None]
             counts, shared = self._counts, 0 if self._shared is None else self._shared.device_bytes
             return EngineState(
-                running=len(self._running), reading=len(self._reading), waiting=len(self._waiting),
+                running=len(here.running), reading=len(here.reading), waiting=len(here.waiting),
                 rows=self.rows, queue=self.queue,
                 tokens_seen=sum(seen), tokens_stored=sum(stored),
                 device_bytes=shared + sum(cache.device_bytes for cache in own),
@@ -242,9 +219,7 @@ class BatchedEngine:
             )  # fmt: skip
 
     def close(self, drain: bool = True) -> None:
-        with self._changed:
-            self._ending = "drain" if drain and self._ending != "stop" else "stop"
-            self._changed.notify_all()
+        self._schedule.end(drain)
         self._thread.join()
 
     def _require(self, ticket: Ticket) -> None:
@@ -275,22 +250,16 @@ class BatchedEngine:
         died: BaseException | None = None
         try:
             with torch.no_grad(), on_device:
-                while self._wait_for_work():
+                while self._schedule.wait_for_work(lambda: self._on_the_way):
                     self._turn_once()
         except BaseException as error:
             # Whoever waits would wait for ever.
             died = error
-        with self._changed:
-            self._ending = "stop"
-        for ticket in self._all_tickets():
+        self._schedule.end()
+        tickets = [*self._schedule.clear(), *(run.ticket for tokens in self._on_the_way for run in tokens.runs)]
+        self._on_the_way.clear()
+        for ticket in tickets:
             self._finish(ticket, "cancelled" if died is None else "error", died)
-
-    def _wait_for_work(self) -> bool:
-        """Whether the thread is to go on."""
-        with self._changed:
-            idle = lambda: not (self._waiting or self._reading or self._running or self._on_the_way)  # noqa: E731
-            self._changed.wait_for(lambda: self._ending is not None or not idle())
-            return self._ending != "stop" and not (self._ending == "drain" and idle())
 
     def _turn_once(self) -> None:
         self._drop_cancelled()
@@ -302,36 +271,26 @@ class BatchedEngine:
         """One token for every request that runs."""
         try:
             self._step()
-            self._deliver(keep=1 if self._running and self.device.type == "cuda" else 0)
+            self._deliver(keep=1 if self._schedule.running and self.device.type == "cuda" else 0)
         except Exception as error:
             self._start_over(error)
         self._step_alone()
 
     def _drop_cancelled(self) -> None:
-        for run in [run for run in (*self._reading, *self._running) if run.ticket.cancelled]:
+        for run in [run for run in self._schedule.runs if run.ticket.cancelled]:
             self._end(run, "cancelled")
-        with self._changed:
-            self._drop_waiting()
+        self._drop_waiting()
 
     def _drop_waiting(self) -> None:
-        """Whoever has gone holds no place in the queue; called with the lock held."""
-        for ticket in [each for each in self._waiting if each.cancelled]:
-            self._waiting.remove(ticket)
+        for ticket in self._schedule.drop_cancelled():
             self._finish(ticket, "cancelled")
-
-    def _free_rows(self) -> int:
-        return self.rows - len(self._running) - len(self._reading)
 
     def _admit(self) -> None:
         """Starts to read prompts while there are rows for them."""
-        while self._free_rows() and len(self._reading) < self.readers:
-            with self._changed:
-                result = self._slots_for(self._waiting[0]) if self._waiting else None
-                if result is None:
-                    return
-                ticket = self._waiting.popleft()
+        while (taken := self._schedule.take(self._slots_for)) is not None:
+            ticket, needs = taken
             try:
-                self._start(ticket, *result)
+                self._start(ticket, *needs)
             except Exception as error:
                 self._finish(ticket, "error", error)
 
@@ -342,7 +301,7 @@ class BatchedEngine:
         request, document = ticket.request, ticket.request.document
         if self._shared is None or (document is not None and self._differs(document)):
             return 0, False
-        runs = [*self._reading, *self._running]
+        runs = self._schedule.runs
         shared = {id(each): each for each in (run.ticket.request.document for run in runs if run.shares) if each}
         taken = sum(run.slots for run in runs) + sum(map(self._shared.document_slots, shared.values()))
         if document is not None and (size := self._shared.document_slots(document)):
@@ -369,8 +328,7 @@ class BatchedEngine:
         run = Run(ticket, cache, draw, mode, slots, shares, read_chunks(self.model, ids, cache))
         if isinstance(cache, WatchedCache):
             cache.watch = functools.partial(self._between_layers, run) if cache.prefill == "exact" else None
-        with self._changed:
-            self._reading.append(run)
+        self._schedule.read(run)
 
     def _after(self, document: CompressedCache, shares: bool) -> CompressedCache:
         """A cache that goes on after a document: beside it, or after a copy where rows hold all that they read."""
@@ -380,10 +338,9 @@ class BatchedEngine:
     # reading
 
     def _read_chunk(self) -> None:
-        if not self._reading:
+        if not self._schedule.reading:
             return
-        self._turn = not self._turn
-        run = self._reading[0] if self._turn else min(self._reading, key=lambda run: run.left)
+        run = self._schedule.next_to_read()
         assert run.chunks is not None
         try:
             with turn_of(self.device):
@@ -421,11 +378,9 @@ class BatchedEngine:
         budgets = [run.cache.method.budget_tokens(table) for table in tables]
         ticket.tokens_stored = None if None in budgets else max(budget for budget in budgets if budget is not None)
         ticket.device_bytes = run.cache.device_bytes
-        with self._changed:
-            self._reading.remove(run)
-            self._running.append(run)
+        self._schedule.answer(run)
         self._send(Tokens.of([run], run.token, [0]))
-        if run in self._running:
+        if run in self._schedule.running:
             self._try_to_join(run)
             if run.row is not None:
                 ticket.device_bytes = self.bytes_per_row
@@ -437,7 +392,7 @@ class BatchedEngine:
         if run.cache.tokens_before and not run.shares:
             return
         assert run.token is not None
-        row = min({*range(self.rows)} - {other.row for other in self._running})
+        row = min({*range(self.rows)} - {other.row for other in self._schedule.running})
         document = run.ticket.request.document if run.shares else None
         if self._shared.join(row, run.cache, run.token, run.draw, document):
             return
@@ -458,10 +413,10 @@ class BatchedEngine:
     # decode steps
 
     def _step(self) -> None:
-        runs = [run for run in self._running if run.row is not None]
+        runs = [run for run in self._schedule.running if run.row is not None]
         if not runs or self._shared is None:
             return
-        self._close_gap(self._shared, runs)
+        close_gap(self._shared, runs)
         rows = [run.row for run in runs if run.row is not None]
         try:
             tokens = self._shared.step(max(rows) + 1, max(run.mode for run in runs))
@@ -472,22 +427,9 @@ class BatchedEngine:
         self._counts.steps += 1
         self._send(Tokens.of(runs, tokens, rows))
 
-    @staticmethod
-    def _close_gap(shared: SharedRows, runs: list[Run]) -> None:
-        """Moves the last row forward while fewer rows would do for a smaller batch."""
-        while True:
-            last = max(runs, key=lambda run: run.row or 0)
-            assert last.row is not None
-            needed = next(batch.rows for batch in shared.batches if batch.rows >= len(runs))
-            if last.row < needed:
-                return
-            row = min({*range(needed)} - {run.row for run in runs})
-            shared.move(last.row, row)
-            last.row = row
-
     def _step_alone(self) -> None:
         """One token for each request that takes its steps by itself; it joins the others as soon as it can."""
-        for run in [run for run in self._running if run.row is None]:
+        for run in [run for run in self._schedule.running if run.row is None]:
             try:
                 self._try_to_join(run)
                 if run.row is None:
@@ -548,10 +490,7 @@ class BatchedEngine:
 
     def _leave(self, run: Run) -> None:
         """The request takes no more steps."""
-        with self._changed:
-            for runs in (self._reading, self._running):
-                if run in runs:
-                    runs.remove(run)
+        self._schedule.leave(run)
         if run.chunks is not None:
             run.chunks.close()
             run.chunks = None
@@ -573,19 +512,9 @@ class BatchedEngine:
             self._counts.finished[reason] += 1
             ticket.finish(reason, error)
 
-    def _all_tickets(self) -> list[Ticket]:
-        with self._changed:
-            tickets = [*self._waiting, *(run.ticket for run in (*self._reading, *self._running))]
-            tickets += [run.ticket for tokens in self._on_the_way for run in tokens.runs]
-            self._waiting.clear()
-            self._reading.clear()
-            self._running.clear()
-        self._on_the_way.clear()
-        return tickets
-
     def _start_over(self, error: Exception) -> None:
         """A step of all rows has failed: their requests end with the error, and the tables are made anew."""
-        for run in [run for run in self._running if run.row is not None]:
+        for run in [run for run in self._schedule.running if run.row is not None]:
             run.row = None
             self._end(run, "error", error)
         for tokens in self._on_the_way:
@@ -597,8 +526,7 @@ class BatchedEngine:
         try:
             self._shared = self._new_shared()
         except Exception:
-            with self._changed:
-                self._ending = "stop"
+            self._schedule.end()
 
     def _new_shared(self) -> SharedRows | None:
         if self.apart:
