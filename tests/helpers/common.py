@@ -11,7 +11,7 @@ import kvsketch
 from kvsketch.cache import rotary
 from kvsketch.cache.repetition import repeats
 
-# Methods for which forwards of the model are enough, without `cache.rehearse`.
+# Methods for which forwards of the model are enough, without `cache.replay`.
 FED = {name: method for name, method in kvsketch.METHODS.items() if not repeats(method())}
 
 

@@ -310,7 +310,7 @@ def test_a_prompt_that_was_not_repeated_is_refused_with_the_way_out(model: Any) 
     cache, ids = CompressedCache(model, "kvzip:budget=1/2"), zoo.tokens(1, 80)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        with pytest.raises(ValueError, match=r"kvzip has 80 tokens.*cache.rehearse"):
+        with pytest.raises(ValueError, match=r"kvzip has 80 tokens.*cache.replay"):
             model(ids[:, :1], past_key_values=cache)
         for wrong in (ids[:, :70], ids.expand(2, -1)):
             with pytest.raises(ValueError, match=r"the 80 tokens that the cache has read.* all 1 rows"):

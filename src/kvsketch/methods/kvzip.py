@@ -22,7 +22,7 @@ class KVzip(WaitingMethod):
         score(j) = max over the tokens i of the repetition, and the query heads of the group, of
                    softmax(scale <q_i, k_j>) over the chunk, the sinks and the repetition up to i
 
-    The model reads every chunk of the text once more, behind an instruction (`CompressedCache.rehearse`); nothing of
+    The model reads every chunk of the text once more, behind an instruction (`CompressedCache.replay`); nothing of
     that stays in the cache. Kept tokens are as they were; the question need not be known.
 
     Paper: Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction (arXiv 2505.23416).
@@ -36,7 +36,7 @@ class KVzip(WaitingMethod):
     paper: ClassVar[str] = "arXiv 2505.23416"
     look: ClassVar[tuple[str, ...]] = ("#7a5200", "X")
     repeats: ClassVar[bool] = True
-    placeless: ClassVar[str] = "for its weights are refitted to the distances of the text"
+    placeless: ClassVar[str] = "for its scores are those of the distances in the text"
     apart: ClassVar[str] = ""
 
     recent: Size | int | str = 0

@@ -47,7 +47,7 @@ class Rehearse(WaitingMethod):
                  token that goes joins the kept one with the nearest key
 
     With `replay=virtual` queries are rotated to the positions of a repetition, which rotary embeddings allow, and no
-    forward is needed. With `replay=exact` the model repeats the text in a second forward (`CompressedCache.rehearse`,
+    forward is needed. With `replay=exact` the model repeats the text in a second forward (`CompressedCache.replay`,
     which `kvsketch.prefill` and `generate` call), which takes about as long as the first.
 
     New tokens behind a prompt are kept whole until they are as many as a chunk, or `wait`, and are then rehearsed. The
