@@ -57,6 +57,11 @@ class SteadyClusterKV(ClusterKV):
     State: ClassVar[type[SteadyClusters]] = SteadyClusters
     locality: float = 0.0
 
+    @classmethod
+    def text_name(cls) -> str:
+        """Records show it among the others of its name."""
+        return cls.name
+
     def _ranks(self, table: SlotTable, scores: Tensor) -> Tensor:
         ranks = super()._ranks(table, scores)
         state = table.state_of(self.State)

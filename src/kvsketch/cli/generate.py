@@ -343,7 +343,7 @@ def require_writable(path: Path, option: str) -> None:
 def require_positions(name: str, model: Any, method: Any, tokens: int) -> None:
     """Raises ValueError for a prompt beyond the positions that a model was trained on."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context and tokens > context and method.read_positions != "cache":
+    if context and tokens > context and (method is None or method.read_positions != "cache"):
         raise ValueError(
             f"the prompt has {tokens:,} tokens and {name} was trained on {context:,}; beyond them answers break down. "
             "Shorten it, choose a model with a longer context (`kvsketch models`), or a method that reads keys at "

@@ -158,7 +158,8 @@ class Contents(Place):
     @property
     def empty(self) -> bool:
         """True before the first token."""
-        return self.exact and self.keys.shape[0] == 0
+        keys = self.keys  # before the state: another thread, which measures bytes, may look while they change
+        return self.exact and keys.shape[0] == 0
 
     @property
     def device(self) -> torch.device:
@@ -302,6 +303,9 @@ class SlotTable(Contents):
         names = {f.name for f in fields(kind)} - own.keys()
         made = kind(**{name: value for name, value in vars(self).items() if name in names}, **own)
         table: Any = self
+        # Whoever measures bytes in another thread finds all fields of either state at any time.
+        held = () if made.exact else ("keys", "values")
+        vars(self).update({name: value for name, value in vars(made).items() if name not in held})
         table.__class__, table.__dict__ = kind, vars(made)
         return table
 
