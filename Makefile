@@ -1,5 +1,6 @@
 # make demo    set up .venv, fetch a small real model, compare the methods on it
 # make test    set up .venv, run the tests
+# make test-thorough   all cases: every method where `make test` takes one of a kind, and what is pinned
 # make check   linters, types, import rules, tests, a few of them as on another machine
 # make test-variations   the tests as on other machines: vector instructions, threads, unwritten memory that holds NaN
 # make docs    build docs/ as a site in build/site; to search it: python -m http.server -d build/site
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvsketch-installed
 CPU_TORCH := 2.13.0
 
-.PHONY: demo test test-variations test-one-variation check lint docs wheel-check test-vllm test-ray wheel-test clean
+.PHONY: demo test test-thorough test-variations test-one-variation check lint docs wheel-check test-vllm test-ray wheel-test clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -31,6 +32,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/kvsketch models pull smollm2-135m
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+test-thorough:
+	$(MAKE) --no-print-directory test ARGS='-m "thorough or not thorough" $(ARGS)'
 
 # Vector instructions of torch ("native": those of this machine), then threads. Memory that nobody wrote holds NaN.
 VARIATIONS := native-1 native-2 avx2-1 avx2-2 default-1 default-2
@@ -42,7 +46,7 @@ test-variations: $(VARIATIONS:%=test-as-%)
 
 # The commit's hash chooses which, and the touchy tests are enough: it runs beside all others.
 test-one-variation: $(STAMP)
-	$(MAKE) --no-print-directory test-as-$(VARIATION) JOBS=0 ARGS="$(TOUCHY) -m touchy -q"
+	$(MAKE) --no-print-directory test-as-$(VARIATION) JOBS=0 ARGS="$(TOUCHY) -m \"touchy and not thorough\" -q"
 
 test-as-%: $(STAMP)
 	$(BIN)/kvsketch models pull smollm2-135m

@@ -15,7 +15,7 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.slots.table import ExactTable
 from tests.helpers import zoo
-from tests.helpers.common import FED, generate, held, padded, require_angles, with_budget
+from tests.helpers.common import FED, generate, held, padded, require_angles, thinned, with_budget
 
 METHODS = list(FED)
 BOUNDED = [n for n, m in FED.items() if m.family in ("evict", "summarise")]
@@ -103,7 +103,7 @@ def test_a_row_alone_equals_that_row_in_a_left_padded_batch(name: str) -> None:
 
 @pytest.mark.touchy
 @pytest.mark.parametrize(
-    "method", [*(n for n in METHODS if n != "full"), *SHARED, "quest:page=4", "clusterkv:recluster=8"]
+    "method", thinned([*(n for n in METHODS if n != "full"), *SHARED, "quest:page=4", "clusterkv:recluster=8"])
 )
 def test_a_row_that_outgrows_its_budget_beside_a_longer_one(method: str) -> None:
     """Rows that fit the budget when they begin, and one that does not, each as it is alone at every step."""
@@ -122,7 +122,7 @@ def test_a_row_that_outgrows_its_budget_beside_a_longer_one(method: str) -> None
             torch.testing.assert_close(a[i], b[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", [*METHODS, *SHARED])
+@pytest.mark.parametrize("name", thinned([*METHODS, *SHARED]))
 def test_beams_reorder_everything(name: str) -> None:
     """Each returned beam must equal its own text replayed alone through a cache of the same method."""
     model, ids = zoo.build("llama"), zoo.tokens(1, 40)

@@ -25,7 +25,7 @@ from kvsketch.decode import captured as decoding
 from kvsketch.methods.clusterkv import clusters
 from kvsketch.slots import heads as parallel
 from tests.helpers import zoo
-from tests.helpers.common import FED, generate, padded, with_budget
+from tests.helpers.common import FED, generate, padded, thinned, with_budget
 
 # Layers that decide together meet on one device, which homes do not allow.
 ALONE = [name if name != "rehearse" else "rehearse:share=layer:refit=none" for name in FED]
@@ -108,7 +108,7 @@ def run(model: Any, method: str) -> tuple[Any, CompressedCache]:
     return tokens.tolist(), cache
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS))
 def test_no_computation_mixes_layers(method: str) -> None:
     model = zoo.build("llama")
     expected, _ = run(model, method)

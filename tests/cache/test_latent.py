@@ -22,7 +22,7 @@ from kvsketch.methods import parse_method
 from kvsketch.slots.heads import head_share
 from tests.cache.test_tensor_parallel import Mesh
 from tests.helpers import zoo
-from tests.helpers.common import generate, held, padded, with_budget
+from tests.helpers.common import generate, held, padded, thinned, with_budget
 from tests.serve.test_engine import AsksNothing
 
 YARN = {
@@ -146,7 +146,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return result
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS))
 @pytest.mark.parametrize(
     ("name", "bits"), [("v2", 16), ("v2", 4), ("v3 with whole queries, yarn", 8), ("v3 rotated by halves", 2)]
 )

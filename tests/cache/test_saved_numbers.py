@@ -16,7 +16,7 @@ from kvsketch.slots.checks import require_ranges, require_shapes
 from kvsketch.slots.table import SlotTable
 from tests.cache.test_saving import RECALL, VARIANTS, read, step
 from tests.helpers import zoo
-from tests.helpers.common import padded
+from tests.helpers.common import padded, thinned
 
 MORE = [
     "balancekv:budget=24:sinks=2:recent=4:form=stream:block=8",
@@ -41,7 +41,7 @@ def altered(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor
     return target
 
 
-@pytest.mark.parametrize("method", [*VARIANTS, *MORE])
+@pytest.mark.parametrize("method", thinned([*VARIANTS, *MORE]))
 def test_numbers_that_point_to_nothing_are_refused(method: str, tmp_path: Path) -> None:
     model = zoo.build("llama")
     cache, _ = read(model, method, 11, [0, 7])
@@ -112,7 +112,7 @@ def test_tables_that_do_not_hold_together_are_refused(forgery: str, tmp_path: Pa
         CompressedCache.load(tmp_path / "forged.kvs", model)
 
 
-@pytest.mark.parametrize("method", [*VARIANTS, *MORE])
+@pytest.mark.parametrize("method", thinned([*VARIANTS, *MORE]))
 def test_every_state_of_a_cache_is_in_range(method: str) -> None:
     """Steps, several tokens, drafts taken back in part, beams, and tables bounded before they are full."""
     model = zoo.build("llama")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +14,19 @@ from kvsketch.cache.repetition import repeats
 
 # Methods for which forwards of the model are enough, without `cache.replay`.
 FED = {name: method for name, method in kvsketch.METHODS.items() if not repeats(method())}
+
+# One method for each kind of table: exact, scored, weighted, recalled, heads that differ, tokens that wait.
+KINDS = ("full", "h2o", "subgen", "quest", "rehearse", "kvzip")
+
+
+def thinned(cases: Iterable[Any]) -> list[Any]:
+    """Cases that begin with a method: the usual run takes those of `KINDS`, `make test-thorough` all of them."""
+    result = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        usual = values[0].split(":")[0] in KINDS or "share=" in values[0]
+        result.append(pytest.param(*values, marks=() if usual else pytest.mark.thorough))
+    return result
 
 
 def generate(model: Any, ids: torch.Tensor, cache: Any, **kwargs: Any) -> Any:

@@ -76,6 +76,7 @@ def read(model: Any, method: str, way: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["whole", "chunks"])
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_kept_and_said_is_what_it_was(method: str, way: str) -> None:

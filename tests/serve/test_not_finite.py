@@ -18,7 +18,7 @@ from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Request
 from kvsketch.slots.codes import NotFinite
 from tests.helpers import zoo
-from tests.helpers.common import with_budget
+from tests.helpers.common import thinned, with_budget
 
 METHODS = [
     *(with_budget(name, 16) for name, method in kvsketch.METHODS.items() if not method.budget_is_mean),
@@ -102,7 +102,7 @@ def test_the_model_overflows_for_one_token_alone() -> None:
         assert logits[[0, 2]].argmax(-1).eq(OVERFLOWS).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS))
 def test_a_request_whose_activations_are_not_finite_harms_no_other(method: str, start: Any) -> None:
     """Others are served before, beside and after it, in its row and in those next to it."""
     asked = [Request(prompt(i, n), count) for i, (n, count) in enumerate([(66, 30), (75, 14), (65, 9), (80, 20)])]
