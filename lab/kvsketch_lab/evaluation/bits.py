@@ -215,9 +215,9 @@ class Texts:
         return time.perf_counter()
 
 
-def divergence(exact: Tensor, result: Tensor) -> float:
+def divergence(exact: Tensor, other: Tensor) -> float:
     """Mean over tokens of KL(exact || found) in nats, from logits [n, V]."""
-    p, q = exact.log_softmax(-1), result.log_softmax(-1)
+    p, q = exact.log_softmax(-1), other.log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 

@@ -37,11 +37,11 @@ def sentences(seed: int, chance: random.Random, tokens: int) -> list[str]:
     return texts.sentences(texts.CHARACTERS_PER_TOKEN * tokens, chance, messages(seed))
 
 
-def hide(result: Sequence[str], hidden: Sequence[Hidden]) -> str:
+def hide(lines: Sequence[str], hidden: Sequence[Hidden]) -> str:
     """The sentences as one text with others hidden among them."""
-    parts = list(result)
+    parts = list(lines)
     for each in sorted(hidden, key=lambda each: -each.depth):
-        parts.insert(round(each.depth * len(result)), each.sentence.rstrip() + " ")
+        parts.insert(round(each.depth * len(lines)), each.sentence.rstrip() + " ")
     return "".join(parts).rstrip()
 
 

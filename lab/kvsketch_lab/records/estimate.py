@@ -106,8 +106,8 @@ def mean_text(values: Sequence[float], texts: Iterable[Hashable], digits: int = 
     return interval_text(mean_over_texts(values, texts), f".{digits}f") if len(values) else "-"
 
 
-def interval_text(result: Estimate, form: str = ".2f") -> str:
+def interval_text(estimate: Estimate, form: str = ".2f") -> str:
     """`0.86 [0.76, 0.94]`, or the value alone."""
-    if result.low is None or result.high is None:
-        return f"{result.value:{form}}"
-    return f"{result.value:{form}} [{result.low:{form}}, {result.high:{form}}]"
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:{form}}"
+    return f"{estimate.value:{form}} [{estimate.low:{form}}, {estimate.high:{form}}]"

@@ -20,10 +20,10 @@ COLOURS = ("#1b6ca8", "#c8553d")
 RIVALS = ("sdpa flash", "sdpa cudnn")
 
 
-def draw(result: Sequence[Record]) -> Iterator[tuple[str, Any]]:
+def draw(records: Sequence[Record]) -> Iterator[tuple[str, Any]]:
     """The figures that the records allow, by name."""
     for name, kind, make in (("decode", "decode", _decode), ("kernels", "kernel", _kernels)):
-        data = [record["data"] for record in result if record["kind"] == kind]
+        data = [record["data"] for record in records if record["kind"] == kind]
         if data:
             yield name, make(data)
 

@@ -417,23 +417,23 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
 ]
 
 
-def page(result: Sequence[Record]) -> str:
+def page(records: Sequence[Record]) -> str:
     """The whole page from the records of benchmarks."""
     parts: list[str] = []
     for title, kind, text, make in SECTIONS:
-        data = [record["data"] for record in result if record["kind"] == kind]
+        data = [record["data"] for record in records if record["kind"] == kind]
         if data:
             parts += [f"## {title}", text, make(data)]
     known = {kind for _, kind, _, _ in SECTIONS}
     told = "A command runs at its commit; `python -m kvsketch.benchmark.NAME` is `kvsketch bench NAME` at later ones."
-    machines = _machines([record for record in result if record["kind"] in known])
+    machines = _machines([record for record in records if record["kind"] in known])
     parts += ["## Where the numbers come from", told, machines]
     return "\n\n".join(parts)
 
 
-def _machines(result: Sequence[Record]) -> str:
+def _machines(records: Sequence[Record]) -> str:
     rows = {}
-    for record in result:
+    for record in records:
         versions, machine = record.get("versions") or {}, record.get("machine") or {}
         named = (f"{name} {versions.get(name)}" for name in ("torch", "triton", "transformers"))
         rows[record.get("command")] = (

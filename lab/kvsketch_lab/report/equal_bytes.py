@@ -84,23 +84,23 @@ def cells_of(own: Iterable[Record]) -> list[Cell]:
     return comparable(_in_one_column([_cell(key, members) for key, members in sorted(groups.items())]))
 
 
-def _in_one_column(result: Sequence[Cell]) -> list[Cell]:
+def _in_one_column(measured: Sequence[Cell]) -> list[Cell]:
     """The same, with what a method takes on all tasks: one that takes no budget stands in one column."""
     taken: dict[tuple[str, str, str], list[float]] = {}
-    for cell in result:
+    for cell in measured:
         taken.setdefault((cell.model, cell.method, cell.budget), []).append(cell.bytes)
-    return [replace(cell, typical=mean(taken[cell.model, cell.method, cell.budget])) for cell in result]
+    return [replace(cell, typical=mean(taken[cell.model, cell.method, cell.budget])) for cell in measured]
 
 
-def comparable(result: Sequence[Cell]) -> list[Cell]:
+def comparable(measured: Sequence[Cell]) -> list[Cell]:
     """Those that were asked about as much as the full cache, nearly."""
-    full = {(cell.model, cell.task): cell for cell in result if cell.method == FULL}
+    full = {(cell.model, cell.task): cell for cell in measured if cell.method == FULL}
 
     def is_comparable(cell: Cell) -> bool:
         reference = full.get((cell.model, cell.task), cell)
         return 3 * cell.questions >= reference.questions and len(missing(cell, reference)) <= 1
 
-    return [cell for cell in result if is_comparable(cell)]
+    return [cell for cell in measured if is_comparable(cell)]
 
 
 def missing(cell: Cell, reference: Cell) -> list[str]:
@@ -183,9 +183,9 @@ def task_order(task: str) -> tuple[int, float]:
     return names.index(name), float(size.replace(",", ""))
 
 
-def tables(result: Sequence[Cell], model: str) -> str:
+def tables(measured: Sequence[Cell], model: str) -> str:
     """A table for each share of the bytes: a row for each method and way to ask, a column for each task."""
-    own = [cell for cell in result if cell.model == model]
+    own = [cell for cell in measured if cell.model == model]
     tasks = sorted({cell.task for cell in own}, key=task_order)
     parts = []
     for share in SHARES:
@@ -198,9 +198,9 @@ def tables(result: Sequence[Cell], model: str) -> str:
     return "\n\n".join(parts)
 
 
-def _rows(result: Sequence[Cell], tasks: Sequence[str], full: dict[str, Cell]) -> list[list[str]]:
+def _rows(measured: Sequence[Cell], tasks: Sequence[str], full: dict[str, Cell]) -> list[list[str]]:
     by: dict[tuple[str, str], dict[str, Cell]] = {}
-    for cell in result:
+    for cell in measured:
         by.setdefault((cell.method, cell.question), {})[cell.task] = cell
     # The question makes no difference to perplexity, so its cells join the row of unseen questions.
     return [
@@ -214,11 +214,11 @@ def _rows(result: Sequence[Cell], tasks: Sequence[str], full: dict[str, Cell]) -
     ]
 
 
-def _held(result: Iterable[Cell]) -> str:
+def _held(measured: Iterable[Cell]) -> str:
     """The share of the bytes when a text is compressed. Losses do not tell: they are measured while tokens are
     generated, which take room besides.
     """
-    answers = [cell.bytes for cell in result if not cell.task.startswith(LOSSES)]
+    answers = [cell.bytes for cell in measured if not cell.task.startswith(LOSSES)]
     return f"{mean(answers):.1%}" if answers else ""
 
 
@@ -234,9 +234,9 @@ def _title(task: str) -> str:
     return f"{task} tokens" if not task.startswith("lines") else task
 
 
-def short_table(result: Sequence[Cell], model: str) -> str:
+def short_table(measured: Sequence[Cell], model: str) -> str:
     """README's: right answers to unseen questions by share of the bytes, a row for each method."""
-    own, tasks = _short(result, model), short_tasks(result, model)
+    own, tasks = _short(measured, model), short_tasks(measured, model)
     full = {cell.task: cell for cell in own if cell.method == FULL}
     values = {}
     for cell in own:
@@ -256,9 +256,9 @@ def short_table(result: Sequence[Cell], model: str) -> str:
     return blocks.table(["share of the full cache's bytes", "all", *SHARES], rows)
 
 
-def short_note(result: Sequence[Cell], model: str) -> str:
+def short_note(measured: Sequence[Cell], model: str) -> str:
     """What a star in README's table means; empty where there is none."""
-    own = _short(result, model)
+    own = _short(measured, model)
     full = {cell.task: cell for cell in own if cell.method == FULL}
     lacking = {name: cell for cell in own if cell.task in full for name in missing(cell, full[cell.task])}
     return "; ".join(
@@ -267,13 +267,13 @@ def short_note(result: Sequence[Cell], model: str) -> str:
     )
 
 
-def short_tasks(result: Sequence[Cell], model: str) -> list[str]:
+def short_tasks(measured: Sequence[Cell], model: str) -> list[str]:
     """The tasks of README's table."""
-    return sorted({cell.task for cell in _short(result, model)}, key=task_order)
+    return sorted({cell.task for cell in _short(measured, model)}, key=task_order)
 
 
-def _short(result: Sequence[Cell], model: str) -> list[Cell]:
-    return [cell for cell in result if cell.model == model and cell.question == "unseen" and cell.task in SHORT]
+def _short(measured: Sequence[Cell], model: str) -> list[Cell]:
+    return [cell for cell in measured if cell.model == model and cell.question == "unseen" and cell.task in SHORT]
 
 
 def _is_ours(method: str) -> bool:
@@ -285,10 +285,10 @@ def _known(values: dict[tuple[str, str, str], str], method: str, share: str, tas
     return known if set(known) != {"-"} else []
 
 
-def least_questions(result: Sequence[Cell], model: str) -> str:
+def least_questions(measured: Sequence[Cell], model: str) -> str:
     """The fewest questions behind an answer of the tables; tasks that were asked far less are named."""
     least: dict[str, int] = {}
-    for cell in result:
+    for cell in measured:
         if cell.model == model and not cell.task.startswith(LOSSES):
             least[cell.task] = min(cell.questions, least.get(cell.task, cell.questions))
     many = {task: count for task, count in least.items() if 3 * count >= max(least.values())}
@@ -300,14 +300,14 @@ def least_questions(result: Sequence[Cell], model: str) -> str:
 # the picture
 
 
-def has_picture(result: Sequence[Cell], model: str) -> bool:
+def has_picture(measured: Sequence[Cell], model: str) -> bool:
     """Whether `picture` has something to draw."""
-    return any(cell.model == model and cell.task in DRAWN for cell in result)
+    return any(cell.model == model and cell.task in DRAWN for cell in measured)
 
 
-def picture(result: Sequence[Cell], model: str) -> Any | None:
+def picture(measured: Sequence[Cell], model: str) -> Any | None:
     """Right answers to unseen questions against measured bytes, a panel for each task; None without two points."""
-    own = [cell for cell in result if cell.model == model and cell.question == "unseen" and cell.task in DRAWN]
+    own = [cell for cell in measured if cell.model == model and cell.question == "unseen" and cell.task in DRAWN]
     tasks = sorted({cell.task for cell in own if cell.method != FULL}, key=task_order)
     if not tasks:
         return None

@@ -24,16 +24,16 @@ class Forward:
     mask_free: bool = False  # single tokens without a mask: a bounded table holds no padding
     short_mask: bool = False  # all tables are bounded, and single tokens come without a mask
     aside: Any = None  # side stream to compress on (decode.captured.Aside); None: the current one
-    result: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict, repr=False)  # in the mask, by name
+    looked_up: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict, repr=False)  # in the mask, by name
 
     def once(self, name: str, mask: Any, seen: int, find: Callable[[], T]) -> T:
         """What `find` finds in a mask after so many tokens: layers share it, and the device is asked once."""
         if mask is None:
             return find()
         state = seen, mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0
-        known = self.result.get(name)
+        known = self.looked_up.get(name)
         if known is None or known[0]() is not mask or known[1] != state:
-            known = self.result[name] = weakref.ref(mask), state, find()
+            known = self.looked_up[name] = weakref.ref(mask), state, find()
         answer: T = known[2]
         return answer
 

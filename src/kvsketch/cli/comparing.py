@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 LEFT = ("method", "answer")  # columns of text; the others are numbers
 
 
-def with_progress(result: Iterable[Compared], methods: Sequence[Any]) -> list[Compared]:
+def with_progress(compared: Iterable[Compared], methods: Sequence[Any]) -> list[Compared]:
     """The rows, with a bar that names the method at work."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     rows: list[Compared] = []
     with Progress(*columns, console=remarks(), transient=True) as progress:
         task = progress.add_task(str(methods[0]), total=len(methods))
-        for row in result:
+        for row in compared:
             rows.append(row)
             progress.update(task, advance=1, description=str(methods[min(len(rows), len(methods) - 1)]))
     return rows

@@ -116,8 +116,8 @@ def _assemble(tokenizer: PreTrainedTokenizerBase, sentences: list[str], passkey:
     return PasskeyDocument(text, passkey, QUESTION, prompt["input_ids"])
 
 
-def _length(result: PasskeyDocument) -> int:
-    return result.input_ids.shape[1]
+def _length(document: PasskeyDocument) -> int:
+    return document.input_ids.shape[1]
 
 
 def _sentence_at(sentences: list[str], depth: float) -> int:
