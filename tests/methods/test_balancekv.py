@@ -107,6 +107,76 @@ def test_neither_the_older_nor_the_newer_of_a_pair_is_favoured() -> None:
     assert int((table.index_slots() == 2).sum()) == 400 - older
 
 
+# what the walk is told
+
+
+def kept(method: BalanceKV, keys: Tensor, values: Tensor, scale: float = SCALE) -> Tensor:
+    """The tokens that stay of a prompt, [B, H, S]."""
+    table = ExactTable(0, 1)
+    table.scale = scale
+    table.append(keys, values)
+    method.compress(table, torch.zeros(keys.shape[0], 2 * keys.shape[1], keys.shape[2], keys.shape[3]))
+    return table.index_slots()
+
+
+def prompt(count: int = 200, size: int = 16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    keys, values = (torch.randn(1, 2, count, size, generator=generator, dtype=torch.float64) for _ in range(2))
+    return keys.float(), values.float()
+
+
+def halving(**options: Any) -> BalanceKV:
+    return BalanceKV(budget=100, sinks=0, recent=0, block=64, **options)
+
+
+def test_equal_keys_with_opposite_values_are_split_by_their_values() -> None:
+    """v, -v, v, -v: by keys alone every second token would stay, and their sum would be far from that of all."""
+    keys, values = torch.ones(1, 2, 200, 16), torch.ones(1, 2, 200, 16)
+    values[:, :, 1::2] = -1
+    odd = kept(halving(count_term=0.0), keys, values) % 2
+    assert ((odd.float().mean(-1) - 0.5).abs() < 0.05).all()
+
+
+def test_a_temperature_is_a_scale_of_the_keys() -> None:
+    keys, values = prompt()
+    warm = kept(halving(temp=0.25), keys, values)
+    assert torch.equal(warm, kept(halving(), keys / 2, values))
+    assert not torch.equal(warm, kept(halving(), keys, values))
+
+
+def test_a_common_part_of_the_keys_needs_the_center() -> None:
+    keys, values = prompt()
+    # Sums with powers of two are exact: what is left after the mean is taken off does not depend on rounding.
+    keys = (keys * 64).round() / 64
+    shifted = keys + torch.full((16,), 8.0)
+    assert torch.equal(kept(halving(center=True), shifted, values), kept(halving(center=True), keys, values))
+    assert not torch.equal(kept(halving(center=False), shifted, values), kept(halving(center=False), keys, values))
+
+
+def test_a_count_term_is_one_more_coordinate_of_the_values() -> None:
+    keys, values = prompt()
+    longer = torch.cat([values, torch.full((1, 2, 200, 1), 0.5)], -1)
+    counted = kept(halving(count_term=0.25), keys, values)
+    assert torch.equal(counted, kept(halving(count_term=0.0), keys, longer))
+    assert not torch.equal(counted, kept(halving(count_term=0.0), keys, values))
+
+
+def test_a_second_halving_is_told_the_weights_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, values = prompt(256)
+    walk, told = ops.balance_walk, []
+
+    def listening(*args: Any, weights: Tensor | None = None, **options: Any) -> Tensor:
+        told.append(weights)
+        return walk(*args, weights=weights, **options)
+
+    monkeypatch.setattr(ops, "balance_walk", listening)
+    kept(halving(rounds=2, den_weight="pow2"), keys, values)
+    assert told[0] is None
+    # Beside the common factor of the first halving the tokens weigh one or two.
+    apart = (told[1] / told[1].amin(-1, keepdim=True)).log2()
+    assert apart.max() > 0.5
+
+
 # prefill
 
 
