@@ -318,3 +318,15 @@ def test_slots_in_few_bits_lie_cluster_by_cluster(
 def test_bad_values_are_named(text: str) -> None:
     with pytest.raises(ValueError, match=text.split(":")[1]):
         kvsketch.parse_method(text)
+
+
+def test_more_rounds_of_k_means_make_tighter_clusters() -> None:
+    def spread(rounds: int) -> float:
+        """The mean cosine of keys to the mean direction of their cluster."""
+        run = Run(ClusterKV(**{**SMALL, "tokens_per_cluster": 40, "rounds": rounds}), 800)
+        units = torch.nn.functional.normalize(run.keys[0, 0].double(), dim=-1)
+        near = [units[tokens] @ torch.nn.functional.normalize(units[tokens].mean(0), dim=0)
+                for tokens in run.clusters(0, 0)]  # fmt: skip
+        return float(torch.cat(near).mean())
+
+    assert spread(1) + 0.005 < spread(4) and spread(4) < spread(20) + 0.005
