@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from typing import Any
 
@@ -105,3 +106,27 @@ def test_nothing_waits_for_the_garbage_collector(method: str, prefill: str, monk
         assert table() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("method", ["h2o:budget=16", "snapkv:budget=16:share=model:bits=4", "rehearse:budget=50%"])
+def test_bytes_may_be_asked_for_while_a_table_changes(method: str) -> None:
+    """A server tells the bytes of its caches from another thread, at any line of a method."""
+    model = zoo.build("llama", num_hidden_layers=1)
+    cache, asked = CompressedCache(model, method), 0
+
+    def ask(frame: Any, event: str, value: Any) -> Any:
+        nonlocal asked
+        if not frame.f_code.co_filename.endswith("slots/table.py"):
+            return None
+        if event == "line":
+            sys.settrace(None)
+            asked += cache.device_bytes > 0
+            sys.settrace(ask)
+        return ask
+
+    sys.settrace(ask)
+    try:
+        kvsketch.prefill(model, zoo.tokens(1, 90), cache)
+    finally:
+        sys.settrace(None)
+    assert asked > 20

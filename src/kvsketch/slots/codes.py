@@ -48,6 +48,11 @@ class PlainSlots:
     read: Tensor  # what kernels read
 
     @property
+    def empty(self) -> bool:
+        """Whether there is no row: no token has come."""
+        return len(self.read) == 0
+
+    @property
     def shape(self) -> torch.Size:
         return self.read.shape
 
@@ -155,6 +160,10 @@ class SlotCodes(CodedSlots):
     @property
     def device(self) -> torch.device:
         return self.steps.device
+
+    @property
+    def empty(self) -> bool:
+        return len(self.steps) == 0
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -159,7 +159,7 @@ class Contents(Place):
     def empty(self) -> bool:
         """True before the first token."""
         keys = self.keys  # before the state: another thread, which measures bytes, may look while they change
-        return self.exact and keys.shape[0] == 0
+        return self.exact and keys.empty
 
     @property
     def device(self) -> torch.device:
