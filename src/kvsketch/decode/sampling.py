@@ -34,7 +34,8 @@ def unsupported(processors: Sequence[Any], criteria: Sequence[Any]) -> list[str]
     """Names of logits processors and stopping criteria that a captured step cannot follow."""
     known = STATELESS + OF_HISTORY + OF_LENGTH
     names = [type(p).__name__ for p in processors if type(p).__name__ not in known]
-    names += [type(p).__name__ for p in processors if getattr(p, "prompt_ignore_length", None)]
+    ignored = [(p, getattr(p, "prompt_ignore_length", None)) for p in processors]
+    names += [type(p).__name__ for p, length in ignored if isinstance(length, Tensor) or length]
     return names + [type(c).__name__ for c in criteria if type(c).__name__ not in STOPPING]
 
 
