@@ -27,6 +27,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
         num_key_value_heads=8, head_dim=64, max_position_embeddings=1 << 21, rope_theta=5e5, tie_word_embeddings=True,
     ),
+    "llama-2-7b": dict(
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, head_dim=128, max_position_embeddings=1 << 21,
+    ),
     "tiny": dict(
         vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=1 << 21,
