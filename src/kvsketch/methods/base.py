@@ -225,7 +225,7 @@ class BudgetedMethod(Method):
         recent = Size.parse(self.recent, f"{self.name}: recent", smallest=0)
         self._set("budget", budget)
         self._set("recent", recent)
-        self._require("sinks", isinstance(self.sinks, int) and self.sinks >= 0, "a whole number of tokens, 0 or more")
+        self._require_whole("sinks", least=0, unit="tokens")
         self._require("seed", isinstance(self.seed, int), "a whole number")
         if budget.tokens is not None:
             least = self.sinks + max(1, recent.of(budget.tokens))

@@ -279,11 +279,6 @@ class WaitingMethod(BudgetedMethod):
         """The tokens of a table that wait."""
         return Queue(self, table)
 
-    def _require_tokens(self, *names: str) -> None:
-        for name in names:
-            tokens = getattr(self, name)
-            self._require(name, isinstance(tokens, int) and tokens >= 64, "a whole number of tokens, 64 or more")
-
     # one layer after a forward
 
     def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
