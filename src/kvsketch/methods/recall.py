@@ -54,13 +54,9 @@ class RecallingMethod(Method, ABC):
         super().__post_init__()
         budget = Size.parse(self.budget, f"{self.name}: budget")
         self._set("budget", budget)
-        for name in ("sinks", "skip_layers"):
-            value = getattr(self, name)
-            self._require(name, isinstance(value, int) and value >= 0, "a whole number, 0 or more")
+        self._require_whole("sinks", "skip_layers", least=0)
         self._require("seed", isinstance(self.seed, int), "a whole number")
-        self._require(
-            "keep_steps", isinstance(self.keep_steps, int) and self.keep_steps >= 1, "a whole number, 1 or more"
-        )
+        self._require_whole("keep_steps", unit="steps")
         if budget.tokens is not None and budget.tokens <= self.sinks:
             raise ValueError(f"{self.name}: budget={budget} leaves nothing beside {self.sinks} sinks; use more")
 

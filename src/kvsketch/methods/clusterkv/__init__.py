@@ -58,9 +58,7 @@ class ClusterKV(RecallingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("tokens_per_cluster", "rounds", "recluster", "recluster_into"):
-            value = getattr(self, name)
-            self._require(name, isinstance(value, int) and value >= 1, "a whole number, 1 or more")
+        self._require_whole("tokens_per_cluster", "rounds", "recluster", "recluster_into")
 
     @property
     def tail_tokens(self) -> int:
