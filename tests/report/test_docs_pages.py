@@ -127,6 +127,23 @@ def test_a_number_is_asked_for_by_kind_formula_and_selection(tmp_path: Path) -> 
     assert numbers.values("decode", "step_ms", method="c") == [] == numbers.values("nothing/", "mean")
 
 
+def test_steps_of_other_shapes_and_prompts_stay_apart(tmp_path: Path) -> None:
+    """The page on benchmarks compares steps of one shape after its longest prompt; a paper may ask for any."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "results" / "eval").mkdir(parents=True)
+    common = {"method": "full", "batch": 1, "floor_ms": None, "cache_bytes": 1, "failed": None}
+    common |= {"p10_ms": 1.0, "p90_ms": 1.0}
+    places = [("llama-3.1-8b", 32768, 5.0), ("llama-3.1-8b", 8192, 4.0), ("llama-2-7b", 65536, 9.0)]
+    made = [record("decode", {**common, "shape": s, "prompt": p, "step_ms": ms}) for s, p, ms in places]
+    write(tmp_path / "results" / "decode.jsonl", made)
+    numbers = docs.Numbers(tmp_path)
+    assert numbers.values("decode", "step_ms") == [5.0]
+    assert numbers.values("decode_all", "step_ms") == [5.0, 4.0, 9.0]
+    assert numbers.values("decode_all", "step_ms", shape="llama-2-7b") == [9.0]
+    page = benchmarks.page(made)
+    assert "| 1 | `full` | 5.00 |" in page and "| 1 | `full` | 9.00 |" not in page
+
+
 def test_how_numbers_are_written() -> None:
     assert docs.number([0.5, 1.0], ".1f") == "0.5" and docs.number([], ".1f") == docs.average([], "d") == "not measured"
     assert docs.span([2.0, 1.0, 1.5], ".0f") == "1 to 2" and docs.span([2.01, 2.02], ".1f") == "2.0"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvsketch_lab.records import Record
+from kvsketch_lab.report.benchmarks import DYNAMIC, usual_steps
 from kvsketch_lab.report.canvas import WIDEST, line_style, new_figure
 from kvsketch_lab.report.palette import looks, without_budget
 
@@ -29,12 +30,11 @@ def draw(records: Sequence[Record]) -> Iterator[tuple[str, Any]]:
 
 
 def _decode(data: list[Data]) -> Any:
-    last = {(d["method"], d["batch"], d["prompt"]): d for d in data if d["step_ms"]}
+    last = {(d["method"], d["batch"]): d for d in usual_steps(data) if d["step_ms"] and d["method"] != DYNAMIC}
     longest = max(d["prompt"] for d in last.values())
     methods: dict[str, list[Data]] = {}
     for d in sorted(last.values(), key=lambda d: d["batch"]):
-        if d["prompt"] == longest:
-            methods.setdefault(d["method"], []).append(d)
+        methods.setdefault(d["method"], []).append(d)
     figure, (left, right) = new_figure(WIDEST, 5.2, 1, 2)
     shown = looks(without_budget(method) for method in methods)
     for method, line in methods.items():

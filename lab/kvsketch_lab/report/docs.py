@@ -49,9 +49,9 @@ from kvsketch_lab.report.rows import Row, is_overall
 BLOCK = re.compile(r"(<!-- kvsketch report --docs: (\w+)(?: (\w+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BIG = "qwen2.5-coder-1.5b (bfloat16)"
 NOTHING = "not measured"
-EQUAL_BYTES, ERRORS, KERNELS = "equal_bytes", "errors", "kernel_sizes"
+EQUAL_BYTES, ERRORS, KERNELS, DECODE, ALL_STEPS = "equal_bytes", "errors", "kernel_sizes", "decode", "decode_all"
 # Of benchmarks, what the last record of counts; elsewhere of each method.
-REPEATED = {"decode": ("method", "batch"), "stream": ("method", "tokens"), "kvpress": ("press",)}
+REPEATED = {DECODE: ("shape", "prompt", "method", "batch"), "stream": ("method", "tokens"), "kvpress": ("press",)}
 
 
 def write(root: Path, methods: Sequence[Mapping[str, Any]]) -> list[Path]:
@@ -132,7 +132,8 @@ class Numbers:
         """The measurements of a kind whose fields are as `where` says: each the value given, or one of a list.
 
         A kind is an experiment of `kinds.KINDS` (fields of `Row`), "equal_bytes" (of its `Cell`), "errors" (of the page
-        on recall), a kind of benchmark (the data of its last records), or a folder of results/ such as "positions/".
+        on recall), a kind of benchmark (the data of its last records; of "decode" those that the page on benchmarks
+        compares, of "decode_all" those of all shapes and prompts), or a folder of results/ such as "positions/".
         """
         wanted = {name: value if isinstance(value, (list, tuple)) else [value] for name, value in where.items()}
         return [each for each in self._measured(kind) if all(each.get(name) in wanted[name] for name in wanted)]
@@ -160,8 +161,12 @@ class Numbers:
             return [{**vars(cell), "column": cell.column, "mean": cell.value.value} for cell in self.at_equal_bytes]
         if kind.endswith("/"):
             return [{**record["data"], "kind": record["kind"]} for record in latest(self.records(kind[:-1]))]
-        data = [record["data"] for record in self.benchmarks if record["kind"] == kind.partition("_sizes")[0]]
-        return benchmarks.sizes(data) if kind == KERNELS else benchmarks.last(data, *REPEATED.get(kind, ("method",)))
+        own = re.sub("_(sizes|all)$", "", kind)
+        data = [record["data"] for record in self.benchmarks if record["kind"] == own]
+        if kind == KERNELS:
+            return benchmarks.sizes(data)
+        counted = benchmarks.usual_steps(data) if kind == DECODE else data
+        return benchmarks.last(counted, *REPEATED.get(own, ("method",)))
 
     def words(self, name: str, about: str | None = None) -> str:
         """A template, filled in; `about`: the method that it speaks of."""

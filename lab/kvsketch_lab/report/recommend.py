@@ -9,6 +9,7 @@ from typing import Any
 
 from kvsketch.advice import QUESTIONS, Advice, Measured
 from kvsketch_lab.records import Record, mean
+from kvsketch_lab.report.benchmarks import SHAPE
 from kvsketch_lab.report.equal_bytes import FULL, LOSSES, Cell, cells_of, held_out, same_tasks
 from kvsketch_lab.report.palette import without_budget
 
@@ -87,7 +88,8 @@ def _step_times(records: Iterable[Record]) -> dict[str, tuple[float, str]]:
     result: dict[str, tuple[int, float, str]] = {}
     for record in records:
         data: dict[str, Any] = record["data"]
-        if record["kind"] != "decode" or data.get("batch") != 1 or not data.get("step_ms"):
+        timed = record["kind"] == "decode" and data.get("batch") == 1 and data.get("step_ms")
+        if not timed or data.get("shape", SHAPE) != SHAPE:
             continue
         name, prompt = without_budget(str(data["method"])), int(data["prompt"])
         if name not in result or prompt >= result[name][0]:
