@@ -15,7 +15,7 @@ from kvsketch.methods.full import Full
 from kvsketch.methods.parameters import option
 from kvsketch.slots import codes, offloaded
 from kvsketch.slots.bytes import LayerShape
-from kvsketch.slots.state import Range, TableState, kept, number, per_row
+from kvsketch.slots.state import Range, TableState, number, overwritten, per_row
 from kvsketch.slots.table import SlotTable
 
 OFFLOADS = ("none", "host")
@@ -96,7 +96,7 @@ class RecallingMethod(Method, ABC):
         rows = cast(Size, self.budget).of(row_prompts(table))
         if isinstance(rows, Tensor):
             state = table.state_of(self.State)
-            state.budgets = kept(state.budgets, rows.flatten().int())
+            state.budgets = overwritten(state.budgets, rows.flatten().int())
 
     # the life of a token
 
@@ -148,7 +148,7 @@ class RecallingMethod(Method, ABC):
             hot = self.keep_steps * self.lists(queries.shape[1] // table.shape[1]) * self.rows_read(table)
             offloaded.offload(table, self.indexed_tokens(table), self.sinks, self.tail_tokens, hot)
 
-    def held_bytes(self, shape: LayerShape) -> int | None:
+    def stored_bytes(self, shape: LayerShape) -> int | None:
         if not self.selects(shape.table) or shape.tokens < self.budget_tokens(shape.table):
             return shape.everything() + 4 * shape.batch
         index = self.index_bytes(shape)
