@@ -26,6 +26,7 @@ from kvsketch.cache.streaming import prefill
 from kvsketch.decode import fused as fusion
 from kvsketch.decode.captured import WARM_UP_STEPS, aside, capture_stream, turn_of
 from kvsketch.decode.sampling import Draw
+from kvsketch.defaults import SEED
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.replay import sink_keys
@@ -94,7 +95,7 @@ class SharedRows:
         longest: int,
         *,
         memory: int | None = None,
-        seed: int = 0,
+        seed: int = SEED,
         fused: bool = True,
         documents: bool = False,
     ) -> None:
@@ -181,7 +182,7 @@ class SharedRows:
         return EqualRows([table.bounded for table in singles], rows, slots, clock), logits.shape[1]
 
     def slots_for(self, tokens: int) -> int:
-        """The most slots of the store that a row takes until it has seen so many tokens; 0 where rows are equal."""
+        """The most slots of the store that a row takes until it has seen `tokens` tokens; 0 where rows are equal."""
         if not self.store.slots:
             return 0
         if tokens not in self._slots_for:

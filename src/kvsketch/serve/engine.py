@@ -42,7 +42,7 @@ from kvsketch.cache.streaming import read_chunks
 from kvsketch.decode.captured import Step, impossible, turn_of
 from kvsketch.decode.sampling import NO_TOKEN, Draw
 from kvsketch.decode.shared import LONGEST, RowFailed, SharedRows, alone
-from kvsketch.defaults import CHUNK
+from kvsketch.defaults import CHUNK, SEED
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.serve.requests import EngineState, FinishReason, Likely, Request, Ticket, not_finite
@@ -172,7 +172,7 @@ class BatchedEngine:
     that of `usual_prefill` unless given, `chunk` and `seed` are those of `CompressedCache`: a greedy request gets the
     tokens of `kvsketch.generate` with such a cache. `documents`: those that requests name lie in the tables once for
     all of them, and a greedy request gets the tokens of `kvsketch.generate` with `document.continued()`; without it a
-    step has fewer launches and every row holds a copy. `apart` says why requests share no tables and take turns;
+    step has fewer launches and every row holds a copy. `alone` says why requests share no tables and take turns;
     empty: one step serves them all.
     """
 
@@ -188,7 +188,7 @@ class BatchedEngine:
         chunk: int = CHUNK,
         readers: int = 4,
         memory: int | None = None,
-        seed: int = 0,
+        seed: int = SEED,
         fused: bool = True,
         documents: bool = False,
     ) -> None:
@@ -203,9 +203,9 @@ class BatchedEngine:
             "rows": rows, "longest": longest, "memory": memory, "seed": seed, "fused": fused,
             "documents": documents,
         }  # fmt: skip
-        self.apart = alone(model, self.method) or ("one request at a time: rows=1" if rows == 1 else "")
+        self.alone = alone(model, self.method) or ("one request at a time: rows=1" if rows == 1 else "")
         self.rows, self.device = rows, torch.device(model.device)
-        self.longest = longest if self.apart else min(longest, LONGEST)
+        self.longest = longest if self.alone else min(longest, LONGEST)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._shared = self._new_shared()
@@ -471,7 +471,7 @@ class BatchedEngine:
         with turn_of(self.device):
             # A row that is too short for codes joins before its step is recorded, and is fused until then.
             short = run.cache.slot_layers[0].table.waits_for_codes
-            by_itself = self.apart or short or self._differs(run.cache)
+            by_itself = self.alone or short or self._differs(run.cache)
             if run.step is None and by_itself and impossible(self.model, run.cache, {}) is None:
                 left = run.ticket.request.max_new_tokens - run.launched
                 own: Any = OwnDraw(run.draw, run.mode)
@@ -561,7 +561,7 @@ class BatchedEngine:
             self._schedule.end()
 
     def _new_shared(self) -> SharedRows | None:
-        if self.apart:
+        if self.alone:
             return None
         shared = SharedRows(self.model, self.method, **self._shared_options)
         shared.warm_up()

@@ -141,7 +141,7 @@ class BalanceKV(BudgetedMethod):
             seed=self.seed,
         )  # fmt: skip
 
-    def held_bytes(self, shape: LayerShape) -> int | None:
+    def stored_bytes(self, shape: LayerShape) -> int | None:
         if self.form == "paper":
             return None
         streams, budget = self.form == "stream", self.budget_tokens(shape.table)
