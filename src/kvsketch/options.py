@@ -129,7 +129,8 @@ def _parameter(key: str, kind: type, many: bool, field: dataclasses.Field[Any]) 
     checks, default = field.metadata, field.default
     shown = "|".join(checks["choices"] or [SHOWN.get(kind, "")])
     shown = f"{shown},..." if many else f"[{shown}]" if checks["alone"] is not None else shown
-    asked = typer.Option(flag(key), help=checks["help"].replace("[", "\\["), metavar=None if kind is bool else shown)
+    names = f"{flag(key)}/{flag('no_' + key)}" if kind is bool and default else flag(key)
+    asked = typer.Option(names, help=checks["help"].replace("[", "\\["), metavar=None if kind is bool else shown)
     if kind is not bool and default is not dataclasses.MISSING:
         default = (
             ",".join(map(str, default))

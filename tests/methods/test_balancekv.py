@@ -469,7 +469,7 @@ def test_default_windows_shrink_with_a_small_budget() -> None:
         ("walk=lazy", "auto, greedy, random"),
         ("select=all", "weighted or strict"),
         ("den_weight=1", "same or pow2"),
-        ("block=1", "such as 256"),
+        ("block=1", "2 or more"),
         ("rounds=-1", "0 or more"),
         ("form=stream:rounds=2", "with form=block"),
         ("c=0", "positive number"),

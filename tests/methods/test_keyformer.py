@@ -174,7 +174,7 @@ def test_a_group_adds_the_scores_of_its_query_heads() -> None:
     ("text", "message"),
     [
         ({"tau_end": 0.0}, r"keyformer: tau_end=0.0 is not valid; use a temperature above 0"),
-        ({"horizon": 0}, r"keyformer: horizon=0 is not valid; use a number of tokens, 1 or more"),
+        ({"horizon": 0}, r"keyformer: horizon=0 is not valid; use a whole number of tokens, 1 or more"),
         ({"compat": "released"}, r"keyformer: compat=released is not valid; use intended or official"),
     ],
 )

@@ -116,7 +116,7 @@ def test_a_missing_gpu_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("spec", "error", "message"),
     [
-        ("smollm3", ValueError, "unknown model 'smollm3'; a model is a built-in name .smollm2-135m, .*org/name"),
+        ("smollm3", ValueError, "unknown model 'smollm3'; did you mean 'smollm2-135m'. a model is .*org/name"),
         ("", ValueError, "unknown model ''"),
         ("a/b/c", ValueError, "unknown model 'a/b/c'"),
         ("./nowhere", FileNotFoundError, "there is no folder nowhere"),

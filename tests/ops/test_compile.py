@@ -34,6 +34,7 @@ from kvsketch.ops.fold_token import State
 from kvsketch.ops.hot_rows import Buffer, Store, new_places
 from kvsketch.ops.join_attention import Part
 from kvsketch.ops.keep_queries import row_bytes
+from kvsketch.ops.kmeans import METRICS
 from kvsketch.ops.page_rows import Front, Rows, Worth
 from kvsketch.ops.take_rows import Sources, take_rows_of
 from kvsketch.ops.token_blocks import BlockShape, Reading, TokenBlocks, block_attention, write_tokens
@@ -284,8 +285,8 @@ def rotate_keys() -> None:
     ops.rotate_keys(normal(B, H, S, D), ints(B, H, S), longs(1), longs(D // 4))
 
 
-def kmeans() -> None:
-    ops.kmeans(normal(B, H, S, D), 20, start=longs(B), rounds=1)
+def kmeans(metric: str) -> None:
+    ops.kmeans(normal(B, H, S, D), 20, start=longs(B), rounds=1, metric=metric)
 
 
 def select_clusters() -> None:
@@ -397,7 +398,8 @@ CALLS: tuple[Callable[[], None], ...] = (
     partial(token_blocks, 4, 4), partial(token_blocks, 8, 3),
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, rotate_keys, rotate_queries,
-    join_attention, kmeans, select_clusters, select_pages, leader_clustering, farthest_first, coarse_farthest_first,
+    join_attention, *(partial(kmeans, metric) for metric in METRICS), select_clusters, select_pages,
+    leader_clustering, farthest_first, coarse_farthest_first,
     refit_steps, take_rows, keep_queries, slot_update, coded_slot_update, work_list, page_rows, reservoir, fold_token,
     hot_rows,
     coded_hot_rows,

@@ -1,4 +1,4 @@
-"""k-means by direction, reference and kernel alike; on a CPU the kernel runs in Triton's interpreter."""
+"""k-means, reference and kernel alike; on a CPU the kernel runs in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.ops.kmeans import Clusters, Stream, reference
+from kvsketch.ops.kmeans import METRICS, Clusters, Stream, reference
 from tests.ops.formula import needs_triton, poison
 from tests.ops.recall_inputs import cones, cosine_scores, normal, with_common_part
 
@@ -34,9 +34,9 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     def call(
         keys: Tensor, clusters: int, rounds: int, *, start: Tensor | None = None, counts: Tensor | None = None,
-        stream: tuple[int, ...] = (0, 0, 0),
+        stream: tuple[int, ...] = (0, 0, 0), metric: str = "cosine",
     ) -> Clusters:  # fmt: skip
-        return implementation(keys, clusters, start, counts, rounds, Stream(*stream))
+        return implementation(keys, clusters, start, counts, rounds, Stream(*stream), metric)
 
     return call
 
@@ -95,6 +95,55 @@ def test_keys_with_a_large_common_part_do_not_fall_into_one_cluster(
     assert float(lost.max()) < 0.15 and float(lost.mean()) < 0.01
 
 
+def scores(keys: Tensor, centroids: Tensor, metric: str) -> Tensor:
+    """What a key belongs to the largest of, [B, H, n, C] in float64."""
+    if metric == "cosine":
+        return cosine_scores(keys, centroids)
+    products = keys.double() @ centroids.double().mT
+    return products if metric == "inner" else products - centroids.double().square().sum(-1)[..., None, :] / 2
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("times", [0.0, 20.0])
+def test_every_metric_assigns_by_its_formula(
+    cluster: Cluster, device: torch.device, metric: str, dtype: torch.dtype, times: float
+) -> None:
+    """The share of what a key could gain over the mean centroid that rounding takes from it, also where keys have a
+    large part in common: a distance formed from their squares would lose all of it."""
+    data = with_common_part(1, 2, 200, 32, times=times, channels=2).to(device, dtype)
+    centroids, labels = cluster(data, 10, 2, metric=metric)
+    values = scores(data, centroids, metric)
+    own = values.gather(3, labels.long()[..., None])[..., 0]
+    lost = (values.amax(-1) - own) / (values.amax(-1) - values.mean(-1))
+    limit = 1e-3 if dtype == torch.float32 else 0.15
+    assert float(lost.max()) < limit and float(lost.mean()) < limit / 10
+
+
+def planted() -> tuple[Tensor, dict[str, Tensor]]:
+    """Keys [n, 4] on two rays, near and far from the origin, in turns; and what each metric groups together."""
+    number = torch.arange(120)
+    ray, distance = number % 2, number // 2 % 2
+    keys = torch.stack([1.0 - ray, 0.0 + ray, 0.0 * ray, 0.0 * ray], 1) * (1.0 + 19.0 * distance[:, None])
+    return keys + 0.01 * normal(120, 4, seed=3), {"cosine": ray, "l2": torch.where(distance > 0, 1 + ray, 0)}
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_planted_groups_tell_the_metrics_apart(cluster: Cluster, device: torch.device, metric: str) -> None:
+    """Two rays: cosine finds two groups, distance three (near keys together), and by inner product a longer centroid
+    of the same ray takes all keys of a shorter one."""
+    keys, truth = planted()
+    groups = 2 if metric == "cosine" else 3
+    labels = cluster(keys.to(device).expand(1, 12, -1, -1), groups, 6, metric=metric).labels[0].cpu()
+    if metric == "inner":
+        assert all(adjusted_rand_score(truth["cosine"], head) > 0.9 for head in labels if len(set(head.tolist())) == 2)
+        assert max(adjusted_rand_score(truth["l2"], head) for head in labels) < 0.9
+    else:
+        assert max(adjusted_rand_score(truth[metric], head) for head in labels) == 1.0
+        other = "l2" if metric == "cosine" else "cosine"
+        assert max(adjusted_rand_score(truth[other], head) for head in labels) < 0.9
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_round_is_the_mean_of_what_was_assigned(cluster: Cluster, device: torch.device, dtype: torch.dtype) -> None:
     data, _ = cones(4, 90)
@@ -110,11 +159,12 @@ def test_one_round_is_the_mean_of_what_was_assigned(cluster: Cluster, device: to
 
 
 @needs_triton
-def test_kernel_equals_reference(device: torch.device) -> None:
+@pytest.mark.parametrize("metric", METRICS)
+def test_kernel_equals_reference(device: torch.device, metric: str) -> None:
     from kvsketch.ops.kmeans import kernel
 
     data = normal(1, 2, 150, 24).to(device)
-    arguments: tuple[Any, ...] = (data, 7, torch.tensor([7], device=device), None, 2, Stream(3, 4, 5, 6))
+    arguments: tuple[Any, ...] = (data, 7, torch.tensor([7], device=device), None, 2, Stream(3, 4, 5, 6), metric)
     expected, actual = reference.kmeans(*arguments), kernel.kmeans(*arguments)
     assert torch.equal(expected.labels, actual.labels)
     torch.testing.assert_close(actual.centroids, expected.centroids, atol=1e-6, rtol=1e-5)
@@ -246,6 +296,7 @@ def test_float64_falls_back_to_the_reference(device: torch.device) -> None:
         ({"keys": torch.zeros(2, 1, 5, 4).int()}, "keys must be float32"),
         ({"clusters": 0}, "clusters=0 must be 1 or more"),
         ({"rounds": -1}, "rounds=-1 must be 0 or more"),
+        ({"metric": "l1"}, "metric=l1 is not one of cosine, l2, inner"),
         ({"start": torch.zeros(3).int()}, r"start must be integers \[2\]"),
         ({"counts": torch.zeros(2)}, r"counts must be integers \[2\]"),
     ],

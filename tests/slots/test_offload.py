@@ -58,6 +58,16 @@ def test_offloaded_equals_on_device(name: str, pads: list[int]) -> None:
     assert caches[0].hit_rate is None and 0 < caches[1].hit_rate < 1
 
 
+@pytest.mark.parametrize("name", ["clusterkv", "quest", "infinigen"])
+def test_without_a_hot_set_every_read_is_a_copy(name: str) -> None:
+    """keep_steps=0: the same answers, and no read finds its token on the device."""
+    model = build("llama")
+    caches = [CompressedCache(model, f"{NEAR[name]}{more}") for more in ("", ":offload=host:keep_steps=0")]
+    ids, mask = padded(tokens(2, 40), [0, 9])
+    assert_same([generate(model, ids, c, attention_mask=mask, max_new_tokens=25) for c in caches])
+    assert caches[1].hit_rate == 0.0
+
+
 def test_tokens_in_host_memory_are_counted_as_held() -> None:
     model = build("llama")
     near, far = (CompressedCache(model, method) for method in both("quest"))
@@ -203,8 +213,8 @@ def test_what_cannot_be_offloaded_says_so() -> None:
         generate(model, tokens(1, 40), CompressedCache(model, both("clusterkv")[1]))
     with pytest.raises(ValueError, match="offload=disk is not valid; use none or host"):
         kvsketch.parse_method("quest:offload=disk")
-    with pytest.raises(ValueError, match="keep_steps=0"):
-        kvsketch.parse_method("clusterkv:keep_steps=0")
+    with pytest.raises(ValueError, match="keep_steps=-1"):
+        kvsketch.parse_method("clusterkv:keep_steps=-1")
 
 
 @pytest.mark.parametrize(

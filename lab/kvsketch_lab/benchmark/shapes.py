@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import Method, parse_method
+from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.options import option
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.runner import Benchmark
@@ -112,7 +113,8 @@ def problem_of(cache: CompressedCache) -> str | None:
     tables = [layer.table for layer in cache.slot_layers]
     ragged = any(table.layout is not None for table in tables)
     budgets = [cache.method.budget_tokens(table) or 0 for table in tables]
-    most = sum(budgets) / len(budgets) + cache.method.beyond_budget(tables[0])
+    waiting = cache.method.queue(tables[0]).count if isinstance(cache.method, WaitingMethod) else 0
+    most = sum(budgets) / len(budgets) + waiting
     if ragged and (mean := float(torch.stack([table.used_slots() for table in tables]).double().mean())) > most:
         return f"heads hold {mean:,.1f} slots on average, their budget is {most:,.0f}"
     for layer in cache.slot_layers:

@@ -13,8 +13,8 @@ head reads that it read in the last R steps, and `cluster_hits_by_tokens` weighs
 `hot_set_hits` is what the cache really does with `offload=host:keep_steps=R`: the share of reads that found their
 token on the device, which the query heads of one KV head share.
 
-`--clusters 100,400` adds ClusterKV in the paper's setting with so many clusters of the prompt. Clusters are by cosine,
-the only distance `ops.kmeans` has. One record for each method, budget and text.
+`--clusters 100,400` adds ClusterKV in the paper's setting with so many clusters of the prompt; `:metric=` says what
+its keys are clustered by. One record for each method, budget and text.
 """
 
 from __future__ import annotations

@@ -244,7 +244,21 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
             "p99 beside a prompt = busy_p99_ms:.0f | first token, s = ttft_s:.2f | "
             "beside others = busy_ttft_s:.2f | of a document = document_ttft_s:.2f | join, ms = join_ms:.2f | "
             "bytes a row = row_bytes:,d",
-            only=lambda d: not d.get("failed"),
+            only=lambda d: not d.get("failed") and not d.get("tail"),
+        ),
+    ),
+    (
+        "Users of one document",
+        "serve",
+        "The same engine and shape: all requests continue one document that lies in the tables once, each with a tail "
+        "of its own for its question and answer.",
+        plain(
+            "method prompt rows tail",
+            "method | document = prompt:,d | rows | tail | tokens/s = tokens_per_s:,.0f | "
+            "between tokens, ms: median = p50_ms:.1f | p99 = p99_ms:.1f | first token, s = document_ttft_s:.2f | "
+            "join, ms = join_ms:.2f | bytes a row = row_bytes:,d | document = document_bytes:,d | "
+            "all = device_bytes:,d",
+            only=lambda d: not d.get("failed") and bool(d.get("tail")),
         ),
     ),
     (

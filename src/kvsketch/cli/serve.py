@@ -38,7 +38,7 @@ def serve(
         int | None, typer.Option(min=1, help="Most requests that run at the same time; as many as --memory holds.")
     ] = None,
     queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are sent away (429).")] = 32,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients; MODEL unless given.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; that of MODEL unless given.")] = None,
     documents: Annotated[
         Path | None, typer.Option(help="Folder of documents; `documents` in KVSKETCH_HOME unless given.")
     ] = None,
@@ -52,6 +52,9 @@ def serve(
     answer_seconds: Annotated[
         float, typer.Option(min=1, help="Seconds that an answer may take; one that takes longer ends with an error.")
     ] = 3600.0,
+    cors: Annotated[
+        list[str] | None, typer.Option(help="Origin such as https://app.example whose pages may use the server.")
+    ] = None,
     device: DeviceOption = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the one that suits the device unless given.")
@@ -71,7 +74,7 @@ def serve(
     bytes_of_memory = None if memory is None else size(memory, "--memory")
     most = size(largest_body, "--largest-body")
     try:
-        from kvsketch.serve import server
+        from kvsketch.serve import app, server
     except ImportError as error:
         raise ImportError(f"{NEEDS} ({error})") from None
     from kvsketch import models
@@ -79,14 +82,19 @@ def serve(
     from kvsketch.cli.watching import quick_dtype
     from kvsketch.methods import parse_method
 
+    app.require_origins(cors or (), api_key)
     parsed = parse_method(method or METHOD)
     require_stream(prefill or "exact", chunk)
+    bound = server.bind(host, port)
     loaded, tokenizer = models.load(model, dtype=dtype or quick_dtype(device), device=device)
     service = server.start_service(
-        loaded, tokenizer, name or model, parsed, folder=documents, queue=queue, memory=bytes_of_memory, rows=rows,
+        loaded, tokenizer, name or server.model_name(model), parsed,
+        folder=documents, queue=queue, memory=bytes_of_memory, rows=rows,
         prefill=prefill, chunk=chunk, whole_below=SHORT if method is None else 0, answer_seconds=answer_seconds,
     )  # fmt: skip
-    running = server.Server(service, host, port, api_key=api_key, largest_body=most, drain=drain)
+    running = server.Server(
+        service, host, api_key=api_key, largest_body=most, drain=drain, cors=cors or (), bound=bound
+    )
     for line in greeting(running, api_key is not None):
         remarks().print(line, markup=False, soft_wrap=True)
     running.run()

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,13 +27,13 @@ from kvsketch.decode import fused as fusion
 from kvsketch.decode.captured import WARM_UP_STEPS, aside, capture_stream, turn_of
 from kvsketch.decode.sampling import Draw
 from kvsketch.methods import parse_method
-from kvsketch.methods.base import Method
+from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.replay import sink_keys
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import LEAST, PlainSlots
 from kvsketch.slots.documents import DocumentRows, LaidDocument, bytes_of_row
 from kvsketch.slots.heads import spread_over
-from kvsketch.slots.rows import EqualRows, RaggedRows, Rows, slots_within
+from kvsketch.slots.rows import EqualRows, RaggedRows, RowNeeds, Rows, slots_within
 from kvsketch.slots.table import BoundedTable, SlotTable
 from kvsketch.slots.tensors import plain
 
@@ -43,13 +44,21 @@ MOST_OF_EQUAL = 4
 OF_THE_BATCH = ("dynamic", "longrope")
 
 
+@runtime_checkable
+class PeriodicMethod(Protocol):
+    """A method that decides about tokens of a row when enough of them are there."""
+
+    def row_needs(self, table: SlotTable) -> RowNeeds: ...
+    def catch_up(self, tables: Sequence[SlotTable]) -> None: ...
+
+
 def alone(model: Any, method: str | Method) -> str:
     """Why requests to this model with this method cannot share tables; empty: they can."""
     method = parse_method(method)
     if method.alone:
         return f"{method.name} is served one request at a time: {method.alone}"
     cache = CompressedCache(model, method)
-    if method.row_needs(cache.slot_layers[0].table).room and not cache.slot_layers[0].table.rotary:
+    if isinstance(method, PeriodicMethod) and not cache.slot_layers[0].table.rotary:
         return f"new tokens are not rehearsed without the rotary angles of {cache.model_name}, and rows grow"
     if method.ragged and isinstance(getattr(model.config, "num_key_value_heads", 1), list):
         return f"the layers of {cache.model_name} differ in their heads"
@@ -129,10 +138,14 @@ class SharedRows:
     def device_bytes(self) -> int:
         """Bytes of the tables."""
         held = [t for table in self.tables for t in table.tensors()]
-        if isinstance(self.store, DocumentRows):
-            held += self.store.document_tensors()
+        held += self._documents.document_tensors() if self._documents is not None else []
         tensors = {t.data_ptr(): t for t in held if t.device == self.device}
         return sum(t.numel() * t.element_size() for t in tensors.values())
+
+    @property
+    def _documents(self) -> DocumentRows | None:
+        """The store, where documents may lie in it."""
+        return self.store if isinstance(self.store, DocumentRows) else None
 
     @property
     def bytes_beside(self) -> int:
@@ -150,7 +163,7 @@ class SharedRows:
         slots, clock = [self.method.most_slots(table, self.longest) for table in singles], self.longest + 1
         if self.method.ragged:
             packed = [self._with_heads_of_their_own(table) for table in singles]
-            needs = self.method.row_needs
+            needs = self.method.row_needs if isinstance(self.method, PeriodicMethod) else lambda table: RowNeeds()
             one = sum(singles[0].shape[1] * each for each in slots)
             room = rows * one
             if self.memory is not None:
@@ -196,27 +209,28 @@ class SharedRows:
 
     def _slots_of(self, document: CompressedCache) -> int:
         tables = [layer.table for layer in document.slot_layers]
-        if not isinstance(self.store, DocumentRows) or document.tokens_before or tables[0].empty:
+        store = self._documents
+        if store is None or document.tokens_before or tables[0].empty:
             return 0
-        if document.method != self.method or self.store.misfit_of_document(tables):
+        if document.method != self.method or store.misfit_of_document(tables):
             return 0
         return sum(table.layout.total for table in tables if table.layout is not None)
 
     @property
     def laid_documents(self) -> int:
         """Documents that lie in the store."""
-        return len(self.store.laid) if isinstance(self.store, DocumentRows) else 0
+        return 0 if self._documents is None else len(self._documents.laid)
 
-    def _laid(self, document: CompressedCache) -> LaidDocument:
+    def _laid(self, store: DocumentRows, document: CompressedCache) -> LaidDocument:
         """A document as it lies in the store; it is laid there if it does not."""
-        assert isinstance(self.store, DocumentRows)
-        if (result := self.store.lying(document)) is not None:
+        if (result := store.lying(document)) is not None:
             return result
         tables = [layer.table for layer in document.slot_layers]
-        first = torch.cat([sink_keys(table, self.method.first_tokens) for table in tables])  # [L, H, sinks, D]
+        assert isinstance(self.method, BudgetedMethod)
+        first = torch.cat([sink_keys(table, self.method.sinks) for table in tables])  # [L, H, sinks, D]
         held, seen = PlainSlots(first), tables[0].seen
         text = replace(tables[0].cleared(), keys=held, values=held, length=first.shape[2], seen=seen)
-        return self.store.lay(document, [table.bounded for table in tables], text)
+        return store.lay(document, [table.bounded for table in tables], text)
 
     def _with_heads_of_their_own(self, table: SlotTable) -> BoundedTable:
         """A text within its budget has equal heads; they lie in a flat store like others."""
@@ -250,8 +264,8 @@ class SharedRows:
             self.store.count_to(self.seen)
             if reason := self._misfit(tables, document):
                 return reason
-            if document is not None and isinstance(self.store, DocumentRows):
-                self.store.read(row, self._laid(document))
+            if document is not None and self._documents is not None:
+                self._documents.read(row, self._laid(self._documents, document))
             self.store.put(row, [table.bounded for table in tables])
             self.padding[row] = self.seen - tables[0].seen
             self.token[row].copy_(token[0])
@@ -263,12 +277,13 @@ class SharedRows:
 
     def _misfit(self, tables: list[SlotTable], document: CompressedCache | None) -> str:
         """Why a row cannot join; empty: it can."""
-        if document is None or not isinstance(self.store, DocumentRows):
+        store = self._documents
+        if document is None or store is None:
             return self.store.misfit(tables)
-        laid = self.store.lying(document)
+        laid = store.lying(document)
         # One that lies there and is not read counts as free.
-        more = 0 if laid is not None and self.store.is_read(laid) else self.document_slots(document)
-        return self.store.misfit(tables, more)
+        more = 0 if laid is not None and store.is_read(laid) else self.document_slots(document)
+        return store.misfit(tables, more)
 
     def leave(self, row: int) -> None:
         """Nobody reads the row any more."""
@@ -307,6 +322,7 @@ class SharedRows:
             self.store.count_to(self.seen)
             with plain():
                 taken = self.store.take(row, self.seen - self.padding[row])
+                assert isinstance(self.method, PeriodicMethod)
                 try:
                     self.method.catch_up([taken])
                 except Exception as error:

@@ -26,7 +26,6 @@ from kvsketch.methods.budget import Budget, Size, Tokens, row_prompts
 from kvsketch.methods.parameters import Parameters, option
 from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.positions import CACHE, POSITIONS, TEXT
-from kvsketch.slots.rows import RowNeeds
 from kvsketch.slots.state import TableState
 from kvsketch.slots.table import SlotTable
 
@@ -47,8 +46,6 @@ class Method(Parameters):
     looks_at_question: ClassVar[bool] = False  # whether the end of a prompt decides what stays
     # Parameters of other methods that it cannot have, and why.
     lacks: ClassVar[Mapping[str, str]] = {"share": "it has no scores that heads could compare"}
-    # Defaults of earlier versions, whose saved files name only what differed from them.
-    earlier_defaults: ClassVar[dict[str, str]] = {}
     keeps_all: ClassVar[bool] = False  # whether every token stays, and no budget bounds what it holds
     budget_is_mean: ClassVar[bool] = False  # whether heads share a budget, so that it bounds the mean over heads
     ignores_hidden_tokens: ClassVar[bool] = False  # whether tokens that a mask hides inside a row leave no trace
@@ -83,11 +80,6 @@ class Method(Parameters):
     def can_offload(self) -> bool:
         """Whether another setting of it would hold what it keeps in host memory."""
         return False
-
-    @property
-    def first_tokens(self) -> int:
-        """First tokens that always stay."""
-        return 0
 
     @property
     def clip(self) -> float | None:
@@ -158,13 +150,6 @@ class Method(Parameters):
         """Whether the heads of its bounded tables hold different numbers of slots."""
         return False
 
-    def row_needs(self, table: SlotTable) -> RowNeeds:
-        """What a row of a table whose heads differ needs to go on among rows that come and go."""
-        return RowNeeds()
-
-    def catch_up(self, tables: Sequence[SlotTable]) -> None:
-        """The periodic work of one row, after the tokens that it has taken among others (`row_needs`)."""
-
     def maintenance_due(self, table: SlotTable) -> bool:
         """Whether the compress after the next single token does periodic work that cannot be captured as a graph.
 
@@ -180,16 +165,9 @@ class Method(Parameters):
         """Drops the last `count` tokens; called only where `can_forget`."""
         table.drop_in_order(count)
 
-    def adopt(self, table: SlotTable) -> None:
-        """Turns what an earlier version has saved of a table into what is held today; its shapes are checked."""
-
     def budget_tokens(self, table: SlotTable) -> int | None:
         """Slots the layer may hold for its longest row, None without limit."""
         return None
-
-    def beyond_budget(self, table: SlotTable) -> int:
-        """Newest tokens that are held beside the budget, until the method takes them up."""
-        return 0
 
     def held_bytes(self, shape: LayerShape) -> int | None:
         """The most bytes that a layer takes on the device after a prompt; None: it cannot be promised."""
@@ -225,7 +203,7 @@ class BudgetedMethod(Method):
         recent = Size.parse(self.recent, f"{self.name}: recent", smallest=0)
         self._set("budget", budget)
         self._set("recent", recent)
-        self._require("sinks", isinstance(self.sinks, int) and self.sinks >= 0, "a whole number of tokens, 0 or more")
+        self._require_whole("sinks", least=0, unit="tokens")
         self._require("seed", isinstance(self.seed, int), "a whole number")
         if budget.tokens is not None:
             least = self.sinks + max(1, recent.of(budget.tokens))
@@ -238,10 +216,6 @@ class BudgetedMethod(Method):
     @property
     def read_positions(self) -> str | None:
         return None if self.placeless else self.positions
-
-    @property
-    def first_tokens(self) -> int:
-        return self.sinks
 
     @property
     def budget_size(self) -> Size:

@@ -58,8 +58,8 @@ class Expected(WaitingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_tokens("wait")
-        self._require("future", isinstance(self.future, int) and self.future >= 1, "a whole number of positions, 1 up")
+        self._require_whole("wait", least=64, unit="tokens")
+        self._require_whole("future", unit="positions")
         self._require("epsilon", 0 <= self.epsilon < math.inf, "a number of 0 or more")
 
     def kept_heads(self, heads: int, query_heads: int) -> int:

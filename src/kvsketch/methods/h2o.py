@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from kvsketch import ops
 from kvsketch.methods.budget import Size
 from kvsketch.methods.parameters import option
-from kvsketch.methods.received import AttentionScored, add_attention
+from kvsketch.methods.received import REDUCTIONS, AttentionScored, HeavyHitters
 from kvsketch.slots.table import SlotTable
-
-REDUCTIONS = ("sum", "mean", "max")
 
 
 @dataclass(frozen=True)
@@ -49,25 +45,4 @@ class H2O(AttentionScored):
     wants_row_lse: ClassVar[bool] = True
 
     def observe(self, table: SlotTable, queries: Tensor) -> None:
-        state = table.state_of(self.State)
-        # After a roll back the score is a view of a longer tensor.
-        old = state.score
-        score = torch.zeros(table.shape, device=queries.device) if old is None else old.contiguous()
-        state.score = score
-        add_attention(
-            table,
-            queries,
-            score,
-            reduce=self.gqa_reduce,
-            temperature=self.temperature(table),
-            noise=self.noise_of(table),
-            row_lse=None if table.row_lse is None else table.row_lse[:, :, : queries.shape[2]],
-        )
-
-    def temperature(self, table: SlotTable) -> ops.Temperature:
-        """The temperature of the softmax that is summed up."""
-        return ops.Temperature()
-
-    def noise_of(self, table: SlotTable) -> ops.Noise | None:
-        """The noise on its logits."""
-        return None
+        HeavyHitters(self.gqa_reduce).add(table, queries)

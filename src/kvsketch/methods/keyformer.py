@@ -12,6 +12,7 @@ from kvsketch import ops
 from kvsketch.methods.budget import Budget, Size, Tokens, clamp, row_prompts
 from kvsketch.methods.h2o import H2O
 from kvsketch.methods.parameters import option
+from kvsketch.methods.received import HeavyHitters
 from kvsketch.slots.table import SlotTable
 
 COMPATIBILITY = ("intended", "official")
@@ -59,15 +60,17 @@ class Keyformer(H2O):
     def __post_init__(self) -> None:
         for name in ("tau_init", "tau_end"):
             self._require(name, getattr(self, name) > 0, "a temperature above 0")
-        self._require("horizon", isinstance(self.horizon, int) and self.horizon >= 1, "a number of tokens, 1 or more")
+        self._require_whole("horizon", unit="tokens")
         super().__post_init__()
 
+    def observe(self, table: SlotTable, queries: Tensor) -> None:
+        noise = ops.Noise(self.seed + table.seed, table.layer_idx, table.first_head) if self.noise else None
+        HeavyHitters(self.gqa_reduce, self.temperature(table), noise).add(table, queries)
+
     def temperature(self, table: SlotTable) -> ops.Temperature:
+        """tau_t, from the last prompt on."""
         since = table.prompt_tokens if table.prompts is None else table.prompts
         return ops.Temperature(self.tau_init, self.tau_end, self.horizon, since)
-
-    def noise_of(self, table: SlotTable) -> ops.Noise | None:
-        return ops.Noise(self.seed + table.seed, table.layer_idx, table.first_head) if self.noise else None
 
     def worth(self, table: SlotTable) -> Tensor:
         score = super().worth(table)

@@ -46,7 +46,7 @@ class KVzip(WaitingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_tokens("chunk", "wait")
+        self._require_whole("chunk", "wait", least=64, unit="tokens")
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         """A prompt waits until the model has repeated it; generated tokens until they are enough for a replay."""

@@ -91,6 +91,12 @@ class Parameters:
         if not ok:
             raise ValueError(f"{self.name}: {name}={_text(getattr(self, name))} is not valid; use {wanted}")
 
+    def _require_whole(self, *names: str, least: int = 1, unit: str = "") -> None:
+        for name in names:
+            value = getattr(self, name)
+            ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            self._require(name, ok, f"a whole number{unit and ' of ' + unit}, {least} or more")
+
 
 def _parameters(method: Parameters | type[Parameters]) -> list[dataclasses.Field[Any]]:
     """The fields of a method, its own before those that all have."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvsketch.methods.budget import Budget, Tokens, clamp, where
 from kvsketch.methods.divide import HEAD, LAYER, MODEL
 from kvsketch.methods.parameters import option
-from kvsketch.methods.snapkv import SnapKV, _whole
+from kvsketch.methods.snapkv import SnapKV
 from kvsketch.slots.table import SlotTable
 
 READINGS = ("ceiling", "mean")
@@ -52,7 +52,7 @@ class PyramidKV(SnapKV):
 
     def __post_init__(self) -> None:
         self._require("share", self.share != MODEL, "head or layer: the pyramid gives every layer a budget of its own")
-        self._require("beta", _whole(self.beta) and self.beta >= 1, "a whole number, 1 (all layers alike) or more")
+        self._require_whole("beta")
         super().__post_init__()
 
     def allot(self, table: SlotTable, prompt: Tokens) -> Budget:

@@ -63,7 +63,7 @@ class Quest(RecallingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("page", isinstance(self.page, int) and self.page >= 1, "a whole number of tokens, 1 or more")
+        self._require_whole("page", unit="tokens")
 
     @property
     def tail_tokens(self) -> int:

@@ -36,7 +36,7 @@ class RecallingMethod(Method, ABC):
 
     The first `skip_layers` layers read everything, as in the papers: their attention is too flat to select from.
     With `offload=host` the keys and values of the other layers lie in host memory; the device holds the index, sinks
-    and tail, and the rows that the last `keep_steps` steps read. The answers are the same.
+    and tail, and the rows that the last `keep_steps` steps read, or this one alone. The answers are the same.
     """
 
     family: ClassVar[str] = "recall"
@@ -48,19 +48,16 @@ class RecallingMethod(Method, ABC):
     skip_layers: int = option(2, "first layers that read everything")
     seed: int = option(0, "seed of random draws, where a method makes any; added to the seed of the cache")
     offload: str = option("none", "host keeps keys and values in host memory; the answers are the same", OFFLOADS)
-    keep_steps: int = option(1, "with offload=host: tokens that the last so many steps read are still on the device")
+    keep_steps: int = option(
+        1, "with offload=host: tokens that the last so many steps read are still on the device; 0: every read is a copy"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         budget = Size.parse(self.budget, f"{self.name}: budget")
         self._set("budget", budget)
-        for name in ("sinks", "skip_layers"):
-            value = getattr(self, name)
-            self._require(name, isinstance(value, int) and value >= 0, "a whole number, 0 or more")
+        self._require_whole("sinks", "skip_layers", "keep_steps", least=0)
         self._require("seed", isinstance(self.seed, int), "a whole number")
-        self._require(
-            "keep_steps", isinstance(self.keep_steps, int) and self.keep_steps >= 1, "a whole number, 1 or more"
-        )
         if budget.tokens is not None and budget.tokens <= self.sinks:
             raise ValueError(f"{self.name}: budget={budget} leaves nothing beside {self.sinks} sinks; use more")
 
@@ -149,8 +146,11 @@ class RecallingMethod(Method, ABC):
             offloaded.offload(table, table.seen, self.sinks, self.tail_tokens, 1)
             table.state_of(self.State).unfinished = 1
         elif self.is_indexed(table):
-            hot = self.keep_steps * self.lists(queries.shape[1] // table.shape[1]) * self.rows_read(table)
+            hot = self._hot_places(table, queries.shape[1] // table.shape[1])
             offloaded.offload(table, self.indexed_tokens(table), self.sinks, self.tail_tokens, hot)
+
+    def _hot_places(self, table: SlotTable, group: int) -> int:
+        return max(1, self.keep_steps) * self.lists(group) * self.rows_read(table)
 
     def held_bytes(self, shape: LayerShape) -> int | None:
         if not self.selects(shape.table) or shape.tokens < self.budget_tokens(shape.table):
@@ -158,7 +158,7 @@ class RecallingMethod(Method, ABC):
         index = self.index_bytes(shape)
         if index is None or self.offload == "none":
             return None if index is None else shape.everything() + index + 4 * shape.batch
-        hot = self.keep_steps * self.lists(shape.query_heads // shape.heads) * self.rows_read(shape.table)
+        hot = self._hot_places(shape.table, shape.query_heads // shape.heads)
         return shape.offloaded(self.sinks, self.tail_tokens, hot) + index + 4 * shape.batch
 
     def index_bytes(self, shape: LayerShape) -> int | None:
@@ -213,7 +213,11 @@ class RecallingMethod(Method, ABC):
 
     def slots_of(self, table: SlotTable, rows: Tensor) -> Tensor:  # [B, L, M] int32
         """Slots of the table's buffers where the tokens `rows` lie."""
-        return offloaded.look_up(table.bounded, rows) if offloaded.is_offloaded(table) else rows
+        if not offloaded.is_offloaded(table):
+            return rows
+        if not self.keep_steps:
+            table.hot.clear()
+        return offloaded.look_up(table.bounded, rows)
 
     def newest_key(self, table: SlotTable) -> Tensor:  # [B, H, 1, D]
         """The key of the token just appended, where a captured step finds it."""

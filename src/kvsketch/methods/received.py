@@ -1,4 +1,7 @@
-"""The attention that slots received: what h2o, keyformer, snapkv and pyramidkv score them by.
+"""The scores of attention received.
+
+    Votes           of the last queries: snapkv, pyramidkv
+    HeavyHitters    of all queries so far: h2o, keyformer
 
 A query gives every head the same mass, so the scores of heads and layers can be compared, and heads may share a budget.
 """
@@ -11,10 +14,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.budget import Size
+from kvsketch.methods.budget import Size, Tokens
 from kvsketch.methods.divide import HEAD, LAYER, MODEL, SHARES, capacities, claim
 from kvsketch.methods.keep import EvictingMethod, bound_to_budget, evict, keep_best
 from kvsketch.methods.parameters import option
@@ -33,6 +38,63 @@ class Scores(TableState):
     def held(self) -> Tensor:
         assert self.score is not None
         return self.score
+
+
+REDUCTIONS = ("sum", "mean", "max")
+
+
+@dataclass(frozen=True)
+class Votes:
+    """score(j) = pool over positions of  sum over the last `window` queries i of  softmax_j(scale * <q_i, k_j>)
+
+    n new tokens make it  max(0, 1 - n / window) * score + their votes. Votes of single tokens are not pooled.
+    """
+
+    window: int
+    kernel: int  # neighbouring positions pooled, 1: none
+    pool: str  # avg or max
+    reduce: str  # of the query heads of a KV head, before pooling
+
+    def add(self, table: SlotTable, queries: Tensor, recent: Tokens) -> None:
+        """Counts the votes of the newest queries [B, Hq, n, D]; the last `recent` tokens are not pooled."""
+        state, votes = table.state_of(Scores), queries[:, :, -self.window :]
+        fade = max(0.0, 1.0 - table.new_tokens / self.window)
+        if table.in_place:
+            add_attention(table, votes, state.held(), self.reduce, fade)
+            return
+        new = add_attention(table, votes, torch.zeros(table.shape, device=queries.device), self.reduce)
+        if table.new_tokens > 1:
+            new = self._pooled(table, new, recent)
+        state.score = new if state.score is None else new.add_(state.score, alpha=fade)
+
+    def _pooled(self, table: SlotTable, votes: Tensor, recent: Tokens) -> Tensor:
+        """Votes [B, H, S] pooled over the stored neighbours in position order; the recent window stays as it is."""
+        position = table.position_slots()
+        newest = position >= table.real_tokens() - recent
+        # Tokens that take no part add nothing to their neighbours, like the zeros beyond the ends of the prompt.
+        pooled = torch.where(newest | (position < 0), 0.0, votes)
+        order = None if table.exact else position.argsort(-1)
+        pool = F.avg_pool1d if self.pool == "avg" else F.max_pool1d
+        pooled = pool(pooled if order is None else pooled.gather(2, order), self.kernel, 1, self.kernel // 2)
+        pooled = pooled if order is None else torch.empty_like(pooled).scatter_(2, order, pooled)
+        return torch.where(newest, votes, pooled)
+
+
+@dataclass(frozen=True)
+class HeavyHitters:
+    """score(j) = sum over queries i that saw j of  softmax_j((scale * <q_i, k_j> + noise_ij) / temperature)"""
+
+    reduce: str  # of the query heads of a KV head
+    temperature: ops.Temperature | None = None
+    noise: ops.Noise | None = None
+
+    def add(self, table: SlotTable, queries: Tensor) -> None:
+        """Adds the attention of the newest queries [B, Hq, n, D]; log-sums that prefill left are not computed again."""
+        state, lse = table.state_of(Scores), table.row_lse
+        # After a roll back the score is a view of a longer tensor.
+        old = torch.zeros(table.shape, device=queries.device) if state.score is None else state.score.contiguous()
+        lse = None if lse is None else lse[:, :, : queries.shape[2]]
+        state.score = add_attention(table, queries, old, self.reduce, 1.0, self.temperature, self.noise, lse)
 
 
 @dataclass(frozen=True)
@@ -113,7 +175,6 @@ def add_attention(
     table: SlotTable,
     queries: Tensor,
     into: Tensor,
-    *,
     reduce: str,
     fade: float = 1.0,
     temperature: ops.Temperature | None = None,

@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvsketch.methods.budget import Budget, Size, Tokens, clamp
 from kvsketch.methods.parameters import option
-from kvsketch.methods.received import AttentionScored, add_attention
+from kvsketch.methods.received import REDUCTIONS, AttentionScored, Votes
 from kvsketch.slots.table import SlotTable
 
 POOLS = ("avg", "max")
-REDUCTIONS = ("sum", "mean", "max")
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,9 @@ class SnapKV(AttentionScored):
     looks_at_question: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self._require("window", _whole(self.window) and self.window >= 1, "a whole number of queries, 1 or more")
-        odd = _whole(self.kernel) and self.kernel >= 1 and self.kernel % 2 == 1
-        self._require("kernel", odd, "an odd number of positions, 1 (no pooling) or more")
+        self._require_whole("window", unit="queries")
+        self._require_whole("kernel", unit="positions")
+        self._require("kernel", self.kernel % 2 == 1, "an odd number of positions, 1 (no pooling) or more")
         super().__post_init__()
 
     @property
@@ -66,35 +63,5 @@ class SnapKV(AttentionScored):
         return Budget(total, self.sinks, clamp((total - self.sinks) // 2, 1, self.window))
 
     def observe(self, table: SlotTable, queries: Tensor) -> None:
-        votes = queries[:, :, -self.window :]
-        fade = max(0.0, 1.0 - table.new_tokens / self.window)
-        if table.in_place:
-            self._count(table, votes, table.state_of(self.State).held(), fade)
-            return
-        state = table.state_of(self.State)
-        new = self._count(table, votes, torch.zeros(table.shape, device=queries.device))
-        if table.new_tokens > 1:
-            new = self._pooled(table, new)
-        state.score = new if state.score is None else new.add_(state.score, alpha=fade)
-
-    def _count(self, table: SlotTable, votes: Tensor, into: Tensor, fade: float = 1.0) -> Tensor:
-        return add_attention(table, votes, into, reduce=self.gqa_reduce, fade=fade)
-
-    def _pooled(self, table: SlotTable, votes: Tensor) -> Tensor:
-        """Votes [B, H, S] pooled over the stored neighbours in position order; the recent window stays as it is."""
-        position = table.position_slots()
-        recent = position >= table.real_tokens() - self.row_budget(table).recent
-        # Tokens that take no part add nothing to their neighbours, like the zeros beyond the ends of the prompt.
-        pooled = torch.where(recent | (position < 0), 0.0, votes)
-        order = None if table.exact else position.argsort(-1)
-        pooled = self._pool(pooled if order is None else pooled.gather(2, order))
-        pooled = pooled if order is None else torch.empty_like(pooled).scatter_(2, order, pooled)
-        return torch.where(recent, votes, pooled)
-
-    def _pool(self, votes: Tensor) -> Tensor:
-        pool = F.avg_pool1d if self.pool == "avg" else F.max_pool1d
-        return pool(votes, self.kernel, stride=1, padding=self.kernel // 2)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        recent = self.row_budget(table).recent if table.new_tokens > 1 else 0
+        Votes(self.window, self.kernel, self.pool, self.gqa_reduce).add(table, queries, recent)

@@ -279,11 +279,6 @@ class WaitingMethod(BudgetedMethod):
         """The tokens of a table that wait."""
         return Queue(self, table)
 
-    def _require_tokens(self, *names: str) -> None:
-        for name in names:
-            tokens = getattr(self, name)
-            self._require(name, isinstance(tokens, int) and tokens >= 64, "a whole number of tokens, 64 or more")
-
     # one layer after a forward
 
     def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
@@ -356,9 +351,6 @@ class WaitingMethod(BudgetedMethod):
         """Queries of a token, for all KV heads, that wait with it."""
         return min(heads * KEPT, query_heads) if self.stored_bits else query_heads
 
-    def beyond_budget(self, table: SlotTable) -> int:
-        return self.queue(table).count
-
     def bound(self, table: SlotTable, max_length: int) -> None:
         """A text that was too short to be decided takes its fixed shape when it is long enough for codes."""
         state, queue = table.state_of(Waiting), self.queue(table)
@@ -379,11 +371,13 @@ class WaitingMethod(BudgetedMethod):
         return coming >= self.most_waiting or coming >= room
 
     def row_needs(self, table: SlotTable) -> RowNeeds:
+        """What a row needs to go on among rows that come and go (`decode.shared.PeriodicMethod`)."""
         queue = self.queue(table)
         tokens, room = self.most_waiting - queue.count, (queue.state.room or queue.ahead(0)) - queue.count
         return RowNeeds(tokens, max(0, tokens - room), self.most_waiting)
 
     def catch_up(self, tables: Sequence[SlotTable]) -> None:
+        """Decides about the tokens that one row has taken among others."""
         for table in tables:
             self.score(table, self.queue(table).kept(table.state_of(Waiting).room))
         self.settle(tables)
@@ -401,17 +395,6 @@ class WaitingMethod(BudgetedMethod):
         if not table.exact and table.layout is None and not state.owed:
             # Slots and queries have room for the same tokens.
             queue.make_room(max(state.room - queue.count, queue.ahead(queue.count)))
-
-    def adopt(self, table: SlotTable) -> None:
-        state = table.state_of(Waiting)
-        if state.queries is None or not state.queries.is_floating_point() or table.empty:
-            return
-        # Earlier files hold all of them in half precision: [B, Hq, room, D].
-        whole, state.queries = state.queries, None
-        if whole.dim() != 4 or whole.shape[1] % table.shape[1]:
-            raise ValueError(f"queries {list(whole.shape)} are not those of {table.shape[1]} KV heads")
-        state.queries = self.queue(table).empty(whole, whole.shape[2])
-        ops.keep_queries(state.queries, whole, torch.zeros(1, dtype=torch.int64, device=whole.device), table.shape[1])
 
     def most_slots(self, table: SlotTable, longest: int) -> int:
         budget = super().most_slots(table, longest)

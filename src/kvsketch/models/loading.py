@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -97,7 +98,14 @@ def resolve(
         raise FileNotFoundError(f"there is no folder {path}; {_forms()}")
     if HUB_NAME.fullmatch(text):
         return _from_hub(text)
-    raise ValueError(f"unknown model {text!r}; {_forms()}")
+    raise ValueError(f"unknown model {text!r}; {_guess(text)}{_forms()}")
+
+
+def _guess(text: str) -> str:
+    """The built-in name that was meant, as far as one can tell."""
+    begins = [name for name in CATALOG if text and name.startswith(text.lower())]
+    close = begins or difflib.get_close_matches(text.lower(), list(CATALOG), n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def _forms() -> str:

@@ -10,19 +10,18 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib import resources
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 from uuid import uuid4
 
-from openai.types import Completion, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.completion_usage import PromptTokensDetails
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders, UploadFile
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -30,17 +29,29 @@ from starlette.routing import Route
 from kvsketch.serve.connections import CROWDED
 from kvsketch.serve.documents import NotReady, Unknown
 from kvsketch.serve.files import SENT, Limits, Stopped, TooLarge, is_pdf, text_of
+from kvsketch.serve.forms import ChatForm, CompletionForm, Piece, Whole
 from kvsketch.serve.requests import Full
 from kvsketch.serve.schema import ApiError, Asked, ChatAsked, CompletionAsked, DocumentSent, parsed
-from kvsketch.serve.service import Answer, Service
+from kvsketch.serve.service import Answer, Choice, Service
 
 MOST_OPENED = 2  # PDFs that are read at the same time
 HEARTBEAT = 10.0  # seconds without a token after which a comment keeps a stream alive
 LARGEST_BODY = 32 * 2**20
 OPEN = ("/health", "/", "/page.css", "/page.js", "/favicon.ico")  # without a key; they tell nothing
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+# What OpenAI's clients may ask for and a language model does not have, and who has it.
+MISSING = {
+    "/v1/embeddings": "embeddings: this server runs a language model that writes texts; use one for an embedding model",
+    "/v1/images/generations": "images: this server runs a language model that writes texts",
+    "/v1/images/edits": "images: this server runs a language model that writes texts",
+    "/v1/audio/speech": "sound: this server runs a language model that writes texts",
+    "/v1/audio/transcriptions": "sound: this server runs a language model that reads texts; send what was said as text",
+    "/v1/moderations": "moderation: this server runs a language model that writes texts",
+}
+UNLOGGED = ("/health", "/metrics")  # asked for every few seconds
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 CLIENT_GONE = 499
+NOTE = "kvsketch.note"  # in the scope of a request: words for its line in the log
 PAGE = {"": ("page.html", "text/html"), "page.css": ("page.css", "text/css"), "page.js": ("page.js", "text/javascript")}
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
@@ -54,9 +65,18 @@ log = logging.getLogger("kvsketch.serve")
 
 
 def create_app(
-    service: Service, *, api_key: str | None = None, largest_body: int = LARGEST_BODY, pdf: Limits = SENT
+    service: Service,
+    *,
+    api_key: str | None = None,
+    largest_body: int = LARGEST_BODY,
+    pdf: Limits = SENT,
+    cors: Sequence[str] = (),
 ) -> Any:
-    """The ASGI application around a service; it closes the service when it is shut down."""
+    """The ASGI application around a service; it closes the service when it is shut down.
+
+    `cors`: origins such as https://app.example whose pages may use it; "*" is any, and needs a key.
+    """
+    require_origins(cors, api_key)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -76,11 +96,29 @@ def create_app(
         },
     )
     app.state.service = service
-    return Gate(app, service, api_key, largest_body)
+    gate = Gate(app, service, api_key, largest_body, cors)
+    if not cors:
+        return gate
+    return CORSMiddleware(
+        gate, allow_origins=list(cors), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )  # fmt: skip
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+def require_origins(cors: Sequence[str], api_key: str | None) -> None:
+    """ValueError names an origin that no browser would send, or that would let everybody in."""
+    for origin in cors:
+        if origin == "*" and api_key is None:
+            raise ValueError("--cors '*' lets every site that a browser has open use the server; it needs --api-key")
+        parts = urlsplit(origin)
+        whole = f"{parts.scheme}://{parts.netloc}"
+        if origin != "*" and (parts.scheme not in ("http", "https") or not parts.hostname or origin != whole):
+            raise ValueError(f"--cors {origin!r} is no origin; use https://host or https://host:port, without a path")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    request.scope[NOTE] = error.message
     return JSONResponse(error.body(), error.status, error.headers)
 
 
@@ -112,10 +150,13 @@ async def _failed(_: Request, error: Exception) -> Response:
 
 
 class Gate:
-    """In front of all routes: request ids, the key, where requests come from, the size of bodies."""
+    """In front of all routes: request ids, the log, the key, where requests come from, the size of bodies."""
 
-    def __init__(self, app: Any, service: Service, key: str | None, largest_body: int) -> None:
+    def __init__(
+        self, app: Any, service: Service, key: str | None, largest_body: int, origins: Sequence[str] = ()
+    ) -> None:
         self.app, self.service, self.key, self.largest = app, service, key, largest_body
+        self.origins = frozenset(origins)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -125,13 +166,24 @@ class Gate:
         given = headers.get("x-request-id", "")
         number = given if REQUEST_ID.fullmatch(given) else uuid4().hex
         route = path if path.count("/") < 3 or "documents" not in path else "/v1/documents/{id}"
+        begun, status = time.monotonic(), 0
 
         async def send_named(message: Any) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 MutableHeaders(scope=message).update({**HEADERS, "x-request-id": number})
                 self.service.metrics.responses.labels(_known(route), message["status"]).inc()
             await send(message)
 
+        try:
+            await self._let_in(scope, headers, receive, send_named)
+        finally:
+            if path not in UNLOGGED:
+                _log_request(scope, status, time.monotonic() - begun, number)
+
+    async def _let_in(self, scope: Any, headers: Headers, receive: Receive, send: Send) -> None:
+        path = scope["path"]
         try:
             if path != "/health" and (crowded := scope.get("extensions", {}).get(CROWDED)):
                 raise crowded
@@ -139,9 +191,10 @@ class Gate:
         except ApiError as error:
             # What is still to come of a body that is too large is not read.
             extra = {**error.headers, **({"Connection": "close"} if error.status == 413 else {})}
-            await JSONResponse(error.body(), error.status, extra)(scope, receive, send_named)
+            scope[NOTE] = error.message
+            await JSONResponse(error.body(), error.status, extra)(scope, receive, send)
             return
-        await self.app(scope, self._counting(receive), send_named)
+        await self.app(scope, self._counting(receive), send)
 
     def _check(self, headers: Headers, path: str, method: str) -> None:
         length = headers.get("content-length", "0")
@@ -162,8 +215,10 @@ class Gate:
         if host not in LOOPBACK:
             raise ApiError(403, f"without an API key only local addresses are served, not {host!r}; set --api-key")
         origin = headers.get("origin")
-        if origin is not None and _split(headers, "origin").netloc != headers.get("host"):
-            raise ApiError(403, f"without an API key no page of another origin ({origin}) is served; set --api-key")
+        if origin is None or origin in self.origins or _split(headers, "origin").netloc == headers.get("host"):
+            return
+        message = f"without an API key no page of another origin ({origin}) is served; set --api-key or --cors {origin}"
+        raise ApiError(403, message)
 
     def _counting(self, receive: Receive) -> Receive:
         read = 0
@@ -179,6 +234,14 @@ class Gate:
         return counted
 
 
+def _log_request(scope: Any, status: int, seconds: float, number: str) -> None:
+    """One line: who, what, how it ended, how long it took, and what the route has to say about it."""
+    client = (scope.get("client") or ("-",))[0]
+    ended = status or CLIENT_GONE
+    note = f" {scope[NOTE]}" if NOTE in scope else ""
+    log.info("%s %s %s %s %.2fs%s [%s]", client, scope["method"], quote(scope["path"]), ended, seconds, note, number)
+
+
 def _split(headers: Headers, name: str, before: str = "") -> SplitResult:
     """The parts of the address in a header."""
     try:
@@ -192,7 +255,7 @@ def _split(headers: Headers, name: str, before: str = "") -> SplitResult:
 def _known(path: str) -> str:
     """A path as a label: made-up ones must not fill the memory of the counters."""
     known = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/documents", "/v1/documents/{id}", "/metrics")
-    return path if path in (*known, *OPEN) else "other"
+    return path if path in (*known, *OPEN, *MISSING) else "other"
 
 
 def _too_large(most: int) -> ApiError:
@@ -216,6 +279,7 @@ class Routes:
             Route("/v1/documents/{id}", self.delete_document, methods=["DELETE"]),
             Route("/v1/documents/{id}/text", self.text),
             Route("/v1/documents/{id}/passages", self.passages),
+            *(Route(path, self.missing, methods=["GET", "POST"]) for path in MISSING),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             *(Route(f"/{file}", functools.partial(self.page, file)) for file in PAGE),
@@ -224,49 +288,59 @@ class Routes:
     # answers
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatAsked, self.service.chat, ChatForm())
+        return await self._answer(request, ChatAsked, self.service.chat, ChatForm(self.service.tokenizer))
 
     async def completion(self, request: Request) -> Response:
-        return await self._answer(request, CompletionAsked, self.service.completion, CompletionForm())
+        form = CompletionForm(self.service.tokenizer)
+        return await self._answer(request, CompletionAsked, self.service.completion, form)
+
+    async def missing(self, request: Request) -> Response:
+        raise ApiError(400, f"there are no {MISSING[request.url.path]}", "unsupported_endpoint")
 
     async def _answer(
         self, request: Request, kind: type[Any], start: Callable[[Any], Answer], form: ChatForm | CompletionForm
     ) -> Response:
         asked: Asked = parsed(kind, await request.body())
         answer = await run_in_threadpool(start, asked)
-        gone = asyncio.create_task(_until_gone(request, answer.ticket.cancel))
-        if answer.streams:
-            events = self._events(answer, form, gone)
+        gone = asyncio.create_task(_until_gone(request, answer.cancel))
+        if asked.stream:
+            events = self._events(request, answer, form, gone)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        texts = [Whole(choice) for choice in answer.choices]
         try:
-            pieces = [piece async for piece in _pieces(answer) if piece is not None]
+            async for piece in _pieces(answer):
+                if piece is not None:
+                    texts[piece.choice.index].put(piece)
+            return Response(form.whole(answer, texts), media_type="application/json")
+        except ApiError:
             if gone.done():
                 return Response(status_code=CLIENT_GONE)
-            return _json(form.whole(answer, "".join(pieces), _reason(answer)))
+            raise
         finally:
-            self._end(answer, gone)
+            self._end(request, answer, gone)
 
-    async def _events(self, answer: Answer, form: ChatForm | CompletionForm, gone: Any) -> AsyncIterator[str]:
+    async def _events(
+        self, request: Request, answer: Answer, form: ChatForm | CompletionForm, gone: Any
+    ) -> AsyncIterator[str]:
         try:
-            for opening in form.opening(answer):
-                yield _event(opening)
+            for event in form.opening(answer):
+                yield event
             async for piece in _pieces(answer):
-                if piece is None:
-                    yield f": {answer.ticket.tokens_read} of {len(answer.ticket.request.ids)} tokens read\n\n"
-                else:
-                    yield _event(form.piece(answer, piece))
-            yield _event(form.piece(answer, "", _reason(answer)))
-            if answer.wants_usage:
-                yield _event(form.usage(answer))
-            yield "data: [DONE]\n\n"
+                yield _progress(answer) if piece is None else form.piece(answer, piece)
+            for event in form.closing(answer):
+                yield event
         except ApiError as error:
             yield f"data: {json.dumps(error.body())}\n\n"
         finally:
-            self._end(answer, gone)
+            self._end(request, answer, gone)
 
-    def _end(self, answer: Answer, gone: Any) -> None:
+    def _end(self, request: Request, answer: Answer, gone: Any) -> None:
+        if gone.done():
+            request.scope[NOTE] = "the client went away"
+        else:
+            request.scope[NOTE] = f"{answer.prompt_tokens} tokens in, {answer.tokens} out"
         gone.cancel()
-        answer.ticket.cancel()
+        answer.cancel()
         self.service.note(answer)
 
     # documents
@@ -387,118 +461,76 @@ async def _until_gone(request: Request, then: Callable[[], None] = lambda: None)
     then()
 
 
-async def _pieces(answer: Answer) -> AsyncIterator[str | None]:
-    """The text of an answer as it comes; None when nothing came for a while."""
-    loop, tokens = asyncio.get_running_loop(), asyncio.Queue[int | None]()
+def _progress(answer: Answer) -> str:
+    """A comment, which keeps proxies from giving up a stream."""
+    tickets = [choice.ticket for choice in answer.choices]
+    read, tokens = sum(each.tokens_read for each in tickets), sum(len(each.request.ids) for each in tickets)
+    return f": {read} of {tokens} tokens read\n\n"
 
-    def listen(token: int | None) -> None:
+
+async def _pieces(answer: Answer) -> AsyncIterator[Piece | None]:
+    """The texts of an answer as they come, each with a last piece that has a reason; None when nothing came
+    for a while. ApiError where one of them failed.
+    """
+    loop, tokens = asyncio.get_running_loop(), asyncio.Queue[tuple[Choice, int | None]]()
+
+    def listen(choice: Choice, token: int | None) -> None:
         # The loop may be closed while the engine still works.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(tokens.put_nowait, token)
+            loop.call_soon_threadsafe(tokens.put_nowait, (choice, token))
 
-    answer.ticket.on_token(listen)
+    for choice in answer.choices:
+        choice.ticket.on_token(functools.partial(listen, choice))
     limit = loop.call_later(answer.seconds, answer.expire)
+    waiting: dict[int, list[Any]] = {choice.index: [] for choice in answer.choices}  # tokens that are not shown yet
     try:
-        while not answer.text.stopped:
+        while waiting:
             try:
-                token = await asyncio.wait_for(tokens.get(), HEARTBEAT)
+                choice, token = await asyncio.wait_for(tokens.get(), HEARTBEAT)
             except TimeoutError:
                 yield None
                 continue
-            if token is None:
-                break
-            answer.tokens += 1
-            if piece := answer.text.put(token):
-                yield piece
+            if choice.index not in waiting:
+                continue
+            piece = _grown(choice, token, waiting[choice.index])
+            if piece is None:
+                continue
+            waiting[choice.index] = []
+            yield piece
+            if piece.reason is not None:
+                del waiting[choice.index]
+                choice.ticket.cancel()
     finally:
         limit.cancel()
-    if rest := answer.text.end():
-        yield rest
 
 
-def _reason(answer: Answer) -> Any:
-    """Why an answer ended, in OpenAI's words; ApiError for one that has no end."""
-    if answer.text.stopped:
+def _grown(choice: Choice, token: int | None, waiting: list[Any]) -> Piece | None:
+    """What one more token adds to a text, or with None its end; nothing while it cannot be shown."""
+    if token is None:
+        return Piece(choice, choice.text.end(), waiting, _reason(choice))
+    if choice.ticket.likely:
+        waiting.append((token, choice.ticket.likely[choice.tokens]))
+    choice.tokens += 1
+    text = choice.text.put(token)
+    if choice.text.stopped:
+        return Piece(choice, text, waiting, "stop")
+    return Piece(choice, text, waiting) if text else None
+
+
+def _reason(choice: Choice) -> Any:
+    """Why a text ended, in OpenAI's words; ApiError for one that has no end."""
+    if choice.text.stopped:
         return "stop"
-    reason = answer.ticket.finish_reason
-    if reason == "error":
-        log.error("request %s failed", answer.id, exc_info=answer.ticket.error)
-        error = answer.ticket.error
-        if isinstance(error, ApiError):
-            raise error
-        raise ApiError(500, f"the answer failed: {type(error).__name__}: {error}", "generation_failed")
-    if reason == "cancelled":
+    ticket = choice.ticket
+    if ticket.finish_reason == "error":
+        log.error("request %s failed", ticket.request.id, exc_info=ticket.error)
+        if isinstance(ticket.error, ApiError):
+            raise ticket.error
+        raise ApiError(500, f"the answer failed: {type(ticket.error).__name__}: {ticket.error}", "generation_failed")
+    if ticket.finish_reason == "cancelled":
         raise _stopping("the answer was broken off")
-    return reason
+    return ticket.finish_reason
 
 
 def _stopping(what: str) -> ApiError:
     return ApiError(503, f"{what}: the server is stopping", "stopping", retry_after=2)
-
-
-def _usage(answer: Answer) -> CompletionUsage:
-    prompt = answer.ticket.prompt_tokens
-    return CompletionUsage(
-        prompt_tokens=prompt, completion_tokens=answer.tokens, total_tokens=prompt + answer.tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens),
-    )  # fmt: skip
-
-
-class ChatForm:
-    """Answers as OpenAI's chat completions write them."""
-
-    def whole(self, answer: Answer, text: str, reason: Any) -> Any:
-        message = {"role": "assistant", "content": text}
-        return ChatCompletion.model_validate({
-            "id": answer.id, "object": "chat.completion", "created": answer.created, "model": answer.model,
-            "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
-            "usage": _usage(answer),
-        })  # fmt: skip
-
-    def opening(self, answer: Answer) -> list[Any]:
-        return [
-            self._chunk(answer, [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
-        ]
-
-    def piece(self, answer: Answer, text: str, reason: Any = None) -> Any:
-        delta = {"content": text} if text else {}
-        return self._chunk(answer, [{"index": 0, "delta": delta, "finish_reason": reason}])
-
-    def usage(self, answer: Answer) -> Any:
-        return self._chunk(answer, [], usage=_usage(answer))
-
-    def _chunk(self, answer: Answer, choices: list[Mapping[str, Any]], **more: Any) -> Any:
-        return ChatCompletionChunk.model_validate({
-            "id": answer.id, "object": "chat.completion.chunk", "created": answer.created, "model": answer.model,
-            "choices": choices, **more,
-        })  # fmt: skip
-
-
-class CompletionForm:
-    """Answers as OpenAI's completions write them."""
-
-    def whole(self, answer: Answer, text: str, reason: Any) -> Any:
-        return self.piece(answer, text, reason, usage=_usage(answer))
-
-    def opening(self, answer: Answer) -> list[Any]:
-        return []
-
-    def piece(self, answer: Answer, text: str, reason: Any = None, **more: Any) -> Any:
-        return self._chunk(answer, [{"index": 0, "text": text, "finish_reason": reason, "logprobs": None}], **more)
-
-    def usage(self, answer: Answer) -> Any:
-        return self._chunk(answer, [], usage=_usage(answer))
-
-    def _chunk(self, answer: Answer, choices: list[Mapping[str, Any]], **more: Any) -> Any:
-        # A chunk has no reason yet, which the type of whole completions does not know.
-        return Completion.model_construct(
-            id=answer.id, object="text_completion", created=answer.created, model=answer.model, choices=choices, **more
-        )
-
-
-def _json(content: Any) -> Response:
-    return Response(content.model_dump_json(exclude_unset=True), media_type="application/json")
-
-
-def _event(content: Any) -> str:
-    return f"data: {content.model_dump_json(exclude_unset=True, warnings=False)}\n\n"

@@ -31,6 +31,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ from kvsketch.decode.shared import LONGEST, RowFailed, SharedRows, alone
 from kvsketch.defaults import CHUNK
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
-from kvsketch.serve.requests import EngineState, FinishReason, Request, Ticket, not_finite
+from kvsketch.serve.requests import EngineState, FinishReason, Likely, Request, Ticket, not_finite
 from kvsketch.serve.schedule import Run, Schedule
 from kvsketch.slots.codes import NotFinite
 
@@ -80,25 +81,51 @@ class Tokens:
     """Tokens of one step on their way to the host."""
 
     runs: list[Run]
-    values: Tensor  # on the host, there after `event`
+    values: Tensor  # [n] on the host, there after `event`
+    scores: tuple[Tensor, ...]  # those of `log_probabilities`, where a run asks for them
     event: Any
 
     @classmethod
-    def of(cls, runs: list[Run], tokens: Tensor, places: list[int]) -> Tokens:
-        """`tokens` [n, 1] on the device, of which `places` belong to the runs."""
-        if tokens.device.type != "cuda":
-            return cls(runs, tokens[places, 0].clone(), None)
-        at = torch.tensor(places, pin_memory=True).to(tokens.device, non_blocking=True)
-        values = torch.empty(len(places), dtype=tokens.dtype, pin_memory=True)
-        values.copy_(tokens[:, 0].index_select(0, at), non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return cls(runs, values, event)
+    def of(cls, runs: list[Run], tokens: Tensor, places: list[int], logits: Tensor) -> Tokens:
+        """`tokens` [n, 1] and `logits` [n, vocabulary] on the device, of which `places` belong to the runs."""
+        at = _to_device(torch.tensor(places), tokens.device)
+        chosen = tokens.index_select(0, at)
+        asked = [run.ticket.request.logprobs for run in runs]
+        most = max((count for count in asked if count is not None), default=None)
+        scores = () if most is None else log_probabilities(logits.index_select(0, at), chosen, most)
+        values, *rest = (_to_host(each) for each in (chosen[:, 0], *scores))
+        event = torch.cuda.Event() if tokens.device.type == "cuda" else None
+        if event is not None:
+            event.record()
+        return cls(runs, values, tuple(rest), event)
 
-    def read(self) -> Iterator[tuple[Run, int]]:
+    def read(self) -> Iterator[tuple[Run, int, Likely | None]]:
         if self.event is not None:
             self.event.synchronize()
-        return zip(self.runs, self.values.tolist(), strict=True)
+        likely = map(_likely, self.runs, *(each.tolist() for each in self.scores)) if self.scores else repeat(None)
+        return zip(self.runs, self.values.tolist(), likely, strict=False)
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of `tokens` [n, 1] and of the `most` likeliest tokens, and these; [n], [n, most], [n, most]."""
+    scores = logits.float().log_softmax(-1)
+    top = scores.topk(min(most, scores.shape[1]))
+    return scores.gather(1, tokens.clamp_min(0))[:, 0], top.values, top.indices
+
+
+def _likely(run: Run, logprob: float, values: list[float], ids: list[int]) -> Likely | None:
+    most = run.ticket.request.logprobs
+    return None if most is None else Likely(logprob, tuple(zip(ids[:most], values[:most], strict=True)))
+
+
+def _to_device(host: Tensor, device: torch.device) -> Tensor:
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.clone()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 @dataclass
@@ -110,15 +137,17 @@ class Counts:
 
 
 class OwnDraw:
-    """The sampler of a captured step of one request."""
+    """The sampler of a captured step of one request; `logits` are those of the last token."""
 
     def __init__(self, draw: Draw, mode: int) -> None:
         self.draw, self.mode = draw, mode
+        self.logits = torch.zeros(draw.said.shape, device=draw.said.device)
 
     def before_step(self) -> None:
         pass
 
     def choose(self, logits: Tensor) -> Tensor:
+        self.logits.copy_(logits)
         return self.draw.choose(logits, self.mode)
 
 
@@ -379,7 +408,7 @@ class BatchedEngine:
         ticket.tokens_stored = None if None in budgets else max(budget for budget in budgets if budget is not None)
         ticket.device_bytes = run.cache.device_bytes
         self._schedule.answer(run)
-        self._send(Tokens.of([run], run.token, [0]))
+        self._send(Tokens.of([run], run.token, [0], logits))
         if run in self._schedule.running:
             self._try_to_join(run)
             if run.row is not None:
@@ -396,7 +425,7 @@ class BatchedEngine:
         document = run.ticket.request.document if run.shares else None
         if self._shared.join(row, run.cache, run.token, run.draw, document):
             return
-        run.row, run.token, run.step = row, None, None
+        run.row, run.token, run.step, run.logits = row, None, None, None
         self._give_back(run)
 
     def _give_back(self, run: Run) -> None:
@@ -425,7 +454,7 @@ class BatchedEngine:
             self._end(next(run for run in runs if run.row == failed.row), "error", failed.error)
             return
         self._counts.steps += 1
-        self._send(Tokens.of(runs, tokens, rows))
+        self._send(Tokens.of(runs, tokens, rows, self._shared.logits))
 
     def _step_alone(self) -> None:
         """One token for each request that takes its steps by itself; it joins the others as soon as it can."""
@@ -446,6 +475,7 @@ class BatchedEngine:
             if run.step is None and by_itself and impossible(self.model, run.cache, {}) is None:
                 left = run.ticket.request.max_new_tokens - run.launched
                 own: Any = OwnDraw(run.draw, run.mode)
+                run.logits = own.logits
                 run.step = Step(self.model, run.cache, own, run.token, run.cache.tokens_seen + left + 1, self._fused)
             if run.step is not None:
                 run.step.run()
@@ -454,9 +484,11 @@ class BatchedEngine:
                 position = torch.full_like(run.token, run.cache.tokens_seen)
                 options: dict[str, Any] = {"position_ids": position} if self._takes_positions else {}
                 out = self.model(run.token.clamp_min(0), past_key_values=run.cache, use_cache=True, **options)
-                run.token = run.draw.choose(out.logits[:, -1], run.mode)
+                run.logits = out.logits[:, -1]
+                run.token = run.draw.choose(run.logits, run.mode)
         self._counts.steps += 1
-        self._send(Tokens.of([run], run.token, [0]))
+        assert run.logits is not None
+        self._send(Tokens.of([run], run.token, [0], run.logits))
 
     def _send(self, tokens: Tokens) -> None:
         """Tokens are on their way; a run that has all it asked for leaves its row at once."""
@@ -469,7 +501,7 @@ class BatchedEngine:
     def _deliver(self, keep: int) -> None:
         """Hands out tokens that have arrived, but for those of the last `keep` steps."""
         while len(self._on_the_way) > keep:
-            for run, token in self._on_the_way.popleft().read():
+            for run, token, likely in self._on_the_way.popleft().read():
                 ticket = run.ticket
                 if ticket.done:
                     continue
@@ -482,7 +514,7 @@ class BatchedEngine:
                 else:
                     self._counts.generated_tokens += 1
                     run.delivered += 1
-                    ticket.put(token)
+                    ticket.put(token, likely)
                     if run.delivered >= ticket.request.max_new_tokens:
                         self._end(run, "length")
 

@@ -60,6 +60,7 @@ class Request:
     everybody while requests name it.
     `temperature` 0 takes the most likely token. A request with a `seed` gives the same tokens whoever shares the batch
     and whichever engine serves it: those of `kvsketch.generate(..., seed=seed)`. Without one the engine draws a seed.
+    `logprobs`: the ticket tells how likely each token was, and so many of the likeliest ones.
     `top_k` 0 sets no limit; `min_p` rules out tokens that are less than so many times as likely as the likeliest, after
     `top_k` and `top_p`; `repetition_penalty` counts `ids` and the answer.
     """
@@ -74,6 +75,7 @@ class Request:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    logprobs: int | None = None
     id: str = field(default_factory=lambda: uuid4().hex)
 
     def __post_init__(self) -> None:
@@ -102,6 +104,16 @@ class Timings:
     last_token: float | None = None
 
 
+@dataclass(frozen=True)
+class Likely:
+    """The log probability of a token, and the likeliest tokens in its place: of the model itself, before temperature,
+    penalties and limits.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Ticket:
     """The answer to a request while it grows.
 
@@ -123,6 +135,8 @@ class Ticket:
         """The most slots that a KV head of a compressed layer holds for this request; None before the first token."""
         self.device_bytes: int | None = None
         """Device memory of this request's cache, or of its row in the engine's tables."""
+        self.likely: list[Likely] = []
+        """Of each token, where the request asked for it."""
         self._tokens: list[int] = []
         self._changed = threading.Condition()
         self._cancelled = False
@@ -189,9 +203,11 @@ class Ticket:
             # Whoever listened has gone, such as an event loop that is closed.
             self._listener, self._cancelled = None, True
 
-    def put(self, token: int) -> None:
+    def put(self, token: int, likely: Likely | None = None) -> None:
         """For engines: one more token."""
         with self._changed:
+            if likely is not None:
+                self.likely.append(likely)
             self.timings.last_token = time.monotonic()
             if self.timings.first_token is None:
                 self.timings.first_token = self.timings.last_token

@@ -34,6 +34,7 @@ class Run:
     begun: int = 0  # layers that have begun to read the whole prompt
     work: int = 0  # tokens that layers have read since the others last took a step
     token: Tensor | None = None  # [1, 1], the last one, of a request that takes its steps by itself
+    logits: Tensor | None = None  # [1, vocabulary], that it was chosen from
     row: int | None = None  # in the shared tables
     step: Step | None = None  # of a request that shares nothing, captured, or nothing yet
     returned: bool = False  # whether the cache serves others

@@ -1,27 +1,38 @@
-"""What clients may send: the fields of OpenAI's endpoints that this server understands, and no others.
+"""What clients may send: the fields of OpenAI's endpoints that this server understands.
 
-A field that would change the answer and is not understood is refused by name; one that changes nothing at its default
-value is accepted at that value.
+A field that would change the answer and is not understood is refused by name, unless it asks for what happens anyway.
+So is one that looks like a misspelt field. Other fields change nothing here and are ignored.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 DEFAULT_NEW_TOKENS = 1024
-# Without meaning for the answer, whatever they say.
-IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier")
-# Accepted when they ask for what happens anyway.
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "logprobs": (False, 0), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
-    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "response_format": ({"type": "text"},),
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "parallel_tool_calls": (True, False),
-    "store": (False,), "modalities": (["text"],), "reasoning_effort": ("none",),
+MOST_CHOICES = 128
+MOST_LOGPROBS = 20
+# They would change the answer: accepted when they ask for what happens anyway.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "frequency_penalty": (0,), "presence_penalty": (0,),
+    "logit_bias": ({},), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
+    "audio": (), "web_search_options": (), "min_tokens": (0,), "ignore_eos": (False,), "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"),
 }  # fmt: skip
+TEXTS = ("text", "input_text", "output_text")
+NO_TEXT = {
+    "image_url": "images",
+    "input_image": "images",
+    "input_audio": "recordings",
+    "file": "files",
+    "input_file": "files",
+}
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON; most texts have none
@@ -52,23 +63,41 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class TextPart(Fields):
-    type: Literal["text"]
-    text: str
+def plain_text(content: Any) -> str:
+    """The text of a message, which may come in parts, or be null as in messages that came from a server."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ValueError("must be a text or a list of parts")
+    return "".join(map(_text_of_part, content))
+
+
+def _text_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in NO_TEXT:
+        raise ValueError(f"{NO_TEXT[kind]} are not understood by this model, only text is; leave out the part {kind!r}")
+    text = part.get("refusal" if kind == "refusal" else "text") if kind in (*TEXTS, "refusal") else None
+    if not isinstance(text, str):
+        raise ValueError('a part must look like {"type": "text", "text": "..."}')
+    return text
 
 
 class Message(Fields):
+    """Fields that come with messages of other servers, such as `refusal` and `annotations`, are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: str = ""
+
+    _plain_text = field_validator("content", mode="before")(plain_text)
 
     def plain(self) -> dict[str, str]:
         """As templates take it; developer is the newer name of system."""
-        parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": parts}
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
 class StreamOptions(Fields):
+    model_config = ConfigDict(extra="ignore")
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -76,9 +105,13 @@ class StreamOptions(Fields):
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class Asked(Fields):
-    """What both endpoints share."""
+Tokens = Annotated[list[int], Field(min_length=1)]
 
+
+class Asked(Fields):
+    """What all endpoints share."""
+
+    model_config = ConfigDict(extra="ignore")
     model: str
     max_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -88,8 +121,19 @@ class Asked(Fields):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """The most new tokens; None: as many as is usual."""
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many likely tokens are to be told beside each one; None: not even its own log probability."""
+        return None
 
     @property
     def stops(self) -> list[str]:
@@ -104,14 +148,38 @@ class ChatAsked(Asked):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     document: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _asks_for_logprobs(self) -> ChatAsked:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
+        return self
+
 
 class CompletionAsked(Asked):
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)] | Annotated[list[int], Field(min_length=1)]
+    prompt: str | Annotated[list[str], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)]
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or more, each a text or token ids."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt  # type: ignore[return-value]
+
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
 
     @property
     def limit(self) -> int | None:
@@ -141,18 +209,29 @@ def parsed(kind: type[Kind], body: bytes) -> Kind:
     if ESCAPED_SURROGATE.search(text):
         _require_whole_characters(data)
     known = list(kind.model_fields)
-    for name in [name for name in data if name in (*IGNORED, *HARMLESS) and name not in known]:
-        value = data.pop(name)
-        if name in HARMLESS and value is not None and value not in HARMLESS[name]:
-            usual = " or ".join(map(json.dumps, HARMLESS[name]))
-            raise ApiError(
-                400, f"{name}={_shown(value)} is not supported; leave it out, or send {usual}",
-                "unsupported_parameter", name,
-            )  # fmt: skip
+    if kind.model_config["extra"] == "ignore":
+        _refuse_unsupported({name: value for name, value in data.items() if name not in known}, known)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         raise _told(error, known) from None
+
+
+def _refuse_unsupported(unknown: dict[str, Any], known: list[str]) -> None:
+    for name, value in unknown.items():
+        if name in REFUSED and value is not None and value not in REFUSED[name]:
+            usual = "".join(f", or send {json.dumps(each)}" for each in REFUSED[name])
+            raise ApiError(
+                400, f"{name}={_shown(value)} is not supported; leave it out{usual}", "unsupported_parameter", name
+            )
+        if name not in REFUSED and (meant := did_you_mean(name, known, 0.8)):
+            raise ApiError(400, f"unknown field {name!r}{meant}", "unknown_parameter", name)
+
+
+def did_you_mean(name: str, known: Iterable[str], alike: float = 0.6) -> str:
+    """The end of a message about a name that is not known; empty where none is like it."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=alike)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _told(error: ValidationError, known: list[str]) -> ApiError:
@@ -166,7 +245,7 @@ def _told(error: ValidationError, known: list[str]) -> ApiError:
         return ApiError(400, f"unknown field {'.'.join(place)!r}", "unknown_parameter", ".".join(place))
     if first["type"] == "missing":
         return ApiError(400, f"the field {'.'.join(place)!r} is missing", "missing_parameter", ".".join(place))
-    message = f"{'.'.join(place)}: {first['msg']}, got {_shown(first.get('input'))}"
+    message = f"{'.'.join(place)}: {first['msg'].removeprefix('Value error, ')}, got {_shown(first.get('input'))}"
     return ApiError(400, message, "invalid_value", ".".join(place))
 
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ def application(
     api_key: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
+    cors: Sequence[str] = (),
     **options: Any,
 ) -> Any:
     """The ASGI application of a model by its name, for other servers than ours; `options` are those of `start_service`.
@@ -87,8 +88,16 @@ def application(
     """
     loaded, tokenizer = models.load(model, dtype=dtype, device=device)
     usual = {"whole_below": SHORT} if method is None else {}
-    service = start_service(loaded, tokenizer, name or model, method or METHOD, **{**usual, **options})
-    return create_app(service, api_key=api_key)
+    service = start_service(loaded, tokenizer, name or model_name(model), method or METHOD, **{**usual, **options})
+    return create_app(service, api_key=api_key, cors=cors)
+
+
+def model_name(spec: str) -> str:
+    """A model's name for clients: without the folders that lead to it here."""
+    path = Path(spec).expanduser()
+    if not path.exists():
+        return spec
+    return path.stem if path.is_file() else path.resolve().name
 
 
 def _rows_that_fit(model: Any, method: Method, longest: int, memory: int | None) -> tuple[int, int | None]:
@@ -130,23 +139,33 @@ class Server:
         drain: int = 60,
         pdf: Limits = SENT,
         patience: Patience | None = None,
+        cors: Sequence[str] = (),
+        bound: socket.socket | None = None,
     ) -> None:
+        """`bound`: that of `bind(host, port)`, for those who tried the address first."""
         self.service = service
-        app = create_app(service, api_key=api_key, largest_body=largest_body, pdf=pdf)
+        app = create_app(service, api_key=api_key, largest_body=largest_body, pdf=pdf, cors=cors)
         # A connection that became a WebSocket would leave the limits behind.
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on", ws="none",
             http=connections.protocol(patience or _usual_patience(service)), timeout_graceful_shutdown=drain,
         )  # fmt: skip
         self._server = _Uvicorn(config, service)
-        self._socket = _listening(host, port)
-        bound = self._socket.getsockname()[1]
-        self.address = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+        self._socket = bound or bind(host, port)
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
 
     def run(self) -> None:
         """Serves until a signal; running answers are finished first."""
-        logging.getLogger("kvsketch.serve").setLevel(logging.INFO)
+        self._log()
         self._server.run(sockets=[self._socket])
+
+    def _log(self) -> None:
+        """Requests and what goes wrong, a line each, to standard error."""
+        log, handler = logging.getLogger("kvsketch.serve"), logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+        log.setLevel(logging.INFO)
+        log.addHandler(handler)
+        log.propagate = False
 
     @contextlib.contextmanager
     def started(self) -> Iterator[str]:
@@ -187,8 +206,8 @@ class _Uvicorn(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    """The address is taken before the model is announced, so that a port in use is told at once."""
+def bind(host: str, port: int) -> socket.socket:
+    """Takes an address; OSError says that it is in use. Nobody can connect before the server runs."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     result = socket.socket(family, socket.SOCK_STREAM)
     result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

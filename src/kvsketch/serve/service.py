@@ -18,7 +18,7 @@ from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.metrics import Metrics
 from kvsketch.serve.requests import Closed, Engine, Full, Request, Ticket, unused_settings
-from kvsketch.serve.schema import DEFAULT_NEW_TOKENS, ApiError, Asked, ChatAsked, CompletionAsked
+from kvsketch.serve.schema import DEFAULT_NEW_TOKENS, ApiError, Asked, ChatAsked, CompletionAsked, did_you_mean
 from kvsketch.serve.text import GrowingText, Template
 from kvsketch.slots.positions import CACHE
 
@@ -31,19 +31,40 @@ log = logging.getLogger("kvsketch.serve")
 
 
 @dataclass
-class Answer:
-    """An accepted request: its ticket, and the text that grows from it."""
+class Choice:
+    """One of the texts that a request asked for, while it grows."""
 
+    index: int
     ticket: Ticket
     text: GrowingText
+    tokens: int = 0  # that became text
+
+
+@dataclass
+class Answer:
+    """An accepted request: its prompts, each with `each` texts that grow from it."""
+
+    choices: list[Choice]
+    each: int
     model: str
     id: str
     created: int
-    streams: bool
-    wants_usage: bool
+    asked: Asked
     cached_tokens: int = 0
-    tokens: int = 0  # that became text
     seconds: float = ANSWER_SECONDS  # that it may take, from the request to the last token
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Those of a prompt count once, however many texts continue it."""
+        return sum(choice.ticket.prompt_tokens for choice in self.choices[:: self.each])
+
+    @property
+    def tokens(self) -> int:
+        return sum(choice.tokens for choice in self.choices)
+
+    def cancel(self) -> None:
+        for choice in self.choices:
+            choice.ticket.cancel()
 
     def expire(self) -> None:
         """Ends it with an error, whatever the engine does."""
@@ -51,8 +72,9 @@ class Answer:
             f"the answer took longer than {self.seconds:g} s, the most that this server gives one; ask for fewer "
             "tokens, try again when it has less to do, or start it with more --answer-seconds"
         )
-        self.ticket.finish("error", ApiError(504, message, "answer_timeout"))
-        self.ticket.cancel()
+        for choice in self.choices:
+            choice.ticket.finish("error", ApiError(504, message, "answer_timeout"))
+        self.cancel()
 
 
 class Service:
@@ -113,48 +135,66 @@ class Service:
             ids = self.template.chat(messages) if number is None else self.template.after_document(messages)
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_messages", "messages") from None
-        return self._start(asked, ids, asked.limit, "chatcmpl-", document)
+        return self._start(asked, [ids], "chatcmpl-", document)
 
     def completion(self, asked: CompletionAsked) -> Answer:
         """Starts the continuation of a text."""
         self._require_model(asked.model)
-        prompt = asked.prompt
-        if isinstance(prompt, list) and isinstance(prompt[0], int):
-            ids = [token for token in prompt if isinstance(token, int)]
-            most = self.model.get_input_embeddings().num_embeddings
-            if not all(0 <= token < most for token in ids):
-                raise ApiError(400, f"prompt: token ids must be from 0 to {most - 1}", "invalid_value", "prompt")
-        else:
-            ids = self.template.plain(str(prompt[0] if isinstance(prompt, list) else prompt))
-        return self._start(asked, ids, asked.limit, "cmpl-", None)
+        most = self.model.get_input_embeddings().num_embeddings
+        prompts = [self.template.plain(each) if isinstance(each, str) else each for each in asked.prompts]
+        if not all(0 <= token < most for ids in prompts for token in ids):
+            raise ApiError(400, f"prompt: token ids must be from 0 to {most - 1}", "invalid_value", "prompt")
+        return self._start(asked, prompts, "cmpl-", None)
 
-    def _start(
-        self, asked: Asked, ids: list[int], limit: int | None, prefix: str, document: CompressedCache | None
-    ) -> Answer:
-        if not ids:
-            raise ApiError(400, "the prompt is empty", "invalid_value", "prompt")
+    def _start(self, asked: Asked, prompts: list[list[int]], prefix: str, document: CompressedCache | None) -> Answer:
         before = 0 if document is None else document.tokens_seen
+        requests = [self._request(asked, ids, document, number) for ids in prompts for number in range(asked.n or 1)]
+        choices = [
+            Choice(index, ticket, GrowingText(self.tokenizer, asked.stops))
+            for index, ticket in enumerate(self._submit_all(requests))
+        ]
+        return Answer(
+            choices, asked.n or 1, asked.model, prefix + uuid4().hex, int(time.time()), asked, before,
+            seconds=self.answer_seconds,
+        )  # fmt: skip
+
+    def _request(self, asked: Asked, ids: list[int], document: CompressedCache | None, number: int) -> Request:
+        """What the engine is to do for the text with this number of a prompt; each draws from a seed of its own."""
+        param = "messages" if isinstance(asked, ChatAsked) else "prompt"
+        if not ids:
+            raise ApiError(400, "the prompt is empty", "invalid_value", param)
+        before, limit = 0 if document is None else document.tokens_seen, asked.limit
         room = self.context - before - len(ids)
         if room < (limit or 1):
             told = f"{before + len(ids):,} tokens" + (f", {before:,} of them the document's" if before else "")
             raise ApiError(
                 400, f"the prompt has {told}; with {limit or 1:,} new ones they exceed this server's {self.context:,}",
-                "context_length_exceeded", "messages" if isinstance(asked, ChatAsked) else "prompt",
+                "context_length_exceeded", param,
             )  # fmt: skip
-        request = Request(
+        return Request(
             tuple(ids),
             min(room, DEFAULT_NEW_TOKENS) if limit is None else limit,
-            seed=None if asked.seed is None else asked.seed % 2**63,
+            seed=None if asked.seed is None else (asked.seed + number) % 2**63,
             stop_ids=self._ends(),
             document=document,
+            logprobs=asked.alternatives,
             **self._usual() | {name: getattr(asked, name) for name in TASTE if getattr(asked, name) is not None},
         )
-        ticket = self._submit(request)
-        growing = GrowingText(self.tokenizer, asked.stops)
-        return Answer(
-            ticket, growing, asked.model, prefix + uuid4().hex, int(time.time()), bool(asked.stream), asked.wants_usage,
-            before, seconds=self.answer_seconds,
-        )  # fmt: skip
+
+    def _submit_all(self, requests: list[Request]) -> list[Ticket]:
+        """All of them, or none."""
+        state = self.engine.state()
+        if len(requests) > (most := state.rows + state.queue):
+            raise ApiError(400, f"{len(requests)} texts at once; this server has {most} places", "invalid_value", "n")
+        tickets: list[Ticket] = []
+        try:
+            for request in requests:
+                tickets.append(self._submit(request))
+        except ApiError:
+            for ticket in tickets:
+                ticket.cancel()
+            raise
+        return tickets
 
     def _submit(self, request: Request) -> Ticket:
         try:
@@ -169,15 +209,17 @@ class Service:
 
     def note(self, answer: Answer) -> None:
         """An answer has ended: its times count."""
-        self.metrics.note(answer.ticket)
-        seconds = time.monotonic() - answer.ticket.timings.submitted
+        for choice in answer.choices:
+            self.metrics.note(choice.ticket)
+        seconds = time.monotonic() - answer.choices[0].ticket.timings.submitted
         self._mean_seconds += 0.2 * (seconds - self._mean_seconds)
 
     def _require_model(self, name: str) -> None:
         if name != self.name:
             raise ApiError(
-                404, f"there is no model {name!r}; this server has {self.name!r}", "model_not_found", "model"
-            )
+                404, f"there is no model {name!r}; this server has {self.name!r}{did_you_mean(name, [self.name])}",
+                "model_not_found", "model",
+            )  # fmt: skip
 
     def _usual(self) -> dict[str, Any]:
         """How requests that do not say it choose their tokens: as the model's generation settings do."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvsketch.decode.asking import GAP, chat_frame
 
 MARK = "THE-DOCUMENT-ENDS-HERE"  # ascii letters pass through every template unchanged
 UNFINISHED = "\ufffd"  # what tokenizers show for the first bytes of a character
 LONGEST_CHARACTER = 8  # tokens of one character at most; more are no text
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of tokenizers that spell unknown characters byte by byte
+SPACE = "\u2581"  # in front of the first token of a word, in vocabularies of SentencePiece
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # as byte-level vocabularies write them
 
 
 class Template:
@@ -63,6 +69,24 @@ class Template:
 
 def _without_template(messages: Sequence[dict[str, str]]) -> str:
     return GAP.join(each["content"] for each in messages) + "\n"
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """A token as text; what is no whole character is shown as unknown."""
+    data = token_bytes(tokenizer, token)
+    return tokenizer.decode([token]) if data is None else data.decode(errors="replace")
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes | None:
+    """The bytes of a token, which may be a part of a character; None where the vocabulary does not tell them."""
+    name, text = tokenizer.convert_ids_to_tokens(token), tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    if name is None:
+        return None
+    if byte := BYTE_TOKEN.fullmatch(name):
+        return bytes([int(byte[1], 16)])
+    if UNFINISHED not in text:
+        return (" " * (name.startswith(SPACE) and not text.startswith(" ")) + text).encode()
+    return bytes(BYTES[each] for each in name) if all(each in BYTES for each in name) else None
 
 
 class GrowingText:

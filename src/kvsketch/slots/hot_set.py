@@ -54,6 +54,11 @@ class HotSet(TableState):
         """Takes the hot set away, but for its counts."""
         vars(self).update(place_of=None, token_of=None, last_read=None)
 
+    def clear(self) -> None:
+        """Forgets which rows lie on the device, in place."""
+        self.place_of.fill_(-1)
+        self.token_of.fill_(-1)
+
     def lengthen(self, tokens: int) -> None:
         """Makes room for so many host tokens."""
         if tokens > self.tokens:

@@ -100,7 +100,7 @@ class BalanceKV(BudgetedMethod):
             if self.recent == DEFAULT_WINDOW:
                 self._set("recent", row_schedule.within(DEFAULT_WINDOW, DEFAULT_WINDOW, budget.tokens))
         super().__post_init__()
-        self._require("block", isinstance(self.block, int) and self.block >= 2, "2 or more tokens, such as 256")
+        self._require_whole("block", least=2, unit="tokens")
         halvings = self.rounds is None or (self.rounds >= 0 and self.form == "block")
         self._require("rounds", halvings, "none, or with form=block a number of halvings, 0 or more")
         theory = self.c == "theory" and self.form != "block"

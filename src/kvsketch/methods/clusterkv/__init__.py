@@ -14,6 +14,7 @@ from kvsketch.methods.clusterkv import clusters
 from kvsketch.methods.clusterkv.clusters import Clusters
 from kvsketch.methods.parameters import option
 from kvsketch.methods.recall import RecallingMethod
+from kvsketch.ops.kmeans import METRICS
 from kvsketch.ops.select_clusters import Selection
 from kvsketch.slots import offloaded
 from kvsketch.slots import padding as left_padding
@@ -25,10 +26,10 @@ from kvsketch.slots.table import SlotTable
 class ClusterKV(RecallingMethod):
     """Clusters the keys by direction; a query head reads the clusters whose centroids have the largest inner products.
 
-    After prefill the keys beside the sinks are clustered per KV head by cosine k-means; a centroid is the mean of its
-    raw keys. A query head ranks clusters by <q, centroid>, takes the shortest prefix that holds `budget` tokens (sinks
-    included) and trims the last cluster. Generated tokens are read in full until `recluster` of them form
-    `recluster_into` new clusters.
+    After prefill the keys beside the sinks are clustered per KV head by k-means, by cosine unless `metric` says
+    otherwise; a centroid is the mean of its raw keys. A query head ranks clusters by <q, centroid>, takes the shortest
+    prefix that holds `budget` tokens (sinks included) and trims the last cluster. Generated tokens are read in full
+    until `recluster` of them form `recluster_into` new clusters.
 
     `completion`: what a query leaves unread still counts, one slot per cluster (centroid, mean value of the unread
     tokens, log of their number). Ours, not the paper's: it reads no further token and lowers the error.
@@ -48,6 +49,7 @@ class ClusterKV(RecallingMethod):
     random: ClassVar[bool] = True
     State: ClassVar[type[Clusters]] = Clusters
     tokens_per_cluster: int = option(20, "mean size of a cluster; smaller ones find tokens better and take more memory")
+    metric: str = option("cosine", "what keys are clustered by; the paper compares all three", METRICS)
     rounds: int = option(4, "rounds of k-means over all keys, before one last assignment")
     recluster: int = option(320, "generated tokens that are read in full until they are clustered together")
     recluster_into: int = option(16, "clusters that `recluster` generated tokens form")
@@ -58,9 +60,7 @@ class ClusterKV(RecallingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("tokens_per_cluster", "rounds", "recluster", "recluster_into"):
-            value = getattr(self, name)
-            self._require(name, isinstance(value, int) and value >= 1, "a whole number, 1 or more")
+        self._require_whole("tokens_per_cluster", "rounds", "recluster", "recluster_into")
 
     @property
     def tail_tokens(self) -> int:
@@ -130,7 +130,7 @@ class ClusterKV(RecallingMethod):
         padding = left_padding.of_rows(table.padding, keys.shape[0])
         first = [min(max(start, pad + self.sinks), end) for pad in padding]
         counts = [self._clusters(end - f, count, whole_prompt=start == 0) for f in first]
-        recipe = clusters.Recipe(self.rounds, self.seed + table.seed)
+        recipe = clusters.Recipe(self.rounds, self.seed + table.seed, self.metric)
         clusters.add(table, start, keys, values if self.completion else None, first, counts, recipe)
 
     def _clusters(self, tokens: int, count: int | None, whole_prompt: bool) -> int:

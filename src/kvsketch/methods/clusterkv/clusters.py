@@ -84,6 +84,7 @@ class Recipe(NamedTuple):
 
     rounds: int
     seed: int
+    metric: str = "cosine"
 
 
 def add(
@@ -109,6 +110,7 @@ def add(
         seed=recipe.seed,
         layer=table.layer_idx,
         first_head=table.first_head,
+        metric=recipe.metric,
     )
     index = ops.cluster_index(clustered.labels, max(counts))
     state = table.state_of(Clusters)

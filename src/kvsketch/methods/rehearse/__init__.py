@@ -72,7 +72,7 @@ class Rehearse(WaitingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_tokens("chunk", "wait")
+        self._require_whole("chunk", "wait", least=64, unit="tokens")
 
     # score: what the text would look at if it came again
 

@@ -32,7 +32,10 @@ MAX_SIZE = 512
 
 
 class Directions(NamedTuple):
-    """Buffers for the directions of the means: each less a common one, so that 16 bits can distinguish them."""
+    """Buffers for the directions of the means: each less a common one, so that 16 bits can distinguish them.
+
+    Where keys are not compared by cosine, the means themselves.
+    """
 
     rows: Tensor  # [B * H, at least C, power of two >= D]: mean / |mean| - origin
     origin: Tensor  # [B * H, power of two >= D] float32
@@ -83,10 +86,12 @@ def cluster_means(rows: Tensor, index: ClusterIndex) -> Tensor:
     return means
 
 
-def update_means(rows: Tensor, index: ClusterIndex, means: Tensor, directions: Directions | None = None) -> None:
+def update_means(
+    rows: Tensor, index: ClusterIndex, means: Tensor, directions: Directions | None = None, cosine: bool = True
+) -> None:
     """Writes the mean of each cluster into means [B, H, C, D] float32; the mean of an empty cluster stays as it is.
 
-    directions, if given, receives the directions of these means.
+    directions, if given, receives the directions of these means, or without `cosine` the means.
     """
     batch, heads, clusters, size = means.shape
     rows = dense_last(rows)
@@ -95,7 +100,8 @@ def update_means(rows: Tensor, index: ClusterIndex, means: Tensor, directions: D
             rows, *index, means, *(directions or (None, None, None)),
             heads, rows.shape[2], 0 if directions is None else directions.rows.shape[1],
             *rows.stride()[:3],
-            D=size, BLOCK_D=block_size(size), ROWS=MEAN_ROWS, DIRECTIONS=directions is not None, num_warps=2,
+            D=size, BLOCK_D=block_size(size), ROWS=MEAN_ROWS, DIRECTIONS=directions is not None, COSINE=cosine,
+            num_warps=2,
         )  # fmt: skip
 
 
@@ -180,7 +186,7 @@ def place_kernel(
 def mean_kernel(
     rows_ptr, order_ptr, sizes_ptr, offsets_ptr, means_ptr, directions_ptr, origin_ptr, radius_ptr,
     heads, count, padded, row_b, row_h, row_n,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, DIRECTIONS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, DIRECTIONS: tl.constexpr, COSINE: tl.constexpr,
 ):  # fmt: skip
     """Mean of one cluster, summed in the order of its slots."""
     cluster = tl.program_id(0)
@@ -203,7 +209,10 @@ def mean_kernel(
     mean = total / size
     tl.store(means_ptr + place * D + d, mean, mask=d < D)
     if DIRECTIONS:
-        direction = mean * inverse_norm(tl.sum(mean * mean, 0)) - tl.load(origin_ptr + head * BLOCK_D + d)
+        direction = mean
+        if COSINE:
+            direction = mean * inverse_norm(tl.sum(mean * mean, 0))
+        direction -= tl.load(origin_ptr + head * BLOCK_D + d)
         at = directions_ptr + (head * padded + cluster) * BLOCK_D + d
         tl.store(at, direction.to(directions_ptr.dtype.element_ty))
         tl.atomic_max(radius_ptr + head, tl.sqrt(tl.sum(direction * direction, 0)), sem="relaxed")

@@ -19,7 +19,7 @@ from kvsketch.ops.fold_token import Layout, State
 from kvsketch.ops.random.kernel import hash_combine
 
 MAX_TILE = 1024  # samples looked at together
-CLUSTER_TILE = 64
+CLUSTER_TILE = tl.constexpr(64)
 MAX_PER_CLUSTER = 128
 CERTAIN = tl.constexpr(4294967296.0)
 
@@ -42,16 +42,15 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
         fold_kernel[(batch * heads,)](
             state.keys, state.values, state.index,
             state.log_den if state.log_num is None else state.log_num, state.log_den, state.next_slot,
-            state.clock, state.clock if state.padding is None else state.padding, state.plan,
+            state.clock, state.padding, state.plan,
             state.representatives, state.counts, state.delta, state.mu, state.shares, state.streams,
             state.squares, state.folded,
             heads, slots, *layout, *state.keys.stride()[:3], *state.values.stride()[:3],
             D=size, DV=value_size,
             BLOCK_D=triton.next_power_of_2(size), BLOCK_DV=triton.next_power_of_2(value_size),
             BLOCK_T=triton.next_power_of_2(max(2, layout.per_cluster)),
-            TILE=min(MAX_TILE, triton.next_power_of_2(max(16, layout.samples))), CLUSTER_TILE=CLUSTER_TILE,
-            SEPARATE=layout.clusters > 0, PADDED=state.padding is not None, COALESCE=coalesce,
-            MIXED=state.folded is not None, num_warps=8,
+            TILE=min(MAX_TILE, triton.next_power_of_2(max(16, layout.samples))),
+            SEPARATE=layout.clusters > 0, COALESCE=coalesce, num_warps=8,
             **early_start.launch(state.keys.device),
         )  # fmt: skip
 
@@ -63,9 +62,9 @@ def fold_kernel(
     heads, slots, sinks, ring, hold, samples, clusters, per_cluster,
     k_b, k_h, k_s, v_b, v_h, v_s,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr,
-    TILE: tl.constexpr, CLUSTER_TILE: tl.constexpr,
-    SEPARATE: tl.constexpr, PADDED: tl.constexpr, COALESCE: tl.constexpr, MIXED: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, SEPARATE: tl.constexpr, COALESCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    MIXED: tl.constexpr = folded_ptr is not None
     wait(EARLY)
     head = tl.program_id(0).to(tl.int64)
     b = head // heads
@@ -81,7 +80,7 @@ def fold_kernel(
 
     real = tl.load(clock_ptr)
     pad = real * 0
-    if PADDED:
+    if padding_ptr is not None:
         pad = tl.load(padding_ptr + b)
         real -= pad
     held = sinks + ring + real - own_sinks

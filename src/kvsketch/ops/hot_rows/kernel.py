@@ -21,7 +21,6 @@ COPY_ROWS = 16
 COPY_PROGRAMS = 64  # of one KV head: enough that all rows of a common step are on their way at once
 MAX_AGE = tl.constexpr(OLDEST)
 ARRIVED = tl.constexpr(1 << 40)  # above the number of calls
-NO_STRIDES = (0, 0, 0)
 
 
 def supported(store: Store, buffer: Buffer) -> bool:
@@ -46,7 +45,7 @@ def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: B
     )
     copied = [store.keys, store.values, buffer.keys, buffer.values]
     steps = [*(store.steps or (None, None)), *(buffer.steps or (None, None))]
-    strides = [NO_STRIDES if each is None else each.stride()[:3] for each in (*copied, *steps)]
+    strides = [None if each is None else each.stride()[:3] for each in (*copied, *steps)]
     size, value_size = buffer.keys.shape[3], buffer.values.shape[3]
     with on(rows.device):
         place_kernel[(parts, batch * heads)](
@@ -57,7 +56,7 @@ def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: B
         )  # fmt: skip
         copy_kernel[(min(COPY_PROGRAMS, triton.cdiv(entries, COPY_ROWS)), batch * heads)](
             lists, totals, hot.place_of, slots, store.row, *copied, *steps,
-            heads, entries, tokens, buffer.first_hot, *(number for each in strides for number in each),
+            heads, entries, tokens, buffer.first_hot, *strides,
             D=size, DV=value_size,
             BLOCK_D=triton.next_power_of_2(size), BLOCK_DV=triton.next_power_of_2(value_size), ROWS=COPY_ROWS,
             # A thread moves 16 bytes of each.
@@ -191,20 +190,22 @@ def copy_kernel(
     lists_ptr, totals_ptr, place_of_ptr, slots_ptr, row_ptr,
     far_k_ptr, far_v_ptr, near_k_ptr, near_v_ptr, far_ks_ptr, far_vs_ptr, near_ks_ptr, near_vs_ptr,
     heads, entries, tokens, first_hot,
-    fk_b, fk_h, fk_n, fv_b, fv_h, fv_n, nk_b, nk_h, nk_n, nv_b, nv_h, nv_n,
-    fks_b, fks_h, fks_n, fvs_b, fvs_h, fvs_n, nks_b, nks_h, nks_n, nvs_b, nvs_h, nvs_n,
+    fk, fv, nk, nv, fks, fvs, nks, nvs,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Copies rows of one KV head, and tells its missing entries their slots; all loads begin before the first store."""
+    """Copies rows of one KV head, and tells its missing entries their slots; all loads begin before the first store.
+
+    fk, fv, ...: strides (row, head, token) of keys and values far and near, and of their steps.
+    """
     wait(EARLY)
     head = tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     copies, missing = tl.load(totals_ptr + head * 2), tl.load(totals_ptr + head * 2 + 1)
     lists = lists_ptr + head * 6 * entries
     row = tl.load(row_ptr + b).to(tl.int64)
-    far_k, far_v = far_k_ptr + row * fk_b + h * fk_h, far_v_ptr + row * fv_b + h * fv_h
-    near_k, near_v = near_k_ptr + b * nk_b + h * nk_h, near_v_ptr + b * nv_b + h * nv_h
+    far_k, far_v = far_k_ptr + row * fk[0] + h * fk[1], far_v_ptr + row * fv[0] + h * fv[1]
+    near_k, near_v = near_k_ptr + b * nk[0] + h * nk[1], near_v_ptr + b * nv[0] + h * nv[1]
     d, dv = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     # There are at least as many missing entries as rows to copy.
     for start in range(tl.program_id(0) * ROWS, missing, tl.num_programs(0) * ROWS):
@@ -215,15 +216,15 @@ def copy_kernel(
         entry = tl.load(lists + 2 * entries + number, mask=inside, other=0)
         wanted = tl.load(lists + 3 * entries + number, mask=inside, other=0)
         k_inside, v_inside = copied[:, None] & (d < D), copied[:, None] & (dv < DV)
-        k = tl.load(far_k + token[:, None] * fk_n + d, mask=k_inside)
-        v = tl.load(far_v + token[:, None] * fv_n + dv, mask=v_inside)
+        k = tl.load(far_k + token[:, None] * fk[2] + d, mask=k_inside)
+        v = tl.load(far_v + token[:, None] * fv[2] + dv, mask=v_inside)
         if far_ks_ptr is not None:
-            k_step = tl.load(far_ks_ptr + row * fks_b + h * fks_h + token * fks_n, mask=copied)
-            v_step = tl.load(far_vs_ptr + row * fvs_b + h * fvs_h + token * fvs_n, mask=copied)
+            k_step = tl.load(far_ks_ptr + row * fks[0] + h * fks[1] + token * fks[2], mask=copied)
+            v_step = tl.load(far_vs_ptr + row * fvs[0] + h * fvs[1] + token * fvs[2], mask=copied)
         place = tl.load(place_of_ptr + head * tokens + wanted, mask=inside, other=0)
         tl.store(slots_ptr + head * entries + entry, first_hot + place, mask=inside)
-        tl.store(near_k + slot[:, None] * nk_n + d, k, mask=k_inside)
-        tl.store(near_v + slot[:, None] * nv_n + dv, v, mask=v_inside)
+        tl.store(near_k + slot[:, None] * nk[2] + d, k, mask=k_inside)
+        tl.store(near_v + slot[:, None] * nv[2] + dv, v, mask=v_inside)
         if far_ks_ptr is not None:
-            tl.store(near_ks_ptr + b * nks_b + h * nks_h + slot * nks_n, k_step, mask=copied)
-            tl.store(near_vs_ptr + b * nvs_b + h * nvs_h + slot * nvs_n, v_step, mask=copied)
+            tl.store(near_ks_ptr + b * nks[0] + h * nks[1] + slot * nks[2], k_step, mask=copied)
+            tl.store(near_vs_ptr + b * nvs[0] + h * nvs[1] + slot * nvs[2], v_step, mask=copied)

@@ -1,12 +1,14 @@
-"""k-means of keys by direction: the clusters of a recall method.
+"""k-means of keys: the clusters of a recall method.
 
-    assign   label_i = argmax_c <k_i, d_c - m>,  d_c = mu_c / |mu_c|; equal scores: the lowest c
+    assign   cosine  label_i = argmax_c <k_i, d_c - m>,  d_c = mu_c / |mu_c|; equal scores: the lowest c
+             inner   the same with d_c = mu_c: the largest inner product
+             l2      argmax_c <k_i - m, d_c - m> - |d_c - m|^2 / 2 with d_c = mu_c: the smallest distance
     update   mu_c = mean of the keys with label c; empty: mu_c stays
 
 `rounds` of both, then one last assignment. Assigning by cosine while averaging raw keys minimises no common objective,
 so the number of rounds is fixed.
 
-m, the mean direction of up to 64 of the first centroids of a head, changes no argmax. d_c - m is rounded to the dtype
+m, the mean d_c of up to 64 of the first centroids of a head, changes no argmax. d_c - m is rounded to the dtype
 of the keys; d_c itself must not be: keys with a large common part, such as a bias, have directions that differ by less
 than 16 bits can represent, and one cluster would take nearly all of them.
 
@@ -34,6 +36,7 @@ from kvsketch.ops.common.tensors import check_keys
 
 # First centroids whose mean direction is subtracted from all directions.
 SAMPLE = 64
+METRICS = ("cosine", "l2", "inner")
 
 
 class Stream(NamedTuple):
@@ -63,28 +66,31 @@ def kmeans(
     layer: int = 0,
     first_position: int = 0,
     first_head: int = 0,
+    metric: str = "cosine",
 ) -> Clusters:
-    """Clusters of keys [B, H, n, D] by direction: centroids [B, H, clusters, D] float32 and labels [B, H, n] int32.
+    """Clusters of keys [B, H, n, D] by `metric`: centroids [B, H, clusters, D] float32 and labels [B, H, n] int32.
 
     start [B]: the first key of each row that takes part (left padding, sinks); earlier ones get label -1. counts [B]:
     clusters of each row, at most `clusters`; None: all; a row never has more than keys, the rest stay empty with
     centroid 0. The draw depends on (seed, layer, first_position, head) and on how many keys the row has; heads count
     from first_head. The package docstring says what a round does.
     """
-    _check(keys, clusters, start, counts, rounds)
+    _check(keys, clusters, start, counts, rounds, metric)
     stream = Stream(seed, layer, first_position, first_head)
     chosen = implementation("kmeans", keys.device, keys)
-    result: Clusters = chosen.kmeans(keys, clusters, start, counts, rounds, stream)
+    result: Clusters = chosen.kmeans(keys, clusters, start, counts, rounds, stream, metric)
     return result
 
 
-def _check(keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int) -> None:
+def _check(keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, metric: str) -> None:
     """Raise ValueError when an argument does not fit the others."""
     check_keys(keys)
     if clusters < 1:
         raise ValueError(f"clusters={clusters} must be 1 or more.")
     if rounds < 0:
         raise ValueError(f"rounds={rounds} must be 0 or more.")
+    if metric not in METRICS:
+        raise ValueError(f"metric={metric} is not one of {', '.join(METRICS)}.")
     for name, numbers in (("start", start), ("counts", counts)):
         if numbers is not None and (numbers.is_floating_point() or numbers.shape != keys.shape[:1]):
             got = f"{numbers.dtype} {list(numbers.shape)}"

@@ -3,7 +3,7 @@
 assign: a program holds a tile of keys and walks over the centroids. A score is lifted by |k| r to be positive, r being
 the largest |d_c - m| of the head; then its bits order like the score, and the lowest of them can hold the centroid's
 number in its tile, counted down: one integer maximum finds score and centroid, and the lowest centroid of equals.
-Scores closer than |k| r / 2^16 may count as equal.
+Scores closer than |k| r / 2^16 may count as equal. By distance keys are k - m, and the lift has r^2 / 2 more.
 begin finds m and, like the means of a round, subtracts it from each direction that it writes: no launch is added.
 Legend: see the package docstring.
 """
@@ -61,6 +61,7 @@ def kmeans(
     counts: Tensor | None,
     rounds: int,
     stream: Stream,
+    metric: str = "cosine",
     launch: KMeansLaunch | None = None,
 ) -> Clusters:
     """See `kvsketch.ops.kmeans`; `launch` overrides the launch sizes."""
@@ -80,30 +81,32 @@ def kmeans(
     labels = torch.empty((batch, heads, length), dtype=torch.int32, device=device)
     index = empty_index(batch, heads, length, clusters, device)
     shape: dict[str, Any] = {"D": size, "BLOCK_D": block_d}
+    cosine = metric == "cosine"
 
     def assign() -> None:
         assign_kernel[(triton.cdiv(length, launch.keys), batch * heads)](
-            keys, directions.rows, directions.radius, first, live, labels, heads, length, padded, *keys.stride()[:3],
-            KEYS=launch.keys, CLUSTERS=launch.clusters, STAGES=launch.stages, **shape, num_warps=launch.warps,
+            keys, *directions, first, live, labels, heads, length, padded, *keys.stride()[:3],
+            KEYS=launch.keys, CLUSTERS=launch.clusters, STAGES=launch.stages, COSINE=cosine, DISTANCE=metric == "l2",
+            **shape, num_warps=launch.warps,
         )  # fmt: skip
 
     with on(device):
         begin_kernel[(triton.cdiv(clusters, BEGIN_ROWS), batch * heads)](
             keys, first, live, centroids, *directions, initial_state(stream.seed), *stream[1:],
             heads, length, clusters, padded, *keys.stride()[:3],
-            ROWS=BEGIN_ROWS, SAMPLE=SAMPLE, **shape, num_warps=4,
+            ROWS=BEGIN_ROWS, SAMPLE=SAMPLE, COSINE=cosine, **shape, num_warps=4,
         )  # fmt: skip
         for _ in range(rounds):
             assign()
             cluster_index(labels, clusters, index)
-            update_means(keys, index, centroids, directions)
+            update_means(keys, index, centroids, directions, cosine)
         assign()
     return Clusters(centroids, labels)
 
 
 @triton.jit
-def load_first(base, run, live, count, stream, row_n, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The keys that the runs begin with, in float32, and their directions; 0 beyond the live clusters."""
+def load_first(base, run, live, count, stream, row_n, D: tl.constexpr, BLOCK_D: tl.constexpr, COSINE: tl.constexpr):
+    """The keys that the runs begin with, in float32, and by cosine their directions; 0 beyond the live clusters."""
     runs = tl.maximum(live, 1)
     edge = run * count // runs
     width = (run + 1) * count // runs - edge
@@ -112,14 +115,17 @@ def load_first(base, run, live, count, stream, row_n, D: tl.constexpr, BLOCK_D: 
     d = tl.arange(0, BLOCK_D)
     alive = (run < live)[:, None] & (d < D)[None, :]
     key = tl.load(base + (edge + drawn)[:, None] * row_n + d[None, :], mask=alive, other=0.0).to(tl.float32)
-    return key, key * inverse_norm(tl.sum(key * key, 1))[:, None]
+    compared = key
+    if COSINE:
+        compared = key * inverse_norm(tl.sum(key * key, 1))[:, None]
+    return key, compared
 
 
 @triton.jit(do_not_specialize=["state", "layer", "position", "first_head", "length", "clusters", "padded"])
 def begin_kernel(
     keys_ptr, first_ptr, live_ptr, centroids_ptr, directions_ptr, origin_ptr, radius_ptr,
     state, layer, position, first_head, heads, length, clusters, padded, k_b, k_h, k_n,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SAMPLE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SAMPLE: tl.constexpr, COSINE: tl.constexpr,
 ):  # fmt: skip
     """The first centroids of one head: a key of each run of keys; 0 beyond the live clusters."""
     head = tl.program_id(1).to(tl.int64)
@@ -136,14 +142,14 @@ def begin_kernel(
     for part in range(0, SAMPLE, ROWS):
         number = part + tl.arange(0, ROWS).to(tl.int64)
         picked = tl.where(number < sampled, number * live // tl.maximum(sampled, 1), live)
-        _key, sample = load_first(base, picked, live, count, stream, k_n, D, BLOCK_D)
+        _key, sample = load_first(base, picked, live, count, stream, k_n, D, BLOCK_D, COSINE)
         origin += tl.sum(sample, 0)
     origin = origin / tl.maximum(sampled, 1).to(tl.float32)
     if tl.program_id(0) == 0:
         tl.store(origin_ptr + head * BLOCK_D + d, origin)
 
     run = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    key, direction = load_first(base, run, live, count, stream, k_n, D, BLOCK_D)
+    key, direction = load_first(base, run, live, count, stream, k_n, D, BLOCK_D, COSINE)
     at = (head * clusters + run)[:, None] * D + d[None, :]
     tl.store(centroids_ptr + at, key, mask=(run < clusters)[:, None] & (d < D)[None, :])
     at = (head * padded + run)[:, None] * BLOCK_D + d[None, :]
@@ -155,8 +161,10 @@ def begin_kernel(
 
 @triton.jit(do_not_specialize=["length", "padded"])
 def assign_kernel(
-    keys_ptr, directions_ptr, radius_ptr, first_ptr, live_ptr, labels_ptr, heads, length, padded, k_b, k_h, k_n,
+    keys_ptr, directions_ptr, origin_ptr, radius_ptr, first_ptr, live_ptr, labels_ptr, heads, length, padded,
+    k_b, k_h, k_n,
     D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, CLUSTERS: tl.constexpr, STAGES: tl.constexpr,
+    COSINE: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
     """Labels of one tile of keys, -1 before the first key of the row."""
     head = tl.program_id(1).to(tl.int64)
@@ -168,9 +176,15 @@ def assign_kernel(
     inside = (slot < length)[:, None] & (d < D)[None, :]
     pointers = keys_ptr + b * k_b + h * k_h + slot.to(tl.int64)[:, None] * k_n + d[None, :]
     keys = tl.load(pointers, mask=inside, other=0.0)
+    radius = tl.load(radius_ptr + head)
+    if COSINE:
+        radius = tl.maximum(radius, LEAST_RADIUS)
+    if DISTANCE:
+        keys = (keys.to(tl.float32) - tl.load(origin_ptr + head * BLOCK_D + d)[None, :]).to(keys.dtype)
     wide = keys.to(tl.float32)
-    radius = tl.maximum(tl.load(radius_ptr + head), LEAST_RADIUS)
     lift = tl.sqrt(tl.sum(wide * wide, 1)) * radius * 1.01 + 1e-30
+    if DISTANCE:
+        lift += radius * radius * 0.51
     directions = directions_ptr + head * padded * BLOCK_D
 
     # A tile of padding has nothing to assign.
@@ -182,7 +196,11 @@ def assign_kernel(
     label = tl.zeros((KEYS,), tl.int32)
     for c in tl.range(0, last, CLUSTERS, num_stages=STAGES):
         tile = tl.load(directions + c * BLOCK_D + tile_offsets)
-        score = dot(keys, tl.trans(tile), tl.broadcast_to(lift[:, None], (KEYS, CLUSTERS)))
+        least = tl.broadcast_to(lift[:, None], (KEYS, CLUSTERS))
+        if DISTANCE:
+            far = tile.to(tl.float32)
+            least -= 0.5 * tl.sum(far * far, 1)[None, :]
+        score = dot(keys, tl.trans(tile), least)
         high_bits = tl.where(c + column < live, -CLUSTERS, 0)
         top = tl.max((score.to(tl.int32, bitcast=True) & high_bits[None, :]) | number[None, :], 1)
         better = (top & -CLUSTERS) > best

@@ -19,7 +19,13 @@ BLOCK = 2048
 
 
 def kmeans(
-    keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, stream: Stream
+    keys: Tensor,
+    clusters: int,
+    start: Tensor | None,
+    counts: Tensor | None,
+    rounds: int,
+    stream: Stream,
+    metric: str = "cosine",
 ) -> Clusters:
     """See `kvsketch.ops.kmeans`."""
     batch, heads, length, size = keys.shape
@@ -28,25 +34,25 @@ def kmeans(
     first, live = live_clusters(keys, clusters, start, counts)
     for row, (begin, alive) in enumerate(zip(first.tolist(), live.tolist(), strict=True)):
         if alive:
-            means, assigned = _cluster_row(keys[row, :, begin:], alive, rounds, stream)
+            means, assigned = _cluster_row(keys[row, :, begin:], alive, rounds, stream, metric)
             centroids[row, :, :alive] = means
             labels[row, :, begin:] = assigned
     return Clusters(centroids, labels)
 
 
-def _cluster_row(keys: Tensor, clusters: int, rounds: int, stream: Stream) -> tuple[Tensor, Tensor]:
+def _cluster_row(keys: Tensor, clusters: int, rounds: int, stream: Stream, metric: str) -> tuple[Tensor, Tensor]:
     """Centroids [H, C, D] and labels [H, n] of keys [H, n, D], n >= clusters."""
     points = wide(keys)
     chosen = first_keys(keys.shape[0], keys.shape[1], clusters, stream, keys.device)
     means = points.gather(1, chosen[..., None].expand(-1, -1, keys.shape[2]))
-    origin = common_direction(means)
-    labels = _assign(points, means, origin, keys.dtype)
+    origin = common_direction(means, metric)
+    labels = _assign(points, means, origin, keys.dtype, metric)
     for _ in range(rounds):
         sums = cluster_sums(points[None], labels[None], clusters)[0]
         sizes = torch.zeros(means.shape[:2], dtype=points.dtype, device=keys.device)
         sizes.scatter_add_(1, labels, torch.ones_like(labels, dtype=points.dtype))
         means = torch.where(sizes[..., None] > 0, sums / sizes.clamp_min(1)[..., None], means)
-        before, labels = labels, _assign(points, means, origin, keys.dtype)
+        before, labels = labels, _assign(points, means, origin, keys.dtype, metric)
         if torch.equal(before, labels):
             break
     return means.float(), labels
@@ -62,18 +68,22 @@ def first_keys(heads: int, keys: int, clusters: int, stream: Stream, device: tor
     return edge[:-1] + torch.minimum(drawn, width - 1)
 
 
-def common_direction(means: Tensor) -> Tensor:
-    """The mean direction [H, 1, D] of up to SAMPLE of the first centroids [H, C, D]."""
+def common_direction(means: Tensor, metric: str = "cosine") -> Tensor:
+    """The mean direction, unless by cosine the mean, [H, 1, D] of up to SAMPLE of the first centroids [H, C, D]."""
     clusters = means.shape[1]
     picked = torch.arange(min(clusters, SAMPLE), device=means.device) * clusters // min(clusters, SAMPLE)
-    return _directions(means[:, picked]).mean(1, keepdim=True)
+    return _compared(means[:, picked], metric).mean(1, keepdim=True)
 
 
-def _assign(points: Tensor, means: Tensor, origin: Tensor, dtype: torch.dtype) -> Tensor:
-    """The centroid of largest cosine to each key, [H, n] int64; the lowest of equals."""
-    directions = (_directions(means) - origin).to(dtype).to(points.dtype).mT
-    return torch.cat([(block @ directions).argmax(-1) for block in points.split(BLOCK, 1)], 1)
+def _assign(points: Tensor, means: Tensor, origin: Tensor, dtype: torch.dtype, metric: str) -> Tensor:
+    """The best centroid of each key, [H, n] int64; the lowest of equals."""
+    apart = (_compared(means, metric) - origin).to(dtype).to(points.dtype)
+    bias = torch.zeros_like(apart[:, None, :, 0])
+    if metric == "l2":
+        points, bias = (points - origin).to(dtype).to(points.dtype), -apart.square().sum(-1)[:, None] / 2
+    return torch.cat([(block @ apart.mT + bias).argmax(-1) for block in points.split(BLOCK, 1)], 1)
 
 
-def _directions(vectors: Tensor) -> Tensor:
-    return vectors / vectors.norm(dim=-1, keepdim=True).clamp_min(1e-15)
+def _compared(means: Tensor, metric: str) -> Tensor:
+    """What keys are compared with: the directions of means, or the means."""
+    return means / means.norm(dim=-1, keepdim=True).clamp_min(1e-15) if metric == "cosine" else means

@@ -18,6 +18,8 @@ from kvsketch.ops.slot_update import Ranking, Slots, Token
 
 ROWS_OF_ONE_PROGRAM = 16
 ASKED = tl.constexpr(1 << 40)  # above what a clock can show
+MAX_STEP = tl.constexpr(LARGEST_STEP)
+EXACT_BLOCK = tl.constexpr(8)
 
 
 def supported(*slots: Tensor | CodedSlots) -> bool:
@@ -45,8 +47,7 @@ def _write_token(
     rows, heads, size, value_size,
     key_b, key_h, key_s, value_b, value_h, value_s,
     new_key_b, new_key_h, new_value_b, new_value_h, slots,
-    HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, PAGED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -55,7 +56,7 @@ def _write_token(
     s = tl.load(slot + row, mask=inside, other=0)
     now = counted(clock)
     page, there = b, inside[:, None]
-    if PAGED:
+    if pages is not None:
         page = tl.load(pages + b, mask=there, other=-1)
         there = page >= 0
     d = tl.arange(0, BLOCK)[None, :]
@@ -69,9 +70,9 @@ def _write_token(
     tl.store(index + row * slots + s, tl.zeros([ROWS], tl.int32) + now.to(tl.int32), mask=inside)
     zero = tl.zeros([ROWS], tl.float32)
     tl.store(log_den + row * slots + s, zero, mask=inside)
-    if HAS_NUM:
+    if log_num is not None:
         tl.store(log_num + row * slots + s, zero, mask=inside)
-    if HAS_SCORE:
+    if score is not None:
         tl.store(score + row * slots + s, zero, mask=inside)
 
 
@@ -83,11 +84,10 @@ def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score:
     rows = batch * heads
     alone = rows <= ROWS_OF_ONE_PROGRAM
     _write_token[(1 if alone else rows,)](
-        keys, values, index, log_den, log_den if log_num is None else log_num, log_den if score is None else score,
-        token.slot, token.clock, token.key, token.value, token.slot if token.pages is None else token.pages,
+        keys, values, index, log_den, log_num, score,
+        token.slot, token.clock, token.key, token.value, token.pages,
         rows, heads, size, value_size,
         *keys.stride()[:3], *values.stride()[:3], *token.key.stride()[:2], *token.value.stride()[:2], count,
-        HAS_NUM=log_num is not None, HAS_SCORE=score is not None, PAGED=token.pages is not None,
         ROWS=triton.next_power_of_2(rows) if alone else 1, BLOCK=triton.next_power_of_2(size),
         VALUE_BLOCK=triton.next_power_of_2(value_size), num_warps=1, **early_start.launch(keys.device),
     )  # fmt: skip
@@ -95,12 +95,12 @@ def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score:
 
 @triton.jit
 def encode_token(
-    new, row, slot, place, mean, sign, codes, steps, exact_at, unit, norm, largest_step,
-    BITS: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr, EXACT_BLOCK: tl.constexpr,
+    new, row, slot, place, mean, sign, codes, steps, exact_at, unit, norm,
+    BITS: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Codes the vector at `new` into its place; an exact slot that is overwritten is exact no more."""
     x = tl.load(new + tl.arange(0, D)[None, :]).to(tl.float32)
-    levels, step = levels_and_steps(x, mean, sign, unit, norm, largest_step, BITS, D, 1)
+    levels, step = levels_and_steps(x, mean, sign, unit, norm, MAX_STEP, BITS, D, 1)
     one = tl.zeros((1,), tl.int64)
     tl.store(steps + place + one, step.to(tl.float16))
     store_codes(codes + (place + one)[:, None] * (D * BITS // 8), levels, one == 0, BITS, D, 1)
@@ -115,11 +115,9 @@ def encode_token(
 def _write_coded_token(
     new_key, new_value, k_center, v_center, k_signs, v_signs, k_codes, v_codes, k_steps, v_steps, k_exact, v_exact,
     index, log_den, log_num, score, slot, start, pages, clock, heads, slots, k_slots, v_slots, page_bytes,
-    new_key_b, new_key_h, new_value_b, new_value_h, k_unit, v_unit, k_norm, v_norm, largest_step,
+    new_key_strides, new_value_strides, k_unit, v_unit, k_norm, v_norm,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    EXACT: tl.constexpr, V_EXACT: tl.constexpr,
-    HAS_NUM: tl.constexpr, HAS_SCORE: tl.constexpr, FLAT: tl.constexpr, PAGED: tl.constexpr, LONG: tl.constexpr,
-    EARLY: tl.constexpr, EXACT_BLOCK: tl.constexpr = 8,
+    EXACT: tl.constexpr, V_EXACT: tl.constexpr, LONG: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The key of one row and head, or, along axis 1, its value; centers and signs are loaded before the wait, unless
     they lie in pages, which are known after it.
@@ -132,10 +130,10 @@ def _write_coded_token(
     first, k_first, v_first = row * slots, row * k_slots, row * v_slots
     # What a head has beside its slots is that of head `own`.
     own, there = row, True
-    if FLAT:
+    if start is not None:
         first = tl.load(start + row)
         k_first, v_first = first, first
-    if PAGED:
+    if pages is not None:
         begin(False, EARLY)
         page = tl.load(pages + b)
         there = page >= 0
@@ -147,31 +145,31 @@ def _write_coded_token(
         )  # fmt: skip
     if tl.program_id(1) == 0:
         k_mean, k_sign = tl.load(k_center + own * D + tl.arange(0, D)[None, :]), tl.load(k_signs + tl.arange(0, D))
-        if not PAGED:
+        if pages is None:
             begin(False, EARLY)
         begin(EARLY and LONG, False)
         s, now = tl.load(slot + row), counted(clock)
         if there:
             encode_token(
-                new_key + b * new_key_b + h * new_key_h, own, s, k_first + s, k_mean, k_sign, k_codes, k_steps,
-                k_exact, k_unit, k_norm, largest_step, K_BITS, D, EXACT, EXACT_BLOCK,
+                new_key + b * new_key_strides[0] + h * new_key_strides[1], own, s, k_first + s, k_mean, k_sign,
+                k_codes, k_steps, k_exact, k_unit, k_norm, K_BITS, D, EXACT,
             )  # fmt: skip
         tl.store(index + first + s, now.to(tl.int32))
     else:
         v_mean, v_sign = tl.load(v_center + own * DV + tl.arange(0, DV)[None, :]), tl.load(v_signs + tl.arange(0, DV))
-        if not PAGED:
+        if pages is None:
             begin(False, EARLY)
         begin(EARLY and LONG, False)
         s = tl.load(slot + row)
         if there:
             encode_token(
-                new_value + b * new_value_b + h * new_value_h, own, s, v_first + s, v_mean, v_sign, v_codes, v_steps,
-                v_exact, v_unit, v_norm, largest_step, V_BITS, DV, V_EXACT, EXACT_BLOCK,
+                new_value + b * new_value_strides[0] + h * new_value_strides[1], own, s, v_first + s, v_mean, v_sign,
+                v_codes, v_steps, v_exact, v_unit, v_norm, V_BITS, DV, V_EXACT,
             )  # fmt: skip
         tl.store(log_den + first + s, 0.0)
-        if HAS_NUM:
+        if log_num is not None:
             tl.store(log_num + first + s, 0.0)
-        if HAS_SCORE:
+        if score is not None:
             tl.store(score + first + s, 0.0)
 
 
@@ -185,16 +183,12 @@ def write_coded_token(
     _write_coded_token[(token.slot.numel(), 2)](
         key, value, keys.center, values.center, *(codec.signs(index.device) for codec in codecs),
         keys.codes, values.codes, keys.steps, values.steps, keys.exact_at, values.exact_at,
-        index, log_den, log_den if log_num is None else log_num, log_den if score is None else score,
-        token.slot, token.slot if start is None else start, token.slot if token.pages is None else token.pages,
-        token.clock, token.slot.shape[1],
+        index, log_den, log_num, score, token.slot, start, token.pages, token.clock, token.slot.shape[1],
         *(part.shape[-1] for part in (index, keys.steps, values.steps)), keys.codes.stride(0),
-        *key.stride()[:2], *value.stride()[:2],
-        *(codec.unit for codec in codecs), *(codec.norm for codec in codecs), LARGEST_STEP,
+        key.stride()[:2], value.stride()[:2],
+        *(codec.unit for codec in codecs), *(codec.norm for codec in codecs),
         K_BITS=keys.codec.bits, V_BITS=values.codec.bits, D=keys.codec.size, DV=values.codec.size,
         EXACT=keys.exact_at.shape[2], V_EXACT=values.exact_at.shape[2],
-        HAS_NUM=log_num is not None, HAS_SCORE=score is not None, FLAT=start is not None,
-        PAGED=token.pages is not None,
         LONG=keys.codes.nbytes + values.codes.nbytes > early_start.LONG_BYTES,
         num_warps=1 if max(keys.codec.size, values.codec.size) <= 128 else 4, **early_start.launch(index.device),
     )  # fmt: skip
@@ -203,14 +197,13 @@ def write_coded_token(
 @triton.jit
 def _free_lowest(
     scores, index, log_den, log_num, next_slot, padding, seen, heads, slots, sinks, recent,
-    HAS_SCORES: tl.constexpr, HAS_NUM: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     real = tl.load(seen)
     pad = tl.zeros([], tl.int64)
-    if HAS_PADDING:
+    if padding is not None:
         pad = tl.load(padding + row // heads)
         real -= pad
     s = tl.arange(0, BLOCK)
@@ -221,7 +214,7 @@ def _free_lowest(
         here = s + start
         token = tl.load(index + row * slots + here, mask=here < slots, other=-2).to(tl.int64)
         position = token - pad
-        if HAS_SCORES:
+        if scores is not None:
             ranked = tl.load(scores + row * slots + here, mask=here < slots, other=0.0).to(tl.float32)
             ranked = tl.minimum(tl.maximum(ranked, -1.2089258196146292e24), 1.2089258196146292e24)
         else:
@@ -245,7 +238,7 @@ def _free_lowest(
     tl.store(next_slot + row, victim.to(tl.int64))
     tl.store(index + row * slots + victim, -1)
     tl.store(log_den + row * slots + victim, float("-inf"))
-    if HAS_NUM:
+    if log_num is not None:
         tl.store(log_num + row * slots + victim, float("-inf"))
 
 
@@ -256,9 +249,7 @@ def free_lowest(slots: Slots, ranking: Ranking, next_slot: Tensor) -> None:
     batch, heads, count = index.shape
     block = min(2048, triton.next_power_of_2(count))
     _free_lowest[(batch * heads,)](
-        index if scores is None else scores.contiguous(),
-        index, log_den, log_den if log_num is None else log_num, next_slot,
-        seen if padding is None else padding, seen, heads, count, sinks, recent,
-        HAS_SCORES=scores is not None, HAS_NUM=log_num is not None, HAS_PADDING=padding is not None, BLOCK=block,
+        None if scores is None else scores.contiguous(), index, log_den, log_num, next_slot, padding, seen,
+        heads, count, sinks, recent, BLOCK=block,
         num_warps=max(1, min(8, block // 128)), **early_start.launch(index.device),
     )  # fmt: skip

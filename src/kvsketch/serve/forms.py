@@ -1,0 +1,159 @@
+"""Answers as OpenAI's endpoints write them, whole or in events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai.types import Completion, CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.completion_usage import PromptTokensDetails
+
+from kvsketch.serve.requests import Likely
+from kvsketch.serve.service import Answer, Choice
+from kvsketch.serve.text import token_bytes, token_text
+
+
+@dataclass
+class Piece:
+    """What a text has grown by: the text, its tokens, and at the end the reason."""
+
+    choice: Choice
+    text: str = ""
+    tokens: Sequence[tuple[int, Likely]] = ()  # where log probabilities are asked for
+    reason: Any = None
+
+
+@dataclass
+class Whole:
+    """A text that has ended."""
+
+    choice: Choice
+    text: str = ""
+    tokens: list[tuple[int, Likely]] = field(default_factory=list)
+    reason: Any = None
+
+    def put(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.tokens.extend(piece.tokens)
+        self.reason = piece.reason
+
+
+def usage(answer: Answer) -> CompletionUsage:
+    prompt = answer.prompt_tokens
+    return CompletionUsage(
+        prompt_tokens=prompt, completion_tokens=answer.tokens, total_tokens=prompt + answer.tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens),
+    )  # fmt: skip
+
+
+class ChatForm:
+    """Chat completions."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def whole(self, answer: Answer, texts: list[Whole]) -> str:
+        choices = [
+            {
+                "index": each.choice.index, "finish_reason": each.reason, "logprobs": self._logprobs(answer, each),
+                "message": {"role": "assistant", "content": each.text, "refusal": None},
+            }
+            for each in texts
+        ]  # fmt: skip
+        return _json(ChatCompletion.model_validate({
+            "id": answer.id, "object": "chat.completion", "created": answer.created, "model": answer.model,
+            "choices": choices, "usage": usage(answer),
+        }))  # fmt: skip
+
+    def opening(self, answer: Answer) -> list[str]:
+        delta = {"role": "assistant", "content": ""}
+        return [self._chunk(answer, [_started(each.index, delta)]) for each in answer.choices]
+
+    def piece(self, answer: Answer, piece: Piece) -> str:
+        delta = {"content": piece.text} if piece.text else {}
+        choice = _started(piece.choice.index, delta) | {"finish_reason": piece.reason}
+        if (logprobs := self._logprobs(answer, piece)) is not None:
+            choice["logprobs"] = logprobs
+        return self._chunk(answer, [choice])
+
+    def closing(self, answer: Answer) -> list[str]:
+        last = [self._chunk(answer, [], usage=usage(answer))] if answer.asked.wants_usage else []
+        return [*last, "data: [DONE]\n\n"]
+
+    def _logprobs(self, answer: Answer, piece: Piece | Whole) -> Any:
+        if answer.asked.alternatives is None or (isinstance(piece, Piece) and not piece.tokens):
+            return None
+        entries = [
+            self._entry(token, likely.logprob) | {"top_logprobs": [self._entry(*each) for each in likely.top]}
+            for token, likely in piece.tokens
+        ]
+        return {"content": entries, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        data = token_bytes(self.tokenizer, token)
+        return {"token": token_text(self.tokenizer, token), "logprob": logprob, "bytes": data and list(data)}
+
+    def _chunk(self, answer: Answer, choices: Sequence[Mapping[str, Any]], **more: Any) -> str:
+        return _event(ChatCompletionChunk.model_validate({
+            "id": answer.id, "object": "chat.completion.chunk", "created": answer.created, "model": answer.model,
+            "choices": choices, **more,
+        }))  # fmt: skip
+
+
+def _started(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": None}
+
+
+class CompletionForm:
+    """Completions."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._said: dict[int, int] = {}  # characters of each text that are out
+
+    def whole(self, answer: Answer, texts: list[Whole]) -> str:
+        choices = [self._choice(answer, each) for each in texts]
+        return _json(self._completion(answer, choices, usage=usage(answer)))
+
+    def opening(self, answer: Answer) -> list[str]:
+        return []
+
+    def piece(self, answer: Answer, piece: Piece) -> str:
+        return _event(self._completion(answer, [self._choice(answer, piece)]))
+
+    def closing(self, answer: Answer) -> list[str]:
+        last = [_event(self._completion(answer, [], usage=usage(answer)))] if answer.asked.wants_usage else []
+        return [*last, "data: [DONE]\n\n"]
+
+    def _choice(self, answer: Answer, piece: Piece | Whole) -> dict[str, Any]:
+        logprobs = None if answer.asked.alternatives is None else self._logprobs(piece)
+        return {"index": piece.choice.index, "text": piece.text, "finish_reason": piece.reason, "logprobs": logprobs}
+
+    def _logprobs(self, piece: Piece | Whole) -> dict[str, Any]:
+        names = [token_text(self.tokenizer, token) for token, _ in piece.tokens]
+        offsets, place = [], self._said.get(piece.choice.index, 0)
+        for name in names:
+            offsets.append(place)
+            place += len(name)
+        self._said[piece.choice.index] = place
+        top = [{token_text(self.tokenizer, each): value for each, value in likely.top} for _, likely in piece.tokens]
+        return {
+            "tokens": names, "token_logprobs": [likely.logprob for _, likely in piece.tokens], "top_logprobs": top,
+            "text_offset": offsets,
+        }  # fmt: skip
+
+    def _completion(self, answer: Answer, choices: Sequence[Mapping[str, Any]], **more: Any) -> Any:
+        # A chunk has no reason yet, which the type of whole completions does not know.
+        return Completion.model_construct(
+            id=answer.id, object="text_completion", created=answer.created, model=answer.model, choices=choices, **more
+        )
+
+
+def _json(content: Any) -> str:
+    return str(content.model_dump_json(exclude_unset=True))
+
+
+def _event(content: Any) -> str:
+    return f"data: {content.model_dump_json(exclude_unset=True, warnings=False)}\n\n"

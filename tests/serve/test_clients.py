@@ -1,0 +1,195 @@
+"""What OpenAI's clients send and expect back: messages fed back, several texts, log probabilities, other origins."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.helpers.tiny import save_tiny_model
+
+for package in ("starlette", "prometheus_client", "uvicorn"):
+    pytest.importorskip(package, reason="not installed: pip install 'kvsketch[serve]'")
+openai = pytest.importorskip("openai", reason="not installed: pip install 'kvsketch[serve]'")
+
+from kvsketch.serve.server import Server, bind, model_name, start_service  # noqa: E402
+from kvsketch.serve.text import token_bytes, token_text  # noqa: E402
+from tests.serve.test_server import call  # noqa: E402
+
+SHARED, APART = "h2o:budget=32:sinks=2:recent=8", "quest"
+ASK: Any = [{"role": "user", "content": "How deep is the basin?"}]
+FEW: Any = {"model": "tiny", "temperature": 0, "max_tokens": 6}
+ORIGIN = "https://app.example"
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    folder: Path = save_tiny_model(tmp_path_factory.mktemp("tiny"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model.generation_config.eos_token_id = tokenizer.eos_token = None
+    return model, tokenizer
+
+
+@pytest.fixture(scope="module", params=[(SHARED, 3), (APART, 2), (SHARED, 1)], ids=["shared", "in turns", "one row"])
+def server(
+    request: pytest.FixtureRequest, loaded: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    method, rows = request.param
+    service = start_service(*loaded, "tiny", method, folder=tmp_path_factory.mktemp("documents"), queue=8, rows=rows)
+    with (made := Server(service, cors=[ORIGIN])).started():
+        yield made
+
+
+@pytest.fixture
+def client(server: Server) -> Any:
+    return openai.OpenAI(base_url=server.address + "/v1", api_key="none", max_retries=0)
+
+
+def test_messages_of_other_servers_and_fields_without_meaning_are_taken(client: Any) -> None:
+    first = client.chat.completions.create(messages=ASK, **FEW).choices[0].message
+    assert first.refusal is None
+    given = client.chat.completions.create(
+        messages=[*ASK, first, {"role": "assistant", "content": None, "refusal": None, "annotations": []}, *ASK],
+        **FEW, extra_body={"verbosity": "low", "store": True, "prediction": None, "reasoning_effort": "low"},
+    )  # fmt: skip
+    parts = [{"type": "text", "text": "How deep "}, {"type": "text", "text": "is the basin?"}]
+    plain = [*ASK, {"role": "assistant", "content": first.content}, {"role": "assistant", "content": ""}]
+    same = client.chat.completions.create(messages=[*plain, {"role": "user", "content": parts}], **FEW)
+    assert given.choices[0].message.content == same.choices[0].message.content
+    assert given.usage.prompt_tokens == same.usage.prompt_tokens
+
+
+def test_a_list_of_prompts_has_the_texts_of_each(client: Any, loaded: tuple[Any, Any]) -> None:
+    prompts = ["Once", "A longer prompt", "Two"]
+    alone = [client.completions.create(prompt=each, **FEW).choices[0].text for each in prompts]
+    ids = loaded[1](prompts)["input_ids"]
+    for given in (prompts, ids):
+        answer = client.completions.create(prompt=given, **FEW)
+        assert [each.text for each in answer.choices] == alone and [each.index for each in answer.choices] == [0, 1, 2]
+        assert answer.usage.completion_tokens == 18 and answer.usage.prompt_tokens == sum(map(len, ids))
+    texts = ["", "", ""]
+    for chunk in client.completions.create(prompt=prompts, stream=True, **FEW):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == alone
+
+
+def test_several_texts_draw_from_seeds_of_their_own(client: Any) -> None:
+    options: Any = {**FEW, "temperature": 1.0}
+    alone = [
+        client.chat.completions.create(messages=ASK, seed=7 + row, **options).choices[0].message.content
+        for row in range(3)
+    ]
+    assert len(set(alone)) == 3
+    answer = client.chat.completions.create(messages=ASK, seed=7, n=3, **options)
+    assert [each.message.content for each in answer.choices] == alone
+    assert answer.usage.prompt_tokens == len(ASK[0]["content"]) + 1 and answer.usage.completion_tokens == 18
+    texts, ends = ["", "", ""], [0, 0, 0]
+    for chunk in client.chat.completions.create(messages=ASK, seed=7, n=3, stream=True, **options):
+        choice = chunk.choices[0]
+        texts[choice.index] += choice.delta.content or ""
+        ends[choice.index] += choice.finish_reason == "length"
+    assert texts == alone and ends == [1, 1, 1]
+
+
+def test_log_probabilities_are_those_of_the_model(client: Any, loaded: tuple[Any, Any]) -> None:
+    """Short texts lie within the budget, so that the model's own forward tells what they must be."""
+    model, tokenizer = loaded
+    options: Any = {"messages": ASK, **FEW, "temperature": 0.7, "seed": 3, "logprobs": True, "top_logprobs": 4}
+    whole = client.chat.completions.create(**options).choices[0].logprobs.content
+    plain = client.chat.completions.create(**{**options, "top_logprobs": None}).choices[0].logprobs.content
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**options, stream=True)]
+    assert [each for chunk in chunks if chunk.logprobs for each in chunk.logprobs.content] == whole
+    assert [each.logprob for each in plain] == [each.logprob for each in whole] and plain[0].top_logprobs == []
+    prompt = tokenizer(ASK[0]["content"] + "\n")["input_ids"]
+    said = [next(i for i in range(len(tokenizer)) if token_bytes(tokenizer, i) == bytes(e.bytes)) for e in whole]
+    assert len(said) == 6
+    with torch.no_grad():
+        wanted = model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    for row, token, entry in zip(wanted, said, whole, strict=True):
+        assert math.isclose(entry.logprob, row[token], abs_tol=1e-4)
+        top = row.topk(4)
+        assert [each.token for each in entry.top_logprobs] == [token_text(tokenizer, i) for i in top.indices.tolist()]
+        assert torch.allclose(torch.tensor([each.logprob for each in entry.top_logprobs]), top.values, atol=1e-4)
+    legacy = client.completions.create(
+        prompt=ASK[0]["content"] + "\n", logprobs=2, **{**FEW, "temperature": 0.7, "seed": 3}
+    ).choices[0]
+    assert legacy.logprobs.token_logprobs == [each.logprob for each in whole]
+    assert legacy.logprobs.tokens == [each.token for each in whole] and len(legacy.logprobs.top_logprobs[0]) == 2
+    assert legacy.logprobs.text_offset == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_text_that_asks_for_them_does_not_tell_those_of_others(client: Any) -> None:
+    streams = [
+        client.chat.completions.create(messages=ASK, stream=True, logprobs=wanted, **FEW) for wanted in (True, False)
+    ]
+    asked, other = [[chunk.choices[0].logprobs for chunk in stream] for stream in streams]
+    assert sum(len(each.content) for each in asked if each) == 6 and not any(other)
+
+
+def test_what_a_language_model_does_not_have_is_refused_in_words(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="there are no embeddings: this server runs a language model"):
+        client.embeddings.create(model="tiny", input="x")
+    with pytest.raises(openai.BadRequestError, match="there are no images"):
+        client.images.generate(model="tiny", prompt="x")
+
+
+def test_pages_of_named_origins_may_ask(server: Server) -> None:
+    wanted = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
+    status, _, headers = call(
+        server, "OPTIONS", "/v1/chat/completions", **wanted,
+        **{"Access-Control-Request-Headers": "authorization,content-type,x-stainless-os"},
+    )  # fmt: skip
+    assert status == 200 and headers["access-control-allow-origin"] == ORIGIN
+    assert "x-stainless-os" in headers["access-control-allow-headers"]
+    status, _, headers = call(server, "GET", "/v1/models", Origin=ORIGIN)
+    assert (status, headers["access-control-allow-origin"]) == (200, ORIGIN)
+    status, told, headers = call(server, "GET", "/v1/models", Origin="https://evil.example")
+    assert status == 403 and "--cors https://evil.example" in told["error"]["message"]
+    assert headers["access-control-allow-origin"] is None
+
+
+@pytest.mark.parametrize(
+    ("origin", "told"), [("*", "needs --api-key"), ("app.example", "is no origin"), ("https://a.example/x", "no path")]
+)
+def test_what_is_no_origin_is_named(server: Server, origin: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told.replace("no path", "without a path")):
+        Server(server.service, cors=[origin])
+
+
+def test_each_request_is_a_line_in_the_log(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "kvsketch.serve"):
+        body = {"messages": ASK, **FEW}
+        call(server, "POST", "/v1/chat/completions", body, **{"X-Request-Id": "one"})
+        call(server, "POST", "/v1/chat/completions", {**body, "stream": True}, **{"X-Request-Id": "two"})
+        call(server, "POST", "/v1/chat/completions", {**body, "model": "x"}, **{"X-Request-Id": "three"})
+        call(server, "GET", "/health")
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert [line.rpartition(" ")[2] for line in lines] == ["[one]", "[two]", "[three]"]
+    assert all("127.0.0.1 POST /v1/chat/completions" in line for line in lines)
+    assert all(" 200 " in line and "23 tokens in, 6 out" in line for line in lines[:2])
+    assert " 404 " in lines[2] and "there is no model 'x'" in lines[2]
+
+
+def test_a_port_in_use_is_told_before_a_model_is_loaded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvsketch import models
+    from kvsketch.cli.serve import serve
+
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model is loaded"))
+    port = int(server.address.rpartition(":")[2])
+    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port} .*choose another --port"):
+        serve("tiny", port=port, host="127.0.0.1", largest_body="1MB", chunk=512)
+    bind("127.0.0.1", 0).close()
+
+
+def test_models_have_names_and_not_paths(tmp_path: Path) -> None:
+    (tmp_path / "Qwen-3B").mkdir()
+    (tmp_path / "some.Q4.gguf").touch()
+    assert model_name(str(tmp_path / "Qwen-3B")) == model_name(f"{tmp_path}/Qwen-3B/") == "Qwen-3B"
+    assert model_name(str(tmp_path / "some.Q4.gguf")) == "some.Q4"
+    assert (model_name("smollm2-135m"), model_name("org/name")) == ("smollm2-135m", "org/name")
