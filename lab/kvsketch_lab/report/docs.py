@@ -36,6 +36,7 @@ from kvsketch_lab.report import (
     equal_bytes,
     figures,
     palette,
+    papers,
     recall,
     recommend,
     render,
@@ -43,15 +44,18 @@ from kvsketch_lab.report import (
     vllm,
 )
 from kvsketch_lab.report.contents import Contents, gather
-from kvsketch_lab.report.kinds import KINDS, Data
+from kvsketch_lab.report.kinds import BIG, KINDS, NOTHING, Data
 from kvsketch_lab.report.rows import Row, is_overall
 
 BLOCK = re.compile(r"(<!-- kvsketch report --docs: (\w+)(?: (\w+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-BIG = "qwen2.5-coder-1.5b (bfloat16)"
-NOTHING = "not measured"
-EQUAL_BYTES, ERRORS, KERNELS, DECODE, ALL_STEPS = "equal_bytes", "errors", "kernel_sizes", "decode", "decode_all"
+EQUAL_BYTES, ERRORS, KERNELS, DECODE = "equal_bytes", "errors", "kernel_sizes", "decode"
 # Of benchmarks, what the last record of counts; elsewhere of each method.
-REPEATED = {DECODE: ("shape", "prompt", "method", "batch"), "stream": ("method", "tokens"), "kvpress": ("press",)}
+REPEATED = {
+    DECODE: ("shape", "prompt", "method", "batch"),
+    "recall": ("operation", "contender", "clusters", "rounds", "budget", "batch"),
+    "stream": ("method", "tokens"),
+    "kvpress": ("press",),
+}
 
 
 def write(root: Path, methods: Sequence[Mapping[str, Any]]) -> list[Path]:
@@ -76,7 +80,8 @@ def pages(root: Path, numbers: Numbers | None = None) -> dict[Path, str]:
     """Every page that has marks, as it should read."""
     numbers = numbers or Numbers(root)
     result = {}
-    for path in sorted([root / "README.md", *(root / "docs").glob("*.md"), *(root / "docs" / "methods").glob("*.md")]):
+    folders = [root / "docs", root / "docs" / "methods", root / "docs" / "papers"]
+    for path in sorted([root / "README.md", *(page for folder in folders for page in folder.glob("*.md"))]):
         page = path.read_text(encoding="utf-8")
         if BLOCK.search(page):
             result[path] = BLOCK.sub(
@@ -133,15 +138,20 @@ class Numbers:
 
         A kind is an experiment of `kinds.KINDS` (fields of `Row`), "equal_bytes" (of its `Cell`), "errors" (of the page
         on recall), a kind of benchmark (the data of its last records; of "decode" those that the page on benchmarks
-        compares, of "decode_all" those of all shapes and prompts), or a folder of results/ such as "positions/".
+        compares; "decode_all" has all shapes and prompts, "recall_all" the benchmark of that name), or a folder of
+        results/ such as "positions/".
         """
         wanted = {name: value if isinstance(value, (list, tuple)) else [value] for name, value in where.items()}
         return [each for each in self._measured(kind) if all(each.get(name) in wanted[name] for name in wanted)]
 
     def values(self, kind: str, formula: str, /, **where: Any) -> list[Any]:
         """A field, or a formula of fields, of the measurements that `select` finds; those without it are left out."""
+        return [value for value, _ in self.measurements(kind, formula, **where)]
+
+    def measurements(self, kind: str, formula: str, /, **where: Any) -> list[tuple[Any, Data]]:
+        """The same values, each with all fields of its measurement."""
         compute = self._environment.compile_expression(formula)
-        return [value for each in self.select(kind, **where) if (value := compute(each)) is not None]
+        return [(value, each) for each in self.select(kind, **where) if (value := compute(each)) is not None]
 
     def quotients(self, kind: str, one: str, other: str, /, **where: Any) -> str:
         """Means of one method over those of another, by budget: `0.88 (1/2), 0.95 (1/4)`."""
@@ -160,9 +170,9 @@ class Numbers:
         if kind == EQUAL_BYTES:
             return [{**vars(cell), "column": cell.column, "mean": cell.value.value} for cell in self.at_equal_bytes]
         if kind.endswith("/"):
-            return [{**record["data"], "kind": record["kind"]} for record in latest(self.records(kind[:-1]))]
+            return [_data(record) | {"kind": record["kind"]} for record in latest(self.records(kind[:-1]))]
         own = re.sub("_(sizes|all)$", "", kind)
-        data = [record["data"] for record in self.benchmarks if record["kind"] == own]
+        data = [_data(record) for record in self.benchmarks if record["kind"] == own]
         if kind == KERNELS:
             return benchmarks.sizes(data)
         counted = benchmarks.usual_steps(data) if kind == DECODE else data
@@ -186,7 +196,7 @@ class Numbers:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        tables = (benchmarks, bits, equal_bytes, recall, streams, vllm)
+        tables = (benchmarks, bits, equal_bytes, papers, recall, streams, vllm)
         result.globals |= {module.__name__.rpartition(".")[2]: module for module in tables}
         result.globals |= {"n": self, "big": BIG}
         result.filters |= FILTERS
@@ -213,6 +223,11 @@ class Numbers:
         for section in self.errors.sections:
             if section.kind.name == "attention_error":
                 yield "attention_error", figures.attention_errors(section, recall.MODEL)
+
+
+def _data(record: Record) -> Data:
+    """What was measured, and by which command."""
+    return {**record["data"], "command": record.get("command") or ""}
 
 
 def _of_rows(contents: Contents, kind: str) -> list[Data]:

@@ -9,6 +9,8 @@ from typing import Any
 from kvsketch_lab.records import Estimate, Record, nested_mean, perplexity_deviation, text_of
 from kvsketch_lab.report.rows import MEMORY, Estimator, Observation, mean_of, values_of
 
+BIG = "qwen2.5-coder-1.5b (bfloat16)"  # the model that most was measured on
+NOTHING = "not measured"
 Data = dict[str, Any]
 Observe = Callable[["Kind", Record], list[Observation]]
 Places = Callable[["Kind", Data], list[str]]
@@ -70,6 +72,7 @@ def observation(
         text=(*text_of(data, record["seed"]), part),
         failed=str(data.get("failed") or ""),
         data=data,
+        run=(str(record.get("time", "")), str(record.get("command") or "")),
         **{name: memory.get(name, data.get(name)) for name in MEMORY},
     )
 

@@ -35,6 +35,7 @@ class Observation:
     host_bytes: float | None = None
     full_bytes: float | None = None
     data: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # of its record
+    run: tuple[str, str] = ("", "")  # when its record was made, and by which command
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Row:
     host_bytes: float | None
     full_bytes: float | None
     failures: tuple[str, ...] = ()
+    command: str = ""  # of the last of them
 
     @property
     def share(self) -> float | None:
@@ -111,6 +113,7 @@ def _row(members: Sequence[Observation], estimator: Estimator) -> Row:
         low=low,
         high=high,
         failures=tuple(sorted({each.failed for each in members if each.failed})),
+        command=max(each.run for each in members)[1],
         **memory,
     )
 
