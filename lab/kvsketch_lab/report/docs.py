@@ -49,7 +49,7 @@ from kvsketch_lab.report.rows import Row, is_overall
 BLOCK = re.compile(r"(<!-- kvsketch report --docs: (\w+)(?: (\w+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BIG = "qwen2.5-coder-1.5b (bfloat16)"
 NOTHING = "not measured"
-EQUAL_BYTES, ERRORS, KERNELS = "equal_bytes", "errors", "kernel_sizes"
+EQUAL_BYTES, ERRORS, KERNELS = "equal_bytes", "errors", "attention_sizes"
 # Of benchmarks, what the last record of counts; elsewhere of each method.
 REPEATED = {"decode": ("method", "batch"), "stream": ("method", "tokens"), "kvpress": ("press",)}
 
@@ -160,7 +160,8 @@ class Numbers:
             return [{**vars(cell), "column": cell.column, "mean": cell.value.value} for cell in self.at_equal_bytes]
         if kind.endswith("/"):
             return [{**record["data"], "kind": record["kind"]} for record in latest(self.records(kind[:-1]))]
-        data = [record["data"] for record in self.benchmarks if record["kind"] == kind.partition("_sizes")[0]]
+        name = kind.removesuffix("_sizes")
+        data = [record["data"] for record in self.benchmarks if benchmarks.benchmark_of(record) == name]
         return benchmarks.sizes(data) if kind == KERNELS else benchmarks.last(data, *REPEATED.get(kind, ("method",)))
 
     def words(self, name: str, about: str | None = None) -> str:
