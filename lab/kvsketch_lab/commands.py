@@ -87,12 +87,14 @@ def report(
         raise ValueError("name a folder of records, or give --docs alone to write the pages of this repository")
     said: list[str] = []
     if folder is None:
-        from kvsketch.cli.methods import describe
+        from kvsketch.cli.methods import TABLE, describe, table_text
         from kvsketch.methods import METHODS
         from kvsketch_lab import reference
         from kvsketch_lab.records import write_whole
 
-        written = pages.write(Path(), [describe(cls) for cls in METHODS.values()])
+        described = [describe(cls) for cls in METHODS.values()]
+        written = pages.write(Path(), described)
+        written.append(write_whole(Path("src/kvsketch/cli") / TABLE.name, table_text(described).encode()))
         written.append(write_whole(Path("docs") / "api.md", reference.page().encode()))
     else:
         written, said = render(folder, out or folder / "report")
