@@ -173,7 +173,7 @@ PAPER = Paper(
                 "6 to 8% of the prefill",
                 "Llama-3.1-8B, 8k to 32k tokens",
                 {
-                    "clustering": ask("recall_all", "share", form=".1%", operation="kmeans", clusters=409, rounds=20,
+                    "clustering": ask("recall_all", "share", form=".1%", part="kmeans", clusters=409, rounds=20,
                                       contender="ours")
                 },
                 rule="clustering <= 0.08",
@@ -194,7 +194,7 @@ PAPER = Paper(
                 "about 5% of the decode latency",
                 "OPT-6.7B",
                 {
-                    "selection": ask("recall_all", "share", form=".1%", operation="selection", clusters=409, budget=1024,
+                    "selection": ask("recall_all", "share", form=".1%", part="selection", clusters=409, budget=1024,
                                      batch=1, contender="ours")
                 },
                 rule="selection <= 0.06",
