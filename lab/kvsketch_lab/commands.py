@@ -89,13 +89,14 @@ def report(
     if folder is None:
         from kvsketch.cli.methods import TABLE, describe, table_text
         from kvsketch.methods import METHODS
-        from kvsketch_lab import reference
+        from kvsketch_lab import reference, sizes
         from kvsketch_lab.records import write_whole
 
         described = [describe(cls) for cls in METHODS.values()]
         written = pages.write(Path(), described)
         written.append(write_whole(Path("src/kvsketch/cli") / TABLE.name, table_text(described).encode()))
         written.append(write_whole(Path("docs") / "api.md", reference.page().encode()))
+        written.append(write_whole(Path("docs") / "sizing.md", sizes.page().encode()))
     else:
         written, said = render(folder, out or folder / "report")
     for remark in said:
