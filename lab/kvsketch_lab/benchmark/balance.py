@@ -24,12 +24,12 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods import BalanceKV, Method, Uniform
 from kvsketch.ops.balance_walk.reference import block_uniforms, normalized_gram
-from kvsketch.options import option
 from kvsketch.slots.table import ExactTable, SlotTable
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, SCALE, OfPrefill
 from kvsketch_lab.benchmark.runner import Fields
+from kvsketch_lab.options import option
 
 BLOCK = 256
 LIMIT = 0.03  # of prefill, for two halvings

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE
 from kvsketch_lab.benchmark.runner import Benchmark, Fields, Trial, by_reference, relative_error, too_far
+from kvsketch_lab.options import option
 
 TOLERANCE = 1e-2
 TILES = (  # queries, keys, warps, stages

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.farthest_first import FORMS, Centers
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KEYS, KV_HEADS, LAYERS, OfPrefill, make_keys
 from kvsketch_lab.benchmark.runner import Fields, by_reference, target_text
+from kvsketch_lab.options import option
 
 TARGETS = {"exact": 0.40, "coarse": 0.10}  # share of prefill
 LOOP_CENTERS = 48  # timed of the plain loop

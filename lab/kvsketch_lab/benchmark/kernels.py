@@ -30,13 +30,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvsketch import ops
 from kvsketch.ops.codec import Codec, CodedSlots, encode, rotate
 from kvsketch.ops.common.device import device_traits
-from kvsketch.options import option
 from kvsketch.slots.codes import EXACT
 from kvsketch.slots.layout import Layout
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Call
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE, SIZES
 from kvsketch_lab.benchmark.runner import Benchmark, Fields, Trial, by_reference, relative_error, too_far
+from kvsketch_lab.options import option
 
 if TYPE_CHECKING:
     from kvsketch.ops.weighted_attention.kernel import Plan

@@ -11,10 +11,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvsketch.options import option
 from kvsketch_lab.benchmark import shapes
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.runner import Benchmark
+from kvsketch_lab.options import option
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_SIZE = 32, 32, 8, 128
 SCALE = HEAD_SIZE**-0.5

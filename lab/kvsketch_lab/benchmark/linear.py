@@ -21,10 +21,10 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.thin_linear import reference
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Call
 from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Fields, Trial, relative_error
+from kvsketch_lab.options import option
 
 HIDDEN, INNER, QUERIES, KEYS, VOCABULARY = 4096, 14336, 4096, 1024, 128256
 COPIED_BYTES = 400e6  # several times what the second-level cache holds

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops import Noise
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Timing
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, QUERY_HEADS, SCALE, SIZES, OfPrefill
 from kvsketch_lab.benchmark.runner import Fields, Trial, by_reference, relative_error, too_far
+from kvsketch_lab.options import option
 
 TOLERANCE = 5e-3
 NOISE = Noise(seed=0, layer=0)

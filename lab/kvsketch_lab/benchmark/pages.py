@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Call
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, QUERY_HEADS, make_keys
 from kvsketch_lab.benchmark.runner import Benchmark, Fields, by_reference
+from kvsketch_lab.options import option
 
 PAGE = 16
 SAME_CHOICE = 0.999  # scores are summed in another order, so that pages with nearly the same score may change places

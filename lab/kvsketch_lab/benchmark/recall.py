@@ -27,11 +27,11 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods import ClusterKV
 from kvsketch.ops.cluster_index import ClusterIndex
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Call, Device, Timing
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, QUERY_HEADS, SCALE, SIZES, OfPrefill, make_keys
 from kvsketch_lab.benchmark.runner import Fields, Trial, by_reference, relative_error, target_text
+from kvsketch_lab.options import option
 
 SINKS, TAIL = 16, 320
 SHIPPED = ClusterKV()

@@ -21,12 +21,12 @@ from kvsketch import ops
 from kvsketch.methods.subgen import SubGen
 from kvsketch.methods.subgen.sketch import Sketch, fold_denominator, fold_numerator
 from kvsketch.methods.subgen.slots import Structure, covering_radii, exact_tokens, layout_of, state_of
-from kvsketch.options import option
 from kvsketch.slots.table import ExactTable, SlotTable
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.layers import HEAD_SIZE, KEYS, KV_HEADS, LAYERS, OfPrefill, make_keys
 from kvsketch_lab.benchmark.runner import Fields, by_reference, target_text
+from kvsketch_lab.options import option
 
 TARGET = 0.10  # share of prefill
 # Keys equally near to two representatives may go to either, and their slots with them.
