@@ -23,11 +23,11 @@ from typing import Any
 
 from kvsketch.methods import parse_method
 from kvsketch.methods.rehearse import Rehearse
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.prefill import Prefill
 from kvsketch_lab.benchmark.runner import Fields
 from kvsketch_lab.benchmark.shapes import prefill_times
+from kvsketch_lab.options import option
 
 PARTS = ("score", "choice", "refit", "encoding")
 

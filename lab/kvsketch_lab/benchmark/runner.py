@@ -31,10 +31,10 @@ from tqdm import tqdm
 from typer.core import TyperCommand
 
 from kvsketch import ops
-from kvsketch.options import Options, option
-from kvsketch.options import command as make_command
 from kvsketch_lab import records
 from kvsketch_lab.benchmark.device import Call, Device, Timing
+from kvsketch_lab.options import Options, option
+from kvsketch_lab.options import command as make_command
 
 Fields = dict[str, Any]
 FAILED, OUT_OF_MEMORY = records.FAILED, "out of memory"

@@ -15,9 +15,9 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import Method, parse_method
 from kvsketch.methods.waiting import WaitingMethod
-from kvsketch.options import option
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.runner import Benchmark
+from kvsketch_lab.options import option
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": dict(

@@ -22,7 +22,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvsketch.options import option
+from kvsketch_lab.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.operations.attention import Attention
 from kvsketch_lab.benchmark.operations.balance import Balance
