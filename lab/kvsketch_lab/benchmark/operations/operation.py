@@ -21,7 +21,7 @@ from kvsketch_lab.benchmark.runner import Benchmark, Fields, Trial
 class Settings(Benchmark, ABC):
     """The sizes that operations read, and what they are compared with."""
 
-    tokens: int = option(32768, "tokens of a prompt", least=256)
+    tokens: int = option(32768, "tokens of a prompt", least=128)
     batches: tuple[int, ...] = option(
         "", "batch sizes, comma-separated; each operation's own unless given", least=1, none=True
     )
