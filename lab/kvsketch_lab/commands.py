@@ -16,6 +16,8 @@ EXPERIMENTS = {
     "attention-error": "Error of the attention output against the tokens kept or read.",
     "lines": "Retrieval of one of many numbered lines, as in LongEval.",
     "ruler": "Needles, variables and words in texts of any length: RULER's tasks.",
+    "leval": "Questions about long documents: the closed tasks of L-Eval.",
+    "summaries": "Summaries beside that of the full cache and a reference, by ROUGE.",
     "needle": "A passkey hidden in real text, by length and depth.",
     "perplexity": "Perplexity of a long text against the full cache, by position.",
     "recall": "How many of the best tokens a recall method reads, and how often they were on the device.",
