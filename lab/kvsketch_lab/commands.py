@@ -29,21 +29,13 @@ BENCHMARKS = {
     "step-profile": "Device time of a decode step by kernel.",
     "prefill": "A whole prefill under any method, beside transformers' own cache.",
     "rehearse": "What rehearse adds to a prefill: score, choice, refit, encoding.",
-    "kernels": "The decode kernel beside SDPA's flash and cuDNN kernels.",
-    "linear": "The linear layers of a decode step beside torch's.",
+    "operations": "Single operations, each beside its rivals, a floor or a prefill: attention, linear, mass and so on.",
     "offload": "A decode step with the cache in host memory, beside the same step on the device.",
     "hit-rate": "How often an offloaded query finds its tokens on the device, on a real model.",
     "serve": "Requests that share a decode step: throughput, first tokens, joins, beside the full cache.",
     "vllm": "A decode step of vLLM: its own caches beside kvsketch's plugin.",
     "document": "First token of an answer about a document: read again, from its file, held ready.",
     "stream": "Prompts of any length read chunk by chunk: time, memory, flatness.",
-    "chunk": "The attention of a chunk beside flash attention.",
-    "mass": "The column sums of attention that H2O and Keyformer need.",
-    "kcenter": "Farthest-first centers, exact and coarse.",
-    "balance": "The balancing walk of BalanceKV.",
-    "subgen": "SubGen's streaming structure.",
-    "pages": "Quest's choice of pages.",
-    "recall": "Clustering, selection and indexed attention of the recall methods.",
 }
 
 
@@ -95,12 +87,14 @@ def report(
         raise ValueError("name a folder of records, or give --docs alone to write the pages of this repository")
     said: list[str] = []
     if folder is None:
-        from kvsketch.cli.methods import describe
+        from kvsketch.cli.methods import TABLE, describe, table_text
         from kvsketch.methods import METHODS
         from kvsketch_lab import reference
         from kvsketch_lab.records import write_whole
 
-        written = pages.write(Path(), [describe(cls) for cls in METHODS.values()])
+        described = [describe(cls) for cls in METHODS.values()]
+        written = pages.write(Path(), described)
+        written.append(write_whole(Path("src/kvsketch/cli") / TABLE.name, table_text(described).encode()))
         written.append(write_whole(Path("docs") / "api.md", reference.page().encode()))
     else:
         written, said = render(folder, out or folder / "report")

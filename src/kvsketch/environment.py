@@ -1,8 +1,10 @@
-"""What this installation runs on, and whether the tests have passed on such versions."""
+"""What this installation runs on, and whether the tests have passed on such versions. Does not import torch."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from dataclasses import dataclass, field
@@ -35,38 +37,60 @@ class Environment:
 
 def describe() -> Environment:
     """Looks at the running interpreter and machine."""
-    import torch
-
     from kvsketch import __version__, models
 
     versions: dict[str, str | None] = {"python": platform.python_version()}
     versions |= {package: installed(package) for package in ("torch", "transformers", "triton")}
+    gpus = gpu_names()
     return Environment(
         kvsketch=__version__,
         versions=versions,
-        gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        cpu_threads=torch.get_num_threads(),
-        kernels=kernels_in_use(),
+        gpus=gpus,
+        cpu_threads=cpu_threads(),
+        kernels=kernels_in_use(bool(gpus)),
         home=str(models.home()),
         models=[name for name in models.CATALOG if models.is_pulled(name)],
         warnings=[warning for package, version in versions.items() if (warning := untested(package, version))],
     )
 
 
-def kernels_in_use() -> str:
+def gpu_names() -> list[str]:
+    """The NVIDIA GPUs that torch can use here, as their driver names them."""
+    if "+cpu" in (installed("torch") or ""):
+        return []
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return []
+    count, device, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    result = []
+    for number in range(count.value):
+        driver.cuDeviceGet(ctypes.byref(device), number)
+        driver.cuDeviceGetName(name, len(name), device)
+        result.append(name.value.decode())
+    return result
+
+
+def cpu_threads() -> int:
+    """Threads that torch may run on a CPU: OMP_NUM_THREADS, or one for each CPU of this process."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def kernels_in_use(gpu: bool) -> str:
     """Which half of `ops` a model on the default device would run."""
-    import torch
-
-    from kvsketch.ops import kernel_for
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if kernel_for("weighted_attention", device) is not None:
-        return "Triton"
-    if device.type == "cpu":
+    choice = os.environ.get("KVSKETCH_KERNELS", "auto")
+    if choice not in ("auto", "reference"):
+        raise ValueError(f"KVSKETCH_KERNELS={choice!r} is not one of auto, reference; unset it or use one.")
+    if not gpu:
         return "torch reference: no GPU"
-    if os.environ.get("KVSKETCH_KERNELS") == "reference":
+    if choice == "reference":
         return "torch reference: KVSKETCH_KERNELS=reference"
-    return "torch reference: Triton cannot be imported"
+    return "Triton" if importlib.util.find_spec("triton") else "torch reference: Triton cannot be imported"
 
 
 def installed(package: str) -> str | None:

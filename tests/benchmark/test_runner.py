@@ -17,20 +17,17 @@ from kvsketch.options import option
 from kvsketch.serve.requests import Request
 from kvsketch_lab import records
 from kvsketch_lab.benchmark import runner, serve
+from kvsketch_lab.benchmark.operations import OPERATIONS
 from kvsketch_lab.benchmark.runner import Benchmark, Fields, Trial
 from kvsketch_lab.commands import BENCHMARKS
 from tests.helpers.tiny import save_tiny_model
 
 SMALL = {
-    "kernels": "--batch 1 --slots 33",
-    "linear": "--batches 1",
-    "chunk": "--chunks 9 --slots 101",
-    "mass": "--tokens 40 --slots 32 --prefill-ms 100",
-    "kcenter": "--length 60 --centers 8 --keys normal --repeats 1 --prefill-ms 100",
-    "balance": "--tokens 256 --slots 128 --repeats 1 --prefill-ms 100",
-    "subgen": "--length 150 --budgets 128 --keys normal --repeats 1 --prefill-ms 100",
-    "pages": "--tokens 64 --budget 32 --batches 1",
-    "recall": "--tokens 160 --budgets 32 --batches 1 --prefill-ms 100",
+    **{
+        f"operations --only {name}": "--batches 1 --slots 128 --tokens 256 --chunks 9 --budgets 128 --keys normal "
+        "--repeats 1 --prefill-ms 100"
+        for name in OPERATIONS
+    },
     "prefill": "--model tiny --methods streamingllm:budget=16 --length 32 --repeats 1",
     "rehearse": "--model tiny --methods rehearse:bits=16 --length 80 --repeats 1",
     "decode": "--shape tiny --methods streamingllm:budget=16 --prompt 32 --batches 1,2 --steps 2 --check-tokens 2",
@@ -48,7 +45,7 @@ def bench(*args: str) -> Any:
 @pytest.mark.parametrize("name", list(SMALL))
 def test_every_benchmark_runs_on_a_cpu_with_small_shapes(name: str, tmp_path: Path) -> None:
     out = tmp_path / "records.jsonl"
-    done = bench(name, "--device", "cpu", "--out", str(out), *SMALL[name].split())
+    done = bench(*name.split(), "--device", "cpu", "--out", str(out), *SMALL[name].split())
     assert done.exit_code == 0, done.output
     result = list(records.read(out))
     assert result and not any(record["data"].get("failed") for record in result)
@@ -105,12 +102,20 @@ def test_without_a_gpu_every_benchmark_says_what_it_needs(name: str, tmp_path: P
 
 MISTAKES = {
     "batches": (["decode", "--batches", "1,a"], "--batches a is not possible; use a whole number of 1 or more"),
-    "repeats": (["kcenter", "--repeats", "0"], "--repeats 0 is not possible"),
-    "keys": (["subgen", "--keys", "square"], "use one of normal, clustered, rotated"),
-    "device": (["pages", "--device", "abacus"], "use cuda or cpu"),
+    "repeats": (["operations", "--repeats", "0"], "--repeats 0 is not possible"),
+    "keys": (["operations", "--keys", "square"], "use one of normal, clustered, rotated"),
+    "device": (["operations", "--device", "abacus"], "use cuda or cpu"),
     "methods": (["prefill", "--methods", "snapvk", "--device", "cpu"], "did you mean 'snapkv'"),
-    "prefill": (["mass", "--device", "cpu"], "--prefill-ms is needed"),
-    "tune": (["linear", "--tune", "--device", "cpu"], "launch sizes are timed on an NVIDIA GPU"),
+    "prefill": (
+        ["operations", "--device", "cpu", "--only", "linear,mass"],
+        "where no prefill is measured, for mass; use",
+    ),
+    "tune": (["operations", "--tune", "--device", "cpu"], "launch sizes are timed on an NVIDIA GPU"),
+    "budgets": (
+        ["operations", "--budgets", "512", "--tokens", "256", "--device", "cpu", "--only", "pages"],
+        "--budgets 512 is more",
+    ),
+    "only": (["operations", "--only", "kernels"], "--only kernels is not possible; use one of attention, linear"),
     "name": (["speed"], "choose one of: decode, step-profile"),
 }
 

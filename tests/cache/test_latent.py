@@ -164,7 +164,7 @@ def test_codes_of_latents_and_of_rotary_keys_have_the_error_of_their_bits(bits: 
     exact, coded = (CompressedCache(model, method) for method in ("full", f"full:bits={bits}"))
     for cache in (exact, coded):
         fed(model, cache, ids, [300])
-    parts = zip(*(cache.slot_layers[0].table.held_slots() for cache in (exact, coded)), strict=True)
+    parts = zip(*(cache.slot_layers[0].table.stored_slots() for cache in (exact, coded)), strict=True)
     for own, held_so in parts:
         error = apart(held_so[:, :, :300], own)
         assert most / 20 < error < most
@@ -222,7 +222,7 @@ def test_methods_see_the_products_of_the_models_own_heads(
     cache.slot_layers[0].recording = "off"
     (query, queries), layer = given[0], cache.slot_layers[0]
     keys = layer.table.key_slots()
-    latents, rotary = layer.table.held_slots()
+    latents, rotary = layer.table.stored_slots()
     expanded, _ = model.model.layers[0].self_attn.expand_kv(latents, layer.neighbours(rotary))
     assert torch.allclose(queries @ keys.mT, query @ expanded.mT, rtol=1e-4, atol=1e-4)
     again = CompressedCache(model, with_budget(method, 20))
@@ -404,7 +404,7 @@ def test_methods_that_need_values_of_their_own_are_refused(method: str, reason: 
 
 
 def test_every_method_is_either_served_or_refused_here() -> None:
-    served = {name for name, method in kvsketch.METHODS.items() if not method().apart}
+    served = {name for name, method in kvsketch.METHODS.items() if not method().no_latents}
     assert served == {*METHODS, "full", "kvzip"} - {"rehearse:refit=none"}
 
 
@@ -469,7 +469,7 @@ def error_of_latents(model: Any, ids: Tensor, bits: int) -> float:
     exact, coded = (CompressedCache(model, method) for method in ("full", f"full:bits={bits}"))
     for cache in (exact, coded):
         fed(model, cache, ids[:, :80], [80])
-    own, held_so = (cache.slot_layers[0].table.held_slots()[0][:, :, :80] for cache in (exact, coded))
+    own, held_so = (cache.slot_layers[0].table.stored_slots()[0][:, :, :80] for cache in (exact, coded))
     return apart(held_so, own)
 
 

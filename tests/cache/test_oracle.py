@@ -132,7 +132,7 @@ def test_each_head_sees_what_its_table_says(name: str, pads: list[int]) -> None:
             )
             table = table_of.table
             if not table.exact:
-                held = table.held_index(), table.log_weights()[1]
+                held = table.stored_index(), table.log_weights()[1]
                 index, weight = (each.repeat_interleave(groups, 1) for each in held)
                 for b, h, s in (index >= 0).nonzero().tolist():
                     bias[b, h, rows, index[b, h, s]] = weight[b, h, s]

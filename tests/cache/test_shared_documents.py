@@ -224,7 +224,7 @@ def test_a_long_tail_is_compressed_and_the_document_stays_as_it_is(method: str) 
         return
     # Half of what it has read and what waits; a budget of its own, in which the document has no part.
     used = torch.stack([table.used_slots() for table in tables]).double().mean()
-    waiting = one.method.beyond_budget(tables[0])
+    waiting = one.method.queue(tables[0]).count
     assert 0 < waiting < 64 and tables[0].settled == 240 - waiting
     prompt = max(100, min(tables[0].settled, getattr(one.method, "chunk", 240)))
     assert float(used) <= prompt // 2 + waiting + 1

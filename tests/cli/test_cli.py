@@ -19,6 +19,7 @@ from kvsketch import environment, models
 from kvsketch.cli import app
 from kvsketch.cli.boundary import one_line
 from kvsketch.cli.generate import Asked, read_request
+from kvsketch.cli.methods import TABLE, describe, table_text
 from kvsketch.cli.options import DEFAULT_MODEL
 from kvsketch.cli.watching import quick_dtype
 from kvsketch.serve.held import full_cache_bytes
@@ -43,10 +44,19 @@ def read_json(*args: str, text: str | None = None) -> Any:
     return json.loads(result.stdout)
 
 
-def test_help_imports_neither_torch_nor_transformers() -> None:
-    check = "import sys, kvsketch.cli; print([m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+@pytest.mark.parametrize("command", ["--help", "env", "models", "methods", "methods snapkv"])
+def test_commands_that_only_tell_import_neither_torch_nor_transformers(command: str) -> None:
+    check = (
+        "import sys; from kvsketch.cli import app; app(sys.argv[1:], standalone_mode=False); "
+        "print([m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check, *command.split()], capture_output=True, text=True, check=True)
+    assert len(done.stdout.splitlines()) > 5 and done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_table_of_methods_is_what_their_classes_say() -> None:
+    described = [describe(cls) for cls in kvsketch.METHODS.values()]
+    assert TABLE.read_text() == table_text(described), "run kvsketch report --docs"
 
 
 def test_help_names_every_command() -> None:
@@ -114,6 +124,19 @@ def test_versions_outside_the_tested_range_are_named(version: str | None, warned
     assert (warning is not None) is warned
     if warned:
         assert warning is not None and str(version) in warning and "5.15.0" in warning
+
+
+def test_env_says_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch and the dispatch of operations see it."""
+    assert environment.gpu_names() == [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(environment, "gpu_names", lambda: ["a GPU"])
+    assert (result := environment.describe()).cpu_threads == 3 and result.gpus == ["a GPU"]
+    assert result.kernels == ("Triton" if result.versions["triton"] else "torch reference: Triton cannot be imported")
+    monkeypatch.setenv("KVSKETCH_KERNELS", "reference")
+    assert environment.describe().kernels == "torch reference: KVSKETCH_KERNELS=reference"
+    monkeypatch.setenv("KVSKETCH_KERNELS", "fast")
+    assert "KVSKETCH_KERNELS='fast' is not one of auto, reference" in run("env").stderr
 
 
 def test_env_warns_on_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def held(cache: Any) -> float:
         return cache.tokens_stored
     tables = [layer.table for layer in cache.slot_layers]
     used = torch.stack([table.used_slots() for table in tables]).double().mean((0, 2))
-    return float(used.max()) - cache.method.beyond_budget(tables[0])
+    return float(used.max()) - cache.method.queue(tables[0]).count
 
 
 def read_pieces(

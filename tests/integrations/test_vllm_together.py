@@ -47,7 +47,7 @@ class Alone:
             out = None if single else ops.chunk_attention(q, k, v, SCALE, past=past, **self.options)
             table.append(k, v)
             if out is None:  # a new token is read as it is stored
-                out = ops.weighted_attention(q, *table.as_held()[:4], SCALE, ragged=table.layout, **self.options)
+                out = ops.weighted_attention(q, *table.as_stored()[:4], SCALE, ragged=table.layout, **self.options)
             table.note(scale=SCALE)
             self.method.compress(table, q)
             result.append(out[0].transpose(0, 1))

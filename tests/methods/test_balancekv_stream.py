@@ -131,10 +131,11 @@ def test_both_sums_are_close_to_the_exact_ones() -> None:
     ("form", "steps"), [("stream:budget=300", 0), ("stream:budget=300", 100), ("paper:block=64", 100)]
 )
 def test_both_sums_represent_every_token(form: str, steps: int) -> None:
-    """The sum of the weights and, over 4 heads and 4 seeds, the means of both sums: a few percent below the exact ones.
+    """The sum of the weights and, over 4 heads and 4 seeds, the means of both sums: those of all tokens within a budget,
+    and as published, where the smaller class stays, a few percent below.
 
-    Below, because SoftmaxBalance keeps the smaller class. Of 1,500 tokens at most some 300 are stored: without merging,
-    with merging of the first level only or without weights a fifth of the mass is left, with coins for signs a half.
+    Of 1,500 tokens at most some 300 are stored: without merging, with merging of the first level only or without
+    weights a fifth of the mass is left.
     """
     generator = torch.Generator().manual_seed(0)
     count = 1500 + steps
@@ -154,7 +155,8 @@ def test_both_sums_represent_every_token(form: str, steps: int) -> None:
         assert int((table.log_num > NEG_INF).sum(-1).max()) < 400
         for log_weights in (table.log_num, table.log_den):
             mass = log_weights.exp().sum(-1) / count
-            assert (mass > 0.7).all() and (mass < 1.02).all() and float(mass.mean()) > 0.85
+            least = 0.7 if form.startswith("paper") else 0.999
+            assert (mass > least).all() and (mass < 1.02).all() and float(mass.mean()) > 0.85
             assert (log_weights.amax(-1) / LN2).round().min() >= 3, "halves of halves of halves"
         terms, held = (SCALE * queries @ table.key_slots().mT).exp(), table.values.shape[2]
         num = (terms[..., :held] * table.log_num[:, :, None, :held].exp()) @ table.values.read
@@ -164,6 +166,28 @@ def test_both_sums_represent_every_token(form: str, steps: int) -> None:
     for ratios in (torch.stack(num_ratios), torch.stack(den_ratios)):
         assert 0.87 < float(ratios.mean()) < 1.02
         assert float(ratios.std()) < 0.08
+
+
+@pytest.mark.parametrize(("budget", "times"), [(128, 0.0), (256, 4.0)])
+def test_no_weight_is_lost_with_keys_as_models_have_them(budget: int, times: float) -> None:
+    """Long keys in bfloat16 with a large part in common, values of several norms, and 300 decoded tokens.
+
+    The walk's signs are nearly coins there: sets of a few tokens often have one class alone, and where the smaller one
+    stayed, two thirds of both sums were gone after the prompt and nine tenths after the decoded tokens.
+    """
+    generator = torch.Generator().manual_seed(0)
+    keys, values, queries = (torch.randn(1, 2, 1324, 64, generator=generator).bfloat16() for _ in range(3))
+    keys = keys + times * torch.randn(1, 2, 1, 64, generator=generator).bfloat16()
+    values = values * 2.0 ** (0.5 * torch.randn(1, 2, 1324, 1, generator=generator)).bfloat16()
+    table, method = ExactTable(0, 1), parse_method(f"balancekv:form=stream:budget={budget}")
+    table.scale = 64**-0.5
+    for start, end in [(0, 1024), *((i, i + 1) for i in range(1024, 1324))]:
+        table.append(keys[:, :, start:end], values[:, :, start:end])
+        method.compress(table, queries[:, :, start:end])
+        if end in (1024, 1324):
+            assert table.log_num is not None and table.log_den is not None
+            for log_weights in (table.log_num, table.log_den):
+                torch.testing.assert_close(log_weights.exp().sum(-1), torch.full((1, 2), float(end)))
 
 
 def test_negligible_buckets_go_and_change_nothing_that_matters() -> None:

@@ -68,6 +68,15 @@ def test_at_most_half_stays(name: str) -> None:
         assert int(keep.sum()) <= count // 2
 
 
+def test_an_exact_half_holds_the_smaller_class_and_as_many_of_the_older_as_of_the_newer() -> None:
+    """8 tokens that balance nothing, so that signs are coins; over many batches no place is favoured."""
+    k, v = torch.zeros(1, 1, 8 * 400, 4), torch.zeros(1, 1, 8 * 400, 4)
+    slots = torch.arange(8 * 400).view(1, 1, 400, 8)
+    keep, smaller = (softmax_balance(k, v, slots, 0.3, exact=exact)[0, 0] for exact in (True, False))
+    assert (keep.sum(-1) == 4).all() and bool((keep | ~smaller).all()) and int(smaller.sum()) < 4 * 400
+    assert (keep.float().mean(0) - 0.5).abs().max() < 0.1, "four deviations of 400 coins"
+
+
 def discrepancies(count: int, signs: Callable[[Tensor, Tensor, int], Tensor], runs: int = 3) -> float:
     """Mean over queries of |sum sign exp(s) v| / exp(scale (|q|^2 + |k|^2) / 2); d = 64, unit keys and values."""
     total = 0.0

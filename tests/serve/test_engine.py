@@ -375,7 +375,7 @@ def test_what_cannot_share_tables_says_why(family: str, method: str, reason: str
 def test_requests_that_share_no_tables_take_turns(start: Any) -> None:
     method = with_budget("quest", 16)
     engine = start(method, rows=2, prefill="exact")
-    assert "one request at a time" in engine.apart
+    assert "one request at a time" in engine.alone
     together: list[int] = []
     tickets = [engine.submit(Request(prompt(i, 20 + 9 * i), 8)) for i in range(3)]
     tickets[1].on_token(lambda token: together.append(engine.state().running))

@@ -95,7 +95,7 @@ def read(table: SlotTable) -> tuple[Tensor, Tensor]:
         # A step learns the largest head.
         most = int(table.layout.capacity.max())
         table = replace(table, layout=replace(table.layout, most=most), length=most)
-    index, score, log_den = table.held_index(), table.state_of(Noted).score, table.log_weights()[1]
+    index, score, log_den = table.stored_index(), table.state_of(Noted).score, table.log_weights()[1]
     assert index is not None and score is not None and log_den is not None
     score = score if table.layout is None else table.layout.unpacked(score)
     return index, torch.cat([table.key_slots(), table.value_slots(), log_den.unsqueeze(-1), score.unsqueeze(-1)], 3)

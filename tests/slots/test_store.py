@@ -269,7 +269,7 @@ class RaggedInPages(Form):
 
 def read(table: SlotTable) -> tuple[Tensor, Tensor]:
     """The tokens of the slots [B, H, S], and key, value, logarithm of the weight and score of each, [B, H, S, n]."""
-    index, score, log_den = table.held_index(), table.state.score, table.log_weights()[1]
+    index, score, log_den = table.stored_index(), table.state.score, table.log_weights()[1]
     assert index is not None and log_den is not None
     score = score if table.layout is None else table.layout.unpacked(score)
     return index, torch.cat([table.key_slots(), table.value_slots(), log_den.unsqueeze(-1), score.unsqueeze(-1)], 3)

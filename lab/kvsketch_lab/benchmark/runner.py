@@ -259,6 +259,11 @@ def too_far(what: str, error: float, tolerance: float) -> list[str]:
     return [] if error < tolerance else [f"{what}: relative error {error:.2e}"]
 
 
+def differs(what: str, call: Callable[[], Any], tolerance: float) -> list[str]:
+    """A line of `Benchmark.wrong` if the result of a call is too far from that of the references."""
+    return too_far(what, relative_error(call(), by_reference(call)), tolerance)
+
+
 def target_text(row: Fields) -> str | None:
     """`10% met`, for a row that is judged by a share."""
     if row.get("target") is None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvsketch_lab.records import Record
-from kvsketch_lab.report.benchmarks import DYNAMIC, usual_steps
+from kvsketch_lab.report.benchmarks import DYNAMIC, benchmark_of, usual_steps
 from kvsketch_lab.report.canvas import WIDEST, line_style, new_figure
 from kvsketch_lab.report.palette import looks, without_budget
 
@@ -23,8 +23,8 @@ RIVALS = ("sdpa flash", "sdpa cudnn")
 
 def draw(records: Sequence[Record]) -> Iterator[tuple[str, Any]]:
     """The figures that the records allow, by name."""
-    for name, kind, make in (("decode", "decode", _decode), ("kernels", "kernel", _kernels)):
-        data = [record["data"] for record in records if record["kind"] == kind]
+    for name, kind, make in (("decode", "decode", _decode), ("kernels", "attention", _kernels)):
+        data = [record["data"] for record in records if benchmark_of(record) == kind]
         if data:
             yield name, make(data)
 

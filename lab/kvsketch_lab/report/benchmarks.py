@@ -36,6 +36,20 @@ def usual_steps(data: list[Data]) -> list[Data]:
     return [d for d in own if d.get("prompt", 0) == longest or d["method"] == DYNAMIC]
 
 
+def benchmark_of(record: Record) -> str:
+    """What was measured: the kind of a record or, of single operations, which of them."""
+    return str(record["data"]["operation"] if record["kind"] == "operation" else record["kind"])
+
+
+def beside(data: list[Data], *keys: str) -> list[Data]:
+    """One row for each of `keys`, in which the fields of its contenders are named `contender.field`."""
+    rows: dict[tuple[Any, ...], Data] = {}
+    for d in data:
+        row = rows.setdefault(tuple(d.get(k) for k in keys), {k: d.get(k) for k in keys})
+        row |= {f"{d['contender']}.{name}": value for name, value in d.items()}
+    return list(rows.values())
+
+
 def contenders(data: list[Data]) -> list[tuple[tuple[int, int, str], dict[str, Data]]]:
     """What each contender needed, for each batch, number of slots and state of the L2 cache."""
     cells: dict[tuple[int, int, str], dict[str, Data]] = {}
@@ -182,16 +196,21 @@ def faults(data: list[Data]) -> str:
 def plain(keys: str, columns: str, only: Callable[[Data], bool] = lambda d: True) -> Make:
     """A table of chosen fields of the records that `only` lets through, the last for each of `keys`.
 
-    A column is `heading = field:format`, or the field alone where it is the heading.
+    A column is `heading = field/divisor:format`, or the field alone where it is the heading. With fields of contenders,
+    such as `torch.median_us`, these stand in one row.
     """
-    cells = [re.fullmatch(r"(?:(.+) = )?(\w+)(?::(.+))?", column) for column in columns.split(" | ")]
+    cells = [re.fullmatch(r"(?:(.+) = )?([\w.]+)(?:/(1e\d))?(?::(.+))?", column) for column in columns.split(" | ")]
     assert all(cells), columns
-    parts = [(cell[1] or cell[2], cell[2], cell[3] or "") for cell in cells if cell]
+    parts = [(cell[1] or cell[2], cell[2], float(cell[3] or 1), cell[4] or "") for cell in cells if cell]
+    choose = beside if any("." in field for _, field, _, _ in parts) else last
+
+    def shown(value: Any, divisor: float, form: str) -> str:
+        return "" if value is None else format(value / divisor if divisor != 1 else value, form)
 
     def table(data: list[Data]) -> str:
-        chosen = last([d for d in data if only(d)], *keys.split())
-        rows = [["" if d.get(field) is None else format(d[field], form) for _, field, form in parts] for d in chosen]
-        return _table([heading for heading, _, _ in parts], rows)
+        chosen = choose([d for d in data if only(d)], *keys.split())
+        rows = [[shown(d.get(field), divisor, form) for _, field, divisor, form in parts] for d in chosen]
+        return _table([heading for heading, *_ in parts], rows)
 
     return table
 
@@ -334,14 +353,14 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
     ),
     (
         "The decode kernel",
-        "kernel",
+        "attention",
         "One layer of the Llama-3.1-8B shape (32 query heads, 8 KV heads, size 128, bf16), µs inside a CUDA graph.\n\n"
         "![Decode attention against SDPA](pictures/kernels.png)",
         kernels,
     ),
     (
         "Few bits and ragged heads",
-        "kernel",
+        "attention",
         "The same layer, µs: keys and values of 4 bits, and as many slots in heads of different sizes.",
         few_bits,
     ),
@@ -360,27 +379,27 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "torch's products and additions, and the share of the copy bandwidth at which the weights are read.",
         plain(
             "batch product",
-            "batch | product | µs = us:.1f | torch µs = torch_us:.1f | "
-            "of copy bandwidth = of_copy_bandwidth:.0% | torch = torch_of_copy_bandwidth:.0%",
+            "batch | product | µs = ours.median_us:.1f | torch µs = torch.median_us:.1f | "
+            "of copy bandwidth = ours.share_of_copy_bandwidth:.0% | torch = torch.share_of_copy_bandwidth:.0%",
         ),
     ),
     (
         "Column sums of attention (h2o, keyformer)",
-        "attention-mass",
+        "mass",
         "One layer; the share is of a prefill of 1,400 ms, all 32 layers.",
         plain(
             "contender",
-            "what = contender | tokens:,d | µs = median_us:,.0f | of prefill = share_of_prefill:.1%",
+            "what = contender | tokens:,d | µs = median_us:,.0f | of prefill = share:.1%",
         ),
     ),
     (
         "Farthest-first centers (kcenter)",
-        "farthest-first",
+        "kcenter",
         "One layer, 32,768 keys, 2,048 centers per KV head. The last column is the radius of `coarse` over the exact "
         "one.",
         plain(
-            "keys form",
-            "keys | form | ms = layer_ms:.2f | of prefill = share_of_prefill:.1% | "
+            "keys contender",
+            "keys | form = contender | ms = median_us/1e3:.2f | of prefill = share:.1% | "
             "radius / exact = radius_over_exact:.3f",
         ),
     ),
@@ -390,7 +409,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "One layer; `making room` is the periodic halving while decoding.",
         plain(
             "contender",
-            "what = contender | tokens:,d | ms = median_ms:.3f | of prefill = share_of_prefill:.1% | "
+            "what = contender | tokens:,d | ms = median_us/1e3:.3f | of prefill = share:.1% | "
             "ms per token, all layers = ms_per_token_all_layers:.3f",
         ),
     ),
@@ -399,9 +418,9 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "recall",
         "One layer, 32,768 tokens, batch 1. Shares are of a prefill (clustering) or a decode step of 7 ms (selection).",
         plain(
-            "operation contender clusters rounds budget batch",
-            "operation | by = contender | clusters:,d | rounds | budget | µs = median_us:,.1f | share:.1%",
-            only=lambda d: d["operation"] in ("kmeans", "index", "selection") and d.get("batch", 1) == 1,
+            "part contender clusters rounds budget batch",
+            "operation = part | by = contender | clusters:,d | rounds | budget | µs = median_us:,.1f | share:.1%",
+            only=lambda d: d["part"] in ("kmeans", "index", "selection") and d.get("batch", 1) == 1,
         ),
     ),
     (
@@ -409,9 +428,9 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "recall",
         "One layer, batch 1, rows selected per query head or shared by a group, with or without completion slots.",
         plain(
-            "operation contender budget batch shared completion store",
-            "operation | by = contender | budget | shared | completion | store | µs = median_us:,.1f",
-            only=lambda d: d["operation"] in ("indexed_attention", "full attention") and d.get("batch") == 1,
+            "part contender budget batch shared completion store",
+            "operation = part | by = contender | budget | shared | completion | store | µs = median_us:,.1f",
+            only=lambda d: d["part"] in ("indexed_attention", "full attention") and d.get("batch") == 1,
         ),
     ),
     (
@@ -420,8 +439,8 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "One layer, 32,768 tokens in pages of 16, of which each query head reads 128. The floor is the time to read "
         "the pages' bounds once.",
         plain(
-            "operation contender batch",
-            "operation | by = contender | batch | µs = median_us:,.1f | floor µs = floor_us:,.1f | "
+            "part contender batch",
+            "operation = part | by = contender | batch | µs = median_us:,.1f | floor µs = floor_us:,.1f | "
             "ms, all layers = all_layers_ms:.2f",
         ),
     ),
@@ -432,8 +451,9 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "98% or more of the slots are those of the reference.",
         plain(
             "keys method",
-            "keys | prompt, ms = layer_ms:.2f | of prefill = share_of_prefill:.1% | step, µs = step_us:.1f | "
-            "bytes / formula = bytes_over_formula:.3f",
+            "keys | prompt, ms = prompt.median_us/1e3:.2f | of prefill = prompt.share:.1% | "
+            "step, µs = step.median_us:.1f | bytes / formula = prompt.bytes_over_formula:.3f",
+            only=lambda d: d.get("budget", 1024) == 1024,
         ),
     ),
 ]
@@ -443,12 +463,15 @@ def page(records: Sequence[Record]) -> str:
     """The whole page from the records of benchmarks."""
     parts: list[str] = []
     for title, kind, text, make in SECTIONS:
-        data = [record["data"] for record in records if record["kind"] == kind]
+        data = [record["data"] for record in records if benchmark_of(record) == kind]
         if data:
             parts += [f"## {title}", text, make(data)]
     known = {kind for _, kind, _, _ in SECTIONS}
-    told = "A command runs at its commit; `python -m kvsketch.benchmark.NAME` is `kvsketch bench NAME` at later ones."
-    machines = _machines([record for record in records if record["kind"] in known])
+    told = (
+        "A command runs at its commit; `python -m kvsketch.benchmark.NAME` is `kvsketch bench NAME` at later ones, and "
+        "of a single operation `kvsketch bench operations --only NAME` (`kernels`: `--only attention`)."
+    )
+    machines = _machines([record for record in records if benchmark_of(record) in known])
     parts += ["## Where the numbers come from", told, machines]
     return "\n\n".join(parts)
 

@@ -48,11 +48,11 @@ from kvsketch_lab.report.kinds import BIG, KINDS, NOTHING, Data
 from kvsketch_lab.report.rows import Row, is_overall
 
 BLOCK = re.compile(r"(<!-- kvsketch report --docs: (\w+)(?: (\w+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-EQUAL_BYTES, ERRORS, KERNELS, DECODE = "equal_bytes", "errors", "kernel_sizes", "decode"
+EQUAL_BYTES, ERRORS, KERNELS, DECODE = "equal_bytes", "errors", "attention_sizes", "decode"
 # Of benchmarks, what the last record of counts; elsewhere of each method.
 REPEATED = {
     DECODE: ("shape", "prompt", "method", "batch"),
-    "recall": ("operation", "contender", "clusters", "rounds", "budget", "batch"),
+    "recall": ("part", "contender", "clusters", "rounds", "budget", "batch"),
     "stream": ("method", "tokens"),
     "kvpress": ("press",),
 }
@@ -172,7 +172,7 @@ class Numbers:
         if kind.endswith("/"):
             return [_data(record) | {"kind": record["kind"]} for record in latest(self.records(kind[:-1]))]
         own = re.sub("_(sizes|all)$", "", kind)
-        data = [_data(record) for record in self.benchmarks if record["kind"] == own]
+        data = [_data(record) for record in self.benchmarks if benchmarks.benchmark_of(record) == own]
         if kind == KERNELS:
             return benchmarks.sizes(data)
         counted = benchmarks.usual_steps(data) if kind == DECODE else data

@@ -27,8 +27,19 @@ def table(records: Sequence[Record]) -> dict[str, Measured]:
 
 def file_text(records: Sequence[Record]) -> str:
     """The table as it lies in the library."""
-    result = {model: dataclasses.asdict(measured) for model, measured in table(records).items()}
-    return json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    models = {model: dataclasses.asdict(measured) for model, measured in table(records).items()}
+    return json.dumps({"models": models, "bytes_per_s": _speeds(records)}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _speeds(records: Iterable[Record]) -> dict[str, float]:
+    """Bytes of weights and cache that a decode step reads in a second, in the largest batch of each method."""
+    result: dict[str, tuple[int, float]] = {}
+    for data in (record["data"] for record in records if record["kind"] == "decode"):
+        if data.get("step_ms") and data.get("floor_ms") and data.get("shape", SHAPE) == SHAPE:
+            name, batch = without_budget(str(data["method"])), int(data["batch"])
+            if batch >= result.get(name, (0, 0.0))[0]:
+                result[name] = batch, round(data["copy_bytes_per_s"] * data["floor_ms"] / data["step_ms"], -9)
+    return {name: speed for name, (_, speed) in sorted(result.items())}
 
 
 def _in_one_dtype(counted: Iterable[Record], model: str) -> list[Record]:

@@ -32,7 +32,7 @@ from kvsketch.cache.chunks import require_one_chunk, require_stream
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.saving.model_identity import ModelIdentity
 from kvsketch.cache.text import ReadBehind, TextRead
-from kvsketch.defaults import CHUNK
+from kvsketch.defaults import CHUNK, SEED
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.slots.heads import head_share
@@ -61,7 +61,7 @@ class CompressedCache(Cache):
         model: nn.Module | PretrainedConfig,
         method: str | Method = "full",
         *,
-        seed: int = 0,
+        seed: int = SEED,
         check: bool = False,
         prefill: str = "exact",
         chunk: int = CHUNK,
@@ -233,7 +233,7 @@ class CompressedCache(Cache):
 
         Those of a document that it continues are not its own.
         """
-        return memory_sizes.held_bytes(self.layers)
+        return memory_sizes.stored_bytes(self.layers)
 
     @property
     def host_bytes(self) -> int:

@@ -49,7 +49,7 @@ def attention_to(document: SlotTable, query: Tensor, scale: float, softcap: floa
 
 
 def _read(document: SlotTable, queries: Tensor, scale: float, softcap: float | None) -> ops.Part:
-    keys, values, log_num, log_den, layout = document.as_held()
+    keys, values, log_num, log_den, layout = document.as_stored()
     out, (_, log_sum) = ops.weighted_attention(
         queries, keys, values, log_num, log_den, scale, softcap=softcap, ragged=layout, return_state=True
     )

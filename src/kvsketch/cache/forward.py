@@ -27,7 +27,7 @@ class Forward:
     looked_up: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict, repr=False)  # in the mask, by name
 
     def once(self, name: str, mask: Any, seen: int, find: Callable[[], T]) -> T:
-        """What `find` finds in a mask after so many tokens: layers share it, and the device is asked once."""
+        """What `find` finds in a mask after `seen` tokens: layers share it, and the device is asked once."""
         if mask is None:
             return find()
         state = seen, mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0

@@ -57,7 +57,7 @@ def attention_classes(config: PretrainedConfig) -> Iterator[type]:
 
 def require_latent_slots(method: Method, name: str) -> None:
     """Raises ValueError for a method that cannot keep latents."""
-    reason = method.apart
+    reason = method.no_latents
     if not reason and method.stored_bits.keys != method.stored_bits.values:
         reason = f"key_bits={method.stored_bits.keys} and value_bits={method.stored_bits.values} differ, use bits"
     if reason:
@@ -93,7 +93,7 @@ class LatentLayer(SlotLayer):
         tagged, _ = super().update(keys, keys[..., rotary.shape[3] :])
         view: LayerView = getattr(tagged, TAG)
         if expands(view) and self.table.seen > self.table.new_tokens:
-            latents, rotary = self.table.held_slots()
+            latents, rotary = self.table.stored_slots()
             rotary = self.neighbours(rotary)
         latents = latents.view_as(latents)
         setattr(latents, TAG, view)

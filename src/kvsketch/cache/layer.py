@@ -124,7 +124,7 @@ class SlotLayer(CacheLayerMixin):
         self.whole = False
         self.table.append(keys, values)
         view = self.view()
-        return view.kept() if self.keys_are_shared else view
+        return view.copied() if self.keys_are_shared else view
 
     def view(self) -> LayerView:
         """What this forward reads."""
@@ -257,7 +257,7 @@ class LayerView:
     log_num: Tensor | None = None
     log_den: Tensor | None = None
     layout: Layout | None = None  # where the slots of heads that differ lie; None: equal heads
-    kept_index: Tensor | None = None
+    copied_index: Tensor | None = None
     appended: bool = True  # False: the keys and values are new ones that the table does not hold yet (chunks.py)
     reading: Any = None  # what the last chunk of these read
     handed_shape: tuple[int, ...] = ()  # of the values that the model carries to attention
@@ -272,13 +272,13 @@ class LayerView:
     @property
     def index(self) -> Tensor:  # [B, H, S] int64
         """Logical index of each slot; only looked at when a mask or bias has to be read at the slots."""
-        return self.layer.table.index_slots() if self.kept_index is None else self.kept_index
+        return self.layer.table.index_slots() if self.copied_index is None else self.copied_index
 
-    def kept(self) -> LayerView:
+    def copied(self) -> LayerView:
         """A copy for layers that read these keys later in this forward, so that compress cannot change it in place."""
         if not self.exact:
             read: list[Any] = [self.keys, self.values, self.log_num, self.log_den, self.index]
-            self.keys, self.values, self.log_num, self.log_den, self.kept_index = copy.deepcopy(read)
+            self.keys, self.values, self.log_num, self.log_den, self.copied_index = copy.deepcopy(read)
         return self
 
     def attend(self, query: Tensor, scale: float, mask: Any, bias: Tensor | None = None, **options: Any) -> Tensor:

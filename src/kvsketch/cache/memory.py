@@ -1,7 +1,7 @@
 """What a cache takes, and a budget from bytes: `CompressedCache(model, "snapkv", memory="2GB", context=32000)`.
 
 The largest budget is taken with which the cache, after a prompt of `context` tokens, takes no more bytes on the device.
-What it takes is computed from the shapes of the model and the method's own account (`Method.held_bytes`).
+What it takes is computed from the shapes of the model and the method's own account (`Method.stored_bytes`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 FORMS = "a number of bytes, or one with kB, MB, GB, KiB, MiB or GiB, such as 2GB"
 
 
-def held_bytes(layers: Iterable[Any]) -> int:
+def stored_bytes(layers: Iterable[Any]) -> int:
     """Bytes of every tensor that layers hold on their devices."""
     return sum(tensor.nbytes for layer in layers for tensor in _tensors(layer))
 
@@ -50,7 +50,7 @@ def description(layers: Sequence[SlotLayer]) -> str:
         least, most = int(used.min()), int(used.max())
         bits = FewBits() if table.exact else table.bits
         slots = f"{least}" if least == most else f"{least} to {most}"
-        lines.append(f"{table.layer_idx:5}  {slots:16}  {f'{bits.keys}/{bits.values}':8} {held_bytes([layer]):13,}")
+        lines.append(f"{table.layer_idx:5}  {slots:16}  {f'{bits.keys}/{bits.values}':8} {stored_bytes([layer]):13,}")
         if offloaded:
             lines[-1] += f" {sum(tensor.nbytes for tensor in table.host_tensors()):16,}"
     if layers[0].table.document is not None:
@@ -62,7 +62,7 @@ def description(layers: Sequence[SlotLayer]) -> str:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The shape of a model's cache after prompts of so many tokens."""
+    """The shape of a model's cache after prompts of `context` tokens."""
 
     context: int
     batch: int
@@ -88,7 +88,7 @@ class Sizes:
             shape = LayerShape(
                 table, self.batch, self.heads, self.query_heads, self.size, self.itemsize, more, self.held
             )
-            held = method.held_bytes(shape)
+            held = method.stored_bytes(shape)
             if held is None:
                 return None
             total += held
@@ -167,7 +167,7 @@ def fitted(method: Method, memory: int, context: int, count: Callable[[Method], 
 
 
 def with_budget(method: Method, tokens: int) -> Method | None:
-    """The method with a budget of so many tokens; None where it cannot have so few, or has no budget."""
+    """The method with a budget of `tokens`; None where it cannot have so few, or has no budget."""
     try:
         return parse_method(f"{method}:budget={tokens}")
     except ValueError:
@@ -238,4 +238,4 @@ def text_of(size: int) -> str:
     return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size} B"
 
 
-__all__ = ["description", "fitted", "fitted_to", "held_bytes", "parsed", "sizes_of", "text_of", "with_budget"]
+__all__ = ["description", "fitted", "fitted_to", "parsed", "sizes_of", "stored_bytes", "text_of", "with_budget"]

@@ -71,14 +71,14 @@ def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor 
     method, tables = cache.method, [layer.table for layer in cache.slot_layers]
     if not repeats(method):
         raise ValueError(f"{method} repeats nothing; use rehearse:replay=exact or kvzip")
-    owed = method.queue(tables[0]).owed
-    if not owed:
+    unrepeated = method.queue(tables[0]).unrepeated
+    if not unrepeated:
         return
-    ids = input_ids[:, -owed:].to(model.device)
-    _require(cache, input_ids, owed)
+    ids = input_ids[:, -unrepeated:].to(model.device)
+    _require(cache, input_ids, unrepeated)
     said = ids[:, :0] if instruction is None else torch.as_tensor(instruction, device=ids.device).view(1, -1)
     said = said.expand(len(ids), -1)
-    lengths = equal_chunks(owed, min(method.chunk, cache.chunk))
+    lengths = equal_chunks(unrepeated, min(method.chunk, cache.chunk))
     _require_positions(cache, model, lengths, said.shape[1])
     for table in tables:
         method.queue(table).start_repetition()
@@ -123,12 +123,12 @@ def _keys(layer: SlotLayer, count: int) -> Tensor:
     return newest(layer.table, newest_slots(layer.table, count))[0].clone()
 
 
-def _require(cache: Repeating, input_ids: Tensor, owed: int) -> None:
+def _require(cache: Repeating, input_ids: Tensor, unrepeated: int) -> None:
     table = cache.slot_layers[0].table
-    if input_ids.dim() != 2 or input_ids.shape[1] < owed or len(input_ids) != table.shape[0]:
+    if input_ids.dim() != 2 or input_ids.shape[1] < unrepeated or len(input_ids) != table.shape[0]:
         raise ValueError(
-            f"input_ids {list(input_ids.shape)} must hold the {owed} tokens that the cache has read and the model has "
-            f"not repeated, of all {table.shape[0]} rows: pass the whole prompt"
+            f"input_ids {list(input_ids.shape)} must hold the {unrepeated} tokens that the cache has read and the "
+            f"model has not repeated, of all {table.shape[0]} rows: pass the whole prompt"
         )
     if table.padding is not None:
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any
 from kvsketch.cache.chunks import require_stream
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.patches import Patch
-from kvsketch.defaults import CHUNK
+from kvsketch.defaults import CHUNK, SEED
 from kvsketch.methods import Method, parse_method
 
 _lock = threading.Lock()
@@ -37,7 +37,7 @@ class Session:
 
 @contextmanager
 def use(
-    model: Any, method: str | Method, *, seed: int = 0, prefill: str = "exact", chunk: int = CHUNK
+    model: Any, method: str | Method, *, seed: int = SEED, prefill: str = "exact", chunk: int = CHUNK
 ) -> Iterator[Session]:
     """Inside the block every `model.generate` without a cache of its own gets a fresh compressed one.
 

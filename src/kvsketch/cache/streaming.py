@@ -133,7 +133,7 @@ def _repeat(model: Any, read: Tensor, cache: Reader, instruction: Tensor | None)
     if repeats(method := cache.method):
         with plain():
             for layer in cache.slot_layers:
-                method.queue(layer.table).owe_at_most(read.shape[1])
+                method.queue(layer.table).repeat_at_most(read.shape[1])
         cache.replay(model, read, instruction)
 
 

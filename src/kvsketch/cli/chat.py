@@ -15,7 +15,7 @@ import typer
 from kvsketch.cli.generate import DTYPE_HELP, read_request, require_writable
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, ModelOption
 from kvsketch.cli.output import megabytes, remarks
-from kvsketch.defaults import CHUNK, METHOD, SHORT
+from kvsketch.defaults import CHUNK, METHOD, SEED, SHORT
 
 SAVED = ".kvs"
 METHOD_HELP = (
@@ -63,7 +63,7 @@ def chat(
     method: Annotated[str | None, typer.Option(help=METHOD_HELP)] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 samples.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = SEED,
     device: DeviceOption = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
 ) -> None:

@@ -130,7 +130,7 @@ def demo(
 def _rows(
     model: Any, tokenizer: Any, ids: Tensor, chosen: Sequence[Method], refused: list[str], **options: Any
 ) -> list[Compared]:
-    """A row for each method; one that refuses this prompt is told and left out."""
+    """A row for each method; one that refuses this prompt is named and left out."""
     from kvsketch.compare.answers import answers
 
     rows = with_progress(answers(model, tokenizer, ids, chosen, refused=refused, **options), chosen)

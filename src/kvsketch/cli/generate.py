@@ -14,13 +14,13 @@ import typer
 
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, JsonOption, ModelOption
 from kvsketch.cli.output import megabytes, print_json, remarks
-from kvsketch.defaults import CHUNK
+from kvsketch.defaults import CHUNK, SEED
 
 WHOLE = "full"
 METHOD_HELP = (
-    f"name:key=value:...; {WHOLE} unless given, which keeps every token. For long files: "
-    "clusterkv:budget=1024 keeps all and reads a part; snapkv:budget=50% keeps a part and says how much. "
-    "See `kvsketch methods`."
+    f"name:key=value:...; {WHOLE} unless given, which keeps every token: one answer needs no small cache. "
+    "For long files: clusterkv:budget=1024 keeps all and reads a part; snapkv:budget=50% keeps a part and says how "
+    "much. See `kvsketch methods`."
 )
 TEMPLATE_TOKENS = 128  # what a chat template adds at most
 DTYPE_HELP = "float32, bfloat16 or float16; bfloat16 on a GPU and on a CPU that multiplies it natively, else float32."
@@ -108,7 +108,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 samples.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this much probability mass.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = SEED,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
     device: DeviceOption = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,

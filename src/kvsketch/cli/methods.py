@@ -1,9 +1,17 @@
-"""kvsketch methods: the methods and their parameters."""
+"""kvsketch methods: the methods and their parameters.
+
+Classes of methods import torch. So built-in methods are shown from `methods.json`, which `kvsketch report --docs`
+writes; methods from elsewhere are imported.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,35 +21,62 @@ from rich.text import Text
 from kvsketch.cli.options import JsonOption
 from kvsketch.cli.output import print_json, results
 
+GROUP = "kvsketch.methods"  # of entry points
+TABLE = Path(__file__).with_name("methods.json")
+
 
 def methods(
     name: Annotated[str | None, typer.Argument(help="One method, by name or as package.module:Class.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the methods with their families, ideas and parameters, or explain one."""
-    from kvsketch.methods import METHODS, parse_method
+    described = [_one(name)] if name is not None else _all()
+    if as_json:
+        print_json(described if name is None else described[0])
+    elif name is None:
+        _print_all(described)
+    else:
+        _print_one(described[0])
+
+
+def _one(name: str) -> dict[str, Any]:
+    if name in (table := built_in()):
+        return table[name]
+    from kvsketch.methods import parse_method
+
+    return describe(type(parse_method(name)))
+
+
+def _all() -> list[dict[str, Any]]:
+    """The built-in methods, and those that installed packages offer."""
+    if (table := built_in()) and not entry_points(group=GROUP):
+        return [*table.values()]
+    from kvsketch.methods import METHODS
     from kvsketch.methods.text import installed
 
-    if name is not None:
-        cls = type(parse_method(name))
-        if as_json:
-            print_json(describe(cls))
-        else:
-            _print_one(cls)
-        return
-    described = [describe(cls) for cls in (METHODS | installed(METHODS)).values()]
-    if as_json:
-        print_json(described)
-    else:
-        _print_all(described)
+    return [describe(cls) for cls in (METHODS | installed(METHODS)).values()]
+
+
+def table_text(described: list[dict[str, Any]]) -> str:
+    """The content of `methods.json`, a line for each method."""
+    return "[\n" + ",\n".join(json.dumps(each, ensure_ascii=False) for each in described) + "\n]\n"
+
+
+def built_in() -> dict[str, dict[str, Any]]:
+    """What `describe` says of each built-in method, by name; empty where their classes are loaded and can be asked."""
+    if "kvsketch.methods" in sys.modules:
+        return {}
+    return {each["name"]: each for each in json.loads(TABLE.read_text())}
 
 
 def describe(cls: type[Any]) -> dict[str, Any]:
-    """A method as plain data: its name, family, idea, and parameters with their defaults, choices and meanings."""
+    """A method as plain data: its name, family, idea, docstring, and parameters with defaults, choices and meanings."""
+    about = inspect.getdoc(cls) or ""
     return {
         "name": cls.name,
         "family": cls.family,
-        "idea": first_sentence(inspect.getdoc(cls) or ""),
+        "idea": first_sentence(about),
+        "about": about,
         "paper": cls.paper,
         "look": list(cls.look),
         "parameters": {each.name: each.default for each in cls.options()},
@@ -78,10 +113,9 @@ def _print_all(described: list[dict[str, Any]]) -> None:
     )
 
 
-def _print_one(cls: type[Any]) -> None:
-    method = describe(cls)
-    head, body = f"{method['name']} ({method['family']})", inspect.getdoc(cls) or ""
-    results().print("\n".join([head, "", body, ""]), markup=False, highlight=False)
+def _print_one(method: dict[str, Any]) -> None:
+    head = f"{method['name']} ({method['family']})"
+    results().print("\n".join([head, "", method["about"], ""]), markup=False, highlight=False)
     if method["paper"]:
         results().print(f"paper: {method['paper']}\n", markup=False, highlight=False)
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -89,6 +123,6 @@ def _print_one(cls: type[Any]) -> None:
     table.add_column("default", no_wrap=True)
     table.add_column("choices")
     table.add_column("meaning")
-    for each in cls.options():
-        table.add_row(each.name, setting(each.default), ", ".join(each.choices), Text(each.meaning))
+    for each in method["options"]:
+        table.add_row(each["name"], setting(each["default"]), ", ".join(each["choices"]), Text(each["meaning"]))
     results().print(table)

@@ -1,16 +1,16 @@
-"""kvsketch recommend: which method fits a memory, from the records of experiments."""
+"""kvsketch recommend: which method fits a memory, from the records of experiments; how many users a GPU serves."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from kvsketch.advice import QUESTIONS, Advice, Measured, installed
+from kvsketch.advice import QUESTIONS, Advice, Measured, installed, speeds
 from kvsketch.cli.lab import lab
 from kvsketch.cli.options import JsonOption
 from kvsketch.cli.output import print_json, results
@@ -19,16 +19,72 @@ SHOWN = 6
 
 
 def recommend(
-    model: Annotated[str, typer.Option(help="A model that records speak of, such as qwen2.5-coder-1.5b.")],
+    model: Annotated[
+        str, typer.Option(help="A model that records speak of, such as qwen2.5-coder-1.5b; with --gpu any config.json.")
+    ],
     context: Annotated[int, typer.Option(min=1, help="Tokens that one sequence holds.")],
-    memory: Annotated[str, typer.Option(help="Device memory for its cache: 2GB, 512MiB.")],
+    memory: Annotated[str | None, typer.Option(help="Device memory for its cache: 2GB, 512MiB.")] = None,
     question: Annotated[str, typer.Option(help="unseen: asked after the text is compressed; seen: before.")] = "unseen",
     records: Annotated[
         Path | None, typer.Option(help="Folder of your own records, in place of those behind this release.")
     ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="A GPU, 24GB or by name (rtx-4090, h100): how many users it serves.")
+    ] = None,
+    users: Annotated[int, typer.Option(help="With --gpu: users at a time.")] = 1,
+    document: Annotated[int, typer.Option(help="With --gpu: first tokens that all users share.")] = 0,
+    methods: Annotated[str | None, typer.Option(help="With --gpu: methods to size, comma-separated.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Name the methods whose cache fits, with the loss that records have measured; says so if none has."""
+    """Name the methods whose cache fits, with the loss that records have measured; says so if none has.
+
+    With --gpu: what each method takes for so many users, how many fit beside the weights, and how fast they are served.
+    """
+    if (memory is None) == (gpu is None):
+        raise ValueError("give --memory for the cache of one sequence, or --gpu for users that share one")
+    if gpu is not None:
+        _size(model, context, users, document, gpu, methods, as_json)
+        return
+    assert memory is not None
+    _fit(model, context, memory, question, records, as_json)
+
+
+def _size(model: str, context: int, users: int, document: int, gpu: str, methods: str | None, as_json: bool) -> None:
+    from kvsketch import sizing
+
+    card, demand = sizing.gpu_of(gpu), sizing.Demand(context, users, document)
+    config = sizing.config_of(model)
+    plans = sizing.plans(config, (methods or sizing.METHODS).split(","), demand, card, speeds())
+    if as_json:
+        print_json({"weights": plans[0].weights, "plans": [dataclasses.asdict(plan) for plan in plans]})
+        return
+    say = results().print
+    shared = f", the first {document:,} the same for all" if document else ""
+    say(f"{users:,} users of {context:,} tokens each{shared}; weights {plans[0].weights / 1e9:.1f} GB, {gpu}")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("method", "GB a user", *(["document, GB"] if document else []), "GB in all", "users that fit",
+                   "tokens/s"):  # fmt: skip
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for plan in plans:
+        table.add_row(*_sized(plan, users, bool(document)))
+    say(table)
+    say(
+        f"GB in all: weights, document and {users:,} users; {sizing.RESERVE:.0%} of the memory stays free. tokens/s: "
+        "all users together, from what our own steps read on an H200, by the bandwidth of a GPU that is given by name. "
+        "What a method loses: kvsketch recommend --memory",
+        markup=False,
+    )
+
+
+def _sized(plan: Any, users: int, shared: bool) -> list[str]:
+    fits = plan.users_that_fit >= users
+    speed = "does not fit" if not fits else f"{plan.tokens_per_s:,.0f}" if plan.tokens_per_s else "not known"
+    document = [f"{plan.document_bytes / 1e9:.2f}"] if shared else []
+    return [plan.method, f"{plan.user_bytes / 1e9:.2f}", *document, f"{plan.total_bytes / 1e9:.1f}",
+            f"{plan.users_that_fit:,}", speed]  # fmt: skip
+
+
+def _fit(model: str, context: int, memory: str, question: str, records: Path | None, as_json: bool) -> None:
     if question not in QUESTIONS:
         raise ValueError(f"--question {question} is not possible; use {' or '.join(QUESTIONS)}")
     from kvsketch.cache.memory import parsed

@@ -26,6 +26,7 @@ from kvsketch.cache.streaming import prefill
 from kvsketch.compare.budgets import full_bytes
 from kvsketch.decode import captured as decoding
 from kvsketch.decode.sampling import Sampler
+from kvsketch.defaults import SEED
 from kvsketch.methods.base import Method
 from kvsketch.methods.full import Full
 from kvsketch.slots.table import SlotTable
@@ -106,7 +107,7 @@ class Prefilled:
         return result
 
     @torch.no_grad()
-    def cache(self, method: str | Method, seed: int = 0) -> CompressedCache:
+    def cache(self, method: str | Method, seed: int = SEED) -> CompressedCache:
         """The cache as it is when `method` itself has read the prompts."""
         cache = CompressedCache(self.model, method, seed=seed)
         for index, (layer, read) in enumerate(zip(cache.layers, self.read.layers, strict=True)):

@@ -116,6 +116,7 @@ class Draw:
         self.said = torch.zeros(rows, vocabulary, dtype=torch.bool, device=device)  # tokens that the penalty is for
         self.seed = torch.zeros(rows, 1, dtype=torch.int64, device=device)  # hash state
         self.number = torch.zeros(rows, 1, dtype=torch.int64, device=device)  # tokens drawn so far
+        self.allowed = torch.ones(rows, vocabulary, dtype=torch.bool, device=device)  # by a grammar
 
     def tensors(self) -> list[Tensor]:
         return list(vars(self).values())
@@ -138,16 +139,23 @@ class Draw:
         said: Sequence[int] = (),
     ) -> None:
         """The row, or rows, start anew; `said`: the tokens of the prompt."""
-        values = (temperature, top_p, top_k, min_p, penalty, False, initial_state(seed), 0)
+        values = (temperature, top_p, top_k, min_p, penalty, False, initial_state(seed), 0, True)
         for tensor, value in zip(self.tensors(), values, strict=True):
             tensor[row].fill_(value)
         if penalty != 1.0:
             self.said[row, torch.tensor(said, dtype=torch.int64, device=self.said.device)] = True
 
     @staticmethod
-    def mode(temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0, penalty: float = 1.0) -> int:
-        """The least that `choose` has to do for such a row."""
-        if penalty != 1.0 or (temperature and (top_p < 1 or top_k or min_p)):
+    def mode(
+        temperature: float,
+        top_p: float,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        penalty: float = 1.0,
+        guided: bool = False,
+    ) -> int:
+        """The least that `choose` has to do for such a row; `guided`: not all tokens may be allowed."""
+        if guided or penalty != 1.0 or (temperature and (top_p < 1 or top_k or min_p)):
             return Draw.ALL
         return Draw.SAMPLE if temperature else Draw.GREEDY
 
@@ -161,6 +169,8 @@ class Draw:
             scores = torch.where(
                 self.said, torch.where(scores < 0, scores * self.penalty, scores / self.penalty), scores
             )
+            # What is not finite must show, allowed or not.
+            scores = torch.where(self.allowed | ~(scores < float("inf")), scores, float("-inf"))
         token = largest(scores)
         # Neither nan nor infinity is less than anything, so that the largest shows them.
         finite = scores.gather(1, token).isfinite()

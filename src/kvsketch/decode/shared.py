@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ from kvsketch.cache.streaming import prefill
 from kvsketch.decode import fused as fusion
 from kvsketch.decode.captured import WARM_UP_STEPS, aside, capture_stream, turn_of
 from kvsketch.decode.sampling import Draw
+from kvsketch.defaults import SEED
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.replay import sink_keys
@@ -94,7 +95,7 @@ class SharedRows:
         longest: int,
         *,
         memory: int | None = None,
-        seed: int = 0,
+        seed: int = SEED,
         fused: bool = True,
         documents: bool = False,
     ) -> None:
@@ -181,7 +182,7 @@ class SharedRows:
         return EqualRows([table.bounded for table in singles], rows, slots, clock), logits.shape[1]
 
     def slots_for(self, tokens: int) -> int:
-        """The most slots of the store that a row takes until it has seen so many tokens; 0 where rows are equal."""
+        """The most slots of the store that a row takes until it has seen `tokens` tokens; 0 where rows are equal."""
         if not self.store.slots:
             return 0
         if tokens not in self._slots_for:
@@ -301,8 +302,10 @@ class SharedRows:
             self.live[source].fill_(0)
         self.padding[row] = self.padding.pop(source)
 
-    def step(self, used: int, mode: int) -> Tensor:  # [used, 1]
+    def step(self, used: int, mode: int, before_choice: Callable[[], None] | None = None) -> Tensor:  # [used, 1]
         """One token for each of the first `used` rows; `mode`: see `Draw.choose`. Overwritten by the next step.
+
+        `before_choice` is called when the model has been told to run, and may change `draw`.
 
         Raises RowFailed before anything is done where the periodic work of a row fails: once that row has left, the
         others can go on.
@@ -312,7 +315,7 @@ class SharedRows:
             self.rewind()
         with turn_of(self.device), torch.no_grad():
             self._catch_up()
-            batch.run(self.seen, mode)
+            batch.run(self.seen, mode, before_choice=before_choice)
         self.seen += 1
         return self.token[:used]
 
@@ -370,7 +373,7 @@ class Batch:
         self.graph: Any = None
         self.choosing: list[Any] = []  # graphs, by mode
 
-    def run(self, seen: int, mode: int, eager: bool = False) -> None:
+    def run(self, seen: int, mode: int, eager: bool = False, before_choice: Callable[[], None] | None = None) -> None:
         table_rows.count_to(self.tables, seen)
         self.shared.store.before_step(self.tables)
         if self.graph is None or eager or any(self.shared.method.maintenance_due(table) for table in self.tables):
@@ -378,6 +381,8 @@ class Batch:
                 self._forward()
         else:
             self.graph.replay()
+        if before_choice is not None:
+            before_choice()
         if self.choosing and not eager:
             self.choosing[mode].replay()
         else:

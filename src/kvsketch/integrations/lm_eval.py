@@ -25,6 +25,7 @@ from tqdm import tqdm
 from kvsketch import models
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.compare.shared_prefill import Prefilled, shared_prefill
+from kvsketch.defaults import SEED
 from kvsketch.methods import parse_method
 from kvsketch.models.identity import model_sha256
 
@@ -58,7 +59,7 @@ class CompressedLM(HFLM):
         self,
         model: str | None = None,
         method: str = "full",
-        seed: int = 0,
+        seed: int = SEED,
         loglikelihood: str = "refuse",
         pretrained: str | None = None,
         device: str | None = None,

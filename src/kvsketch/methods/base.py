@@ -57,7 +57,7 @@ class Method(Parameters):
     wants_logits: ClassVar[bool] = False  # whether a decode step should leave its logits in table.row_logits
 
     @property
-    def apart(self) -> str:
+    def no_latents(self) -> str:
         """Why it cannot work where a value is a part of its key (`slots.latent`); empty: it can."""
         return "it reads or rewrites values apart from keys"
 
@@ -169,7 +169,7 @@ class Method(Parameters):
         """Slots the layer may hold for its longest row, None without limit."""
         return None
 
-    def held_bytes(self, shape: LayerShape) -> int | None:
+    def stored_bytes(self, shape: LayerShape) -> int | None:
         """The most bytes that a layer takes on the device after a prompt; None: it cannot be promised."""
         return None
 
@@ -226,7 +226,7 @@ class BudgetedMethod(Method):
         return cast(Size, self.recent)
 
     def allot(self, table: SlotTable, prompt: Tokens) -> Budget:
-        """What rows with prompts of so many tokens may hold, in each KV head of this layer.
+        """What rows with prompts of `prompt` tokens may hold, in each KV head of this layer.
 
         The one place where a budget is divided: a method that gives layers or heads different parts, or shares one
         budget among them, overrides it. The table says which layer it is (`rank` of `compressed_layers`).
@@ -255,7 +255,7 @@ class BudgetedMethod(Method):
     def budget_tokens(self, table: SlotTable) -> int:
         return int(self.allot(table, table.prompt_tokens).total)
 
-    def held_bytes(self, shape: LayerShape) -> int | None:
+    def stored_bytes(self, shape: LayerShape) -> int | None:
         budget = self.budget_tokens(shape.table)
         held = shape.bounded(budget + 1, bytes_beside(self.State))
         # A text within the budget may have all of it in a table that grows.

@@ -43,7 +43,7 @@ class Expected(WaitingMethod):
     look: ClassVar[tuple[str, ...]] = ("#4a6b00", "P")
     continues: ClassVar[bool] = True
     placeless: ClassVar[str] = "for it expects queries at the distances of the text"
-    apart: ClassVar[str] = "it weighs a token by the norm of its value in each head"
+    no_latents: ClassVar[str] = "it weighs a token by the norm of its value in each head"
 
     recent: Size | int | str = 0
     share: str = HEAD

@@ -22,7 +22,7 @@ class Full(Method):
     look: ClassVar[tuple[str, ...]] = ("#444444", "o")
     keeps_all: ClassVar[bool] = True
     ignores_hidden_tokens: ClassVar[bool] = True
-    apart: ClassVar[str] = ""
+    no_latents: ClassVar[str] = ""
     last_queries: ClassVar[int] = 0
     alone: ClassVar[str] = ""
     continues: ClassVar[bool] = True
@@ -36,7 +36,7 @@ class Full(Method):
         else:
             table.bounded.widen(max_length + 1 - table.length)
 
-    def held_bytes(self, shape: LayerShape) -> int:
+    def stored_bytes(self, shape: LayerShape) -> int:
         return shape.everything()
 
     def can_forget(self, table: SlotTable, left: int) -> bool:

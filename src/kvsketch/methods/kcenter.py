@@ -71,7 +71,7 @@ class KCenter(BudgetedMethod):
     lacks: ClassVar[Mapping[str, str]] = {
         "share": "its scores are distances between keys, which have another scale in every head"
     }
-    apart: ClassVar[str] = ""
+    no_latents: ClassVar[str] = ""
     last_queries: ClassVar[int] = 0
     sinks: int = option(1, "first tokens that are centers from the start; 0 still starts at the first token")
     recent: Size | int | str = "50%"
@@ -93,8 +93,8 @@ class KCenter(BudgetedMethod):
         if self.slide:
             bound_to_budget(table, self)
 
-    def held_bytes(self, shape: LayerShape) -> int | None:
-        return super().held_bytes(shape) if self.slide else None
+    def stored_bytes(self, shape: LayerShape) -> int | None:
+        return super().stored_bytes(shape) if self.slide else None
 
     def maintenance_due(self, table: SlotTable) -> bool:
         return not self.slide and not table.exact and self.budget_tokens(table) + 2 > table.length

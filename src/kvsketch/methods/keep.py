@@ -29,7 +29,7 @@ class EvictingMethod(BudgetedMethod):
     """Keeps the sinks, the recent window and the slots with the largest score; every kept slot has weight 1."""
 
     family: ClassVar[str] = "evict"
-    apart: ClassVar[str] = ""
+    no_latents: ClassVar[str] = ""
     alone: ClassVar[str] = ""
 
     def observe(self, table: SlotTable, queries: Tensor) -> None:

@@ -37,7 +37,7 @@ class KVzip(WaitingMethod):
     look: ClassVar[tuple[str, ...]] = ("#7a5200", "X")
     repeats: ClassVar[bool] = True
     placeless: ClassVar[str] = "for its scores are those of the distances in the text"
-    apart: ClassVar[str] = ""
+    no_latents: ClassVar[str] = ""
 
     recent: Size | int | str = 0
     chunk: int = option(2048, "tokens that are rehearsed together")
@@ -50,7 +50,7 @@ class KVzip(WaitingMethod):
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         """A prompt waits until the model has repeated it; generated tokens until they are enough for a replay."""
-        if not self.queue(table).owe():
+        if not self.queue(table).wait_for_repetition():
             super().compress(table, queries)
 
     def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:

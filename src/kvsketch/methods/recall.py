@@ -15,7 +15,7 @@ from kvsketch.methods.full import Full
 from kvsketch.methods.parameters import option
 from kvsketch.slots import codes, offloaded
 from kvsketch.slots.bytes import LayerShape
-from kvsketch.slots.state import Range, TableState, kept, number, per_row
+from kvsketch.slots.state import Range, TableState, number, overwritten, per_row
 from kvsketch.slots.table import SlotTable
 
 OFFLOADS = ("none", "host")
@@ -97,7 +97,7 @@ class RecallingMethod(Method, ABC):
         rows = cast(Size, self.budget).of(row_prompts(table))
         if isinstance(rows, Tensor):
             state = table.state_of(self.State)
-            state.budgets = kept(state.budgets, rows.flatten().int())
+            state.budgets = overwritten(state.budgets, rows.flatten().int())
 
     # the life of a token
 
@@ -152,7 +152,7 @@ class RecallingMethod(Method, ABC):
     def _hot_places(self, table: SlotTable, group: int) -> int:
         return max(1, self.keep_steps) * self.lists(group) * self.rows_read(table)
 
-    def held_bytes(self, shape: LayerShape) -> int | None:
+    def stored_bytes(self, shape: LayerShape) -> int | None:
         if not self.selects(shape.table) or shape.tokens < self.budget_tokens(shape.table):
             return shape.everything() + 4 * shape.batch
         index = self.index_bytes(shape)

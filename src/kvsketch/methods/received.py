@@ -151,8 +151,8 @@ class AttentionScored(EvictingMethod):
         if waiting:
             self._divide(waiting)
 
-    def held_bytes(self, shape: LayerShape) -> int | None:
-        held = super().held_bytes(shape)
+    def stored_bytes(self, shape: LayerShape) -> int | None:
+        held = super().stored_bytes(shape)
         return held if held is None or self.share == HEAD else held + shape.layout(self.budget_tokens(shape.table) + 1)
 
     def bound(self, table: SlotTable, max_length: int) -> None:
@@ -186,12 +186,12 @@ def add_attention(
     A decode step whose attention has left its logits does not read the keys a second time. Where heads differ, `into`
     is flat as the table is.
     """
-    layout, temperature, index = table.layout, temperature or ops.Temperature(), table.held_index()
+    layout, temperature, index = table.layout, temperature or ops.Temperature(), table.stored_index()
     equal = into if layout is None else layout.unpacked(into)
     left, clock = table.row_logits, None if table.exact else table.seen_on_device()
     if left is not None:
         ops.mass_from_logits(
-            left.logits, table.bounded.held_index(), table.bounded.clock,
+            left.logits, table.bounded.stored_index(), table.bounded.clock,
             row_lse=left.row_lse if is_plain(temperature, noise) else None, padding=table.padding,
             temperature=temperature, noise=noise, reduce=reduce, into=equal, fade=fade,
         )  # fmt: skip

@@ -55,7 +55,7 @@ class Uniform(BudgetedMethod):
     random: ClassVar[bool] = True
     ignores_hidden_tokens: ClassVar[bool] = True
     State: ClassVar[type[Strata]] = Strata
-    apart: ClassVar[str] = ""
+    no_latents: ClassVar[str] = ""
     last_queries: ClassVar[int] = 0
     alone: ClassVar[str] = ""
     weights: bool = option(True, "false reads the sample with weight 1")
@@ -64,8 +64,8 @@ class Uniform(BudgetedMethod):
         bound_to_budget(table, self)
         self._note_strata(table)
 
-    def held_bytes(self, shape: LayerShape) -> int | None:
-        held = super().held_bytes(shape)
+    def stored_bytes(self, shape: LayerShape) -> int | None:
+        held = super().stored_bytes(shape)
         # Sizes and the first stratum of each row.
         return None if held is None else held + shape.batch * 3 * 8
 

@@ -50,7 +50,7 @@ class Waiting(TableState):
     queries: Tensor | None = per_row(lambda t, s: Range((t.shape[0], *s.queries.shape[1:]), 0, 255))
     # of tokens that have scores and are not settled, between the first layer's compress and settle
     again: Tensor | None = per_row()  # [B, H, P, Q, D], queries of the repetition, for the refit of each chunk
-    owed: int = number()  # tokens of a prompt that the model has yet to repeat
+    unrepeated: int = number()  # tokens of a prompt that the model has yet to repeat
     chunks: Tensor | None = on_host(lambda t, s: Range((t.shape[0], s.again.shape[2]), 1, t.seen))  # [B, P], tokens
 
     @property
@@ -138,11 +138,11 @@ class Queue:
     # tokens that the model repeats (`cache.repetition`)
 
     @property
-    def owed(self) -> int:
+    def unrepeated(self) -> int:
         """Newest tokens that the model has yet to repeat."""
-        return self.state.owed
+        return self.state.unrepeated
 
-    def owe(self) -> bool:
+    def wait_for_repetition(self) -> bool:
         """Whether the model can repeat the tokens that are due; then they wait for it.
 
         Tokens that came one by one are not repeated: nobody has their ids any more.
@@ -150,25 +150,25 @@ class Queue:
         whole = self.table.appended == self.count or not self.table.rotary
         if not (self.due and self.table.appended > 1 and whole):
             return False
-        self.state.owed = self.count
+        self.state.unrepeated = self.count
         self.table.stay_open()
         return True
 
-    def owe_at_most(self, tokens: int) -> None:
+    def repeat_at_most(self, tokens: int) -> None:
         """Nobody has the ids of more than the last `tokens` tokens."""
         state, table = self.state, self.table
-        if (earlier := state.owed - tokens) <= 0:
+        if (earlier := state.unrepeated - tokens) <= 0:
             return
         # Those of earlier turns stay while there is room: they have the largest score.
         if state.score is None:
             state.score = torch.zeros(table.shape, device=table.device)
-        state.score.scatter_(2, newest_slots(table, state.owed)[:, :, :earlier], 1.0)
-        state.owed, state.queries = tokens, None
+        state.score.scatter_(2, newest_slots(table, state.unrepeated)[:, :, :earlier], 1.0)
+        state.unrepeated, state.queries = tokens, None
         table.note_settled(table.seen - tokens)
 
     def start_repetition(self) -> None:
         """The model begins to repeat them."""
-        self.state.owed = 0
+        self.state.unrepeated = 0
 
     # tokens come
 
@@ -221,7 +221,7 @@ class Queue:
         ops.keep_queries(state.queries, queries, at, table.shape[1])
 
     def empty(self, queries: Tensor, room: int) -> Tensor:
-        """Room for what is kept of queries [B, Hq, n, D] of so many tokens."""
+        """Memory for what is kept of the queries [B, Hq, n, D] of `room` tokens."""
         batch, heads = self.table.shape[:2]
         shape = (batch, self.method.kept_heads(heads, queries.shape[1]), room, row_bytes(queries.shape[3]))
         return torch.zeros(shape, dtype=torch.uint8, device=queries.device)
@@ -231,7 +231,7 @@ class Queue:
         return room_ahead(self.method.most_waiting, self.table.settled, waiting)
 
     def make_room(self, room: int) -> None:
-        """Heads of their own sizes again, with all that they hold and room for so many tokens."""
+        """Gives heads their own sizes again, with all that they store and room for `room` tokens."""
         stays = self.table.index_slots() >= 0
         self.table.keep(stays, Layout.of(stays.sum(-1) + room + 1, bool(self.table.bits)))
 
@@ -244,9 +244,9 @@ class Queue:
             return queries
         # All that wait are held alike, wherever the last of them is.
         self._keep(queries, waiting)
-        return self.kept(waiting)
+        return self.kept_queries(waiting)
 
-    def kept(self, count: int) -> Tensor:  # [B, H m, count, D]
+    def kept_queries(self, count: int) -> Tensor:  # [B, H m, count, D]
         """The queries of the first `count` tokens that wait."""
         held = self.state.queries
         assert held is not None
@@ -282,9 +282,9 @@ class WaitingMethod(BudgetedMethod):
     # one layer after a forward
 
     def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
-        if owed := self.queue(table).owed:
+        if unrepeated := self.queue(table).unrepeated:
             raise ValueError(
-                f"{self.name} has {owed} tokens that the model has not repeated yet; read prompts with "
+                f"{self.name} has {unrepeated} tokens that the model has not repeated yet; read prompts with "
                 "kvsketch.prefill(model, input_ids, cache), or call cache.replay(model, input_ids) after the "
                 "forward, or use rehearse:replay=virtual"
             )
@@ -354,7 +354,7 @@ class WaitingMethod(BudgetedMethod):
     def bound(self, table: SlotTable, max_length: int) -> None:
         """A text that was too short to be decided takes its fixed shape when it is long enough for codes."""
         state, queue = table.state_of(Waiting), self.queue(table)
-        under_way = state.again is not None or state.owed > 0
+        under_way = state.again is not None or state.unrepeated > 0
         if under_way or state.queries is None or table.waits_for_codes:
             return
         room = queue.ahead(queue.count)
@@ -379,7 +379,7 @@ class WaitingMethod(BudgetedMethod):
     def catch_up(self, tables: Sequence[SlotTable]) -> None:
         """Decides about the tokens that one row has taken among others."""
         for table in tables:
-            self.score(table, self.queue(table).kept(table.state_of(Waiting).room))
+            self.score(table, self.queue(table).kept_queries(table.state_of(Waiting).room))
         self.settle(tables)
 
     def can_forget(self, table: SlotTable, left: int) -> bool:
@@ -391,8 +391,8 @@ class WaitingMethod(BudgetedMethod):
     def forget(self, table: SlotTable, count: int) -> None:
         state, queue = table.state_of(Waiting), self.queue(table)
         table.drop_newest(count) if table.layout is None else table.bounded.drop_last(count)
-        state.owed = min(state.owed, queue.count)
-        if not table.exact and table.layout is None and not state.owed:
+        state.unrepeated = min(state.unrepeated, queue.count)
+        if not table.exact and table.layout is None and not state.unrepeated:
             # Slots and queries have room for the same tokens.
             queue.make_room(max(state.room - queue.count, queue.ahead(queue.count)))
 
@@ -400,7 +400,7 @@ class WaitingMethod(BudgetedMethod):
         budget = super().most_slots(table, longest)
         return max(budget, self.sinks + self.recent_size.of(budget)) + self.most_waiting + MOST_ROOM
 
-    def held_bytes(self, shape: LayerShape) -> int:
+    def stored_bytes(self, shape: LayerShape) -> int:
         # New tokens and their queries wait beside the budget.
         waiting = self.most_waiting if shape.more is None else min(self.most_waiting, shape.more)
         waiting += MOST_ROOM if waiting else 0
@@ -426,7 +426,7 @@ def room_ahead(most: int, settled: int, waiting: int = 0) -> int:
 
 
 def lengthened(held: Tensor, room: int) -> Tensor:  # [B, H m, room, bytes]
-    """The queries that wait, with room for those of so many tokens."""
+    """The queries that wait, with room for those of `room` tokens."""
     grown = held.new_zeros(*held.shape[:2], room, held.shape[3])
     grown[:, :, : held.shape[2]] = held[:, :, :room]
     return grown

@@ -22,7 +22,7 @@ grouping keys
     leader_clustering    clusters of a stream: a key far from all of them opens a new one
     farthest_first       greedy k-center; nearest_center: the center nearest to each key
 writing slots
-    write_token          one token into its slot; write_coded_token: where slots are held in few bits
+    write_token          one token into its slot; write_coded_token: where slots are stored in few bits
     free_lowest          the lowest-ranked slot of each head becomes the next to write
     open_rows            slots of requests in pages, as rows of one table; close_rows: back into their pages
     reservoir            the last token that fired in each slot of a sample

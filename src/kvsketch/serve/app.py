@@ -12,6 +12,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
@@ -507,14 +508,29 @@ async def _pieces(answer: Answer) -> AsyncIterator[Piece | None]:
 def _grown(choice: Choice, token: int | None, waiting: list[Any]) -> Piece | None:
     """What one more token adds to a text, or with None its end; nothing while it cannot be shown."""
     if token is None:
-        return Piece(choice, choice.text.end(), waiting, _reason(choice))
+        reason = _reason(choice)
+        return _with_calls(Piece(choice, choice.text.end(), waiting, reason=reason))
     if choice.ticket.likely:
         waiting.append((token, choice.ticket.likely[choice.tokens]))
     choice.tokens += 1
     text = choice.text.put(token)
-    if choice.text.stopped:
-        return Piece(choice, text, waiting, "stop")
-    return Piece(choice, text, waiting) if text else None
+    piece = _with_calls(Piece(choice, text, waiting, reason="stop" if choice.text.stopped else None))
+    return piece if piece.text or piece.calls or piece.reason is not None else None
+
+
+def _with_calls(piece: Piece) -> Piece:
+    """The calls of tools apart from the text, where there are tools."""
+    reader = piece.choice.calls
+    if reader is None:
+        return piece
+    text, calls = reader.put(piece.text)
+    if reader.ended:
+        piece.reason = "stop"
+    elif piece.reason is not None:
+        rest, more = reader.end()
+        text, calls = text + rest, [*calls, *more]
+    reason = "tool_calls" if piece.reason == "stop" and reader.count else piece.reason
+    return replace(piece, text=text, calls=calls, reason=reason)
 
 
 def _reason(choice: Choice) -> Any:

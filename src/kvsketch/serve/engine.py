@@ -42,7 +42,7 @@ from kvsketch.cache.streaming import read_chunks
 from kvsketch.decode.captured import Step, impossible, turn_of
 from kvsketch.decode.sampling import NO_TOKEN, Draw
 from kvsketch.decode.shared import LONGEST, RowFailed, SharedRows, alone
-from kvsketch.defaults import CHUNK
+from kvsketch.defaults import CHUNK, SEED
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.serve.requests import EngineState, FinishReason, Likely, Request, Ticket, not_finite
@@ -84,6 +84,7 @@ class Tokens:
     values: Tensor  # [n] on the host, there after `event`
     scores: tuple[Tensor, ...]  # those of `log_probabilities`, where a run asks for them
     event: Any
+    told: bool = False  # whether grammars know them
 
     @classmethod
     def of(cls, runs: list[Run], tokens: Tensor, places: list[int], logits: Tensor) -> Tokens:
@@ -98,6 +99,14 @@ class Tokens:
         if event is not None:
             event.record()
         return cls(runs, values, tuple(rest), event)
+
+    def tell(self) -> None:
+        """Tells the grammars of the runs their tokens, once."""
+        if not self.told and any(run.guide is not None for run in self.runs):
+            for run, token, _ in self.read():
+                if run.guide is not None:
+                    run.guide.put(token)
+        self.told = True
 
     def read(self) -> Iterator[tuple[Run, int, Likely | None]]:
         if self.event is not None:
@@ -172,7 +181,7 @@ class BatchedEngine:
     that of `usual_prefill` unless given, `chunk` and `seed` are those of `CompressedCache`: a greedy request gets the
     tokens of `kvsketch.generate` with such a cache. `documents`: those that requests name lie in the tables once for
     all of them, and a greedy request gets the tokens of `kvsketch.generate` with `document.continued()`; without it a
-    step has fewer launches and every row holds a copy. `apart` says why requests share no tables and take turns;
+    step has fewer launches and every row holds a copy. `alone` says why requests share no tables and take turns;
     empty: one step serves them all.
     """
 
@@ -188,7 +197,7 @@ class BatchedEngine:
         chunk: int = CHUNK,
         readers: int = 4,
         memory: int | None = None,
-        seed: int = 0,
+        seed: int = SEED,
         fused: bool = True,
         documents: bool = False,
     ) -> None:
@@ -203,9 +212,9 @@ class BatchedEngine:
             "rows": rows, "longest": longest, "memory": memory, "seed": seed, "fused": fused,
             "documents": documents,
         }  # fmt: skip
-        self.apart = alone(model, self.method) or ("one request at a time: rows=1" if rows == 1 else "")
+        self.alone = alone(model, self.method) or ("one request at a time: rows=1" if rows == 1 else "")
         self.rows, self.device = rows, torch.device(model.device)
-        self.longest = longest if self.apart else min(longest, LONGEST)
+        self.longest = longest if self.alone else min(longest, LONGEST)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._shared = self._new_shared()
@@ -353,8 +362,11 @@ class BatchedEngine:
         taste = (request.top_k, request.min_p, request.repetition_penalty)
         draw.set(0, request.temperature, request.top_p, seed, *taste, request.ids)
         ids = torch.tensor([request.ids], device=self.device)
-        mode = Draw.mode(request.temperature, request.top_p, *taste)
-        run = Run(ticket, cache, draw, mode, slots, shares, read_chunks(self.model, ids, cache))
+        guide = None if request.guide is None else request.guide()
+        if guide is not None:
+            draw.allowed[0].copy_(guide.allowed())
+        mode = Draw.mode(request.temperature, request.top_p, *taste, guided=guide is not None)
+        run = Run(ticket, cache, draw, mode, guide, slots, shares, read_chunks(self.model, ids, cache))
         if isinstance(cache, WatchedCache):
             cache.watch = functools.partial(self._between_layers, run) if cache.prefill == "exact" else None
         self._schedule.read(run)
@@ -448,13 +460,25 @@ class BatchedEngine:
         close_gap(self._shared, runs)
         rows = [run.row for run in runs if run.row is not None]
         try:
-            tokens = self._shared.step(max(rows) + 1, max(run.mode for run in runs))
+            guide = functools.partial(self._guide, runs, self._shared.draw)
+            tokens = self._shared.step(max(rows) + 1, max(run.mode for run in runs), guide)
         except RowFailed as failed:
             # The others take their step in the next turn.
             self._end(next(run for run in runs if run.row == failed.row), "error", failed.error)
             return
         self._counts.steps += 1
         self._send(Tokens.of(runs, tokens, rows, self._shared.logits))
+
+    def _guide(self, runs: list[Run], draw: Draw) -> None:
+        """Tells grammars the tokens on the way, and the sampler what may follow them."""
+        guided = [run for run in runs if run.guide is not None]
+        if not guided:
+            return
+        for tokens in self._on_the_way:
+            tokens.tell()
+        for run in guided:
+            assert run.guide is not None
+            draw.allowed[run.row or 0].copy_(_to_device(run.guide.allowed(), self.device))
 
     def _step_alone(self) -> None:
         """One token for each request that takes its steps by itself; it joins the others as soon as it can."""
@@ -468,10 +492,11 @@ class BatchedEngine:
 
     def _forward_alone(self, run: Run) -> None:
         assert run.token is not None
+        self._guide([run], run.draw)
         with turn_of(self.device):
             # A row that is too short for codes joins before its step is recorded, and is fused until then.
             short = run.cache.slot_layers[0].table.waits_for_codes
-            by_itself = self.apart or short or self._differs(run.cache)
+            by_itself = self.alone or short or self._differs(run.cache)
             if run.step is None and by_itself and impossible(self.model, run.cache, {}) is None:
                 left = run.ticket.request.max_new_tokens - run.launched
                 own: Any = OwnDraw(run.draw, run.mode)
@@ -501,7 +526,9 @@ class BatchedEngine:
     def _deliver(self, keep: int) -> None:
         """Hands out tokens that have arrived, but for those of the last `keep` steps."""
         while len(self._on_the_way) > keep:
-            for run, token, likely in self._on_the_way.popleft().read():
+            tokens = self._on_the_way.popleft()
+            tokens.tell()
+            for run, token, likely in tokens.read():
                 ticket = run.ticket
                 if ticket.done:
                     continue
@@ -509,13 +536,17 @@ class BatchedEngine:
                     self._end(run, "cancelled")
                 elif token == NO_TOKEN:
                     self._end(run, "error", not_finite(f"request {ticket.request.id}", self.model))
+                elif run.guide is not None and run.guide.error:
+                    self._end(run, "error", ValueError(f"the answer does not follow its grammar: {run.guide.error}"))
                 elif token in ticket.request.stop_ids:
                     self._end(run, "stop")
                 else:
                     self._counts.generated_tokens += 1
                     run.delivered += 1
                     ticket.put(token, likely)
-                    if run.delivered >= ticket.request.max_new_tokens:
+                    if run.guide is not None and run.guide.ended and run.delivered == run.guide.tokens:
+                        self._end(run, "stop")
+                    elif run.delivered >= ticket.request.max_new_tokens:
                         self._end(run, "length")
 
     # ends
@@ -561,7 +592,7 @@ class BatchedEngine:
             self._schedule.end()
 
     def _new_shared(self) -> SharedRows | None:
-        if self.apart:
+        if self.alone:
             return None
         shared = SharedRows(self.model, self.method, **self._shared_options)
         shared.warm_up()

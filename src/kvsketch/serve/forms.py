@@ -13,6 +13,7 @@ from openai.types.completion_usage import PromptTokensDetails
 from kvsketch.serve.requests import Likely
 from kvsketch.serve.service import Answer, Choice
 from kvsketch.serve.text import token_bytes, token_text
+from kvsketch.serve.tools import Call
 
 
 @dataclass
@@ -22,6 +23,7 @@ class Piece:
     choice: Choice
     text: str = ""
     tokens: Sequence[tuple[int, Likely]] = ()  # where log probabilities are asked for
+    calls: Sequence[Call] = ()
     reason: Any = None
 
 
@@ -32,11 +34,13 @@ class Whole:
     choice: Choice
     text: str = ""
     tokens: list[tuple[int, Likely]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     reason: Any = None
 
     def put(self, piece: Piece) -> None:
         self.text += piece.text
         self.tokens.extend(piece.tokens)
+        self.calls.extend(piece.calls)
         self.reason = piece.reason
 
 
@@ -58,7 +62,7 @@ class ChatForm:
         choices = [
             {
                 "index": each.choice.index, "finish_reason": each.reason, "logprobs": self._logprobs(answer, each),
-                "message": {"role": "assistant", "content": each.text, "refusal": None},
+                "message": _message(each),
             }
             for each in texts
         ]  # fmt: skip
@@ -72,7 +76,9 @@ class ChatForm:
         return [self._chunk(answer, [_started(each.index, delta)]) for each in answer.choices]
 
     def piece(self, answer: Answer, piece: Piece) -> str:
-        delta = {"content": piece.text} if piece.text else {}
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.calls:
+            delta["tool_calls"] = [{"index": call.index, **_called(call)} for call in piece.calls]
         choice = _started(piece.choice.index, delta) | {"finish_reason": piece.reason}
         if (logprobs := self._logprobs(answer, piece)) is not None:
             choice["logprobs"] = logprobs
@@ -100,6 +106,17 @@ class ChatForm:
             "id": answer.id, "object": "chat.completion.chunk", "created": answer.created, "model": answer.model,
             "choices": choices, **more,
         }))  # fmt: skip
+
+
+def _message(whole: Whole) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
+    if whole.calls:
+        message |= {"content": whole.text or None, "tool_calls": [_called(call) for call in whole.calls]}
+    return message
+
+
+def _called(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _started(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:

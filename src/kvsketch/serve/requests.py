@@ -16,6 +16,8 @@ from uuid import uuid4
 from kvsketch.slots.codes import NotFinite
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvsketch.cache.compressed import CompressedCache
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -52,6 +54,23 @@ def unused_settings(model: Any) -> dict[str, Any]:
     return {name: value for name, value in result.items() if value is not None and value != WITHOUT[name]}
 
 
+class Guide(Protocol):
+    """Follows one answer through a grammar."""
+
+    ended: bool
+    """Whether the answer is complete."""
+    tokens: int
+    """How many it has."""
+    error: str
+    """Why it does not follow the grammar; empty: it does."""
+
+    def put(self, token: int) -> None:
+        """The answer goes on; what comes after its end does not count, nor do numbers that are no token."""
+
+    def allowed(self) -> Tensor:
+        """The tokens that may come next, [vocabulary] bool on the host."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One text to continue.
@@ -60,6 +79,7 @@ class Request:
     everybody while requests name it.
     `temperature` 0 takes the most likely token. A request with a `seed` gives the same tokens whoever shares the batch
     and whichever engine serves it: those of `kvsketch.generate(..., seed=seed)`. Without one the engine draws a seed.
+    `guide` makes what rules out tokens that a grammar does not allow; the answer ends with its last one.
     `logprobs`: the ticket tells how likely each token was, and so many of the likeliest ones.
     `top_k` 0 sets no limit; `min_p` rules out tokens that are less than so many times as likely as the likeliest, after
     `top_k` and `top_p`; `repetition_penalty` counts `ids` and the answer.
@@ -76,6 +96,7 @@ class Request:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
+    guide: Callable[[], Guide] | None = None
     id: str = field(default_factory=lambda: uuid4().hex)
 
     def __post_init__(self) -> None:

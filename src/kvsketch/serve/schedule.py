@@ -16,7 +16,7 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode.captured import Step
 from kvsketch.decode.sampling import Draw
-from kvsketch.serve.requests import Closed, Full, Ticket
+from kvsketch.serve.requests import Closed, Full, Guide, Ticket
 
 
 @dataclass(eq=False)
@@ -27,6 +27,7 @@ class Run:
     cache: CompressedCache
     draw: Draw
     mode: int
+    guide: Guide | None  # through the grammar of its answer
     slots: int  # of the shared store that it may need
     shares: bool = False  # whether its row continues a document that lies in the store
     chunks: Generator[tuple[int, Tensor], None, None] | None = None  # of a prompt that is being read

@@ -22,8 +22,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "frequency_penalty": (0,), "presence_penalty": (0,),
     "logit_bias": ({},), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
     "audio": (), "web_search_options": (), "min_tokens": (0,), "ignore_eos": (False,), "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"),
+    "chat_template_kwargs": ({},), "response_format": ({"type": "text"},), "tools": ([],),
 }  # fmt: skip
 TEXTS = ("text", "input_text", "output_text")
 NO_TEXT = {
@@ -63,6 +62,12 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
+class Lenient(Fields):
+    """Fields that are not known are ignored, such as those that other servers add to their messages."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 def plain_text(content: Any) -> str:
     """The text of a message, which may come in parts, or be null as in messages that came from a server."""
     if content is None or isinstance(content, str):
@@ -82,22 +87,84 @@ def _text_of_part(part: Any) -> str:
     return text
 
 
-class Message(Fields):
-    """Fields that come with messages of other servers, such as `refusal` and `annotations`, are ignored."""
+class FunctionCall(Lenient):
+    name: str
+    arguments: str = "{}"
 
-    model_config = ConfigDict(extra="ignore")
-    role: Literal["system", "developer", "user", "assistant"]
+
+class ToolCall(Lenient):
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def plain(self) -> dict[str, Any]:
+        """As templates take it: with arguments that are no text, if they are JSON."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError:
+            arguments = self.function.arguments
+        return {"type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class Message(Lenient):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str = ""
+    tool_calls: list[ToolCall] | None = None
 
     _plain_text = field_validator("content", mode="before")(plain_text)
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """As templates take it; developer is the newer name of system."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        calls = {"tool_calls": [call.plain() for call in self.tool_calls]} if self.tool_calls else {}
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content, **calls}
 
 
-class StreamOptions(Fields):
-    model_config = ConfigDict(extra="ignore")
+class Function(Lenient):
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Lenient):
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+
+
+class NamedFunction(Lenient):
+    name: str
+
+
+class NamedTool(Lenient):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Lenient):
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class Format(Lenient):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def wanted(self) -> dict[str, Any] | None:
+        """The JSON Schema that an answer must follow; None: it is free."""
+        if self.type == "json_schema":
+            assert self.json_schema is not None
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> Format:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError('type "json_schema" needs the field json_schema')
+        return self
+
+
+class StreamOptions(Lenient):
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -108,10 +175,9 @@ Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Tokens = Annotated[list[int], Field(min_length=1)]
 
 
-class Asked(Fields):
+class Asked(Lenient):
     """What all endpoints share."""
 
-    model_config = ConfigDict(extra="ignore")
     model: str
     max_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -148,6 +214,10 @@ class ChatAsked(Asked):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     document: str | None = None
+    response_format: Format | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
@@ -158,6 +228,26 @@ class ChatAsked(Asked):
     @property
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model is shown."""
+        return [] if self.tool_choice == "none" else [tool.plain() for tool in self.tools or []]
+
+    @property
+    def demanded(self) -> list[dict[str, Any]]:
+        """The tools of which it must call one; empty: it may answer in words."""
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.offered if tool["function"]["name"] == name]
+        return self.offered if self.tool_choice == "required" else []
+
+    @model_validator(mode="after")
+    def _has_the_tool(self) -> ChatAsked:
+        if self.tool_choice not in (None, "none", "auto") and not self.demanded:
+            names = ", ".join(tool.function.name for tool in self.tools or []) or "none"
+            raise ValueError(f"tool_choice asks for a tool that is not among tools: {names}")
+        return self
 
     @model_validator(mode="after")
     def _asks_for_logprobs(self) -> ChatAsked:

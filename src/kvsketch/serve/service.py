@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,11 +17,13 @@ from kvsketch.methods import Method, parse_method
 from kvsketch.models import files
 from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
 from kvsketch.serve.engine import BatchedEngine
+from kvsketch.serve.grammar import NEEDS, Grammars
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.metrics import Metrics
-from kvsketch.serve.requests import Closed, Engine, Full, Request, Ticket, unused_settings
+from kvsketch.serve.requests import Closed, Engine, Full, Guide, Request, Ticket, unused_settings
 from kvsketch.serve.schema import DEFAULT_NEW_TOKENS, ApiError, Asked, ChatAsked, CompletionAsked, did_you_mean
 from kvsketch.serve.text import GrowingText, Template
+from kvsketch.serve.tools import Calls
 from kvsketch.slots.positions import CACHE
 
 BETWEEN = "@"  # model@document, for clients that cannot send a field of their own
@@ -37,6 +41,7 @@ class Choice:
     index: int
     ticket: Ticket
     text: GrowingText
+    calls: Calls | None = None  # where tools are offered
     tokens: int = 0  # that became text
 
 
@@ -103,6 +108,7 @@ class Service:
     ) -> None:
         self.model, self.tokenizer, self.name, self.method = model, tokenizer, name, parse_method(method)
         self.template = Template(tokenizer)
+        self.grammars = Grammars(tokenizer, model.get_output_embeddings().weight.shape[0], self._ends())
         self.context = longest_context(model, self.method, memory)
         self.created = int(time.time())
         self.answer_seconds = answer_seconds
@@ -131,11 +137,38 @@ class Service:
         number = asked.document or suffix or None
         messages = [message.plain() for message in asked.messages]
         document = None if number is None else self._cache(number)
+        write = self.template.chat if number is None else self.template.after_document
         try:
-            ids = self.template.chat(messages) if number is None else self.template.after_document(messages)
+            ids = write(messages, asked.offered)
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_messages", "messages") from None
-        return self._start(asked, [ids], "chatcmpl-", document)
+        answer = self._start(asked, [ids], "chatcmpl-", document, self._guide(asked))
+        if asked.offered:
+            names = {tool["function"]["name"] for tool in asked.offered}
+            for choice in answer.choices:
+                choice.calls = Calls(names, one=asked.parallel_tool_calls is False)
+        return answer
+
+    def _guide(self, asked: ChatAsked) -> Callable[[], Guide] | None:
+        """What follows the grammar that an answer is to have; None: it is free."""
+        wanted = None if asked.response_format is None else asked.response_format.wanted
+        if wanted is None and not asked.demanded:
+            return None
+        param = "tool_choice" if asked.demanded else "response_format"
+        if asked.demanded:
+            grammar = self.grammars.call(asked.demanded)
+        elif asked.offered and wanted is not None:
+            grammar = self.grammars.call(asked.offered, wanted)
+        else:
+            grammar = self.grammars.json(wanted or {})
+        guide = functools.partial(self.grammars.guide, grammar)
+        try:
+            guide()
+        except ImportError:
+            raise ApiError(400, f"{param} {NEEDS}", "unsupported_parameter", param) from None
+        except ValueError as error:
+            raise ApiError(400, f"{param}: {error}", "invalid_value", param) from None
+        return guide
 
     def completion(self, asked: CompletionAsked) -> Answer:
         """Starts the continuation of a text."""
@@ -144,11 +177,22 @@ class Service:
         prompts = [self.template.plain(each) if isinstance(each, str) else each for each in asked.prompts]
         if not all(0 <= token < most for ids in prompts for token in ids):
             raise ApiError(400, f"prompt: token ids must be from 0 to {most - 1}", "invalid_value", "prompt")
-        return self._start(asked, prompts, "cmpl-", None)
+        return self._start(asked, prompts, "cmpl-")
 
-    def _start(self, asked: Asked, prompts: list[list[int]], prefix: str, document: CompressedCache | None) -> Answer:
+    def _start(
+        self,
+        asked: Asked,
+        prompts: list[list[int]],
+        prefix: str,
+        document: CompressedCache | None = None,
+        guide: Callable[[], Guide] | None = None,
+    ) -> Answer:
         before = 0 if document is None else document.tokens_seen
-        requests = [self._request(asked, ids, document, number) for ids in prompts for number in range(asked.n or 1)]
+        requests = [
+            replace(self._request(asked, ids, document, number), guide=guide)
+            for ids in prompts
+            for number in range(asked.n or 1)
+        ]
         choices = [
             Choice(index, ticket, GrowingText(self.tokenizer, asked.stops))
             for index, ticket in enumerate(self._submit_all(requests))

@@ -9,6 +9,7 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvsketch.decode.asking import GAP, chat_frame
+from kvsketch.serve.tools import OPEN, Message, in_words, overlap
 
 MARK = "THE-DOCUMENT-ENDS-HERE"  # ascii letters pass through every template unchanged
 UNFINISHED = "\ufffd"  # what tokenizers show for the first bytes of a character
@@ -28,18 +29,27 @@ class Template:
         """A text to be continued, with the special tokens that the tokenizer begins texts with."""
         return [int(token) for token in self.tokenizer(text)["input_ids"]]
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """A conversation up to where the answer begins; ValueError for one that the model's template refuses."""
+        if not self._knows_tools:
+            messages, tools = in_words(messages, tools), ()
         if not self.tokenizer.chat_template:
             return self.plain(_without_template(messages))
-        return self._encode(self._rendered(messages))
+        return self._encode(self._rendered(messages, tools))
 
-    def after_document(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    @property
+    def _knows_tools(self) -> bool:
+        """Whether the template shows tools, and their calls in the form that `tools.Calls` reads."""
+        template = str(self.tokenizer.chat_template or "")
+        return OPEN in template and "tools" in template
+
+    def after_document(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """A conversation about a document that a cache has read: what comes behind the document.
 
         The document opens the first turn of the user (`kvsketch.read`). What a system message says comes after it,
-        before the first question.
+        before the first question, and so do tools.
         """
+        messages = in_words(messages, tools)
         rules = [each["content"] for each in messages if each["role"] == "system"]
         talk = [each for each in messages if each["role"] != "system"]
         if not talk or talk[0]["role"] != "user":
@@ -53,11 +63,13 @@ class Template:
             raise ValueError("the model's chat template writes this conversation in another order; ask one question")
         return self._encode(behind)
 
-    def _rendered(self, messages: Sequence[dict[str, str]]) -> str:
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
         import jinja2
 
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            )
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from None
         return str(text)
@@ -67,7 +79,7 @@ class Template:
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-def _without_template(messages: Sequence[dict[str, str]]) -> str:
+def _without_template(messages: Sequence[Message]) -> str:
     return GAP.join(each["content"] for each in messages) + "\n"
 
 
@@ -136,11 +148,6 @@ class GrowingText:
         if result:
             self.stopped, self._held = True, ""
             return text[: min(result)]
-        waits = max((_overlap(text, stop) for stop in self.stops), default=0)
+        waits = max((overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - waits :]
         return text[: len(text) - waits]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that may be the beginning of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

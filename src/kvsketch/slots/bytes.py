@@ -19,7 +19,7 @@ INDEX, WEIGHT, STEP = 4, 4, 2  # bytes of a slot's number and of a weight, and o
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One layer once it has read a prompt of so many tokens."""
+    """One layer after a prompt."""
 
     table: SlotTable  # empty: where the layer stands, its bits, and the length of the prompt
     batch: int
@@ -50,11 +50,11 @@ class LayerShape:
 
     @property
     def pair(self) -> int:
-        """Bytes of a key and its value as they are held."""
+        """Bytes of a key and its value as they are stored."""
         return sum(size * self.itemsize if bits == PLAIN else size * bits // 8 + STEP for size, bits in self.stored)
 
     def bounded(self, slots: int, beside: int = 0, two_sums: bool = False) -> int:
-        """A bounded table of so many slots for each head; `beside`: bytes of what a method remembers of a slot."""
+        """A bounded table of `slots` slots for each head; `beside`: bytes of what a method remembers of a slot."""
         slot = self.pair + INDEX + WEIGHT * (2 if two_sums else 1) + beside
         return self.all_heads * slots * slot + self._once()
 
@@ -84,7 +84,7 @@ class LayerShape:
 
 
 def grown(tokens: int) -> int:
-    """Slots of a table that holds so many tokens and has grown to them."""
+    """Slots of a table that grows, once it stores `tokens`."""
     return tokens + max(64, tokens // 64) + 1
 
 

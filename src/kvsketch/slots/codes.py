@@ -77,7 +77,7 @@ class PlainSlots:
         return tensors.gather_slots(self.read, slots)
 
     def coded(self, bits: int, padding: Tensor | None, like: Slots | None = None) -> Slots:
-        """In so many bits, whichever they have; plain slots hold a text in order, behind left `padding` [B].
+        """The slots in `bits` bits. Plain slots store a text in order, behind left `padding` [B].
 
         like: slots of a text that this one continues, around whose center it is coded.
         """
@@ -338,7 +338,7 @@ def arrange(slots: Slots, start: int, source: Tensor) -> None:
 
 
 def coded(vectors: Tensor, bits: int, padding: Tensor | None) -> SlotCodes:
-    """A text in order, [B, H, S, D] behind left `padding` [B], in so many bits."""
+    """A text in order, [B, H, S, D] behind left `padding` [B], in `bits` bits."""
     codec, center = Codec(bits, vectors.shape[-1]), center_of(vectors, padding)
     at = first_tokens(EXACT, vectors, padding)
     first = vectors[:, :, :EXACT] if padding is None and vectors.shape[2] >= EXACT else None
@@ -370,7 +370,7 @@ def center_of(x: Tensor, padding: Tensor | None = None) -> Tensor:  # [B, H, D] 
 
 
 def vector_bytes(like: Tensor, bits: int) -> int:
-    """Bytes of one vector like these, [..., D], in so many bits."""
+    """Bytes of one vector like these, [..., D], in `bits` bits."""
     plain = like.shape[-1] * like.element_size()
     return plain if bits == PLAIN else Codec(bits, like.shape[-1]).code_bytes + codecs.STEP_DTYPE.itemsize
 

@@ -45,7 +45,7 @@ class HotSet(TableState):
         return _width(self.token_of)
 
     def attach(self, batch: int, heads: int, tokens: int, places: int, device: torch.device) -> None:
-        """An empty hot set of `places` rows per batch row and KV head, for so many host tokens; counts go on."""
+        """An empty hot set of `places` rows per batch row and KV head, for `tokens` host tokens; counts go on."""
         counted = self.counts
         self.place_of, self.token_of, self.last_read, counts = new_places(batch, heads, tokens, places, device)
         self.counts = counts if counted is None else counts.copy_(counted)
@@ -60,7 +60,7 @@ class HotSet(TableState):
         self.token_of.fill_(-1)
 
     def lengthen(self, tokens: int) -> None:
-        """Makes room for so many host tokens."""
+        """Makes room for `tokens` tokens in host memory."""
         if tokens > self.tokens:
             self.place_of = torch.nn.functional.pad(self.place_of, (0, tokens - self.tokens), value=-1)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.slots.codes import SlotCodes
-from kvsketch.slots.table import BoundedTable, ExactTable, HeldSlots, SlotTable
+from kvsketch.slots.table import BoundedTable, ExactTable, SlotTable, StoredSlots
 
 
 class LatentTable(SlotTable):
@@ -26,7 +26,7 @@ class LatentTable(SlotTable):
 
     can_be_document = False
 
-    def held_slots(self) -> tuple[Tensor, Tensor]:
+    def stored_slots(self) -> tuple[Tensor, Tensor]:
         """The latents [B, 1, S, R] and the rotary keys [B, 1, S, E]."""
         return super().key_slots(), super().value_slots()
 
@@ -35,7 +35,7 @@ class LatentTable(SlotTable):
         return sum(slots.shape[3] for slots in self.stores())
 
     def key_slots(self) -> Tensor:  # [B, 1, S, E + R]
-        latents, rotary = self.held_slots()
+        latents, rotary = self.stored_slots()
         return torch.cat([rotary, latents], -1)
 
     def value_slots(self) -> Tensor:  # [B, 1, S, R]
@@ -50,14 +50,14 @@ class LatentTable(SlotTable):
         """Whether attention reads codes as they are: for `rotated` queries and sums that are `rotated_back`."""
         return self.in_place and bool(self.bits) and not self.positions.rotated_by
 
-    def read(self) -> HeldSlots:
+    def read(self) -> StoredSlots:
         if self.reads_codes:
             self._note_reach()
             latents, rotary = self._coded()
             keys = torch.cat([rotary.rotated(), latents.rotated()], -1)
         else:
             keys = self.read_keys()
-        return HeldSlots(keys, keys[..., self.stores()[1].shape[3] :], *self.log_weights())
+        return StoredSlots(keys, keys[..., self.stores()[1].shape[3] :], *self.log_weights())
 
     def rotated(self, queries: Tensor) -> Tensor:  # [B, Hq, n, E + R] float32
         """Queries [B, Hq, n, E + R] in the channels of the codes."""

@@ -62,7 +62,7 @@ class Layout(Ragged):
         return place + torch.arange(self.total, device=self.start.device)
 
     def write(self, flat: Tensor, slots: Tensor) -> Tensor:
-        """Slots [B, H, S] of equal heads over those of these, which have some, in a store [N] that others share."""
+        """Writes numbers [B, H, S], one for each slot, into the slots of these heads in the flat store [N]."""
         slot = torch.arange(slots.shape[2], device=flat.device)
         # What lies behind a head is its last slot once more.
         slot = torch.minimum(slot, self.capacity.unsqueeze(-1) - 1)

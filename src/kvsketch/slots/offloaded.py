@@ -22,7 +22,7 @@ from kvsketch.ops.hot_rows import Buffer, Store
 from kvsketch.slots import codes
 from kvsketch.slots.codes import SlotCodes, Slots
 from kvsketch.slots.host import HostStore, require_host_memory
-from kvsketch.slots.state import kept
+from kvsketch.slots.state import overwritten
 from kvsketch.slots.table import NEG_INF, BoundedTable, SlotTable
 from kvsketch.slots.tensors import gather_slots
 
@@ -197,7 +197,7 @@ def _own_store(table: SlotTable, tokens: int) -> HostStore:
         elif rows != list(range(store.rows)):
             store = store.moved(rows, store.capacity)
     own = torch.arange(batch, dtype=torch.int32, device=table.device)
-    table.hot.host_row = kept(table.hot.host_row, own)
+    table.hot.host_row = overwritten(table.hot.host_row, own)
     table.host = store
     return store
 
@@ -270,7 +270,7 @@ def _place_exact(table: BoundedTable) -> None:
 
 def _set_tail(table: SlotTable, start: int) -> None:
     tail = torch.full((table.keys.shape[0],), start, dtype=torch.int32, device=table.keys.device)
-    table.hot.tail_start = kept(table.hot.tail_start, tail)
+    table.hot.tail_start = overwritten(table.hot.tail_start, tail)
 
 
 def _take_late_sinks(table: BoundedTable, start: int) -> None:

@@ -91,7 +91,7 @@ class Planes(ABC):
         return sum(self.sizes.values())
 
     def _spans(self, pages: int = 1) -> list[tuple[str, Plane, int, int]]:
-        """Name, plane, first byte and the one behind the last, where each plane has those of so many pages."""
+        """Name, plane, first byte and the one behind the last of each part, in planes of `pages` pages."""
         ends = pairwise(accumulate((size * pages for size in self.sizes.values()), initial=0))
         return [(name, plane, *span) for (name, plane), span in zip(self.planes.items(), ends, strict=True)]
 

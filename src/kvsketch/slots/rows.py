@@ -60,7 +60,7 @@ class RowStretch(Stretch):
 
 
 class Rows(ABC):
-    """Tables of many rows on one clock: what is told of each row, whatever the store."""
+    """Tables of many rows on one clock, whatever the store."""
 
     store: Equal | Ragged
     tables: list[BoundedTable]  # of all rows
@@ -115,7 +115,7 @@ class Rows(ABC):
         """Row `source` goes on as row `row`, which is free."""
 
     def _follow(self, source: int, row: int) -> None:
-        """What is told of row `source` is told of `row`, and nobody reads the first any more."""
+        """Row `row` takes the padding and prompt of row `source`, which nobody reads any more."""
         for told in (self.padding, self.prompts):
             told[row] = told[source]
         self.retire(source)

@@ -56,7 +56,7 @@ def number() -> Any:
     return field(default=0, metadata={"role": NUMBER})
 
 
-def kept(present: Tensor | None, new: Tensor) -> Tensor:
+def overwritten(present: Tensor | None, new: Tensor) -> Tensor:
     """Copies `new` into the existing tensor, whose address a captured step reads."""
     return new if present is None else present.copy_(new)
 
@@ -116,7 +116,7 @@ class TableState:
         return replace(self, **{name: tensor[:count] for name, tensor in self.named(ROW, HOST)})
 
     def for_rows(self, rows: int, room: int) -> Self:
-        """A state of so many rows like this one's, which take up to `room` tokens between two `of_row`."""
+        """A state like this one for `rows` rows, which take up to `room` tokens between two `of_row`."""
         return replace(self, **{name: t.new_zeros(rows, *t.shape[1:]) for name, t in self.named(ROW, HOST)})
 
     def of_row(self, row: int, waiting: int) -> Self:
@@ -138,7 +138,7 @@ class TableState:
         return None
 
     def keys_beside(self) -> Tensor | None:  # [B, H]
-        """Keys held outside both sums, such as cluster representatives; they count as stored."""
+        """Keys outside both sums, such as cluster representatives; they count as stored."""
         return None
 
     def misfit(self, table: Any) -> str:

@@ -298,7 +298,7 @@ class Ragged:
                 table.layout.most = table.length = max(1, int(table.layout.capacity.max()))
 
     def _empty_lists(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Room for the work lists of all layers, for so many rows."""
+        """Memory for the work lists of all layers and `rows` rows."""
         layers, heads = len(self.like), rows * self.own["start"].shape[2]
         shapes = (layers, most_of_list(heads, self.readers.resident), 5), (layers, heads + 1)
         work, first = (torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in shapes)

@@ -12,9 +12,9 @@ tokens at once is longer than its capacity; `compress` brings it back.
 Layers, methods and recorded steps hold a table while it changes its state: `rebuild`, `keep`, `write_layout` and
 `bound` change the type of the object and return it.
 
-Keys and values of a bounded table may be held in few bits (`codes`); methods see slots, never bits. Its heads may hold
-different numbers of slots (`layout`): what follows the slots then lies in one flat store between forwards of several
-tokens, and is seen as [B, H, S], S the largest head, with empty slots behind the others.
+Keys and values of a bounded table may be stored in few bits (`codes`); methods see slots, never bits. Its heads may
+have different numbers of slots (`layout`): what follows the slots then lies in one flat store between forwards of
+several tokens, and is seen as [B, H, S], S the largest head, with empty slots behind the others.
 
 Legend: B batch rows, H KV heads, S slots, D head size. This module knows neither transformers nor any method.
 """
@@ -47,7 +47,7 @@ S = TypeVar("S", bound=TableState)
 T = TypeVar("T", bound="SlotTable")
 
 
-class HeldSlots(NamedTuple):
+class StoredSlots(NamedTuple):
     """What attention reads of a table."""
 
     keys: Tensor | CodedSlots
@@ -183,7 +183,7 @@ class Contents(Place):
         return self.state
 
     def equal_slots(self) -> tuple[Slots, Slots]:
-        """Keys and values by slot number as they are held, rows of the hot set behind the slots included."""
+        """Keys and values by slot number as they are stored, rows of the hot set behind the slots included."""
         if self.layout is None:
             return self.keys, self.values
         return self.keys.moved(self.layout.unpacked), self.values.moved(self.layout.unpacked)
@@ -199,7 +199,7 @@ class Contents(Place):
     def value_slots(self) -> Tensor:  # [B, H, S, Dv]
         return self.equal_slots()[1].plain()[:, :, : self.length]
 
-    def held_slots(self) -> tuple[Tensor, Tensor]:
+    def stored_slots(self) -> tuple[Tensor, Tensor]:
         """What is stored of keys and of values, decoded."""
         return self.key_slots(), self.value_slots()
 
@@ -217,12 +217,12 @@ class Contents(Place):
         """The logarithms of the slots' weights in numerator and denominator; None: all zero."""
         return None, None
 
-    def held_index(self) -> Tensor | None:  # [B, H, S] int32
+    def stored_index(self) -> Tensor | None:  # [B, H, S] int32
         """The index as that of equal heads; None while exact."""
         return None
 
     def index_slots(self) -> Tensor:  # [B, H, S] int64, -1 empty; left padding counts as empty
-        held = self.held_index()
+        held = self.stored_index()
         index = torch.arange(self.length, device=self.device).expand(self.shape) if held is None else held.long()
         if self.padding is None:
             return index
@@ -230,7 +230,7 @@ class Contents(Place):
 
     def order_slots(self) -> Tensor:  # [B, H, S] int64
         """The slots in the order of their tokens; left padding counts, empty slots come first."""
-        held = self.held_index()
+        held = self.stored_index()
         if held is None:
             return torch.arange(self.length, device=self.device).expand(self.shape)
         return held.argsort(dim=-1, stable=True)
@@ -262,14 +262,14 @@ class Contents(Place):
         return torch.zeros(1, 1, dtype=torch.int64) if self.empty else torch.full(self.shape[:2], self.length)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held on the device, so that bytes can be measured."""
+        """Every tensor on the device, so that bytes can be measured."""
         slots = [] if self.empty else [*self.keys.tensors(), *self.values.tensors()]
         slots += [] if self.layout is None else self.layout.tensors()
         own = (self.padding, self.prompts, self.settled_at, self.capacity)
         return slots + [t for t in own if t is not None] + self.state.tensors() + self.hot.tensors()
 
     def host_tensors(self) -> list[Tensor]:
-        """Every tensor held in host memory beside the device."""
+        """Every tensor in host memory."""
         return [] if self.host is None else self.host.tensors()
 
     def read_keys(self, coming: int = 0) -> Tensor:  # [B, H, S, D]
@@ -316,13 +316,13 @@ class SlotTable(Contents):
 
     # what a forward reads and tells
 
-    def read(self) -> HeldSlots:
-        """What attention reads; in few bits and in a flat store where it is held so and no token is new."""
-        return HeldSlots(self.read_keys(), self.value_slots())
+    def read(self) -> StoredSlots:
+        """What attention reads; in few bits and in a flat store where it is stored so and no token is new."""
+        return StoredSlots(self.read_keys(), self.value_slots())
 
-    def as_held(self) -> HeldSlots:
-        """All slots of a table that is not written any more, as they are held."""
-        return HeldSlots(self.key_slots(), self.value_slots())
+    def as_stored(self) -> StoredSlots:
+        """All slots of a table that is not written any more, as they are stored."""
+        return StoredSlots(self.key_slots(), self.value_slots())
 
     def note(self, **known: Any) -> None:
         """What a forward tells: `scale`, by which logits are multiplied, `padding`, `previous`."""
@@ -500,7 +500,7 @@ class SlotTable(Contents):
     def replace_at(self, at: Tensor, values: Tensor) -> bool:
         """Gives the slots `at` [E], counted over rows and heads, the values [E, Dv]; none twice.
 
-        False, and nothing changes, where values are held in few bits.
+        False, and nothing changes, where values are stored in few bits.
         """
         if not isinstance(self.values, PlainSlots) or self.layout is not None:
             return False
@@ -613,19 +613,19 @@ class BoundedTable(SlotTable):
 
     def read_keys(self, coming: int = 0) -> Tensor:
         self._note_reach(coming)
-        return self.positions.rotated(self.key_slots(), self.held_index(), self.clock)
+        return self.positions.rotated(self.key_slots(), self.stored_index(), self.clock)
 
-    def read(self) -> HeldSlots:
+    def read(self) -> StoredSlots:
         if not self.in_place or self.positions.rotated_by or not (self.bits or self.layout):
-            return HeldSlots(self.read_keys(), self.value_slots(), *self.log_weights())
+            return StoredSlots(self.read_keys(), self.value_slots(), *self.log_weights())
         self._note_reach()
-        return self.as_held()
+        return self.as_stored()
 
-    def as_held(self) -> HeldSlots:
+    def as_stored(self) -> StoredSlots:
         log_num = self.log_den if self.log_num is None else self.log_num
-        return HeldSlots(self.keys.read, self.values.read, log_num, self.log_den, self.layout)
+        return StoredSlots(self.keys.read, self.values.read, log_num, self.log_den, self.layout)
 
-    def held_index(self) -> Tensor:
+    def stored_index(self) -> Tensor:
         return self.index if self.layout is None else self.layout.unpacked(self.index, CLOSED)
 
     def seen_on_device(self) -> Tensor:
@@ -757,8 +757,8 @@ class BoundedTable(SlotTable):
         """Empties the slot of the lowest score [B, H, S], None: the oldest; sinks and recent tokens are worth most."""
         log_num, log_den = self.log_weights()
         ops.free_lowest(
-            scores, self.held_index(), log_den, None if self.log_num is None else log_num, self.next_slot, self.padding,
-            self.clock, sinks, recent,
+            scores, self.stored_index(), log_den, None if self.log_num is None else log_num, self.next_slot,
+            self.padding, self.clock, sinks, recent,
         )  # fmt: skip
         if self.layout is not None:
             # What was written is a copy of equal heads.

@@ -76,7 +76,7 @@ def require_complete(layers: Sequence[Any], broken_off: str) -> None:
 
 
 def about(path: str | os.PathLike[str]) -> dict[str, str]:
-    """What `save` was told about a cache, with the dtype of its model; ValueError for a file that is no saved cache."""
+    """The `about` of a saved cache, and the dtype of its model; ValueError for a file that is no saved cache."""
     with opened(path) as saved:
         return {**saved.about, "dtype": str(saved.model.get("dtype"))}
 

@@ -46,7 +46,7 @@ def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str,
     values = {field: getattr(table, field, None) for field in SAVED} | {"host": table.host}
     if table.exact:
         # What lies beyond the tokens in use was never written.
-        held = (None, None) if table.empty else table.held_slots()
+        held = (None, None) if table.empty else table.stored_slots()
         values |= dict(zip(("keys", "values"), held, strict=True))
     states = {"state": table.state_of(layer.method.State), "hot": table.hot}
     return {

@@ -155,7 +155,7 @@ def refuse_shelf(config: Any) -> None:
 
 
 def refuse_bits(method: Method, size: int) -> None:
-    """Raises ValueError, in one line, where heads of this size cannot be held in the bits of the method."""
+    """Raises ValueError, in one line, where heads of this size cannot be stored in the bits of the method."""
     for bits in {*method.stored_bits.pair} - {PLAIN}:
         Codec(bits, size)
 

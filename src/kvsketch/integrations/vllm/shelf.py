@@ -49,7 +49,7 @@ class Beside(NamedTuple):
         """Attention of q [B, Hq, n, D] to its own tokens, attention sinks among them, and to the document."""
         table = self.tables[layer]
         out, (_, log_sum) = ops.weighted_attention(
-            q, *table.as_held()[:4], scale, softcap=softcap, ragged=table.layout, return_state=True
+            q, *table.as_stored()[:4], scale, softcap=softcap, ragged=table.layout, return_state=True
         )  # fmt: skip
         return ops.join_attention(own, Part(out, log_sum))
 

@@ -209,7 +209,7 @@ class Together:
             query, k = forward.documents.rotation.of(query), forward.documents.rotation.of(k.unsqueeze(2)).squeeze(2)
         table = forward.pages.write(forward.step, layer, query.squeeze(2), k, v)
         attended = ops.weighted_attention(
-            query, *table.as_held()[:4], self.scales[layer],
+            query, *table.as_stored()[:4], self.scales[layer],
             clip=self.method.clip, ragged=table.layout, return_state=forward.documents is not None,
             **self.options[layer],
         )  # fmt: skip

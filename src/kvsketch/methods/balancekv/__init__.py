@@ -38,10 +38,11 @@ class BalanceKV(BudgetedMethod):
     those that doubled the token. select=weighted doubles what it keeps up to where half of the run is dropped,
     select=strict all of it. A common factor near 1 gives the kept the weight of the whole run, so that the weights of
     a row sum to the tokens it has seen. rounds=T halves everything T times, as published.
-    form=stream, the theorem's algorithm within the budget: MergeAndReduce (merge_reduce.py) for each bucket of
-    value norms, and over the keys alone for the denominator. The two sums are kept within a factor `rho` of each other
-    (none: as published), since a heavy key may be in one only. form=paper: the same with batches of `block` tokens; its
-    memory grows with the logarithm of the context, whatever the budget.
+    form=stream, the theorem's algorithm within the budget: MergeAndReduce (merge_reduce.py) for each bucket of value
+    norms, and over the keys alone for the denominator. A halving keeps just half of a batch. The two sums are kept
+    within a factor `rho` of each other (none: as published), since a heavy key may be in one only. form=paper, as
+    published: batches of `block` tokens, of which the smaller class stays; its memory grows with the logarithm of the
+    context, whatever the budget.
 
     Guarantee (stream, paper, c=theory): |out - exact| <= eps |softmax|_2 |V|_F with sets of O*(exp(2 scale r^2) / eps)
     tokens; independent samples need 1 / eps^2. The block form has none: one sample serves both sums.
@@ -141,7 +142,7 @@ class BalanceKV(BudgetedMethod):
             seed=self.seed,
         )  # fmt: skip
 
-    def held_bytes(self, shape: LayerShape) -> int | None:
+    def stored_bytes(self, shape: LayerShape) -> int | None:
         if self.form == "paper":
             return None
         streams, budget = self.form == "stream", self.budget_tokens(shape.table)

@@ -1,6 +1,7 @@
 """SoftmaxBalance and MergeAndReduce: the streaming structures of BalanceKV's theorems.
 
-SoftmaxBalance halves a batch: of the two sign classes of the balancing walk it keeps the smaller one, with weight 2.
+SoftmaxBalance halves a batch: of the two sign classes of the balancing walk it keeps the smaller one, with weight 2,
+or just half of the batch.
 MergeAndReduce halves a stream over and over: C^0 collects t tokens and is halved into C^1, which is halved into C^2
 when it holds the halves of two batches, and so on:
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.ops.random import hash_combine, initial_state
+from kvsketch.ops.random import hash_combine, initial_state, to_uniform
 
 # keys, values or None, batches of slots [B, H, N, b], ids of the batches [B, H, N] -> which tokens stay [B, H, N, b]
 Balance = Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]
@@ -44,14 +45,44 @@ def softmax_balance(
     temp: float = 1.0,
     center: bool = False,
     on_fail: str = "clip",
+    exact: bool = False,
 ) -> Tensor:
-    """The smaller sign class of each batch, a mask like `slots` [B, H, N, b]; at most half of the batch's tokens."""
+    """The smaller sign class of each batch, a mask like `slots` [B, H, N, b]; at most half of the batch's tokens.
+
+    exact: just half of them, so that twice their number is that of the batch.
+    """
     signs = ops.balance_walk(
         k, v, slots, scale,
         ids=ids, state=state, first_head=first_head, walk=walk, c=c, temp=temp, center=center, on_fail=on_fail,
     )  # fmt: skip
     plus, minus = ((signs == sign).sum(-1, keepdim=True) for sign in (1, -1))
-    return (signs != 0) & (signs == torch.where(plus <= minus, 1, -1))
+    smaller = torch.where(plus <= minus, 1, -1)
+    keep = (signs != 0) & (signs == smaller)
+    if not exact:
+        return keep
+    ids = torch.arange(slots.shape[2], device=k.device).expand(slots.shape[:3]) if ids is None else ids
+    return keep | _missing_to_half(signs, smaller, _draws(state, first_head, ids))
+
+
+def _draws(state: int, first_head: int, ids: Tensor) -> Tensor:  # [B, H, N, 1]
+    """A number in (0, 1) for each batch; the walk draws others."""
+    head = first_head + torch.arange(ids.shape[1], device=ids.device)[:, None]
+    own = hash_combine(hash_combine(hash_combine(torch.full_like(head, state), -1), head), ids)
+    return to_uniform(hash_combine(own, ids >> 32))[..., None]
+
+
+def _missing_to_half(signs: Tensor, smaller: Tensor, draw: Tensor) -> Tensor:
+    """So many tokens of the larger class as the smaller one lacks: a systematic sample, in which all are as likely.
+
+    Of an odd number of tokens the larger part stays as often as the smaller.
+    """
+    rest = signs == -smaller
+    count, place = rest.sum(-1, keepdim=True), rest.cumsum(-1)
+    total = (signs != 0).sum(-1, keepdim=True)
+    wanted = (total + (smaller > 0)) // 2 - (total - count)
+    count = count.clamp_min(1)
+    start = (draw * count).long().clamp_max(count - 1)
+    return rest & ((place * wanted + start) // count > ((place - 1) * wanted + start) // count)
 
 
 def theory_c(batch: int, delta: float) -> float:

@@ -8,7 +8,10 @@ numerator has dropped it, its key moves to a slot without a value. Levels are th
 its slots a head remembers each token's bucket and arrival number, the arrivals in each bucket, and two batch sizes.
 
 Under a budget the batch size t is a power of two. A head halves it whenever its slots do not suffice: each set of a
-structure for t consists of complete batches of t / 2, and halving those leaves a structure for t / 2.
+structure for t consists of complete batches of t / 2, and halving those leaves a structure for t / 2. A halving keeps
+just half of a batch. The smaller class alone, as published and as form=paper has it, loses a part of both sums each
+time, and of small batches most: a class of two tokens is empty every other time. Only where batches of two do not fit
+either are tokens dropped with their weight, the least first.
 """
 
 from __future__ import annotations
@@ -209,7 +212,7 @@ def _balance(recipe: Recipe, table: SlotTable, structure: int) -> Balance:
     def balance(k: Tensor, v: Tensor | None, slots: Tensor, ids: Tensor) -> Tensor:
         return softmax_balance(
             k, v, slots, table.scale, ids=ids, state=state, first_head=table.first_head, walk=recipe.walk,
-            c=recipe.c, temp=recipe.temp, center=recipe.center, on_fail=recipe.on_fail,
+            c=recipe.c, temp=recipe.temp, center=recipe.center, on_fail=recipe.on_fail, exact=recipe.form == "stream",
         )  # fmt: skip
 
     return balance

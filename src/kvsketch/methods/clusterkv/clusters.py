@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.recall import Recalled
 from kvsketch.slots import codes, offloaded
-from kvsketch.slots.state import Range, kept, number, per_row
+from kvsketch.slots.state import Range, number, overwritten, per_row
 from kvsketch.slots.table import SlotTable
 
 
@@ -179,7 +179,7 @@ def note_spans(table: SlotTable, sinks: int) -> None:
     if offloaded.is_offloaded(table):
         begin, first = torch.zeros_like(pad), torch.full_like(pad, sinks)
     spans = torch.stack([begin, begin + (tail - pad).clamp(0, sinks), first, first], -1).view(-1, 2, 2)
-    state.spans, state.tail_shift = kept(state.spans, spans), kept(state.tail_shift, first - tail)
+    state.spans, state.tail_shift = overwritten(state.spans, spans), overwritten(state.tail_shift, first - tail)
 
 
 def spans_of(table: SlotTable) -> Tensor:

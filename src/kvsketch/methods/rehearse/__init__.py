@@ -86,7 +86,7 @@ class Rehearse(WaitingMethod):
         return Replay(self.chunk, self.sinks, 0 if self.refit == "none" else QUERIES)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
-        if not (self.repeats and self.queue(table).owe()):
+        if not (self.repeats and self.queue(table).wait_for_repetition()):
             super().compress(table, queries)
 
     def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
@@ -190,7 +190,7 @@ class Rehearse(WaitingMethod):
         return not self.repeats
 
     @property
-    def apart(self) -> str:
+    def no_latents(self) -> str:
         return "" if self.refit == "none" else f"refit={self.refit} rewrites values"
 
     @property

@@ -114,7 +114,7 @@ class SubGen(BudgetedMethod):
         if self._in_place:
             self._rewrite(table)
 
-    def held_bytes(self, shape: LayerShape) -> int | None:
+    def stored_bytes(self, shape: LayerShape) -> int | None:
         if not self._in_place:
             return None
         budget = self.budget_tokens(shape.table)

@@ -17,7 +17,7 @@ from kvsketch.methods.subgen.sketch import Sketch, Tokens, fold, gather_slots, m
 from kvsketch.ops.fold_token import Layout, Plan, State
 from kvsketch.ops.fold_token.reference import denominator_weights, norms, numerator_shares, numerator_weights, slot_of
 from kvsketch.slots import padding as left_padding
-from kvsketch.slots.state import ANY, Range, TableState, kept, on_host, per_row
+from kvsketch.slots.state import ANY, Range, TableState, on_host, overwritten, per_row
 from kvsketch.slots.table import NEG_INF, SlotTable
 
 FOREVER = 1 << 62
@@ -316,7 +316,7 @@ def _places(held: Tensor, wanted: Tensor) -> Tensor:  # [B, H, k]
 
 def _remember(state: Structure, in_place: bool, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
-        setattr(state, name, kept(getattr(state, name), tensor) if in_place and tensor is not None else tensor)
+        setattr(state, name, overwritten(getattr(state, name), tensor) if in_place and tensor is not None else tensor)
 
 
 def common_layout(plans: list[Plan], sketch: Sketch | None = None) -> Layout:

@@ -145,7 +145,7 @@ class Coded(NamedTuple):
 
 @dataclass
 class CodedSlots:
-    """Keys or values of slots in few bits. Some slots may be exact: they are held as R (x - center) in float32."""
+    """Keys or values of slots in few bits. Some slots may be exact: they are stored as R (x - center) in float32."""
 
     codec: Codec
     center: Tensor  # [B, H, D] float32

@@ -85,7 +85,7 @@ def work_list(capacity: Tensor, by: Readers) -> tuple[Tensor, Tensor]:
 
 
 def piece_size(slots: NDArray[np.int64], resident: int) -> int:
-    """Slots of a piece, for heads of so many slots: those of the least estimated time."""
+    """Slots of a piece, for heads with these numbers of slots: those of the least estimated time."""
     units = -(-int(slots.max()) // UNIT)
     tried = np.arange(max(1, -(-units // MOST_PIECES)), max(1, units) + 1)
     pieces = (-(-slots // (tried[:, None] * UNIT))).sum(1)

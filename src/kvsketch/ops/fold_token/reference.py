@@ -155,7 +155,7 @@ def _fold_denominator(
 
 
 def _copy(part: Tensor | CodedSlots, slot: Tensor, target: Tensor, fired: Tensor) -> None:
-    """Copies what `slot` [B, H, 1] holds into the slots `target` [B, H, n] where they have `fired`, as it is held."""
+    """Copies what `slot` [B, H, 1] holds into the slots `target` [B, H, n] where they have `fired`, as it is stored."""
     for held in (part,) if isinstance(part, Tensor) else (part.codes, part.steps.unsqueeze(-1)):
         at = target[..., None].expand(-1, -1, -1, held.shape[3])
         held.scatter_(2, at, torch.where(fired[..., None], _gathered(held, slot), held.gather(2, at)))

@@ -42,7 +42,7 @@ class HotPlaces(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Keys and values in host memory, as they are held; batch rows that began alike may share a row of it."""
+    """Keys and values in host memory, as they are stored; batch rows that began alike may share a row of it."""
 
     keys: Tensor  # [R, H, N, D]
     values: Tensor  # [R, H, N, Dv]

@@ -81,7 +81,7 @@ def indexed_attention(
     [start, end) of its rows in the list; the slot then stands for the mean value of what was not read. -1: none.
     extra_scores float32 [B, Hq, C]: <q, extra_k>, where it is known; extra_k is then not read.
     softcap and sink_logits as in `weighted_attention`. The stores may lie in pinned host memory while the rest is on a
-    GPU, or be held in few bits (`ops.codec`).
+    GPU, or be stored in few bits (`ops.codec`).
 
     Returns out [B, Hq, 1, Dv] in the dtype of q, 0 where nothing is read. With return_state, (out, (log of the
     numerator's weights, log of the denominator)), each [B, Hq, 1] float32.

@@ -3,7 +3,7 @@
     m_i = sum over all slots j of exp(scale <q_i, k_j>),   O_i = sum_j exp(scale <q_i, k_j>) v_j / m_i
     A_ij = exp(scale <q_i, k'_j>) / (m_i + s_i) for the kept slots j,   share_i = m_i / (m_i + s_i)
 
-k' are the keys as they are held, s the mass of slots elsewhere, such as sinks. Many small problems of the same size at
+k' are the keys as stored, s the mass of slots elsewhere, such as sinks. Many small problems of the same size at
 once, as `methods.rehearse` fits them. No [Q, C] matrix is held on a GPU.
 Legend: N problems, Q queries, C slots, K the most that any problem keeps, D, Dv sizes.
 """

@@ -18,7 +18,7 @@ from kvsketch.ops.rotate_keys import TURN, check_turns
 
 
 def rotate_queries(q: Tensor, positions: Tensor, turns: Tensor) -> Tensor:
-    """Queries [B, Hq, P C, D], those of a chunk so many positions [B, P] int64 later, rounded once to their dtype.
+    """Queries [B, Hq, P C, D], each chunk moved `positions` [B, P] int64 further, rounded once to their dtype.
 
     turns [half] int64: the angle of one position in channels c and c + half (`rotate_keys.whole_turns`).
     """

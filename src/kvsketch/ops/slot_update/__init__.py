@@ -87,7 +87,7 @@ def write_coded_token(
     start: Tensor | None = None,
     pages: Tensor | None = None,
 ) -> None:
-    """`write_token` where keys and values are held in few bits (`ops.codec`), one of them, or none in a flat store.
+    """`write_token` where keys and values are stored in few bits (`ops.codec`), one of them, or none in a flat store.
 
     start [B, H] int64: slots are counted from there in a flat store, in which codes, index, log_den, log_num and score
     have one dimension [slots of all heads] in place of [B, H, S].

@@ -21,7 +21,7 @@ from kvsketch.ops.common.ragged import UNIT, Readers
 
 
 def most_of_list(heads: int, resident: int) -> int:
-    """P: enough to cut so many heads up as `resident` programs like it."""
+    """P: entries of a list, enough pieces of all heads for `resident` programs."""
     return heads + 4 * resident
 
 

@@ -1,20 +1,13 @@
-"""One layer of Llama-3.1-8B: its sizes, random keys of several kinds, and the prefill time to compare with."""
+"""One layer of Llama-3.1-8B: its sizes, and random keys of several kinds."""
 
 from __future__ import annotations
 
-import statistics
-from abc import ABC
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvsketch.options import option
-from kvsketch_lab.benchmark import shapes
 from kvsketch_lab.benchmark.device import Device
-from kvsketch_lab.benchmark.runner import Benchmark
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_SIZE = 32, 32, 8, 128
 SCALE = HEAD_SIZE**-0.5
@@ -55,35 +48,3 @@ KEYS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
 
 def make_keys(kind: str, length: int, seed: int, device: Device) -> Tensor:  # [1, KV_HEADS, length, HEAD_SIZE]
     return KEYS[kind](length, device.generator(seed)).to(device.dtype)
-
-
-@dataclass
-class OfPrefill(Benchmark, ABC):
-    """A benchmark whose times are shares of a whole prefill with transformers' own cache."""
-
-    prefill_ms: float | None = option(
-        None, "milliseconds of a prefill of that length; measured unless given", least=0.001
-    )
-
-    def check_options(self) -> None:
-        if self.prefill_ms is None and not self.on.is_gpu:
-            raise ValueError("--prefill-ms is needed with --device cpu, where no prefill is measured; use such as 1400")
-
-    @cached_property
-    def _prefills(self) -> dict[int, float]:
-        return {}
-
-    def prefill_of(self, tokens: int) -> float:
-        """Milliseconds of a prefill of so many tokens by a model of 8B shape."""
-        if self.prefill_ms is not None:
-            return self.prefill_ms
-        if tokens not in self._prefills:
-            model = shapes.build("llama-3.1-8b", device=self.device)
-            times, *_ = shapes.prefill_times(model, None, tokens, 3, self.on)
-            self._prefills[tokens] = statistics.median(times)
-        return self._prefills[tokens]
-
-    def share_of_prefill(self, layer_ms: float, tokens: int) -> dict[str, float]:
-        """Fields of a record: the time of one layer, scaled to all layers, as a share of a prefill."""
-        whole = self.prefill_of(tokens)
-        return {"prefill_ms": whole, "share_of_prefill": LAYERS * layer_ms / whole}

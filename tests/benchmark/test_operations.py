@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,45 +14,61 @@ import torch
 from kvsketch import ops
 from kvsketch.methods import SubGen
 from kvsketch_lab import records
-from kvsketch_lab.benchmark import chunk, kcenter, kernels, layers, mass, runner, subgen
-from kvsketch_lab.benchmark.device import Device
+from kvsketch_lab.benchmark import runner
+from kvsketch_lab.benchmark.device import Device, Timing
+from kvsketch_lab.benchmark.operations import (
+    OPERATIONS,
+    Operations,
+    attention,
+    chunk,
+    kcenter,
+    layers,
+    linear,
+    mass,
+    subgen,
+)
 
 CPU = Device("cpu")
 
 
-def small_inputs() -> kernels.Inputs:
+def small_inputs() -> attention.Inputs:
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 4, 1, 16), (2, 2, 20, 16), (2, 2, 20, 16), (2, 2, 20), (2, 2, 20)
-    return kernels.Inputs(*(torch.randn(shape, generator=generator) for shape in shapes))
+    return attention.Inputs(*(torch.randn(shape, generator=generator) for shape in shapes))
 
 
-@pytest.mark.parametrize("contender", kernels.OURS)
+@pytest.mark.parametrize("contender", attention.OURS)
 def test_decode_attention(contender: str) -> None:
     inputs = small_inputs().held_as(contender)
     out = inputs.ours(contender)
-    assert kernels.error_against_reference(inputs, contender, out) < 1e-6
+    assert attention.error_against_reference(inputs, contender, out) < 1e-6
     out[1, 3] *= 1.2
-    assert kernels.error_against_reference(inputs, contender, out) > kernels.TOLERANCE
+    assert attention.error_against_reference(inputs, contender, out) > attention.TOLERANCE
     out[0, 0, 0, 0] = float("nan")
-    assert not kernels.error_against_reference(inputs, contender, out) < kernels.TOLERANCE
+    assert not attention.error_against_reference(inputs, contender, out) < attention.TOLERANCE
 
 
 def test_contenders_differ_in_what_they_read() -> None:
-    held = [small_inputs().held_as(contender) for contender in kernels.OURS]
-    outs = [inputs.ours(contender) for inputs, contender in zip(held, kernels.OURS, strict=True)]
+    held = [small_inputs().held_as(contender) for contender in attention.OURS]
+    outs = [inputs.ours(contender) for inputs, contender in zip(held, attention.OURS, strict=True)]
     assert not any(torch.allclose(one, other) for one, other in itertools.pairwise(outs))
     assert held[3].bytes_read == held[5].bytes_read < held[0].bytes_read / 4 and held[4].layout is not None
     assert len(held[4].layout.capacity.unique()) > 2 and held[4].layout.total == 80
 
 
-@pytest.mark.parametrize("noise", [None, mass.NOISE])
-def test_attention_mass(noise: mass.Noise | None) -> None:
-    generator = torch.Generator().manual_seed(0)
-    inputs = mass.Inputs(torch.randn(1, 4, 9, 16, generator=generator), torch.randn(1, 2, 20, 16, generator=generator))
-    result = inputs.mass(noise)
-    assert mass.error_against_reference(inputs, result, noise) < 1e-6
-    assert mass.error_against_reference(inputs, result * 1.1, noise) > mass.TOLERANCE
-    assert mass.error_against_reference(inputs, result, mass.NOISE._replace(seed=9)) > mass.TOLERANCE
+@pytest.mark.parametrize("part", ["plain", "keyformer", "row sums given"])
+def test_attention_mass(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = mass.Mass(Operations(device="cpu", tokens=256))
+    assert list(entry.wrong()) == []
+    right = ops.attention_mass
+
+    def wrong(*given: Any, **options: Any) -> torch.Tensor:
+        asked = "keyformer" if options["noise"] else "row sums given" if "row_lse" in options else "plain"
+        ours = os.environ.get("KVSKETCH_KERNELS") != "reference"
+        return right(*given, **options) * (1.1 if ours and asked == part else 1)
+
+    monkeypatch.setattr(ops, "attention_mass", wrong)
+    assert part.replace("keyformer", "keyformer: ") in " ".join(entry.wrong())
 
 
 @pytest.mark.parametrize("kind", list(layers.KEYS))
@@ -71,11 +89,35 @@ def test_centers() -> None:
 
 
 def test_a_missed_target_is_not_called_met() -> None:
-    benchmark = kcenter.KCenter(prefill_ms=1000.0)
+    entry = kcenter.KCenter(Operations(prefill_ms=1000.0, device="cpu"))
     for form, within in (("exact", 400.0), ("coarse", 100.0)):
         for total, met in ((0.99 * within, True), (1.01 * within, False)):
-            row = benchmark.row("normal", form, [total / layers.LAYERS], [1.0])
+            time = Timing(1e3 * total / layers.LAYERS, 0.0, 0.0, 1, 1)
+            row = entry.row(form, time, of="prefill", target=kcenter.TARGETS[form])
             assert row["within_target"] is met and ("MISSED" in str(runner.target_text(row))) is not met
+
+
+def test_floors_rates_and_rivals_of_a_row() -> None:
+    given = Operations(device="cpu", only="linear")
+    given.copy_bandwidth = 1e9
+    entry = given.chosen["linear"]
+    ours, theirs = (
+        {"operation": "linear", "batch": 1} | entry.row(who, Timing(us, us, us, 1, 1), bytes_read=1000, flops=4e6)
+        for who, us in (("ours", 2.0), ("torch", 4.0))
+    )
+    assert (ours["floor_us"], ours["share_of_copy_bandwidth"], ours["tflop_per_s"]) == (1.0, 0.5, 2.0)
+    shown = given.shown(ours, [ours, theirs, theirs | {"batch": 8, "median_us": 1.0}])
+    assert (shown["ratio"], shown["inputs"]) == (0.5, "batch 1") and given.shown(theirs, [ours, theirs])[
+        "ratio"
+    ] is None
+
+
+def test_linear_layers_further_from_fp32_than_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = linear.Linear(Operations(device="cpu", batches="1"))
+    assert list(entry.wrong()) == []
+    right = linear.by_kernel
+    monkeypatch.setattr(linear, "by_kernel", lambda *given: [1.01 * each for each in right(*given)])
+    assert len(list(entry.wrong())) == len(linear.PRODUCTS)
 
 
 def test_the_subgen_structure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +151,10 @@ def test_chunk_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_small_runs_on_a_gpu(tmp_path: Path) -> None:
-    path = tmp_path / "kernels.jsonl"
-    assert runner.run(kernels.Kernels(batch="1", slots="1024", out=str(path))) == 0
-    assert runner.run(mass.Mass(tokens=2048, slots=512, prefill_ms=100.0, out=str(path))) == 0
+    path = tmp_path / "operations.jsonl"
+    options = {"batches": "1", "slots": "1024", "tokens": 2048, "chunks": "512", "budgets": "512", "repeats": 2}
+    assert runner.run(Operations(prefill_ms=100.0, out=str(path), **options)) == 0
     rows = [record["data"] for record in records.read(path)]
-    assert {row["contender"] for row in rows} >= {*kernels.OURS, "h2o", "keyformer step"}
+    assert {row["operation"] for row in rows} == {*OPERATIONS}
+    assert {row["contender"] for row in rows} >= {*attention.OURS, "h2o", "keyformer step"}
     assert all(0 < row["p10_us"] <= row["median_us"] <= row["p90_us"] for row in rows)

@@ -1,22 +1,14 @@
-"""BalanceKV, one layer: the balancing walk alone, two halvings of a prompt, and making room during decoding.
+"""balancekv: the balancing walk alone, two halvings of a prompt, and making room during decoding.
 
-    kvsketch bench balance --out results/balance.jsonl
-
-Shapes of Llama-3.1-8B: 32 layers, 8 KV heads, head size 128, bfloat16; 32,768 tokens, blocks of 256. The share of
-prefill is the time for all layers over that of a whole prefill with transformers' own cache (`--prefill-ms`, measured
-in the same process unless given); two halvings may take at most 3%. In a prefill the host runs ahead of the device. So
-a compression is timed after a waiting kernel, which ends when all of it has been launched; `launched_ahead` says
-whether that worked. Uniform sampling to the same budget is timed for comparison. Signs are first checked step by step
-against the rule of the walk; nothing is reported if one is wrong.
+In a prefill the host runs ahead of the device. So a compression is timed after a waiting kernel, which ends when all of
+it has been launched; `launched_ahead` says whether that worked. Uniform sampling to the same budget is timed for
+comparison. Signs are checked step by step against the rule of the walk.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,15 +16,14 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods import BalanceKV, Method, Uniform
 from kvsketch.ops.balance_walk.reference import block_uniforms, normalized_gram
-from kvsketch.options import option
 from kvsketch.slots.table import ExactTable, SlotTable
-from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Device
-from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, SCALE, OfPrefill
+from kvsketch_lab.benchmark.operations.layers import HEAD_SIZE, KV_HEADS, LAYERS, SCALE
+from kvsketch_lab.benchmark.operations.operation import Operation, as_timing
 from kvsketch_lab.benchmark.runner import Fields
 
 BLOCK = 256
-LIMIT = 0.03  # of prefill, for two halvings
+TARGET = 0.03  # of prefill, for two halvings
 WINDOW = 64  # sinks and recent tokens
 # A sum below this share of its terms may have either sign if a device adds in another order.
 ROUNDING = 1e-3
@@ -110,17 +101,8 @@ def behind_a_wait(
     return times[2:], all(ahead[2:])
 
 
-@dataclass
-class Balance(OfPrefill):
-    name, kind, operation, title = "balance", "balance", "balance_walk", "BalanceKV, one layer"
-    columns = (
-        "what=contender | tokens:,d | ms=median_ms:.3f | least=least_ms:.3f | most=most_ms:.3f | "
-        "share of prefill=share_of_prefill:.1% | limit:.0% | extra bytes=extra_bytes:,d | "
-        "ms per token, all layers=ms_per_token_all_layers:.3f"
-    )
-    tokens: int = option(32768, "tokens of the prompt", least=4 * WINDOW)
-    slots: int = option(2048, "slots of the table that decoding makes room in", least=2 * WINDOW)
-    repeats: int = option(20, "compressions that are timed", least=1)
+class Balance(Operation):
+    name, of_prefill = "balance", True
 
     def wrong(self) -> Iterator[str]:
         sizes = ((1, 256), (63, 256), (1000, 100), (700, 512)) if self.on.is_gpu else ((1, 32), (63, 32))
@@ -137,16 +119,15 @@ class Balance(OfPrefill):
     def cells(self) -> list[Fields]:
         whole = self.tokens - WINDOW
         walks = [("walk, first halving", whole), ("walk, second halving", whole // 2)]
-        others = [("two halvings", self.tokens), ("uniform sample", self.tokens), ("making room", self.slots)]
-        return [{"contender": name, "tokens": tokens} for name, tokens in walks + others]
+        others = [("two halvings", self.tokens), ("uniform sample", self.tokens)]
+        rooms = [("making room", slots) for slots in self.slots]
+        return [{"contender": name, "tokens": tokens} for name, tokens in walks + others + rooms]
 
     def measure(self, contender: str, tokens: int) -> Iterator[Fields]:
         if contender.startswith("walk"):
             k, v = make_tokens(self.on, self.tokens, self.seed)
-            slots = blocks_of(self.on, tokens)
-            walk = functools.partial(ops.balance_walk, k, v, slots, SCALE, constant=0.025)
-            timing = self.on.time([walk], replays=10, least_calls=2)
-            yield _row(contender, tokens, [1e-3 * timing.median_us], self.on.dtype_name) | dataclasses.asdict(timing)
+            walk = functools.partial(ops.balance_walk, k, v, blocks_of(self.on, tokens), SCALE, constant=0.025)
+            yield self.row(contender, [walk], timing={"replays": 10, "least_calls": 2}, block=BLOCK)
         elif contender == "making room":
             yield self._making_room(tokens)
         else:
@@ -165,10 +146,10 @@ class Balance(OfPrefill):
 
         self.on.free()
         before = self.on.allocated
-        times, ahead = behind_a_wait(self.on, prepare, self.repeats)
-        row = _row(contender, tokens, times, self.on.dtype_name) | {"budget": budget, "launched_ahead": ahead}
-        row |= self.share_of_prefill(row["median_ms"], tokens) | {"limit": LIMIT if halving else None}
-        return row | {"extra_bytes": None if before is None or self.on.peak is None else self.on.peak - before}
+        times, ahead = behind_a_wait(self.on, prepare, self.given.repeats)
+        extra = None if before is None or self.on.peak is None else self.on.peak - before
+        given: Fields = {"budget": budget, "launched_ahead": ahead, "extra_bytes": extra}
+        return self.row(contender, as_timing(times), of="prefill", target=TARGET if halving else None, **given)
 
     def _making_room(self, slots: int) -> Fields:
         """Making room in a full table, which happens once every `freed` tokens."""
@@ -183,17 +164,6 @@ class Balance(OfPrefill):
             return lambda: method.compress(table, k[:, :, :1])
 
         freed = method.rows(fresh_table(k, v))[0].freed
-        times, ahead = behind_a_wait(self.on, prepare, self.repeats)
-        row = _row("making room", slots, times, self.on.dtype_name) | {"launched_ahead": ahead, "every": freed}
-        return row | {"ms_per_token_all_layers": LAYERS * row["median_ms"] / freed}
-
-
-def _row(name: str, tokens: int, times: list[float], dtype: str) -> Fields:
-    return {
-        "operation": "balancekv", "contender": name, "tokens": tokens, "median_ms": statistics.median(times),
-        "least_ms": min(times), "most_ms": max(times), "layers": LAYERS, "kv_heads": KV_HEADS,
-        "head_size": HEAD_SIZE, "block": BLOCK, "dtype": dtype,
-    }  # fmt: skip
-
-
-command = functools.partial(runner.command, Balance)
+        times, ahead = behind_a_wait(self.on, prepare, self.given.repeats)
+        row = self.row("making room", as_timing(times), launched_ahead=ahead, every=freed)
+        return row | {"ms_per_token_all_layers": LAYERS * row["median_us"] / 1e3 / freed}

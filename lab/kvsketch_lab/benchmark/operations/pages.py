@@ -1,17 +1,12 @@
-"""Pages, one layer: bounds after prefill and after a token, choice in a decode step, each beside plain torch.
+"""Pages: bounds after a prefill and after a token, choice in a decode step, each beside plain torch.
 
-    kvsketch bench pages --out results/pages.jsonl
-
-Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128, bfloat16, 32,768 tokens in pages of 16, of which a
-query head reads 128. The floor of a choice is the time to read the bounds once at the measured copy bandwidth; layers
-take turns, so that the bounds come from memory and not from the L2 cache. Results are first compared with the
-reference, and nothing is reported when they differ.
+Layers take turns, so that the bounds come from memory and not from the L2 cache.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +15,10 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.options import option
-from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Call
-from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, QUERY_HEADS, make_keys
-from kvsketch_lab.benchmark.runner import Benchmark, Fields, by_reference
+from kvsketch_lab.benchmark.operations.layers import HEAD_SIZE, KV_HEADS, LAYERS, QUERY_HEADS, make_keys
+from kvsketch_lab.benchmark.operations.operation import Operation
+from kvsketch_lab.benchmark.runner import Fields, by_reference
 
 PAGE = 16
 SAME_CHOICE = 0.999  # scores are summed in another order, so that pages with nearly the same score may change places
@@ -56,19 +50,9 @@ def _marks(rows: Tensor, tokens: int) -> Tensor:
     return marks.scatter_(2, torch.where(rows >= 0, rows, tokens).long(), True)[..., :tokens]
 
 
-@dataclass
-class PageChoice(Benchmark):
-    name, kind, operation, title = "pages", "pages", "select_pages", "Pages, one layer"
-    columns = (
-        "operation | contender | batch:d | µs=median_us:.1f | floor µs=floor_us:.1f | all layers, ms=all_layers_ms:.2f"
-    )
-    tokens: int = option(32768, "tokens of the prompt", least=PAGE)
-    budget: int = option(2048, "tokens that a query head reads", least=PAGE)
-    batches: tuple[int, ...] = option("1,8", "batch sizes, comma-separated", least=1)
-
-    @functools.cached_property
-    def bandwidth(self) -> float:
-        return self.on.copy_bandwidth()
+class Pages(Operation):
+    name, rivals = "pages", ("torch",)
+    batches = (1, 8)
 
     def layer(self, batch: int, seed: int) -> Layer:
         keys = make_keys("rotated", self.tokens, seed, self.on).expand(batch, -1, -1, -1).contiguous()
@@ -80,8 +64,8 @@ class PageChoice(Benchmark):
         return result
 
     def wrong(self) -> Iterator[str]:
-        pages = self.budget // PAGE
-        for batch in self.batches:
+        for batch, budget in itertools.product(self.batches, self.budgets):
+            pages = budget // PAGE
             layer = self.layer(batch, self.seed)
             exact = layer.without_bounds()
             by_reference(exact.widen)
@@ -94,33 +78,23 @@ class PageChoice(Benchmark):
                 yield f"batch {batch}, select_pages, {pages} pages: {share:.2%} of the tokens are the reference's"
 
     def cells(self) -> Iterator[Fields]:
-        return ({"batch": batch} for batch in self.batches)
+        sizes = itertools.product(self.batches, self.budgets)
+        return ({"batch": batch, "budget": budget, "tokens": self.tokens} for batch, budget in sizes)
 
-    def measure(self, batch: int) -> Iterator[Fields]:
-        pages = self.budget // PAGE
+    def measure(self, batch: int, budget: int, tokens: int) -> Iterator[Fields]:
+        pages = budget // PAGE
         layers = [self.layer(batch, self.seed + number) for number in range(8 if batch == 1 else 2)]
-        slot = torch.full((batch, KV_HEADS, 1), self.tokens - 1, device=self.device)
+        slot = torch.full((batch, KV_HEADS, 1), tokens - 1, device=self.device)
         keys = layers[0].keys
-        begun = 2 * batch * KV_HEADS * (self.tokens // PAGE) * HEAD_SIZE * keys.element_size()
-        operations: dict[str, tuple[list[Call], int]] = {
+        begun = 2 * batch * KV_HEADS * (tokens // PAGE) * HEAD_SIZE * keys.element_size()
+        parts: dict[str, tuple[list[Call], int]] = {
             "choice": ([partial(layer.choose, pages) for layer in layers], begun),
             "bounds, one token": ([partial(layer.widen, slot) for layer in layers], 0),
             "bounds, prompt": ([partial(layer.widen) for layer in layers], keys.nbytes),
         }
-        for operation, (calls, read) in operations.items():
-            contenders: dict[str, list[Call]] = {
-                "ours": calls,
-                "torch": [partial(by_reference, call) for call in calls],
-            }
+        for part, (calls, read) in parts.items():
+            by_torch: list[Call] = [partial(by_reference, call) for call in calls]
+            contenders = {"ours": calls} | ({} if part == "bounds, prompt" else {"torch": by_torch})
             for contender, used in contenders.items():
-                if (operation, contender) == ("bounds, prompt", "torch"):
-                    continue
-                timing = self.on.time(used)
-                yield {
-                    "operation": operation, "contender": contender, "tokens": self.tokens, "pages_read": pages,
-                    "batch": batch, "floor_us": 1e6 * read / self.bandwidth, "layers": LAYERS,
-                    "all_layers_ms": LAYERS * timing.median_us / 1e3, **dataclasses.asdict(timing),
-                }  # fmt: skip
-
-
-command = functools.partial(runner.command, PageChoice)
+                row = self.row(contender, used, bytes_read=read, part=part, pages_read=pages)
+                yield row | {"all_layers_ms": LAYERS * row["median_us"] / 1e3}

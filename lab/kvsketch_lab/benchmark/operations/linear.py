@@ -1,12 +1,8 @@
-"""The linear layers of a decode step beside torch's, one layer of Llama-3.1-8B and its head.
-
-    kvsketch bench linear --out results/linear.jsonl
-    kvsketch bench linear --tune
+"""The linear layers of a decode step beside torch's, one layer and the head.
 
 Each product is timed as the model needs it: queries, keys and values of one input; gate and up with the SiLU; output
 and down with the addition to the residual. Several copies of the weights are read in turn, so that none is still in the
-cache. Results are first compared with fp32 products; nothing is reported when ours are further away than torch's.
-`--tune` times launch sizes instead. On a CPU all sizes are a sixteenth.
+cache. Ours may be no further away from products in fp32 than torch's. On a CPU all sizes are a sixteenth.
 """
 
 from __future__ import annotations
@@ -21,13 +17,13 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.thin_linear import reference
-from kvsketch.options import option
-from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Call
-from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Fields, Trial, relative_error
+from kvsketch_lab.benchmark.operations.operation import Operation
+from kvsketch_lab.benchmark.runner import Fields, Trial, relative_error
 
 HIDDEN, INNER, QUERIES, KEYS, VOCABULARY = 4096, 14336, 4096, 1024, 128256
 COPIED_BYTES = 400e6  # several times what the second-level cache holds
+SHORT = {"replays": 10, "least_calls": 8}
 TILES = {  # rows, columns, warps, stages
     1: [(4, 1024, 4, 0), (16, 512, 8, 0), (8, 512, 4, 0), (16, 512, 4, 3), (8, 1024, 4, 3), (8, 1024, 4, 4),
         (4, 1024, 4, 4), (8, 512, 4, 5), (16, 512, 8, 4), (4, 1024, 2, 4)],
@@ -83,19 +79,9 @@ class Inputs:
         return max(map(relative_error, ours, exact)), max(map(relative_error, theirs, exact))
 
 
-@dataclass
-class Linear(Benchmark):
-    name, kind, operation, tuning_kind = "linear", "linear", "thin_linear", "linear-tune"
-    columns = (
-        "batch:d | product | µs=us:.1f | torch µs=torch_us:.1f | of copy bandwidth=of_copy_bandwidth:.0% | "
-        "torch=torch_of_copy_bandwidth:.0%"
-    )
-    batches: tuple[int, ...] = option("1,8,16,64", "batch sizes, comma-separated", least=1)
-    tune: bool = option(False, "time launch sizes instead")
-
-    @functools.cached_property
-    def bandwidth(self) -> float:
-        return self.on.copy_bandwidth()
+class Linear(Operation):
+    name, rivals = "linear", ("torch",)
+    batches = (1, 8, 16, 64)
 
     def cells(self) -> Iterator[Fields]:
         return ({"product": product, "batch": batch} for batch, product in itertools.product(self.batches, PRODUCTS))
@@ -109,20 +95,17 @@ class Linear(Benchmark):
         residual = normal(batch, 1, shapes[0][0]) if product in ("output", "down") else None
         return Inputs(product, normal(batch, 1, shapes[0][1]), residual, weights)
 
+    def wrong(self) -> Iterator[str]:
+        for cell in self.cells():
+            ours, theirs = self.inputs(**cell).errors()
+            if not ours <= 1.05 * theirs:
+                yield f"batch {cell['batch']}, {cell['product']}: error {ours:.2e} where torch has {theirs:.2e}"
+
     def measure(self, product: str, batch: int) -> Iterator[Fields]:
         inputs = self.inputs(product, batch)
-        ours, theirs = inputs.errors()
-        data: Fields = {"product": product, "batch": batch, "error": ours, "torch_error": theirs}
-        if not ours <= 1.05 * theirs:
-            yield {**data, FAILED: f"error {ours:.2e} where torch has {theirs:.2e}"}
-            return
-        for name, call in (("us", by_kernel), ("torch_us", by_torch)):
-            timing = self.on.time(inputs.calls(call), replays=10, least_calls=8)
-            data |= {name: timing.median_us, f"{name}_p10": timing.p10_us, f"{name}_p90": timing.p90_us}
         size = sum(weight.nbytes for weight in inputs.copies[0])
-        yield {**data, "weight_bytes": size, "of_copy_bandwidth": size / (1e-6 * data["us"]) / self.bandwidth,
-               "torch_of_copy_bandwidth": size / (1e-6 * data["torch_us"]) / self.bandwidth,
-               "copy_bytes_per_s": self.bandwidth}  # fmt: skip
+        for contender, call in (("ours", by_kernel), ("torch", by_torch)):
+            yield self.row(contender, inputs.calls(call), bytes_read=size, timing=SHORT)
 
     def trials(self) -> Generator[Trial, list[Any], None]:
         from kvsketch.ops.thin_linear.kernel import Tile
@@ -131,11 +114,8 @@ class Linear(Benchmark):
             inputs, batch = self.inputs(**cell), cell["batch"]
             tiles = [None, *(Tile(*sizes) for sizes in TILES[1 if batch == 1 else 16 if batch <= 16 else 64])]
             calls_of = functools.partial(_with_tile, inputs)
-            yield Trial(cell, tiles, calls_of, {"replays": 10, "least_calls": 8})
+            yield Trial({"operation": self.name, **cell}, tiles, calls_of, SHORT)
 
 
 def _with_tile(inputs: Inputs, tile: Any) -> list[Call]:
     return inputs.calls(by_kernel, tile=tile)
-
-
-command = functools.partial(runner.command, Linear)

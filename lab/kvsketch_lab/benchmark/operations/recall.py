@@ -1,23 +1,16 @@
-"""Recall, one layer: clustering after prefill, selection and attention in a decode step, each beside plain torch.
+"""Recall: clustering after prefill, selection and attention in a decode step, each beside plain torch.
 
-    kvsketch bench recall --out results/recall.jsonl
-    kvsketch bench recall --sweep --out results/recall_sweep.jsonl
-
-Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128, bfloat16, 32 layers, 32,768 tokens. Clustering is
-judged against a prefill (`--prefill-ms`, measured in the same process unless given), selection against a decode step
-(`--step-ms`). Attention reads rows that differ from call to call and together exceed the L2 cache, from a store on the
-device or in pinned host memory. Results are first compared with the references; nothing is reported when they differ.
-`--sweep` times launch sizes of our kernels instead.
+Attention reads rows that differ from call to call and together exceed the L2 cache, from a store on the device or in
+pinned host memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,11 +20,10 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods import ClusterKV
 from kvsketch.ops.cluster_index import ClusterIndex
-from kvsketch.options import option
-from kvsketch_lab.benchmark import runner
-from kvsketch_lab.benchmark.device import Call, Device, Timing
-from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, QUERY_HEADS, SCALE, SIZES, OfPrefill, make_keys
-from kvsketch_lab.benchmark.runner import Fields, Trial, by_reference, relative_error, target_text
+from kvsketch_lab.benchmark.device import Call, Device
+from kvsketch_lab.benchmark.operations.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE, make_keys
+from kvsketch_lab.benchmark.operations.operation import Operation
+from kvsketch_lab.benchmark.runner import Fields, Trial, by_reference, differs
 
 SINKS, TAIL = 16, 320
 SHIPPED = ClusterKV()
@@ -39,7 +31,6 @@ SHIPPED = ClusterKV()
 CLUSTERINGS = ((80, 20), (80, 10), (80, 5), (20, 10), (20, 5), (SHIPPED.tokens_per_cluster, SHIPPED.rounds))
 TARGETS = {("kmeans", 80): 0.03, ("kmeans", 20): 0.08, ("selection", 80): 0.05, ("selection", 20): 0.10, "index": 0.05}
 TOLERANCE = 1e-2
-SHAPE_FIELDS = ("clusters", "rounds", "budget", "batch", "shared", "completion", "store")
 LAUNCHES = (  # of an assignment
     (256, 64, 8, 3), (256, 64, 8, 2), (256, 128, 8, 2), (256, 128, 16, 3),
     (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 4, 2), (128, 64, 8, 3),
@@ -145,23 +136,11 @@ class Layer:
         return Reading(q, self.k, self.v, rows, options)
 
 
-@dataclass
-class Recall(OfPrefill):
-    name, kind, operation, title = "recall", "recall", "kmeans", "Recall, one layer"
-    tuning_kind = "recall-sweep"
-    columns = "operation | contender | shape | µs=median_us:,.1f | share:.1% | of | target=judged"
-    tokens: int = option(32768, "tokens of the prompt", least=SINKS + 80)
-    budgets: tuple[int, ...] = option("1024,2048", "tokens that a query reads, comma-separated", least=SINKS + 1)
-    batches: tuple[int, ...] = option("1,8", "batch sizes, comma-separated", least=1)
-    step_ms: float = option(7.0, "milliseconds of a decode step at batch 1 to judge by", least=0.001)
-    sweep: bool = option(False, "time launch sizes of our kernels instead")
+class Recall(Operation):
+    name, of_prefill, rivals = "recall", True, ("torch", "torch, without scores", "gather, then sdpa")
+    batches, budgets = (1, 8), (1024, 2048)
 
-    def check_options(self) -> None:
-        super().check_options()
-        if max(self.budgets) > self.tokens:
-            raise ValueError(f"--budgets {max(self.budgets)} is more than the --tokens {self.tokens} of the prompt")
-
-    @functools.cached_property
+    @cached_property
     def keys(self) -> Tensor:
         return make_keys("rotated", self.tokens, self.seed, self.on)
 
@@ -197,61 +176,45 @@ class Recall(OfPrefill):
                 yield f"select_clusters, {layer.clusters} clusters, budget {budget}: differs from the reference"
             for shared in (False, True):
                 reading = layer.reading(budget, True, shared, self.seed)
-                error = relative_error(reading.attend(), by_reference(reading.attend))
-                if not error < TOLERANCE:
-                    yield f"indexed_attention, budget {budget}, shared {shared}: relative error {error:.1e}"
+                yield from differs(f"indexed_attention, budget {budget}, shared {shared}", reading.attend, TOLERANCE)
 
     def cells(self) -> Iterator[Fields]:
         for share, rounds in dict.fromkeys(CLUSTERINGS):
-            yield {"operation": "kmeans", "clusters": self.tokens // share, "rounds": rounds}
-        yield {"operation": "index"}
+            yield {"part": "kmeans", "clusters": self.tokens // share, "rounds": rounds}
+        yield {"part": "index", "clusters": self.tokens // SHIPPED.tokens_per_cluster, "rounds": SHIPPED.rounds}
         for share in (80, 20):
-            yield from ({"operation": name, "clusters": self.tokens // share}
-                        for name in ("one assignment", "cluster_index", "cluster_means"))  # fmt: skip
+            yield {"part": "parts of an index", "clusters": self.tokens // share}
         for batch in self.batches:
-            yield from ({"operation": "selection", "clusters": self.tokens // share, "batch": batch}
-                        for share in (80, 20))  # fmt: skip
-            yield {"operation": "indexed_attention", "batch": batch}
-            yield {"operation": "full attention", "batch": batch}
+            yield from ({"part": "selection", "clusters": self.tokens // share, "batch": batch} for share in (80, 20))
+            yield from ({"part": name, "batch": batch} for name in ("indexed_attention", "full attention"))
 
-    def measure(self, operation: str, clusters: int = 0, rounds: int = 0, batch: int = 1) -> Iterator[Fields]:
-        if operation == "kmeans":
-            yield from self._clustering(clusters, rounds)
-        elif operation == "selection":
-            yield from self._selection(clusters, batch)
-        elif operation == "indexed_attention":
-            yield from self._attention(batch)
-        elif operation == "full attention":
-            layer = self.layer(20, batch)
-            q = layer.query(self.seed)
-            full = partial(F.scaled_dot_product_attention, q, layer.k, layer.v, scale=SCALE, enable_gqa=True)
-            yield self.row(operation, "sdpa", self.on.time([full]), tokens=self.tokens, batch=batch, store="device")
-        elif operation == "index":
-            clusters, rounds = self.tokens // SHIPPED.tokens_per_cluster, SHIPPED.rounds
-            values = make_keys("normal", self.tokens, self.seed + 1, self.on)
-            timing = self.on.time([partial(whole_index, self.keys, values, clusters, rounds)])
-            data = self.row("index", "ours", timing, tokens=self.tokens, clusters=clusters, rounds=rounds)
-            yield judged(data, TARGETS["index"], self.prefill_of(self.tokens), "prefill")
-        else:
-            labels = ops.kmeans(self.keys, clusters, rounds=3).labels
-            calls: dict[str, Call] = {
-                "one assignment": partial(ops.kmeans, self.keys, clusters, rounds=0),
-                "cluster_index": partial(ops.cluster_index, labels, clusters),
-                "cluster_means": partial(ops.cluster_means, self.keys, ops.cluster_index(labels, clusters)),
-            }
-            timing = self.on.time([calls[operation]])
-            yield self.row(operation, "ours", timing, tokens=self.tokens, clusters=clusters)
+    def measure(self, part: str, **cell: int) -> Iterator[Fields]:
+        steps: dict[str, Callable[..., Iterator[Fields]]] = {
+            "kmeans": self._clustering, "index": self._index, "parts of an index": self._parts,
+            "selection": self._selection, "indexed_attention": self._attention, "full attention": self._full,
+        }  # fmt: skip
+        return (row | {"tokens": self.tokens} for row in steps[part](**cell))
 
     def _clustering(self, clusters: int, rounds: int) -> Iterator[Fields]:
-        target, whole = TARGETS["kmeans", self._share(clusters)], self.prefill_of(self.tokens)
-        shape = {"tokens": self.tokens, "clusters": clusters, "rounds": rounds}
-        centroids, labels = ops.kmeans(self.keys, clusters, rounds=rounds)
-        timing = self.on.time([partial(ops.kmeans, self.keys, clusters, rounds=rounds)])
-        data = self.row("kmeans", "ours", timing, **shape, mean_cosine=mean_cosine(self.keys, centroids, labels))
-        yield judged(data, target, whole, "prefill")
-        first = self.keys[:, :, :: self._share(clusters)][:, :, :clusters]
-        timing = self.on.time([partial(torch_kmeans, self.keys, first, rounds)], least_calls=2)
-        yield judged(self.row("kmeans", "torch", timing, **shape), target, whole, "prefill")
+        share = self._share(clusters)
+        of: Fields = {"of": "prefill", "target": TARGETS["kmeans", share]}
+        call = partial(ops.kmeans, self.keys, clusters)
+        fit = mean_cosine(self.keys, *call(rounds=rounds))
+        yield self.row("ours", [partial(call, rounds=rounds)], **of, mean_cosine=fit)
+        first = self.keys[:, :, ::share][:, :, :clusters]
+        yield self.row("torch", [partial(torch_kmeans, self.keys, first, rounds)], **of, timing={"least_calls": 2})
+
+    def _index(self, clusters: int, rounds: int) -> Iterator[Fields]:
+        values = make_keys("normal", self.tokens, self.seed + 1, self.on)
+        call = partial(whole_index, self.keys, values, clusters, rounds)
+        yield self.row("ours", [call], of="prefill", target=TARGETS["index"])
+
+    def _parts(self, clusters: int) -> Iterator[Fields]:
+        labels = ops.kmeans(self.keys, clusters, rounds=3).labels
+        index = ops.cluster_index(labels, clusters)
+        yield self.row("one assignment", [partial(ops.kmeans, self.keys, clusters, rounds=0)])
+        yield self.row("cluster_index", [partial(ops.cluster_index, labels, clusters)])
+        yield self.row("cluster_means", [partial(ops.cluster_means, self.keys, index)])
 
     def _share(self, clusters: int) -> int:
         return next(share for share in (80, 20) if self.tokens // share == clusters)
@@ -261,38 +224,34 @@ class Recall(OfPrefill):
         layer = self.layer(share, batch)
         queries = [layer.query(self.seed + number) for number in range(4)]
         scores = ops.cluster_scores(queries[0], layer.centroids)
+        of: Fields = {"of": "step", "target": TARGETS["selection", share]} if batch == 1 else {}
         for budget in self.budgets:
-            contenders = {
-                "ours": [partial(layer.select, q, budget) for q in queries],
-                "torch, without scores": [partial(by_reference, partial(layer.choose, scores, budget))],
-            }
-            for contender, calls in contenders.items():
-                shape = {"tokens": self.tokens, "clusters": clusters, "budget": budget, "batch": batch}
-                data = self.row("selection", contender, self.on.time(calls), **shape)
-                yield judged(data, TARGETS["selection", share], self.step_ms, "step") if batch == 1 else data
+            chosen = partial(by_reference, partial(layer.choose, scores, budget))
+            yield self.row("ours", [partial(layer.select, q, budget) for q in queries], **of, budget=budget)
+            yield self.row("torch, without scores", [chosen], **of, budget=budget)
 
     def _attention(self, batch: int) -> Iterator[Fields]:
         layer = self.layer(20, batch)
         pinned = [store.cpu().pin_memory() for store in (layer.k, layer.v)] if self.on.is_gpu else []
         for budget, shared, completion in itertools.product(self.budgets, (False, True), (False, True)):
+            shape: Fields = {"budget": budget, "shared": shared, "completion": completion}
             readings = [layer.reading(budget, completion, shared, self.seed + number) for number in range(8)]
-            timings = {("ours", "device"): self.on.time([each.attend for each in readings])}
-            if not completion:
-                timings["gather, then sdpa", "device"] = self.on.time([each.gather_then_attend for each in readings])
-            if not completion and pinned:
+            yield self.row("ours", [each.attend for each in readings], **shape, store="device")
+            if completion:
+                continue
+            gathered = [each.gather_then_attend for each in readings]
+            yield self.row("gather, then sdpa", gathered, **shape, store="device")
+            if pinned:
                 readings = [dataclasses.replace(each, k=pinned[0], v=pinned[1]) for each in readings]
-                timings["ours", "pinned"] = self.on.time([each.attend for each in readings], replays=5)
-            for (contender, store), timing in timings.items():
-                shape = {"budget": budget, "batch": batch, "shared": shared, "completion": completion, "store": store}
-                yield self.row("indexed_attention", contender, timing, tokens=self.tokens, **shape)
+                yield self.row(
+                    "ours", [each.attend for each in readings], timing={"replays": 5}, **shape, store="pinned"
+                )
 
-    def row(self, operation: str, contender: str, timing: Timing, **shape: Any) -> Fields:
-        measured = {"operation": operation, "contender": contender, **shape, **SIZES, "dtype": self.on.dtype_name}
-        return measured | dataclasses.asdict(timing)
-
-    def shown(self, row: Fields, rows: list[Fields]) -> Fields:
-        shape = ", ".join(f"{name} {row[name]}" for name in SHAPE_FIELDS if name in row)
-        return {"shape": shape, "judged": target_text(row)}
+    def _full(self, batch: int) -> Iterator[Fields]:
+        layer = self.layer(20, batch)
+        q = layer.query(self.seed)
+        full = partial(F.scaled_dot_product_attention, q, layer.k, layer.v, scale=SCALE, enable_gqa=True)
+        yield self.row("sdpa", [full], store="device")
 
     def trials(self) -> Generator[Trial, list[Any], None]:
         from kvsketch.ops.indexed_attention import Arguments, Extra, Spans
@@ -306,7 +265,7 @@ class Recall(OfPrefill):
             # One assignment with its first centroids, which takes about as long in every launch.
             call = partial(kmeans.kmeans, self.keys, clusters, None, None, 0, Stream(0, 0, 0))
             launches = [kmeans.KMeansLaunch(*sizes) for sizes in LAUNCHES]
-            setting = {"operation": "assignment", "clusters": clusters}
+            setting = {"operation": self.name, "part": "assignment", "clusters": clusters}
             yield Trial(setting, launches, partial(_with_launch, [call]), few)
         layer, overlap = self.layer(20, 1), torch.cuda.get_device_capability() >= (9, 0)
         for budget, shared in itertools.product(self.budgets, (False, True)):
@@ -324,7 +283,7 @@ class Recall(OfPrefill):
                     -(-part // (block * share)) for part in (budget, SINKS + TAIL, layer.clusters)
                 )
                 plans.append(Plan(block, lists, spanned, extras, 4, stages, overlap=overlap))
-            setting = {"operation": "indexed_attention", "budget": budget, "shared": shared}
+            setting = {"operation": self.name, "part": "indexed_attention", "budget": budget, "shared": shared}
             yield Trial(
                 setting,
                 [plan for plan in plans if plan.pieces <= MAX_PIECES],
@@ -335,12 +294,3 @@ class Recall(OfPrefill):
 
 def _with_launch(calls: list[Callable[..., object]], launch: Any) -> list[Call]:
     return [partial(call, launch) for call in calls]
-
-
-def judged(data: Fields, target: float, whole_ms: float, whole: str) -> Fields:
-    share = LAYERS * data["median_us"] / 1e3 / whole_ms
-    return data | {"layers": LAYERS, "of": whole, "whole_ms": whole_ms, "share": share, "target": target,
-                   "within_target": share <= target}  # fmt: skip
-
-
-command = functools.partial(runner.command, Recall)

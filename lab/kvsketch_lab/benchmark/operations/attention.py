@@ -1,25 +1,17 @@
-"""Decode attention, one layer: our kernel next to the flash and cuDNN kernels of torch's scaled_dot_product_attention.
+"""Decode attention: our kernel beside the flash and cuDNN kernels of torch's scaled_dot_product_attention.
 
-    kvsketch bench kernels --out results/kernels.jsonl
-    kvsketch bench kernels --sweep --out results/sweep.jsonl
-
-Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128, bfloat16, one query. "cold": the calls of a graph
-take input sets in turn that together exceed the L2 cache; "warm": one set that fits. Our results are first compared
-with the reference at every size, and nothing is reported when one differs. "4 bits": keys and values as codes, but
-for four slots. "ragged heads": the same slots in heads of different sizes.
-
-`--sweep` times launch plans instead: does `plan` choose well on this GPU? Two rounds per size keep the number of
-compilations small: tile sizes, warps and stages with the default splits, then splits and overlap for the best few.
+"cold": the calls of a graph take input sets in turn that together exceed the L2 cache; "warm": one set that fits.
+"4 bits": keys and values as codes, but for four slots. "ragged heads": the same slots in heads of different sizes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,13 +22,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvsketch import ops
 from kvsketch.ops.codec import Codec, CodedSlots, encode, rotate
 from kvsketch.ops.common.device import device_traits
-from kvsketch.options import option
 from kvsketch.slots.codes import EXACT
 from kvsketch.slots.layout import Layout
-from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Call
-from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE, SIZES
-from kvsketch_lab.benchmark.runner import Benchmark, Fields, Trial, by_reference, relative_error, too_far
+from kvsketch_lab.benchmark.operations.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE
+from kvsketch_lab.benchmark.operations.operation import Operation
+from kvsketch_lab.benchmark.runner import Fields, Trial, by_reference, relative_error, too_far
 
 if TYPE_CHECKING:
     from kvsketch.ops.weighted_attention.kernel import Plan
@@ -135,66 +126,37 @@ def error_against_reference(inputs: Inputs, contender: str, out: Tensor) -> floa
     """Relative error of the first and the last batch row; infinite when an output is no number."""
     errors = []
     for rows in (slice(0, 1), slice(-1, None)):
-        exact = by_reference(functools.partial(inputs.rows(rows).ours, contender))
+        exact = by_reference(partial(inputs.rows(rows).ours, contender))
         errors.append(relative_error(out[rows], exact))
     return max(errors, key=lambda error: float("inf") if error != error else error)
 
 
-def rival_call(inputs: Inputs, contender: str, expanded: bool = False) -> Callable[[], Tensor]:
-    """A call of torch's kernel; `expanded` copies keys and values for every query head, for kernels without GQA."""
+def by_torch(inputs: Inputs, contender: str) -> Tensor:
     assert isinstance(inputs.k, Tensor) and isinstance(inputs.v, Tensor)
-    k, v = (t.repeat_interleave(QUERY_HEADS // KV_HEADS, 1) if expanded else t for t in (inputs.k, inputs.v))
-
-    def call() -> Tensor:
-        with sdpa_kernel(RIVALS[contender]):
-            return F.scaled_dot_product_attention(inputs.q, k, v, scale=SCALE, enable_gqa=not expanded)
-
-    return call
+    with sdpa_kernel(RIVALS[contender]):
+        return F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, scale=SCALE, enable_gqa=True)
 
 
-def contender_calls(sets: list[Inputs], contender: str) -> tuple[list[Callable[[], Tensor]], bool] | None:
-    """Calls that work, and whether they needed expanded heads; None when the contender cannot run here."""
-    if contender in OURS:
-        return [functools.partial(inputs.ours, contender) for inputs in sets], False
-    for expanded in (False, True):
-        try:
-            calls = [rival_call(inputs, contender, expanded) for inputs in sets]
-            calls[0]()
-            return calls, expanded
-        except RuntimeError as error:
-            print(f"{contender}, expanded heads {expanded}: {str(error).splitlines()[0]}", file=sys.stderr)
-    return None
+def runs_here(inputs: Inputs, contender: str) -> bool:
+    """Whether torch's kernel takes these inputs; says why not."""
+    try:
+        by_torch(inputs, contender)
+    except RuntimeError as error:
+        print(f"{contender}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return False
+    return True
 
 
-@dataclass
-class Kernels(Benchmark):
-    name, kind, operation, tuning_kind = "kernels", "kernel", "weighted_attention", "kernel-sweep"
-    columns = (
-        "batch:d | slots:,d | cache | contender | µs=median_us:.1f | p10=p10_us:.1f | p90=p90_us:.1f | "
-        "of copy bandwidth=share_of_copy_bandwidth:.0% | ours / best rival=ratio:.2f"
-    )
-    batch: tuple[int, ...] = option("1,8,32", "batch sizes, comma-separated", least=1)
-    slots: tuple[int, ...] = option("1024,2048,32768", "slots of a table, comma-separated", least=1)
-    sweep: bool = option(False, "time launch plans of our kernel instead of the rivals")
-
-    def headline(self, rows: list[Fields]) -> str:
-        return f"Decode attention, one layer (copy {rows[0]['copy_bytes_per_second'] / 1e12:.2f} TB/s)"
-
-    def shown(self, row: Fields, rows: list[Fields]) -> Fields:
-        where = {name: row[name] for name in ("batch", "slots", "cache")}
-        rivals = [r["median_us"] for r in rows if r["contender"] in RIVALS and where.items() <= r.items()]
-        return {"ratio": row["median_us"] / min(rivals)} if rivals and row["contender"] in OURS else {}
-
-    @functools.cached_property
-    def bandwidth(self) -> float:
-        return self.on.copy_bandwidth()
+class Attention(Operation):
+    name, rivals = "attention", tuple(RIVALS)
+    batches, slots = (1, 8, 32), (1024, 2048, 32768)
 
     @property
     def l2_bytes(self) -> int:
         return int(torch.cuda.get_device_properties().L2_cache_size) if self.on.is_gpu else L2_BYTES_OF_A_CPU
 
     def inputs(self, batch: int, slots: int, seed: int) -> Inputs:
-        normal = functools.partial(self.on.normal, self.on.generator(seed))
+        normal = partial(self.on.normal, self.on.generator(seed))
         k, v = (normal(batch, KV_HEADS, slots, HEAD_SIZE) for _ in range(2))
         log_num, log_den = (normal(batch, KV_HEADS, slots, dtype=torch.float32) for _ in range(2))
         return Inputs(normal(batch, QUERY_HEADS, 1, HEAD_SIZE), k, v, log_num, log_den)
@@ -208,7 +170,7 @@ class Kernels(Benchmark):
 
     def wrong(self) -> Iterator[str]:
         # One odd length besides those measured: its last tile is masked.
-        for batch, slots in itertools.product(self.batch, (*self.slots, 1000 if self.on.is_gpu else 100)):
+        for batch, slots in itertools.product(self.batches, (*self.slots, 1000 if self.on.is_gpu else 100)):
             inputs = self.inputs(batch, slots, self.seed)
             for contender in OURS:
                 held = inputs.held_as(contender)
@@ -216,28 +178,22 @@ class Kernels(Benchmark):
                 yield from too_far(f"batch {batch}, {slots} slots, {contender}", error, TOLERANCE)
 
     def cells(self) -> Iterator[Fields]:
-        return ({"batch": batch, "slots": slots} for batch in self.batch for slots in self.slots)
+        return ({"batch": batch, "slots": slots} for batch in self.batches for slots in self.slots)
 
     def measure(self, batch: int, slots: int) -> Iterator[Fields]:
         sets = self.input_sets(batch, slots)
         plan = dataclasses.asdict(default_plan(batch, slots)) if self.on.is_gpu else None
         for contender in (*OURS, *(RIVALS if self.on.is_gpu else ON_A_CPU)):
             held = [inputs.held_as(contender) for inputs in sets]
-            if (result := contender_calls(held, contender)) is None:
+            if contender in RIVALS and not runs_here(held[0], contender):
                 continue
-            calls, expanded = result
+            call = Inputs.ours if contender in OURS else by_torch
+            calls = [partial(call, inputs, contender) for inputs in held]
             read = held[0].bytes_read
             states = {"cold": calls} | ({"warm": calls[:1]} if read < self.l2_bytes else {})
+            how: Fields = {"plan": plan} if contender in OURS[:3] else {}
             for cache, used in states.items():
-                timing = self.on.time(used)
-                rate = read / (timing.median_us * 1e-6)
-                yield {
-                    "operation": self.operation, "contender": contender, "batch": batch, "slots": slots,
-                    **SIZES, "dtype": self.on.dtype_name, **dataclasses.asdict(timing), "bytes_read": read,
-                    "bytes_per_second": rate, "copy_bytes_per_second": self.bandwidth,
-                    "share_of_copy_bandwidth": rate / self.bandwidth, "plan": plan if contender in OURS[:3] else None,
-                    "cache": cache, "input_sets": len(used), "expanded_heads": expanded,
-                }  # fmt: skip
+                yield self.row(contender, used, bytes_read=read, cache=cache, input_sets=len(used), **how)
 
     def trials(self) -> Generator[Trial, list[Any], None]:
         """Tile sizes, warps and stages with the default splits, then splits and overlap for the best few."""
@@ -251,10 +207,11 @@ class Kernels(Benchmark):
             calls = [Arguments(each.q, each.k, each.v, each.log_num, each.log_den, SCALE) for each in sets]
 
             def calls_of(plan: Plan, sets: list[Inputs] = sets, calls: list[Arguments] = calls) -> list[Call]:
-                error = error_against_reference(sets[0], OURS[-1], kernel.weighted_attention(calls[0], plan).out)
+                out = kernel.weighted_attention(calls[0], plan).out
+                error = error_against_reference(sets[0], "separate weights", out)
                 if not error < TOLERANCE:
                     raise RuntimeError(f"{plan} is wrong: relative error {error:.2e}")
-                return [functools.partial(kernel.weighted_attention, call, plan) for call in calls]
+                return [partial(kernel.weighted_attention, call, plan) for call in calls]
 
             def with_splits(plan: Plan, factor: float, overlap: bool, slots: int = slots) -> Plan:
                 splits = max(1, min(MAX_SPLITS, -(-slots // plan.block_n), round(plan.splits * factor)))
@@ -265,10 +222,11 @@ class Kernels(Benchmark):
                 for tile, warps, stages in TILES
             ]
             tried = dict.fromkeys([default_plan(batch, slots), *shapes])
-            fastest = yield Trial(cell, tried, calls_of, SHORT)
+            setting = {"operation": self.name, **cell}
+            fastest = yield Trial(setting, tried, calls_of, SHORT)
             changes = itertools.product(fastest[:KEPT], SPLIT_FACTORS, {traits.overlap, False})
             near = dict.fromkeys(itertools.starmap(with_splits, changes))
-            yield Trial(cell, [plan for plan in near if plan not in tried], calls_of, SHORT)
+            yield Trial(setting, [plan for plan in near if plan not in tried], calls_of, SHORT)
 
 
 def default_plan(batch: int, slots: int) -> Plan:
@@ -276,6 +234,3 @@ def default_plan(batch: int, slots: int) -> Plan:
 
     traits = device_traits(torch.device("cuda", torch.cuda.current_device()))
     return plan(batch * KV_HEADS, slots, 2 * HEAD_SIZE * torch.bfloat16.itemsize, traits)
-
-
-command = functools.partial(runner.command, Kernels)

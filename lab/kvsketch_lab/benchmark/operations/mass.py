@@ -1,17 +1,7 @@
-"""Attention mass, one layer: what H2O and Keyformer add to a prefill and to a decode step.
-
-    kvsketch bench mass --out results/mass.jsonl
-    kvsketch bench mass --tune --out results/mass-tune.jsonl
-
-Shapes of Llama-3.1-8B: 32 layers, 32 query heads, 8 KV heads, head size 128, bfloat16. The share of prefill is the time
-for all layers over that of a whole prefill with transformers' own cache, measured in the same process with random
-weights. Results are first compared with the reference, at odd sizes and at the size measured; nothing is reported when
-one differs. `--tune` times launch sizes instead.
-"""
+"""Attention mass: what h2o and keyformer add to a prefill and to a decode step."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator
@@ -24,15 +14,13 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops import Noise
-from kvsketch.options import option
-from kvsketch_lab.benchmark import runner
-from kvsketch_lab.benchmark.device import Timing
-from kvsketch_lab.benchmark.layers import HEAD_SIZE, KV_HEADS, LAYERS, QUERY_HEADS, SCALE, SIZES, OfPrefill
-from kvsketch_lab.benchmark.runner import Fields, Trial, by_reference, relative_error, too_far
+from kvsketch_lab.benchmark.operations.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE
+from kvsketch_lab.benchmark.operations.operation import Operation
+from kvsketch_lab.benchmark.runner import Fields, Trial, by_reference, differs, relative_error, too_far
 
 TOLERANCE = 5e-3
 NOISE = Noise(seed=0, layer=0)
-LIMITS = {"h2o, row sums given": 0.35, "keyformer": 0.90}
+TARGETS = {"h2o, row sums given": 0.35, "keyformer": 0.90}
 TILES = ((128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (128, 64, 4))
 
 
@@ -66,22 +54,8 @@ class Inputs:
         return {"index": index, "seen": torch.tensor([columns], device=device)}
 
 
-def error_against_reference(inputs: Inputs, mass: Tensor, noise: Noise | None, **options: Any) -> float:
-    """Relative error; NaN when a number is."""
-    return relative_error(mass, by_reference(lambda: inputs.mass(noise, **options)))
-
-
-@dataclass
-class Mass(OfPrefill):
-    name, kind, operation, tuning_kind = "mass", "attention-mass", "attention_mass", "attention-mass-tune"
-    title = "Attention mass, one layer of Llama-3.1-8B"
-    columns = (
-        "contender | tokens:,d | slots:,d | µs=median_us:,.1f | p10=p10_us:,.1f | p90=p90_us:,.1f | "
-        "of prefill=share_of_prefill:.1% | limit:.0% | extra bytes=extra_bytes:,d"
-    )
-    tokens: int = option(32768, "tokens of the prompt", least=1)
-    slots: int = option(2048, "slots of a decode step", least=1)
-    tune: bool = option(False, "time launch sizes instead")
+class Mass(Operation):
+    name, of_prefill = "mass", True
 
     def inputs(self, queries: int, columns: int, batch: int = 1) -> Inputs:
         normal = functools.partial(self.on.normal, self.on.generator(self.seed))
@@ -99,28 +73,28 @@ class Mass(OfPrefill):
                 "max": {"reduce": "max"},
             }
             for name, options in cases.items():
-                error = error_against_reference(inputs, inputs.mass(noise, **options), noise, **options)
-                yield from too_far(f"{queries} queries, {columns} columns, {name}, noise {noise}", error, TOLERANCE)
+                call = functools.partial(inputs.mass, noise, **options)
+                yield from differs(f"{queries} queries, {columns} columns, {name}, noise {noise}", call, TOLERANCE)
         inputs = self.inputs(self.tokens, self.tokens)
         exact = by_reference(inputs.mass)
         yield from too_far(f"{self.tokens} tokens, h2o", relative_error(inputs.mass(), exact), TOLERANCE)
         given = inputs.mass(row_lse=inputs.row_sums())
         yield from too_far(f"{self.tokens} tokens, h2o, row sums given", relative_error(given, exact), TOLERANCE)
-        error = error_against_reference(inputs, inputs.mass(NOISE), NOISE)
-        yield from too_far(f"{self.tokens} tokens, keyformer", error, TOLERANCE)
+        yield from differs(f"{self.tokens} tokens, keyformer", functools.partial(inputs.mass, NOISE), TOLERANCE)
 
     def cells(self) -> list[Fields]:
-        return [{"tokens": self.tokens}, {"slots": self.slots}]
+        return [{"tokens": self.tokens}, *({"slots": slots} for slots in self.slots)]
 
-    def measure(self, tokens: int | None = None, slots: int | None = None) -> Iterator[Fields]:
-        if tokens is None:
-            assert slots is not None
-            inputs = self.inputs(1, slots + 1)
-            options = inputs.slots() | {"into": torch.zeros(inputs.k.shape[:3], device=self.device)}
-            for name, noise in (("h2o step", None), ("keyformer step", NOISE)):
-                timing = self.on.time([functools.partial(inputs.mass, noise, **options)])
-                yield self.row(name, timing) | {"slots": slots}
-            return
+    def measure(self, tokens: int = 0, slots: int = 0) -> Iterator[Fields]:
+        yield from self._prompt(tokens) if tokens else self._step(slots)
+
+    def _step(self, slots: int) -> Iterator[Fields]:
+        inputs = self.inputs(1, slots + 1)
+        options = inputs.slots() | {"into": torch.zeros(inputs.k.shape[:3], device=self.device)}
+        for name, noise in (("h2o step", None), ("keyformer step", NOISE)):
+            yield self.row(name, [functools.partial(inputs.mass, noise, **options)])
+
+    def _prompt(self, tokens: int) -> Iterator[Fields]:
         inputs = self.inputs(tokens, tokens)
         into = torch.zeros(inputs.k.shape[:3], device=self.device)
         contenders: dict[str, Callable[[], object]] = {
@@ -131,16 +105,8 @@ class Mass(OfPrefill):
         }
         for name, call in contenders.items():
             call()
-            extra = self.on.extra_bytes(call)
-            timing = self.on.time([call], replays=10, least_calls=2)
-            share = self.share_of_prefill(1e-3 * timing.median_us, tokens)
-            yield (
-                self.row(name, timing) | {"tokens": tokens} | share | {"extra_bytes": extra, "limit": LIMITS.get(name)}
-            )
-
-    def row(self, contender: str, timing: Timing) -> Fields:
-        measured = {"operation": self.operation, "contender": contender, "batch": 1, "layers": LAYERS, **SIZES}
-        return measured | {"dtype": self.on.dtype_name} | dataclasses.asdict(timing)
+            extra, timing = self.on.extra_bytes(call), {"replays": 10, "least_calls": 2}
+            yield self.row(name, [call], of="prefill", target=TARGETS.get(name), timing=timing, extra_bytes=extra)
 
     def trials(self) -> Generator[Trial, list[Any], None]:
         from kvsketch.ops.attention_mass import Options, kernel
@@ -161,8 +127,6 @@ class Mass(OfPrefill):
                 sizes = Launches(launch, launch)
                 return [lambda: kernel.attention_mass(inputs.q, inputs.k, SCALE, options, sizes)]
 
-            setting = {"contender": "keyformer" if noise else "h2o", "passes": name, "tokens": self.tokens}
+            contender = "keyformer" if noise else "h2o"
+            setting = {"operation": self.name, "contender": contender, "passes": name, "tokens": self.tokens}
             yield Trial(setting, launches, calls_of, {"replays": 3, "least_calls": 1})
-
-
-command = functools.partial(runner.command, Mass)

@@ -1,0 +1,104 @@
+"""Answers that must follow a grammar: which tokens may come next, as llguidance finds them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsketch.serve.tools import CLOSE, OPEN
+
+NEEDS = "needs the package llguidance on the server: pip install 'kvsketch[grammar]'"
+# Models may write spaces for ever where they are free to.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+PROTOTYPES = 64  # grammars that are kept as they were parsed
+
+
+class Guide:
+    """Follows one answer through its grammar."""
+
+    def __init__(self, matcher: Any, vocabulary: int, stop_ids: frozenset[int]) -> None:
+        self._matcher, self._vocabulary, self._stop_ids = matcher, vocabulary, stop_ids
+        self.ended = False
+        self.tokens, self.error = 0, ""
+
+    def put(self, token: int) -> None:
+        if self.ended or token < 0:
+            return
+        if token in self._stop_ids:
+            self.ended = True
+            return
+        self.tokens += 1
+        if not self._matcher.consume_token(token):
+            self.error = self._matcher.get_error() or f"token {token} does not follow the grammar"
+        self.ended = bool(self.error) or self._matcher.is_stopped()
+
+    def allowed(self) -> Tensor:  # [vocabulary] bool
+        """The tokens that may come next, on the host; all of them after the end."""
+        if self.ended:
+            return torch.ones(self._vocabulary, dtype=torch.bool)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        return torch.from_numpy(np.unpackbits(bits, bitorder="little", count=self._vocabulary).astype(bool))
+
+
+class Grammars:
+    """Grammars for the tokens of one model; `vocabulary`: how many logits it has."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, stop_ids: frozenset[int]) -> None:
+        self.tokenizer, self.vocabulary, self.stop_ids = tokenizer, vocabulary, stop_ids
+        self._lock = threading.Lock()
+        self._prototype = functools.lru_cache(PROTOTYPES)(self._parsed)
+
+    def json(self, schema: dict[str, Any]) -> str:
+        """The grammar of JSON that follows a JSON Schema."""
+        return f"start: answer\nanswer: {_json(schema)}\n"
+
+    def call(self, tools: Sequence[dict[str, Any]], answer: dict[str, Any] | None = None) -> str:
+        """The grammar of a call of one of the tools, or else of JSON that follows the schema `answer`."""
+        functions = [tool["function"] for tool in tools]
+        call, line = " | ".join(f"call{i}" for i in range(len(tools))), json.dumps("\n")
+        rules = [f"start: {self._tag(OPEN)} {line} ({call}) {line} {self._tag(CLOSE)}"]
+        for i, function in enumerate(functions):
+            head = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
+            rules += [
+                f'call{i}: {head} arguments{i} "}}"',
+                f"arguments{i}: {_json(function.get('parameters') or {'type': 'object'})}",
+            ]
+        if answer is not None:
+            rules[0] += " | answer"
+            rules.append(f"answer: {_json(answer)}")
+        return "\n".join(rules) + "\n"
+
+    def _tag(self, text: str) -> str:
+        """A tag as the model writes it: as one token if it has one."""
+        token = self.tokenizer.get_added_vocab().get(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
+
+    def guide(self, grammar: str) -> Guide:
+        """Starts an answer; ValueError names what is wrong with the grammar, ImportError what is missing."""
+        with self._lock:
+            return Guide(self._prototype(grammar).deep_copy(), self.vocabulary, self.stop_ids)
+
+    def _parsed(self, grammar: str) -> Any:
+        from llguidance import LLMatcher
+
+        tokens = self._tokens
+        if wrong := LLMatcher.validate_grammar(grammar, tokens):
+            raise ValueError(wrong.strip().splitlines()[0])
+        return LLMatcher(tokens, grammar)
+
+    @functools.cached_property
+    def _tokens(self) -> Any:
+        import llguidance.hf
+
+        return llguidance.hf.from_tokenizer(self.tokenizer, self.vocabulary, sorted(self.stop_ids) or None)
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': SPACING})}"

@@ -1,0 +1,141 @@
+"""How many users a GPU holds, and how fast it answers them, before anything is loaded.
+
+    users that fit = (memory * (1 - RESERVE) - weights - shared document) / bytes of one user's cache
+    tokens/s       = users * speed / (weights + every user's cache and the document)
+
+Bytes are what the methods promise for the shapes of the model (`cache.memory.Sizes`). A step of many users reads the
+weights once, and each user reads the document as well as what is its own. The speed is what our own steps read in a
+second on an H200 (`advice.speeds`, from records), times the GPU's bandwidth over the H200's; a method without a record
+has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsketch.cache.memory import Sizes, parsed, sizes_of
+from kvsketch.methods import Method, parse_method
+from kvsketch.models.catalog import CATALOG
+
+RESERVE = 0.1  # of the memory, for activations and workspace: what vLLM leaves free too
+METHODS = "full,full:bits=4,rehearse:budget=50%,rehearse:budget=40%,rehearse:budget=20%:replay=exact"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Memory, and how much of it is read in a second, as its maker's data sheet says."""
+
+    memory: int
+    bandwidth: float | None = None
+
+
+GPUS = {
+    name: Gpu(gigabytes * 10**9, rate * 1e9)
+    for name, gigabytes, rate in (
+        ("t4", 16, 320), ("l4", 24, 300), ("a10", 24, 600), ("rtx-3090", 24, 936), ("rtx-4090", 24, 1008),
+        ("rtx-5090", 32, 1792), ("a100-40gb", 40, 1555), ("l40s", 48, 864), ("a100-80gb", 80, 2039),
+        ("h100", 80, 3350), ("h200", 141, 4800), ("b200", 180, 8000),
+    )
+}  # fmt: skip
+H200 = 4800e9  # bytes a second, of the GPU that records speak of
+
+
+def gpu_of(text: str) -> Gpu:
+    """A GPU by its name, or one of so much memory; ValueError names the choices."""
+    known = GPUS.get(text.strip().lower())
+    if known is not None:
+        return known
+    try:
+        return Gpu(parsed(text))
+    except ValueError:
+        raise ValueError(f"--gpu {text} is not possible; use a size such as 24GB, or {', '.join(GPUS)}") from None
+
+
+@dataclass(frozen=True)
+class Demand:
+    """So many users, each with `context` tokens, of which the first `document` are the same for all."""
+
+    context: int
+    users: int
+    document: int = 0
+
+    def __post_init__(self) -> None:
+        if self.users < 1:
+            raise ValueError(f"--users {self.users} is not possible; use a whole number of 1 or more")
+        if not 0 <= self.document < self.context:
+            raise ValueError(f"--document {self.document} is not possible; use 0 to {self.context - 1} tokens")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a method takes and gives for a demand on a GPU."""
+
+    method: str
+    weights: int
+    user_bytes: int
+    document_bytes: int
+    total_bytes: int  # weights, document and all users
+    users_that_fit: int
+    tokens_per_s: float | None  # of all users together; None: they do not fit, or nothing is known of the speed
+
+
+def config_of(model: str) -> Any:
+    """The config of a model: a config.json, a folder with one, or a short name of `kvsketch models`."""
+    from transformers import AutoConfig
+
+    from kvsketch.models.convert import conversion_path
+    from kvsketch.models.fetch import is_converted
+
+    if model in CATALOG and not is_converted(model):
+        raise ValueError(f"--model {model} is not on this machine yet; get it with: kvsketch models pull {model}")
+    path = conversion_path(model) if model in CATALOG else Path(model)
+    if not path.exists():
+        names = ", ".join(CATALOG)
+        raise ValueError(f"--model {model} is no config.json, no folder with one and no short name ({names})")
+    return AutoConfig.from_pretrained(str(path))
+
+
+def weight_bytes(config: Any) -> int:
+    """Bytes of the model's weights in its own dtype, without making them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(config, "dtype", None) or torch.bfloat16)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def plans(config: Any, methods: Sequence[str], demand: Demand, gpu: Gpu, speeds: dict[str, float]) -> list[Plan]:
+    weights = weight_bytes(config)
+    own = sizes_of(config, demand.context - demand.document)
+    shared = sizes_of(config, demand.document) if demand.document else None
+    return [_plan(parse_method(text), own, shared, weights, demand, gpu, speeds) for text in methods]
+
+
+def _plan(
+    method: Method, own: Sizes, shared: Sizes | None, weights: int, demand: Demand, gpu: Gpu, speeds: dict[str, float]
+) -> Plan:
+    document = 0 if shared is None else _bytes(shared, method, 0)
+    user = _bytes(own, method, None)
+    free = gpu.memory * (1 - RESERVE) - weights - document
+    fit = max(0, int(free // user))
+    known, rate = speeds.get(_name(method)), None
+    if known is not None and gpu.bandwidth is not None and fit >= demand.users:
+        read = weights + demand.users * (user + document)
+        rate = demand.users * known * gpu.bandwidth / H200 / read
+    return Plan(str(method), weights, user, document, weights + document + demand.users * user, fit, rate)
+
+
+def _bytes(sizes: Sizes, method: Method, more: int | None) -> int:
+    held = sizes.bytes(method, more)
+    if held is None:
+        raise ValueError(f"{method}: what it holds grows beyond any budget or is not known; name another method")
+    return held
+
+
+def _name(method: Method) -> str:
+    """The text form that records of speed have: without the budget and how the text is replayed."""
+    return ":".join(part for part in str(method).split(":") if not part.startswith(("budget=", "replay=")))
