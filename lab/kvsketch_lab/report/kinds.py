@@ -11,6 +11,7 @@ from kvsketch_lab.report.rows import MEMORY, Estimator, Observation, mean_of, va
 
 BIG = "qwen2.5-coder-1.5b (bfloat16)"  # the model that most was measured on
 NOTHING = "not measured"
+SHARED_TEXTS = "several questions about a text"  # of lines whose question is part of the prompt
 Data = dict[str, Any]
 Observe = Callable[["Kind", Record], list[Observation]]
 Places = Callable[["Kind", Data], list[str]]
@@ -103,6 +104,8 @@ def variants(data: Data) -> list[str]:
         result.append(f"read in chunks of {data['chunk']:,}")
     if data.get("file"):
         result.append(f"from {data['file']}")
+    if "lines" in data and data.get("question") == "seen" and " text=" in str(data.get("sample")):
+        result += [] if data.get("budgets_in") == "bytes" else [SHARED_TEXTS]
     if data.get("needles", 1) != 1:
         result.append(f"{data['needles']} needles")
     return result
@@ -119,6 +122,7 @@ def _one_value(kind: Kind, record: Record) -> list[Observation]:
 
 
 ALL_TASKS = "average of the tasks"
+REFERENCE = "beside a reference"
 COMMON_PROTOCOL = "prefix"
 
 
@@ -154,12 +158,17 @@ def _perplexity_places(kind: Kind, data: Data) -> list[str]:
     return [", ".join([f"{data['protocol']}{extent}", *variants(data)])]
 
 
+def _task_places(kind: Kind, data: Data) -> list[str]:
+    """A question counts in the average of the tasks, and in its own."""
+    return [", ".join([place, *variants(data)]) for place in (ALL_TASKS, data["task"])]
+
+
 def _ruler_places(kind: Kind, data: Data) -> list[str]:
     """A question counts in the average of its length, and in its task."""
     return [", ".join([f"{place}, {data['length']:,} tokens", *variants(data)]) for place in (ALL_TASKS, data["task"])]
 
 
-def _ruler_estimate(members: Sequence[Observation]) -> Estimate:
+def _task_estimate(members: Sequence[Observation]) -> Estimate:
     """A task is the mean of its questions, the average the mean of the tasks."""
     return _nested(members, "task")
 
@@ -184,6 +193,16 @@ def _recall(kind: Kind, record: Record) -> list[Observation]:
         for layer, values in by_layer.items()
         for head, value in enumerate(values)
     ]
+
+
+def _summaries(kind: Kind, record: Record) -> list[Observation]:
+    """ROUGE-2 beside the full cache's own summary and, where there is one, beside a reference."""
+    data = record["data"]
+    (place,) = kind.settings(data)
+    result = [observation(kind, record, data["score"], place)]
+    if "reference_rouge" in data:
+        result.append(observation(kind, record, data["reference_rouge"]["rouge2"], f"{place}, {REFERENCE}"))
+    return result
 
 
 def deviation(members: Sequence[Observation]) -> Estimate:
@@ -221,7 +240,29 @@ KINDS = (
         metric="score",
         share=True,
         places=_ruler_places,
-        estimate=_ruler_estimate,
+        estimate=_task_estimate,
+    ),
+    Kind(
+        name="leval",
+        title="L-Eval",
+        text="Questions by people about long documents, with answers that are right or wrong; the average is that of "
+        "the tasks.",
+        measure="right answers",
+        metric="score",
+        share=True,
+        places=_task_places,
+        estimate=_task_estimate,
+    ),
+    Kind(
+        name="summaries",
+        title="Summaries",
+        text="ROUGE-2 of a summary beside the one that the full cache writes, or beside a reference.",
+        measure="ROUGE-2",
+        metric="score",
+        form=".3f",
+        setting=("tokens",),
+        share=True,
+        observe=_summaries,
     ),
     Kind(
         name="attention_error",

@@ -10,24 +10,29 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvsketch_lab.report.papers import balancekv, clusterkv, keyformer, subgen
-from kvsketch_lab.report.papers.claims import Measured, Paper, Shown, counted, shown
+from kvsketch_lab.report.papers.claims import Measured, Paper, Part, Shown, counted, shown
 
 PAPERS = {paper.name: paper for paper in (subgen.PAPER, balancekv.PAPER, clusterkv.PAPER, keyformer.PAPER)}
 
 
+class Line(NamedTuple):
+    shown: Shown
+    links: str  # to its commands
+
+
 class Page(NamedTuple):
     paper: Paper
-    parts: Mapping[str, Sequence[tuple[Shown, str]]]  # lines with the numbers of their commands, by heading
+    parts: Sequence[tuple[Part, Sequence[Line]]]
     commands: Sequence[str]
 
 
 def page(numbers: Measured, name: str) -> Page:
     """What the page of a paper shows."""
     paper = PAPERS[name]
-    lines = {title: [shown(numbers, claim) for claim in claims] for title, claims in paper.parts.items()}
-    commands = list(dict.fromkeys(each for part in lines.values() for line in part for each in line.commands))
-    parts = {title: [(line, _links(line, commands)) for line in part] for title, part in lines.items()}
-    return Page(paper, parts, commands)
+    lines = [[shown(numbers, claim) for claim in part.claims] for part in paper.parts]
+    commands = list(dict.fromkeys(each for part in lines for line in part for each in line.commands))
+    parts = [[Line(line, _links(line, commands)) for line in part] for part in lines]
+    return Page(paper, list(zip(paper.parts, parts, strict=True)), commands)
 
 
 def _links(line: Shown, commands: Sequence[str]) -> str:

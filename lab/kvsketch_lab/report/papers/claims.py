@@ -29,14 +29,15 @@ HOLDS, FAILS, CLOSE = "holds", "does not hold", "too close to tell"
 OTHER, CANNOT, NO_NUMBER = "other conditions", "cannot be run here", "no number"
 VERDICTS = (HOLDS, FAILS, CLOSE, OTHER, CANNOT, NO_NUMBER, NOTHING)
 UNITS = {"lines": "questions", "needle": "needles", "ruler": "questions", "attention_error": "runs",
-         "errors": "runs", "perplexity": "runs", "recall": "query heads", "rouge": "texts", "leval": "questions",
-         "equal_bytes": "questions"}  # fmt: skip
+         "perplexity": "runs", "recall": "query heads"}  # fmt: skip
 COMPARISON = re.compile(r"(.+?) (<|>|<=|>=) (?:([\d.]+) \* )?(.+)")
 COMPARE = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}
 
 
 class Measured(Protocol):
     """What knows the records: `docs.Numbers`."""
+
+    def select(self, kind: str, /, **where: Any) -> list[Data]: ...
 
     def measurements(self, kind: str, formula: str, /, **where: Any) -> list[tuple[Any, Data]]: ...
 
@@ -67,24 +68,32 @@ def answers(kind: str, method: str, budget: str, setting: str, /, form: str = ".
 
 class Value(NamedTuple):
     estimate: Estimate
-    count: int | None
+    samples: int | None
     command: str
 
 
 def value_of(numbers: Measured, wanted: Ask) -> Value | None:
     """The number asked for; None where no record has it."""
-    known = numbers.measurements(wanted.kind, wanted.formula, **wanted.where)
+    known = numbers.measurements(wanted.kind, wanted.formula, **_where(numbers, wanted))
     below = value_of(numbers, wanted.over) if wanted.over else None
     if not known or (wanted.over and below is None):
         return None
-    first, row = known[-1]
-    if isinstance(first, Estimate):
-        if len(known) > 1:
-            raise ValueError(f"{wanted.kind} {dict(wanted.where)} names {len(known)} rows; name one")
-        return Value(first, row.get("count", row.get("questions")), row.get("command", ""))
+    if isinstance(known[0][0], Estimate):
+        value, row = max(known, key=lambda each: each[1].get("count", 0))
+        return Value(value, row.get("count"), row.get("command", ""))
     value = mean([each for each, _ in known])
     value = value / below.estimate.value if below else value
-    return Value(Estimate(value, None, None), len(known) if len(known) > 1 else None, row.get("command", ""))
+    return Value(Estimate(value, None, None), len(known) if len(known) > 1 else None, known[-1][1].get("command", ""))
+
+
+def _where(numbers: Measured, wanted: Ask) -> dict[str, Any]:
+    """What is asked for, the method in every order of its parts that records have."""
+    others = {name: value for name, value in wanted.where.items() if name != "method"}
+    if len(others) == len(wanted.where):
+        return others
+    parts = set(wanted.where["method"].split(":"))
+    known = {str(row.get("method")) for row in numbers.select(wanted.kind, **others)}
+    return others | {"method": [text for text in known if set(text.split(":")) == parts]}
 
 
 @dataclass(frozen=True)
@@ -96,8 +105,9 @@ class Claim:
     rule: str = ""
     verdict: str = ""  # where there is no rule
     why: str = ""
-    on: str = ""  # what we measured on, in words
+    on: str = ""  # what we measured on, where it is not what the part says
     test: str = ""  # the test that checks it: file::function
+    beside: Mapping[str, Ask] = field(default_factory=dict)  # numbers of the rule that other lines show
     brief: bool = False  # of many comparisons only how many hold
 
     def comparisons(self) -> list[str]:
@@ -116,10 +126,11 @@ class Shown(NamedTuple):
 
 
 def shown(numbers: Measured, claim: Claim) -> Shown:
-    values = {name: value_of(numbers, each) for name, each in claim.ours.items()}
+    values = {name: value_of(numbers, each) for name, each in {**claim.ours, **claim.beside}.items()}
     kind, told = judged(claim, values)
-    reasons = "; ".join(filter(None, [told, claim.why]))
-    commands = tuple(dict.fromkeys(value.command for value in values.values() if value and value.command))
+    reasons = "; ".join(filter(None, [told, claim.why])) if kind != NOTHING else ""
+    own = [value for name in claim.ours if (value := values[name])]
+    commands = tuple(dict.fromkeys(value.command for value in own if value.command))
     return Shown(
         f"**{claim.at}**: {claim.says}" if claim.says else f"**{claim.at}**",
         claim.setting,
@@ -133,7 +144,7 @@ def shown(numbers: Measured, claim: Claim) -> Shown:
 def judged(claim: Claim, values: Mapping[str, Value | None]) -> tuple[str, str]:
     """The verdict, and the comparison that decided it where it is not that all hold."""
     if not claim.rule:
-        missing = claim.ours and not any(values.values())
+        missing = claim.ours and not any(values[name] for name in claim.ours)
         given = claim.verdict or (HOLDS if claim.test else NOTHING)
         return NOTHING if missing else given, ""
     results = {text: holds(text, values) for text in claim.comparisons()}
@@ -188,11 +199,12 @@ def _edges(estimate: Estimate) -> tuple[float, float]:
 def _ours(claim: Claim, values: Mapping[str, Value | None]) -> str:
     if claim.test:
         return f"checked by `{claim.test}`"
-    if not claim.ours:
-        return claim.on or "-"
-    if not any(values.values()):
-        return NOTHING
-    counts = {(UNITS.get(claim.ours[name].kind, ""), value.count) for name, value in values.items() if value}
+    own = {name: values[name] for name in claim.ours}
+    if not any(own.values()):
+        return claim.on if not claim.ours and claim.verdict else NOTHING
+    if claim.brief:
+        return claim.on
+    counts = {(UNITS.get(claim.ours[name].kind, ""), value.samples) for name, value in own.items() if value}
     common = counts.pop() if len(counts) == 1 else ("", None)
     texts = [_named(name, claim.ours[name], values[name], common[1]) for name in claim.ours]
     many = f"; {common[1]:,} {common[0]}" if common[0] and common[1] else ""
@@ -202,8 +214,8 @@ def _ours(claim: Claim, values: Mapping[str, Value | None]) -> str:
 def _named(name: str, wanted: Ask, value: Value | None, common: int | None) -> str:
     if value is None:
         return f"{name} {NOTHING}"
-    own = f" ({value.count:,} {UNITS.get(wanted.kind, '')})" if value.count and value.count != common else ""
-    own = own if wanted.kind in UNITS else ""
+    apart = wanted.kind in UNITS and value.samples and value.samples != common
+    own = f" ({value.samples:,} {UNITS[wanted.kind]})" if apart else ""
     return f"{name} {interval_text(value.estimate, wanted.form)}{wanted.unit}{own}"
 
 
@@ -214,14 +226,23 @@ def counted(lines: Iterable[Shown]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Claims under one heading, with what their settings have in common."""
+
+    title: str
+    claims: Sequence[Claim]
+    words: str = ""
+
+
+@dataclass(frozen=True)
 class Paper:
     """A page."""
 
     name: str
     title: str
     methods: Sequence[str]  # ours, in the setting of the paper
-    parts: Mapping[str, Sequence[Claim]]  # by heading
+    parts: Sequence[Part]
 
     @property
     def claims(self) -> list[Claim]:
-        return [claim for part in self.parts.values() for claim in part]
+        return [claim for part in self.parts for claim in part.claims]
