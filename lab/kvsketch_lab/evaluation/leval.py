@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from kvsketch.models.identity import text_sha256
-from kvsketch.options import option
 from kvsketch_lab.evaluation import result_table, runner
 from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
+from kvsketch_lab.options import option
 
 
 class Task(NamedTuple):

@@ -26,10 +26,10 @@ from rich.table import Table
 
 from kvsketch.models import encode_chat, texts
 from kvsketch.models.identity import text_sha256
-from kvsketch.options import option
 from kvsketch_lab.evaluation import passages, result_table, runner
 from kvsketch_lab.evaluation.experiment import FAILED, Cell
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions
+from kvsketch_lab.options import option
 
 LEAD = "Summarize the following text in a few sentences.\n\n"
 

@@ -21,7 +21,6 @@ from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.operations.layers import HEAD_SIZE, KV_HEADS, LAYERS, SCALE
 from kvsketch_lab.benchmark.operations.operation import Operation, as_timing
 from kvsketch_lab.benchmark.runner import Fields
-from kvsketch_lab.options import option
 
 BLOCK = 256
 TARGET = 0.03  # of prefill, for two halvings

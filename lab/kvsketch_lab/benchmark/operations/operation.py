@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from kvsketch_lab.options import option
 from kvsketch_lab.benchmark import shapes
 from kvsketch_lab.benchmark.device import Call, Timing, spread
 from kvsketch_lab.benchmark.operations.layers import KEYS, LAYERS, SIZES
 from kvsketch_lab.benchmark.runner import Benchmark, Fields, Trial
+from kvsketch_lab.options import option
 
 
 @dataclass
