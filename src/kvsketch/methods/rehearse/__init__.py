@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsketch.methods.budget import Size, Tokens
 from kvsketch.methods.parameters import option
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
-from kvsketch.methods.replay import Replay, first_keys
+from kvsketch.methods.replay import Piece, Replay, first_keys, pieces_of
 from kvsketch.methods.waiting import (
     Waiting,
     WaitingMethod,
@@ -28,9 +28,10 @@ from kvsketch.slots.layout import Layout
 from kvsketch.slots.table import SlotTable, require_finite
 from kvsketch.slots.tensors import fetching
 
-REPLAYS = VIRTUAL, EXACT = ("virtual", "exact")
+REPLAYS = VIRTUAL, EXACT, SAMPLED = ("virtual", "exact", "sampled")
 REFITS = ("full", "fold", "none")
 QUERIES = 1024  # of a chunk and KV head that a refit takes
+LEAST_SAMPLE = 128  # tokens; where a sample has fewer, the model repeats all
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Rehearse(WaitingMethod):
     placeless: ClassVar[str] = "for its weights are refitted to the distances of the text"
 
     recent: Size | int | str = 32
-    replay: str = option(VIRTUAL, "exact: the model repeats the text in a second forward", REPLAYS)
+    replay: str = option(VIRTUAL, "exact: the model repeats the text in a second forward; sampled: a part of it", REPLAYS)
+    sample: Size | int | str = option("1/8", "tokens that replay=sampled repeats: a number, or a share of the text")
     refit: str = option("full", "how weights and values of what stays are refitted", REFITS)
     chunk: int = option(2048, "tokens that are rehearsed together")
     wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are rehearsed")
@@ -73,25 +75,40 @@ class Rehearse(WaitingMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_tokens("chunk", "wait")
+        self._set("sample", Size.parse(self.sample, f"{self.name}: sample"))
 
     # score: what the text would look at if it came again
 
     @property
     def repeats(self) -> bool:
         """Whether the model repeats a prompt in a second forward (`cache.repetition`)."""
-        return self.replay == EXACT
+        return self.replay in (EXACT, SAMPLED)
 
     @property
     def _replay(self) -> Replay:
         return Replay(self.chunk, self.sinks, 0 if self.refit == "none" else QUERIES)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
-        if not (self.repeats and self.queue(table).owe()):
+        # Rows with left padding cannot be repeated together.
+        can_repeat = self.repeats and not (self.replay == SAMPLED and table.padding is not None)
+        if not (can_repeat and self.queue(table).owe()):
             super().compress(table, queries)
+        elif self.replay == SAMPLED:
+            self.score(table, queries)
 
-    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
-        """The model has repeated a chunk of `tokens` tokens, with these queries and keys [B, H, m, D]."""
-        self._replay.exact(table, queries, copies, tokens)
+    def pieces(self, tokens: int, most: int) -> list[Piece]:
+        """What the model repeats of so many tokens, at most `most` at a time."""
+        if self.replay == EXACT:
+            return pieces_of(tokens, min(self.chunk, most), tokens)
+        sample = cast(Size, self.sample).of(tokens)
+        return pieces_of(tokens, self.chunk, tokens if sample < LEAST_SAMPLE else sample)
+
+    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, piece: Piece) -> None:
+        """The model has repeated a piece, with these queries and keys [B, H, m, D]."""
+        if self.replay == EXACT:
+            self._replay.exact(table, queries, copies, piece.tokens)
+        else:
+            self._replay.piece(table, queries, copies, piece)
 
     def score(self, table: SlotTable, queries: Tensor) -> None:
         self._replay.virtual(table, queries)
@@ -99,6 +116,11 @@ class Rehearse(WaitingMethod):
     # keep: the best of all heads, refitted
 
     def settle(self, tables: Sequence[SlotTable]) -> None:
+        if self.queue(tables[0]).owed:
+            return
+        for table in tables:
+            if (state := table.state_of(Waiting)).real is not None:
+                self._replay.complete(table, self.pieces(state.scored, state.scored))
         if not (keep := self.chosen(tables, self.chunk)):
             return
         if self.refit == "none":
@@ -195,4 +217,4 @@ class Rehearse(WaitingMethod):
 
     @property
     def needs_angles(self) -> tuple[str, str] | None:
-        return ("rotates queries", "replay=exact") if self.replay == VIRTUAL else None
+        return ("rotates queries", "replay=exact") if self.replay != EXACT else None
