@@ -6,7 +6,7 @@ score(j) = max over the queries i of the repetition, and the query heads of the 
 exact      the model repeats the text in a second forward (`cache.repetition`), as in KVzip (arXiv 2505.23416)
 virtual    queries of the text are rotated to the positions of a repetition, which rotary embeddings allow; no
            forward is needed
-sampled    the model repeats a piece of each chunk; a map from virtual to real scores (`score_map`), fitted on these
+sampled    the model repeats a piece of each chunk; a map from virtual to real scores (`replay_map`), fitted on these
            pieces, predicts the others
 learned    a map that was fitted on other texts (`kvsketch fit`) predicts all
 """
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods import score_map
+from kvsketch.methods import replay_map
 from kvsketch.methods.budget import Tokens
+from kvsketch.methods.replay_map import ReplayMap
 from kvsketch.methods.waiting import Waiting, newest, newest_slots, own_sinks
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.table import SlotTable
@@ -51,6 +52,7 @@ class Replay:
     chunk: int  # tokens that are repeated together
     sinks: int
     samples: int = 0  # queries of a chunk and KV head for a refit
+    learned: ReplayMap | None = None  # from first queries and virtual scores to real ones
 
     def exact(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
         """Scores the next `tokens` tokens that the model has repeated.
@@ -91,11 +93,18 @@ class Replay:
         """Scores of all tokens from those of the pieces that the model has repeated."""
         state = table.state_of(Waiting)
         assert state.score is not None and state.real is not None
-        slots = newest_slots(table, state.scored)
-        x = score_map.features(state.score.gather(2, slots), *newest(table, slots))
+        slots, x = newest_slots(table, state.scored), self.features(table)
         at = torch.cat([torch.arange(piece.begin, piece.end, device=x.device) for piece in pieces])
-        state.score.scatter_(2, slots, score_map.completed(x, state.real, at))
+        state.score.scatter_(2, slots, replay_map.completed(x, state.real, at))
         state.real = None
+
+    def features(self, table: SlotTable) -> Tensor:  # [B, H, n, F]
+        """What is known of the tokens that have virtual scores."""
+        state = table.state_of(Waiting)
+        assert state.score is not None
+        slots = newest_slots(table, state.scored)
+        hidden = None if table.padding is None else (table.padding - (table.seen - state.scored)).clamp_min(0)
+        return replay_map.features(state.score.gather(2, slots), *newest(table, slots), hidden)
 
     def virtual(self, table: SlotTable, queries: Tensor) -> None:
         """Scores the newest tokens, those of the queries [B, Hq, n, D]."""
@@ -104,6 +113,8 @@ class Replay:
         slots = newest_slots(table, new)  # [B, H, n]
         keys = newest(table, slots)[0]
         queries, pads = queries.to(keys.dtype), table.padding
+        if whole := self.learned is not None and table.appended == new > 1:
+            queries = self._as_repeated(table, queries)
         first, sinks = first_keys(table, self.sinks), own_sinks(table, self.sinks)
         angles = whole_turns(tuple(table.rotary), queries.device)
         lengths, done = equal_chunks(new, self.chunk), 0
@@ -124,6 +135,22 @@ class Replay:
             done = end
         result, asked = (part[0] if len(part) == 1 else torch.cat(part, 2) for part in (scores, again))
         table.state_of(Waiting).note(table, slots, result, lengths, asked)
+        if whole:
+            self._learned_scores(table, slots)
+
+    def _as_repeated(self, table: SlotTable, queries: Tensor) -> Tensor:
+        """Queries [B, Hq, n, D] as the model would have them if it repeated the newest tokens, at the first places."""
+        assert self.learned is not None
+        angles = whole_turns(tuple(table.rotary), queries.device)
+        places = positions_of(table, queries.shape[2])
+        plain = ops.rotate_queries(queries, -places, angles)
+        return ops.rotate_queries(self.learned.queries_of(table.layer_idx, plain), places, angles)
+
+    def _learned_scores(self, table: SlotTable, slots: Tensor) -> None:
+        assert self.learned is not None
+        state = table.state_of(Waiting)
+        if state.score is not None and (weights := self.learned.scores_of(table.layer_idx, slots.device)) is not None:
+            state.score.scatter_(2, slots, replay_map.predicted(self.features(table), weights))
 
 
 def piece_scores(q: Tensor, k: Tensor, sinks: Tensor, copies: Tensor, scale: float, begin: int) -> Tensor:
@@ -162,6 +189,13 @@ def runs(lengths: list[int], most: int) -> Iterator[tuple[int, int]]:
         count = len(list(equal))
         for start in range(0, count, most):
             yield length, min(most, count - start)
+
+
+def positions_of(table: SlotTable, count: int) -> Tensor:  # [B, count]
+    """The positions of the last `count` tokens of each row; of left padding any."""
+    last = table.before + table.seen
+    result = torch.arange(last - count, last, device=table.device).expand(table.shape[0], -1)
+    return result if table.padding is None else (result - table.padding.view(-1, 1)).clamp_min(0)
 
 
 def first_keys(table: SlotTable, sinks: int) -> Tensor:  # [B, H, sinks, D]

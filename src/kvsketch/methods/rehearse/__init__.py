@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from kvsketch.methods.budget import Size, Tokens
 from kvsketch.methods.parameters import option
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
 from kvsketch.methods.replay import Piece, Replay, first_keys, pieces_of
+from kvsketch.methods.replay_map import ReplayMap
 from kvsketch.methods.waiting import (
     Waiting,
     WaitingMethod,
@@ -28,7 +30,7 @@ from kvsketch.slots.layout import Layout
 from kvsketch.slots.table import SlotTable, require_finite
 from kvsketch.slots.tensors import fetching
 
-REPLAYS = VIRTUAL, EXACT, SAMPLED = ("virtual", "exact", "sampled")
+REPLAYS = VIRTUAL, EXACT, SAMPLED, LEARNED = ("virtual", "exact", "sampled", "learned")
 REFITS = ("full", "fold", "none")
 QUERIES = 1024  # of a chunk and KV head that a refit takes
 LEAST_SAMPLE = 128  # tokens; where a sample has fewer, the model repeats all
@@ -65,16 +67,22 @@ class Rehearse(WaitingMethod):
     placeless: ClassVar[str] = "for its weights are refitted to the distances of the text"
 
     recent: Size | int | str = 32
-    replay: str = option(VIRTUAL, "exact: the model repeats the text in a second forward; sampled: a part of it", REPLAYS)
+    replay: str = option(
+        VIRTUAL, "exact: the model repeats the text in a second forward; sampled: a part of it; learned: a map", REPLAYS
+    )
     sample: Size | int | str = option("1/8", "tokens that replay=sampled repeats: a number, or a share of the text")
     refit: str = option("full", "how weights and values of what stays are refitted", REFITS)
     chunk: int = option(2048, "tokens that are rehearsed together")
     wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are rehearsed")
+    map: str = option("", "file of replay=learned, which `kvsketch fit` has written; empty: that of the model, if any")
     bits: int = 4
+    learned: ClassVar[ReplayMap | None] = None  # what `map` holds, once the model is known
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_tokens("chunk", "wait")
+        if self.map and self.replay != LEARNED:
+            raise ValueError(f"{self.name}: map={self.map} is for replay=learned; replay is {self.replay}")
         self._set("sample", Size.parse(self.sample, f"{self.name}: sample"))
 
     # score: what the text would look at if it came again
@@ -86,7 +94,13 @@ class Rehearse(WaitingMethod):
 
     @property
     def _replay(self) -> Replay:
-        return Replay(self.chunk, self.sinks, 0 if self.refit == "none" else QUERIES)
+        return Replay(self.chunk, self.sinks, 0 if self.refit == "none" else QUERIES, self.learned)
+
+    def with_map(self, learned: ReplayMap) -> Self:
+        """The method with the maps of a model (`cache.fitting`)."""
+        result = copy.copy(self)
+        result._set("learned", learned)
+        return result
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         # Rows with left padding cannot be repeated together.
