@@ -17,7 +17,9 @@ from kvsketch.defaults import CHUNK
 def fit(
     model: Annotated[str, typer.Argument(help="Short name (`kvsketch models`), local folder, .gguf file or hub name.")],
     text: Annotated[list[Path], typer.Option(help="Text files, or folders of them, unlike those of later questions.")],
-    out: Annotated[Path | None, typer.Option(help="Where the maps go; unless given, where caches look for them.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the maps go; unless given, where caches look for them.")
+    ] = None,
     length: Annotated[int, typer.Option(min=256, help="Tokens that are read and repeated at a time.")] = 2 * CHUNK,
     tokens: Annotated[int, typer.Option(min=256, help="Tokens of all texts, the first of every file.")] = 131_072,
     again: Annotated[bool, typer.Option("--again", help="Fit again where there are maps of this model.")] = False,
@@ -67,5 +69,5 @@ def _parts(tokenizer: Any, files: list[Path], length: int, tokens: int) -> list[
         ids = document_ids(tokenizer, file_text(file))[:, :left]
         result += [part for part in ids.split(length, 1) if part.shape[1] >= min(256, length)]
     if not result:
-        raise ValueError(f"{', '.join(map(str, files)) or 'the folder'} holds fewer than 256 tokens to read; use longer texts")
+        raise ValueError(f"--text has {len(files)} file(s), none with 256 tokens or more; use longer texts")
     return result

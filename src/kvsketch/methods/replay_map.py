@@ -7,8 +7,8 @@
                l   = log(virtual score + FLOOR)
     fit        W = argmin mean |target - [x, 1] W|^2 + ridge |W|^2  with x of unit variance; the constant is free
 
-`replay=sampled` fits scores on the tokens of a text that the model has repeated. `kvsketch fit` fits both on other texts,
-once for a model (`replay=learned`).
+`replay=sampled` fits scores on the tokens of a text that the model has repeated. `kvsketch fit` fits both on other
+texts, once for a model (`replay=learned`).
 Legend: B batch rows, Hq query heads, H KV heads, n tokens, D head size, F features.
 """
 
