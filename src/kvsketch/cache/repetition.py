@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvsketch.cache import rollback, rotary
+from kvsketch.cache import promise, rollback, rotary
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.masks import Prompt
 from kvsketch.methods.base import Method
@@ -78,8 +78,9 @@ def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor 
     _require(cache, input_ids, owed)
     said = ids[:, :0] if instruction is None else torch.as_tensor(instruction, device=ids.device).view(1, -1)
     said = said.expand(len(ids), -1)
-    lengths = equal_chunks(owed, min(method.chunk, cache.chunk))
-    _require_positions(cache, model, lengths, said.shape[1])
+    # A virtual replay has scored them already.
+    lengths = equal_chunks(owed, min(method.chunk, cache.chunk)) if not method.queue(tables[0]).state.scored else []
+    _require_positions(cache, model, lengths or [promise.LENGTH], said.shape[1])
     for table in tables:
         method.queue(table).start_repetition()
     try:
@@ -88,8 +89,11 @@ def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor 
             ahead = torch.cat([said, ids[:, max(0, begin - BEFORE) : begin]], 1)
             _say(cache, method, model, torch.cat([ahead, ids[:, begin : begin + length]], 1), length)
             begin += length
-        with plain():
-            cache.method.settle(tables)
+        if getattr(method, "loss", None) is not None:
+            promise.keep(cache, model, ids, said)
+        else:
+            with plain():
+                cache.method.settle(tables)
     except BaseException:
         cache._break_off("a text that the model was repeating")
         raise

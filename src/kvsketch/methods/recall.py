@@ -58,6 +58,10 @@ class RecallingMethod(Method, ABC):
             value = getattr(self, name)
             self._require(name, isinstance(value, int) and value >= 0, "a whole number, 0 or more")
         self._require("seed", isinstance(self.seed, int), "a whole number")
+        if self.stored_bits.auto and self.offload != "none":
+            raise ValueError(
+                f"{self.name}: bits=auto is refused with offload={self.offload}; use bits=4 or offload=none"
+            )
         self._require(
             "keep_steps", isinstance(self.keep_steps, int) and self.keep_steps >= 1, "a whole number, 1 or more"
         )

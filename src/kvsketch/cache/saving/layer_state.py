@@ -33,7 +33,7 @@ from kvsketch.slots.table import SlotTable
 BOUNDED = ("index", "log_num", "log_den", "next_slot", "clock")
 SAVED = (
     "keys", "values", *BOUNDED, "padding", "seen", "length", "appended", "new_tokens", "prompt_tokens", "settled",
-    "layout", "capacity", "scale",
+    "layout", "capacity", "scale", "chosen_bits",
 )  # fmt: skip
 S = TypeVar("S", bound=TableState)
 
@@ -123,7 +123,7 @@ class LayerReader:
             setattr(layer, name, self._decode(value))
 
     def _table(self, new: SlotTable, method: Method, saved: dict[str, Any]) -> SlotTable:
-        saved = {"capacity": None, **saved}  # earlier files do not name it
+        saved = {"capacity": None, "chosen_bits": 0, **saved}  # earlier files do not name them
         _require_names("a table", saved, (*SAVED, "state", "hot", "host"))
         values = {name: self._decode(saved[name]) for name in SAVED if name != "layout"}
         if (values["keys"] is None) != (values["values"] is None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from kvsketch.methods.waiting import (
     own_sinks,
     settle_slots,
 )
+from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.codes import PLAIN
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.table import SlotTable, require_finite
@@ -68,18 +69,26 @@ class Rehearse(WaitingMethod):
     refit: str = option("full", "how weights and values of what stays are refitted", REFITS)
     chunk: int = option(2048, "tokens that are rehearsed together")
     wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are rehearsed")
-    bits: int = 4
+    loss: Size | str | None = option(None, "likelihood that a repetition may lose, such as 2%, in place of a budget")
+    bits: int | str = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_tokens("chunk", "wait")
+        if self.loss in (None, "None"):
+            self._set("loss", None)
+            return
+        loss = Size.parse(cast(str, self.loss), f"{self.name}: loss")
+        self._set("loss", loss)
+        self._require("loss", loss.share is not None, "a share such as 2%")
+        self._require("budget", self.budget_size == Size.parse("50%"), "no budget beside loss")
 
     # score: what the text would look at if it came again
 
     @property
     def repeats(self) -> bool:
-        """Whether the model repeats a prompt in a second forward (`cache.repetition`)."""
-        return self.replay == EXACT
+        """Whether the model repeats a prompt in a second forward (`cache.repetition`), or parts of it for a promise."""
+        return self.replay == EXACT or self.loss is not None
 
     @property
     def _replay(self) -> Replay:
@@ -88,6 +97,8 @@ class Rehearse(WaitingMethod):
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         if not (self.repeats and self.queue(table).owe()):
             super().compress(table, queries)
+        elif self.replay == VIRTUAL:
+            self.score(table, queries)
 
     def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
         """The model has repeated a chunk of `tokens` tokens, with these queries and keys [B, H, m, D]."""
@@ -99,7 +110,7 @@ class Rehearse(WaitingMethod):
     # keep: the best of all heads, refitted
 
     def settle(self, tables: Sequence[SlotTable]) -> None:
-        if not (keep := self.chosen(tables, self.chunk)):
+        if self.queue(tables[0]).owed or not (keep := self.chosen(tables, self.chunk)):
             return
         if self.refit == "none":
             self.keep_chosen(tables, keep)
@@ -188,6 +199,13 @@ class Rehearse(WaitingMethod):
     @property
     def continues(self) -> bool:
         return not self.repeats
+
+    @property
+    def alone(self) -> str:  # type: ignore[override]
+        return "" if self.loss is None else "every text has a budget of its own"
+
+    def held_bytes(self, shape: LayerShape) -> int | None:  # type: ignore[override]
+        return None if self.loss is not None else super().held_bytes(shape)
 
     @property
     def apart(self) -> str:
