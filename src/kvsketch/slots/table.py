@@ -671,12 +671,10 @@ class BoundedTable(SlotTable):
         states = self.state.slot_tensors()
         # One score per slot goes with the token, in the same launch.
         score = next((state for state in states if is_score(state)), None)
-        own = self.index, self.log_den, self.log_num, self.next_slot, self.clock, keys, values, score
-        if isinstance(self.keys, PlainSlots) and isinstance(self.values, PlainSlots) and self.layout is None:
-            ops.write_token(self.keys.read, self.values.read, *own)
-        else:
-            start = None if self.layout is None else self.layout.start
-            ops.write_coded_token(self.keys.read, self.values.read, *own, start)
+        ops.write_token(
+            self.keys.read, self.values.read, self.index, self.log_den, self.log_num, self.next_slot, self.clock,
+            keys, values, score, None if self.layout is None else self.layout.start,
+        )  # fmt: skip
         for state in (state for state in states if state is not score):
             self._fill(state, self.next_slot, 0)
 
