@@ -2,20 +2,22 @@
 
     kvsketch eval promise --model qwen2.5-coder-1.5b --texts held-out:50 --tokens 2048 --methods rehearse:loss=2%
 
-A text is a speech, or so many lines as in LongEval (`--lines`). A method with a promise reads it and chooses its budget by
-chunks that the model repeats. Then other passages of the text are repeated, between these chunks, and, of lines, the
+A text is a speech, or so many lines as in LongEval (`--lines`). A method with a promise reads it and chooses its budget
+by chunks that the model repeats. Then other passages of the text are repeated, between these chunks, and, of lines, the
 numbers of some lines are asked for.
 
     bytes       share of a full cache; chosen: the method that was kept
     tried       loss of the chunks that decided, in nats by token, with the cache that was kept
     loss        loss of the other passages
     kept        1 where that is within the promise
-    answers     loss of the answers' tokens, of lines; right, full_right: share of answers whose every token is the argmax
+    answers     loss of the answers' tokens, of lines
+    right       share of answers whose every token is the argmax; full_right: with the full cache
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -113,7 +115,7 @@ class Text:
         # Passages of the same length in the middle between two chunks that decide.
         self.spans = [
             ((a + b) // 2, (a + b) // 2 + LENGTH)
-            for (a, _), (b, _) in zip(tried, tried[1:], strict=False) if b - a >= 2 * LENGTH
+            for (a, _), (b, _) in itertools.pairwise(tried) if b - a >= 2 * LENGTH
         ] or tried  # fmt: skip
         self.full, self.full_answers = self._told("full")
 
