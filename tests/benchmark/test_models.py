@@ -112,7 +112,8 @@ def test_what_cannot_be_offloaded_is_refused_with_the_choices() -> None:
 
 def test_differing_tokens_are_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = {"device_ms": 2.0, "host_ms": 3.0, "copied_bytes": 1e6, "hit_rate": 0.5}
-    monkeypatch.setattr(offload.Offload, "built", zoo.build("llama"))
+    for name in ("built", "checked"):
+        monkeypatch.setattr(offload.Offload, name, zoo.build("llama"))
     monkeypatch.setattr(offload.Offload, "compared", lambda self, method, batch: result)
     monkeypatch.setattr(offload, "same_tokens", lambda model, near, *_: near.name == "clusterkv")
     out = tmp_path / "offload.jsonl"
