@@ -21,7 +21,15 @@ from kvsketch.serve.grammar import NEEDS, Grammars
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.metrics import Metrics
 from kvsketch.serve.requests import Closed, Engine, Full, Guide, Request, Ticket, unused_settings
-from kvsketch.serve.schema import DEFAULT_NEW_TOKENS, ApiError, Asked, ChatAsked, CompletionAsked, did_you_mean
+from kvsketch.serve.schema import (
+    DEFAULT_NEW_TOKENS,
+    ApiError,
+    Asked,
+    ChatAsked,
+    CompletionAsked,
+    ResponseAsked,
+    did_you_mean,
+)
 from kvsketch.serve.text import GrowingText, Template
 from kvsketch.serve.tools import Calls
 from kvsketch.slots.positions import CACHE
@@ -147,6 +155,12 @@ class Service:
             names = {tool["function"]["name"] for tool in asked.offered}
             for choice in answer.choices:
                 choice.calls = Calls(names, one=asked.parallel_tool_calls is False)
+        return answer
+
+    def response(self, asked: ResponseAsked) -> Answer:
+        """The same for the newer endpoint."""
+        answer = self.chat(asked.chat())
+        answer.id = answer.id.replace("chatcmpl-", "resp_")
         return answer
 
     def _guide(self, asked: ChatAsked) -> Callable[[], Guide] | None:
