@@ -169,11 +169,13 @@ def test_each_request_is_a_line_in_the_log(server: Server, caplog: pytest.LogCap
         call(server, "POST", "/v1/chat/completions", body, **{"X-Request-Id": "one"})
         call(server, "POST", "/v1/chat/completions", {**body, "stream": True}, **{"X-Request-Id": "two"})
         call(server, "POST", "/v1/chat/completions", {**body, "model": "x"}, **{"X-Request-Id": "three"})
+        call(server, "POST", "/v1/chat/completions", {**body, "model": "x\n\x1b[1m"}, **{"X-Request-Id": "four"})
         call(server, "GET", "/health")
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert [line.rpartition(" ")[2] for line in lines] == ["[one]", "[two]", "[three]"]
+    assert [line.rpartition(" ")[2] for line in lines] == ["[one]", "[two]", "[three]", "[four]"]
     assert all("127.0.0.1 POST /v1/chat/completions" in line for line in lines)
     assert all(" 200 " in line and "23 tokens in, 6 out" in line for line in lines[:2])
+    assert all(line.isprintable() for line in lines)
     assert " 404 " in lines[2] and "there is no model 'x'" in lines[2]
 
 
@@ -209,7 +211,10 @@ def test_responses_have_the_text_of_a_chat(client: Any) -> None:
     assert [event.sequence_number for event in events] == [*range(len(events))]
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
     assert events[-1].type == "response.incomplete" and events[-1].response.output_text == whole.output_text
-    again = client.responses.create(input=[*ASK, *whole.output, *ASK], max_output_tokens=6, **options)
+    again = client.responses.create(
+        input=[*ASK, *whole.output, *ASK], max_output_tokens=6, **options, extra_body={"n": 2}
+    )
+    assert len(again.output) == 1 and again.usage.output_tokens == 6
     assert again.usage.input_tokens > 2 * len(ASK[0]["content"])
 
 

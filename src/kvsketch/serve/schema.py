@@ -171,8 +171,6 @@ class StreamOptions(Lenient):
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
-
-
 Tokens = Annotated[list[int], Field(min_length=1)]
 
 
@@ -298,21 +296,20 @@ class ResponseAsked(Asked):
         rules = [Message(role="system", content=self.instructions)] if self.instructions else []
         own = {name: getattr(self, name) for name in Asked.model_fields}
         return ChatAsked.model_construct(**{
-            **own, "messages": [*rules, *self.input], "max_tokens": self.max_output_tokens, "document": self.document,
-            "response_format": None if self.text is None else self.text.format,
+            **own, "messages": [*rules, *self.input], "max_tokens": self.max_output_tokens, "n": 1,
+            "document": self.document, "response_format": None if self.text is None else self.text.format,
         })  # fmt: skip
 
 
 class CompletionAsked(Asked):
     prompt: str | Annotated[list[str], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """One or more, each a text or token ids."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if one else self.prompt  # type: ignore[return-value]
-
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     @property
     def alternatives(self) -> int | None:

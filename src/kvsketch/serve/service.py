@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -148,7 +147,7 @@ class Service:
         write = self.template.chat if number is None else self.template.after_document
         try:
             ids = write(messages, asked.offered)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(400, str(error), "invalid_messages", "messages") from None
         answer = self._start(asked, [ids], "chatcmpl-", document, self._guide(asked))
         if asked.offered:
@@ -169,20 +168,17 @@ class Service:
         if wanted is None and not asked.demanded:
             return None
         param = "tool_choice" if asked.demanded else "response_format"
-        if asked.demanded:
-            grammar = self.grammars.call(asked.demanded)
-        elif asked.offered and wanted is not None:
-            grammar = self.grammars.call(asked.offered, wanted)
-        else:
-            grammar = self.grammars.json(wanted or {})
-        guide = functools.partial(self.grammars.guide, grammar)
+        tools = asked.demanded or asked.offered
         try:
-            guide()
+            if tools:
+                grammar = self.grammars.call(tools, None if asked.demanded else wanted)
+            else:
+                grammar = self.grammars.json(wanted or {})
+            return self.grammars.guides(grammar)
         except ImportError:
             raise ApiError(400, f"{param} {NEEDS}", "unsupported_parameter", param) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(400, f"{param}: {error}", "invalid_value", param) from None
-        return guide
 
     def completion(self, asked: CompletionAsked) -> Answer:
         """Starts the continuation of a text."""
