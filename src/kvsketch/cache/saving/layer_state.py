@@ -124,7 +124,7 @@ class LayerReader:
             setattr(layer, name, self._decode(value))
 
     def _table(self, new: SlotTable, method: Method, saved: dict[str, Any]) -> SlotTable:
-        saved = {"capacity": None, **saved}  # earlier files do not name it
+        saved = {"capacity": None, "chosen_bits": 0, **saved}  # earlier files do not name them
         _require_names("a table", saved, (*SAVED, "state", "hot", "host"))
         values = {name: self._decode(saved[name]) for name in SAVED if name != "layout"}
         if (values["keys"] is None) != (values["values"] is None):
