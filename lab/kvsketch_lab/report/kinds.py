@@ -156,6 +156,16 @@ def _ruler_places(kind: Kind, data: Data) -> list[str]:
     return [", ".join([f"{place}, {data['length']:,} tokens", *variants(data)]) for place in (ALL_TASKS, data["task"])]
 
 
+def _leval_places(kind: Kind, data: Data) -> list[str]:
+    """A question counts in the average, and in its task."""
+    return [", ".join([place, *variants(data)]) for place in (ALL_TASKS, data["task"])]
+
+
+def _summary_places(kind: Kind, data: Data) -> list[str]:
+    """The request is a part of the prompt: it makes no difference whether a question is known."""
+    return [", ".join([f"{data['tokens']:,} tokens", *variants(data | {"question": ""})])]
+
+
 def _ruler_estimate(members: Sequence[Observation]) -> Estimate:
     """A task is the mean of its questions, the average the mean of the tasks."""
     return _nested(members, "task")
@@ -219,6 +229,25 @@ KINDS = (
         share=True,
         places=_ruler_places,
         estimate=_ruler_estimate,
+    ),
+    Kind(
+        name="leval",
+        title="L-Eval",
+        text="Questions by people about long documents, scored exactly; the average is that of the tasks.",
+        measure="right answers",
+        metric="score",
+        share=True,
+        places=_leval_places,
+        estimate=_ruler_estimate,
+    ),
+    Kind(
+        name="summaries",
+        title="Summaries",
+        text="ROUGE-2 of a summary against the one that the full cache writes of the same prompt.",
+        measure="ROUGE-2",
+        metric="score",
+        share=True,
+        places=_summary_places,
     ),
     Kind(
         name="attention_error",
