@@ -105,10 +105,10 @@ def few_bits(data: list[Data]) -> str:
 
 
 def prefill(data: list[Data]) -> str:
-    timed = [d for d in last(data, "method", "length") if d.get("prefill_ms")]
+    timed = [d for d in last(data, "method", "length", "beside") if d.get("prefill_ms")]
     rows = [
         (
-            Code(d["method"]),
+            Code(d["method"] + (", on a second stream" if d.get("beside") else "")),
             f"{d['length']:,}",
             f"{d['prefill_ms']:,.0f}",
             f"{d['baseline_ms']:,.0f}",
