@@ -16,6 +16,8 @@ EXPERIMENTS = {
     "attention-error": "Error of the attention output against the tokens kept or read.",
     "lines": "Retrieval of one of many numbered lines, as in LongEval.",
     "ruler": "Needles, variables and words in texts of any length: RULER's tasks.",
+    "leval": "Questions about long documents: the closed tasks of L-Eval.",
+    "summaries": "Summaries beside that of the full cache and a reference, by ROUGE.",
     "needle": "A passkey hidden in real text, by length and depth.",
     "perplexity": "Perplexity of a long text against the full cache, by position.",
     "recall": "How many of the best tokens a recall method reads, and how often they were on the device.",
@@ -89,13 +91,14 @@ def report(
     if folder is None:
         from kvsketch.cli.methods import TABLE, describe, table_text
         from kvsketch.methods import METHODS
-        from kvsketch_lab import reference
+        from kvsketch_lab import reference, sizes
         from kvsketch_lab.records import write_whole
 
         described = [describe(cls) for cls in METHODS.values()]
         written = pages.write(Path(), described)
         written.append(write_whole(Path("src/kvsketch/cli") / TABLE.name, table_text(described).encode()))
         written.append(write_whole(Path("docs") / "api.md", reference.page().encode()))
+        written.append(write_whole(Path("docs") / "sizing.md", sizes.page().encode()))
     else:
         written, said = render(folder, out or folder / "report")
     for remark in said:

@@ -13,13 +13,13 @@ import torch
 from typer.testing import CliRunner
 
 from kvsketch.cli import app
-from kvsketch.options import option
 from kvsketch.serve.requests import Request
 from kvsketch_lab import records
 from kvsketch_lab.benchmark import runner, serve
 from kvsketch_lab.benchmark.operations import OPERATIONS
 from kvsketch_lab.benchmark.runner import Benchmark, Fields, Trial
 from kvsketch_lab.commands import BENCHMARKS
+from kvsketch_lab.options import option
 from tests.helpers.tiny import save_tiny_model
 
 SMALL = {

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import kvsketch
 from kvsketch.cli import app
 from kvsketch.methods.keep import EvictingMethod
-from kvsketch_lab import reference
+from kvsketch_lab import reference, sizes
 from tests.helpers import zoo
 from tests.helpers.tiny import save_tiny_model
 
@@ -171,3 +171,7 @@ def test_the_reference_is_made_from_the_docstrings() -> None:
     written = (DOCS / "api.md").read_text(encoding="utf-8")
     assert written == reference.page(), "run: kvsketch report --docs"
     assert all(f"ops.{name}" in written for name in kvsketch.ops.__all__)
+
+
+def test_the_sizes_are_what_the_formulas_give() -> None:
+    assert (DOCS / "sizing.md").read_text(encoding="utf-8") == sizes.page(), "run: kvsketch report --docs"

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from kvsketch.options import option
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import distributed, runner
 from kvsketch_lab.evaluation.experiment import (
@@ -23,6 +22,7 @@ from kvsketch_lab.evaluation.experiment import (
     budgets_option,
     methods_option,
 )
+from kvsketch_lab.options import option
 
 
 @dataclass

@@ -21,10 +21,10 @@ from kvsketch.compare import budgets
 from kvsketch.compare.shared_prefill import shared_prefill
 from kvsketch.methods import METHODS
 from kvsketch.models import identity
-from kvsketch.options import option
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import experiment, result_table, runner
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, failure, methods_option
+from kvsketch_lab.options import option
 from tests.helpers import tiny, zoo
 
 calls: list[str] = []

@@ -24,11 +24,11 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode.captured import Step
 from kvsketch.decode.sampling import Sampler
 from kvsketch.methods import Method
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Device, spread
 from kvsketch_lab.benchmark.runner import FAILED, OUT_OF_MEMORY, Fields
 from kvsketch_lab.benchmark.shapes import CheckedBenchmark, make_cache, weight_bytes
+from kvsketch_lab.options import option
 
 CHECK_PROMPT = 4096
 DYNAMIC, STATIC = "DynamicCache, eager", "StaticCache, captured"

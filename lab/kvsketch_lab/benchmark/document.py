@@ -28,9 +28,9 @@ from kvsketch.cache.streaming import prefill
 from kvsketch.decode.asking import document_ids, question_inputs
 from kvsketch.methods import parse_method
 from kvsketch.models import texts
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Fields
+from kvsketch_lab.options import option
 
 QUESTION = "What does the text say about energy? Answer in one sentence."
 

@@ -23,9 +23,9 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import parse_method
 from kvsketch.models import texts
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.runner import Benchmark, Fields
+from kvsketch_lab.options import option
 
 METHODS = "clusterkv,clusterkv:tokens_per_cluster=80:recluster_into=4:rounds=20:completion=false,quest"
 

@@ -27,7 +27,6 @@ from kvsketch.methods import METHODS, ClusterKV, Method, parse_method
 from kvsketch.methods.clusterkv.clusters import Clusters
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
-from kvsketch.options import option
 from kvsketch.slots.state import per_row
 from kvsketch.slots.table import SlotTable
 from kvsketch_lab.benchmark import runner
@@ -35,6 +34,7 @@ from kvsketch_lab.benchmark.decode import CHECK_PROMPT, Session, check_tokens
 from kvsketch_lab.benchmark.device import spread
 from kvsketch_lab.benchmark.runner import FAILED, Fields
 from kvsketch_lab.benchmark.shapes import CheckedBenchmark
+from kvsketch_lab.options import option
 
 WARM_UP = 6  # steps that Session.times runs before it times
 OUTCOMES = (

@@ -19,10 +19,10 @@ from typing import Any
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.runner import FAILED, OUT_OF_MEMORY, Fields, relative_error
 from kvsketch_lab.benchmark.shapes import ModelBenchmark, prefill_times, problem_of
+from kvsketch_lab.options import option
 
 METHODS = (
     "full,streamingllm:budget=2048,snapkv:budget=2048,pyramidkv:budget=2048:budget_is=mean,kcenter:budget=4096,"

@@ -5,7 +5,7 @@
 
 Checked and timed as in `kvsketch bench prefill`. One more prefill waits for the device before and after every part:
 
-    score      replay scores of the tokens, and the queries that are kept for the refit
+    score      virtual replay scores of the tokens, and the queries that are kept for the refit
     choice     one budget for all layers and heads
     refit      weights and values of what stays, for which keys are coded
     encoding   what stays is coded, gathered and packed
@@ -23,11 +23,11 @@ from typing import Any
 
 from kvsketch.methods import parse_method
 from kvsketch.methods.rehearse import Rehearse
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.prefill import Prefill
 from kvsketch_lab.benchmark.runner import Fields
 from kvsketch_lab.benchmark.shapes import prefill_times
+from kvsketch_lab.options import option
 
 PARTS = ("score", "choice", "refit", "encoding")
 
@@ -84,6 +84,7 @@ class Rehearsal(Prefill):
         row = super()._measured(times, baseline, cache)
         settings = {name: getattr(cache.method, name) for name in asdict(cache.method)}
         timed = Timed(**settings, ready=self.on.synchronize)
+        timed._set("learned", cache.method.learned)
         prefill_times(self.built, timed, self.length, 0, self.on)
         return row | {f"{part}_ms": timed.spent.get(part, 0.0) for part in PARTS}
 

@@ -1,8 +1,8 @@
 """What every benchmark shares: its options, the check that comes before any number, records, resuming, progress, table.
 
     @dataclass
-    class PageChoice(Benchmark):
-        name, kind, columns = "pages", "pages", "operation | contender | µs=median_us:.1f"
+    class Decode(Benchmark):
+        name, kind, columns = "decode", "decode", "batch:d | method | ms=step_ms:.2f"
         batches: tuple[int, ...] = option("1,8", "batch sizes, comma-separated", least=1)
         def wrong(self): ...              # what is wrong with our results, one line each
         def cells(self): ...              # the inputs: fields that their rows share, such as {"batch": 8}
@@ -31,10 +31,10 @@ from tqdm import tqdm
 from typer.core import TyperCommand
 
 from kvsketch import ops
-from kvsketch.options import Options, option
-from kvsketch.options import command as make_command
 from kvsketch_lab import records
 from kvsketch_lab.benchmark.device import Call, Device, Timing
+from kvsketch_lab.options import Options, option
+from kvsketch_lab.options import command as make_command
 
 Fields = dict[str, Any]
 FAILED, OUT_OF_MEMORY = records.FAILED, "out of memory"

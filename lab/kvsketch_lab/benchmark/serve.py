@@ -38,13 +38,13 @@ from kvsketch.decode.captured import generate
 from kvsketch.decode.sampling import Draw
 from kvsketch.decode.shared import SharedRows, alone
 from kvsketch.methods import Method, parse_method
-from kvsketch.options import option
 from kvsketch.serve.engine import BatchedEngine, usual_prefill
 from kvsketch.serve.requests import Request, Ticket
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.runner import FAILED, OUT_OF_MEMORY, Fields
 from kvsketch_lab.benchmark.shapes import ShapeBenchmark, build, make_prompt
+from kvsketch_lab.options import option
 
 QUESTION = 16  # tokens after the prompt
 CHECKED = ((50, 24), (70, 20), (131, 6), (2, 5))  # prompts and answers of the check

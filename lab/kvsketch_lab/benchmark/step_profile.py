@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from torch.profiler import ProfilerActivity, profile
 
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.decode import Session
 from kvsketch_lab.benchmark.runner import Fields
 from kvsketch_lab.benchmark.shapes import ShapeBenchmark
+from kvsketch_lab.options import option
 
 STEPS = 4
 

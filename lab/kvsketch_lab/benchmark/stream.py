@@ -23,12 +23,12 @@ from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import prefill
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.operations.chunk import TOLERANCE, kernel_error
 from kvsketch_lab.benchmark.runner import FAILED, Fields, too_far
 from kvsketch_lab.benchmark.shapes import ModelBenchmark, make_prompt, problem_of
+from kvsketch_lab.options import option
 
 METHODS = (
     "streamingllm:budget=2048,h2o:budget=2048,snapkv:budget=2048,uniform:budget=2048,subgen:budget=2048,"

@@ -29,11 +29,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvsketch.methods import parse_method
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Fields
 from kvsketch_lab.benchmark.shapes import SHAPES
 from kvsketch_lab.benchmark.vllm_engine import OWN, Job, keeps_all
+from kvsketch_lab.options import option
 
 CHECKED = Job(shape="tiny", layers=2, prompts=(40, 75, 131, 2, 90), rows=2, new_tokens=150, longest=300, share=0.2)
 WORKER = "kvsketch_lab.benchmark.vllm_engine"

@@ -22,7 +22,6 @@ from kvsketch.compare import budgets
 from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
 from kvsketch.models import texts
-from kvsketch.options import option
 from kvsketch_lab.evaluation import experiment, passages, runner
 from kvsketch_lab.evaluation.attention_protocol import (
     BALANCEKV,
@@ -50,6 +49,7 @@ from kvsketch_lab.evaluation.experiment import (
     model_option,
 )
 from kvsketch_lab.evaluation.result_table import by_method, estimate_text
+from kvsketch_lab.options import option
 
 __all__ = [
     "BALANCEKV", "CONTENDERS", "KIND", "LAYERS", "ORACLE", "PAPER_CLUSTERKV", "PREFIX", "RATES", "RECENT", "SINKS",

@@ -30,13 +30,13 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode import captured
-from kvsketch.options import option
 from kvsketch_lab.evaluation import experiment, passages, runner
 from kvsketch_lab.evaluation.attention_protocol import Captured, capture, relative_error
 from kvsketch_lab.evaluation.bit_stores import Store, store
 from kvsketch_lab.evaluation.captures import full_attention_layers
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, methods_option, model_option
 from kvsketch_lab.evaluation.next_token import STEPS_WORTH_CAPTURING, Reading, losses
+from kvsketch_lab.options import option
 from kvsketch_lab.records import mean
 
 CODED = (8, 4, 3, 2)

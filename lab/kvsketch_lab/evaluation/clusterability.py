@@ -27,11 +27,11 @@ from rich.table import Table
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.options import option
 from kvsketch_lab.evaluation import experiment, passages, runner
 from kvsketch_lab.evaluation.attention_protocol import Captured
 from kvsketch_lab.evaluation.captures import TextCapture, layer_numbers
 from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions, methods_option
+from kvsketch_lab.options import option
 from kvsketch_lab.records import mean, mean_text
 
 CENTERS = 16

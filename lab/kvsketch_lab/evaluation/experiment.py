@@ -34,9 +34,9 @@ from kvsketch.compare import budgets
 from kvsketch.compare.budgets import UNITS
 from kvsketch.methods.budget import Size
 from kvsketch.models.identity import model_sha256
-from kvsketch.options import Options, option
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import result_table
+from kvsketch_lab.options import Options, option
 from kvsketch_lab.records import FAILED
 
 WIDTH_IN_FILES = 160

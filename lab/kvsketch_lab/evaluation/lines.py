@@ -20,11 +20,11 @@ from typing import Any
 from rich.table import Table
 
 from kvsketch.models.identity import text_sha256
-from kvsketch.options import option
 from kvsketch_lab.evaluation import line_records, result_table, runner
 from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.evaluation.line_records import LineRecord
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
+from kvsketch_lab.options import option
 
 OPENING = "The <REGISTER_CONTENT> in line {name} is <"
 

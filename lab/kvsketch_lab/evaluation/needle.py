@@ -21,11 +21,11 @@ from rich.table import Table
 
 from kvsketch.models import texts
 from kvsketch.models.identity import text_sha256
-from kvsketch.options import option
 from kvsketch_lab.evaluation import haystack, result_table, runner
 from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.evaluation.haystack import Hidden
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
+from kvsketch_lab.options import option
 
 DECOYS = ("door code", "flight number", "account number", "room number", "case number", "order number", "locker code")
 NAMES = ("pass key", *DECOYS, "badge number", "seat number", "parcel number", "invoice number")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kvsketch.models import texts
-from kvsketch.options import option
+from kvsketch_lab.options import option
 from kvsketch_lab.records.held_out import is_held_out_text
 
 HELD_OUT = "held-out:"

@@ -30,8 +30,8 @@ from kvsketch.compare.shared_prefill import Prefilled, memory, rows_that_fit, sh
 from kvsketch.decode.asking import repeat_instruction
 from kvsketch.methods import parse_method
 from kvsketch.models import encode_chat
-from kvsketch.options import option
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, cache_seed, failure
+from kvsketch_lab.options import option
 
 LARGEST_BATCH = 64
 AUTO, SEEN, UNSEEN = "auto", "seen", "unseen"

@@ -28,7 +28,6 @@ from rich.table import Table
 
 from kvsketch.compare.budgets import contenders, with_budget
 from kvsketch.methods import parse_method
-from kvsketch.options import option
 from kvsketch.slots.bytes import token_bytes
 from kvsketch.slots.table import SlotTable
 from kvsketch_lab.evaluation import experiment, passages, runner, selections
@@ -37,6 +36,7 @@ from kvsketch_lab.evaluation.attention_protocol import Captured
 from kvsketch_lab.evaluation.captures import TextCapture, layer_numbers
 from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions, budgets_option, methods_option
 from kvsketch_lab.evaluation.result_table import by_method, mean_of
+from kvsketch_lab.options import option
 from kvsketch_lab.records import mean, mean_text
 
 PAPER_STEPS = (1, 2)  # R of the paper's cache hit rates

@@ -31,13 +31,13 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from kvsketch.models.identity import text_sha256
-from kvsketch.options import option
 from kvsketch_lab.evaluation import haystack, result_table, runner
 from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.evaluation.haystack import Hidden
 from kvsketch_lab.evaluation.line_records import ADJECTIVES, NOUNS
 from kvsketch_lab.evaluation.paragraphs import Paragraphs, read_paragraphs
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
+from kvsketch_lab.options import option
 
 NOISE = "The field is wide. The hill is steep. The wind is mild. So the road goes. Out it leads and home again. "
 ROOM = 128  # tokens of a question, of the opening of its answer and of the chat template around them, at most

@@ -17,7 +17,6 @@ from typing import Any
 from tqdm import tqdm
 from typer.core import TyperCommand
 
-from kvsketch.options import command as make_command
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import distributed
 from kvsketch_lab.evaluation.experiment import (
@@ -30,6 +29,7 @@ from kvsketch_lab.evaluation.experiment import (
     measure_group,
     records_path,
 )
+from kvsketch_lab.options import command as make_command
 from kvsketch_lab.records import FAILED
 
 DEVICE_LOST = "CUDA error"  # after one, nothing else runs on the device in this process

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from kvsketch.cache import rotary
 from kvsketch.methods import InfiniGen
-from kvsketch.options import option
 from kvsketch.slots.table import ExactTable, SlotTable
 from kvsketch_lab.evaluation import experiment, passages, runner
 from kvsketch_lab.evaluation.captures import TextCapture, layer_numbers
 from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions
 from kvsketch_lab.evaluation.selections import budget_tokens
+from kvsketch_lab.options import option
 
 
 class Asked(NamedTuple):

@@ -33,10 +33,10 @@ from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size
 from kvsketch.models import texts
-from kvsketch.options import option
 from kvsketch.slots.table import NEG_INF, SlotTable
 from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, budgets_option
+from kvsketch_lab.options import option
 
 LAYERS_SHOWN, HEADS_SHOWN = 6, 2
 LEAST_TOKENS = 64

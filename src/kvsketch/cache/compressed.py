@@ -19,6 +19,7 @@ from kvsketch.cache import (
     attention,
     continuing,
     families,
+    fitting,
     interrupted,
     making,
     repetition,
@@ -77,6 +78,7 @@ class CompressedCache(Cache):
         self.model_name = str(config.model_type)
         native = making.native_layers(config)
         self.method = memory_sizes.fitted_to(memory, context, batch, self.method, model)
+        self.method = fitting.with_map(self.method, self.identity, self.head_share)
         at_once = chunk if prefill == "stream" else None
         super().__init__(layers=making.compressed_layers(native, model, config, self.method, seed, at_once))
         attention.install()

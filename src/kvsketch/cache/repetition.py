@@ -1,6 +1,6 @@
 """The model repeats what a cache has read, for methods that choose by that: the exact replay of KVzip.
 
-    chunk by chunk     instruction, the last tokens before the chunk, the chunk itself
+    piece by piece     instruction, the last tokens before the piece, the piece itself: a chunk, or several shorter ones
                        one forward over the whole cache; the method learns from its queries and keys
                        the tokens of the repetition are dropped
 
@@ -11,6 +11,7 @@ repeats its newest tokens, over what is left of the others.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -20,7 +21,7 @@ from kvsketch.cache import rollback, rotary
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.masks import Prompt
 from kvsketch.methods.base import Method
-from kvsketch.methods.replay import equal_chunks
+from kvsketch.methods.replay import Piece
 from kvsketch.methods.waiting import Queue, newest, newest_slots
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
@@ -37,10 +38,13 @@ class RepeatingMethod(Protocol):
     @property
     def chunk(self) -> int: ...
     def queue(self, table: SlotTable) -> Queue: ...
-    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
-        """Takes note of `tokens` tokens that the model has repeated, with these queries and keys [B, H, m, D].
+    def pieces(self, tokens: int, most: int) -> list[Piece]:
+        """What the model repeats of so many tokens; whole chunks have at most `most`."""
 
-        What was said before the tokens themselves stands in front.
+    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, piece: Piece) -> None:
+        """Takes note of a piece that the model has repeated, with these queries and keys [B, H, m, D].
+
+        Keys of what was said before the piece stand in front of its own.
         """
 
 
@@ -78,16 +82,13 @@ def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor 
     _require(cache, input_ids, unrepeated)
     said = ids[:, :0] if instruction is None else torch.as_tensor(instruction, device=ids.device).view(1, -1)
     said = said.expand(len(ids), -1)
-    lengths = equal_chunks(unrepeated, min(method.chunk, cache.chunk))
-    _require_positions(cache, model, lengths, said.shape[1])
+    forwards = _together(method.pieces(unrepeated, cache.chunk), min(method.chunk, cache.chunk))
+    _require_positions(cache, model, forwards, said.shape[1])
     for table in tables:
         method.queue(table).start_repetition()
     try:
-        begin = 0
-        for length in lengths:
-            ahead = torch.cat([said, ids[:, max(0, begin - BEFORE) : begin]], 1)
-            _say(cache, method, model, torch.cat([ahead, ids[:, begin : begin + length]], 1), length)
-            begin += length
+        for pieces in forwards:
+            _say(cache, method, model, said, ids, pieces)
         with plain():
             cache.method.settle(tables)
     except BaseException:
@@ -95,9 +96,22 @@ def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor 
         raise
 
 
-def _say(cache: Repeating, method: RepeatingMethod, model: Any, ids: Tensor, length: int) -> None:
-    """One forward of which nothing stays; the method learns the last `length` tokens of it."""
-    layers, count = cache.slot_layers, ids.shape[1]
+def _together(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
+    """Pieces that are said in one forward, of `most` tokens unless one alone has more."""
+    result: list[list[Piece]] = []
+    for piece in pieces:
+        if not result or sum(each.tokens for each in result[-1]) + piece.tokens > most:
+            result.append([])
+        result[-1].append(piece)
+    return result
+
+
+def _say(
+    cache: Repeating, method: RepeatingMethod, model: Any, said: Tensor, ids: Tensor, pieces: Sequence[Piece]
+) -> None:
+    """One forward of which nothing stays; the method learns the pieces of it."""
+    spoken = torch.cat([said, *(ids[:, max(0, piece.begin - BEFORE) : piece.end] for piece in pieces)], 1)
+    layers, count = cache.slot_layers, spoken.shape[1]
     cache.activate_past_recording()
     forward, known = layers[0].forward, {}
     if forward.chunk is not None:
@@ -106,7 +120,7 @@ def _say(cache: Repeating, method: RepeatingMethod, model: Any, ids: Tensor, len
         known = {"prompt": prompt, "chunk": max(forward.chunk, count)}
     options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with forward.during(**known):
-        model(ids, past_key_values=cache, use_cache=True, **options)
+        model(spoken, past_key_values=cache, use_cache=True, **options)
         with plain():
             heard = [(layer.pending, _keys(layer, count)) for layer in layers]
         cache.crop(-count)
@@ -115,7 +129,11 @@ def _say(cache: Repeating, method: RepeatingMethod, model: Any, ids: Tensor, len
     with plain():
         for layer, (queries, keys) in zip(layers, heard, strict=True):
             assert queries is not None
-            method.learn(layer.table, queries, keys, length)
+            end = said.shape[1]
+            for piece in pieces:
+                begin, end = end, end + min(BEFORE, piece.begin) + piece.tokens
+                copies = torch.cat([keys[:, :, : said.shape[1]], keys[:, :, begin:end]], 2)
+                method.learn(layer.table, queries[:, :, end - piece.tokens : end], copies, piece)
 
 
 def _keys(layer: SlotLayer, count: int) -> Tensor:
@@ -137,12 +155,13 @@ def _require(cache: Repeating, input_ids: Tensor, unrepeated: int) -> None:
         )
 
 
-def _require_positions(cache: Repeating, model: Any, lengths: list[int], said: int) -> None:
-    """Raises ValueError where the model has no positions behind the text for a chunk that comes again."""
-    last, again = rotary.last_position(model.config), said + (BEFORE if len(lengths) > 1 else 0)
-    if last is not None and cache.tokens_seen + again + lengths[0] > last:
+def _require_positions(cache: Repeating, model: Any, forwards: list[list[Piece]], said: int) -> None:
+    """Raises ValueError where the model has no positions behind the text for what comes again."""
+    last = rotary.last_position(model.config)
+    again = max(sum(min(BEFORE, piece.begin) + piece.tokens for piece in pieces) for pieces in forwards)
+    if last is not None and cache.tokens_seen + said + again > last:
         raise ValueError(
-            f"{cache.method.name} lets the model repeat {lengths[0]} tokens behind the {cache.tokens_seen} that it has "
+            f"{cache.method.name} lets the model repeat {again} tokens behind the {cache.tokens_seen} that it has "
             f"read, and {model.config.model_type} has {last} positions; read a shorter text, use a chunk of fewer "
             "tokens, or a method that repeats nothing, such as snapkv"
         )

@@ -15,6 +15,7 @@ from kvsketch.cli.boundary import OneLineErrors, new_app
 from kvsketch.cli.chat import chat, read
 from kvsketch.cli.compare import compare, demo
 from kvsketch.cli.env import env
+from kvsketch.cli.fit import fit
 from kvsketch.cli.generate import generate
 from kvsketch.cli.lab import add_lab
 from kvsketch.cli.methods import methods
@@ -49,6 +50,7 @@ app.command()(generate)
 app.command()(read)
 app.command()(chat)
 app.command()(serve)
+app.command()(fit)
 add_lab(app)
 app.command()(recommend)
 app.add_typer(models_app, name="models")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsketch.methods.budget import Size
 from kvsketch.methods.parameters import option
-from kvsketch.methods.replay import Replay
+from kvsketch.methods.replay import Piece, Replay, pieces_of
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.slots.table import SlotTable
 
@@ -53,9 +53,11 @@ class KVzip(WaitingMethod):
         if not self.queue(table).wait_for_repetition():
             super().compress(table, queries)
 
-    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
-        """The model has repeated a chunk of `tokens` tokens, with these queries and keys [B, H, m, D]."""
-        Replay(self.chunk, self.sinks).exact(table, queries, copies, tokens)
+    def pieces(self, tokens: int, most: int) -> list[Piece]:
+        return pieces_of(tokens, min(self.chunk, most), tokens)
+
+    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, piece: Piece) -> None:
+        Replay(self.chunk, self.sinks).exact(table, queries, copies, piece.tokens)
 
     def score(self, table: SlotTable, queries: Tensor) -> None:
         Replay(self.chunk, self.sinks).virtual(table, queries)

@@ -6,6 +6,9 @@ score(j) = max over the queries i of the repetition, and the query heads of the 
 exact      the model repeats the text in a second forward (`cache.repetition`), as in KVzip (arXiv 2505.23416)
 virtual    queries of the text are rotated to the positions of a repetition, which rotary embeddings allow; no
            forward is needed
+sampled    the model repeats a piece of each chunk; a map from virtual to real scores (`replay_map`), fitted on these
+           pieces, predicts the others
+learned    a map that was fitted on other texts (`kvsketch fit`) predicts all
 """
 
 from __future__ import annotations
@@ -13,12 +16,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.methods import replay_map
 from kvsketch.methods.budget import Tokens
+from kvsketch.methods.replay_map import ReplayMap
 from kvsketch.methods.waiting import Waiting, newest, newest_slots, own_sinks
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.table import SlotTable
@@ -28,6 +34,17 @@ MAX_ROTATED = {"cuda": 1 << 27}  # entries of rotated queries held at once, of m
 GOLDEN = (5**0.5 - 1) / 2
 
 
+class Piece(NamedTuple):
+    """Tokens that the model repeats, of those that wait."""
+
+    begin: int
+    tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.tokens
+
+
 @dataclass(frozen=True)
 class Replay:
     """Scores tokens chunk by chunk, and keeps some queries of the repetition for a refit."""
@@ -35,6 +52,7 @@ class Replay:
     chunk: int  # tokens that are repeated together
     sinks: int
     samples: int = 0  # queries of a chunk and KV head for a refit
+    learned: ReplayMap | None = None  # from first queries and virtual scores to real ones
 
     def exact(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
         """Scores the next `tokens` tokens that the model has repeated.
@@ -52,6 +70,42 @@ class Replay:
         scores = ops.replay_scores(q, q, keys, sinks, table.scale, copies=copies[:, :, begun:])
         state.note(table, slots, scores, [tokens], sampled(q, keys.shape[1], 1, None, self.samples))
 
+    def piece(self, table: SlotTable, queries: Tensor, copies: Tensor, piece: Piece) -> None:
+        """Notes the real scores of a piece of a chunk that has virtual ones; queries and keys as in `exact`."""
+        state = table.state_of(Waiting)
+        assert state.chunks is not None and state.again is not None
+        table.unpack()
+        ends = list(itertools.accumulate(state.chunks[0].tolist()))
+        number = sum(end <= piece.begin for end in ends)
+        begin, end = [0, *ends][number : number + 2]
+        keys = table.tokens_at(newest_slots(table, state.scored)[:, :, begin:end])[0]
+        first = first_keys(table, self.sinks) if table.seen - state.scored + begin >= self.sinks else keys[:, :, :0]
+        said, q = copies.shape[2] - piece.tokens, queries.to(keys.dtype)
+        sinks, copied = torch.cat([first, copies[:, :, :said]], 2), copies[:, :, said:]
+        if piece.tokens == end - begin:
+            scores = ops.replay_scores(q, q, keys, sinks, table.scale, copies=copied)
+            state.again[:, :, number] = sampled(q, keys.shape[1], 1, None, self.samples)[:, :, 0]
+        else:
+            scores = piece_scores(q, keys, sinks, copied, table.scale, piece.begin - begin)
+        state.real = scores if state.real is None else torch.cat([state.real, scores], 2)
+
+    def complete(self, table: SlotTable, pieces: list[Piece]) -> None:
+        """Scores of all tokens from those of the pieces that the model has repeated."""
+        state = table.state_of(Waiting)
+        assert state.score is not None and state.real is not None
+        slots, x = newest_slots(table, state.scored), self.features(table)
+        at = torch.cat([torch.arange(piece.begin, piece.end, device=x.device) for piece in pieces])
+        state.score.scatter_(2, slots, replay_map.completed(x, state.real, at))
+        state.real = None
+
+    def features(self, table: SlotTable) -> Tensor:  # [B, H, n, F]
+        """What is known of the tokens that have virtual scores."""
+        state = table.state_of(Waiting)
+        assert state.score is not None
+        slots = newest_slots(table, state.scored)
+        hidden = None if table.padding is None else (table.padding - (table.seen - state.scored)).clamp_min(0)
+        return replay_map.features(state.score.gather(2, slots), *newest(table, slots), hidden)
+
     def virtual(self, table: SlotTable, queries: Tensor) -> None:
         """Scores the newest tokens, those of the queries [B, Hq, n, D]."""
         table.unpack()
@@ -59,6 +113,8 @@ class Replay:
         slots = newest_slots(table, new)  # [B, H, n]
         keys = newest(table, slots)[0]
         queries, pads = queries.to(keys.dtype), table.padding
+        if whole := self.learned is not None and table.appended == new > 1:
+            queries = self._as_repeated(table, queries)
         first, sinks = first_keys(table, self.sinks), own_sinks(table, self.sinks)
         angles = whole_turns(tuple(table.rotary), queries.device)
         lengths, done = equal_chunks(new, self.chunk), 0
@@ -79,6 +135,46 @@ class Replay:
             done = end
         result, asked = (part[0] if len(part) == 1 else torch.cat(part, 2) for part in (scores, again))
         table.state_of(Waiting).note(table, slots, result, lengths, asked)
+        if whole:
+            self._learned_scores(table, slots)
+
+    def _as_repeated(self, table: SlotTable, queries: Tensor) -> Tensor:
+        """Queries [B, Hq, n, D] as the model would have them if it repeated the newest tokens, at the first places."""
+        assert self.learned is not None
+        angles = whole_turns(tuple(table.rotary), queries.device)
+        places = positions_of(table, queries.shape[2])
+        plain = ops.rotate_queries(queries, -places, angles)
+        return ops.rotate_queries(self.learned.queries_of(table.layer_idx, plain), places, angles)
+
+    def _learned_scores(self, table: SlotTable, slots: Tensor) -> None:
+        assert self.learned is not None
+        state = table.state_of(Waiting)
+        if state.score is not None and (weights := self.learned.scores_of(table.layer_idx, slots.device)) is not None:
+            state.score.scatter_(2, slots, replay_map.predicted(self.features(table), weights))
+
+
+def piece_scores(q: Tensor, k: Tensor, sinks: Tensor, copies: Tensor, scale: float, begin: int) -> Tensor:
+    """Scores [B, H, m] of tokens that came again, the m from `begin` on of a chunk with keys k [B, H, C, D].
+
+    As `ops.replay_scores`, with queries q [B, Hq, m, D] and keys `copies` of these tokens alone.
+    """
+    heads, count = k.shape[1], q.shape[2]
+    asked = q.float().unflatten(1, (heads, -1)).flatten(2, 3) * scale  # [B, H, G m, D]
+    first, before, again = (asked @ x.float().mT for x in (k, sinks, copies))
+    later = torch.full((count, count), float("-inf"), device=q.device).triu_(1)
+    again = again.unflatten(2, (-1, count)) + later
+    total = torch.cat([first, before, again.flatten(2, 3)], -1).logsumexp(-1, keepdim=True)
+    return (first[..., begin : begin + count] - total).amax(2).exp()
+
+
+def pieces_of(tokens: int, chunk: int, sample: int) -> list[Piece]:
+    """What the model repeats of a text: a piece of each chunk, about `sample` tokens in all, or all of it."""
+    result, begin = [], 0
+    for number, length in enumerate(equal_chunks(tokens, chunk)):
+        own = min(length, -(-length * sample // tokens))
+        result.append(Piece(begin + int((length - own) * ((number + 1) * GOLDEN % 1)), own))
+        begin += length
+    return result
 
 
 def equal_chunks(tokens: int, chunk: int) -> list[int]:
@@ -93,6 +189,13 @@ def runs(lengths: list[int], most: int) -> Iterator[tuple[int, int]]:
         count = len(list(equal))
         for start in range(0, count, most):
             yield length, min(most, count - start)
+
+
+def positions_of(table: SlotTable, count: int) -> Tensor:  # [B, count]
+    """The positions of the last `count` tokens of each row; of left padding any."""
+    last = table.before + table.seen
+    result = torch.arange(last - count, last, device=table.device).expand(table.shape[0], -1)
+    return result if table.padding is None else (result - table.padding.view(-1, 1)).clamp_min(0)
 
 
 def first_keys(table: SlotTable, sinks: int) -> Tensor:  # [B, H, sinks, D]

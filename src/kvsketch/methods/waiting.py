@@ -50,6 +50,7 @@ class Waiting(TableState):
     queries: Tensor | None = per_row(lambda t, s: Range((t.shape[0], *s.queries.shape[1:]), 0, 255))
     # of tokens that have scores and are not settled, between the first layer's compress and settle
     again: Tensor | None = per_row()  # [B, H, P, Q, D], queries of the repetition, for the refit of each chunk
+    real: Tensor | None = per_row()  # [B, H, m], scores of those that the model has repeated, beside virtual ones
     unrepeated: int = number()  # tokens of a prompt that the model has yet to repeat
     chunks: Tensor | None = on_host(lambda t, s: Range((t.shape[0], s.again.shape[2]), 1, t.seen))  # [B, P], tokens
 
@@ -414,7 +415,7 @@ def settle_slots(table: SlotTable, stays: Tensor, layout: Layout, weights: Tenso
     table.keep(stays, layout, weights)
     table.note_settled()
     state = table.state_of(Waiting)
-    state.again = state.chunks = state.queries = None
+    state.again = state.chunks = state.queries = state.real = None
 
 
 def room_ahead(most: int, settled: int, waiting: int = 0) -> int:

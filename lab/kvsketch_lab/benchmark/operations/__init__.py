@@ -22,7 +22,6 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvsketch.options import option
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.operations.attention import Attention
 from kvsketch_lab.benchmark.operations.balance import Balance
@@ -35,6 +34,7 @@ from kvsketch_lab.benchmark.operations.pages import Pages
 from kvsketch_lab.benchmark.operations.recall import Recall
 from kvsketch_lab.benchmark.operations.subgen import SubGenLayer
 from kvsketch_lab.benchmark.runner import Fields, Trial, target_text
+from kvsketch_lab.options import option
 
 OPERATIONS: dict[str, type[Operation]] = {
     each.name: each for each in (Attention, Linear, Chunk, Mass, KCenter, Balance, SubGenLayer, Pages, Recall)

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from kvsketch.options import option
 from kvsketch_lab.benchmark import shapes
 from kvsketch_lab.benchmark.device import Call, Timing, spread
 from kvsketch_lab.benchmark.operations.layers import KEYS, LAYERS, SIZES
 from kvsketch_lab.benchmark.runner import Benchmark, Fields, Trial
+from kvsketch_lab.options import option
 
 
 @dataclass
 class Settings(Benchmark, ABC):
     """The sizes that operations read, and what they are compared with."""
 
-    tokens: int = option(32768, "tokens of a prompt", least=256)
+    tokens: int = option(32768, "tokens of a prompt", least=128)
     batches: tuple[int, ...] = option(
         "", "batch sizes, comma-separated; each operation's own unless given", least=1, none=True
     )

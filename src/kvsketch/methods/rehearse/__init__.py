@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch import Tensor
 from kvsketch.methods.budget import Size, Tokens
 from kvsketch.methods.parameters import option
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
-from kvsketch.methods.replay import Replay, first_keys
+from kvsketch.methods.replay import Piece, Replay, first_keys, pieces_of
+from kvsketch.methods.replay_map import ReplayMap
 from kvsketch.methods.waiting import (
     Waiting,
     WaitingMethod,
@@ -28,9 +30,10 @@ from kvsketch.slots.layout import Layout
 from kvsketch.slots.table import SlotTable, require_finite
 from kvsketch.slots.tensors import fetching
 
-REPLAYS = VIRTUAL, EXACT = ("virtual", "exact")
+REPLAYS = VIRTUAL, EXACT, SAMPLED, LEARNED = ("virtual", "exact", "sampled", "learned")
 REFITS = ("full", "fold", "none")
 QUERIES = 1024  # of a chunk and KV head that a refit takes
+LEAST_SAMPLE = 128  # tokens; where a sample has fewer, the model repeats all
 
 
 @dataclass(frozen=True)
@@ -64,34 +67,62 @@ class Rehearse(WaitingMethod):
     placeless: ClassVar[str] = "for its weights are refitted to the distances of the text"
 
     recent: Size | int | str = 32
-    replay: str = option(VIRTUAL, "exact: the model repeats the text in a second forward", REPLAYS)
+    replay: str = option(
+        VIRTUAL, "exact: the model repeats the text in a second forward; sampled: a part of it; learned: a map", REPLAYS
+    )
+    sample: Size | int | str = option("1/8", "tokens that replay=sampled repeats: a number, or a share of the text")
     refit: str = option("full", "how weights and values of what stays are refitted", REFITS)
     chunk: int = option(2048, "tokens that are rehearsed together")
     wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are rehearsed")
+    map: str = option("", "file of replay=learned, which `kvsketch fit` has written; empty: that of the model, if any")
     bits: int = 4
+    learned: ClassVar[ReplayMap | None] = None  # what `map` holds, once the model is known
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_whole("chunk", "wait", least=64, unit="tokens")
+        if self.map and self.replay != LEARNED:
+            raise ValueError(f"{self.name}: map={self.map} is for replay=learned; replay is {self.replay}")
+        self._set("sample", Size.parse(self.sample, f"{self.name}: sample"))
 
     # score: what the text would look at if it came again
 
     @property
     def repeats(self) -> bool:
         """Whether the model repeats a prompt in a second forward (`cache.repetition`)."""
-        return self.replay == EXACT
+        return self.replay in (EXACT, SAMPLED)
 
     @property
     def _replay(self) -> Replay:
-        return Replay(self.chunk, self.sinks, 0 if self.refit == "none" else QUERIES)
+        return Replay(self.chunk, self.sinks, 0 if self.refit == "none" else QUERIES, self.learned)
+
+    def with_map(self, learned: ReplayMap) -> Self:
+        """The method with the maps of a model (`cache.fitting`)."""
+        result = copy.copy(self)
+        result._set("learned", learned)
+        return result
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
-        if not (self.repeats and self.queue(table).wait_for_repetition()):
+        # Rows with left padding cannot be repeated together.
+        can_repeat = self.repeats and not (self.replay == SAMPLED and table.padding is not None)
+        if not (can_repeat and self.queue(table).wait_for_repetition()):
             super().compress(table, queries)
+        elif self.replay == SAMPLED:
+            self.score(table, queries)
 
-    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, tokens: int) -> None:
-        """The model has repeated a chunk of `tokens` tokens, with these queries and keys [B, H, m, D]."""
-        self._replay.exact(table, queries, copies, tokens)
+    def pieces(self, tokens: int, most: int) -> list[Piece]:
+        """What the model repeats of so many tokens, at most `most` at a time."""
+        if self.replay == EXACT:
+            return pieces_of(tokens, min(self.chunk, most), tokens)
+        sample = cast(Size, self.sample).of(tokens)
+        return pieces_of(tokens, self.chunk, tokens if sample < LEAST_SAMPLE else sample)
+
+    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, piece: Piece) -> None:
+        """The model has repeated a piece, with these queries and keys [B, H, m, D]."""
+        if self.replay == EXACT:
+            self._replay.exact(table, queries, copies, piece.tokens)
+        else:
+            self._replay.piece(table, queries, copies, piece)
 
     def score(self, table: SlotTable, queries: Tensor) -> None:
         self._replay.virtual(table, queries)
@@ -99,6 +130,11 @@ class Rehearse(WaitingMethod):
     # keep: the best of all heads, refitted
 
     def settle(self, tables: Sequence[SlotTable]) -> None:
+        if self.queue(tables[0]).unrepeated:
+            return
+        for table in tables:
+            if (state := table.state_of(Waiting)).real is not None:
+                self._replay.complete(table, self.pieces(state.scored, state.scored))
         if not (keep := self.chosen(tables, self.chunk)):
             return
         if self.refit == "none":
@@ -195,4 +231,4 @@ class Rehearse(WaitingMethod):
 
     @property
     def needs_angles(self) -> tuple[str, str] | None:
-        return ("rotates queries", "replay=exact") if self.replay == VIRTUAL else None
+        return ("rotates queries", "replay=exact") if self.replay != EXACT else None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvsketch.options import Options, command, option
+from kvsketch_lab.options import Options, command, option
 
 
 @dataclass
