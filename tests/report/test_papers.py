@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvsketch.compare.budgets import with_budget
 from kvsketch.methods import parse_method
 from kvsketch_lab import records
 from kvsketch_lab.commands import EXPERIMENTS
@@ -100,7 +101,8 @@ def test_claims_ask_for_what_an_experiment_can_record() -> None:
 
 def check_ask(one: Ask, kinds: set[str], place: str) -> None:
     method = str(one.where.get("method", "full"))
-    parse_method(method.replace(":locality=0.96", ""))  # of the benchmark alone
+    text = method.replace(":locality=0.96", "")  # of the benchmark alone
+    parse_method(with_budget(text, one.where.get("budget", "") if one.kind in kinds else ""))
     if one.kind in kinds:
         assert re.fullmatch(SETTINGS[one.kind], one.where["setting"]), (place, one.where)
         assert one.where["model"].partition(" ")[0] in ("qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b", "smollm2-135m")
