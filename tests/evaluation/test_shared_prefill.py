@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from kvsketch import CompressedCache, models
-from kvsketch.compare.shared_prefill import memory, rows_that_fit, shared_prefill
+from kvsketch.compare.shared_prefill import memory, shared_prefill
 from kvsketch.decode import captured as decoding
 from kvsketch.models import texts
+from kvsketch_lab.evaluation.prefill import rows_that_fit
 from tests.helpers import common, zoo
 
 LENGTH, NEW = 60, 10

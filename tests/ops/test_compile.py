@@ -169,7 +169,7 @@ def coded_paged_attention() -> None:
 
 def coded_paged_slot_update() -> None:
     slots, new, shape = coded_pages(), normal(B, H, 1, D), (B, H, S)
-    ops.write_coded_token(
+    ops.write_token(
         slots, slots, ints(*shape), zeros(*shape), None, longs(B, H, 1), longs(1), new, new, zeros(*shape),
         pages=longs(B),
     )  # fmt: skip
@@ -317,7 +317,7 @@ def coarse_farthest_first() -> None:
 def slot_update() -> None:
     index, log_den, log_num, slot, clock = ints(B, H, S), zeros(B, H, S), zeros(B, H, S), longs(B, H, 1), longs(1)
     keys, values, new = normal(B, H, S, D), normal(B, H, S, D), normal(B, H, 1, D)
-    ops.write_token(keys, values, index, log_den, log_num, slot, clock, new, new, zeros(B, H, S), longs(B))
+    ops.write_token(keys, values, index, log_den, log_num, slot, clock, new, new, zeros(B, H, S), pages=longs(B))
     ops.free_lowest(zeros(B, H, S), index, log_den, log_num, slot, longs(B), clock, 2, 5)
 
 
@@ -337,9 +337,7 @@ def coded_slot_update() -> None:
     codes, steps = zeros(*shape, codec.code_bytes, dtype=torch.uint8), zeros(*shape, dtype=torch.float16)
     slots = CodedSlots(codec, zeros(B, H, D), zeros(B, H, 4, D), ints(B, H, 4), codes, steps)
     new, score = normal(B, H, 1, D), zeros(*shape)
-    ops.write_coded_token(
-        slots, slots, ints(*shape), zeros(*shape), zeros(*shape), longs(B, H, 1), longs(1), new, new, score
-    )
+    ops.write_token(slots, slots, ints(*shape), zeros(*shape), zeros(*shape), longs(B, H, 1), longs(1), new, new, score)
 
 
 def reservoir() -> None:

@@ -80,8 +80,8 @@ def test_write_coded_token(device: torch.device, bits: int, value_bits: int, fla
         # One vector is not finite: its step says so.
         key, value = (9 * torch.randn(2, 1, 3, 64, generator=g).transpose(1, 2).bfloat16() for _ in range(2))
         key[1, 1, 0, 3] = float("inf")
-        token = Token(key.to(device), value.to(device), slot, clock)
-        module.write_coded_token(*parts, Slots(index, log_den, log_num), token, score, start if flat else None)
+        token = Token(key.to(device), value.to(device), slot, clock, start if flat else None)
+        module.write_token(*parts, Slots(index, log_den, log_num), token, score)
         held = [t for part in parts for t in (part.codes, part.steps, part.exact_at)]
         results.append([*held, index, log_den, log_num, score, clock])
     for result, expected in zip(results[1], results[0], strict=True):
@@ -100,7 +100,7 @@ def test_a_token_goes_to_the_page_of_its_row(device: torch.device) -> None:
         t, mine = make_table(device, 20, torch.float32), pool.clone().to(device)
         keys, values = mine[:, :1440].unflatten(1, (3, 20, 24)), mine[:, 1440:3840].unflatten(1, (3, 20, 40))
         new = torch.randn(2, 3, 1, 64, generator=torch.Generator().manual_seed(1)).to(device)
-        token = Token(new[..., :24], new[..., 24:], t["next"], t["clock"], pages)
+        token = Token(new[..., :24], new[..., 24:], t["next"], t["clock"], None, pages)
         module.write_token(keys, values, Slots(t["index"], t["log_den"], None), token, t["scores"])
         results.append([mine, t["index"], t["log_den"], t["scores"], t["clock"]])
     assert all(torch.equal(wanted, result) for wanted, result in zip(*results, strict=True))
@@ -127,7 +127,7 @@ def test_a_coded_token_goes_to_the_page_of_its_row(device: torch.device, bits: i
         rows = [torch.zeros(3, 3, 20, dtype=dtype, device=device) for dtype in (torch.int32, *[torch.float32] * 2)]
         pool, held = in_pages(parts, [4, 2], 5)
         before, clock = pool.clone(), t["clock"].clone()
-        module.write_coded_token(*held, Slots(*rows[:2], None), Token(*new, slot, clock, pages), rows[2], None)
+        module.write_token(*held, Slots(*rows[:2], None), Token(*new, slot, clock, None, pages), rows[2])
         assert clock == t["clock"] + 1 and (rows[0].gather(2, slot)[[0, 2]] == t["clock"]).all()
         assert torch.equal(before[[0, 1, 3]], pool[[0, 1, 3]]), "a page of nobody was written"
         for row, page in ((0, 4), (2, 2)):

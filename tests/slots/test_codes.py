@@ -26,7 +26,7 @@ def text() -> tuple[torch.Tensor, SlotCodes]:
 def write(slots: SlotCodes, at: torch.Tensor, new: torch.Tensor, layout: Layout | None = None) -> None:
     index, clock = torch.zeros(slots.steps.shape, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     other, start = copy.deepcopy(slots), None if layout is None else layout.start
-    ops.write_coded_token(slots, other, index, index.float(), None, at, clock, new, new, None, start)
+    ops.write_token(slots, other, index, index.float(), None, at, clock, new, new, None, start)
 
 
 @pytest.mark.parametrize("packed", [False, True])

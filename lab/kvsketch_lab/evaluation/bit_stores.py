@@ -1,6 +1,7 @@
 """Ways to hold the keys and values of all tokens in few bits: ours, transformers' own, fp8, and our codec taken apart.
 
-    full:bits=4  full:key_bits=4  full:value_bits=2      a method of kvsketch
+    full:bits=4  full:bits=auto  full:value_bits=2       a method of kvsketch
+    rehearse:budget=1/2  snapkv:budget=25%:bits=4        one that drops tokens, whose attention error is not measured
     codec:bits=4:center=no:rotation=no:exact=no          our codec without a part of it; computed, not stored
     quanto:bits=4  hqq:bits=2                            transformers.QuantizedCache with a backend, if it is installed
     fp8                                                  torch.float8_e4m3fn, no scale
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.methods import parse_method
+from kvsketch.methods import METHODS, parse_method
 from kvsketch.ops.codec import BITS, Codec, rotate, unit_step
 from kvsketch.slots import codes
 
@@ -32,6 +33,7 @@ FP8 = torch.float8_e4m3fn
 class Store(ABC):
     """One way to hold keys and values, as a cache that a model can use."""
 
+    whole = True  # whether every token can be read back
     held = True  # whether bytes and steps are those of a cache that is really there
 
     def __init__(self, text: str, config: Any) -> None:
@@ -72,6 +74,12 @@ class Ours(Store):
 
     def bytes(self, cache: Any) -> int:
         return int(cache.device_bytes)
+
+
+class Kept(Ours):
+    """A method of kvsketch that drops tokens."""
+
+    whole = False
 
 
 class Taken(Store):
@@ -189,9 +197,11 @@ def store(text: str, config: Any) -> Store:
     kinds: dict[str, Callable[[str, Any], Store]] = {
         "full": Ours, "codec": Taken, "quanto": Quantized, "hqq": Quantized, "fp8": Fp8,
     }  # fmt: skip
+    if name in METHODS and name not in kinds:
+        return Kept(text, config)
     if name not in kinds or (name == "fp8" and text != "fp8"):
-        forms = "full:bits=4, codec:bits=4:center=no, quanto:bits=4, hqq:bits=4 or fp8"
-        raise ValueError(f"--methods {text} is no way to keep a whole text in few bits; use {forms}")
+        forms = "full:bits=4, codec:bits=4:center=no, quanto:bits=4, hqq:bits=4, fp8 or another method of kvsketch"
+        raise ValueError(f"--methods {text} is no way to keep a text in few bits; use {forms}")
     return kinds[name](text, config)
 
 

@@ -43,6 +43,7 @@ CODED = (8, 4, 3, 2)
 STORES = (
     "full",
     *(f"full:{what}={bits}" for bits in CODED for what in ("bits", "key_bits", "value_bits")),
+    "full:bits=auto",
     *(f"codec:bits={bits}:{without}=no" for bits in CODED for without in ("center", "rotation", "exact")),
     *(f"codec:bits={bits}:center=no:rotation=no" for bits in CODED),
     "fp8",
@@ -162,7 +163,8 @@ class Texts:
         """What one store costs on this text."""
         cache = kind.new(self.model)
         self._prompt_read(cache, kind)
-        result: Data = {"error": self._error(kind, cache), "full_bytes": self.full_bytes}
+        result: Data = {"error": self._error(kind, cache)} if kind.whole else {}
+        result["full_bytes"] = self.full_bytes
         if kind.held:
             result["device_bytes"] = kind.bytes(cache)
         del cache

@@ -33,12 +33,13 @@ from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.compare.budgets import sized, with_budget
-from kvsketch.compare.shared_prefill import Prefilled, memory, shared_prefill, streamed_prefill
+from kvsketch.compare.shared_prefill import Prefilled, memory, shared_prefill
 from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
 from kvsketch_lab.evaluation import experiment, passages, runner
 from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions, budgets_option
 from kvsketch_lab.evaluation.next_token import Reading, exact_nll, full_log_probs
+from kvsketch_lab.evaluation.prefill import streamed_prefill
 from kvsketch_lab.options import option
 from kvsketch_lab.records import interval_text, perplexity_deviation
 

@@ -26,11 +26,12 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.repetition import repeats
 from kvsketch.compare import budgets
-from kvsketch.compare.shared_prefill import Prefilled, memory, rows_that_fit, shared_prefill, streamed_prefill
+from kvsketch.compare.shared_prefill import Prefilled, memory, shared_prefill
 from kvsketch.decode.asking import repeat_instruction
 from kvsketch.methods import parse_method
 from kvsketch.models import encode_chat
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, cache_seed, failure
+from kvsketch_lab.evaluation.prefill import rows_that_fit, streamed_prefill
 from kvsketch_lab.options import option
 
 LARGEST_BATCH = 64

@@ -19,8 +19,8 @@ WITHOUT = {
     "first tokens coded": "codec:bits={}:exact=no",
 }
 BESIDE = (
-    "full", "full:bits=8", "fp8", "full:bits=4", "quanto:bits=4", "hqq:bits=4", "full:bits=3", "full:bits=2",
-    "quanto:bits=2", "hqq:bits=2",
+    "full", "full:bits=8", "fp8", "full:bits=auto", "full:bits=4", "quanto:bits=4", "hqq:bits=4", "full:bits=3",
+    "full:bits=2", "quanto:bits=2", "hqq:bits=2",
 )  # fmt: skip
 NAMES = {"quanto": "QuantizedCache, quanto", "hqq": "QuantizedCache, hqq"}
 

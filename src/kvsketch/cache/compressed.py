@@ -31,6 +31,7 @@ from kvsketch.cache import memory as memory_sizes
 from kvsketch.cache.checks import require_finite
 from kvsketch.cache.chunks import require_one_chunk, require_stream
 from kvsketch.cache.layer import SlotLayer
+from kvsketch.cache.promise import Promise
 from kvsketch.cache.saving.model_identity import ModelIdentity
 from kvsketch.cache.text import ReadBehind, TextRead
 from kvsketch.defaults import CHUNK, SEED
@@ -72,6 +73,8 @@ class CompressedCache(Cache):
     ) -> None:
         require_stream(prefill, chunk)
         self.method = parse_method(method)
+        if prefill == "stream" and getattr(self.method, "loss", None) is not None:
+            raise ValueError(f"{self.method} tries several budgets on the whole text; use prefill='exact'")
         self.check, self.prefill, self.chunk = check, prefill, chunk
         config = making.served_config(model, self.method)
         self.identity, self.head_share = ModelIdentity(model, config), head_share(model)
@@ -89,6 +92,8 @@ class CompressedCache(Cache):
         self._broken_off = ""
         self.is_document = False  # whether others continue it, so that it must not change
         self.text = TextRead()
+        self.asked = self.method
+        self.promise: Promise | None = None  # what was promised of the loss, and what was tried (`promise`)
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
@@ -141,7 +146,7 @@ class CompressedCache(Cache):
             self._require_own()
             interrupted.require_whole(self.layers, self._broken_off)
             require_one_chunk(self.slot_layers[0], key_states.shape[2])
-            if self.method.settles:
+            if self.method.settles or self.method.stored_bits.auto:
                 # What layers decide together is decided before the first of them goes on.
                 for each in self.slot_layers:
                     each.end_draft()
@@ -169,8 +174,11 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         """Forgets everything; the cache is empty again, or as it was right after the document that it continues."""
+        self.method, self.promise = self.asked, None
         for layer in self.slot_layers:
             layer.reset()
+            layer.method = self.method
+            layer.table.note(bits=self.method.stored_bits)
         for number, native in self._empty.items():
             self.layers[number] = copy.deepcopy(native)
         self._last_updated, self._broken_off = len(self.layers), ""
@@ -249,7 +257,8 @@ class CompressedCache(Cache):
 
     def describe(self) -> str:
         """A line for each compressed layer: slots of its smallest and largest head, bits, bytes (asks the device)."""
-        return memory_sizes.description(self.slot_layers)
+        told = memory_sizes.description(self.slot_layers)
+        return told if self.promise is None else f"{told}\n{self.promise}"
 
     def save(self, path: str | os.PathLike[str], about: Mapping[str, str] | None = None) -> None:
         """Writes the cache to a file, in one step; see `saving`. `about`: words of your own, for `saving.about`."""
@@ -259,7 +268,8 @@ class CompressedCache(Cache):
         # `check` is a debugging option and is not saved.
         options = {"seed": self.slot_layers[0].table.seed, "prefill": self.prefill, "chunk": self.chunk}
         model, read = self.identity.describe(self.head_share), dataclasses.asdict(self.text)
-        saving.save(path, self.method, options, model, read, self.layers, about or {})
+        promise = None if self.promise is None else self.promise.as_dict()
+        saving.save(path, self.method, options, model, read, self.layers, about or {}, promise)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module | PretrainedConfig) -> CompressedCache:
@@ -267,7 +277,7 @@ class CompressedCache(Cache):
         with saving.opened(path) as saved:
             cache = cls(model, saved.method, **saved.options)
             saved.fill(cache.layers, model, cache.identity, cache.head_share)
-            cache.text = TextRead(**saved.read)
+            cache.text, cache.promise = TextRead(**saved.read), Promise.of(saved.promise)
         return cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

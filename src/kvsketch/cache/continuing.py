@@ -56,7 +56,8 @@ def layers_after(layers: Sequence[SlotLayer]) -> list[SlotLayer]:
     positions, forward = replace(layers[0].table.positions), Forward(layers[0].forward.chunk)
     made = []
     for layer in layers:
-        table = replace(layer.table.cleared(), document=layer.table, positions=positions)
+        chosen = layer.table.chosen_bits
+        table = replace(layer.table.cleared(), document=layer.table, positions=positions, chosen_bits=chosen)
         after = SlotLayer(table, layer.method, layer.model_name, forward, layer.keys_are_shared)
         after.is_read = True
         made.append(after)

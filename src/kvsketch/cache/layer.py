@@ -22,6 +22,7 @@ from kvsketch import ops
 from kvsketch.cache import document, masks
 from kvsketch.cache.forward import Forward
 from kvsketch.methods.base import Method
+from kvsketch.methods.bits import note_rounding, settle_bits
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.offloaded import require_on_device
@@ -179,12 +180,14 @@ class SlotLayer(CacheLayerMixin):
                 tables = [layer.table for layer in (*self.together, self)]
                 if self.method.settles:
                     self.method.settle(tables)
+                settle_bits(tables)
                 # Once for all layers, so that none of them waits for the device.
                 require_finite(tables)
 
     def compress(self, queries: Tensor) -> None:
         """Calls the method on what was appended last."""
         try:
+            note_rounding(self.table, queries)
             self.method.compress(self.table, queries)
             if self.table.bits and self.table.exact and not self.table.waits_for_codes:
                 # Codes need the table's bounded form, whether something had to go or not.

@@ -48,7 +48,7 @@ def description(layers: Sequence[SlotLayer]) -> str:
     for layer in layers:
         table, used = layer.table, layer.table.used_slots()
         least, most = int(used.min()), int(used.max())
-        bits = FewBits() if table.exact else table.bits
+        bits = FewBits() if table.exact else table.held_bits
         slots = f"{least}" if least == most else f"{least} to {most}"
         lines.append(f"{table.layer_idx:5}  {slots:16}  {f'{bits.keys}/{bits.values}':8} {stored_bytes([layer]):13,}")
         if offloaded:

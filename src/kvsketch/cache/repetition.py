@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvsketch.cache import rollback, rotary
+from kvsketch.cache import promise, rollback, rotary
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.masks import Prompt
 from kvsketch.methods.base import Method
@@ -89,8 +89,11 @@ def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor 
     try:
         for pieces in forwards:
             _say(cache, method, model, said, ids, pieces)
-        with plain():
-            cache.method.settle(tables)
+        if getattr(method, "loss", None) is not None:
+            promise.keep(cache, model, ids, said)
+        else:
+            with plain():
+                cache.method.settle(tables)
     except BaseException:
         cache._break_off("a text that the model was repeating")
         raise
@@ -158,7 +161,8 @@ def _require(cache: Repeating, input_ids: Tensor, unrepeated: int) -> None:
 def _require_positions(cache: Repeating, model: Any, forwards: list[list[Piece]], said: int) -> None:
     """Raises ValueError where the model has no positions behind the text for what comes again."""
     last = rotary.last_position(model.config)
-    again = max(sum(min(BEFORE, piece.begin) + piece.tokens for piece in pieces) for pieces in forwards)
+    said_again = (sum(min(BEFORE, piece.begin) + piece.tokens for piece in pieces) for pieces in forwards)
+    again = max(said_again, default=promise.BEFORE + promise.LENGTH)
     if last is not None and cache.tokens_seen + said + again > last:
         raise ValueError(
             f"{cache.method.name} lets the model repeat {again} tokens behind the {cache.tokens_seen} that it has "

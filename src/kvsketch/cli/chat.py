@@ -50,6 +50,8 @@ def read(
     talk = Talk.of_text(str(document), model, method, device, dtype, {"prefill": prefill, "chunk": chunk})
     talk.cache.save(out, {"model": model, "files": ", ".join(map(str, files))})
     talk.tell(f"read in {talk.seconds:.1f} s; saved {out}, {megabytes(out.stat().st_size)}")
+    if talk.cache.promise is not None:
+        talk.tell(str(talk.cache.promise))
     talk.tell(f"kvsketch chat {out}")
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.repetition import repeats
-from kvsketch.cache.streaming import prefill
 from kvsketch.compare.budgets import full_bytes
 from kvsketch.decode import captured as decoding
 from kvsketch.decode.sampling import Sampler
@@ -31,8 +30,6 @@ from kvsketch.methods.base import Method
 from kvsketch.methods.full import Full
 from kvsketch.slots.table import SlotTable
 
-ROWS_ON_A_CPU = 4
-SHARE_OF_FREE_MEMORY = 0.7
 STEPS_WORTH_CAPTURING = 10
 
 
@@ -60,17 +57,6 @@ def shared_prefill(model: Any, inputs: Mapping[str, Tensor] | Tensor) -> Prefill
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
     logits = _forward(model, cache, ids, mask, positions)
     return Prefilled(model, ids, mask, cache, recorder.queries, logits)
-
-
-@torch.no_grad()
-def streamed_prefill(
-    model: Any, inputs: Mapping[str, Tensor], method: str | Method, seed: int, chunk: int
-) -> tuple[Prefilled, CompressedCache]:
-    """One method reads `inputs` chunk by chunk, through what it kept of the chunks before; nothing can be shared."""
-    ids, mask = (inputs[name].to(model.device) for name in ("input_ids", "attention_mask"))
-    cache = CompressedCache(model, method, seed=seed, prefill="stream", chunk=chunk)
-    logits = prefill(model, ids, cache, mask)
-    return Prefilled(model, ids, mask, cache, {}, logits), cache
 
 
 def _forward(model: Any, cache: CompressedCache, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:  # [B, V]
@@ -184,23 +170,3 @@ def memory(cache: CompressedCache) -> dict[str, int]:
         "host_bytes": cache.host_bytes // rows,
         "full_bytes": full_bytes(cache) // rows,
     }
-
-
-def rows_that_fit(model: Any, tokens: int) -> int:
-    """How many prompts of `tokens` can be read together: by free memory on a GPU, few on a CPU.
-
-    Counted are the queries, keys and values of all layers, a copy for one method and the room in which it is made,
-    and a mask of tokens by tokens with the bias that attention kernels make of it.
-    """
-    if model.device.type != "cuda":
-        return ROWS_ON_A_CPU
-    config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    layer = (heads + 3 * 2 * kv_heads) * size * config.num_hidden_layers
-    working = 4 * (config.hidden_size + getattr(config, "intermediate_size", 4 * config.hidden_size))
-    row = tokens * ((layer + working) * model.dtype.itemsize + 4 * tokens)
-    free = torch.cuda.mem_get_info(model.device)[0]
-    free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-    return max(1, int(SHARE_OF_FREE_MEMORY * free) // row)

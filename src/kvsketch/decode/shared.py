@@ -58,6 +58,8 @@ def alone(model: Any, method: str | Method) -> str:
     method = parse_method(method)
     if method.alone:
         return f"{method.name} is served one request at a time: {method.alone}"
+    if method.stored_bits.auto:
+        return f"{method} is served one request at a time: each prompt chooses bits of its own"
     cache = CompressedCache(model, method)
     if isinstance(method, PeriodicMethod) and not cache.slot_layers[0].table.rotary:
         return f"new tokens are not rehearsed without the rotary angles of {cache.model_name}, and rows grow"

@@ -50,7 +50,7 @@ class Expected(WaitingMethod):
     wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are scored")
     future: int = option(512, "positions over which the rotation of queries to come is averaged")
     epsilon: float = option(0.0, "added to the expected attention before the value's norm weighs it")
-    bits: int = 16
+    bits: int | str = 16
 
     @property
     def needs_angles(self) -> tuple[str, str]:

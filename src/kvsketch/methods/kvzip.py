@@ -42,7 +42,7 @@ class KVzip(WaitingMethod):
     recent: Size | int | str = 0
     chunk: int = option(2048, "tokens that are rehearsed together")
     wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are rehearsed")
-    bits: int = 16
+    bits: int | str = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()

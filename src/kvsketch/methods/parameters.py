@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from kvsketch.slots.codes import BITS, PLAIN, FewBits
+from kvsketch.slots.codes import AUTO, BITS, FEW, PLAIN, FewBits
 
+BY_PROMPT = "auto"
 BIT_CHOICES = f"{', '.join(map(str, BITS))}, or {PLAIN} for the dtype of the model"
+BITS_MEANING = f"bits of a stored key and value: {BIT_CHOICES}; {BY_PROMPT}: 4, and 8 for keys of layers that need them"
 
 
 class Option(NamedTuple):
@@ -36,8 +38,8 @@ class Parameters:
 
     name: ClassVar[str]
 
-    bits: int = option(PLAIN, f"bits of a stored key and value: {BIT_CHOICES}", kw_only=True)
-    key_bits: int | None = option(None, "bits of a key, where they differ", kw_only=True)
+    bits: int | str = option(PLAIN, BITS_MEANING, kw_only=True)
+    key_bits: int | str | None = option(None, "bits of a key, where they differ", kw_only=True)
     value_bits: int | None = option(None, "bits of a value, where they differ", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -47,16 +49,18 @@ class Parameters:
                     name, getattr(self, name) in choices, (" or " if len(choices) < 3 else ", ").join(choices)
                 )
         for name in ("bits", "key_bits", "value_bits"):
-            value = getattr(self, name)
+            value, chosen = getattr(self, name), name != "value_bits"
             whole = isinstance(value, int) and value in (*BITS, PLAIN)
             kind = "" if isinstance(value, int) else f"a whole number, not {value!r}: "
-            self._require(name, whole or (value is None and name != "bits"), kind + BIT_CHOICES)
+            known = whole or (chosen and value == BY_PROMPT) or (value is None and name != "bits")
+            self._require(name, known, kind + f"{BY_PROMPT}, " * chosen + BIT_CHOICES)
 
     @property
     def stored_bits(self) -> FewBits:
         """Bits of a stored key and of a stored value."""
-        keys, values = (self.bits if own is None else own for own in (self.key_bits, self.value_bits))
-        return FewBits(keys, values)
+        keys = self.bits if self.key_bits is None else self.key_bits
+        values = self.bits if self.value_bits is None else self.value_bits
+        return FewBits(AUTO if keys == BY_PROMPT else int(keys), FEW if values == BY_PROMPT else int(values))
 
     @classmethod
     def options(cls) -> list[Option]:

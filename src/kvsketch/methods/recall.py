@@ -58,6 +58,10 @@ class RecallingMethod(Method, ABC):
         self._set("budget", budget)
         self._require_whole("sinks", "skip_layers", "keep_steps", least=0)
         self._require("seed", isinstance(self.seed, int), "a whole number")
+        if self.stored_bits.auto and self.offload != "none":
+            raise ValueError(
+                f"{self.name}: bits=auto is refused with offload={self.offload}; use bits=4 or offload=none"
+            )
         if budget.tokens is not None and budget.tokens <= self.sinks:
             raise ValueError(f"{self.name}: budget={budget} leaves nothing beside {self.sinks} sinks; use more")
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod
+from kvsketch.methods.bits import settle_bits
 from kvsketch.methods.budget import Size, Tokens, row_prompts
 from kvsketch.methods.divide import MODEL, SHARES, winners
 from kvsketch.methods.keep import layouts
@@ -306,7 +307,9 @@ class WaitingMethod(BudgetedMethod):
         for table in tables:
             # A short question is no measure for its answer. A chunk is the most that counts: generation stays bounded.
             table.set_prompt(max(table.prompt_tokens, min(table.seen, chunk)))
-        return winners(tables, [self.worth(t) for t in tables], [self.mean_slots(t) for t in tables], self.share)
+        keep = winners(tables, [self.worth(t) for t in tables], [self.mean_slots(t) for t in tables], self.share)
+        settle_bits(tables, [stays.sum() for stays in keep])
+        return keep
 
     def worth(self, table: SlotTable) -> Tensor:  # [B, H, S]
         """Scores of slots; ALWAYS for those that stay, -inf for empty ones."""
@@ -406,7 +409,10 @@ class WaitingMethod(BudgetedMethod):
         waiting = self.most_waiting if shape.more is None else min(self.most_waiting, shape.more)
         waiting += MOST_ROOM if waiting else 0
         queries = shape.batch * self.kept_heads(shape.heads, shape.query_heads) * waiting * row_bytes(shape.size)
-        slots = self.budget_tokens(shape.table) + (waiting or room_ahead(self.most_waiting, shape.tokens)) + 1
+        beside = (waiting or room_ahead(self.most_waiting, shape.tokens)) + 1
+        slots = self.budget_tokens(shape.table) + beside
+        # Bits are chosen by the slots that layers keep; those beside are as many in every layer.
+        queries += shape.all_heads * beside * shape.beyond_mean
         return shape.bounded(slots, bytes_beside(Waiting)) + shape.layout(slots) + queries
 
 

@@ -22,7 +22,7 @@ grouping keys
     leader_clustering    clusters of a stream: a key far from all of them opens a new one
     farthest_first       greedy k-center; nearest_center: the center nearest to each key
 writing slots
-    write_token          one token into its slot; write_coded_token: where slots are stored in few bits
+    write_token          one token into its slot
     free_lowest          the lowest-ranked slot of each head becomes the next to write
     open_rows            slots of requests in pages, as rows of one table; close_rows: back into their pages
     reservoir            the last token that fired in each slot of a sample
@@ -74,7 +74,7 @@ from kvsketch.ops.rotate_keys import rotate_keys
 from kvsketch.ops.rotate_queries import angles_of, rotate_by, rotate_queries
 from kvsketch.ops.select_clusters import cluster_scores, select_clusters
 from kvsketch.ops.select_pages import select_pages, widen_pages
-from kvsketch.ops.slot_update import free_lowest, write_coded_token, write_token
+from kvsketch.ops.slot_update import free_lowest, write_token
 from kvsketch.ops.take_rows import take_rows
 from kvsketch.ops.weighted_attention import weighted_attention
 
@@ -119,6 +119,5 @@ __all__ = [
     "uniform",
     "weighted_attention",
     "widen_pages",
-    "write_coded_token",
     "write_token",
 ]

@@ -59,6 +59,7 @@ FACTS: dict[str, type] = {
 }  # of document.json  # fmt: skip
 HELD_FACTS: dict[str, type] = {
     "seconds": float, "tokens_stored": int, "device_bytes": int, "host_bytes": int, "full_bytes": int, "slots": list,
+    "promise": str,
 }  # of held.json  # fmt: skip
 Status = Literal["waiting", "reading", "ready", "failed", "other_model"]
 log = logging.getLogger("kvsketch.serve")
@@ -92,6 +93,7 @@ class Document:
     host_bytes: int | None = None
     full_bytes: int | None = None
     slots: list[list[int]] | None = None
+    promise: str | None = None  # of the loss, and the curve that was tried
     object: str = "document"
 
     def public(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def summary(model: Any, cache: CompressedCache) -> dict[str, Any]:
         "host_bytes": cache.host_bytes,
         "full_bytes": full_cache_bytes(model, cache.tokens_seen),
         "slots": [layer.table.used_slots()[0].tolist() for layer in cache.slot_layers],
+        **({} if cache.promise is None else {"promise": str(cache.promise)}),
     }
 
 

@@ -6,10 +6,11 @@ Legend: as in `table`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT
-from kvsketch.slots.codes import EXACT, LEAST, PLAIN
+from kvsketch.slots.codes import EXACT, FEW, LEAST, MANY, PLAIN, SPARE
 from kvsketch.slots.offloaded import host_capacity
 from kvsketch.slots.state import SLOT, TableState
 from kvsketch.slots.table import SlotTable
@@ -44,14 +45,23 @@ class LayerShape:
         return self.size * self.itemsize
 
     @property
-    def stored(self) -> list[tuple[int, int]]:
-        """Size and bits of what is stored of a key, and of a value."""
-        return list(zip(self.held or (self.size, self.size), self.table.bits.pair, strict=True))
+    def stored(self) -> list[tuple[int, float]]:
+        """Size and bits of what is stored of a key, and of a value; the mean over layers where a prompt chooses."""
+        keys, values = self.table.bits.pair
+        mean = FEW * (1 + 2 * SPARE) if self.table.bits.auto else keys
+        return list(zip(self.held or (self.size, self.size), (mean, values), strict=True))
 
     @property
     def pair(self) -> int:
         """Bytes of a key and its value as they are stored."""
-        return sum(size * self.itemsize if bits == PLAIN else size * bits // 8 + STEP for size, bits in self.stored)
+        return sum(
+            size * self.itemsize if bits == PLAIN else math.ceil(size * bits / 8) + STEP for size, bits in self.stored
+        )
+
+    @property
+    def beyond_mean(self) -> int:
+        """Bytes of a key beyond that mean, at most."""
+        return self.size * (MANY - FEW) // 8 if self.table.bits.auto else 0
 
     def bounded(self, slots: int, beside: int = 0, two_sums: bool = False) -> int:
         """A bounded table of `slots` slots for each head; `beside`: bytes of what a method remembers of a slot."""

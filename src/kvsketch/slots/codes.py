@@ -22,6 +22,9 @@ from kvsketch.ops.codec import BITS, Codec, CodedSlots
 from kvsketch.slots import tensors
 
 PLAIN = 16  # bits of what is not coded, whatever the dtype of the model
+AUTO = 0  # bits of keys that are chosen when a prompt has been read (`methods.bits`)
+FEW, MANY = 4, 8  # of which these are chosen; the second until then
+SPARE = 1 / 16  # of the bytes of keys and values in FEW bits, that keys in MANY bits may add in all layers together
 EXACT = 4  # first tokens of a text that stay exact
 LEAST = 64  # tokens before which nothing is coded: a center needs some
 
@@ -39,6 +42,11 @@ class FewBits:
     @property
     def pair(self) -> tuple[int, int]:
         return self.keys, self.values
+
+    @property
+    def auto(self) -> bool:
+        """Whether a prompt chooses the bits of keys."""
+        return self.keys == AUTO
 
 
 @dataclass
@@ -253,6 +261,17 @@ class SlotCodes(CodedSlots):
         assert self.fresh is not None and start >= self.fresh_at
         left = tensors.removed(self.fresh, start - self.fresh_at, end - self.fresh_at)
         return replace(self, fresh=left) if left.shape[2] else replace(self, fresh=None, tail=0)
+
+    def narrowed(self, bits: int) -> SlotCodes:
+        """In fewer bits around the same center; what is exact or not coded yet stays."""
+        if bits == self.codec.bits:
+            return self
+        codec, steps = replace(self.codec, bits=bits), self.steps.float().unsqueeze(-1)
+        rotated = (codecs.levels_of(self.codes, self.codec) - self.codec.half_range) * steps
+        vectors = (rotated @ self.codec.rotation(self.device)).view(1, 1, -1, codec.size)
+        new = codecs.encode(vectors, vectors.new_zeros(1, 1, codec.size), codec)
+        codes = new.codes.view(*self.codes.shape[:-1], codec.code_bytes)
+        return replace(self, codec=codec, codes=codes, steps=new.steps.view(self.steps.shape))
 
     def exact_before(self, end: int) -> SlotCodes:
         return replace(self, exact_at=self.exact_at.masked_fill(self.exact_at >= end, -1))

@@ -30,7 +30,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.ops.page_rows import Front, Rows, Worth
-from kvsketch.slots.codes import PlainSlots, Slots
+from kvsketch.slots.codes import Slots
 from kvsketch.slots.state import SLOT, TableState
 from kvsketch.slots.store import EMPTY, STATE, Parts, Ragged, row_parts, slot_parts, table_of
 from kvsketch.slots.table import BoundedTable, ExactTable, Place, SlotTable
@@ -147,11 +147,10 @@ class PagedTable(BoundedTable):
 
     def _write_next(self, keys: Tensor, values: Tensor) -> None:
         score = next(iter(self.state.slot_tensors()), None)
-        own = self.index, self.log_den, None, self.next_slot, self.clock, keys, values, score
-        if isinstance(self.keys, PlainSlots) and isinstance(self.values, PlainSlots):
-            ops.write_token(self.keys.read, self.values.read, *own, self.pages)
-        else:
-            ops.write_coded_token(self.keys.read, self.values.read, *own, pages=self.pages)
+        ops.write_token(
+            self.keys.read, self.values.read, self.index, self.log_den, None, self.next_slot, self.clock, keys, values,
+            score, pages=self.pages,
+        )  # fmt: skip
 
 
 class Pages:

@@ -76,7 +76,7 @@ class Place:
     rotary: tuple[float, ...] = ()  # radians per position of channel pairs (i, i + half); empty: none known
     positions: Positions = field(default_factory=Positions, repr=False, compare=False)  # shared by a cache's layers
     first_head: int = 0  # number of the first KV head in the whole model (`heads`)
-    bits: FewBits = field(default_factory=FewBits)  # of keys and values once the table is bounded
+    bits: FewBits = field(default_factory=FewBits)  # of keys and values as asked for, once the table is bounded
     head_group: str = ""  # processes among which the layer's heads are divided; "": this one holds them all
     # The table of a text that this one continues: read by any number of others, and never written.
     document: SlotTable | None = field(default=None, repr=False, compare=False)
@@ -103,6 +103,7 @@ class Contents(Place):
     capacity: Tensor | None = None  # [B, H] int64, slots of heads that differ, while several new tokens are beside them
     padding: Tensor | None = None  # [B] int64, left-padding tokens of each row; None: no row has any
     prompts: Tensor | None = None  # [B] int64, prompt_tokens of each row where rows come and go (`rows`)
+    chosen_bits: int = 0  # of keys, once a prompt has chosen them
     settled_at: Tensor | None = None  # [B] int64, settled of each row where rows with heads that differ come and go
     groups: Groups | None = None  # who reads it, where its rows are documents (`documents`)
     stacked: bool = False  # whether batch rows are the layers of one request, with slots in the order of the text
@@ -125,9 +126,21 @@ class Contents(Place):
     row_lse: Tensor | None = field(default=None, repr=False, compare=False)  # [B, Hq, n], log-sums of the queries' rows
     row_logits: ops.RowLogits | None = field(default=None, repr=False, compare=False)  # of a single query
     waits: bool | None = field(default=None, repr=False, compare=False)  # whether `advance` waits; None: it never does
+    rounding: Tensor | None = field(default=None, repr=False, compare=False)  # what few bits cost, for their choice
 
     exact: ClassVar[bool]  # True while every token is stored and none is weighted
     can_be_document: ClassVar[bool] = True  # whether others can read its slots where they lie (`document`)
+
+    @property
+    def held_bits(self) -> FewBits:
+        """Bits of keys and values once the table is bounded."""
+        keys = (self.chosen_bits or codes.MANY) if self.bits.auto else self.bits.keys
+        return FewBits(keys, self.bits.values)
+
+    @property
+    def chooses_bits(self) -> bool:
+        """Whether a prompt has yet to choose the bits."""
+        return self.bits.auto and not self.chosen_bits
 
     @property
     def waits_for_codes(self) -> bool:
@@ -485,12 +498,18 @@ class SlotTable(Contents):
         held: Slots = getattr(self, what)
         held = PlainSlots(held.part(0, self.length)) if isinstance(held, PlainSlots) else held
         like = None if self.document is None else getattr(self.document, what)
-        slots = held.coded(getattr(self.bits, what), self.padding, like)
+        slots = held.coded(getattr(self.held_bits, what), self.padding, like)
         # A decode step does not ask, except for the one after which a short text is coded.
         asks = self.appended > 1 or (self.exact and self.seen >= codes.LEAST)
         if asks and isinstance(slots, SlotCodes) and slots is not held:
             self.doubts.append(codes.Doubt.of(slots, what, self.layer_idx))
         return slots
+
+    def choose_bits(self, keys: int) -> None:
+        """A prompt has chosen the bits of keys: what is coded already gets them."""
+        self.chosen_bits, self.rounding = keys, None
+        if isinstance(self.keys, SlotCodes):
+            self.keys = self.keys.narrowed(keys)
 
     def replace_values(self, slots: Tensor, values: Tensor) -> None:
         """Gives the slots [B, H, m] of a table of equal heads, negative: none, the values [B, H, m, Dv]."""
@@ -652,12 +671,10 @@ class BoundedTable(SlotTable):
         states = self.state.slot_tensors()
         # One score per slot goes with the token, in the same launch.
         score = next((state for state in states if is_score(state)), None)
-        own = self.index, self.log_den, self.log_num, self.next_slot, self.clock, keys, values, score
-        if isinstance(self.keys, PlainSlots) and isinstance(self.values, PlainSlots) and self.layout is None:
-            ops.write_token(self.keys.read, self.values.read, *own)
-        else:
-            start = None if self.layout is None else self.layout.start
-            ops.write_coded_token(self.keys.read, self.values.read, *own, start)
+        ops.write_token(
+            self.keys.read, self.values.read, self.index, self.log_den, self.log_num, self.next_slot, self.clock,
+            keys, values, score, None if self.layout is None else self.layout.start,
+        )  # fmt: skip
         for state in (state for state in states if state is not score):
             self._fill(state, self.next_slot, 0)
 

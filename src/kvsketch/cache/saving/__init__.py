@@ -46,10 +46,12 @@ def save(
     read: dict[str, Any],
     layers: Sequence[Any],
     about: Mapping[str, str],
+    promise: dict[str, Any] | None = None,
 ) -> None:
     """Writes a cache to `path` in one step: there is the old file or the new one, whatever happens meanwhile.
 
-    options: how the cache was made, beside model and method; model, read: what identifies the model and the text.
+    options: how the cache was made, beside model and method; model, read: what identifies the model and the text;
+    promise: what was promised of the loss (`promise`).
     """
     tensors: dict[str, Tensor] = {}
     content = {
@@ -58,6 +60,7 @@ def save(
         "model": model,
         "read": read,
         "about": dict(about),
+        "promise": promise,
         "layers": [encode_layer(layer, str(number), tensors) for number, layer in enumerate(layers)],
     }
     text = {"kind": KIND, "version": VERSION, "kvsketch": kvsketch.__version__, "cache": json.dumps(content)}
@@ -89,6 +92,7 @@ class SavedCache:
         self.method = _method(file, content["method"])
         self.options, self.model, self.read = content["options"], content["model"], content.get("read", {})
         self.about: dict[str, str] = content.get("about", {})
+        self.promise: dict[str, Any] | None = content.get("promise")
         self._layers = content["layers"]
 
     def fill(self, layers: Sequence[Any], model: Any, identity: ModelIdentity, head_share: HeadShare | None) -> None:

@@ -33,7 +33,7 @@ from kvsketch.slots.table import SlotTable
 BOUNDED = ("index", "log_num", "log_den", "next_slot", "clock")
 SAVED = (
     "keys", "values", *BOUNDED, "padding", "seen", "length", "appended", "new_tokens", "prompt_tokens", "settled",
-    "layout", "capacity", "scale",
+    "layout", "capacity", "scale", "chosen_bits",
 )  # fmt: skip
 S = TypeVar("S", bound=TableState)
 

@@ -79,7 +79,10 @@ def _named(additional_config: Any) -> Method:
             f"the attention backend CUSTOM is kvsketch's, and no method was named; add {EXAMPLE}; methods: "
             f"{', '.join(SERVED)}, full:bits=4"
         )
-    return parse_method(text)
+    method = parse_method(text)
+    if method.stored_bits.auto:
+        raise ValueError(f"{method}: no prompt can choose the bits of vLLM's blocks and pages; use bits=4 or bits=8")
+    return method
 
 
 def servable(method: Method) -> BudgetedMethod:

@@ -25,6 +25,7 @@ from kvsketch.methods.waiting import (
     own_sinks,
     settle_slots,
 )
+from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.codes import PLAIN
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.table import SlotTable, require_finite
@@ -75,7 +76,8 @@ class Rehearse(WaitingMethod):
     chunk: int = option(2048, "tokens that are rehearsed together")
     wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are rehearsed")
     map: str = option("", "file of replay=learned, which `kvsketch fit` has written; empty: that of the model, if any")
-    bits: int = 4
+    loss: Size | str | None = option(None, "likelihood that a repetition may lose, such as 2%, in place of a budget")
+    bits: int | str = 4
     learned: ClassVar[ReplayMap | None] = None  # what `map` holds, once the model is known
 
     def __post_init__(self) -> None:
@@ -84,13 +86,20 @@ class Rehearse(WaitingMethod):
         if self.map and self.replay != LEARNED:
             raise ValueError(f"{self.name}: map={self.map} is for replay=learned; replay is {self.replay}")
         self._set("sample", Size.parse(self.sample, f"{self.name}: sample"))
+        if self.loss in (None, "None"):
+            self._set("loss", None)
+            return
+        loss = Size.parse(cast(str, self.loss), f"{self.name}: loss")
+        self._set("loss", loss)
+        self._require("loss", loss.share is not None, "a share such as 2%")
+        self._require("budget", self.budget_size == Size.parse("50%"), "no budget beside loss")
 
     # score: what the text would look at if it came again
 
     @property
     def repeats(self) -> bool:
-        """Whether the model repeats a prompt in a second forward (`cache.repetition`)."""
-        return self.replay in (EXACT, SAMPLED)
+        """Whether the model repeats a prompt in a second forward (`cache.repetition`), or parts of it for a promise."""
+        return self.replay in (EXACT, SAMPLED) or self.loss is not None
 
     @property
     def _replay(self) -> Replay:
@@ -107,11 +116,13 @@ class Rehearse(WaitingMethod):
         can_repeat = self.repeats and not (self.replay == SAMPLED and table.padding is not None)
         if not (can_repeat and self.queue(table).wait_for_repetition()):
             super().compress(table, queries)
-        elif self.replay == SAMPLED:
+        elif self.replay != EXACT:
             self.score(table, queries)
 
     def pieces(self, tokens: int, most: int) -> list[Piece]:
         """What the model repeats of so many tokens, at most `most` at a time."""
+        if self.replay not in (EXACT, SAMPLED):
+            return []
         if self.replay == EXACT:
             return pieces_of(tokens, min(self.chunk, most), tokens)
         sample = cast(Size, self.sample).of(tokens)
@@ -224,6 +235,13 @@ class Rehearse(WaitingMethod):
     @property
     def continues(self) -> bool:
         return not self.repeats
+
+    @property
+    def alone(self) -> str:  # type: ignore[override]
+        return "" if self.loss is None else "every text has a budget of its own"
+
+    def stored_bytes(self, shape: LayerShape) -> int | None:  # type: ignore[override]
+        return None if self.loss is not None else super().stored_bytes(shape)
 
     @property
     def no_latents(self) -> str:

@@ -34,6 +34,7 @@ class Token(NamedTuple):
     value: Tensor  # [B, H, 1, Dv]
     slot: Tensor  # [B, H, 1] int64
     clock: Tensor  # [1] int64, tokens seen before it
+    start: Tensor | None = None  # [B, H] int64, the first slot of each head in a flat store; None: equal heads
     pages: Tensor | None = None  # [B] int64, where keys and values of each row lie; None: row by row
 
 
@@ -48,32 +49,6 @@ class Ranking(NamedTuple):
 
 
 def write_token(
-    keys: Tensor,
-    values: Tensor,
-    index: Tensor,
-    log_den: Tensor,
-    log_num: Tensor | None,
-    slot: Tensor,
-    clock: Tensor,
-    new_key: Tensor,
-    new_value: Tensor,
-    score: Tensor | None = None,
-    pages: Tensor | None = None,
-) -> None:
-    """Writes one token into `slot` [B, H, 1] of each row and head, with index `clock` [1], weight 1 in both sums and
-    score 0, and counts it on the clock.
-
-    keys [B, H, S, D], values [B, H, Sv, Dv], index int32, log_den, log_num, score [B, H, S]; new_key [B, H, 1, D],
-    new_value [B, H, 1, Dv]. All but keys and values are contiguous, their last dimension too.
-    pages [B] int64: keys [P, H, S, D] and values [P, H, Sv, Dv] of row b lie in page pages[b], no two rows in one;
-    where it is negative, no key and no value is written.
-    """
-    slots, token = Slots(index, log_den, log_num), Token(new_key, new_value, slot, clock, pages)
-    with on(keys.device):
-        implementation("slot_update", keys.device).write_token(keys, values, slots, token, score)
-
-
-def write_coded_token(
     keys: Tensor | CodedSlots,
     values: Tensor | CodedSlots,
     index: Tensor,
@@ -87,17 +62,21 @@ def write_coded_token(
     start: Tensor | None = None,
     pages: Tensor | None = None,
 ) -> None:
-    """`write_token` where keys and values are stored in few bits (`ops.codec`), one of them, or none in a flat store.
+    """Writes one token into `slot` [B, H, 1] of each row and head, with index `clock` [1], weight 1 in both sums and
+    score 0, and counts it on the clock.
 
-    start [B, H] int64: slots are counted from there in a flat store, in which codes, index, log_den, log_num and score
-    have one dimension [slots of all heads] in place of [B, H, S].
-    pages [B] int64: keys and values of row b, and what they have beside them, lie in page pages[b], and all of that is
-    as many bytes apart as pages are. Where it is negative nothing is written there; page 0 belongs to no row then.
+    keys [B, H, S, D], values [B, H, Sv, Dv], each of them in few bits or not (`ops.codec`); index int32, log_den,
+    log_num, score [B, H, S]; new_key [B, H, 1, D], new_value [B, H, 1, Dv]. All but keys and values are contiguous,
+    their last dimension too.
+    start [B, H] int64: slots are counted from there in a flat store, in which keys, values, index, log_den, log_num and
+    score have one dimension [slots of all heads] in place of [B, H, S].
+    pages [B] int64: keys [P, H, S, D] and values [P, H, Sv, Dv] of row b, and what they have beside them, lie in page
+    pages[b], no two rows in one. Where it is negative nothing is written there; page 0 belongs to no row then.
     """
-    slots, token = Slots(index, log_den, log_num), Token(new_key, new_value, slot, clock, pages)
+    slots, token = Slots(index, log_den, log_num), Token(new_key, new_value, slot, clock, start, pages)
     with on(index.device):
-        chosen = implementation("slot_update", index.device, keys, values)
-        chosen.write_coded_token(keys, values, slots, token, score, start)
+        chosen = implementation("slot_update", index.device, keys, values, start)
+        chosen.write_token(keys, values, slots, token, score)
 
 
 def free_lowest(

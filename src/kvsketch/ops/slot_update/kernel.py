@@ -22,9 +22,25 @@ MAX_STEP = tl.constexpr(LARGEST_STEP)
 EXACT_BLOCK = tl.constexpr(8)
 
 
-def supported(*slots: Tensor | CodedSlots) -> bool:
-    """True when the kernels serve the call: both in few bits, with one Hadamard matrix for all channels."""
-    return all(isinstance(part, CodedSlots) and codec_kernel.supported(part.codec) for part in slots)
+def supported(
+    keys: Tensor | CodedSlots | None = None, values: Tensor | CodedSlots | None = None, start: Tensor | None = None
+) -> bool:
+    """True when the kernels serve the call: equal heads in 16 or 32 bits, or both keys and values in few bits with one
+    Hadamard matrix for all channels.
+    """
+    parts = [part for part in (keys, values) if isinstance(part, CodedSlots)]
+    return (len(parts) == 2 and all(codec_kernel.supported(p.codec) for p in parts)) or (not parts and start is None)
+
+
+def write_token(
+    keys: Tensor | CodedSlots, values: Tensor | CodedSlots, slots: Slots, token: Token, score: Tensor | None
+) -> None:
+    """See `kvsketch.ops.write_token`."""
+    if isinstance(keys, CodedSlots) and isinstance(values, CodedSlots):
+        _launch_coded(keys, values, slots, token, score)
+    else:
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor)
+        _launch_plain(keys, values, slots, token, score)
 
 
 @triton.jit
@@ -76,8 +92,7 @@ def _write_token(
         tl.store(score + row * slots + s, zero, mask=inside)
 
 
-def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score: Tensor | None) -> None:
-    """See `kvsketch.ops.write_token`."""
+def _launch_plain(keys: Tensor, values: Tensor, slots: Slots, token: Token, score: Tensor | None) -> None:
     index, log_den, log_num = slots
     batch, heads, count = index.shape
     size, value_size = keys.shape[3], values.shape[3]
@@ -173,17 +188,14 @@ def _write_coded_token(
             tl.store(score + first + s, 0.0)
 
 
-def write_coded_token(
-    keys: CodedSlots, values: CodedSlots, slots: Slots, token: Token, score: Tensor | None, start: Tensor | None
-) -> None:
-    """See `kvsketch.ops.write_coded_token`."""
+def _launch_coded(keys: CodedSlots, values: CodedSlots, slots: Slots, token: Token, score: Tensor | None) -> None:
     index, log_den, log_num = slots
     key, value, codecs = dense_last(token.key), dense_last(token.value), (keys.codec, values.codec)
     # Encoding is a chain of short steps: programs of one warp never wait for other warps.
     _write_coded_token[(token.slot.numel(), 2)](
         key, value, keys.center, values.center, *(codec.signs(index.device) for codec in codecs),
         keys.codes, values.codes, keys.steps, values.steps, keys.exact_at, values.exact_at,
-        index, log_den, log_num, score, token.slot, start, token.pages, token.clock, token.slot.shape[1],
+        index, log_den, log_num, score, token.slot, token.start, token.pages, token.clock, token.slot.shape[1],
         *(part.shape[-1] for part in (index, keys.steps, values.steps)), keys.codes.stride(0),
         key.stride()[:2], value.stride()[:2],
         *(codec.unit for codec in codecs), *(codec.norm for codec in codecs),

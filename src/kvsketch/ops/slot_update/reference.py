@@ -12,51 +12,30 @@ NEG_INF = float("-inf")
 LAST = torch.iinfo(torch.int64).max
 
 
-def write_token(keys: Tensor, values: Tensor, slots: Slots, token: Token, score: Tensor | None) -> None:
-    """See `kvsketch.ops.write_token`."""
-    slot = token.slot
-    for stored, new in ((keys, token.key), (values, token.value)):
-        if token.pages is None:
-            stored.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, new.shape[-1]), new)
-        else:
-            live, heads = token.pages >= 0, torch.arange(stored.shape[1], device=stored.device)
-            stored[token.pages[live, None], heads, slot[live, :, 0]] = new[live, :, 0]
-    slots.tokens.scatter_(2, slot, token.clock.to(slots.tokens.dtype).expand(slot.shape))
-    for numbers in (slots.log_den, slots.log_num, score):
-        if numbers is not None:
-            numbers.scatter_(2, slot, 0.0)
-    token.clock.add_(1)
-
-
-def write_coded_token(
-    keys: Tensor | CodedSlots,
-    values: Tensor | CodedSlots,
-    slots: Slots,
-    token: Token,
-    score: Tensor | None,
-    start: Tensor | None,
+def write_token(
+    keys: Tensor | CodedSlots, values: Tensor | CodedSlots, slots: Slots, token: Token, score: Tensor | None
 ) -> None:
-    """See `kvsketch.ops.write_coded_token`."""
-
-    packed = None if start is None else start.flatten() + token.slot.flatten()
+    """See `kvsketch.ops.write_token`."""
+    slot, packed = token.slot, None if token.start is None else (token.start + token.slot[:, :, 0]).flatten()
 
     def places(held: Tensor) -> Tensor:  # [B H]
         """Where the token goes among the slots of all heads, in a flat store or in [B, H, S]."""
         if packed is not None:
             return packed
-        return torch.arange(token.slot.numel(), device=held.device) * held.shape[-1] + token.slot.flatten()
+        return torch.arange(slot.numel(), device=held.device) * held.shape[-1] + slot.flatten()
 
     for stored, new in ((keys, token.key), (values, token.value)):
         if token.pages is not None:
-            _write_paged(stored, new, token.slot, token.pages)
-            continue
-        if isinstance(stored, Tensor):
-            stored.view(-1, stored.shape[-1]).index_copy_(0, places(stored[..., 0]), new.flatten(0, 2))
-            continue
-        coded, at = encode(new, stored.center, stored.codec), places(stored.steps)
-        stored.codes.view(-1, stored.codes.shape[-1]).index_copy_(0, at, coded.codes.flatten(0, 2))
-        stored.steps.view(-1).index_copy_(0, at, coded.steps.flatten())
-        stored.exact_at.masked_fill_(stored.exact_at == token.slot, -1)
+            _write_paged(stored, new, slot, token.pages)
+        elif isinstance(stored, CodedSlots):
+            coded, at = encode(new, stored.center, stored.codec), places(stored.steps)
+            stored.codes.view(-1, stored.codes.shape[-1]).index_copy_(0, at, coded.codes.flatten(0, 2))
+            stored.steps.view(-1).index_copy_(0, at, coded.steps.flatten())
+            stored.exact_at.masked_fill_(stored.exact_at == slot, -1)
+        elif packed is not None:
+            stored.index_copy_(0, packed, new.flatten(0, 2))
+        else:
+            stored.scatter_(2, slot.unsqueeze(-1).expand(-1, -1, 1, new.shape[-1]), new)
     at = places(slots.tokens)
     slots.tokens.view(-1).index_copy_(0, at, token.clock.to(slots.tokens.dtype).expand(at.shape))
     for numbers in (slots.log_den, slots.log_num, score):

@@ -184,6 +184,7 @@ async function show(each) {
     ["cache", `${megabytes(held)}, ${percent(held / each.full_bytes)} of full`],
     ["read in", `${seconds(1000 * each.seconds)} (${count(Math.round(each.tokens / each.seconds))} tokens/s)`],
     ["method", each.method],
+    ...(each.promise ? [["promise", each.promise]] : []),
   ]);
   const [full, small] = $("bytes").querySelectorAll("span");
   full.style.width = "100%";
