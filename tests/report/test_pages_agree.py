@@ -145,7 +145,8 @@ def _after(name: str, text: str) -> str:
 
 
 PAGES = {
-    "papers": of_papers, "report": of_report, "results": of_results, "README": of_readme, "streams": of_streams, "choosing": of_choosing,
+    "papers": of_papers, "report": of_report, "results": of_results, "README": of_readme, "streams": of_streams,
+    "choosing": of_choosing,
 }  # fmt: skip
 # Pages that show the same measurements, and how many at least.
 SHARED = {

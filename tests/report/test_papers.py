@@ -54,7 +54,7 @@ SETTINGS = {
     "perplexity": r"prefill, \d+ steps",
     "attention_error": r"(mean over layers [\d,]+|layer \d+), [\d,]+ tokens(, protocol of balancekv)?",
     "leval": "|".join([ALL_TASKS, *TASKS]),
-    "summaries": r"tokens [\d,]+(, from \w+\.jsonl, beside a reference)?",
+    "summaries": r"[\d,]+ tokens(, from \w+\.jsonl, beside a reference)?",
 }
 ALL = [(paper.name, claim) for paper in papers.PAPERS.values() for claim in paper.claims]
 ASKS = [(name, claim.at, each) for name, claim in ALL for each in {**claim.ours, **claim.beside}.values()]

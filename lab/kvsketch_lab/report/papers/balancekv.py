@@ -67,11 +67,18 @@ THEORY = [
         test=f"{TESTS}::test_errors_fall_with_one_over_t_and_beat_samples_of_the_same_size",
         why="with c = 1",
     ),
-    _form(
+    Claim(
         "Theorem 3.1, Eq. (2)",
         "|z - exact| at most eps |softmax| |V| with e^(2 r² / sqrt(d)) / eps tokens; independent samples need 1 / eps²",
+        "norms of queries and keys up to r",
+        test="tests/methods/test_guarantees.py::test_the_error_of_balancekv_falls_faster_than_that_of_a_sample",
+        why="with c = 1; with the theorem's c = 30 ln(n / delta) it is worse than a sample",
+    ),
+    _form(
+        "Eq. (2), real keys",
+        "error below uniform's with the theorem's c",
         THEORY_STREAM,
-        "with the theorem's c = 30 ln(n / delta) the walk hardly balances at these sizes",
+        "30 ln(n / delta) is so large that the walk hardly balances",
     ),
     Claim(
         "Theorem 3.1, memory",

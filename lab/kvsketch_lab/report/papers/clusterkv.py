@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvsketch_lab.report.kinds import SHARED_TEXTS
+from kvsketch_lab.report.kinds import UNSEEN
 from kvsketch_lab.report.papers.claims import CANNOT, NO_NUMBER, OTHER, Ask, Claim, Paper, Part, answers, ask
 
 # Records name no parameter that has its default: a budget of 1,024 here.
@@ -23,9 +23,9 @@ def _recall(method: str, budget: str, tokens: int = 8192) -> Ask:
 def _lines(lines: int) -> Claim:
     at = f"lines {lines}"
     own = {
-        "paper's setting": answers("lines", PAPERS, "1/16", at, variant=SHARED_TEXTS),
-        "our default": answers("lines", "clusterkv", "1/16", at, variant=SHARED_TEXTS),
-        "full": answers("lines", "full", "", at, variant=SHARED_TEXTS),
+        "paper's setting": answers("lines", PAPERS, "1/16", at, variant=UNSEEN),
+        "our default": answers("lines", "clusterkv", "1/16", at, variant=UNSEEN),
+        "full": answers("lines", "full", "", at, variant=UNSEEN),
         "Quest": answers("lines", "quest", "1/16", at),
     }
     return Claim(f"as Fig. 9: {lines} lines", "above Quest", "our own task: one token in 16 is read", own,
@@ -33,8 +33,12 @@ def _lines(lines: int) -> Claim:
 
 
 def _leval(setting: str, budget: str) -> dict[str, Ask]:
-    own = {name: answers("leval", method, budget, setting) for name, method in METHODS.items() if name != DEFAULT}
-    return own | {"full": answers("leval", "full", "", setting)}
+    own = {
+        name: answers("leval", method, budget, setting, variant=UNSEEN)
+        for name, method in METHODS.items()
+        if name != DEFAULT
+    }
+    return own | {"full": answers("leval", "full", "", setting, variant=UNSEEN)}
 
 
 def _perplexity(*names: str, steps: int) -> dict[str, Ask]:

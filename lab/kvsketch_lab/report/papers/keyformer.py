@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvsketch_lab.report.kinds import REFERENCE
+from kvsketch_lab.report.kinds import REFERENCE, UNSEEN
 from kvsketch_lab.report.papers.claims import CANNOT, FAILS, NO_NUMBER, OTHER, Ask, Claim, Paper, Part, answers, ask
 
 NOT_HERE = "weights and data are not to be had here"
@@ -45,7 +45,10 @@ def _lines(budget: str) -> Claim:
 
 def _summaries(budget: str) -> Claim:
     """Beside the summaries that the full cache writes of the same texts."""
-    own = {name: answers("summaries", method, budget, "tokens 4,000", form=".3f") for name, method in METHODS.items()}
+    own = {
+        name: answers("summaries", method, budget, "4,000 tokens", form=".3f", variant=UNSEEN)
+        for name, method in METHODS.items()
+    }
     return Claim(f"as Fig. 7: {budget}", "above H2O, which is above a window", "our stand-in: speeches", own,
                  rule="Keyformer > H2O and H2O > window", on="beside the full cache's own summary")  # fmt: skip
 
@@ -53,9 +56,9 @@ def _summaries(budget: str) -> Claim:
 def _reports(budget: str) -> Claim:
     """Beside references that people wrote."""
     file = "from gov_report_summ.jsonl"
-    place = f"tokens 8,000, {file}, {REFERENCE}"
+    place = f"8,000 tokens, {file}, {REFERENCE}"
     budgets = dict.fromkeys(METHODS, budget) | {"full": ""}
-    own = {name: answers("summaries", METHODS.get(name, name), each, place, form=".3f", variant=file)
+    own = {name: answers("summaries", METHODS.get(name, name), each, place, form=".3f", variant=f"{UNSEEN}, {file}")
            for name, each in budgets.items()}  # fmt: skip
     return Claim(f"as Fig. 8 left: {budget}", "99% of the full cache's from 50% on", "our stand-in: L-Eval's GovReport",
                  own, rule="Keyformer >= 0.99 * full", on="beside a reference, up to 8,000 tokens")  # fmt: skip
