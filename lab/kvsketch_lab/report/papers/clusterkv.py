@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvsketch_lab.report.kinds import UNSEEN
-from kvsketch_lab.report.papers.claims import CANNOT, NO_NUMBER, OTHER, Ask, Claim, Paper, Part, answers, ask
+from kvsketch_lab.report.papers.claims import CANNOT, NO_NUMBER, OTHER, Ask, Claim, Paper, Part, answers, ask, attended
 
 # Records name no parameter that has its default: a budget of 1,024 here.
 PAPERS = "clusterkv:tokens_per_cluster=80:rounds=20:recluster_into=4:completion=false"
@@ -13,6 +13,7 @@ SETTING, DEFAULT = "paper's setting", "our default"
 METHODS = {SETTING: PAPERS, DEFAULT: "clusterkv", "Quest": "quest", "InfiniGen": "infinigen"}
 SHORT, LONG = 8192, 32000  # tokens of a text
 LEVAL = ("tpo", "quality", "coursera", "sci_fi", "topic_retrieval_longchat")
+HALF_B = "Qwen2.5-Coder-0.5B, a speech of 4,096 tokens, mean over layers"
 NOT_HERE = "LongBench and the weights are not to be had here"
 
 
@@ -105,10 +106,20 @@ OBSERVATIONS = [
     Claim("Fig. 1, 2, 4 to 8", "the idea, the system, the kernels", "-", verdict=NO_NUMBER, why="drawings"),
     Claim(
         "Fig. 3a",
-        "ranks of tokens change over 64 steps: token 3,200 becomes important after 20",
+        "which tokens are important changes over 64 steps: token 3,200 becomes so after 20",
         "Llama-3-8B, 8,192 tokens",
+        {f"still after {steps}": attended(f"still['{steps}']") for steps in (1, 20, 63)},
+        rule="still after 20 < 0.9",
+        on=f"of the 256 tokens with most attention; {HALF_B}",
     ),
-    Claim("Fig. 3b", "a page of 16 tokens holds one or two important ones", "Llama-3-8B, 8k tokens"),
+    Claim(
+        "Fig. 3b",
+        "a page of 16 tokens holds one or two important ones",
+        "Llama-3-8B, 8k tokens",
+        {"in a page that has any": attended("in_page", form=".1f")},
+        rule="in a page that has any <= 2",
+        on=f"of the 256 tokens with most attention; {HALF_B}",
+    ),
 ]
 
 ANSWERS = [
