@@ -68,7 +68,7 @@ def answers(kind: str, method: str, budget: str, setting: str, /, form: str = ".
 
 def attended(formula: str, /, form: str = ".0%") -> Ask:
     """Where attention goes, the mean over the layers of the model that this was measured on."""
-    return ask("eval/", formula, form=form, kind="concentration", model="qwen2.5-coder-0.5b", tokens=4096)
+    return ask("concentration/", formula, form=form, kind="concentration", model="qwen2.5-coder-0.5b", tokens=4096)
 
 
 class Value(NamedTuple):
