@@ -23,6 +23,7 @@ EXPERIMENTS = {
     "recall": "How many of the best tokens a recall method reads, and how often they were on the device.",
     "speculation": "Recall of a layer that scores with a query predicted from the layer before.",
     "clusterability": "How keys and values cluster: t-SNE, k-center radii, cluster counts, query norms.",
+    "concentration": "How few tokens attention goes to, where they lie and for how long they matter.",
     "bits": "Keys and values in few bits: error, divergence, bytes, time; ours, QuantizedCache and fp8.",
     "promise": "Whether a promise of the loss holds: on passages that were not tried, and for answers.",
     "token-life": "How long each token of a document stays in the cache, by layer and head.",

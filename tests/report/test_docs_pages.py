@@ -151,9 +151,9 @@ def test_how_numbers_are_written() -> None:
 
 
 def test_pages_ask_for_nothing_that_was_not_measured(numbers: docs.Numbers) -> None:
-    """A field or a method that is misspelt; the vLLM tables alone have gaps."""
+    """A field or a method that is misspelt; the vLLM tables and the pages of papers alone have gaps."""
     folder = Path(docs.__file__).parent / "templates"
-    for path in folder.glob("[!mov]*.md"):
+    for path in set(folder.glob("[!mov]*.md")) - set(folder.glob("paper*.md")):
         assert numbers.words(path.stem).count(docs.NOTHING) <= path.read_text().count(docs.NOTHING), path.name
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from kvsketch_lab.records import budget_value
-from kvsketch_lab.report import docs
+from kvsketch_lab.report import docs, papers
 
 ROOT = Path(__file__).parents[2]
 NUMBER = re.compile(r"[+-]?\d+\.\d+(?: \[[^]]+\])?")
@@ -126,13 +126,32 @@ def of_choosing() -> Iterator[tuple[Cell, str]]:
                 yield Cell(docs.BIG, frozenset(), task, written, size(budget)), number
 
 
+def of_papers() -> Iterator[tuple[Cell, str]]:
+    for paper in papers.PAPERS.values():
+        page = (ROOT / "docs" / "papers" / f"{paper.name}.md").read_text(encoding="utf-8").splitlines()
+        for claim in paper.claims:
+            shown = [text for text in page if text.startswith(f"| **{claim.at}**: {claim.says} |")]
+            for name, wanted in claim.ours.items() if len(shown) == 1 and not claim.brief else ():
+                where = wanted.where
+                if wanted.kind in ("lines", "perplexity") and (number := _after(name, shown[0])):
+                    ways = frozenset(filter(None, where["variant"].split(", ")))
+                    yield Cell(where["model"], ways, where["setting"], where["method"], size(where["budget"])), number
+
+
+def _after(name: str, text: str) -> str:
+    """The number that follows a name in a line."""
+    number = re.search(rf"[|,] {re.escape(name)} ({NUMBER.pattern})", text)
+    return number[1] if number else ""
+
+
 PAGES = {
-    "report": of_report, "results": of_results, "README": of_readme, "streams": of_streams, "choosing": of_choosing,
+    "papers": of_papers, "report": of_report, "results": of_results, "README": of_readme, "streams": of_streams,
+    "choosing": of_choosing,
 }  # fmt: skip
 # Pages that show the same measurements, and how many at least.
 SHARED = {
     ("report", "results"): 270, ("report", "README"): 60, ("results", "README"): 60, ("report", "streams"): 12,
-    ("report", "choosing"): 14, ("results", "choosing"): 6,
+    ("report", "choosing"): 14, ("results", "choosing"): 6, ("papers", "report"): 30,
 }  # fmt: skip
 
 

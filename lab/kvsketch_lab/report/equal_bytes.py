@@ -32,7 +32,9 @@ from kvsketch_lab.report.palette import looks, order
 
 SHARES = ("1/4", "1/8", "1/16", "1/32")
 FULL, OURS = "full", "rehearse"
+SEEDS = ("subgen", "kcenter", "balancekv", "clusterkv", "keyformer")  # of the papers that pages of their own show
 LOSSES = ("perplexity", "KL")  # tasks of which less is better
+SHORT_HEAD = "share of the full cache's bytes"
 SHORT = ("lines 400", "RULER 4,000")  # the tasks of README
 DRAWN = ("lines 200", "lines 400", "RULER 4,000", "needle 4,000")
 
@@ -235,25 +237,35 @@ def _title(task: str) -> str:
 
 
 def short_table(measured: Sequence[Cell], model: str) -> str:
-    """README's: right answers to unseen questions by share of the bytes, a row for each method."""
-    own, tasks = _short(measured, model), short_tasks(measured, model)
+    """README's: right answers to unseen questions by share of the bytes, a row for each method but the seeds'."""
+    own = _short(measured, model)
+    full = {cell.task: cell for cell in own if cell.method == FULL}
+    whole = " / ".join(f"{full[task].value.value:.2f}" for task in sorted(full, key=task_order))
+    rows = [[method, "", *cells] for method, *cells in _short_rows(own, short_tasks(measured, model), seeds=False)]
+    return blocks.table([SHORT_HEAD, "all", *SHARES], [[blocks.Code(FULL), whole, *("" for _ in SHARES)], *rows])
+
+
+def seed_table(measured: Sequence[Cell], model: str) -> str:
+    """The same of the methods of the five papers; empty without records."""
+    rows = _short_rows(_short(measured, model), short_tasks(measured, model), seeds=True)
+    return blocks.table([SHORT_HEAD, *SHARES], rows) if rows else ""
+
+
+def _short_rows(own: Sequence[Cell], tasks: Sequence[str], seeds: bool) -> list[list[str]]:
     full = {cell.task: cell for cell in own if cell.method == FULL}
     values = {}
     for cell in own:
         star = "*" if missing(cell, full.get(cell.task, cell)) else ""
         values[cell.method, cell.column, cell.task] = f"{cell.value.value:.2f}{star}"
-    methods = sorted(
-        {cell.method for cell in own if cell.method != FULL}, key=lambda name: (not _is_ours(name), order(name))
-    )
-    whole = " / ".join(f"{full[task].value.value:.2f}" for task in sorted(full, key=task_order))
-    rows = [
-        [blocks.Code(FULL), whole, *("" for _ in SHARES)],
-        *(
-            [blocks.Code(method), "", *(" / ".join(_known(values, method, share, tasks)) for share in SHARES)]
-            for method in methods
-        ),
+    methods = {cell.method for cell in own if cell.method != FULL and is_seed(cell.method) == seeds}
+    return [
+        [blocks.Code(method), *(" / ".join(_known(values, method, share, tasks)) for share in SHARES)]
+        for method in sorted(methods, key=lambda name: (not _is_ours(name), order(name)))
     ]
-    return blocks.table(["share of the full cache's bytes", "all", *SHARES], rows)
+
+
+def is_seed(method: str) -> bool:
+    return method.partition(":")[0] in SEEDS
 
 
 def short_note(measured: Sequence[Cell], model: str) -> str:
@@ -306,8 +318,12 @@ def has_picture(measured: Sequence[Cell], model: str) -> bool:
 
 
 def picture(measured: Sequence[Cell], model: str) -> Any | None:
-    """Right answers to unseen questions against measured bytes, a panel for each task; None without two points."""
-    own = [cell for cell in measured if cell.model == model and cell.question == "unseen" and cell.task in DRAWN]
+    """Right answers to unseen questions against measured bytes, a panel for each task; None without two points.
+
+    The many forms of the seeds' methods are in the tables alone.
+    """
+    drawn = [cell for cell in measured if cell.task in DRAWN and not is_seed(cell.method)]
+    own = [cell for cell in drawn if cell.model == model and cell.question == "unseen"]
     tasks = sorted({cell.task for cell in own if cell.method != FULL}, key=task_order)
     if not tasks:
         return None

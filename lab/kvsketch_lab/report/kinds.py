@@ -11,7 +11,7 @@ from kvsketch_lab.report.rows import MEMORY, Estimator, Observation, mean_of, va
 
 BIG = "qwen2.5-coder-1.5b (bfloat16)"  # the model that most was measured on
 NOTHING = "not measured"
-SHARED_TEXTS = "several questions about a text"  # of lines whose question is part of the prompt
+UNSEEN = "question unseen"
 Data = dict[str, Any]
 Observe = Callable[["Kind", Record], list[Observation]]
 Places = Callable[["Kind", Data], list[str]]
@@ -97,15 +97,13 @@ def variants(data: Data) -> list[str]:
     if data.get("budgets_in") == "bytes":
         result.append("budgets of equal bytes")
     if data.get("question") == "unseen":
-        result.append("question unseen")
+        result.append(UNSEEN)
     if data.get("primed"):
         result.append("answer begun")
     if data.get("chunk"):
         result.append(f"read in chunks of {data['chunk']:,}")
     if data.get("file"):
         result.append(f"from {data['file']}")
-    if "lines" in data and data.get("question") == "seen" and " text=" in str(data.get("sample")):
-        result += [] if data.get("budgets_in") == "bytes" else [SHARED_TEXTS]
     if data.get("needles", 1) != 1:
         result.append(f"{data['needles']} needles")
     return result
@@ -158,17 +156,22 @@ def _perplexity_places(kind: Kind, data: Data) -> list[str]:
     return [", ".join([f"{data['protocol']}{extent}", *variants(data)])]
 
 
-def _task_places(kind: Kind, data: Data) -> list[str]:
-    """A question counts in the average of the tasks, and in its own."""
-    return [", ".join([place, *variants(data)]) for place in (ALL_TASKS, data["task"])]
-
-
 def _ruler_places(kind: Kind, data: Data) -> list[str]:
     """A question counts in the average of its length, and in its task."""
     return [", ".join([f"{place}, {data['length']:,} tokens", *variants(data)]) for place in (ALL_TASKS, data["task"])]
 
 
-def _task_estimate(members: Sequence[Observation]) -> Estimate:
+def _leval_places(kind: Kind, data: Data) -> list[str]:
+    """A question counts in the average, and in its task."""
+    return [", ".join([place, *variants(data)]) for place in (ALL_TASKS, data["task"])]
+
+
+def _summary_places(kind: Kind, data: Data) -> list[str]:
+    """The request is a part of the prompt: it makes no difference whether a question is known."""
+    return [", ".join([f"{data['tokens']:,} tokens", *variants(data | {"question": ""})])]
+
+
+def _ruler_estimate(members: Sequence[Observation]) -> Estimate:
     """A task is the mean of its questions, the average the mean of the tasks."""
     return _nested(members, "task")
 
@@ -240,28 +243,27 @@ KINDS = (
         metric="score",
         share=True,
         places=_ruler_places,
-        estimate=_task_estimate,
+        estimate=_ruler_estimate,
     ),
     Kind(
         name="leval",
         title="L-Eval",
-        text="Questions by people about long documents, with answers that are right or wrong; the average is that of "
-        "the tasks.",
+        text="Questions by people about long documents, scored exactly; the average is that of the tasks.",
         measure="right answers",
         metric="score",
         share=True,
-        places=_task_places,
-        estimate=_task_estimate,
+        places=_leval_places,
+        estimate=_ruler_estimate,
     ),
     Kind(
         name="summaries",
         title="Summaries",
-        text="ROUGE-2 of a summary beside the one that the full cache writes, or beside a reference.",
+        text="ROUGE-2 of a summary against the one that the full cache writes of the same prompt, or against a "
+        "reference.",
         measure="ROUGE-2",
         metric="score",
-        form=".3f",
-        setting=("tokens",),
         share=True,
+        places=_summary_places,
         observe=_summaries,
     ),
     Kind(

@@ -66,6 +66,11 @@ def answers(kind: str, method: str, budget: str, setting: str, /, form: str = ".
     return ask(kind, form=form, method=method, budget=budget, setting=setting, **found)
 
 
+def attended(formula: str, /, form: str = ".0%") -> Ask:
+    """Where attention goes, the mean over the layers of the model that this was measured on."""
+    return ask("concentration/", formula, form=form, kind="concentration", model="qwen2.5-coder-0.5b", tokens=4096)
+
+
 class Value(NamedTuple):
     estimate: Estimate
     samples: int | None

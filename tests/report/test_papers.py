@@ -1,0 +1,200 @@
+"""Every number of a paper has a line on its page, a line asks only for what can be recorded, and verdicts follow from
+the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsketch.compare.budgets import with_budget
+from kvsketch.methods import parse_method
+from kvsketch_lab import records
+from kvsketch_lab.commands import EXPERIMENTS
+from kvsketch_lab.evaluation.leval import TASKS
+from kvsketch_lab.records import Estimate
+from kvsketch_lab.report import docs, papers
+from kvsketch_lab.report.kinds import ALL_TASKS, KINDS
+from kvsketch_lab.report.papers import claims
+from kvsketch_lab.report.papers.claims import CLOSE, FAILS, HOLDS, NOTHING, Ask, Claim, Value, ask
+from tests.report.sample_records import record
+
+ROOT = Path(__file__).parents[2]
+# The tables, figures, theorems and numbers of each paper.
+LISTED = {
+    "subgen": (
+        "Lemma 1|Lemma 2|Theorem 1|Eq. (3)|Corollary 1|SubGen Fig. 1|SubGen Table 1|ClusterGen Fig. 1|ClusterGen B.1|"
+        "ClusterGen Table 1|ClusterGen Table 2|ClusterGen Table 3|5k|7k|9k|65%|58%|49%|15.753|13.576|15.381|23.800|"
+        "5.98|13.78|20.98|.98|.56|.66|.86|1.0|.58|.68|.38|.44|1.51 GB|2.35|2.01 GB|3.49|2.26 GB|4.61|10%|0.35|20,000"
+    ),
+    "balancekv": (
+        "Theorem 3.1|Theorem 3.2|Theorem 3.3|Theorem 3.4|Eq. (2)|Fig. 1|Fig. 2|T = 1|T = 2|T = 3|T = 4|Table 1|45.71|"
+        "45.32|26.69|68.62|59.25|46.17|48.63|36.80|41.54|18.91|64.88|59.68|42.38|44.03|38.23|42.61|19.07|64.65|59.60|"
+        "43.28|44.57|27.86|39.05|20.70|66.16|58.37|42.91|42.51|37.17|42.66|24.31|65.09|58.30|41.40|44.82|36.97|42.37|"
+        "23.82|65.49|58.46|42.82|44.99"
+    ),
+    "clusterkv": (
+        "Fig. 1, 2, 4 to 8|Fig. 3a|Fig. 3b|Fig. 9|Fig. 10|Fig. 11a|Fig. 11b|Fig. 12|Fig. 13a|Fig. 13b|Table I|0.5|"
+        "about 4|about 2|C0|400|2 times|2.5 times|6 to 8%|2.3 times|5%|63%|74%|2.3 and 3|320|L / 80|512 threads|"
+        "budget 256|budget 2,048"
+    ),
+    "keyformer": (
+        "Fig. 1 left|Fig. 1 right|Fig. 2, 5, 6|Fig. 3 left|Fig. 3 right|Fig. 4|Fig. 7|Fig. 8 left|Fig. 8 right|40%|"
+        "90%|70%|19.8|19.9|15.4|15.8|17.5|17.6|12.3|3.7|7.3|10.53|7.03|8.29|9.94|9.64|10.46|6.90|6.95|9.62|8.69|9.27|"
+        "1.12|1.28|1.37|1.62|1.71|2.05|2.1 times|2.4 times|1 rising to 2"
+    ),
+}
+SETTINGS = {
+    "lines": r"lines [\d,]+",
+    "recall": r"tokens [\d,]+",
+    "perplexity": r"prefill, \d+ steps",
+    "attention_error": r"(mean over layers [\d,]+|layer \d+), [\d,]+ tokens(, protocol of balancekv)?",
+    "leval": "|".join([ALL_TASKS, *TASKS]),
+    "summaries": r"[\d,]+ tokens(, from \w+\.jsonl, beside a reference)?",
+}
+ALL = [(paper.name, claim) for paper in papers.PAPERS.values() for claim in paper.claims]
+ASKS = [(name, claim.at, each) for name, claim in ALL for each in {**claim.ours, **claim.beside}.values()]
+
+
+@pytest.fixture(scope="module")
+def numbers() -> docs.Numbers:
+    return docs.Numbers(ROOT)
+
+
+@pytest.mark.parametrize("name", papers.PAPERS)
+def test_every_table_figure_theorem_and_number_has_a_line(name: str) -> None:
+    paper = papers.PAPERS[name]
+    text = "\n".join(
+        [part.title for part in paper.parts] + [f"{c.at} {c.says} {c.setting} {c.why}" for c in paper.claims]
+    )
+    missing = [each for each in LISTED[name].split("|") if not re.search(rf"(?<![\d.]){re.escape(each)}(?!\d)", text)]
+    assert not missing
+
+
+def test_a_claim_is_decided_in_one_way() -> None:
+    for name, claim in ALL:
+        ways = [claim.rule, claim.verdict, claim.test]
+        assert sum(map(bool, ways)) <= 1, (name, claim.at)
+        assert not claim.verdict or claim.verdict in claims.VERDICTS
+        assert not claim.rule or claim.ours, (name, claim.at)
+
+
+def test_rules_name_numbers_that_their_claim_has() -> None:
+    for name, claim in ALL:
+        known = {**claim.ours, **claim.beside}
+        for comparison in claim.comparisons():
+            left, sign, factor, right = claims.parsed(comparison)
+            assert left in known and sign in claims.COMPARE and factor > 0, (name, comparison)
+            assert right in known or float(right) > 0, (name, comparison)
+
+
+def test_claims_ask_for_what_an_experiment_can_record() -> None:
+    kinds = {kind.name for kind in KINDS}
+    for name, at, each in ASKS:
+        for one in (each, each.over) if each.over else (each,):
+            check_ask(one, kinds, f"{name}, {at}")
+
+
+def check_ask(one: Ask, kinds: set[str], place: str) -> None:
+    method = str(one.where.get("method", "full"))
+    text = method.replace(":locality=0.96", "")  # of the benchmark alone
+    parse_method(with_budget(text, one.where.get("budget", "") if one.kind in kinds else ""))
+    if one.kind in kinds:
+        assert re.fullmatch(SETTINGS[one.kind], one.where["setting"]), (place, one.where)
+        assert one.where["model"].partition(" ")[0] in ("qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b", "smollm2-135m")
+        assert bool(one.where["budget"]) == (method != "full"), (place, one.where)
+    elif one.kind.endswith("/"):
+        assert one.where["kind"].replace("_", "-") in EXPERIMENTS or one.where["kind"] in EXPERIMENTS, place
+    else:
+        assert one.kind in ("decode_all", "recall_all", "prefill", "offload"), place
+
+
+def test_tests_that_pages_name_exist() -> None:
+    for name, claim in ALL:
+        if claim.test:
+            file, _, function = claim.test.partition("::")
+            assert f"\ndef {function}(" in (ROOT / file).read_text(encoding="utf-8"), (name, claim.test)
+
+
+def test_verdicts_follow_from_the_numbers(numbers: docs.Numbers) -> None:
+    """A claim that holds is true of the means; one that does not is false of one of them."""
+    seen = set()
+    for name, claim in ALL:
+        values = {key: claims.value_of(numbers, each) for key, each in {**claim.ours, **claim.beside}.items()}
+        kind, _ = claims.judged(claim, values)
+        seen.add(kind)
+        if claim.rule and kind != NOTHING:
+            means = {key: value.estimate.value for key, value in values.items() if value}
+            true = [compared(each, means) for each in claim.comparisons()]
+            assert all(true) if kind == HOLDS else kind == CLOSE or not all(true), (name, claim.at)
+        if claim.rule and kind == NOTHING:
+            named = {part for each in claim.comparisons() for part in claims.parsed(each)[::3]}
+            assert any(key in named and value is None for key, value in values.items()), (name, claim.at)
+    assert {HOLDS, FAILS, CLOSE} <= seen
+
+
+def compared(comparison: str, means: dict[str, float]) -> bool:
+    left, sign, factor, right = claims.parsed(comparison)
+    return bool(claims.COMPARE[sign](means[left], factor * means[right] if right in means else float(right)))
+
+
+def value(middle: float, half: float | None = None) -> Value:
+    edges = (None, None) if half is None else (middle - half, middle + half)
+    return Value(Estimate(middle, *edges), 50, "")
+
+
+def test_intervals_decide() -> None:
+    near = {"a": value(0.5, 0.1), "b": value(0.4, 0.1)}
+    assert claims.difference(near["a"].estimate, near["b"].estimate) == pytest.approx(
+        (0.1 - math.sqrt(0.02), 0.1 + math.sqrt(0.02))
+    )
+    assert claims.holds("a > b", near) == claims.holds("b > a", near) == CLOSE
+    far = {"a": value(0.5, 0.05), "b": value(0.4, 0.05)}
+    assert claims.holds("a > b", far) == HOLDS and claims.holds("b > a", far) == FAILS
+    assert claims.holds("a >= 0.44", far) == HOLDS and claims.holds("a >= 0.47", far) == CLOSE
+    assert claims.holds("a <= 2 * b", far) == HOLDS and claims.holds("a > c", {**far, "c": None}) == NOTHING
+    exact = {"a": value(2.0), "b": value(2.0)}
+    assert claims.holds("a >= b", exact) == HOLDS and claims.holds("a > b", exact) == FAILS
+    with pytest.raises(ValueError, match="'a is b' is no comparison; write: name > name"):
+        claims.holds("a is b", exact)
+
+
+def test_one_comparison_that_fails_is_enough() -> None:
+    claim = Claim("at", "says", "", {"a": ask("x"), "b": ask("x"), "c": ask("x")}, rule="a > b and b > c")
+    values: dict[str, Any] = {"a": value(3.0), "b": value(1.0), "c": value(2.0)}
+    assert claims.judged(claim, values) == (FAILS, "b > c")
+    assert claims.judged(claim, {**values, "c": value(0.5)}) == (HOLDS, "")
+    assert claims.judged(claim, {**values, "c": None}) == (NOTHING, "")
+
+
+def test_a_page_fills_when_the_record_appears(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "results" / "eval").mkdir(parents=True)
+    place = {"lines": 200, "model": "qwen2.5-coder-1.5b", "dtype": "bfloat16", "budget": "1/4", "question": "seen"}
+    made = [
+        record("lines", {**place, "method": method, "sample": f"question={n}", "score": float(n < right)})
+        for method, right in (("keyformer:a=1:b=2", 40), ("h2o", 5))
+        for n in range(50)
+    ]
+    records.append(tmp_path / "results" / "eval" / "lines.jsonl", *made)
+    names = {"ours": "keyformer:b=2:a=1", "theirs": "h2o"}
+    own = {name: claims.answers("lines", method, "1/4", "lines 200") for name, method in names.items()}
+    claim = Claim("Fig. 1", "better", "any", own, rule="ours > theirs")
+    line = claims.shown(docs.Numbers(tmp_path), claim)
+    assert (
+        line.says == "**Fig. 1**: better" and line.verdict == f"**{HOLDS}**" and line.commands == (made[0]["command"],)
+    )
+    assert re.fullmatch(r"ours 0\.80 \[0\.\d\d, 0\.\d\d\], theirs 0\.10 \[0\.\d\d, 0\.\d\d\]; 50 questions", line.ours)
+    other = Claim(
+        "Fig. 1",
+        "better",
+        "any",
+        {**own, "more": claims.answers("lines", "quest", "1/4", "lines 200")},
+        rule="more > ours",
+    )
+    unknown = claims.shown(docs.Numbers(tmp_path), other)
+    assert unknown.kind == NOTHING and unknown.ours.startswith("ours 0.80") and "more not measured" in unknown.ours
