@@ -29,7 +29,7 @@ import inspect
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -171,6 +171,17 @@ def close_gap(shared: SharedRows, runs: list[Run]) -> None:
         row = min({*range(needed)} - {run.row for run in runs})
         shared.move(last.row, row)
         last.row = row
+
+
+def guide_rows(runs: list[Run], on_the_way: Iterable[Tokens], draw: Draw) -> None:
+    """Tells grammars the tokens on the way, and the sampler what may follow them."""
+    if all(run.guide is None for run in runs):
+        return
+    for tokens in on_the_way:
+        tokens.tell()
+    for run in runs:
+        if run.guide is not None:
+            draw.allowed[run.row or 0].copy_(_to_device(run.guide.allowed(), draw.allowed.device))
 
 
 class BatchedEngine:
@@ -460,7 +471,7 @@ class BatchedEngine:
         close_gap(self._shared, runs)
         rows = [run.row for run in runs if run.row is not None]
         try:
-            guide = functools.partial(self._guide, runs, self._shared.draw)
+            guide = functools.partial(guide_rows, runs, self._on_the_way, self._shared.draw)
             tokens = self._shared.step(max(rows) + 1, max(run.mode for run in runs), guide)
         except RowFailed as failed:
             # The others take their step in the next turn.
@@ -468,17 +479,6 @@ class BatchedEngine:
             return
         self._counts.steps += 1
         self._send(Tokens.of(runs, tokens, rows, self._shared.logits))
-
-    def _guide(self, runs: list[Run], draw: Draw) -> None:
-        """Tells grammars the tokens on the way, and the sampler what may follow them."""
-        guided = [run for run in runs if run.guide is not None]
-        if not guided:
-            return
-        for tokens in self._on_the_way:
-            tokens.tell()
-        for run in guided:
-            assert run.guide is not None
-            draw.allowed[run.row or 0].copy_(_to_device(run.guide.allowed(), self.device))
 
     def _step_alone(self) -> None:
         """One token for each request that takes its steps by itself; it joins the others as soon as it can."""
@@ -492,7 +492,7 @@ class BatchedEngine:
 
     def _forward_alone(self, run: Run) -> None:
         assert run.token is not None
-        self._guide([run], run.draw)
+        guide_rows([run], self._on_the_way, run.draw)
         with turn_of(self.device):
             # A row that is too short for codes joins before its step is recorded, and is fused until then.
             short = run.cache.slot_layers[0].table.waits_for_codes

@@ -122,12 +122,8 @@ class Calls:
         return text
 
     def _calls(self, text: str, names: Collection[str] | None = None) -> list[Call]:
-        """The calls that a text spells, one or a list of them; none if it is anything else."""
-        try:
-            data = json.loads(text)
-        except ValueError:
-            return []
-        parts = [_call(each) for each in (data if isinstance(data, list) else [data])]
+        """The calls that a text spells: one, a list of them, or one in each line; none if it is anything else."""
+        parts = [_call(each) for each in _data(text)]
         if not parts or not all(part and (names is None or part[0] in names) for part in parts):
             return []
         result = [Call(*part, self.count + index) for index, part in enumerate(part for part in parts if part)]
@@ -138,6 +134,17 @@ class Calls:
     @property
     def ended(self) -> bool:
         return self.one and self.count > 0
+
+
+def _data(text: str) -> list[Any]:
+    """The JSON of a text, or of its lines; empty if it is none."""
+    for parts in ([text], text.strip().splitlines()):
+        try:
+            result = [json.loads(part) for part in parts]
+        except (ValueError, RecursionError):
+            continue
+        return result[0] if result and isinstance(result[0], list) else result
+    return []
 
 
 def _call(data: Any) -> tuple[str, str] | None:
