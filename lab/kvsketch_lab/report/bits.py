@@ -52,6 +52,25 @@ def _of_model(name: str, data: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def chosen(data: Sequence[Mapping[str, Any]]) -> str:
+    """Stores side by side, of every model, without attention errors; empty without measurements."""
+    measured = [dict(each) for each in data if each["kind"] == "bits" and FAILED not in each]
+    rows = []
+    for name in dict.fromkeys(map(model_name, measured)):
+        means = _means([each for each in measured if model_name(each) == name])
+        for store, held in means.items():
+            share = f"{held['device_bytes'] / held['full_bytes']:.1%}"
+            rows.append([name, blocks.Code(store), *_divergences(means, store), share])
+    head = ["model", "store", "KL", "KL, passage again", "-log p, passage again", "bytes"]
+    return blocks.table(head, rows) if rows else ""
+
+
+def _divergences(means: Means, store: str) -> list[str]:
+    return [
+        _told(means, store, what, form) for what, form in (("kl", ".4f"), ("again_kl", ".4f"), ("again_nll", ".3f"))
+    ]
+
+
 def _means(data: Sequence[dict[str, Any]]) -> Means:
     result: dict[str, dict[str, list[float]]] = {}
     for each in data:
@@ -97,9 +116,7 @@ def _beside(means: Means) -> str:
             [
                 label,
                 _told(means, store, "error", ".3f"),
-                _told(means, store, "kl", ".4f"),
-                _told(means, store, "again_kl", ".4f"),
-                _told(means, store, "again_nll", ".3f"),
+                *_divergences(means, store),
                 f"{held['device_bytes'] / held['full_bytes']:.1%}",
                 _told(means, store, "step_ms", ".1f"),
                 _told(means, store, "captured_ms", ".2f"),
