@@ -56,7 +56,8 @@ def fit(
         fitting.save(path, fitting.fit(read), identity)
     count = sum(ids.shape[1] for ids in parts)
     seconds = time.perf_counter() - began
-    print(f"fitted to {count:,} tokens in {seconds:.1f} s; wrote {path}, {megabytes(path.stat().st_size)}")
+    use = "rehearse:replay=learned" + (f":map={path}" if out else "")
+    print(f"fitted to {count:,} tokens in {seconds:.1f} s; wrote {path}, {megabytes(path.stat().st_size)}; use {use}")
 
 
 def _parts(tokenizer: Any, files: list[Path], length: int, tokens: int) -> list[Any]:
