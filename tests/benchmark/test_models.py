@@ -41,6 +41,20 @@ def test_a_name_that_is_neither_is_refused() -> None:
         build("no-such-shape", device="cpu")
 
 
+@pytest.mark.parametrize("name", ["clusterkv:sinks=2:skip_layers=0:tokens_per_cluster=4", "h2o"])
+def test_layers_that_compress_beside_the_model_hold_the_same(name: str) -> None:
+    """Without a GPU in turn; on one, on a stream of their own that the next step waits for."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, ids = zoo.build("llama").to(device), zoo.tokens(1, 60).to(device)
+    caches = [CompressedCache(model, f"{name}:budget=16") for _ in range(2)]
+    with torch.no_grad(), prefill.compressing_beside(caches[0]):
+        model(ids[:, :50], past_key_values=caches[0])
+    with torch.no_grad():
+        model(ids[:, :50], past_key_values=caches[1])
+        logits = [model(ids[:, 50:51], past_key_values=cache).logits for cache in caches]
+    assert torch.equal(*logits) and caches[0].slot_layers[0].forward.aside is None
+
+
 def test_the_prefill_check_sees_wrong_caches() -> None:
     model, ids = zoo.build("llama"), zoo.tokens(1, 60)
     cache = CompressedCache(model, "snapkv:budget=16")
@@ -112,7 +126,8 @@ def test_what_cannot_be_offloaded_is_refused_with_the_choices() -> None:
 
 def test_differing_tokens_are_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = {"device_ms": 2.0, "host_ms": 3.0, "copied_bytes": 1e6, "hit_rate": 0.5}
-    monkeypatch.setattr(offload.Offload, "built", zoo.build("llama"))
+    for name in ("built", "checked"):
+        monkeypatch.setattr(offload.Offload, name, zoo.build("llama"))
     monkeypatch.setattr(offload.Offload, "compared", lambda self, method, batch: result)
     monkeypatch.setattr(offload, "same_tokens", lambda model, near, *_: near.name == "clusterkv")
     out = tmp_path / "offload.jsonl"

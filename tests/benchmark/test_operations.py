@@ -48,6 +48,10 @@ def test_decode_attention(contender: str) -> None:
     assert not attention.error_against_reference(inputs, contender, out) < attention.TOLERANCE
 
 
+def test_every_operation_checks_its_results_first() -> None:
+    assert all("wrong" in vars(operation) for operation in OPERATIONS.values())
+
+
 def test_contenders_differ_in_what_they_read() -> None:
     held = [small_inputs().held_as(contender) for contender in attention.OURS]
     outs = [inputs.ours(contender) for inputs, contender in zip(held, attention.OURS, strict=True)]

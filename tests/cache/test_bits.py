@@ -182,12 +182,12 @@ def test_a_row_of_few_tokens_or_none_yet_has_the_center_of_the_others() -> None:
 
 def test_what_cannot_be_coded_is_refused() -> None:
     model = zoo.build("llama", **BIG)
-    with pytest.raises(ValueError, match="full: bits=5 is not valid; use 2, 3, 4, 8, or 16"):
+    with pytest.raises(ValueError, match="full: bits=5 is not valid; use auto, 2, 3, 4, 8, or 16"):
         CompressedCache(model, "full:bits=5")
-    with pytest.raises(ValueError, match=r"bits='four' is not a whole number .*: 2, 3, 4, 8, or 16"):
+    with pytest.raises(ValueError, match=r"bits=four is not valid; use a whole number, .*: auto, 2, 3, 4, 8, or 16"):
         CompressedCache(model, "full:bits=four")
     for wrong in (4.0, "4"):  # the text form of the first would not be read again
-        with pytest.raises(ValueError, match=f"use a whole number, not {wrong!r}: 2, 3, 4, 8, or 16"):
+        with pytest.raises(ValueError, match=f"use a whole number, not {wrong!r}: auto, 2, 3, 4, 8, or 16"):
             kvsketch.METHODS["full"](bits=wrong)
     with pytest.raises(ValueError, match="heads of size 12, only multiples of 8; use bits=16"):
         CompressedCache(zoo.build("llama", **{**BIG, "head_dim": 12}), "full:bits=4")

@@ -56,7 +56,7 @@ def test_the_first_cache_within_the_promise_is_kept(replay: str, monkeypatch: py
     def losing(cache: CompressedCache, *_: Any) -> Tensor:
         # The larger the cache, the less it loses, and the eighth rung is the first that is good enough.
         number = rungs.index(cache.method) if cache.method in rungs else len(rungs)
-        return -torch.full((1, 4), max(0.0, 0.05 + 0.01 * (7 - number)))
+        return -torch.full((1, 4), max(0.0, 0.045 + 0.01 * (7 - number)))
 
     monkeypatch.setattr(promise, "likelihoods", losing)
     cache = read(model, ids, f"rehearse:loss=5%:replay={replay}")

@@ -22,6 +22,7 @@ from kvsketch.cli.generate import Asked, read_request
 from kvsketch.cli.methods import TABLE, describe, table_text
 from kvsketch.cli.options import DEFAULT_MODEL
 from kvsketch.cli.watching import quick_dtype
+from kvsketch.methods.rehearse import Rehearse
 from kvsketch.serve.held import full_cache_bytes
 from tests.helpers import zoo
 from tests.helpers.tiny import save_tiny_model
@@ -256,6 +257,25 @@ def test_generate_samples_by_seed(folder: str) -> None:
 
     assert sample(1) == sample(1)
     assert len({sample(seed) for seed in range(4)}) > 1
+
+
+def test_fit_writes_the_maps_of_a_model_once(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSKETCH_HOME", str(tmp_path / "home"))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(" ".join(f"{number} cats sat." for number in range(200)))
+    texts = str(tmp_path / "texts")
+    options = ["fit", folder, "--text", texts, "--tokens", "300", "--length", "256", "--device", "cpu"]
+    first, second = run(*options), run(*options)
+    assert first.exit_code == second.exit_code == 0, first.output + second.output
+    assert "fitted to 256 tokens" in first.stdout and "--again fits them again" in second.stdout
+    model, _ = models.load(folder, device="cpu")
+    assert isinstance(method := kvsketch.CompressedCache(model, "rehearse:replay=learned").method, Rehearse)
+    assert method.learned is not None and len(method.learned.queries) == model.config.num_hidden_layers
+    short = run(*options[:3], str(tmp_path / "texts" / "a.txt"), "--tokens", "256", "--length", "512", "--again")
+    assert short.exit_code == 0, short.output
+    (tmp_path / "b.txt").write_text("too short")
+    refused = run("fit", folder, "--text", str(tmp_path / "b.txt"), "--again")
+    assert refused.exit_code == 2 and "none with 256 tokens or more" in one_line(refused.output)
 
 
 def test_a_prompt_beyond_the_positions_is_refused(folder: str) -> None:

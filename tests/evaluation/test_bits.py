@@ -58,7 +58,8 @@ def test_records_say_what_few_bits_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bit_stores, "_installed", lambda module: False)
-    model, stores = save_tiny_model(tmp_path / "tiny"), "full,full:bits=8,full:bits=2,codec:bits=2:center=no,hqq:bits=4"
+    model, dropping = save_tiny_model(tmp_path / "tiny"), "rehearse:budget=1/2"
+    stores = f"full,full:bits=8,full:bits=auto,full:bits=2,codec:bits=2:center=no,hqq:bits=4,{dropping}"
     options = ["--model", str(model), "--texts", "1", "--tokens", "192", "--steps", "32", "--methods", stores]
     assert bits.main([*options, "--out", str(tmp_path)]) == 0
     assert "skipped: hqq:bits=4, hqq is not installed" in capsys.readouterr().err
@@ -69,12 +70,24 @@ def test_records_say_what_few_bits_cost(
     for name in ("error", "kl", "again_kl"):
         assert 0 < result["full:bits=8"][name] < result["full:bits=2"][name]
     assert "device_bytes" not in result["codec:bits=2:center=no"] and result["full:bits=2"]["step_ms"] > 0
+    assert "error" not in result[dropping] and result[dropping]["kl"] > 0
+    assert result[dropping]["device_bytes"] < result["full:bits=8"]["device_bytes"]
+    assert result["full:bits=2"]["device_bytes"] < result["full:bits=auto"]["device_bytes"]
     page = tables(read)
     assert "### tiny" in page and "| `full:bits=2` |" in page and page.count("| 2 |") == 2
 
 
 @pytest.mark.parametrize(
-    "text", ["snapkv", "full:bits=5", "quanto:bits=3", "codec:bits=5", "codec:bits=4:hadamard=no", "fp8:bits=8"]
+    "text",
+    [
+        "nothing",
+        "snapkv:bits=5",
+        "full:bits=5",
+        "quanto:bits=3",
+        "codec:bits=5",
+        "codec:bits=4:hadamard=no",
+        "fp8:bits=8",
+    ],
 )
 def test_a_store_that_is_none_is_named(text: str) -> None:
     with pytest.raises(ValueError, match="use "):

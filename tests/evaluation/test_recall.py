@@ -41,6 +41,7 @@ def test_recall_by_brute_force(layer: Captured, text: str) -> None:
     _, _, choice = chosen(f"{text}:budget=48", layer)
     ranks = selections.true_ranks(layer, CONTEXT, 60)
     result = selections.recall(choice.rows, ranks, 48)
+    held, most = selections.mass(choice.rows, layer, CONTEXT, 48)
     queries, keys = layer.queries[0, :, CONTEXT:].double(), layer.keys[0, :, :CONTEXT].double()
     for head in range(4):
         for step in range(STEPS):
@@ -49,6 +50,9 @@ def test_recall_by_brute_force(layer: Captured, text: str) -> None:
             read = [row for row in choice.rows[head, step].tolist() if row >= 0]
             assert len(read) == len(set(read)) <= 48
             assert float(result[head, step]) == pytest.approx(len(best & set(read)) / 48)
+            weights = torch.softmax(layer.scale * scores, 0)
+            assert float(held[head, step]) == pytest.approx(float(weights[read].sum()), abs=1e-5)
+            assert float(most[head, step]) == pytest.approx(float(weights[list(best)].sum()), abs=1e-5)
     assert 0.05 < float(result.mean()) < 0.999
 
 

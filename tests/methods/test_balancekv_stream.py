@@ -131,7 +131,7 @@ def test_both_sums_are_close_to_the_exact_ones() -> None:
     ("form", "steps"), [("stream:budget=300", 0), ("stream:budget=300", 100), ("paper:block=64", 100)]
 )
 def test_both_sums_represent_every_token(form: str, steps: int) -> None:
-    """The sum of the weights and, over 4 heads and 4 seeds, the means of both sums: those of all tokens within a budget,
+    """The sum of the weights and, over 4 heads and 4 seeds, the means of both sums: those of all tokens in a budget,
     and as published, where the smaller class stays, a few percent below.
 
     Of 1,500 tokens at most some 300 are stored: without merging, with merging of the first level only or without

@@ -87,6 +87,25 @@ def test_a_draft_goes_on_and_a_turn_starts_again() -> None:
     assert tau() == 1.0, "a new turn"
 
 
+@pytest.mark.parametrize("read_before", [0, 16])
+def test_drafts_of_the_first_recorded_forward_belong_to_its_prompt(read_before: int) -> None:
+    """20 tokens and 4 drafts, of which 2 are accepted, are a prompt of 22; later drafts count from there."""
+    model, ids = zoo.build("llama"), zoo.tokens(1, 40)
+    cache = CompressedCache(model, "keyformer:budget=16:recent=4:horizon=10")
+    assert isinstance(cache.method, Keyformer)
+    method, taus = cache.method, []
+    if read_before:
+        model(ids[:, :read_before], past_key_values=cache)
+    cache.activate_past_recording()
+    for new, rejected in ((24 - read_before, 2), (4, 1), (4, 2)):
+        model(ids[:, cache.tokens_seen : cache.tokens_seen + new], past_key_values=cache)
+        cache.crop(-rejected)
+        table = cache.slot_layers[0].table
+        assert table.prompt_tokens == 22
+        taus.append(float(reference.temperature_at(method.temperature(table), table.seen, torch.device("cpu"))))
+    assert taus == pytest.approx([1.0, 1.3, 1.5])
+
+
 def test_noise_changes_what_is_kept_and_nothing_else() -> None:
     """With room for every token the model says the same for every seed; with less room the seeds part ways."""
     model, ids = zoo.build("llama"), zoo.tokens(1, 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -168,11 +169,13 @@ def test_each_request_is_a_line_in_the_log(server: Server, caplog: pytest.LogCap
         call(server, "POST", "/v1/chat/completions", body, **{"X-Request-Id": "one"})
         call(server, "POST", "/v1/chat/completions", {**body, "stream": True}, **{"X-Request-Id": "two"})
         call(server, "POST", "/v1/chat/completions", {**body, "model": "x"}, **{"X-Request-Id": "three"})
+        call(server, "POST", "/v1/chat/completions", {**body, "model": "x\n\x1b[1m"}, **{"X-Request-Id": "four"})
         call(server, "GET", "/health")
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert [line.rpartition(" ")[2] for line in lines] == ["[one]", "[two]", "[three]"]
+    assert [line.rpartition(" ")[2] for line in lines] == ["[one]", "[two]", "[three]", "[four]"]
     assert all("127.0.0.1 POST /v1/chat/completions" in line for line in lines)
     assert all(" 200 " in line and "23 tokens in, 6 out" in line for line in lines[:2])
+    assert all(line.isprintable() for line in lines)
     assert " 404 " in lines[2] and "there is no model 'x'" in lines[2]
 
 
@@ -193,3 +196,38 @@ def test_models_have_names_and_not_paths(tmp_path: Path) -> None:
     assert model_name(str(tmp_path / "Qwen-3B")) == model_name(f"{tmp_path}/Qwen-3B/") == "Qwen-3B"
     assert model_name(str(tmp_path / "some.Q4.gguf")) == "some.Q4"
     assert (model_name("smollm2-135m"), model_name("org/name")) == ("smollm2-135m", "org/name")
+
+
+def test_responses_have_the_text_of_a_chat(client: Any) -> None:
+    options: Any = {"model": "tiny", "temperature": 0}
+    rules = {"role": "system", "content": "Be brief."}
+    chat = client.chat.completions.create(messages=[rules, *ASK], max_tokens=6, **options)
+    whole = client.responses.create(input=ASK[0]["content"], instructions="Be brief.", max_output_tokens=6, **options)
+    assert whole.output_text == chat.choices[0].message.content and whole.status == "incomplete"
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (chat.usage.prompt_tokens, 6)
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": ASK[0]["content"]}]}]
+    with client.responses.stream(input=[rules, *parts], max_output_tokens=6, **options) as stream:
+        events = list(stream)
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert events[-1].type == "response.incomplete" and events[-1].response.output_text == whole.output_text
+    again = client.responses.create(
+        input=[*ASK, *whole.output, *ASK], max_output_tokens=6, **options, extra_body={"n": 2}
+    )
+    assert len(again.output) == 1 and again.usage.output_tokens == 6
+    assert again.usage.input_tokens > 2 * len(ASK[0]["content"])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id=.* is not supported"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0: items of type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "images are not understood"),
+        ({"tools": [{"type": "web_search"}]}, "tools=.* is not supported"),
+        ({"text": {"format": {"type": "json_schema"}}}, "needs the field json_schema"),
+    ],
+)
+def test_what_responses_cannot_do_is_named(server: Server, change: dict[str, Any], told: str) -> None:
+    status, body, _ = call(server, "POST", "/v1/responses", {"model": "tiny", "input": "x", **change})
+    assert status == 400 and re.search(told, body["error"]["message"]), body

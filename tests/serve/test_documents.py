@@ -112,6 +112,11 @@ def test_a_short_document_that_names_no_method_is_kept_whole(opened: Any, model:
     assert longer.add(TEXT).id == named.id
 
 
+def test_a_client_names_no_file_of_the_server(opened: Any) -> None:
+    with pytest.raises(ValueError, match="map=/etc/passwd names a file of the server; leave it out"):
+        opened().add(TEXT, method="rehearse:replay=learned:map=/etc/passwd")
+
+
 def test_a_document_belongs_to_its_model(opened: Any) -> None:
     number = opened().add(TEXT).id
     other = opened(model=zoo.build("llama", vocab_size=257))

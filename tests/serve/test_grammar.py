@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,13 +115,13 @@ def test_json_or_a_call(loaded: tuple[Any, Any]) -> None:
         '<tool_call>\n{"name": "stop", "arguments": {"a": null}}\n</tool_call>',
     )
     for text in good:
-        guide = grammars.guide(grammar)
+        guide = grammars.guides(grammar)()
         for token in tokenizer(text)["input_ids"]:
             assert guide.allowed()[token] and not guide.ended
             guide.put(token)
         assert guide.ended and not guide.error and guide.tokens == len(text)
     for text in ('{"colour": "blue"', '{"colour":"red"', '<tool_call>\n{"name": "other"', "Well"):
-        guide = grammars.guide(grammar)
+        guide = grammars.guides(grammar)()
         allowed = []
         for token in tokenizer(text)["input_ids"]:
             allowed.append(bool(guide.allowed()[token]))
@@ -138,3 +140,14 @@ def test_what_cannot_be_followed_is_refused(client: Any, monkeypatch: pytest.Mon
     call: Any = {"tools": TOOLS[1:], "tool_choice": "required"}
     with pytest.raises(openai.BadRequestError, match="tool_choice needs the package llguidance"):
         client.chat.completions.create(messages=ASK, **call, **MANY)
+
+
+@pytest.mark.parametrize("depth", [450, 480, 490])
+def test_a_schema_that_is_nested_deeply_is_refused(client: Any, depth: int) -> None:
+    deep = '{"type": "object", "properties": {"a": ' * depth + "{}" + "}}" * depth
+    head = '{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2, '
+    body = f'{head}"response_format": {{"type": "json_schema", "json_schema": {{"schema": {deep}}}}}}}'
+    url, kind = str(client.base_url) + "chat/completions", {"Content-Type": "application/json"}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(url, body.encode(), kind))
+    assert refused.value.code == 400 and json.load(refused.value)["error"]["message"]

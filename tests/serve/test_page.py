@@ -5,10 +5,13 @@ Needs Chromium (Debian: apt-get install chromium) and the package playwright; sk
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -82,3 +85,112 @@ def test_a_document_is_read_asked_and_compared(browser: Any, address: str, tmp_p
     page.get_by_role("button", name="Delete harbour.txt").click()
     page.locator("#list li").wait_for(state="detached")
     page.close()
+
+
+@pytest.fixture
+def page(browser: Any, address: str) -> Iterator[Any]:
+    """With the key given and nothing read; answers are short."""
+
+    def shortened(route: Any) -> None:
+        route.continue_(post_data=json.dumps({**json.loads(route.request.post_data), "max_tokens": 12}))
+
+    result = browser.new_page(viewport={"width": 1280, "height": 900})
+    result.on("dialog", lambda dialog: dialog.accept())
+    result.route("**/v1/chat/completions", shortened)
+    result.goto(address)
+    result.get_by_label("This server asks for its API key").fill("secret")
+    result.keyboard.press("Enter")
+    result.get_by_text("tiny · h2o").wait_for()
+    yield result
+    result.close()
+
+
+def read(page: Any, folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+    page.locator("#file").set_input_files(folder / name)
+    page.get_by_text(f"{name} is read; ask about it").wait_for()
+
+
+def ask(page: Any, question: str) -> None:
+    page.get_by_label("Question").fill(question)
+    page.keyboard.press("Enter")
+
+
+def answered(page: Any) -> None:
+    page.locator("#stop").wait_for(state="hidden")
+
+
+def documents(page: Any) -> list[Any]:
+    body = page.evaluate("fetch('v1/documents', {headers: {Authorization: 'Bearer secret'}}).then(r => r.json())")
+    return [each["method"] for each in body["data"]]
+
+
+def test_a_conversation_stays_with_its_document_and_a_deletion_leaves_nothing(page: Any, tmp_path: Path) -> None:
+    read(page, tmp_path, "first.txt", TEXT)
+    ask(page, "Asked of the first?")
+    answered(page)
+    read(page, tmp_path, "second.txt", TEXT + "It is lit at night.")
+    ask(page, "Asked of the second?")
+    answered(page)
+    page.locator(".choose", has_text="first.txt").click()
+    page.get_by_text("About first.txt").wait_for()
+    waiting: list[Any] = []
+    bodies: list[Any] = []
+
+    def held_back(route: Any) -> None:
+        if route.request.method == "POST":
+            waiting.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/v1/documents", held_back)
+    page.on("request", lambda r: bodies.append(json.loads(r.post_data)) if "chat/completions" in r.url else None)
+    page.get_by_label("show the full cache").check()
+    ask(page, "Asked of the first again?")
+    page.wait_for_timeout(300)
+    page.locator(".choose", has_text="second.txt").click()
+    page.get_by_text("About second.txt").wait_for()
+    assert len(waiting) == 1, "the full cache is about to be read"
+    waiting[0].continue_()
+    page.unroute("**/v1/documents")
+    answered(page)
+    asked = [[m["content"] for m in body["messages"] if m["role"] == "user"] for body in bodies]
+    assert asked == [["Asked of the first?", "Asked of the first again?"]] * 2
+    assert len({body["document"] for body in bodies}) == 2
+    assert sorted(documents(page)) == ["full", METHOD, METHOD]
+    for name, left in (("second.txt", ["full", METHOD]), ("first.txt", [])):
+        page.get_by_role("button", name=f"Delete {name}").click()
+        page.locator(".choose", has_text=name).wait_for(state="detached")
+        assert sorted(documents(page)) == left
+
+
+def test_a_stopped_answer_and_a_refused_file_say_so(page: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    page.locator("#file").set_input_files(tmp_path / "empty.txt")
+    told = page.locator("#upload.wrong")
+    told.wait_for()
+    assert told.inner_text().startswith("empty.txt: ") and page.locator("#status").inner_text() == ""
+    page.route("**/v1/chat/completions", lambda route: None)
+    ask(page, "Will it be stopped?")
+    page.get_by_role("button", name="Stop").click()
+    answered(page)
+    assert page.locator(".said").inner_text() == "stopped before the first word"
+    page.unroute("**/v1/chat/completions")
+    ask(page, "Again?")
+    playwright.expect(page.locator(".said").nth(1)).to_have_text(re.compile(".{3}", re.DOTALL), timeout=30_000)
+    page.get_by_role("button", name="Stop").click()
+    answered(page)
+    assert page.locator(".took").nth(1).inner_text().endswith(" · stopped")
+
+
+def test_a_lost_server_is_told_in_words_and_found_again(page: Any, address: str) -> None:
+    here = f"**://{urlsplit(address).netloc}/**"
+    page.route(here, lambda route: route.abort("connectionrefused"))
+    ask(page, "Is anybody there?")
+    page.locator("#status.wrong", has_text="the server does not answer").wait_for()
+    assert "Failed to fetch" not in page.locator("body").inner_text()
+    page.unroute(here)
+    page.locator("#status:not(.wrong)", has_text="the server is back").wait_for()
+    ask(page, "And now?")
+    answered(page)
+    assert len(page.locator(".said").nth(1).inner_text()) > 3

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from kvsketch.serve.tools import Calls, in_words
+from tests.helpers.tiny import save_tiny_model
+
+pytest.importorskip("pydantic", reason="not installed: pip install 'kvsketch[serve]'")
+
+from kvsketch.serve.schema import Message
+from kvsketch.serve.text import Template
 
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
@@ -84,3 +92,28 @@ def test_models_that_know_no_tools_are_told_in_words() -> None:
     own = in_words([{"role": "system", "content": "Be brief."}, messages[0]], [WEATHER])
     assert len(own) == 2 and own[0]["content"].startswith("Be brief.\n\nYou can call")
     assert messages[1]["content"] == "", "what was sent stays as it is"
+
+
+OWN = """{% for tool in tools or [] %}<tool>{{ tool.function.name }}</tool>{% endfor %}{% for message in messages %}
+{{ message.role }}: {{ message.content }}
+{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}
+</tool_call>{% endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_templates_that_know_tools_show_them_themselves(knows: bool, tmp_path: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path))
+    tokenizer.chat_template = OWN if knows else OWN.replace("tool_call>", "call>")
+    sent: Any = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+        ]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "yes"},
+    ]  # fmt: skip
+    messages = [Message.model_validate(each).plain() for each in sent]
+    text = tokenizer.decode(Template(tokenizer).chat(messages, [WEATHER]))
+    assert ("<tool>weather</tool>" in text, "tool: yes" in text) == (knows, knows)
+    assert ("You can call these functions" in text, "<tool_response>\nyes" in text) == (not knows, not knows)
+    called = json.loads(text.partition("<tool_call>")[2].rpartition("</tool_call>")[0].rpartition("<tool_call>")[2])
+    assert called == {"name": "weather", "arguments": {"city": "Rome"}}, "arguments are an object, not a text"

@@ -5,17 +5,20 @@
 An 8B-shaped model with random weights reads one long prompt. The overhead of a method is its time over that of
 DynamicCache, minus one. Before a method is timed its cache is checked: every layer within its budget, every number
 finite, and the logits of the prompt equal to those of DynamicCache; a method that fails is reported as failed,
-without a time.
+without a time. With `--beside` layers compress on a second stream while the model reads on, as ClusterKV clusters; the
+prefill ends when both have.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
@@ -37,6 +40,38 @@ def problems(cache: CompressedCache, logits: Tensor, expected: Tensor) -> str | 
     return problem_of(cache) if error < TOLERANCE else f"the logits of the prompt differ by {error:.1e}"
 
 
+class SideStream:
+    """Where layers compress while the model reads on; nobody reads a layer again before the next forward."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.held: list[object] = []
+
+    @contextlib.contextmanager
+    def after(self, *used: object) -> Iterator[None]:
+        """Work that starts after what the current stream has so far; `used` is kept until `join`."""
+        with contextlib.ExitStack() as branch:
+            if self.stream is not None:
+                self.held.append(used)
+                self.stream.wait_stream(torch.cuda.current_stream())
+                branch.enter_context(torch.cuda.stream(self.stream))
+            yield
+
+    def join(self) -> None:
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        self.held.clear()
+
+
+@contextlib.contextmanager
+def compressing_beside(cache: CompressedCache) -> Iterator[None]:
+    """Inside the block layers compress on a second stream; on a CPU they follow one another."""
+    side = SideStream()
+    with cache.slot_layers[0].forward.during(aside=side):
+        yield
+    side.join()
+
+
 @dataclass
 class Prefill(ModelBenchmark):
     name, kind = "prefill", "prefill"
@@ -44,6 +79,7 @@ class Prefill(ModelBenchmark):
     methods: str = option(METHODS, "text forms, comma-separated")
     length: int = option(32768, "tokens of the prompt", least=1)
     repeats: int = option(2, "prefills that are timed", least=1)
+    beside: bool = option(False, "layers compress on a second stream while the model reads on")
 
     def headline(self, rows: list[Fields]) -> str:
         timed = [f"; DynamicCache {row['baseline_ms']:.0f} ms" for row in rows if "baseline_ms" in row]
@@ -56,9 +92,10 @@ class Prefill(ModelBenchmark):
         return statistics.median(times), expected
 
     def cells(self) -> Iterator[Fields]:
-        return ({"method": method, "length": self.length, "model": self.model} for method in self.texts)
+        beside = {"beside": True} if self.beside else {}
+        return ({"method": method, "length": self.length, "model": self.model, **beside} for method in self.texts)
 
-    def measure(self, method: str, length: int, model: str) -> Iterator[Fields]:
+    def measure(self, method: str, length: int, model: str, beside: bool = False) -> Iterator[Fields]:
         baseline, expected = self.baseline
         self.on.free()
         row: Fields = {
@@ -66,9 +103,11 @@ class Prefill(ModelBenchmark):
             "length": length,
             "layers": self.built.config.num_hidden_layers,
             "model": model,
+            **({"beside": True} if beside else {}),
         }
+        around = compressing_beside if beside else contextlib.nullcontext
         try:
-            times, logits, cache = prefill_times(self.built, method, length, self.repeats, self.on)
+            times, logits, cache = prefill_times(self.built, method, length, self.repeats, self.on, around)
         except runner.OutOfMemory:
             yield row | {FAILED: OUT_OF_MEMORY}
             return

@@ -54,8 +54,28 @@ class Trial(NamedTuple):
     timing: dict[str, Any] = {}  # noqa: RUF012
 
 
+class Measured(ABC):
+    """What is measured: inputs, a row for each contender, and the check that comes first."""
+
+    def wrong(self) -> Iterable[str]:
+        """What is wrong with our results, one line each; nothing is measured then."""
+        return ()
+
+    @abstractmethod
+    def cells(self) -> Iterable[Fields]:
+        """The inputs, each as the fields that all its rows share."""
+
+    @abstractmethod
+    def measure(self, *_: Any, **cell: Any) -> Iterator[Fields]:
+        """The rows of a cell, one for each contender."""
+
+    def trials(self) -> Generator[Trial, list[Any], None]:
+        """Yields launch sizes to time, and receives those of a trial back, the fastest first."""
+        yield from ()
+
+
 @dataclass
-class Benchmark(Options, ABC):
+class Benchmark(Options, Measured):
     """Base of all benchmarks; a benchmark is a dataclass of its options."""
 
     name: ClassVar[str]
@@ -77,26 +97,10 @@ class Benchmark(Options, ABC):
     def check_options(self) -> None:
         """Raises ValueError for options that do not fit each other; called before anything runs."""
 
-    def wrong(self) -> Iterable[str]:
-        """What is wrong with our results, one line each; nothing is measured then."""
-        return ()
-
-    @abstractmethod
-    def cells(self) -> Iterable[Fields]:
-        """The inputs, each as the fields that all its rows share."""
-
-    @abstractmethod
-    def measure(self, *_: Any, **cell: Any) -> Iterator[Fields]:
-        """The rows of a cell, one for each contender."""
-
     @property
     def tunes(self) -> bool:
         """Whether launch sizes of the kernels are timed instead."""
-        return bool(getattr(self, "tune", False) or getattr(self, "sweep", False))
-
-    def trials(self) -> Generator[Trial, list[Any], None]:
-        """Yields launch sizes to time, and receives those of a trial back, the fastest first."""
-        raise NotImplementedError
+        return bool(getattr(self, "tune", False))
 
     def headline(self, rows: list[Fields]) -> str:
         return self.title

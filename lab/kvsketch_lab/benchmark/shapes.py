@@ -4,8 +4,10 @@ what benchmarks of whole models share: prompts, prefills, the check of a prefill
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from abc import ABC
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,16 +99,21 @@ def make_cache(model: Any, method: str | Method | None) -> Any:
 
 @torch.no_grad()
 def prefill_times(
-    model: Any, method: str | Method | None, tokens: int, repeats: int, device: Device
-) -> tuple[list[float], Tensor, Any]:
-    """Milliseconds of each prefill after one that warms up, the last logits, and the cache of the last."""
+    model: Any, method: str | Method | None, tokens: int, repeats: int, device: Device,
+    around: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> tuple[list[float], Tensor, Any]:  # fmt: skip
+    """Milliseconds of each prefill after one that warms up, the last logits, and the cache of the last.
+
+    around: the block in which a cache is read into.
+    """
     prompt = make_prompt(tokens, device, 0, model.config.vocab_size)
     chosen = None if method is None else _with_map(model, parse_method(method), prompt)
     result: list[Any] = []
 
     def call() -> None:
         result[:] = [make_cache(model, chosen)]
-        result.append(model(prompt, past_key_values=result[0], logits_to_keep=1).logits)
+        with around(result[0]):
+            result.append(model(prompt, past_key_values=result[0], logits_to_keep=1).logits)
         if chosen is not None and repetition.repeats(chosen):
             result[0].replay(model, prompt)
 

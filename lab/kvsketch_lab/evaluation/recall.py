@@ -8,10 +8,11 @@ and the queries of the next `--steps` tokens read of them like decode steps:
     recall = |read and among the true top B| / B,     B the budget, sinks included; the true top B by <q, k> over the
                                                       prompt; per query head, in the mean over steps, heads and layers
 
-as in the figure of ClusterKV's paper. `cluster_hits` is the paper's cache hit rate, the share of the clusters a query
-head reads that it read in the last R steps, and `cluster_hits_by_tokens` weighs each by the tokens taken from it.
-`hot_set_hits` is what the cache really does with `offload=host:keep_steps=R`: the share of reads that found their
-token on the device, which the query heads of one KV head share.
+as in the figure of ClusterKV's paper. `mass` is the share of the full attention over the prompt that the tokens read
+have, `top_mass` what the true top B have (Keyformer, figures 3 and 4). `cluster_hits` is the paper's cache hit rate,
+the share of the clusters a query head reads that it read in the last R steps, and `cluster_hits_by_tokens` weighs each
+by the tokens taken from it. `hot_set_hits` is what the cache really does with `offload=host:keep_steps=R`: the share
+of reads that found their token on the device, which the query heads of one KV head share.
 
 `--clusters 100,400` adds ClusterKV in the paper's setting with so many clusters of the prompt; `:metric=` says what
 its keys are clustered by. One record for each method, budget and text.
@@ -49,6 +50,7 @@ class LayerOutcome:
     def __init__(self) -> None:
         self.recall: dict[str, list[float]] = {}
         self.tokens_read: list[float] = []
+        self.mass: list[list[float]] = []  # of what is read, and of the best
         self.clusters: list[int] = []
         self.hits: dict[str, dict[str, list[float]]] = {"cluster_hits": {}, "cluster_hits_by_tokens": {}}
         self.hot: dict[str, list[int]] = {}
@@ -58,6 +60,8 @@ class LayerOutcome:
         by_head = selections.recall(choice.rows, ranks, budget).mean(1)
         self.recall[str(layer.layer)] = [round(value, 4) for value in by_head.tolist()]
         self.tokens_read.append(float((choice.rows >= 0).sum(-1).float().mean()))
+        context = ranks.shape[2]
+        self.mass.append([float(share.mean()) for share in selections.mass(choice.rows, layer, context, budget)])
         if choice.taken is not None:
             for steps in (s for s in PAPER_STEPS if choice.taken.shape[1] > s):
                 shares = selections.cluster_hits(choice.taken, steps)
@@ -84,11 +88,13 @@ class LayerOutcome:
             "recall_by_head": self.recall,
             "tokens_read": round(sum(self.tokens_read) / len(self.tokens_read), 1),
         }
+        for name, shares in zip(("mass", "top_mass"), zip(*self.mass, strict=True), strict=True):
+            result[name] = round(sum(shares) / len(shares), 4)
         if self.clusters:
             result["clusters"] = max(self.clusters)
-        for kind, shares in self.hits.items():
-            if shares:
-                result[kind] = {steps: round(sum(s) / len(s), 4) for steps, s in shares.items()}
+        for kind, hits in self.hits.items():
+            if hits:
+                result[kind] = {steps: round(sum(s) / len(s), 4) for steps, s in hits.items()}
         if self.hot:
             result["hot_set_hits"] = {
                 steps: round(hits / max(reads, 1), 4) for steps, (hits, reads) in self.hot.items()

@@ -2,6 +2,7 @@
 were read a step before.
 
     recall    |read and among the true best B| / B,   the true best B being the tokens of largest <q, k>
+    mass      the share of the full attention over the context that the tokens read have
 
 Each query is one decode step. The method has compressed or indexed the first `context` tokens, and every query reads
 from these.
@@ -68,6 +69,16 @@ def recall(rows: Tensor, ranks: Tensor, budget: int) -> Tensor:  # [Hq, Q]
     """Share of the `budget` tokens of largest inner product that are among rows [Hq, Q, M]."""
     result = (ranks.gather(2, rows.clamp_min(0).long()) < budget) & (rows >= 0)
     return result.sum(-1) / min(budget, ranks.shape[2])
+
+
+def mass(rows: Tensor, layer: Captured, context: int, budget: int) -> tuple[Tensor, Tensor]:  # [Hq, Q] each
+    """Share of the softmax over the context that rows [Hq, Q, M] hold, and that the `budget` best tokens hold."""
+    group = layer.queries.shape[1] // layer.keys.shape[1]
+    asked = layer.queries[0, :, context:].float()
+    keys = layer.keys[0, :, :context].float().repeat_interleave(group, 0)
+    weights = torch.softmax(layer.scale * asked @ keys.mT, -1)
+    held = weights.gather(2, rows.clamp_min(0).long()) * (rows >= 0)
+    return held.sum(-1), weights.topk(min(budget, context), dim=-1).values.sum(-1)
 
 
 @torch.no_grad()

@@ -92,7 +92,8 @@ def _deviation(full: Any, nll: Any, tokens: Any) -> Any:
 
 def _resampled(rows: Any, chance: numpy.random.Generator) -> Any:
     """The sums of each column of [n, C] over n rows drawn with replacement, [C, RESAMPLES]."""
-    return rows[chance.integers(len(rows), size=(RESAMPLES, len(rows)))].sum(1).T
+    drawn = chance.integers(len(rows), size=(RESAMPLES, len(rows)))
+    return numpy.array([column[drawn].sum(1) for column in numpy.ascontiguousarray(rows.T)])
 
 
 def _estimate(value: float, drawn: Any, texts: int) -> Estimate:

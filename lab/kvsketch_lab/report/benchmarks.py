@@ -105,10 +105,10 @@ def few_bits(data: list[Data]) -> str:
 
 
 def prefill(data: list[Data]) -> str:
-    timed = [d for d in last(data, "method", "length") if d.get("prefill_ms")]
+    timed = [d for d in last(data, "method", "length", "beside") if d.get("prefill_ms")]
     rows = [
         (
-            Code(d["method"]),
+            Code(d["method"] + (", on a second stream" if d.get("beside") else "")),
             f"{d['length']:,}",
             f"{d['prefill_ms']:,.0f}",
             f"{d['baseline_ms']:,.0f}",
@@ -450,7 +450,7 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         "One layer, budget 1,024: folding a prompt of 32,768 tokens, host included, and one decode step in a graph. "
         "98% or more of the slots are those of the reference.",
         plain(
-            "keys method",
+            "keys",
             "keys | prompt, ms = prompt.median_us/1e3:.2f | of prefill = prompt.share:.1% | "
             "step, µs = step.median_us:.1f | bytes / formula = prompt.bytes_over_formula:.3f",
             only=lambda d: d.get("budget", 1024) == 1024,

@@ -213,7 +213,7 @@ class CompressedCache(Cache):
         self.text.forget()
 
     def replay(self, model: nn.Module, input_ids: Tensor, instruction: Tensor | None = None) -> None:
-        """Lets the model repeat what this cache has read and its method has not compressed yet (replay=exact, kvzip).
+        """Lets the model repeat what this cache has read and its method has not compressed yet (rehearse, kvzip).
 
         `input_ids` [B, n] end with these tokens. `instruction`, token ids, is said before every chunk, such as those of
         "Repeat the previous context exactly." in the model's chat template. Nothing of the repetition stays.

@@ -59,7 +59,8 @@ def require_latent_slots(method: Method, name: str) -> None:
     """Raises ValueError for a method that cannot keep latents."""
     reason = method.no_latents
     if not reason and method.stored_bits.keys != method.stored_bits.values:
-        reason = "bits of keys and of values differ, use bits=4 or bits=8"
+        keys = "auto" if method.stored_bits.auto else method.stored_bits.keys
+        reason = f"key_bits={keys} and value_bits={method.stored_bits.values} differ, use bits"
     if reason:
         raise ValueError(
             f"{method} does not work with {name}, whose latent attention stores a key and its value as one vector: "

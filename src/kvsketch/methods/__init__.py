@@ -20,8 +20,8 @@ A method that drops tokens has three parts:
                                                                  rehearse    virtual replay + refit
 
 `base.py` is the contract, `parameters.py` fields and their text form, `text.py` reads it, `budget.py` sizes as tokens
-or shares, `recall.py` what recall methods share. A method that needs several files has a folder; the method itself is
-its `__init__.py`.
+or shares, `recall.py` what recall methods share, `replay_map.py` what stands for a repetition. A method that needs
+several files has a folder; the method itself is its `__init__.py`.
 """
 
 from __future__ import annotations

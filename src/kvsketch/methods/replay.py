@@ -113,6 +113,7 @@ class Replay:
         slots = newest_slots(table, new)  # [B, H, n]
         keys = newest(table, slots)[0]
         queries, pads = queries.to(keys.dtype), table.padding
+        # Queries that waited are not those of all heads.
         if whole := self.learned is not None and table.appended == new > 1:
             queries = self._as_repeated(table, queries)
         first, sinks = first_keys(table, self.sinks), own_sinks(table, self.sinks)

@@ -52,7 +52,7 @@ class Waiting(TableState):
     # of tokens that have scores and are not settled, between the first layer's compress and settle
     again: Tensor | None = per_row()  # [B, H, P, Q, D], queries of the repetition, for the refit of each chunk
     real: Tensor | None = per_row()  # [B, H, m], scores of those that the model has repeated, beside virtual ones
-    unrepeated: int = number()  # tokens of a prompt that the model has yet to repeat
+    owed: int = number()  # tokens of a prompt that the model has not repeated yet; named so in saved files
     chunks: Tensor | None = on_host(lambda t, s: Range((t.shape[0], s.again.shape[2]), 1, t.seen))  # [B, P], tokens
 
     @property
@@ -142,7 +142,7 @@ class Queue:
     @property
     def unrepeated(self) -> int:
         """Newest tokens that the model has yet to repeat."""
-        return self.state.unrepeated
+        return self.state.owed
 
     def wait_for_repetition(self) -> bool:
         """Whether the model can repeat the tokens that are due; then they wait for it.
@@ -152,25 +152,25 @@ class Queue:
         whole = self.table.appended == self.count or not self.table.rotary
         if not (self.due and self.table.appended > 1 and whole):
             return False
-        self.state.unrepeated = self.count
+        self.state.owed = self.count
         self.table.stay_open()
         return True
 
     def repeat_at_most(self, tokens: int) -> None:
         """Nobody has the ids of more than the last `tokens` tokens."""
         state, table = self.state, self.table
-        if (earlier := state.unrepeated - tokens) <= 0:
+        if (earlier := state.owed - tokens) <= 0:
             return
         # Those of earlier turns stay while there is room: they have the largest score.
         if state.score is None:
             state.score = torch.zeros(table.shape, device=table.device)
-        state.score.scatter_(2, newest_slots(table, state.unrepeated)[:, :, :earlier], 1.0)
-        state.unrepeated, state.queries = tokens, None
+        state.score.scatter_(2, newest_slots(table, state.owed)[:, :, :earlier], 1.0)
+        state.owed, state.queries = tokens, None
         table.note_settled(table.seen - tokens)
 
     def start_repetition(self) -> None:
         """The model begins to repeat them."""
-        self.state.unrepeated = 0
+        self.state.owed = 0
 
     # tokens come
 
@@ -358,7 +358,7 @@ class WaitingMethod(BudgetedMethod):
     def bound(self, table: SlotTable, max_length: int) -> None:
         """A text that was too short to be decided takes its fixed shape when it is long enough for codes."""
         state, queue = table.state_of(Waiting), self.queue(table)
-        under_way = state.again is not None or state.unrepeated > 0
+        under_way = state.again is not None or state.owed > 0
         if under_way or state.queries is None or table.waits_for_codes:
             return
         room = queue.ahead(queue.count)
@@ -395,10 +395,22 @@ class WaitingMethod(BudgetedMethod):
     def forget(self, table: SlotTable, count: int) -> None:
         state, queue = table.state_of(Waiting), self.queue(table)
         table.drop_newest(count) if table.layout is None else table.bounded.drop_last(count)
-        state.unrepeated = min(state.unrepeated, queue.count)
-        if not table.exact and table.layout is None and not state.unrepeated:
+        state.owed = min(state.owed, queue.count)
+        if not table.exact and table.layout is None and not state.owed:
             # Slots and queries have room for the same tokens.
             queue.make_room(max(state.room - queue.count, queue.ahead(queue.count)))
+
+    def adopt(self, table: SlotTable) -> None:
+        """Turns the queries of an earlier file, whose shapes are checked, into what is stored today."""
+        state = table.state_of(Waiting)
+        if state.queries is None or not state.queries.is_floating_point() or table.empty:
+            return
+        # Earlier files hold all of them in half precision: [B, Hq, room, D].
+        whole, state.queries = state.queries, None
+        if whole.dim() != 4 or whole.shape[1] % table.shape[1]:
+            raise ValueError(f"queries {list(whole.shape)} are not those of {table.shape[1]} KV heads")
+        state.queries = self.queue(table).empty(whole, whole.shape[2])
+        ops.keep_queries(state.queries, whole, torch.zeros(1, dtype=torch.int64, device=whole.device), table.shape[1])
 
     def most_slots(self, table: SlotTable, longest: int) -> int:
         budget = super().most_slots(table, longest)

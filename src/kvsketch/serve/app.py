@@ -30,9 +30,18 @@ from starlette.routing import Route
 from kvsketch.serve.connections import CROWDED
 from kvsketch.serve.documents import NotReady, Unknown
 from kvsketch.serve.files import SENT, Limits, Stopped, TooLarge, is_pdf, text_of
-from kvsketch.serve.forms import ChatForm, CompletionForm, Piece, Whole
+from kvsketch.serve.forms import ChatForm, CompletionForm, Form, Piece, ResponseForm, Whole
 from kvsketch.serve.requests import Full
-from kvsketch.serve.schema import ApiError, Asked, ChatAsked, CompletionAsked, DocumentSent, parsed
+from kvsketch.serve.schema import (
+    ApiError,
+    Asked,
+    ChatAsked,
+    CompletionAsked,
+    DocumentSent,
+    ResponseAsked,
+    did_you_mean,
+    parsed,
+)
 from kvsketch.serve.service import Answer, Choice, Service
 
 MOST_OPENED = 2  # PDFs that are read at the same time
@@ -52,6 +61,7 @@ MISSING = {
 UNLOGGED = ("/health", "/metrics")  # asked for every few seconds
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 CLIENT_GONE = 499
+LONGEST_NOTE = 300  # characters
 NOTE = "kvsketch.note"  # in the scope of a request: words for its line in the log
 PAGE = {"": ("page.html", "text/html"), "page.css": ("page.css", "text/css"), "page.js": ("page.js", "text/javascript")}
 PAGE_HEADERS = {
@@ -239,7 +249,9 @@ def _log_request(scope: Any, status: int, seconds: float, number: str) -> None:
     """One line: who, what, how it ended, how long it took, and what the route has to say about it."""
     client = (scope.get("client") or ("-",))[0]
     ended = status or CLIENT_GONE
-    note = f" {scope[NOTE]}" if NOTE in scope else ""
+    # What clients have sent must not look like another line.
+    words = "".join(each if each.isprintable() else " " for each in scope.get(NOTE, ""))
+    note = f" {words[:LONGEST_NOTE]}" if words else ""
     log.info("%s %s %s %s %.2fs%s [%s]", client, scope["method"], quote(scope["path"]), ended, seconds, note, number)
 
 
@@ -255,8 +267,8 @@ def _split(headers: Headers, name: str, before: str = "") -> SplitResult:
 
 def _known(path: str) -> str:
     """A path as a label: made-up ones must not fill the memory of the counters."""
-    known = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/documents", "/v1/documents/{id}", "/metrics")
-    return path if path in (*known, *OPEN, *MISSING) else "other"
+    known = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/v1/documents", "/metrics")
+    return path if path in (*known, "/v1/documents/{id}", *OPEN, *MISSING) else "other"
 
 
 def _too_large(most: int) -> ApiError:
@@ -272,6 +284,7 @@ class Routes:
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completion, methods=["POST"]),
+            Route("/v1/responses", self.response, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{id:path}", self.model),
             Route("/v1/documents", self.documents, methods=["GET"]),
@@ -295,12 +308,13 @@ class Routes:
         form = CompletionForm(self.service.tokenizer)
         return await self._answer(request, CompletionAsked, self.service.completion, form)
 
+    async def response(self, request: Request) -> Response:
+        return await self._answer(request, ResponseAsked, self.service.response, ResponseForm())
+
     async def missing(self, request: Request) -> Response:
         raise ApiError(400, f"there are no {MISSING[request.url.path]}", "unsupported_endpoint")
 
-    async def _answer(
-        self, request: Request, kind: type[Any], start: Callable[[Any], Answer], form: ChatForm | CompletionForm
-    ) -> Response:
+    async def _answer(self, request: Request, kind: type[Any], start: Callable[[Any], Answer], form: Form) -> Response:
         asked: Asked = parsed(kind, await request.body())
         answer = await run_in_threadpool(start, asked)
         gone = asyncio.create_task(_until_gone(request, answer.cancel))
@@ -320,9 +334,7 @@ class Routes:
         finally:
             self._end(request, answer, gone)
 
-    async def _events(
-        self, request: Request, answer: Answer, form: ChatForm | CompletionForm, gone: Any
-    ) -> AsyncIterator[str]:
+    async def _events(self, request: Request, answer: Answer, form: Form, gone: Any) -> AsyncIterator[str]:
         try:
             for event in form.opening(answer):
                 yield event
@@ -437,10 +449,11 @@ class Routes:
 
     async def model(self, request: Request) -> Response:
         wanted = request.path_params["id"]
-        for each in await run_in_threadpool(self.service.models):
-            if each["id"] == wanted:
-                return JSONResponse(each)
-        raise ApiError(404, f"there is no model {wanted!r}; GET /v1/models lists them", "model_not_found")
+        known = {each["id"]: each for each in await run_in_threadpool(self.service.models)}
+        if wanted not in known:
+            told = did_you_mean(wanted, known) or "; GET /v1/models lists them"
+            raise ApiError(404, f"there is no model {wanted!r}{told}", "model_not_found")
+        return JSONResponse(known[wanted])
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})

@@ -278,8 +278,10 @@ class DocumentStore:
         """Takes a text and starts to read it; a text that is there already costs nothing. ValueError for one that
         cannot be read, Full when too many wait.
         """
-        # A client names a method; it does not make the server import one.
+        # A client names a method; it does not make the server import one, nor open a file.
         chosen = self.method if method is None else parse_method(method, importing=False)
+        if method is not None and (file := getattr(chosen, "map", "")):
+            raise ValueError(f"map={file} names a file of the server; leave it out")
         if not text.strip():
             raise ValueError("the document is empty; there is nothing to ask about")
         if "\0" in text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion_usage import PromptTokensDetails
+from openai.types.responses import Response
 
 from kvsketch.serve.requests import Likely
 from kvsketch.serve.service import Answer, Choice
@@ -166,6 +168,95 @@ class CompletionForm:
         return Completion.model_construct(
             id=answer.id, object="text_completion", created=answer.created, model=answer.model, choices=choices, **more
         )
+
+
+class ResponseForm:
+    """Responses: one message with one text; a stream is a series of named events."""
+
+    def __init__(self) -> None:
+        self._text, self._number = "", 0
+
+    def whole(self, answer: Answer, texts: list[Whole]) -> str:
+        return _json(self._response(answer, texts[0].text, texts[0].reason))
+
+    def opening(self, answer: Answer) -> list[str]:
+        begun = self._response(answer)
+        return [
+            self._event("created", response=begun),
+            self._event("in_progress", response=begun),
+            self._event("output_item.added", output_index=0, item=self._item(answer)),
+            self._event("content_part.added", part=_part(""), **_place(answer)),
+        ]
+
+    def piece(self, answer: Answer, piece: Piece) -> str:
+        self._text += piece.text
+        result = self._event("output_text.delta", delta=piece.text, logprobs=[], **_place(answer)) if piece.text else ""
+        return result if piece.reason is None else result + self._end(answer, piece.reason)
+
+    def closing(self, answer: Answer) -> list[str]:
+        return []
+
+    def _end(self, answer: Answer, reason: Any) -> str:
+        events = [
+            self._event("output_text.done", text=self._text, logprobs=[], **_place(answer)),
+            self._event("content_part.done", part=_part(self._text), **_place(answer)),
+            self._event("output_item.done", output_index=0, item=self._item(answer, self._text, reason)),
+            self._event(_status(reason), response=self._response(answer, self._text, reason)),
+        ]
+        return "".join(events)
+
+    def _response(self, answer: Answer, text: str = "", reason: Any = None) -> Response:
+        why = {"reason": "max_output_tokens"} if reason == "length" else None
+        return Response.model_validate({
+            "id": answer.id, "object": "response", "created_at": answer.created, "model": answer.model,
+            "status": _status(reason), "error": None, "incomplete_details": why, "parallel_tool_calls": False,
+            "tool_choice": "none", "tools": [], "output": [] if reason is None else [self._item(answer, text, reason)],
+            "usage": None if reason is None else _response_usage(answer),
+        })  # fmt: skip
+
+    def _item(self, answer: Answer, text: str = "", reason: Any = None) -> dict[str, Any]:
+        content = [] if reason is None else [_part(text)]
+        return {
+            "id": _item_id(answer), "type": "message", "role": "assistant", "status": _status(reason),
+            "content": content,
+        }  # fmt: skip
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        name, self._number = f"response.{kind}", self._number + 1
+        dumped = {
+            key: value.model_dump(exclude_unset=True) if isinstance(value, Response) else value
+            for key, value in fields.items()
+        }
+        data = json.dumps({"type": name, "sequence_number": self._number - 1, **dumped})
+        return f"event: {name}\ndata: {data}\n\n"
+
+
+def _status(reason: Any) -> str:
+    return {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _item_id(answer: Answer) -> str:
+    return answer.id.replace("resp_", "msg_")
+
+
+def _place(answer: Answer) -> dict[str, Any]:
+    return {"item_id": _item_id(answer), "output_index": 0, "content_index": 0}
+
+
+def _response_usage(answer: Answer) -> dict[str, Any]:
+    return {
+        "input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens,
+        "total_tokens": answer.prompt_tokens + answer.tokens,
+        "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0},
+    }  # fmt: skip
+
+
+Form = ChatForm | CompletionForm | ResponseForm
 
 
 def _json(content: Any) -> str:

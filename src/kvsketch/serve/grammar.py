@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,10 +80,13 @@ class Grammars:
         token = self.tokenizer.get_added_vocab().get(text)
         return json.dumps(text) if token is None else f"<[{token}]>"
 
-    def guide(self, grammar: str) -> Guide:
-        """Starts an answer; ValueError names what is wrong with the grammar, ImportError what is missing."""
+    def guides(self, grammar: str) -> Callable[[], Guide]:
+        """Makes one for each answer, in no time; ValueError names what is wrong with the grammar, ImportError what is
+        missing.
+        """
         with self._lock:
-            return Guide(self._prototype(grammar).deep_copy(), self.vocabulary, self.stop_ids)
+            prototype = self._prototype(grammar)
+        return lambda: Guide(prototype.deep_copy(), self.vocabulary, self.stop_ids)
 
     def _parsed(self, grammar: str) -> Any:
         from llguidance import LLMatcher

@@ -22,6 +22,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "frequency_penalty": (0,), "presence_penalty": (0,),
     "logit_bias": ({},), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
     "audio": (), "web_search_options": (), "min_tokens": (0,), "ignore_eos": (False,), "chat_template": (),
+    "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,), "truncation": ("disabled",),
     "chat_template_kwargs": ({},), "response_format": ({"type": "text"},), "tools": ([],),
 }  # fmt: skip
 TEXTS = ("text", "input_text", "output_text")
@@ -170,8 +171,6 @@ class StreamOptions(Lenient):
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
-
-
 Tokens = Annotated[list[int], Field(min_length=1)]
 
 
@@ -256,16 +255,61 @@ class ChatAsked(Asked):
         return self
 
 
+class TextSettings(Lenient):
+    format: Format | None = None
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _as_of_chats(cls, value: Any) -> Any:
+        """Chats have the schema one level deeper."""
+        if isinstance(value, dict) and "schema" in value:
+            return {"type": value.get("type"), "json_schema": {"schema": value["schema"]}}
+        return value
+
+
+class InputItem(Message):
+    @model_validator(mode="before")
+    @classmethod
+    def _is_a_message(cls, data: Any) -> Any:
+        kind = data.get("type", "message") if isinstance(data, dict) else "message"
+        if kind != "message":
+            raise ValueError(f"items of type {kind!r} are not understood here, only messages are")
+        return data
+
+
+class ResponseAsked(Asked):
+    """A conversation as the newer endpoint takes it; answers are texts."""
+
+    input: Annotated[list[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+    text: TextSettings | None = None
+    document: str | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _as_messages(cls, value: Any) -> Any:
+        return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+    def chat(self) -> ChatAsked:
+        """The same as a chat."""
+        rules = [Message(role="system", content=self.instructions)] if self.instructions else []
+        own = {name: getattr(self, name) for name in Asked.model_fields}
+        return ChatAsked.model_construct(**{
+            **own, "messages": [*rules, *self.input], "max_tokens": self.max_output_tokens, "n": 1,
+            "document": self.document, "response_format": None if self.text is None else self.text.format,
+        })  # fmt: skip
+
+
 class CompletionAsked(Asked):
     prompt: str | Annotated[list[str], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """One or more, each a text or token ids."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if one else self.prompt  # type: ignore[return-value]
-
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     @property
     def alternatives(self) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -21,7 +20,15 @@ from kvsketch.serve.grammar import NEEDS, Grammars
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.metrics import Metrics
 from kvsketch.serve.requests import Closed, Engine, Full, Guide, Request, Ticket, unused_settings
-from kvsketch.serve.schema import DEFAULT_NEW_TOKENS, ApiError, Asked, ChatAsked, CompletionAsked, did_you_mean
+from kvsketch.serve.schema import (
+    DEFAULT_NEW_TOKENS,
+    ApiError,
+    Asked,
+    ChatAsked,
+    CompletionAsked,
+    ResponseAsked,
+    did_you_mean,
+)
 from kvsketch.serve.text import GrowingText, Template
 from kvsketch.serve.tools import Calls
 from kvsketch.slots.positions import CACHE
@@ -140,7 +147,7 @@ class Service:
         write = self.template.chat if number is None else self.template.after_document
         try:
             ids = write(messages, asked.offered)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(400, str(error), "invalid_messages", "messages") from None
         answer = self._start(asked, [ids], "chatcmpl-", document, self._guide(asked))
         if asked.offered:
@@ -149,26 +156,29 @@ class Service:
                 choice.calls = Calls(names, one=asked.parallel_tool_calls is False)
         return answer
 
+    def response(self, asked: ResponseAsked) -> Answer:
+        """The same for the newer endpoint."""
+        answer = self.chat(asked.chat())
+        answer.id = answer.id.replace("chatcmpl-", "resp_")
+        return answer
+
     def _guide(self, asked: ChatAsked) -> Callable[[], Guide] | None:
         """What follows the grammar that an answer is to have; None: it is free."""
         wanted = None if asked.response_format is None else asked.response_format.wanted
         if wanted is None and not asked.demanded:
             return None
         param = "tool_choice" if asked.demanded else "response_format"
-        if asked.demanded:
-            grammar = self.grammars.call(asked.demanded)
-        elif asked.offered and wanted is not None:
-            grammar = self.grammars.call(asked.offered, wanted)
-        else:
-            grammar = self.grammars.json(wanted or {})
-        guide = functools.partial(self.grammars.guide, grammar)
+        tools = asked.demanded or asked.offered
         try:
-            guide()
+            if tools:
+                grammar = self.grammars.call(tools, None if asked.demanded else wanted)
+            else:
+                grammar = self.grammars.json(wanted or {})
+            return self.grammars.guides(grammar)
         except ImportError:
             raise ApiError(400, f"{param} {NEEDS}", "unsupported_parameter", param) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(400, f"{param}: {error}", "invalid_value", param) from None
-        return guide
 
     def completion(self, asked: CompletionAsked) -> Answer:
         """Starts the continuation of a text."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from abc import ABC
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from kvsketch_lab.benchmark import shapes
 from kvsketch_lab.benchmark.device import Call, Timing, spread
 from kvsketch_lab.benchmark.operations.layers import KEYS, LAYERS, SIZES
-from kvsketch_lab.benchmark.runner import Benchmark, Fields, Trial
+from kvsketch_lab.benchmark.runner import Benchmark, Fields, Measured
 from kvsketch_lab.options import option
 
 
@@ -53,8 +53,8 @@ class Settings(Benchmark, ABC):
         return {"prefill": prefill, "step": self.step_ms}
 
 
-class Operation(ABC):
-    """An operation: the cells of its inputs, the calls that are timed, and the check that comes first."""
+class Operation(Measured):
+    """One operation, which is measured with the sizes given or its own."""
 
     name: ClassVar[str]
     of_prefill: ClassVar[bool] = False  # whether a time is given as a share of a prefill
@@ -68,22 +68,6 @@ class Operation(ABC):
         self.device, self.seed, self.tokens = given.device, given.seed, given.tokens
         self.batches, self.slots = given.batches or self.batches, given.slots or self.slots
         self.budgets = given.budgets or tuple(min(budget, self.tokens // 4) for budget in self.budgets)
-
-    @abstractmethod
-    def wrong(self) -> Iterable[str]:
-        """What is wrong with our results, one line each."""
-
-    @abstractmethod
-    def cells(self) -> Iterable[Fields]:
-        """The inputs, each as the fields that all its rows share."""
-
-    @abstractmethod
-    def measure(self, *_: Any, **cell: Any) -> Iterator[Fields]:
-        """The rows of a cell, one for each contender."""
-
-    def trials(self) -> Generator[Trial, list[Any], None]:
-        """Launch sizes of the kernel; receives those of a trial back, the fastest first."""
-        yield from ()
 
     def row(
         self,

@@ -151,7 +151,10 @@ def _method_text(method: Method) -> str:
 def _method(file: Path, text: Any) -> Method:
     """The method that a file names. A file runs no code: a method from outside has to be imported or installed."""
     try:
-        return parse_method(text, importing=False)
+        method = parse_method(text, importing=False)
+        named = {part.partition("=")[0] for part in text.split(":")}
+        earlier = [f"{name}={value}" for name, value in method.earlier_defaults.items() if name not in named]
+        return parse_method(":".join([text, *earlier]), importing=False)
     except ValueError as error:
         raise ValueError(
             f"{file} was saved with a method that kvsketch {kvsketch.__version__} does not know: {error}"

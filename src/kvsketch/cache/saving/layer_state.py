@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.methods.base import Method
+from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.ops.codec import Codec
 from kvsketch.slots.checks import require_ranges, require_shapes
 from kvsketch.slots.codes import PARTS, PlainSlots, SlotCodes
@@ -123,6 +124,7 @@ class LayerReader:
             setattr(layer, name, self._decode(value))
 
     def _table(self, new: SlotTable, method: Method, saved: dict[str, Any]) -> SlotTable:
+        saved = {"capacity": None, "chosen_bits": 0, **saved}  # earlier files do not name them
         _require_names("a table", saved, (*SAVED, "state", "hot", "host"))
         values = {name: self._decode(saved[name]) for name in SAVED if name != "layout"}
         if (values["keys"] is None) != (values["values"] is None):
@@ -137,6 +139,8 @@ class LayerReader:
             raise ValueError("the tensors of a table do not fit each other")
         table = replace(new, **values) if True in exact else new.bounded_kind(**vars(new) | values | own)
         require_shapes(table)
+        if isinstance(method, WaitingMethod):
+            method.adopt(table)
         if saved["host"] is not None:
             table = replace(table, host=self._store(table, saved["host"]["store"]))
         require_ranges(table)

@@ -52,7 +52,10 @@ class Rehearse(WaitingMethod):
 
     With `replay=virtual` queries are rotated to the positions of a repetition, which rotary embeddings allow, and no
     forward is needed. With `replay=exact` the model repeats the text in a second forward (`CompressedCache.replay`,
-    which `kvsketch.prefill` and `generate` call), which takes about as long as the first.
+    which `kvsketch.prefill` and `generate` call), which takes about as long as the first. With `replay=sampled` it
+    repeats a piece of each chunk, and a map of each KV head from virtual to real scores, fitted there, predicts the
+    rest; rows with left padding are rehearsed virtually. With `replay=learned` maps that were fitted once for the model
+    say what its queries and scores would be in a repetition (`replay_map.py`, `kvsketch fit`).
 
     New tokens behind a prompt are kept whole until they are as many as a chunk, or `wait`, and are then rehearsed. The
     question is not known when the cache is compressed, and need not be.

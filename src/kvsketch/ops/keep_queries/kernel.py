@@ -24,10 +24,10 @@ def keep_queries(held: Tensor, q: Tensor, at: Tensor, heads: int, pages: Tensor 
     # Encoding is a chain of short steps: programs of one warp never wait for other warps.
     with on(q.device):
         keep_queries_kernel[(count, batch * heads * kept)](
-            q, held, steps, codec.signs(q.device), at, at if pages is None else pages,
+            q, held, steps, codec.signs(q.device), at, pages,
             heads, kept, query_heads // heads, held.shape[2] - count, size, 0 if at.numel() == 1 else at.stride(0),
             codec.unit, codec.norm, LARGEST_STEP, *q.stride()[:3], *held.stride()[:3], *steps.stride()[:3],
-            BITS=codec.bits, D=codec.size, PAGED=pages is not None, num_warps=1 if codec.size <= 128 else 4,
+            BITS=codec.bits, D=codec.size, num_warps=1 if codec.size <= 128 else 4,
         )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def keep_queries(held: Tensor, q: Tensor, at: Tensor, heads: int, pages: Tensor 
 def keep_queries_kernel(
     q_ptr, held_ptr, step_ptr, sign_ptr, at_ptr, page_ptr, heads, kept, group, last, size, at_b,
     unit, norm, largest_step, q_b, q_h, q_n, held_b, held_k, held_n, step_b, step_k, step_n,
-    BITS: tl.constexpr, D: tl.constexpr, PAGED: tl.constexpr,
+    BITS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The query number `i` that stays of one token, batch row and KV head."""
     number, k = tl.program_id(0), tl.program_id(1) % (heads * kept)
@@ -47,7 +47,7 @@ def keep_queries_kernel(
     x = tl.load(source + column[None, :], mask=(column < size)[None, :], other=0.0).to(tl.float32)
     levels, step = levels_and_steps(x, 0.0, tl.load(sign_ptr + column), unit, norm, largest_step, BITS, D, 1)
     row = b
-    if PAGED:
+    if page_ptr is not None:
         row = tl.load(page_ptr + b)
     one = tl.zeros((1,), tl.int64)
     tl.store(step_ptr + row * step_b + k * step_k + token * step_n + D * BITS // 16 + one, step.to(tl.float16))

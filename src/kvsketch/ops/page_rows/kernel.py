@@ -21,7 +21,7 @@ def supported() -> bool:
 
 @triton.jit
 def _clear(words, zeros, count, first, step, BLOCK: tl.constexpr):
-    """Every `step`-th block of so many words from block `first` on: zeros, and -1 behind them."""
+    """Every `step`-th block of BLOCK words from block `first` on: zeros, and -1 behind them."""
     for start in range(first * BLOCK, count, step * BLOCK):
         at = start + tl.arange(0, BLOCK)
         tl.store(words + at, tl.where(at < zeros, 0, -1).to(tl.int64), mask=at < count)
@@ -30,8 +30,7 @@ def _clear(words, zeros, count, first, step, BLOCK: tl.constexpr):
 @triton.jit
 def _open(
     index, log_den, score, pages, seen, shift, words, zeros, cleared, out_index, out_den, out_score, next_slot,
-    word_p, index_p, den_p, score_p, heads, slots,
-    HAS_SCORE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    word_p, index_p, den_p, score_p, heads, slots, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -50,7 +49,7 @@ def _open(
         tl.store(out_index + row * slots + s, tl.where(there, token + by, -1), mask=inside)
         weight = tl.load(log_den + page * den_p + h * slots + s, mask=inside, other=0.0)
         tl.store(out_den + row * slots + s, tl.where(empty, NEG_INF, weight), mask=inside)
-        if HAS_SCORE:
+        if score is not None:
             worth = tl.load(score + page * score_p + h * slots + s, mask=inside, other=0.0)
             tl.store(out_score + row * slots + s, tl.where(empty, 0.0, worth), mask=inside)
         first = tl.minimum(first, tl.min(tl.where(inside & (there == 0), s, 2147483647), 0))
@@ -60,7 +59,7 @@ def _open(
 @triton.jit
 def _close(
     index, log_den, score, pages, seen, shift, new_index, new_den, new_score,
-    index_p, den_p, score_p, heads, slots, HAS_SCORE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    index_p, den_p, score_p, heads, slots, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -74,7 +73,7 @@ def _close(
         tl.store(index + page * index_p + h * slots + s, tl.where(token >= 0, token - by, -1), mask=inside)
         weight = tl.load(new_den + row * slots + s, mask=inside, other=0.0)
         tl.store(log_den + page * den_p + h * slots + s, weight, mask=inside)
-        if HAS_SCORE:
+        if score is not None:
             worth = tl.load(new_score + row * slots + s, mask=inside, other=0.0)
             tl.store(score + page * score_p + h * slots + s, worth, mask=inside)
 
@@ -89,9 +88,8 @@ def open_rows(held: Worth, rows: Rows, front: Front) -> tuple[Worth, Tensor]:
     )  # fmt: skip
     next_slot = torch.empty((*shape[:2], 1), dtype=torch.int64, device=index.device)
     _open[(shape[0] * shape[1],)](
-        *_filled(held), *rows, front.words, front.zeros, front.zeros + front.ones, *_filled(opened), next_slot,
-        front.words.stride(0), *_strides(held), *shape[1:],
-        HAS_SCORE=score is not None, **_block(shape[2]), **early_start.launch(index.device),
+        *held, *rows, front.words, front.zeros, front.zeros + front.ones, *opened, next_slot,
+        front.words.stride(0), *_strides(held), *shape[1:], **_block(shape[2]), **early_start.launch(index.device),
     )  # fmt: skip
     return opened, next_slot
 
@@ -100,18 +98,13 @@ def close_rows(held: Worth, rows: Rows, opened: Worth) -> None:
     """See `kvsketch.ops.close_rows`."""
     shape = opened.tokens.shape
     _close[(shape[0] * shape[1],)](
-        *_filled(held), *rows, *(x.contiguous() for x in _filled(opened)), *_strides(held), *shape[1:],
-        HAS_SCORE=held.score is not None, **_block(shape[2]), **early_start.launch(held.tokens.device),
+        *held, *rows, *(None if x is None else x.contiguous() for x in opened), *_strides(held), *shape[1:],
+        **_block(shape[2]), **early_start.launch(held.tokens.device),
     )  # fmt: skip
 
 
-def _filled(worth: Worth) -> tuple[Tensor, Tensor, Tensor]:
-    """A pointer for each: that of the weights where there is no score."""
-    return worth.tokens, worth.log_den, worth.log_den if worth.score is None else worth.score
-
-
 def _strides(held: Worth) -> list[int]:
-    return [plane.stride(0) for plane in _filled(held)]
+    return [0 if plane is None else plane.stride(0) for plane in held]
 
 
 def _block(slots: int) -> dict[str, int]:

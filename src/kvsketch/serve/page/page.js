@@ -3,6 +3,8 @@
 const POLL = 500; // ms between looks at a document that is being read
 const SHOWN = 300000; // characters of a document that are marked
 const NEAR = 3; // passages shown below an answer
+const AGAIN = 2000; // ms between looks for a server that has gone
+const GONE = "the server does not answer: it was stopped, or the connection is lost";
 const $ = (id) => document.getElementById(id);
 const state = { model: "", method: "", whole: 0, documents: [], chosen: null, texts: new Map(), talks: new Map(), busy: null };
 
@@ -11,7 +13,7 @@ const state = { model: "", method: "", whole: 0, documents: [], chosen: null, te
 async function call(path, options = {}) {
   const key = sessionStorage.getItem("kvsketch-key");
   const headers = { ...(options.headers || {}), ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-  const response = await fetch(path, { ...options, headers });
+  const response = await fetch(path, { ...options, headers }).catch(lost);
   if (response.status === 401) {
     await askForKey();
     return call(path, options);
@@ -21,6 +23,22 @@ async function call(path, options = {}) {
     throw new Error(body.error?.message || `${response.status} ${response.statusText}`);
   }
   return response;
+}
+
+// The browser's own words for a server that is gone help nobody.
+function lost(error) {
+  if (error.name === "AbortError") throw error;
+  look_again();
+  throw new Error(GONE);
+}
+
+async function look_again() {
+  if (state.looking) return;
+  state.looking = true;
+  do await wait(AGAIN); while (!(await fetch("health").then((response) => response.ok, () => false)));
+  state.looking = false;
+  await start();
+  say("the server is back");
 }
 
 const get = async (path) => (await call(path)).json();
@@ -53,7 +71,7 @@ async function* events(response) {
 
 async function* chunks(reader) {
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch(lost);
     if (done) return;
     yield value;
   }
@@ -74,17 +92,18 @@ const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`;
 const seconds = (ms) => `${(ms / 1000).toFixed(ms < 9950 ? 1 : 0)} s`;
 const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-function say(message, wrong = false) {
-  $("status").textContent = message;
-  $("status").classList.toggle("wrong", wrong);
+function say(message, wrong = false, where = "status") {
+  $(where).textContent = message;
+  $(where).classList.toggle("wrong", wrong);
 }
+
+const say_there = (message, wrong) => say(message, wrong, "upload");
 
 // ---- documents
 
 async function refresh() {
   state.documents = (await get("v1/documents")).data.filter((each) => each.status !== "other_model");
-  // A second reading with the full cache is there for comparisons only; a short text has no other.
-  const shown = state.documents.filter((each) => each.method === state.method || state.method === "full" || each.tokens < state.whole);
+  const shown = state.documents.filter(is_shown);
   const list = $("list");
   const rows = shown.reverse().map(row);
   const focused = document.activeElement?.dataset?.id;
@@ -92,6 +111,11 @@ async function refresh() {
   if (focused) list.querySelector(`.choose[data-id="${focused}"]`)?.focus();
   return shown;
 }
+
+// A second reading with the full cache is there for comparisons only; a short text has no other.
+const is_shown = (each) => each.method === state.method || state.method === "full" || each.tokens < state.whole;
+
+const text_of = async (id) => state.texts.get(id)?.text ?? (await (await call(`v1/documents/${id}/text`)).text());
 
 function row(each) {
   const item = element("li");
@@ -120,12 +144,12 @@ function row(each) {
 
 async function add(sending, name) {
   try {
-    say(`sending ${name}`);
+    say_there(`sending ${name}`);
     const document_ = await (await sending).json();
     await choose_document(document_.id);
     await until_read(document_.id, name);
   } catch (error) {
-    say(error.message, true);
+    say_there(`${name}: ${error.message}`, true);
   }
 }
 
@@ -141,13 +165,13 @@ async function until_read(id, name) {
   for (;;) {
     const shown = await refresh();
     const found = state.documents.find((each) => each.id === id);
-    if (!found || found.status === "failed") return say(found ? found.error : `${name} was deleted`, true);
+    if (!found || found.status === "failed") return say_there(found ? `${name}: ${found.error}` : `${name} was deleted`, true);
     if (found.status === "ready") {
-      say(`${name} is read; ask about it`);
+      say_there(`${name} is read; ask about it`);
       if (shown.some((each) => each.id === id) && state.chosen === id) await show(found);
       return found;
     }
-    say(`reading ${name}: ${percent(found.tokens_read / found.tokens)}`);
+    say_there(`reading ${name}: ${percent(found.tokens_read / found.tokens)}`);
     await wait(POLL);
   }
 }
@@ -165,10 +189,26 @@ async function choose_document(id) {
 
 async function remove_document(each) {
   if (!confirm(`Delete ${each.name || "the pasted text"} and its cache?`)) return;
-  await call(`v1/documents/${each.id}`, { method: "DELETE" });
-  state.texts.delete(each.id);
-  await choose_document(state.chosen === each.id ? null : state.chosen);
+  try {
+    for (const id of [...(await twins(each)), each.id]) {
+      await call(`v1/documents/${id}`, { method: "DELETE" });
+      state.texts.delete(id);
+      state.talks.delete(id);
+    }
+    await choose_document(state.chosen === each.id ? null : state.chosen);
+  } catch (error) {
+    say_there(error.message, true);
+  }
   $("file").focus();
+}
+
+// The readings of the same text with the full cache, which no list shows.
+async function twins(each) {
+  const alike = state.documents.filter((other) => !is_shown(other) && other.method === "full" && other.characters === each.characters);
+  if (!alike.length) return [];
+  const text = await text_of(each.id);
+  const same = await Promise.all(alike.map(async (other) => (await text_of(other.id)) === text));
+  return alike.filter((_, place) => same[place]).map((other) => other.id);
 }
 
 // ---- what the cache holds
@@ -282,7 +322,8 @@ function draw_turns() {
 
 async function ask(question) {
   const id = state.chosen, turns = talk().turns;
-  const turn = { question, element: element("article", "", "turn"), answers: {} };
+  // Another document may be chosen while this one is answered: the turn keeps its own conversation.
+  const turn = { question, before: [...turns], element: element("article", "", "turn"), answers: {} };
   turn.element.append(element("p", question, "asked"));
   const method = state.documents.find((each) => each.id === id)?.method || state.method;
   const both = $("compare").checked && id && method !== "full";
@@ -291,15 +332,17 @@ async function ask(question) {
   turns.push(turn);
   draw_turns();
   state.busy = new AbortController();
+  turn.signal = state.busy.signal;
   busy(true);
   say("answering…");
   try {
     const work = [answer(turn, side, id, "held", method)];
     if (both) work.push(answer_in_full(turn, side, id));
-    await Promise.all(work);
+    const failed = (await Promise.allSettled(work)).find((each) => each.status === "rejected");
+    if (failed) throw failed.reason;
     say("");
   } catch (error) {
-    if (error.name !== "AbortError") say(error.message, true);
+    say(error.name === "AbortError" ? "stopped" : error.message, error.name !== "AbortError");
   } finally {
     busy(false);
   }
@@ -313,13 +356,17 @@ function busy(now) {
 
 async function answer_in_full(turn, side, id) {
   const box = answer_box(side, "full cache", "plain");
-  const text = state.texts.get(id)?.text ?? (await (await call(`v1/documents/${id}/text`)).text());
+  const text = await text_of(id);
   const name = state.documents.find((each) => each.id === id)?.name || "";
   let found = await (await post("v1/documents", { text, name, method: "full" })).json();
   while (found.status === "waiting" || found.status === "reading") {
     box.said.textContent = `reading the document for the full cache, once: ${percent(found.tokens_read / found.tokens)}`;
     await wait(POLL);
-    if (state.busy?.signal.aborted) throw new DOMException("stopped", "AbortError");
+    if (turn.signal.aborted) {
+      box.said.textContent = "stopped before the first word";
+      box.said.classList.remove("writing");
+      throw new DOMException("stopped", "AbortError");
+    }
     found = await get(`v1/documents/${found.id}`);
   }
   box.said.textContent = "";
@@ -342,8 +389,7 @@ function answer_box(side, title, name) {
 
 async function stream(turn, box, id, kind) {
   const messages = [];
-  for (const before of talk().turns) {
-    if (before === turn) break;
+  for (const before of turn.before) {
     const said = before.answers[kind] ?? before.answers.held;
     if (said) messages.push({ role: "user", content: before.question }, { role: "assistant", content: said });
   }
@@ -353,7 +399,7 @@ async function stream(turn, box, id, kind) {
   const start = performance.now();
   let first = 0, usage = null, reason = "";
   try {
-    for await (const event of events(await post("v1/chat/completions", body, { signal: state.busy.signal }))) {
+    for await (const event of events(await post("v1/chat/completions", body, { signal: turn.signal }))) {
       if (event.error) throw new Error(event.error.message);
       const choice = event.choices[0];
       if (choice?.delta.content) {
@@ -364,8 +410,9 @@ async function stream(turn, box, id, kind) {
       usage = event.usage || usage;
     }
   } catch (error) {
-    if (!first) box.said.append(error.name === "AbortError" ? "stopped" : error.message);
-    if (error.name !== "AbortError") box.said.classList.add("wrong");
+    reason = error.name === "AbortError" ? "stopped" : "broken off";
+    if (!first) box.said.append(reason === "stopped" ? "stopped before the first word" : error.message);
+    if (reason !== "stopped") box.said.classList.add("wrong");
     throw error;
   } finally {
     box.said.classList.remove("writing");
@@ -382,6 +429,7 @@ function times(start, first, usage, reason) {
   const read = usage?.prompt_tokens_details?.cached_tokens;
   if (read) parts.push(`${count(usage.prompt_tokens - read)} tokens read, ${count(read)} were held ready`);
   if (reason === "length") parts.push("cut at 512 tokens");
+  if (reason === "stopped" || reason === "broken off") parts.push(reason);
   return parts.join(" · ");
 }
 
