@@ -41,12 +41,13 @@ def test_a_name_that_is_neither_is_refused() -> None:
         build("no-such-shape", device="cpu")
 
 
-@pytest.mark.parametrize("option", ["--model", "--shape"])
+@pytest.mark.parametrize("option", ["model", "shape"])
 def test_a_record_names_what_was_timed(option: str, tmp_path: Path) -> None:
-    few = ["--layers", "1", "--prompt", "24", "--steps", "1", "--check-tokens", "1", "--baselines", "none"]
-    line = [option, "tiny", "--methods", "full", "--batches", "1", *few, "--device", "cpu"]
-    assert decode.main([*line, "--out", str(tmp_path / "decode.jsonl")]) == 0
-    assert [each["data"]["shape"] for each in records.read(tmp_path / "decode.jsonl")] == ["tiny"]
+    few = {"layers": 1, "prompt": 24, "steps": 1, "check_tokens": 1, "check_layers": 1, "baselines": "none"}
+    out = tmp_path / "decode.jsonl"
+    given: dict[str, Any] = {option: "tiny", "methods": "full", "batches": "1", "device": "cpu", "out": str(out), **few}
+    assert runner.run(decode.Decode(**given)) == 0
+    assert [each["data"]["shape"] for each in records.read(out)] == ["tiny"]
 
 
 @pytest.mark.parametrize("name", ["clusterkv:sinks=2:skip_layers=0:tokens_per_cluster=4", "h2o"])
