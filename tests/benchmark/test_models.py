@@ -11,7 +11,7 @@ import torch
 import kvsketch
 from kvsketch import CompressedCache
 from kvsketch_lab import records
-from kvsketch_lab.benchmark import offload, prefill, runner, stream
+from kvsketch_lab.benchmark import decode, offload, prefill, runner, stream
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.shapes import SHAPES, build, weight_bytes
 from tests.helpers import tiny, zoo
@@ -39,6 +39,15 @@ def test_a_name_that_is_neither_is_refused() -> None:
     assert "no-such-shape" not in SHAPES
     with pytest.raises((ValueError, OSError), match="no-such-shape"):
         build("no-such-shape", device="cpu")
+
+
+@pytest.mark.parametrize("option", ["model", "shape"])
+def test_a_record_names_what_was_timed(option: str, tmp_path: Path) -> None:
+    few = {"layers": 1, "prompt": 24, "steps": 1, "check_tokens": 1, "check_layers": 1, "baselines": "none"}
+    out = tmp_path / "decode.jsonl"
+    given: dict[str, Any] = {option: "tiny", "methods": "full", "batches": "1", "device": "cpu", "out": str(out), **few}
+    assert runner.run(decode.Decode(**given)) == 0
+    assert [each["data"]["shape"] for each in records.read(out)] == ["tiny"]
 
 
 @pytest.mark.parametrize("name", ["clusterkv:sinks=2:skip_layers=0:tokens_per_cluster=4", "h2o"])

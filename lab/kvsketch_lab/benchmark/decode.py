@@ -152,7 +152,7 @@ class Decode(CheckedBenchmark):
 
     def measure(self, method: str, batch: int) -> Iterator[Fields]:
         self.on.free()
-        row: Fields = {"shape": self.shape, "copy_bytes_per_s": self.bandwidth, "method": method, "batch": batch}
+        row: Fields = {"shape": self.timed, "copy_bytes_per_s": self.bandwidth, "method": method, "batch": batch}
         row |= {
             "prompt": self.prompt,
             **dict.fromkeys(OUTCOMES),

@@ -180,8 +180,13 @@ class ShapeBenchmark(ModelBenchmark, ABC):
     layers: int | None = option(None, "fewer layers than the shape has", least=1)
     prompt: int = option(32768, "tokens before the steps", least=1)
 
+    @property
+    def timed(self) -> str:
+        """The shape or checkpoint, by whichever option it was named."""
+        return self.model or self.shape
+
     def build(self, layers: int | None) -> Any:
-        return build(self.model or self.shape, layers, self.seed, self.device)
+        return build(self.timed, layers, self.seed, self.device)
 
     @functools.cached_property
     def tokens(self) -> Tensor:  # [1, prompt]

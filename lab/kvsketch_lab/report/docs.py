@@ -53,6 +53,7 @@ EQUAL_BYTES, ERRORS, KERNELS, DECODE = "equal_bytes", "errors", "attention_sizes
 REPEATED = {
     DECODE: ("shape", "prompt", "method", "batch"),
     "recall": ("part", "contender", "clusters", "rounds", "budget", "batch"),
+    "prefill": ("method", "beside"),
     "stream": ("method", "tokens"),
     "kvpress": ("press",),
 }

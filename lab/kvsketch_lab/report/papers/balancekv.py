@@ -157,7 +157,7 @@ AROUND_TABLE_1 = [
         "§4",
         "all blocks are walked in parallel",
         "blocks of 256, T = 2; no time is given",
-        {"added to a prefill": ask("prefill", "overhead", form=".1%", method="balancekv:budget=8192")},
+        {"added to a prefill": ask("prefill", "overhead", form=".1%", method="balancekv:budget=8192", beside=None)},
         verdict=OTHER,
         on="Llama-3.1-8B shape, 32,768 tokens, a quarter kept, H200",
     ),

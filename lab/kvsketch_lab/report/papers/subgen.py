@@ -171,7 +171,11 @@ LONG = [
         "§4.2, text",
         "H2O runs out of memory at 20,000 tokens",
         "the authors' code of H2O, A100 80 GB",
-        {"prefill over that of the full cache": ask("prefill", "1 + overhead", unit="x", method="h2o:budget=2048")},
+        {
+            "prefill over that of the full cache": ask(
+                "prefill", "1 + overhead", unit="x", method="h2o:budget=2048", beside=None
+            )
+        },
         verdict=OTHER,
         why="a limit of that code: our kernel forms no n x n matrix",
         on="Llama-3.1-8B shape, 32,768 tokens, H200",
