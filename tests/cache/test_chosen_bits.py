@@ -13,6 +13,7 @@ from torch import Tensor
 import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.cache import memory
+from kvsketch.decode import shared
 from kvsketch.integrations.vllm import settings
 from kvsketch.methods.bits import WORTH, dearest, note_rounding
 from kvsketch.slots.codes import FEW, MANY, FewBits, SlotCodes, coded
@@ -185,5 +186,6 @@ def test_what_cannot_choose_says_so_in_one_line() -> None:
         with pytest.raises(ValueError, match=said) as error:
             CompressedCache(loud(), text)
         assert "\n" not in str(error.value)
+    assert "one request at a time" in shared.alone(loud(), "snapkv:bits=auto")
     with pytest.raises(ValueError, match="use bits=4 or bits=8"):
         settings.chosen_full({"kvsketch": "full:bits=auto"})

@@ -57,11 +57,12 @@ def chosen(data: Sequence[Mapping[str, Any]]) -> str:
     measured = [dict(each) for each in data if each["kind"] == "bits" and FAILED not in each]
     rows = []
     for name in dict.fromkeys(map(model_name, measured)):
-        means = _means([each for each in measured if model_name(each) == name])
+        own = [each for each in measured if model_name(each) == name]
+        means, texts = _means(own), f"{len({each['sample'] for each in own})} of {own[0]['tokens']:,} tokens"
         for store, held in means.items():
             share = f"{held['device_bytes'] / held['full_bytes']:.1%}"
-            rows.append([name, blocks.Code(store), *_divergences(means, store), share])
-    head = ["model", "store", "KL", "KL, passage again", "-log p, passage again", "bytes"]
+            rows.append([name, texts, blocks.Code(store), *_divergences(means, store), share])
+    head = ["model", "held-out texts", "store", "KL", "KL, passage again", "-log p, passage again", "bytes"]
     return blocks.table(head, rows) if rows else ""
 
 

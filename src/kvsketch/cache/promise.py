@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -63,10 +63,17 @@ class Promise:
 
 def rungs(method: Any) -> list[Method]:
     """The method without its promise, at budgets from small to large; the last loses nothing."""
-    own = replace(method, loss=None)
-    shares = [replace(own, budget=Size.parse(share)) for share in SHARES]
-    many = [replace(shares[-1], bits=bits, key_bits=None, value_bits=None) for bits in (MANY, PLAIN)]
-    return [*shares, *(each for each in many if each.stored_bits != own.stored_bits)]
+    shares = [_with(method, loss=None, budget=Size.parse(share)) for share in SHARES]
+    many = [_with(shares[-1], bits=bits, key_bits=None, value_bits=None) for bits in (MANY, PLAIN)]
+    return [*shares, *(each for each in many if each.stored_bits != method.stored_bits)]
+
+
+def _with(method: Any, **changed: Any) -> Any:
+    """A copy of a method, with all that it carries, and other parameters."""
+    result = copy.copy(method)
+    for name, value in changed.items():
+        object.__setattr__(result, name, value)
+    return result
 
 
 @torch.no_grad()
@@ -81,7 +88,8 @@ def keep(cache: Any, model: Any, ids: Tensor, said: Tensor) -> None:
         trial = compressed(copy.deepcopy(cache), tried[middle])
         lost = (full - likelihoods(trial, model, ids, said, spans)).mean(0)  # [K]
         promise.curve.append(Rung(str(tried[middle]), stored_bytes(trial.slot_layers) / size, float(lost.mean())))
-        if float(lost.mean() + lost.std() / len(lost) ** 0.5) <= promise.loss:
+        error = lost.std(correction=0) / max(1, len(lost) - 1) ** 0.5
+        if float(lost.mean() + error) <= promise.loss:
             best, high = trial, middle
         else:
             low = middle + 1
