@@ -16,8 +16,9 @@ DIGITS = 8  # of a number in the table
 
 
 def table(records: Sequence[Record]) -> dict[str, Measured]:
-    """What records say of each model that they know at equal bytes."""
-    counted = [record for record in held_out(records) if "kvpress" not in record["data"]]
+    """What records say of each model that they know at equal bytes, without those whose bytes lie on the host."""
+    own = [record for record in records if not record["data"].get("host_bytes")]
+    counted = [record for record in held_out(own) if "kvpress" not in record["data"]]
     steps = _step_times(records)
     models = sorted({str(record["data"].get("model")) for record in counted})
     measured = {model: _measured(_in_one_dtype(counted, model), steps) for model in models}
