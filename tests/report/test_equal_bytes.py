@@ -109,6 +109,8 @@ def test_what_fits_is_recommended_from_the_smallest_loss_on(root: Path) -> None:
     assert fits[1].bytes < fits[2].bytes and fits[1].loss == pytest.approx(0.25) and fits[1].step_ms == 4.5
     assert measured.fitting(0.13, "unseen")[0].method == "rehearse:budget=50%"
     assert measured.fitting(0.3, "seen") == []
+    on_host = [answer("clusterkv", "1/8", 0.12, number, 1.0, host_bytes=9) for number in range(8)]
+    assert recommend.table([*result, *on_host])[MODEL] == measured, "bytes of the host are not bytes saved"
 
 
 def test_the_table_in_the_library_is_what_the_records_give() -> None:

@@ -17,10 +17,12 @@ DIGITS = 8  # of a number in the table
 
 
 def table(records: Sequence[Record]) -> dict[str, Measured]:
-    """What records say of each model that they know at equal bytes."""
-    # Not what needs a file that has to be fitted first.
-    own = [record for record in held_out(records) if "replay=learned" not in str(record["data"]["method"])]
-    counted = [record for record in own if "kvpress" not in record["data"]]
+    """What records say of each model that they know at equal bytes, without those whose bytes lie on the host, and
+    without what needs a file that has to be fitted first.
+    """
+    own = [record for record in held_out(records) if not record["data"].get("host_bytes")]
+    fitted = [record for record in own if "replay=learned" not in str(record["data"]["method"])]
+    counted = [record for record in fitted if "kvpress" not in record["data"]]
     steps = _step_times(records)
     models = sorted({str(record["data"].get("model")) for record in counted})
     measured = {model: _measured(_in_one_dtype(counted, model), steps) for model in models}
