@@ -227,8 +227,8 @@ class Numbers:
 
 
 def _data(record: Record) -> Data:
-    """What was measured, and by which command."""
-    return {**record["data"], "command": record.get("command") or ""}
+    """What was measured, with which seed and by which command."""
+    return {**record["data"], "seed": record.get("seed"), "command": record.get("command") or ""}
 
 
 def _of_rows(contents: Contents, kind: str) -> list[Data]:

@@ -22,14 +22,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from kvsketch_lab.records import Estimate, interval_text, mean
+from kvsketch_lab.records import Estimate, interval_text, mean_over_texts, text_of
 from kvsketch_lab.report.kinds import BIG, NOTHING, Data
 
 HOLDS, FAILS, CLOSE = "holds", "does not hold", "too close to tell"
 OTHER, CANNOT, NO_NUMBER = "other conditions", "cannot be run here", "no number"
 VERDICTS = (HOLDS, FAILS, CLOSE, OTHER, CANNOT, NO_NUMBER, NOTHING)
 UNITS = {"lines": "questions", "needle": "needles", "ruler": "questions", "attention_error": "runs",
-         "perplexity": "runs", "recall": "query heads"}  # fmt: skip
+         "perplexity": "runs", "recall": "query heads",
+         "recall_bytes/": "questions"}  # fmt: skip
 COMPARISON = re.compile(r"(.+?) (<|>|<=|>=) (?:([\d.]+) \* )?(.+)")
 COMPARE = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}
 
@@ -86,9 +87,10 @@ def value_of(numbers: Measured, wanted: Ask) -> Value | None:
     if isinstance(known[0][0], Estimate):
         value, row = max(known, key=lambda each: each[1].get("count", 0))
         return Value(value, row.get("count"), row.get("command", ""))
-    value = mean([each for each, _ in known])
-    value = value / below.estimate.value if below else value
-    return Value(Estimate(value, None, None), len(known) if len(known) > 1 else None, known[-1][1].get("command", ""))
+    estimate = mean_over_texts([each for each, _ in known], [text_of(row, row.get("seed")) for _, row in known])
+    if below:
+        estimate = Estimate(estimate.value / below.estimate.value, None, None)
+    return Value(estimate, len(known) if len(known) > 1 else None, known[-1][1].get("command", ""))
 
 
 def _where(numbers: Measured, wanted: Ask) -> dict[str, Any]:

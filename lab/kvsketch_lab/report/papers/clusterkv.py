@@ -283,6 +283,25 @@ CACHE = [
     ),
 ]
 
+
+def _on_host(method: str, share: str, lines: int) -> Ask:
+    where: dict[str, Any] = {"kind": "lines", "lines": lines, "question": "unseen", "budget": share}
+    return ask("recall_bytes/", "score", method=method, **where)
+
+
+TODAY = [
+    Claim(
+        f"{lines} lines, {share} of the bytes",
+        "",
+        "keys and values in host memory",
+        {"16 bits": _on_host("clusterkv", share, lines), "4 bits": _on_host("clusterkv:bits=4", share, lines)},
+        verdict=OTHER,
+        why="the share is of the device's bytes; not in the paper",
+    )
+    for lines in (200, 400)
+    for share in ("1/4", "1/8")
+]
+
 PAPER = Paper(
     "clusterkv",
     "ClusterKV",
@@ -304,5 +323,10 @@ PAPER = Paper(
             "with random weights, captured steps, H200, whose memory is five times as fast.",
         ),
         Part("The system", CACHE),
+        Part(
+            "The same idea over rows of 4 bits",
+            TODAY,
+            "Ours: Qwen2.5-Coder-1.5B, our default in [few bits](../few_bits.md), asked after compression.",
+        ),
     ],
 )
