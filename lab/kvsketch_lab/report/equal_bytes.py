@@ -33,6 +33,7 @@ from kvsketch_lab.report.palette import looks, order
 SHARES = ("1/4", "1/8", "1/16", "1/32")
 FULL, OURS = "full", "rehearse"
 SEEDS = ("subgen", "kcenter", "balancekv", "clusterkv", "keyformer")  # of the papers that pages of their own show
+ASIDE = "replay=sampled"  # what costs more than another form and answers less is in the long tables alone
 LOSSES = ("perplexity", "KL")  # tasks of which less is better
 SHORT_HEAD = "share of the full cache's bytes"
 SHORT = ("lines 400", "RULER 4,000")  # the tasks of README
@@ -258,6 +259,7 @@ def _short_rows(own: Sequence[Cell], tasks: Sequence[str], seeds: bool) -> list[
         star = "*" if missing(cell, full.get(cell.task, cell)) else ""
         values[cell.method, cell.column, cell.task] = f"{cell.value.value:.2f}{star}"
     methods = {cell.method for cell in own if cell.method != FULL and is_seed(cell.method) == seeds}
+    methods -= {method for method in methods if ASIDE in method}
     return [
         [blocks.Code(method), *(" / ".join(_known(values, method, share, tasks)) for share in SHARES)]
         for method in sorted(methods, key=lambda name: (not _is_ours(name), order(name)))
@@ -322,7 +324,7 @@ def picture(measured: Sequence[Cell], model: str) -> Any | None:
 
     The many forms of the seeds' methods are in the tables alone.
     """
-    drawn = [cell for cell in measured if cell.task in DRAWN and not is_seed(cell.method)]
+    drawn = [c for c in measured if c.task in DRAWN and not is_seed(c.method) and ASIDE not in c.method]
     own = [cell for cell in drawn if cell.model == model and cell.question == "unseen"]
     tasks = sorted({cell.task for cell in own if cell.method != FULL}, key=task_order)
     if not tasks:
