@@ -170,7 +170,7 @@ def test_codes_of_latents_and_of_rotary_keys_have_the_error_of_their_bits(bits: 
         assert most / 20 < error < most
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS))
 @pytest.mark.parametrize("pads", [[0], [0, 6]], ids=["alone", "left-padded"])
 @torch.no_grad()
 def test_weights_and_padding_as_the_table_says(method: str, pads: list[int]) -> None:
@@ -483,7 +483,7 @@ def test_a_step_asks_the_device_for_nothing(method: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("method", ["full", "full:bits=4", *(with_budget(f"{m}:bits=4", 40) for m in METHODS)])
+@pytest.mark.parametrize("method", thinned(["full", "full:bits=4", *(with_budget(f"{m}:bits=4", 40) for m in METHODS)]))
 @pytest.mark.parametrize("name", ["v2", "v3"])
 def test_a_gpu_computes_what_the_cpu_does(name: str, method: str) -> None:
     """Steps of the sizes of DeepSeek, eager and captured."""

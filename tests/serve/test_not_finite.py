@@ -135,7 +135,7 @@ def test_the_next_request_in_half_precision_too(method: str, dtype: torch.dtype,
     assert len(set(wanted)) > 1
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS))
 def test_what_a_row_leaves_is_not_read(method: str) -> None:
     """Whatever lies in the tables, infinity included, a row that joins finds nothing of it in its slots."""
     if shared_rows.alone(model(), method):
@@ -205,7 +205,7 @@ def test_rows_without_finite_logits_draw_no_token() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS))
 def test_recorded_steps_serve_the_others_as_before(method: str, dtype: torch.dtype, start: Any) -> None:
     """On a GPU, from graphs that were recorded before the first request came; rows in half precision one at a time."""
     asked = [Request(prompt(i, n), count) for i, (n, count) in enumerate([(66, 30), (75, 14), (65, 9)])]
