@@ -95,7 +95,8 @@ def keep(cache: Any, model: Any, ids: Tensor, said: Tensor) -> None:
             low = middle + 1
     if best is None:
         compressed(cache, tried[low])
-        promise.curve.append(Rung(str(tried[low]), stored_bytes(cache.slot_layers) / size, 0.0))
+        lost = full - likelihoods(cache, model, ids, said, spans)
+        promise.curve.append(Rung(str(tried[low]), stored_bytes(cache.slot_layers) / size, float(lost.mean())))
     else:
         for layer, other in zip(cache.slot_layers, best.slot_layers, strict=True):
             layer.table, layer.method = other.table, other.method

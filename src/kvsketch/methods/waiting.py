@@ -416,7 +416,7 @@ class WaitingMethod(BudgetedMethod):
         budget = super().most_slots(table, longest)
         return max(budget, self.sinks + self.recent_size.of(budget)) + self.most_waiting + MOST_ROOM
 
-    def stored_bytes(self, shape: LayerShape) -> int:
+    def stored_bytes(self, shape: LayerShape) -> int | None:
         # New tokens and their queries wait beside the budget.
         waiting = self.most_waiting if shape.more is None else min(self.most_waiting, shape.more)
         waiting += MOST_ROOM if waiting else 0

@@ -243,7 +243,7 @@ class Rehearse(WaitingMethod):
     def alone(self) -> str:  # type: ignore[override]
         return "" if self.loss is None else "every text has a budget of its own"
 
-    def stored_bytes(self, shape: LayerShape) -> int | None:  # type: ignore[override]
+    def stored_bytes(self, shape: LayerShape) -> int | None:
         return None if self.loss is not None else super().stored_bytes(shape)
 
     @property
