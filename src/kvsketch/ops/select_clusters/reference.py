@@ -46,7 +46,8 @@ def select_clusters(scores: Tensor, index: Clusters, budget: int, budgets: Tenso
     trimmed = (taken > 0) & (taken < sizes)
     which = trimmed.int().argmax(2, keepdim=True)
     cut = torch.cat([which, (ends - taken).gather(2, which), ends.gather(2, which)], 2)
-    none = cut.new_tensor([-1, 0, 0])
+    none = torch.zeros_like(cut[:1, :1])
+    none[..., 0] = -1  # filled on the device, so that a graph can capture it
     return Selection(
         rows.masked_fill(~exists, -1).to(torch.int32),
         taken.to(torch.int32),
