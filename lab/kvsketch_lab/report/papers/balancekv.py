@@ -21,12 +21,12 @@ def _error(method: str, budget: str, setting: str = ALL, model: str = SMOL) -> A
     return answers("attention_error", method, budget, setting, form=".3f", model=model)
 
 
-def _form(at: str, says: str, method: str, why: str = "", place: tuple[str, str] = (FOUR, QWEN)) -> Claim:
+def _form(at: str, says: str, method: str, why: str = "", place: tuple[str, str] = (LONG, BIG)) -> Claim:
     """A form of the method beside uniform samples at every rate."""
     uniform = {f"uniform {rate}": _error("uniform", rate, *place) for rate in RATES}
     return Claim(at, says, "as Fig. 2", {rate: _error(method, rate, *place) for rate in RATES}, beside=uniform,
                  rule=" and ".join(f"{rate} < uniform {rate}" for rate in RATES), why=why,
-                 on="0.5B" if place[1] == QWEN else "135M")  # fmt: skip
+                 on="1.5B" if place[1] == BIG else "135M")  # fmt: skip
 
 
 def _rate(number: int, rate: str, size: str, *place: str) -> Claim:
@@ -108,10 +108,10 @@ FIGURE_2 = [
         "Algorithm 1 as published",
         "covered by Theorem 3.1",
         "batches of 256, no budget",
-        {"ours": _error("balancekv:form=paper", "1/4", FOUR, QWEN), "uniform": _error("uniform", "1/4", FOUR, QWEN)},
+        {"ours": _error("balancekv:form=paper", "1/4", LONG, BIG), "uniform": _error("uniform", "1/4", LONG, BIG)},
         rule="ours < uniform",
         why="its size follows from the batches; beside a sample of a quarter",
-        on="0.5B",
+        on="1.5B",
     ),
     _form("§4, exactly half", "each halving keeps exactly half of a block", "balancekv:select=strict"),
     _form("authors' code, temp = 0.1", "not in the paper", "balancekv:temp=0.1", place=(ALL, SMOL)),

@@ -30,7 +30,8 @@ def _lines(lines: int) -> Claim:
         "Quest": answers("lines", "quest", "1/16", at),
     }
     return Claim(f"as Fig. 9: {lines} lines", "above Quest", "our own task: one token in 16 is read", own,
-                 rule="paper's setting > Quest")  # fmt: skip
+                 rule="paper's setting > Quest",
+                 on="asked after compression; Quest's prompt ended with the question")  # fmt: skip
 
 
 def _leval(setting: str, budget: str) -> dict[str, Ask]:
@@ -248,13 +249,16 @@ CACHE = [
         )
         for tokens in (LONG, SHORT)
     ),
-    Claim(
-        "§V-C, throughput",
-        "2.3 and 3 times that without a cache, for R = 1 and 2",
-        "as above",
-        {"R = 1": _cached(1), "R = 2": _cached(2)},
-        rule="R = 1 >= 2.3 and R = 2 >= 3",
-        on="Llama-3.1-8B shape, 32,768 tokens, H200; queries as alike as in real text",
+    *(
+        Claim(
+            f"§V-C, throughput, R = {steps}",
+            f"{factor} times that without a cache",
+            "as above",
+            {"times": _cached(steps)},
+            rule=f"times >= 0.95 * {factor}",
+            on="Llama-3.1-8B shape, 32,768 tokens, H200; queries as alike as in real text",
+        )
+        for steps, factor in ((1, 2.3), (2, 3.0))
     ),
     Claim(
         "§IV-B",
@@ -264,7 +268,8 @@ CACHE = [
             "in line": ask("prefill", "overhead", form="+.1%", method=PAPERS, length=32768, beside=None),
             "beside": ask("prefill", "overhead", form="+.1%", method=PAPERS, length=32768, beside=True),
         },
-        rule="beside < in line",
+        rule="beside < 0.9 * in line",
+        why="k-means fills the GPU: nothing is left beside it",
         on="added to a prefill; Llama-3.1-8B shape, 32,768 tokens, H200",
     ),
     Claim(
@@ -294,11 +299,14 @@ TODAY = [
         f"400 lines, {share} of the bytes",
         "",
         "keys and values in host memory",
-        {"16 bits": _on_host("clusterkv", share), "4 bits": _on_host("clusterkv:bits=4", share)},
+        {name: _on_host(method, share) for name, method in methods.items()},
         verdict=OTHER,
-        why="the share is of the device's bytes; not in the paper",
+        why=f"the share is of the device's bytes; not in the paper{why}",
     )
-    for share in ("1/4", "1/8")
+    for share, methods, why in (
+        ("1/4", {"16 bits": "clusterkv", "4 bits": "clusterkv:bits=4"}, ""),
+        ("1/8", {"4 bits": "clusterkv:bits=4"}, "; in 16 bits the index alone is larger"),
+    )
 ]
 
 PAPER = Paper(
