@@ -31,6 +31,7 @@ from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.codes import LEAST
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.padding import most_of
+from kvsketch.slots.roll_back import drop_last, drop_newest
 from kvsketch.slots.rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable, require_finite
@@ -166,7 +167,7 @@ class Queue:
             state.score = torch.zeros(table.shape, device=table.device)
         state.score.scatter_(2, newest_slots(table, state.owed)[:, :, :earlier], 1.0)
         state.owed, state.queries = tokens, None
-        table.note_settled(table.seen - tokens)
+        table.note(settled=table.seen - tokens)
 
     def start_repetition(self) -> None:
         """The model begins to repeat them."""
@@ -306,7 +307,7 @@ class WaitingMethod(BudgetedMethod):
             return []
         for table in tables:
             # A short question is no measure for its answer. A chunk is the most that counts: generation stays bounded.
-            table.set_prompt(max(table.prompt_tokens, min(table.seen, chunk)))
+            table.note(prompt_tokens=max(table.prompt_tokens, min(table.seen, chunk)))
         keep = winners(tables, [self.worth(t) for t in tables], [self.mean_slots(t) for t in tables], self.share)
         settle_bits(tables, [stays.sum() for stays in keep])
         return keep
@@ -394,7 +395,7 @@ class WaitingMethod(BudgetedMethod):
 
     def forget(self, table: SlotTable, count: int) -> None:
         state, queue = table.state_of(Waiting), self.queue(table)
-        table.drop_newest(count) if table.layout is None else table.bounded.drop_last(count)
+        drop_newest(table, count) if table.layout is None else drop_last(table.bounded, count)
         state.owed = min(state.owed, queue.count)
         if not table.exact and table.layout is None and not state.owed:
             # Slots and queries have room for the same tokens.
@@ -431,7 +432,7 @@ class WaitingMethod(BudgetedMethod):
 def settle_slots(table: SlotTable, stays: Tensor, layout: Layout, weights: Tensor | None) -> None:
     """Keeps slots [B, H, S] with their logarithms of weights; nothing waits any more."""
     table.keep(stays, layout, weights)
-    table.note_settled()
+    table.note(settled=table.seen)
     state = table.state_of(Waiting)
     state.again = state.chunks = state.queries = state.real = None
 
