@@ -52,7 +52,6 @@ class Waiting(TableState):
     queries: Tensor | None = per_row(lambda t, s: Range((t.shape[0], *s.queries.shape[1:]), 0, 255))
     # of tokens that have scores and are not settled, between the first layer's compress and settle
     again: Tensor | None = per_row()  # [B, H, P, Q, D], queries of the repetition, for the refit of each chunk
-    real: Tensor | None = per_row()  # [B, H, m], scores of those that the model has repeated, beside virtual ones
     owed: int = number()  # tokens of a prompt that the model has not repeated yet; named so in saved files
     chunks: Tensor | None = on_host(lambda t, s: Range((t.shape[0], s.again.shape[2]), 1, t.seen))  # [B, P], tokens
 
@@ -278,6 +277,11 @@ class WaitingMethod(BudgetedMethod):
     def score(self, table: SlotTable, queries: Tensor) -> None:
         """Scores the tokens of these queries [B, Hq, n, D], the newest (`Waiting.note`)."""
 
+    @property
+    def promises(self) -> bool:
+        """Whether it keeps a promised loss in place of a budget (`cache.promise`)."""
+        return False
+
     def queue(self, table: SlotTable) -> Queue:
         """The tokens of a table that wait."""
         return Queue(self, table)
@@ -434,7 +438,7 @@ def settle_slots(table: SlotTable, stays: Tensor, layout: Layout, weights: Tenso
     table.keep(stays, layout, weights)
     table.note(settled=table.seen)
     state = table.state_of(Waiting)
-    state.again = state.chunks = state.queries = state.real = None
+    state.again = state.chunks = state.queries = None
 
 
 def room_ahead(most: int, settled: int, waiting: int = 0) -> int:
